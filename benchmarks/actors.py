@@ -7,7 +7,7 @@ from typing import Any
 import ray
 
 from benchmarks.command import BenchmarkError
-from streamrl.actors.calls import fetch
+from streamrl.actors.transport.ray_calls import fetch
 
 
 def start_actor(actor_class: type, *arguments: Any, **options: Any) -> Any:

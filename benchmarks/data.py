@@ -133,9 +133,9 @@ WRITERS: dict[str, Callable[[Path, Iterator[Row]], None]] = {
 
 def _start(folder: str, path: str) -> None:
     """Check a run on the file as its driver does, then draw prompts as its coordinator does."""
-    import streamrl.data.loading  # noqa: F401 - its libraries are no part of what is measured
+    import streamrl.data.prefetch  # noqa: F401 - its libraries are no part of what is measured
     from streamrl.config import load_config
-    from streamrl.preflight import prepare
+    from streamrl.config.preflight import prepare
 
     recipe = Path(folder) / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=folder, path=path))
@@ -166,8 +166,8 @@ def _start(folder: str, path: str) -> None:
 def _check(folder: str, path: str) -> None:
     """Read every row, as `streamrl data check` does."""
     from streamrl.data import Limits, load_tokenizer, load_vocab_size
-    from streamrl.data.checking import check_file
     from streamrl.data.files import data_files
+    from streamrl.data.validate import check_file
 
     model = f"{folder}/model"
     entry = {"path": path, "label_key": "answer"}

@@ -16,10 +16,10 @@ from typing import Any
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from streamrl.dataflow import Dataflow, dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS
-from streamrl.placement.manner import Manner
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.timings import (
+from streamrl.placement.run_options import Manner
+from streamrl.placement.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
     Timings,

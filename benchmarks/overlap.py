@@ -19,10 +19,10 @@ from benchmarks.actors import start_actor
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.runs import RECIPE, load_quiet, make_arithmetic, medians, play
 from benchmarks.timed_engines import TimedEngines
-from streamrl.actors.calls import fetch
-from streamrl.actors.cluster import cluster, nothing
-from streamrl.actors.engine_factory import EngineFactory
-from streamrl.actors.real_engines import RealEngines
+from streamrl.actors.engine_factory import RealEngines
+from streamrl.actors.launch.ray_cluster import cluster, nothing
+from streamrl.actors.protocols import EngineFactory
+from streamrl.actors.transport.ray_calls import fetch
 from streamrl.placement import PlacementConfig
 
 WARM_UP_STEPS = 4

@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.random_model import write_model
 from benchmarks.runs import load_quiet, medians, play
-from streamrl.actors.real_engines import RealEngines
+from streamrl.actors.engine_factory import RealEngines
 
 RUNS: Mapping[str, Sequence[str]] = {
     "disaggregated": ("placement.mode=disaggregated",),

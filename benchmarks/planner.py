@@ -36,13 +36,13 @@ from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs import CostModel
-from streamrl.placement.estimates import Problem
-from streamrl.placement.schedule import Estimator
-from streamrl.placement.search.oracle import Oracle
-from streamrl.placement.search.parallel import Choices
-from streamrl.placement.search.planning import PROPOSALS, Planner
-from streamrl.placement.search.rules import anything
-from streamrl.placement.shapes import SHAPES, shape_of
+from streamrl.placement.model_shapes import SHAPES, shape_of
+from streamrl.placement.problem import Problem
+from streamrl.placement.search.exhaustive import Oracle
+from streamrl.placement.search.hybridflow_parallel import Choices
+from streamrl.placement.search.planner import PROPOSALS, Planner
+from streamrl.placement.search.split_rules import anything
+from streamrl.placement.steady_state.estimator import Estimator
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
 
 FIXED = FixedLength(1024)

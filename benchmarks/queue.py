@@ -47,16 +47,16 @@ from benchmarks.queue_peers import (
     transfer_queue,
 )
 from streamrl import pipeline
-from streamrl.actors.cluster import cluster, nothing
-from streamrl.actors.remote_shard import RemoteShard
-from streamrl.actors.shard import create_shards
+from streamrl.actors.launch.ray_cluster import cluster, nothing
+from streamrl.actors.queue_shard import create_shards
+from streamrl.actors.transport.shard_proxy import RemoteShard
 from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, ShardPlan
 from streamrl.errors import ConfigError
-from streamrl.faces import Stage
-from streamrl.lease import FreeLease
 from streamrl.messages import ROLLOUT_COLUMNS, Experience, Prompt, make_uid
 from streamrl.placement import PlacementConfig
-from streamrl.serving import Result
+from streamrl.stream.device_lease import FreeLease
+from streamrl.stream.protocols import Stage
+from streamrl.stream.stage_worker import Result
 from streamrl.telemetry.spans import SpanRecorder
 
 GROUPS = {1 << 10: 8192, 1 << 16: 2048, 1 << 20: 512}

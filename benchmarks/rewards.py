@@ -31,7 +31,7 @@ from benchmarks.command import (
     run_command,
 )
 from benchmarks.peers import attempt, parity_python
-from streamrl.actors.calls import call
+from streamrl.actors.transport.ray_calls import call
 from streamrl.messages import Prompt
 from streamrl.rewards import RewardConfig, RewardSet, build_rewards
 from streamrl.rewards.sandbox import CallTest, Limits, Program, Sandbox

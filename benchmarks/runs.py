@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import ROOT, run_command
-from streamrl.actors.engine_factory import EngineFactory
+from streamrl.actors.protocols import EngineFactory
 from streamrl.cli.train import train
 from streamrl.config import RunConfig, load_config
 

@@ -19,14 +19,14 @@ from streamrl.dataflow import dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs import Constants, CostModel
-from streamrl.placement.estimates import Problem
+from streamrl.placement.model_shapes import shape_of
 from streamrl.placement.placements import Placement
-from streamrl.placement.schedule import Estimator, Key, key_of
-from streamrl.placement.search.front import Candidate
-from streamrl.placement.search.planning import plan
-from streamrl.placement.shapes import shape_of
+from streamrl.placement.problem import Problem
+from streamrl.placement.search.pareto import Candidate
+from streamrl.placement.search.planner import plan
+from streamrl.placement.steady_state.estimator import Estimator, Key, key_of
 from streamrl.placement.workload import LognormalLengths, Workload
-from streamrl.simulator.playing import play
+from streamrl.simulator.quick_run import play
 
 BOUNDS = (0, 1, 2, 4)
 RUNNERS_UP = 1

@@ -15,7 +15,7 @@ from streamrl.dataflow import dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.timings import (
+from streamrl.placement.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
     Timings,

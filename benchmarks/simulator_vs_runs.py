@@ -22,10 +22,10 @@ from typing import Any
 
 from benchmarks.command import ROOT, BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.runs import load_quiet, make_arithmetic, play
-from streamrl.actors.real_engines import RealEngines
-from streamrl.calibration.fit import fit
-from streamrl.calibration.measured import Measured, read_run
+from streamrl.actors.engine_factory import RealEngines
+from streamrl.calibration.fit_timings import fit
 from streamrl.calibration.prediction import Figures, PlannedRun, predict
+from streamrl.calibration.run_trace import Measured, read_run
 
 RECIPES = ("grpo", "ppo", "remax")
 MODES = {"on_policy": 0, "ahead": 1}

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.runs import RECIPE, load_quiet, make_arithmetic, play
-from streamrl.actors.real_engines import RealEngines
+from streamrl.actors.engine_factory import RealEngines
 
 LAST_STEPS = 5
 KV_CACHE_MB = 64

@@ -36,7 +36,7 @@ from benchmarks.command import (
     run_command,
 )
 from benchmarks.runs import RECIPE, make_arithmetic
-from streamrl.actors.fork_server import FORK_VARIABLE, SERVE
+from streamrl.actors.launch.fork_server import FORK_VARIABLE, SERVE
 
 MARK = "STREAMRL_STARTUP_BENCHMARK"
 DEADLINE_S = 180.0
@@ -53,10 +53,10 @@ COMMANDS = {
 }
 BARE_ENGINE = """
 import os, sys
-from streamrl.engines.generation_env import generation_env
+from streamrl.engines.vllm.environment import generation_env
 from streamrl.engines.generator_config import GeneratorConfig
 os.environ.update(generation_env("cpu"))
-from streamrl.engines.vllm_engine import EngineSpec, build_engine
+from streamrl.engines.vllm.engine import EngineSpec, build_engine
 config = GeneratorConfig(max_new_tokens=12, max_concurrent_rollouts=512)
 build_engine(EngineSpec(sys.argv[1], config, seed=0, max_length=64))
 os._exit(0)

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from streamrl.actors.engine_factory import HostedGenerator, HostedPart, HostedRank, HostedScorer
+from streamrl.actors.protocols import HostedGenerator, HostedPart, HostedRank, HostedScorer
+from streamrl.buffer.assembly.packing import Pick
 from streamrl.config import RunConfig
 from streamrl.dataflow import GENERATE, REWARD
 from streamrl.engines.generator_config import Sampling
-from streamrl.engines.packing import Pick
 from streamrl.errors import ConfigError
-from streamrl.faces import Finished, Sample
 from streamrl.messages import (
     Array,
     Columns,
@@ -26,7 +25,8 @@ from streamrl.messages import (
     Rollout,
     group_columns,
 )
-from streamrl.serving import Result
+from streamrl.stream.protocols import Finished, Sample
+from streamrl.stream.stage_worker import Result
 from streamrl.weights import Loaded
 
 if TYPE_CHECKING:

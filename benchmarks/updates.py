@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.command import ROOT, BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.runs import RECIPE, load_quiet, make_arithmetic, medians, play
-from streamrl.actors.real_engines import RealEngines
+from streamrl.actors.engine_factory import RealEngines
 
 MODES = {
     "interrupt, recompute": ["weights.on_update=interrupt", "weights.kv=recompute"],

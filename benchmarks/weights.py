@@ -22,9 +22,9 @@ from benchmarks.actors import start_actor, wait_for_all
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.random_model import SHAPES, write_model
 from benchmarks.weights_actors import TIMEOUT_S, Generator, Publisher
-from streamrl.actors.calls import fetch
-from streamrl.actors.cluster import cluster, nothing
-from streamrl.engines.generation_env import generation_env
+from streamrl.actors.launch.ray_cluster import cluster, nothing
+from streamrl.actors.transport.ray_calls import fetch
+from streamrl.engines.vllm.environment import generation_env
 from streamrl.placement import PlacementConfig
 from streamrl.weights.config import AUTO, TRANSPORTS
 

@@ -12,19 +12,19 @@ import numpy as np
 import torch
 
 from benchmarks.random_model import MAX_LENGTH, make_model
-from streamrl.actors.store_transport import StoreInlet, StoreOutlet
-from streamrl.engines import vllm_engine
-from streamrl.engines.generation import GenerationEngine, GeneratorConfig
+from streamrl.actors.transport.object_store_weights import StoreInlet, StoreOutlet
+from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
+from streamrl.engines.vllm import engine
 from streamrl.errors import GenerationError
 from streamrl.weights import Inlet, Outlet, WeightManifest, WeightsConfig
-from streamrl.weights.collective import CollectiveInlet, CollectiveOutlet
 from streamrl.weights.config import COLLECTIVE, DELTA, DISK, SHARED_MEMORY, STORE
-from streamrl.weights.delta import DeltaInlet, DeltaOutlet
-from streamrl.weights.disk import DiskInlet, DiskOutlet
+from streamrl.weights.pack import publish
 from streamrl.weights.parameters import side_by_side
-from streamrl.weights.publisher import publish
-from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
-from streamrl.weights.subscriber import unpack
+from streamrl.weights.transports.collective import CollectiveInlet, CollectiveOutlet
+from streamrl.weights.transports.delta import DeltaInlet, DeltaOutlet
+from streamrl.weights.transports.disk import DiskInlet, DiskOutlet
+from streamrl.weights.transports.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
+from streamrl.weights.unpack import unpack
 
 TIMEOUT_S = 60.0
 CHANGED_SHARE = 20
@@ -171,7 +171,7 @@ class Generator:
 def timed(function: str) -> list[float]:
     """The seconds of every call of a function of `vllm_engine` from now on."""
     seconds: list[float] = []
-    call = vars(vllm_engine)[function]
+    call = vars(engine)[function]
 
     def timing(*arguments: Any) -> Any:
         start = time.perf_counter()
@@ -180,5 +180,5 @@ def timed(function: str) -> list[float]:
         finally:
             seconds.append(time.perf_counter() - start)
 
-    setattr(vllm_engine, function, timing)
+    setattr(engine, function, timing)
     return seconds

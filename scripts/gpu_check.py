@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from streamrl.algorithms import AlgorithmConfig
-    from streamrl.engines.tasks import PolicyTask
     from streamrl.engines.trainer_config import TrainerConfig
-    from streamrl.engines.training import ModelTrainer
+    from streamrl.engines.training.tasks import PolicyTask
+    from streamrl.engines.training.trainer import ModelTrainer
     from streamrl.messages import Array, Columns
     from streamrl.resharding.storage import Storage
 
@@ -450,7 +450,7 @@ def sample_logprobs(groups: Mapping[str, Columns], model_path: str) -> dict[str,
     """Replace log-probabilities by what a policy near that of the model would have said."""
     import numpy as np
 
-    from streamrl.engines.scoring import LogprobScorer
+    from streamrl.engines.training.forward_scorers import LogprobScorer
 
     with without_gpu():
         scorer = LogprobScorer(model_path, temperature=TEMPERATURE, micro_batch_tokens=4096)
@@ -470,7 +470,7 @@ def sample_logprobs(groups: Mapping[str, Columns], model_path: str) -> dict[str,
 
 def policy_task(model_path: str, config: AlgorithmConfig, groups: Mapping[str, Columns]) -> Any:
     """Make the task of a policy under an algorithm."""
-    from streamrl.engines.tasks import PolicyTask
+    from streamrl.engines.training.tasks import PolicyTask
 
     longest = max(int(columns["lengths"].max()) for columns in groups.values())
     settings = config.settings(max_length=longest, reward_weights={"right": 1.0})
@@ -484,7 +484,7 @@ def all_picks(groups: Mapping[str, Columns]) -> list[tuple[str, int]]:
 
 def batch_of(task: PolicyTask, groups: Mapping[str, Columns]) -> Any:
     """Lay all rollouts into one batch, with what the algorithm derives."""
-    from streamrl.engines.batching import build_batch, derive_columns
+    from streamrl.engines.training.collate import build_batch, derive_columns
 
     derived = derive_columns(task.row, task.settings, groups)
     return build_batch(groups, all_picks(groups), derived=derived, token_columns=task.token_columns)
@@ -556,9 +556,9 @@ def version_of(package: str) -> str | None:
 def import_trainer() -> Found:
     """Import the trainer and DeepSpeed; neither may need Ray or vLLM."""
     begun = time.monotonic()
-    import streamrl.engines.training
-    import streamrl.weights.publisher  # noqa: F401
-    from streamrl.engines.deepspeed_backend import _import_deepspeed
+    import streamrl.engines.training.trainer
+    import streamrl.weights.pack  # noqa: F401
+    from streamrl.engines.training.deepspeed_backend import _import_deepspeed
 
     imported = time.monotonic()
     # On a GPU this also tries compilers, once for each kind of DeepSpeed's kernels.
@@ -608,7 +608,7 @@ def reference_model(model_path: str) -> Any:
     """Load a model on the CPU in float32."""
     import torch
 
-    from streamrl.engines.forward import load_model
+    from streamrl.engines.models.forward import load_model
 
     with without_gpu():
         return load_model(model_path, dtype=torch.float32)
@@ -618,7 +618,7 @@ def reference_model(model_path: str) -> Any:
 def device_model(model_path: str, dtype: str) -> Any:
     """Load a model where streamrl would have it."""
     from streamrl.engines.dtypes import DTYPES
-    from streamrl.engines.forward import load_model
+    from streamrl.engines.models.forward import load_model
 
     return load_model(model_path, dtype=DTYPES[dtype])
 
@@ -628,7 +628,7 @@ def compare_scores(path: str, groups: Mapping[str, Columns], dtype: str) -> Foun
     import torch
 
     from streamrl.algorithms import AlgorithmConfig
-    from streamrl.engines.forward import local_device
+    from streamrl.engines.models.forward import local_device
 
     task = policy_task(path, AlgorithmConfig(), groups)
     batch = batch_of(task, groups)
@@ -656,7 +656,7 @@ def spread(differences: Tensor) -> Found:
 def compare_losses(path: str, groups: Mapping[str, Columns], dtype: str) -> Found:
     """Compare the loss and the gradient of every algorithm, plain, with KL and with entropy."""
     from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
-    from streamrl.engines.forward import local_device
+    from streamrl.engines.models.forward import local_device
     from streamrl.errors import ConfigError
 
     losses: dict[str, float] = {}
@@ -794,7 +794,7 @@ def train_and_resume(
 
 def device_name() -> str:
     """Name the device that streamrl works on."""
-    from streamrl.engines.forward import local_device
+    from streamrl.engines.models.forward import local_device
 
     return str(local_device())
 
@@ -804,7 +804,7 @@ def make_trainer(
 ) -> ModelTrainer:
     """Make a trainer of one rank."""
     from streamrl.algorithms import AlgorithmConfig
-    from streamrl.engines.training import ModelTrainer
+    from streamrl.engines.training.trainer import ModelTrainer
 
     task = policy_task(path, AlgorithmConfig(), groups)
     return ModelTrainer(task, config=trainer_config(layout, **changes))
@@ -901,7 +901,7 @@ def score(folder: Path, architecture: str) -> Found:
 
 def score_group(path: str, columns: Columns, dtype: str) -> tuple[Array, Found]:
     """Give the log-probabilities of a group and what computed attention and experts."""
-    from streamrl.engines.scoring import LogprobScorer
+    from streamrl.engines.training.forward_scorers import LogprobScorer
 
     scorer = LogprobScorer(path, temperature=1.0, micro_batch_tokens=512, dtype=dtype)
     config = vars(scorer._model.config)
@@ -1001,7 +1001,7 @@ def wait_for_late_collective() -> Iterator[tuple[str, Found]]:
     import torch
     import torch.distributed as dist
 
-    from streamrl.engines.ranks import deadline, join_ranks
+    from streamrl.distributed.process_group import deadline, join_ranks
 
     join_ranks(rank=0, world_size=1, timeout_s=NCCL_TIMEOUT_S)
     tensor = torch.ones(1 << 20, device="cuda")
@@ -1023,7 +1023,7 @@ def broadcast_in_lonely_group() -> Iterator[tuple[str, Found]]:
     """Broadcast weights to a reader that never comes."""
     import torch
 
-    from streamrl.weights.members import Deadline, Group, Term, serve_readers
+    from streamrl.weights.transports.collective_group import Deadline, Group, Term, serve_readers
 
     store = serve_readers("127.0.0.1", NCCL_TIMEOUT_S)
     term = Term(0, "127.0.0.1", store.port, ("reader",))
@@ -1041,7 +1041,7 @@ def reduce_when_left_alone() -> Iterator[tuple[str, Found]]:
     import torch
     import torch.distributed as dist
 
-    from streamrl.engines.ranks import bound_collectives, deadline, join_ranks
+    from streamrl.distributed.process_group import bound_collectives, deadline, join_ranks
 
     join_ranks(rank=0, world_size=2, timeout_s=JOIN_S)
     bound_collectives(NCCL_TIMEOUT_S)
@@ -1058,7 +1058,7 @@ def reduce_when_left_alone() -> Iterator[tuple[str, Found]]:
 
 def leave_at_once() -> Iterator[tuple[str, Found]]:
     """Join as the second rank and die."""
-    from streamrl.engines.ranks import join_ranks
+    from streamrl.distributed.process_group import join_ranks
 
     join_ranks(rank=1, world_size=2, timeout_s=JOIN_S)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -1067,7 +1067,7 @@ def leave_at_once() -> Iterator[tuple[str, Found]]:
 
 def join_alone() -> Iterator[tuple[str, Found]]:
     """Wait for a second rank that does not come."""
-    from streamrl.engines.ranks import join_ranks
+    from streamrl.distributed.process_group import join_ranks
 
     return watch(partial(join_ranks, rank=0, world_size=2, timeout_s=NCCL_TIMEOUT_S))
 
@@ -1166,7 +1166,7 @@ def reset_peak() -> None:
 def expect_memory(path: str, config: TrainerConfig, tokens: int) -> Found:
     """Compute what streamrl expects of such a micro-batch, GiB."""
     from streamrl.engines.generator_config import GeneratorConfig
-    from streamrl.engines.held_memory import worker_memory
+    from streamrl.engines.memory.memory_model import worker_memory
 
     generator = GeneratorConfig(kv_cache_mb=64)
     found = worker_memory(path, config, generator, micro_batch_tokens=tokens, on_gpu=True)
@@ -1292,9 +1292,9 @@ def move_weights(num_tensors: int, elements: int) -> Found:
     """Move three versions of bfloat16 tensors; from the second on, memory is used again."""
     import torch
 
-    from streamrl.weights.publisher import publish
-    from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
-    from streamrl.weights.subscriber import unpack
+    from streamrl.weights.pack import publish
+    from streamrl.weights.transports.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
+    from streamrl.weights.unpack import unpack
 
     device = device_name()
     trained = {
@@ -1390,7 +1390,7 @@ def measure_speed(path: str, dtype: str, lengths: list[int], model: str) -> Foun
 
     from streamrl.algorithms import AlgorithmConfig
     from streamrl.engines.dtypes import DTYPES
-    from streamrl.engines.forward import load_model, local_device
+    from streamrl.engines.models.forward import load_model, local_device
 
     free_memory()
     torch.set_float32_matmul_precision("high" if "TF32" in dtype else "highest")
@@ -1417,7 +1417,7 @@ def measure_scores(sizes: SpeedSizes) -> Found:
     """Time what follows the logits, forward and backward."""
     import torch
 
-    from streamrl.engines.forward import score_tokens
+    from streamrl.engines.models.forward import score_tokens
 
     shape, vocabulary = (sizes.rows, sizes.width), QWEN2[sizes.model]["vocab_size"]
     device = device_name()

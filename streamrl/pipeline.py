@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from streamrl.buffer import ExperienceQueue
-from streamrl.control import Control, PipelineConfig
 from streamrl.errors import SupersededError, WeightsError
-from streamrl.faces import (
+from streamrl.messages import Columns, Experience
+from streamrl.stream.protocols import (
     Begun,
     Follower,
     Sample,
@@ -34,12 +34,12 @@ from streamrl.faces import (
     Trainer,
     WeightChannel,
 )
-from streamrl.messages import Columns, Experience
-from streamrl.serving import WAIT_S, Compute, Desk, Notes, Places, Result, serve
-from streamrl.step import train_step
+from streamrl.stream.run_state import Control, PipelineConfig
+from streamrl.stream.stage_worker import WAIT_S, Compute, Desk, Notes, Places, Result, serve
+from streamrl.stream.train_step import train_step
 from streamrl.weights import Arrival, HeldVersion, WeightManifest
-from streamrl.weights.figures import Pull
-from streamrl.weights.registry import Fault, ReaderState
+from streamrl.weights.metrics import Pull
+from streamrl.weights.version_registry import Fault, ReaderState
 
 PULL_ATTEMPTS = 5
 """So many times in a row a follower tries to take up a version before it is replaced."""

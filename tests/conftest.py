@@ -12,7 +12,7 @@ pytest_plugins = ("tests.e2e.shared_runs",)
 
 LONGEST_FIRST = (
     *("e2e", "chaos", "examples", "test_lint.py", "benchmarks", "engines", "actors", "rewards"),
-    *("test_planned_runs.py", "cli", "placement", "resharding", "workers"),
+    *("test_planned_runs.py", "cli", "placement", "resharding", "process_pool"),
 )
 """Rooms that are handed out before the others, so that both cores end together."""
 

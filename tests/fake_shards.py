@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from streamrl.buffer import Bounds, Ports, QueueConfig, Shard, ShardStats
-from streamrl.buffer.blob import Blob, join, size_of
-from streamrl.buffer.exchange import Commit, Farewell, Grant
+from streamrl.buffer.codec import Blob, join, size_of
 from streamrl.buffer.group import GroupBook
 from streamrl.buffer.leases import Overdue, Request
-from streamrl.buffer.segment import Record
+from streamrl.buffer.log.segment_file import Record
+from streamrl.buffer.wire_types import Commit, Farewell, Grant
 from streamrl.errors import StreamError
 from streamrl.messages import Filtered, Lease
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
-from streamrl.algorithms.dials import Dials
+from streamrl.algorithms.adaptive_params import Dials
 from streamrl.buffer import (
     Admission,
     Books,
@@ -20,13 +20,10 @@ from streamrl.buffer import (
     QueueConfig,
     StepAssembler,
 )
-from streamrl.buffer.books import recover_books
+from streamrl.buffer.admission.oversampling import MOST, Oversampling
+from streamrl.buffer.books.run_log import recover_books
 from streamrl.buffer.leases import Overdue
-from streamrl.buffer.oversampling import MOST, Oversampling
-from streamrl.control import Control, PipelineConfig
 from streamrl.dataflow import CRITIC, GENERATE, MOVED, POLICY, Call, Dataflow, Kind, dataflow_for
-from streamrl.faces import Stage, StepOutcome
-from streamrl.lease import Arbiter, FreeLease, SharedLease
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
     Ended,
@@ -40,11 +37,14 @@ from streamrl.pipeline import (
     train,
     watch_stalls,
 )
-from streamrl.publishing import Publishing, Source
-from streamrl.serving import Places, nothing_begun
+from streamrl.stream.device_lease import Arbiter, FreeLease, SharedLease
+from streamrl.stream.protocols import Stage, StepOutcome
+from streamrl.stream.run_state import Control, PipelineConfig
+from streamrl.stream.stage_worker import Places, nothing_begun
+from streamrl.stream.weight_publisher import Publishing, Source
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import HeldVersion, WeightManifest
-from streamrl.weights.registry import WeightRegistry
+from streamrl.weights.version_registry import WeightRegistry
 from tests.fake_shards import LocalShard, MemoryLog
 from tests.fakes import (
     GROUP_BYTES,

@@ -1,6 +1,7 @@
 """Engines, prompts and trainers of a stream that only take time.
 
-Times are virtual seconds (streamrl/simulator/clock.py). What each fake did is kept to be asserted.
+Times are virtual seconds (streamrl/simulator/replicas/virtual_loop.py). What each fake did is kept
+to be asserted.
 """
 
 import asyncio
@@ -12,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.engines.packing import Round
-from streamrl.engines.schedule import Pace, Turn
+from streamrl.buffer.assembly.micro_batch_schedule import Pace, Turn
+from streamrl.buffer.assembly.packing import Round
 from streamrl.errors import RewardError
-from streamrl.faces import Fetched, Finished, Sample
 from streamrl.messages import (
     Array,
     Columns,
@@ -29,10 +29,11 @@ from streamrl.messages import (
     make_uid,
     parse_uid,
 )
-from streamrl.serving import Result
+from streamrl.stream.protocols import Fetched, Finished, Sample
+from streamrl.stream.stage_worker import Result
 from streamrl.weights import Loaded, WeightManifest
-from streamrl.weights.probe import Probe
-from streamrl.weights.registry import ReaderState, WeightRegistry
+from streamrl.weights.logprob_probe import Probe
+from streamrl.weights.version_registry import ReaderState, WeightRegistry
 
 STREAMED = Pace()
 PROBE = Probe([np.array([1, 2, 3], np.int32)], [np.full(3, -1.0, np.float32)], limit=0.5)

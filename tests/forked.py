@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 import torch
 
-from streamrl.engines.generation_env import generation_env
+from streamrl.engines.vllm.environment import generation_env
 
 IMPORTED = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.mistral.modeling_mistral",
     "transformers.models.qwen2.modeling_qwen2",
-    "streamrl.engines.training",
+    "streamrl.engines.training.trainer",
     "deepspeed",
     "tests.engines.hybrid_ranks",
     "vllm.v1.engine.llm_engine",

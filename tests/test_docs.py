@@ -12,7 +12,7 @@ from streamrl.cli.rewards import markdown as rewards_markdown
 from streamrl.cli.rewards import own_kinds
 from streamrl.config import configure
 from streamrl.rewards import Surroundings, Verdict, build_rewards
-from streamrl.telemetry.contract import contract_table
+from streamrl.telemetry.metric_names import contract_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

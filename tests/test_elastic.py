@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.messages import GroupInfo
-from streamrl.serving import PROGRESS_S
-from streamrl.simulator.clock import run_virtual
+from streamrl.simulator.replicas.virtual_loop import run_virtual
+from streamrl.stream.stage_worker import PROGRESS_S
 from tests.fake_stream import Disturb, Stream, let_leave, run_stream
 from tests.fakes import Plan, Sampled
 from tests.test_stream_faults import check_accounts, check_conservation, harm, plans

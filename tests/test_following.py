@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 from streamrl.errors import ProbeError, SupersededError, WeightsError
-from streamrl.faces import Fetched, Stage
-from streamrl.lease import Arbiter, FreeLease, SharedLease
 from streamrl.messages import Array
 from streamrl.pipeline import PULL_ATTEMPTS, follow_weights, newest_version, take_up, verified
-from streamrl.publishing import Publishing
-from streamrl.simulator.clock import run_virtual
+from streamrl.simulator.replicas.virtual_loop import run_virtual
+from streamrl.stream.device_lease import Arbiter, FreeLease, SharedLease
+from streamrl.stream.protocols import Fetched, Stage
+from streamrl.stream.weight_publisher import Publishing
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import HeldVersion, Loaded, WeightManifest
-from streamrl.weights.figures import weight_metrics
-from streamrl.weights.probe import Probe
-from streamrl.weights.registry import REFUSED, Fault, ReaderState, WeightRegistry
-from tests.test_publishing import Source
+from streamrl.weights.logprob_probe import Probe
+from streamrl.weights.metrics import weight_metrics
+from streamrl.weights.version_registry import REFUSED, Fault, ReaderState, WeightRegistry
+from tests.stream.test_weight_publisher import Source
 
 SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 

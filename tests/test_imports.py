@@ -33,7 +33,7 @@ def loaded(program: str, *names: str) -> list[str]:
 def test_a_histogram_is_logged_to_wandb_without_pandas(tmp_path: Path) -> None:
     program = f"""
         from pathlib import Path
-        from streamrl.telemetry.contract import Histogram
+        from streamrl.telemetry.metric_names import Histogram
         from streamrl.telemetry.config import WandbConfig
         from streamrl.telemetry.wandb_sink import WandbSink
         sink = WandbSink(Path({str(tmp_path)!r}), WandbConfig(), run_name="demo")
@@ -49,9 +49,9 @@ def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path) -> None:
     program = f"""
         import torch
         import torch.distributed as dist
-        from streamrl.actors.meeting_place import meeting_place
-        from streamrl.engines.deepspeed_backend import DeepSpeedBackend
-        from streamrl.engines.forward import load_model
+        from streamrl.actors.transport.rendezvous import meeting_place
+        from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
+        from streamrl.engines.models.forward import load_model
         from streamrl.engines.trainer_config import TrainerConfig
         _, port = meeting_place()
         dist.init_process_group("gloo", f"tcp://127.0.0.1:{{port}}", rank=0, world_size=1)
@@ -64,11 +64,16 @@ def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path) -> None:
     assert loaded(program, "deepspeed", "torch._inductor.compile_fx") == ["deepspeed"]
 
 
-ACTORS = ("coordinator", "generator", "scorer", "shard", "trainer")
+ACTORS = ("coordinator", "generator", "scorer", "queue_shard", "trainer")
 NO_TORCH = (
     # Whoever holds a handle of an actor loads its class.
-    *(f"streamrl.actors.{name}" for name in (*ACTORS, "hybrid", "real_engines")),
-    *("streamrl.algorithms", "streamrl.buffer.shard", "streamrl.config", "streamrl.planning"),
+    *(f"streamrl.actors.{name}" for name in (*ACTORS, "colocated", "engine_factory")),
+    *(
+        "streamrl.algorithms",
+        "streamrl.buffer.shard",
+        "streamrl.config.run_config",
+        "streamrl.config.to_planner_problem",
+    ),
     *("streamrl.resharding", "streamrl.simulator", "streamrl.telemetry", "streamrl.weights"),
     *("streamrl.cli", "streamrl.cli.main", "streamrl.cli.plan", "streamrl.cli.simulate"),
 )
@@ -103,10 +108,11 @@ def test_what_the_coordinator_asks_of_a_config_takes_no_torch(tmp_path: Path) ->
         from pathlib import Path
         import numpy as np
         import streamrl.actors.coordinator
-        from streamrl.algorithms.dials import Dials
-        from streamrl.algorithms.summary import step_normaliser, summarise, summarise_critic
+        from streamrl.algorithms.adaptive_params import Dials
+        from streamrl.algorithms.math.step_metrics import step_normaliser, summarise
+        from streamrl.algorithms.math.step_metrics import summarise_critic
         from streamrl.data import PromptStream
-        from streamrl.slots import placement_of
+        from streamrl.config.role_counts import placement_of
         for name in ("grpo", "safe_rlhf"):
             config = pickle.loads(Path({str(tmp_path)!r}, name + ".pickle").read_bytes())
             dials = Dials(config.algorithm.row, config.settings)
@@ -127,7 +133,7 @@ def test_rules_score_without_torch(tmp_path: Path) -> None:
         from streamrl.data import load_tokenizer
         from streamrl.rewards import RewardConfig, ScorerConfig, Surroundings, build_rewards
         from streamrl.rewards import SandboxConfig
-        from streamrl.rewards.filtering import FilterConfig, build_filter
+        from streamrl.rewards.group_filter import FilterConfig, build_filter
         from streamrl.rewards.scorer import RewardScorer
         rewards = build_rewards(
             [RewardConfig(kind="exact")], Surroundings(ScorerConfig(), SandboxConfig())
@@ -194,14 +200,15 @@ def test_a_run_whose_sizes_are_told_is_planned_and_simulated_without_transformer
 def test_what_a_driver_asks_of_a_model_loads_no_model_classes(tmp_path: Path) -> None:
     path = save(tiny_model(tied=True, seed=0, kv_heads=2), tmp_path)
     program = f"""
-        import streamrl.actors.session
+        import streamrl.actors.launch.driver
         import streamrl.cli.train
-        import streamrl.preflight
+        import streamrl.config.preflight
         from streamrl.data import load_tokenizer, load_vocab_size
-        from streamrl.engines.outline import num_trained_of
+        from streamrl.engines.models.param_count import num_trained_of
         from streamrl.engines.trainer_config import TrainerConfig
-        from streamrl.engines.split_models import check_split_generator, check_tensor_parallel
-        from streamrl.model_config import model_length
+        from streamrl.engines.models.tensor_parallel_support import check_split_generator
+        from streamrl.engines.models.tensor_parallel_support import check_tensor_parallel
+        from streamrl.files.hf_config import model_length
         load_tokenizer({path!r}), load_vocab_size({path!r}), model_length({path!r}, limit=None)
         check_split_generator({path!r}, 1), check_tensor_parallel({path!r}, 2, section="trainer")
         assert num_trained_of({path!r}, TrainerConfig(), has_output=True, has_value=False)

@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.buffer import ExperienceQueue
-from streamrl.buffer.oversampling import MOST
-from streamrl.control import SURPLUS
+from streamrl.buffer.admission.oversampling import MOST
+from streamrl.buffer.assembly.micro_batch_schedule import Pace
 from streamrl.dataflow import CRITIC
-from streamrl.engines.schedule import Pace
 from streamrl.errors import DeadlineError, DropError, ProbeError
 from streamrl.messages import Columns, Experience, Lease, parse_uid
 from streamrl.pipeline import newest_version, sampled_lengths
-from streamrl.serving import Desk, Places
-from streamrl.simulator.clock import run_virtual
-from streamrl.step import add_sums
+from streamrl.simulator.replicas.virtual_loop import run_virtual
+from streamrl.stream.run_state import SURPLUS
+from streamrl.stream.stage_worker import Desk, Places
+from streamrl.stream.train_step import add_sums
 from streamrl.telemetry.spans import busy_s
 from tests.fake_stream import Stream, build_stream, run_loops, run_stream
 from tests.fakes import Plan

@@ -12,9 +12,24 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamrl.cli.main import main
 from streamrl.config import RunConfig, load_config
-from streamrl.engines.split_models import check_split_generator, check_tensor_parallel
+from streamrl.config.preflight import Prepared, hybrid_memory, prepare, shard_bytes, ways
+from streamrl.config.role_counts import placed
+from streamrl.config.to_placement import (
+    RunCosts,
+    placed_run,
+    rules_of,
+    run_costs,
+    run_placement,
+    run_rules,
+    shares_devices,
+)
+from streamrl.config.to_planner_problem import Asked, problem_of, run_constants
+from streamrl.engines.models.tensor_parallel_support import (
+    check_split_generator,
+    check_tensor_parallel,
+)
 from streamrl.errors import ConfigError
-from streamrl.model_config import read_model_config
+from streamrl.files.hf_config import read_model_config
 from streamrl.placement import (
     Assignment,
     Capacity,
@@ -26,22 +41,10 @@ from streamrl.placement import (
     settle,
 )
 from streamrl.placement.costs import Constants, CostModel
-from streamrl.placement.schedule import Estimator
 from streamrl.placement.search import Choices
 from streamrl.placement.search.partitions import allocations, set_partitions
-from streamrl.placing import (
-    RunCosts,
-    placed_run,
-    rules_of,
-    run_costs,
-    run_placement,
-    run_rules,
-    shares_devices,
-)
-from streamrl.planning import Asked, problem_of, run_constants
-from streamrl.preflight import Prepared, hybrid_memory, prepare, shard_bytes, ways
+from streamrl.placement.steady_state.estimator import Estimator
 from streamrl.resharding import Grid
-from streamrl.slots import placed
 from tests.rewards.tiny_classifier import write_classifier
 from tests.toy import write_toy
 

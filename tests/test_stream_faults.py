@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from streamrl.engines.schedule import Pace
+from streamrl.buffer.assembly.micro_batch_schedule import Pace
 from streamrl.errors import DeadlineError, FilterError
 from streamrl.messages import parse_uid
-from streamrl.simulator.clock import run_virtual
+from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.fake_stream import Disk, Disturb, Stream, build_stream, run_loops, run_stream
 from tests.fakes import Plan
 

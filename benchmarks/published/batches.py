@@ -6,9 +6,9 @@ streamrl's engines have both, so its own schedule is none of such a run.
 
 from streamrl.dataflow import Kind
 from streamrl.placement.costs import CostModel
-from streamrl.placement.durations import Generation, score_s, training
-from streamrl.placement.estimates import Problem
 from streamrl.placement.placements import Placement
+from streamrl.placement.problem import Problem
+from streamrl.placement.steady_state.call_durations import Generation, score_s, training
 
 
 def calls_s(asked: Problem, model: CostModel, placed: Placement) -> dict[str, float]:

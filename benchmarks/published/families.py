@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 
 from streamrl.dataflow import Kind
 from streamrl.placement.costs import CostModel
+from streamrl.placement.costs.call_cost import Work
 from streamrl.placement.costs.generate import generator_timing
-from streamrl.placement.costs.works import Work
-from streamrl.placement.durations import Generation
-from streamrl.placement.estimates import Problem
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.schedule import Estimator
-from streamrl.placement.search.parallel import Choices
+from streamrl.placement.problem import Problem
+from streamrl.placement.search.hybridflow_parallel import Choices
 from streamrl.placement.search.partitions import compositions
-from streamrl.placement.search.rules import anything
+from streamrl.placement.search.split_rules import anything
+from streamrl.placement.steady_state.call_durations import Generation
+from streamrl.placement.steady_state.estimator import Estimator
 from streamrl.resharding import Grid
 
 SCHEDULED = 6

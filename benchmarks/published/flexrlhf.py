@@ -18,15 +18,15 @@ from benchmarks.published.rows import Row
 from streamrl.dataflow import dataflow_for
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs import Constants, CostModel
-from streamrl.placement.costs.holdings import Holder
-from streamrl.placement.costs.links import groups_of
-from streamrl.placement.costs.rough import RoughTraffic
-from streamrl.placement.estimates import CallMemory, Problem
+from streamrl.placement.costs.approximate_traffic import RoughTraffic
+from streamrl.placement.costs.collectives import groups_of
+from streamrl.placement.costs.device_memory import Holder
 from streamrl.placement.meshes import Mesh
+from streamrl.placement.model_shapes import SHAPES, ModelShape
 from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.schedule import Estimator
-from streamrl.placement.shapes import SHAPES, ModelShape
-from streamrl.placement.timings import Timings
+from streamrl.placement.problem import CallMemory, Problem
+from streamrl.placement.stage_timings import Timings
+from streamrl.placement.steady_state.estimator import Estimator
 from streamrl.placement.workload import FixedLength, Workload
 from streamrl.resharding import Grid
 

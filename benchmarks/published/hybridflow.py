@@ -14,11 +14,11 @@ from benchmarks.published.rows import Row
 from streamrl.dataflow import dataflow_for
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs import Constants, CostModel, Traffic
-from streamrl.placement.durations import Generation
-from streamrl.placement.estimates import Problem
 from streamrl.placement.meshes import Mesh
+from streamrl.placement.model_shapes import SHAPES
 from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.shapes import SHAPES
+from streamrl.placement.problem import Problem
+from streamrl.placement.steady_state.call_durations import Generation
 from streamrl.placement.workload import FixedLength, Workload
 from streamrl.resharding import Grid, table_2
 

@@ -17,11 +17,11 @@ from benchmarks.published.rows import Row
 from streamrl.dataflow import dataflow_for
 from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
 from streamrl.placement.costs import Constants, CostModel
-from streamrl.placement.estimates import Problem
 from streamrl.placement.meshes import Mesh
+from streamrl.placement.model_shapes import SHAPES
 from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.schedule import Estimator
-from streamrl.placement.shapes import SHAPES
+from streamrl.placement.problem import Problem
+from streamrl.placement.steady_state.estimator import Estimator
 from streamrl.placement.workload import LognormalLengths, Workload
 from streamrl.resharding import Grid
 

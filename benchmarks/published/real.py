@@ -14,16 +14,16 @@ from benchmarks.published.rows import Row
 from streamrl.dataflow import dataflow_for
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs import Constants, CostModel
-from streamrl.placement.estimates import Problem
 from streamrl.placement.meshes import Mesh
+from streamrl.placement.model_shapes import SHAPES
 from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.schedule import Estimator
+from streamrl.placement.problem import Problem
 from streamrl.placement.search.annealing import Annealing, State
-from streamrl.placement.search.mapping import Mapping
-from streamrl.placement.search.parallel import Choices
+from streamrl.placement.search.hybridflow_mapping import Mapping
+from streamrl.placement.search.hybridflow_parallel import Choices
 from streamrl.placement.search.partitions import models
-from streamrl.placement.search.rules import anything
-from streamrl.placement.shapes import SHAPES
+from streamrl.placement.search.split_rules import anything
+from streamrl.placement.steady_state.estimator import Estimator
 from streamrl.placement.workload import FixedLength, Workload
 from streamrl.resharding import Grid
 

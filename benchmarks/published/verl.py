@@ -17,13 +17,13 @@ from benchmarks.published.rows import Row
 from streamrl.dataflow import dataflow_for
 from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
 from streamrl.placement.costs import Constants, CostModel
-from streamrl.placement.costs.rough import RoughTraffic
-from streamrl.placement.estimates import Problem
+from streamrl.placement.costs.approximate_traffic import RoughTraffic
 from streamrl.placement.meshes import Mesh
+from streamrl.placement.model_shapes import SHAPES
 from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.schedule import Estimator
-from streamrl.placement.shapes import SHAPES
-from streamrl.placement.timings import Timings
+from streamrl.placement.problem import Problem
+from streamrl.placement.stage_timings import Timings
+from streamrl.placement.steady_state.estimator import Estimator
 from streamrl.placement.workload import LognormalLengths, Workload
 from streamrl.resharding import Grid
 

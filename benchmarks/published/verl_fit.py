@@ -26,7 +26,7 @@ from benchmarks.published.verl import (
     problem,
 )
 from streamrl.messages import Array
-from streamrl.placement.durations import Generation
+from streamrl.placement.steady_state.call_durations import Generation
 
 MOST_EVALUATIONS = 40
 Parts = dict[str, tuple[float, float]]

@@ -3,7 +3,12 @@
 from collections.abc import Iterator
 
 from examples.own_loop.stage import Stage, Step, main
-from streamrl.actors.model_workers import CriticWorker, PolicyWorker, ReferenceWorker, RewardWorker
+from streamrl.actors.worker_groups.model_workers import (
+    CriticWorker,
+    PolicyWorker,
+    ReferenceWorker,
+    RewardWorker,
+)
 
 
 def ppo(stage: Stage) -> Iterator[Step]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from examples.own_loop.stage import Stage, Step, main
-from streamrl.actors.model_workers import PolicyWorker, ReferenceWorker, RewardWorker
+from streamrl.actors.worker_groups.model_workers import PolicyWorker, ReferenceWorker, RewardWorker
 
 
 def remax(stage: Stage) -> Iterator[Step]:

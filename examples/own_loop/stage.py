@@ -9,17 +9,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from streamrl.actors.cluster import cluster, nothing
-from streamrl.actors.fork_server import start_fork_server
-from streamrl.actors.model_workers import TrainedWorker, engine_env, in_loop, loop_memory
-from streamrl.actors.worker_group import Reply, ResourcePool, WorkerGroup, put
-from streamrl.cli.interrupts import interrupt_on_signals
+from streamrl.actors.launch.fork_server import start_fork_server
+from streamrl.actors.launch.ray_cluster import cluster, nothing
+from streamrl.actors.worker_groups.model_workers import (
+    TrainedWorker,
+    engine_env,
+    in_loop,
+    loop_memory,
+)
+from streamrl.actors.worker_groups.worker_group import Reply, ResourcePool, WorkerGroup, put
 from streamrl.cli.main import OneLineParser
+from streamrl.cli.run_setup.signals import interrupt_on_signals
 from streamrl.config import RunConfig, load_config
+from streamrl.config.preflight import prepare
 from streamrl.controller import BatchRef, Mesh
 from streamrl.data import PromptStream
 from streamrl.errors import ConfigError, StreamError
-from streamrl.preflight import prepare
 from streamrl.resharding import Grid
 
 Step = Sequence[Reply]

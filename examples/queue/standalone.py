@@ -16,9 +16,9 @@ import numpy as np
 import psutil
 import ray
 
-from streamrl.actors.local_ray import local_ray
-from streamrl.actors.remote_shard import RemoteShard
-from streamrl.actors.standalone import start_shards
+from streamrl.actors.launch.local_ray import local_ray
+from streamrl.actors.transport.shard_proxy import RemoteShard
+from streamrl.actors.worker_groups.standalone_queue import start_shards
 from streamrl.buffer import Bounds, ExperienceQueue, Ports, QueueConfig
 from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Experience, Prompt, make_uid
 

@@ -9,32 +9,38 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from streamrl.actors.calls import CALL_TIMEOUT_S
-from streamrl.actors.durability import Durability
-from streamrl.actors.evaluator import Evaluator
-from streamrl.actors.feed import EventReport, Feed, Report, StatusReport, StepReport
-from streamrl.actors.reporting import Reporter, RoleActors, Snapshot
-from streamrl.actors.silence import Living
-from streamrl.actors.stacks import record_stacks
+from streamrl.actors.actor_context import TRAINERS, Wiring, make_arbiter, share
+from streamrl.actors.coordination.driver_events import (
+    EventReport,
+    Feed,
+    Report,
+    StatusReport,
+    StepReport,
+)
+from streamrl.actors.coordination.evaluator import Evaluator
+from streamrl.actors.coordination.run_persistence import Durability
+from streamrl.actors.coordination.step_reporter import Reporter, RoleActors, Snapshot
+from streamrl.actors.liveness import Living
 from streamrl.actors.trainer_group import MovedReference, TrainerGroup
-from streamrl.actors.wiring import TRAINERS, Wiring, make_arbiter, share
-from streamrl.algorithms.dials import Dials
+from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S
+from streamrl.algorithms.adaptive_params import Dials
 from streamrl.buffer import Admission, Books, ExperienceQueue, StepAssembler
+from streamrl.buffer.admission.oversampling import Oversampling
 from streamrl.buffer.leases import Overdue
-from streamrl.buffer.oversampling import Oversampling
-from streamrl.control import SURPLUS, Control
 from streamrl.data import PromptStream
 from streamrl.dataflow import GENERATE, MOVED, POLICY, REWARD, Kind
 from streamrl.errors import DataError, DropError, FilterError, NoSpaceError, StreamError
-from streamrl.faces import Stage, StepOutcome
-from streamrl.lease import Pulse
 from streamrl.messages import Ended, Prompt
 from streamrl.pipeline import admit, train, watch_stalls
-from streamrl.publishing import Publishing, Source, is_due
+from streamrl.run_dir.crash_stacks import record_stacks
+from streamrl.stream.device_lease import Pulse
+from streamrl.stream.protocols import Stage, StepOutcome
+from streamrl.stream.run_state import SURPLUS, Control
+from streamrl.stream.weight_publisher import Publishing, Source, is_due
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
-from streamrl.weights.figures import weight_metrics
-from streamrl.weights.registry import REFUSED, Fault, ReaderState, WeightRegistry
+from streamrl.weights.metrics import weight_metrics
+from streamrl.weights.version_registry import REFUSED, Fault, ReaderState, WeightRegistry
 
 REFUSALS = 2
 """After so many refusals each time a version is sent again: it may be damaged where it lies."""

@@ -2,22 +2,22 @@
 
 from collections.abc import Sequence
 
-from streamrl.actors.engine_factory import HostedGenerator, HostedPart
+from streamrl.actors.actor_context import ActorReport, Wiring
+from streamrl.actors.liveness import LifeSign
+from streamrl.actors.protocols import HostedGenerator, HostedPart
 from streamrl.actors.replica import Replica
-from streamrl.actors.residence import (
+from streamrl.actors.shared_weights import (
     PartFollower,
     Residence,
     ResidentChannel,
     ResidentFollower,
 )
-from streamrl.actors.silence import LifeSign
-from streamrl.actors.wiring import ActorReport, Wiring
 from streamrl.dataflow import GENERATE, POLICY, Call
 from streamrl.engines.generator_config import Sampling
 from streamrl.errors import ActorLostError
 from streamrl.messages import Prompt, Rollout
 from streamrl.pipeline import generate
-from streamrl.serving import nothing_begun, shared_places
+from streamrl.stream.stage_worker import nothing_begun, shared_places
 
 
 class GeneratorActor(Replica):

@@ -8,13 +8,13 @@ import os
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from streamrl.actors.silence import Living
-from streamrl.actors.stacks import record_stacks
-from streamrl.actors.wiring import Wiring
+from streamrl.actors.actor_context import Wiring
+from streamrl.actors.liveness import Living
 from streamrl.dataflow import Call
-from streamrl.faces import ClosableChannel, Follower
-from streamrl.lease import Suspendable
 from streamrl.pipeline import follow_weights
+from streamrl.run_dir.crash_stacks import record_stacks
+from streamrl.stream.device_lease import Suspendable
+from streamrl.stream.protocols import ClosableChannel, Follower
 from streamrl.weights import HeldVersion
 
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from streamrl.actors.engine_factory import HostedScorer
+from streamrl.actors.actor_context import ActorReport, Wiring
+from streamrl.actors.protocols import HostedScorer
 from streamrl.actors.replica import Replica, same
-from streamrl.actors.wiring import ActorReport, Wiring
 from streamrl.dataflow import MOVED, REWARD, Call
 from streamrl.errors import ActorLostError
 from streamrl.messages import Experience
 from streamrl.pipeline import Serving, score
-from streamrl.serving import Result
+from streamrl.stream.stage_worker import Result
 
 
 class ScorerActor(Replica):

@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from streamrl.actors.meeting_place import meeting_place
-from streamrl.actors.residence import Residence
-from streamrl.actors.silence import Living
-from streamrl.actors.stacks import record_stacks
-from streamrl.actors.wiring import ActorReport, Wiring
+from streamrl.actors.actor_context import ActorReport, Wiring
+from streamrl.actors.liveness import Living
+from streamrl.actors.shared_weights import Residence
+from streamrl.actors.transport.rendezvous import meeting_place
 from streamrl.algorithms import columns_derived_from
+from streamrl.buffer.assembly.packing import MicroBatch, Pick
 from streamrl.dataflow import MOVED, POLICY, Call
-from streamrl.engines.packing import MicroBatch, Pick
-from streamrl.engines.peak_memory import give_back_freed, give_back_large_at_once
-from streamrl.engines.rollout_sums import rollout_sums
+from streamrl.engines.memory.peak_memory import give_back_freed, give_back_large_at_once
+from streamrl.engines.training.rollout_sums import rollout_sums
 from streamrl.errors import CheckpointError
 from streamrl.messages import Columns
+from streamrl.run_dir.crash_stacks import record_stacks
 from streamrl.weights import WeightManifest
-from streamrl.weights.probe import Probe, probe_sequences
+from streamrl.weights.logprob_probe import Probe, probe_sequences
 
 if TYPE_CHECKING:
-    from streamrl.actors.engine_factory import HostedRank
-    from streamrl.actors.sender import Sender
+    from streamrl.actors.protocols import HostedRank
+    from streamrl.actors.weight_sender import Sender
     from streamrl.config import RunConfig
 
 
@@ -84,7 +84,7 @@ class TrainerActor(Living):
         self, wiring: Wiring, rank: int, meeting: Meeting, resume_dir: Path | None
     ) -> None:
         """Load the model, join the other ranks, and load the training state of a checkpoint."""
-        from streamrl.engines.moving_reference import MovingReference
+        from streamrl.engines.training.ema_reference import MovingReference
 
         self._config = wiring.config
         self._rank = rank
@@ -119,8 +119,8 @@ class TrainerActor(Living):
 
     def _make_sender(self, wiring: Wiring) -> "Sender":
         """Rank 0 publishes: its model, and a reference that follows it."""
-        from streamrl.actors.sender import Sender
-        from streamrl.actors.travel_ends import make_outlet
+        from streamrl.actors.transport.endpoints import make_outlet
+        from streamrl.actors.weight_sender import Sender
 
         path = self._config.model_of(self._role)
         sent = [self._role] if self._residence is None else []

@@ -5,17 +5,17 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from streamrl.actors.calls import CALL_TIMEOUT_S, all_answered, call
-from streamrl.actors.reporting import RoleActors
+from streamrl.actors.coordination.step_reporter import RoleActors
+from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, all_answered, call
 from streamrl.algorithms import Settings
-from streamrl.checkpoint import CheckpointWriter
+from streamrl.buffer.assembly.micro_batch_schedule import Pace, Turn
+from streamrl.buffer.assembly.packing import Round
 from streamrl.dataflow import POLICY
-from streamrl.engines.packing import Round
-from streamrl.engines.schedule import Pace, Turn
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.step import add_sums
+from streamrl.run_dir.checkpoint import CheckpointWriter
+from streamrl.stream.train_step import add_sums
 from streamrl.weights import WeightManifest
-from streamrl.weights.probe import is_probed
+from streamrl.weights.logprob_probe import is_probed
 
 
 class TrainerGroup:

@@ -3,8 +3,8 @@
 from streamrl.algorithms.algorithm import Algorithm, Settings, Tokens
 from streamrl.algorithms.columns import columns_derived_from, columns_needed
 from streamrl.algorithms.config import AlgorithmConfig
-from streamrl.algorithms.kl import adapt_coefficient, kl_estimate
-from streamrl.algorithms.summary import normaliser, step_normaliser, summarise
+from streamrl.algorithms.math.kl import adapt_coefficient, kl_estimate
+from streamrl.algorithms.math.step_metrics import normaliser, step_normaliser, summarise
 from streamrl.algorithms.table import ALGORITHMS
 
 __all__ = [

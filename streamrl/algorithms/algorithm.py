@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.errors import AlgorithmError
+from streamrl.files.python_module import failure_place
 from streamrl.messages import SCHEMA
-from streamrl.user_module import failure_place
 
 if TYPE_CHECKING:
     from torch import Tensor

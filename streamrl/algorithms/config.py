@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from streamrl.algorithms.algorithm import Algorithm, Settings
-from streamrl.algorithms.choices import MODES, SCALES, SINGLES
 from streamrl.algorithms.correction_config import CorrectionConfig
-from streamrl.algorithms.kl import KINDS
+from streamrl.algorithms.math.kl import KINDS
+from streamrl.algorithms.options import MODES, SCALES, SINGLES
 from streamrl.algorithms.table import ALGORITHMS, DEFAULTS
 from streamrl.errors import ConfigError
-from streamrl.user_module import import_file
+from streamrl.files.python_module import import_file
 
 _LEFT_TO_ROWS = (
     "clip_low",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from streamrl.algorithms.choices import (
+from streamrl.algorithms.options import (
     REJECTION_KINDS,
     REJECTION_LEVELS,
     WEIGHT_LEVELS,

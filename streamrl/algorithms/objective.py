@@ -9,23 +9,23 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.advantages import whiten
 from streamrl.algorithms.algorithm import Algorithm, Settings, Tokens
-from streamrl.algorithms.answers import check, losses_of
-from streamrl.algorithms.correction import (
+from streamrl.algorithms.checks import check, losses_of
+from streamrl.algorithms.correction_config import NONE
+from streamrl.algorithms.math.advantages import whiten
+from streamrl.algorithms.math.correction import (
     importance_weights,
     interpolated_proximal,
     off_policy_sequence_mask,
     rejection_mask,
 )
-from streamrl.algorithms.correction_config import NONE
-from streamrl.algorithms.critic import critic_losses
-from streamrl.algorithms.diagnostics import divergence_sums
-from streamrl.algorithms.kl import kl_estimate
-from streamrl.algorithms.losses import aggregate_sum
-from streamrl.algorithms.masks import keep, row_sum
-from streamrl.algorithms.shaping import soft_overlong, token_rewards
-from streamrl.algorithms.summary import SHARED_PREFIX
+from streamrl.algorithms.math.critic import critic_losses
+from streamrl.algorithms.math.diagnostics import divergence_sums
+from streamrl.algorithms.math.kl import kl_estimate
+from streamrl.algorithms.math.losses import aggregate_sum
+from streamrl.algorithms.math.masks import keep, row_sum
+from streamrl.algorithms.math.shaping import soft_overlong, token_rewards
+from streamrl.algorithms.math.step_metrics import SHARED_PREFIX
 from streamrl.messages import FinishReason
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from streamrl.algorithms import row_functions as functions
+from streamrl.algorithms import bindings as functions
 from streamrl.algorithms.algorithm import Algorithm
 
 DEFAULTS: Mapping[str, Any] = {

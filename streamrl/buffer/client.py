@@ -18,8 +18,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
-from streamrl.buffer.blob import Blob, decode, encode
-from streamrl.buffer.exchange import (
+from streamrl.buffer.codec import Blob, decode, encode
+from streamrl.buffer.leases import Overdue, Request
+from streamrl.buffer.prompt_codec import decode_prompt, encode_prompt
+from streamrl.buffer.wire_types import (
     Commit,
     Farewell,
     Grant,
@@ -27,8 +29,6 @@ from streamrl.buffer.exchange import (
     merge_stats,
     shard_of,
 )
-from streamrl.buffer.leases import Overdue, Request
-from streamrl.buffer.prompt_bytes import decode_prompt, encode_prompt
 from streamrl.errors import ContractError, DeadlineError, StreamError
 from streamrl.messages import (
     ROLLOUT_COLUMNS,

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from streamrl.buffer.blob import Blob, join, size_of
+from streamrl.buffer.codec import Blob, join, size_of
 from streamrl.buffer.config import Ports
-from streamrl.buffer.segment import Position, Record
+from streamrl.buffer.log.segment_file import Position, Record
 from streamrl.errors import ContractError
 from streamrl.messages import Ended, GroupInfo, Lease
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from streamrl.buffer.group import TOKENS_PER_INCARNATION, Group, GroupBook, Held, leased
-from streamrl.buffer.segment import Record
+from streamrl.buffer.log.segment_file import Record
 from streamrl.messages import Lease
 
 TIDY_AT = 1000

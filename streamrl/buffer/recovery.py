@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.blob import Blob
+from streamrl.buffer.codec import Blob
 from streamrl.buffer.config import Ports
 from streamrl.buffer.group import (
     Group,
@@ -26,7 +26,7 @@ from streamrl.buffer.group import (
     opened,
     sealed,
 )
-from streamrl.buffer.segment import (
+from streamrl.buffer.log.segment_file import (
     Corrupt,
     Record,
     check_begins_at,
@@ -35,8 +35,8 @@ from streamrl.buffer.segment import (
     segment_path,
     write_segment,
 )
-from streamrl.durable import checkpoint_errors
 from streamrl.errors import JournalError
+from streamrl.files.atomic_write import checkpoint_errors
 from streamrl.messages import Lease
 
 

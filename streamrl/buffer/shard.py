@@ -15,18 +15,18 @@ from functools import partial
 from typing import Any
 
 from streamrl.buffer import group as transitions
-from streamrl.buffer.blob import Blob, join, size_of
+from streamrl.buffer.admission.capacity import Arrival, Entrance
+from streamrl.buffer.codec import Blob, join, size_of
 from streamrl.buffer.config import Bounds, QueueConfig
-from streamrl.buffer.contract import Contract
-from streamrl.buffer.entrance import Arrival, Entrance
-from streamrl.buffer.exchange import Commit, Farewell, Grant, ShardStats
-from streamrl.buffer.farewells import Farewells
-from streamrl.buffer.figures import Figures
+from streamrl.buffer.finished_groups import Farewells
 from streamrl.buffer.group import Group, GroupBook, Part, ReadyLine
-from streamrl.buffer.journal import Log, NoLog
 from streamrl.buffer.leases import LeaseDesk, Overdue, Request
+from streamrl.buffer.log.journal import Log, NoLog
+from streamrl.buffer.log.segment_file import Record
 from streamrl.buffer.recovery import payload
-from streamrl.buffer.segment import Record
+from streamrl.buffer.schema import Contract
+from streamrl.buffer.shard_stats import Figures
+from streamrl.buffer.wire_types import Commit, Farewell, Grant, ShardStats
 from streamrl.errors import StreamError
 from streamrl.messages import Ended, Filtered, GroupInfo, Lease
 

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streamrl.calibration.fit import fit
-from streamrl.calibration.measured import Measured
+from streamrl.calibration.fit_timings import fit
 from streamrl.calibration.prediction import Figures, PlannedRun, predict
+from streamrl.calibration.run_trace import Measured
 from streamrl.config import RunConfig, with_settings
 from streamrl.dataflow import COST, CRITIC, MOVED, REWARD
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, Timings
-from streamrl.rewards.filtering import AUTO
+from streamrl.rewards.group_filter import AUTO
 
 LEAST_ERROR = 0.02
 """What a simulation says is never taken for better than this."""

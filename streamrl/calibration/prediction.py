@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from streamrl.calibration.measured import SETTLING_STEPS, Measured
+from streamrl.calibration.run_trace import SETTLING_STEPS, Measured
 from streamrl.config import RunConfig
+from streamrl.config.role_counts import counts
+from streamrl.config.to_placement import run_placement
+from streamrl.config.to_planner_problem import Asked, problem_of, run_constants
 from streamrl.dataflow import GENERATE, POLICY
 from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, GeneratorTiming, Placement, Problem, Timings
 from streamrl.placement.costs import Constants, CostModel
-from streamrl.placing import run_placement
-from streamrl.planning import Asked, problem_of, run_constants
 from streamrl.simulator.simulation import simulate
-from streamrl.slots import counts
 
 STEPS = 60
 """Steps of a simulation; more change its means by less than a run's differ among themselves."""

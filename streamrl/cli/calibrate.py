@@ -6,12 +6,12 @@ from typing import Any
 
 import yaml
 
-from streamrl.calibration.constants import Calibration, Determined, calibrate
-from streamrl.calibration.fit import Fitted, fit
-from streamrl.calibration.measured import Measured, read_run
+from streamrl.calibration.fit_constants import Calibration, Determined, calibrate
+from streamrl.calibration.fit_timings import Fitted, fit
 from streamrl.calibration.prediction import Figures, PlannedRun, predict
-from streamrl.cli.given import named, named_path
-from streamrl.cli.writing import check_file, write_file
+from streamrl.calibration.run_trace import Measured, read_run
+from streamrl.cli.arguments.arg_types import named, named_path
+from streamrl.cli.output.output_files import check_file, write_file
 from streamrl.placement import Cluster
 
 

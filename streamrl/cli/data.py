@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from streamrl.cli.given import named, named_path
+from streamrl.cli.arguments.arg_types import named, named_path
 from streamrl.config import RunConfig, load_config
 from streamrl.data import DataConfig, DataFile, Fate, Limits, load_tokenizer, load_vocab_size
-from streamrl.data.checking import FileReport, check_file
 from streamrl.data.files import MODEL, PLAIN
+from streamrl.data.validate import FileReport, check_file
 from streamrl.errors import ConfigError
-from streamrl.model_config import model_length
+from streamrl.files.hf_config import model_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

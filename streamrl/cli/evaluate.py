@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamrl.checkpoint import find_resume_point
+from streamrl.cli.arguments.arg_types import named, named_path
 from streamrl.cli.data import add_file_arguments, named_files
-from streamrl.cli.given import named, named_path
 from streamrl.config import load_config
 from streamrl.data import (
     DataConfig,
@@ -26,18 +25,19 @@ from streamrl.data import (
     load_vocab_size,
 )
 from streamrl.data.files import check_evaluated
-from streamrl.engines.generation_env import generation_env
 from streamrl.engines.generator_config import GeneratorConfig
+from streamrl.engines.vllm.environment import generation_env
 from streamrl.errors import ConfigError
 from streamrl.evaluation import EvaluationConfig, EvaluationResult, evaluate
-from streamrl.evaluation.figures import Interval
+from streamrl.evaluation.metrics import Interval
+from streamrl.files.hf_config import model_length, trusted_env
 from streamrl.messages import Columns, Prompt, Rollout
-from streamrl.model_config import model_length, trusted_env
 from streamrl.rewards import RewardConfig, Surroundings, build_rewards, decode_completions
 from streamrl.rewards.scorer import answer_hashes
+from streamrl.run_dir.checkpoint import find_resume_point
 
 if TYPE_CHECKING:
-    from streamrl.engines.generation import GenerationEngine
+    from streamrl.engines.generation.generator import GenerationEngine
 
 
 SAMPLING: Mapping[str, tuple[type, str]] = {
@@ -162,7 +162,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
 async def _evaluate(
     subject: Subject, files: Sequence[DataFile], config: EvaluationConfig
 ) -> EvaluationResult:
-    from streamrl.engines.support import check_weights
+    from streamrl.engines.models.supported_models import check_weights
 
     rewards = build_rewards(subject.rewards, subject.around)
     model = str(subject.model_dir)
@@ -201,7 +201,7 @@ async def _engine(subject: Subject, seed: int, max_length: int) -> "GenerationEn
     """An engine that serves the model directory's own weights."""
     import torch
 
-    from streamrl.engines.generation import GenerationEngine
+    from streamrl.engines.generation.generator import GenerationEngine
 
     threads = os.cpu_count() or 1
     # What vLLM and PyTorch say to each other while they are imported is no news to the user.

@@ -7,13 +7,13 @@ import argparse
 import os
 from pathlib import Path
 
-from streamrl.cli.given import named, named_path
-from streamrl.cli.writing import write_file
+from streamrl.cli.arguments.arg_types import named, named_path
+from streamrl.cli.output.output_files import write_file
 from streamrl.config import RunConfig, load_config
+from streamrl.drawing.dataflow_graph import Picture
+from streamrl.drawing.graph_svg import svg
+from streamrl.drawing.graph_text import dot, text
 from streamrl.errors import ConfigError
-from streamrl.pictures.graph_picture import Picture
-from streamrl.pictures.graph_svg import svg
-from streamrl.pictures.graph_words import dot, text
 
 MOST_STEPS = 100
 """More steps make a picture that nobody can look at."""

@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import NoReturn
 
 from streamrl import __version__
-from streamrl.cli.interrupts import interrupt_on_signals
+from streamrl.cli.run_setup.signals import interrupt_on_signals
 from streamrl.errors import ConfigError, StreamError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -35,7 +35,7 @@ COMMANDS = {
 }
 
 FORKING = ("train",)
-"""Commands whose workers are forked, see `streamrl.actors.fork_server`."""
+"""Commands whose workers are forked, see `streamrl.actors.launch.fork_server`."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if command in FORKING and not {"-h", "--help"} & set(arguments):
         # First of all: it imports the workers' libraries while this process imports its own.
-        from streamrl.actors.fork_server import start_fork_server
+        from streamrl.actors.launch.fork_server import start_fork_server
 
         start_fork_server()
     try:

@@ -10,19 +10,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from streamrl.cli.bounds import BOUNDS, read_asked, read_bounds
-from streamrl.cli.fitting import Planning, remedies
-from streamrl.cli.given import named, named_path
-from streamrl.cli.plan_report import Report, Row
-from streamrl.cli.problem import add_problem_arguments, check_time, read_config, read_question
-from streamrl.cli.tables import count, seconds
-from streamrl.cli.writing import check_file, write_file
+from streamrl.cli.arguments.arg_types import named, named_path
+from streamrl.cli.arguments.planner_args import (
+    add_problem_arguments,
+    check_time,
+    read_config,
+    read_question,
+)
+from streamrl.cli.arguments.staleness_args import BOUNDS, read_asked, read_bounds
+from streamrl.cli.output.fit_suggestions import Planning, remedies
+from streamrl.cli.output.output_files import check_file, write_file
+from streamrl.cli.output.plan_report import Report, Row
+from streamrl.cli.output.text_table import count, seconds
 from streamrl.config import RunConfig, dump_config, to_dict
+from streamrl.config.to_placement import placed_run, rules_of, run_costs, shares_devices, sited_run
+from streamrl.drawing.timeline import timeline_svg
 from streamrl.errors import ConfigError
-from streamrl.pictures.timeline import timeline_svg
 from streamrl.placement import Cluster, Problem
 from streamrl.placement.costs import CostModel
-from streamrl.placement.estimates import Costs
+from streamrl.placement.problem import Costs
 from streamrl.placement.search import (
     PROPOSALS,
     RUNNERS_UP,
@@ -34,7 +40,6 @@ from streamrl.placement.search import (
     anything,
     plan,
 )
-from streamrl.placing import placed_run, rules_of, run_costs, shares_devices, sited_run
 from streamrl.simulator import Simulated, part_workload, play, played_groups, played_s, simulated_s
 
 MOST_PROPOSALS = 100_000

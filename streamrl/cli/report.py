@@ -11,17 +11,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.account import Account, take_account
-from streamrl.buffer.books import history
+from streamrl.buffer.books.ledger_audit import Account, take_account
+from streamrl.buffer.books.run_log import history
 from streamrl.calibration.advice import advise
-from streamrl.calibration.measured import no_run, read_run
 from streamrl.calibration.prediction import PlannedRun
-from streamrl.checkpoint import BOOKS, journal_dir
-from streamrl.cli import advice_words
-from streamrl.cli.given import named, named_path
+from streamrl.calibration.run_trace import no_run, read_run
+from streamrl.cli.arguments.arg_types import named, named_path
+from streamrl.cli.output import advice_report
 from streamrl.errors import ConfigError
 from streamrl.messages import parse_uid
 from streamrl.placement import Cluster
+from streamrl.run_dir.checkpoint import BOOKS, journal_dir
 from streamrl.telemetry.sinks import EVENTS_FILE, read_jsonl
 
 Entry = Mapping[str, Any]
@@ -107,16 +107,16 @@ def _describe_run(arguments: argparse.Namespace) -> int:
         # A cluster that the run does not fit is refused before anything is printed.
         PlannedRun.of(measured, measured.config, cluster)
     if arguments.json:
-        found = advice_words.run_as_json(measured)
+        found = advice_report.run_as_json(measured)
         if arguments.what_if:
-            found |= advice_words.advice_as_json(advise(measured, cluster))
+            found |= advice_report.advice_as_json(advise(measured, cluster))
         print(json.dumps(found))
         return 0
-    print("\n".join(advice_words.describe_run(measured)), flush=True)
+    print("\n".join(advice_report.describe_run(measured)), flush=True)
     if not arguments.what_if:
         print("what other settings would make of it: --what-if, which takes some seconds")
         return 0
-    print("\n".join(advice_words.describe_advice(measured, advise(measured, cluster))))
+    print("\n".join(advice_report.describe_advice(measured, advise(measured, cluster))))
     return 0
 
 

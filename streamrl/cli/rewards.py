@@ -15,10 +15,10 @@ import yaml
 from omegaconf import MISSING
 
 from streamrl.errors import ConfigError
+from streamrl.files.typed_settings import nearest
 from streamrl.rewards import KINDS, RewardConfig
-from streamrl.rewards.function import FunctionOptions
-from streamrl.rewards.plugins import installed, registered_in
-from streamrl.settings import nearest
+from streamrl.rewards.kinds.function import FunctionOptions
+from streamrl.rewards.user_code.plugins import installed, registered_in
 
 REQUIRED = "required"
 

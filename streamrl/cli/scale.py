@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from streamrl.cli.given import named_path
+from streamrl.cli.arguments.arg_types import named_path
 from streamrl.config import load_config
 from streamrl.errors import ConfigError
-from streamrl.mailbox import LEAVE_S, PLACE_S, SPARE_S, ask
+from streamrl.run_dir.control_requests import LEAVE_S, PLACE_S, SPARE_S, ask
 
 ROLES = {
     "generators": "generator",

@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
-from streamrl.cli.completions import Group, read_groups
-from streamrl.cli.given import named, named_path
-from streamrl.cli.score_summary import summary
+from streamrl.cli.arguments.arg_types import named, named_path
+from streamrl.cli.arguments.completion_files import Group, read_groups
+from streamrl.cli.output.score_summary import summary
 from streamrl.config import RunConfig, configure, load_config
 from streamrl.data import DataFile
 from streamrl.errors import ConfigError, RewardError
+from streamrl.files.python_module import split_reference
 from streamrl.messages import parse_uid
 from streamrl.rewards import (
     COSTS,
@@ -31,7 +32,6 @@ from streamrl.rewards import (
     build_rewards,
 )
 from streamrl.rewards.scorer import told
-from streamrl.user_module import split_reference
 
 FAILED = 1
 PASS, WRONG, INFRA = (one.value for one in (Verdict.PASS, Verdict.WRONG, Verdict.INFRA_ERROR))

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from streamrl.cli.given import named_path
-from streamrl.cli.problem import (
+from streamrl.cli.arguments.arg_types import named_path
+from streamrl.cli.arguments.planner_args import (
     HOUR_S,
     add_problem_arguments,
     check_time,
@@ -15,17 +15,17 @@ from streamrl.cli.problem import (
     read_config,
     read_problem,
 )
-from streamrl.cli.tables import count, percent, seconds, table
-from streamrl.cli.writing import check_folder
+from streamrl.cli.output.output_files import check_folder
+from streamrl.cli.output.text_table import count, percent, seconds, table
 from streamrl.config import RunConfig
+from streamrl.config.to_placement import run_placement
 from streamrl.dataflow import GENERATE, Kind
 from streamrl.errors import ConfigError
+from streamrl.files.bounded_read import read_small_json
+from streamrl.files.typed_settings import unreadable
 from streamrl.placement import Placement, Problem
 from streamrl.placement.costs import CostModel
-from streamrl.placing import run_placement
-from streamrl.settings import unreadable
 from streamrl.simulator import Failures, Simulated, simulate, simulated_s, steps_of
-from streamrl.small_file import read_small_json
 from streamrl.telemetry.sinks import check_no_run
 
 STEPS = 20

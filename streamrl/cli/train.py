@@ -9,42 +9,42 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamrl.actors.engine_factory import EngineFactory
-from streamrl.actors.feed import EventReport, Report, StatusReport, StepReport
-from streamrl.actors.fork_server import refusal, start_fork_server
-from streamrl.actors.real_engines import RealEngines
-from streamrl.algorithms.dials import Dials
+from streamrl.actors.coordination.driver_events import EventReport, Report, StatusReport, StepReport
+from streamrl.actors.engine_factory import RealEngines
+from streamrl.actors.launch.fork_server import refusal, start_fork_server
+from streamrl.actors.protocols import EngineFactory
+from streamrl.algorithms.adaptive_params import Dials
 from streamrl.buffer import Ledger
-from streamrl.checkpoint import (
+from streamrl.cli.arguments.arg_types import named_path
+from streamrl.cli.run_setup.resume import Claim, begin_run, claim_run, is_fork, resume_run
+from streamrl.cli.run_setup.run_directory import run_directory
+from streamrl.cli.run_setup.signals import (
+    graceful_interrupt,
+    interrupt_on_signals,
+    uninterrupted_end,
+)
+from streamrl.config import RunConfig, load_config, to_dict
+from streamrl.config.role_counts import placed, sharing
+from streamrl.errors import ConfigError, DiskError, JournalError, NoSpaceError, StreamError
+from streamrl.files.atomic_write import NO_SPACE
+from streamrl.run_dir.checkpoint import (
     Checkpoint,
     QueueLayout,
     ResumePoint,
     list_checkpoints,
 )
-from streamrl.cli.given import named_path
-from streamrl.cli.interrupts import (
-    graceful_interrupt,
-    interrupt_on_signals,
-    uninterrupted_end,
-)
-from streamrl.cli.resume import Claim, begin_run, claim_run, is_fork, resume_run
-from streamrl.cli.run_directory import run_directory
-from streamrl.config import RunConfig, load_config, to_dict
-from streamrl.durable import NO_SPACE
-from streamrl.errors import ConfigError, DiskError, JournalError, NoSpaceError, StreamError
-from streamrl.slots import placed, sharing
 from streamrl.telemetry import RunFacts
-from streamrl.telemetry.fanout import Fanout, make_sinks
 from streamrl.telemetry.rollout_log import RolloutLog
+from streamrl.telemetry.sink_group import Fanout, make_sinks
 from streamrl.telemetry.sinks import Fields
 from streamrl.telemetry.wandb_sink import preload_wandb
 
 if TYPE_CHECKING:
     from streamrl.actors.coordinator import Finish
-    from streamrl.actors.session import Session
-    from streamrl.actors.stacks import Crash
+    from streamrl.actors.launch.driver import Session
+    from streamrl.config.preflight import Prepared
     from streamrl.data import PromptStream
-    from streamrl.preflight import Prepared
+    from streamrl.run_dir.crash_stacks import Crash
 
 INTERRUPTED = 130
 
@@ -93,9 +93,9 @@ def train(
     written, and the StreamError that ended the run.
     """
     # Ray and torch take seconds to import, and who asks for help needs neither.
-    from streamrl.actors.cluster import cluster, node_stores
-    from streamrl.actors.session import Session
-    from streamrl.preflight import hybrid_memory, shard_bytes, ways
+    from streamrl.actors.launch.driver import Session
+    from streamrl.actors.launch.ray_cluster import cluster, node_stores
+    from streamrl.config.preflight import hybrid_memory, shard_bytes, ways
 
     origin = resume
     prepared, layout = _prepare(config, resume)
@@ -163,8 +163,8 @@ def _prepare(config: RunConfig, resume: ResumePoint | None) -> tuple["Prepared",
 
     Refused here, other data or a damaged file costs nothing: raises ConfigError.
     """
-    from streamrl.preflight import prepare
-    from streamrl.resuming import check_resume
+    from streamrl.config.preflight import prepare
+    from streamrl.config.resume_checks import check_resume
 
     prepared = prepare(config)
     if resume is None:

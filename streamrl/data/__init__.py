@@ -1,14 +1,14 @@
 """Prompts: read from files of any size, rendered as they are drawn, streamed epoch after epoch."""
 
+from streamrl.data.chat_template import load_tokenizer, load_vocab_size
+from streamrl.data.classify_rows import Fate, Limits
 from streamrl.data.config import DataConfig
-from streamrl.data.examining import Fate, Limits
 from streamrl.data.files import DataFile
-from streamrl.data.opened import OpenedFiles, open_files
+from streamrl.data.pretrain_texts import TextStream, load_texts
+from streamrl.data.prompt_stream import PromptStream
 from streamrl.data.prompts import LoadedFile, LoadedPrompts, load_files, load_prompts
-from streamrl.data.rendering import load_tokenizer, load_vocab_size
-from streamrl.data.rows import Row, load_rows
-from streamrl.data.stream import PromptStream
-from streamrl.data.texts import TextStream, load_texts
+from streamrl.data.reading.rows import Row, load_rows
+from streamrl.data.training_files import OpenedFiles, open_files
 
 __all__ = [
     "DataConfig",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import ConfigError
-from streamrl.user_module import split_reference
+from streamrl.files.python_module import split_reference
 
 MODEL, PLAIN = "model", "plain"
 """Templates that are no file: the model's own, and none."""

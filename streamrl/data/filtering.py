@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 
 from streamrl.errors import ConfigError
+from streamrl.files.python_module import find_reference
 from streamrl.messages import Prompt
-from streamrl.user_module import find_reference
 
 Keep = Callable[[Prompt, str], bool]
 """Whether a prompt is kept; the second argument is its place, for errors."""

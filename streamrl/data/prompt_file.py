@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from streamrl.data.examining import BATCH, Examined, Examiner, Limits
+from streamrl.data.chat_template import load_tokenizer
+from streamrl.data.classify_rows import BATCH, Examined, Examiner, Limits
 from streamrl.data.files import MODEL, PLAIN, DataFile
-from streamrl.data.rendering import load_tokenizer
-from streamrl.data.rows import parse_record
-from streamrl.data.table import Table, open_table
-from streamrl.model_config import is_trusted, trusted_env
-from streamrl.small_file import MOST_LINE_BYTES, open_regular
+from streamrl.data.reading.indexed_table import Table, open_table
+from streamrl.data.reading.rows import parse_record
+from streamrl.files.bounded_read import MOST_LINE_BYTES, open_regular
+from streamrl.files.hf_config import is_trusted, trusted_env
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

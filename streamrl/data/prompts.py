@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from streamrl.data.examining import Fate, Limits
+from streamrl.data.chat_template import load_tokenizer, load_vocab_size
+from streamrl.data.classify_rows import Fate, Limits
 from streamrl.data.files import DataFile
 from streamrl.data.prompt_file import PromptFile
-from streamrl.data.rendering import load_tokenizer, load_vocab_size
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt
 

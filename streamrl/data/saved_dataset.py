@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from streamrl.data.formats import SAVED, check_split, one_line, refuse_split
+from streamrl.data.reading.formats import SAVED, check_split, one_line, refuse_split
 from streamrl.errors import ConfigError
-from streamrl.settings import unreadable
-from streamrl.small_file import MOST_LINE_BYTES, file_errors, open_regular, read_small_json
+from streamrl.files.bounded_read import MOST_LINE_BYTES, file_errors, open_regular, read_small_json
+from streamrl.files.typed_settings import unreadable
 
 if TYPE_CHECKING:
     from datasets import Dataset

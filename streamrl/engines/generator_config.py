@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamrl.errors import ConfigError
-from streamrl.model_config import is_trusted, max_positions, read_model_config
-from streamrl.weights.probe import NUM_SEQUENCES
+from streamrl.files.hf_config import is_trusted, max_positions, read_model_config
+from streamrl.weights.logprob_probe import NUM_SEQUENCES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_MB_ON_CPU = 64

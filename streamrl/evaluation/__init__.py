@@ -1,7 +1,7 @@
 """How good the policy is on prompts it is not trained on. Runtime-free."""
 
 from streamrl.evaluation.config import MAX_SEED, EvaluationConfig
-from streamrl.evaluation.figures import EvaluationResult
-from streamrl.evaluation.sampling import evaluate
+from streamrl.evaluation.metrics import EvaluationResult
+from streamrl.evaluation.sample_and_score import evaluate
 
 __all__ = ["MAX_SEED", "EvaluationConfig", "EvaluationResult", "evaluate"]

@@ -1,9 +1,15 @@
 """Which actors a run needs, which devices its calls have, and what a placement would cost. Pure."""
 
 from streamrl.placement.clusters import DEVICES, Cluster, Device, NodeGroup
+from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.placement.config import PlacementConfig
 from streamrl.placement.constructors import of_meshes, of_ratios, of_sets, owner
-from streamrl.placement.demand import (
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.model_shapes import SHAPES, ModelShape, shape_of
+from streamrl.placement.placements import Assignment, Mode, Placement
+from streamrl.placement.pools import STRATEGIES, SlotMap, lay_out
+from streamrl.placement.problem import Estimate, Problem
+from streamrl.placement.resource_demand import (
     SLOTS,
     Capacity,
     Demand,
@@ -13,14 +19,8 @@ from streamrl.placement.demand import (
     settle,
     total_cpus,
 )
-from streamrl.placement.estimates import Estimate, Problem
-from streamrl.placement.manner import Manner
-from streamrl.placement.memory import WorkerMemory
-from streamrl.placement.meshes import Mesh
-from streamrl.placement.placements import Assignment, Mode, Placement
-from streamrl.placement.pools import STRATEGIES, SlotMap, lay_out
-from streamrl.placement.shapes import SHAPES, ModelShape, shape_of
-from streamrl.placement.timings import (
+from streamrl.placement.run_options import Manner
+from streamrl.placement.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
     Timings,

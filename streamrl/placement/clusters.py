@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from streamrl.errors import ConfigError
-from streamrl.settings import nearest, read_settings
+from streamrl.files.typed_settings import nearest, read_settings
 
 GIB = 1 << 30
 GB = 1e9

@@ -11,10 +11,10 @@ from typing import Any
 
 from streamrl.dataflow import Dataflow, Kind
 from streamrl.errors import ConfigError
+from streamrl.files.typed_settings import read_settings
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
 from streamrl.resharding import Grid
-from streamrl.settings import read_settings
 
 MOST_TENSOR = 8
 """Tensor parallelism beyond a node's usual size is not considered."""

@@ -244,7 +244,7 @@ class Workload:
 
     @cached_property
     def packed(self) -> dict[int, tuple[int, float]]:
-        """What `rounds.of_mini_batch` remembers."""
+        """What `micro_batch_rounds.of_mini_batch` remembers."""
         return {}
 
     @property

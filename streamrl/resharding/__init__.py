@@ -1,6 +1,7 @@
 """Layouts of a model over ranks, and what has to move from one to another."""
 
 from streamrl.resharding.boxes import Box
+from streamrl.resharding.byte_report import BytesReport, Nodes, RankBytes, table_2
 from streamrl.resharding.grids import ORDERS, Coordinates, Grid, Seating
 from streamrl.resharding.grouping import (
     GROUPINGS,
@@ -21,8 +22,7 @@ from streamrl.resharding.layouts import (
     zero_partitioned,
 )
 from streamrl.resharding.plans import Copy, CopyPlan, GatherPlan, plan_copies, plan_gather
-from streamrl.resharding.reports import BytesReport, Nodes, RankBytes, table_2
-from streamrl.resharding.tensors import Component, ModelSpec, TensorSpec, merged_stages
+from streamrl.resharding.tensor_specs import Component, ModelSpec, TensorSpec, merged_stages
 
 __all__ = [
     "GROUPINGS",

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from streamrl.errors import WeightsError
 from streamrl.resharding.buckets import UNBOUNDED, GatherRound, copy_rounds, gather_rounds
+from streamrl.resharding.byte_report import Nodes
 from streamrl.resharding.layouts import Layout
-from streamrl.resharding.parcels import Packer
+from streamrl.resharding.packed_boxes import Packer
 from streamrl.resharding.plans import CopyPlan, GatherPlan, Gift, plan_copies, plan_gather
-from streamrl.resharding.reports import Nodes
 from streamrl.resharding.storage import Storage, memory_bytes, part
 
 NO_VERSION = -1

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from streamrl.resharding.boxes import Box, flat_boxes, total
 from streamrl.resharding.grids import Seating
-from streamrl.resharding.tensors import ModelSpec, TensorSpec, even_stages, stage_places
+from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec, even_stages, stage_places
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

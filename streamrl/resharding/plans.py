@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from streamrl.resharding.boxes import Box, nested, remainder, total
+from streamrl.resharding.byte_report import BytesReport, Nodes, RankBytes, count
 from streamrl.resharding.layouts import Layout
 from streamrl.resharding.patterns import Fragment, Fragments, Pattern, patterns
-from streamrl.resharding.reports import BytesReport, Nodes, RankBytes, count
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")

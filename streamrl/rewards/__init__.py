@@ -1,8 +1,10 @@
 """Rewards: from the text of a completion to a number, or to an error that says why not."""
 
-from streamrl.rewards.combination import Component
-from streamrl.rewards.config import RewardConfig, SandboxConfig, ScorerConfig
-from streamrl.rewards.plugins import reward
+from streamrl.rewards.combine import Component
+from streamrl.rewards.interface.config import RewardConfig, SandboxConfig, ScorerConfig
+from streamrl.rewards.interface.extract import decode_completions
+from streamrl.rewards.interface.reward import Given, Reward, Surroundings
+from streamrl.rewards.interface.verdict import Judgement, Verdict
 from streamrl.rewards.registry import (
     KINDS,
     Kind,
@@ -10,10 +12,8 @@ from streamrl.rewards.registry import (
     check_options,
     may_use_devices,
 )
-from streamrl.rewards.reward import Given, Reward, Surroundings
 from streamrl.rewards.reward_set import COSTS, REWARDS, GroupJudgement, Judged, RewardSet
-from streamrl.rewards.text import decode_completions
-from streamrl.rewards.verdict import Judgement, Verdict
+from streamrl.rewards.user_code.plugins import reward
 
 __all__ = [
     "COSTS",

@@ -9,19 +9,19 @@ from functools import partial
 from typing import Any
 
 from streamrl.errors import ConfigError
-from streamrl.rewards.code import CodeOptions, CodeReward
-from streamrl.rewards.combination import Component, build_combination
-from streamrl.rewards.config import RewardConfig
-from streamrl.rewards.exact import exact_reward
-from streamrl.rewards.function import FunctionOptions, function_reward, registered_reward
-from streamrl.rewards.judge import JudgeOptions, judge_reward
-from streamrl.rewards.model import ModelOptions, model_reward
-from streamrl.rewards.numeric import numeric_reward
-from streamrl.rewards.plugins import installed
-from streamrl.rewards.regex import RegexOptions, regex_reward
-from streamrl.rewards.reward import Given, Reward, Surroundings
-from streamrl.rewards.reward_set import REWARDS, Judged, RewardSet, named
-from streamrl.rewards.rules import (
+from streamrl.files.typed_settings import nearest, read_settings
+from streamrl.rewards.combine import Component, build_combination
+from streamrl.rewards.interface.config import RewardConfig
+from streamrl.rewards.interface.extract import PatternOptions
+from streamrl.rewards.interface.reward import Given, Reward, Surroundings
+from streamrl.rewards.kinds.code import CodeOptions, CodeReward
+from streamrl.rewards.kinds.exact import exact_reward
+from streamrl.rewards.kinds.function import FunctionOptions, function_reward, registered_reward
+from streamrl.rewards.kinds.judge import JudgeOptions, judge_reward
+from streamrl.rewards.kinds.model import ModelOptions, model_reward
+from streamrl.rewards.kinds.numeric import numeric_reward
+from streamrl.rewards.kinds.regex import RegexOptions, regex_reward
+from streamrl.rewards.kinds.rules import (
     AutoReward,
     ChoiceOptions,
     DapoOptions,
@@ -33,8 +33,8 @@ from streamrl.rewards.rules import (
     TagsOptions,
     rule_reward,
 )
-from streamrl.rewards.text import PatternOptions
-from streamrl.settings import nearest, read_settings
+from streamrl.rewards.reward_set import REWARDS, Judged, RewardSet, named
+from streamrl.rewards.user_code.plugins import installed
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import numpy as np
 
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX, Array, Prompt, describe_prompt
-from streamrl.rewards.combination import Combination, Component, Judgements, WeightedSum
-from streamrl.rewards.means import NumberSums
-from streamrl.rewards.verdict import Judgement
+from streamrl.rewards.combine import Combination, Component, Judgements, WeightedSum
+from streamrl.rewards.interface.verdict import Judgement
+from streamrl.rewards.metric_means import NumberSums
 
 START_TIMEOUT_S = 180.0
 """Deadline of getting one reward ready, s: a model may have to be loaded."""

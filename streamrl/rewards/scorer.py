@@ -9,10 +9,10 @@ import numpy as np
 
 from streamrl.errors import RewardError, StreamError
 from streamrl.messages import Array, Columns, Experience, Filtered, group_completions
-from streamrl.rewards.filtering import GroupFilter
+from streamrl.rewards.group_filter import GroupFilter
+from streamrl.rewards.interface.extract import decode_ids
 from streamrl.rewards.reward_set import GroupJudgement, RewardSet
-from streamrl.rewards.text import decode_ids
-from streamrl.serving import Result
+from streamrl.stream.stage_worker import Result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,7 +1,6 @@
 """A run in virtual time: what a placement would do, by the books and the loops of real runs."""
 
-from streamrl.simulator.failures import Crash, Failures
-from streamrl.simulator.playing import (
+from streamrl.simulator.quick_run import (
     part_workload,
     play,
     played_groups,
@@ -9,6 +8,7 @@ from streamrl.simulator.playing import (
     simulated_s,
     steps_of,
 )
+from streamrl.simulator.replicas.failures import Crash, Failures
 from streamrl.simulator.results import Simulated
 from streamrl.simulator.simulation import simulate
 

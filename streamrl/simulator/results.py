@@ -9,16 +9,16 @@ from functools import cached_property
 from pathlib import Path
 from statistics import median
 
-from streamrl.buffer.ledger import LedgerCounts
+from streamrl.buffer.books.ledger import LedgerCounts
 from streamrl.dataflow import Dataflow, Kind
-from streamrl.faces import StepOutcome
 from streamrl.placement.workload import Workload
-from streamrl.simulator.failures import Crash
-from streamrl.telemetry.contract import Histogram, missing_names
+from streamrl.simulator.replicas.failures import Crash
+from streamrl.stream.protocols import StepOutcome
+from streamrl.stream.step_metrics import Activity, StepFacts, step_row
+from streamrl.telemetry.chrome_trace import TraceSink
+from streamrl.telemetry.metric_names import Histogram, missing_names
 from streamrl.telemetry.sinks import JsonlSink
 from streamrl.telemetry.spans import Span, idle_fraction
-from streamrl.telemetry.step_row import Activity, StepFacts, step_row
-from streamrl.telemetry.trace import TraceSink
 
 Row = Mapping[str, float | Histogram]
 NAN = math.nan

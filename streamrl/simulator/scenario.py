@@ -4,16 +4,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from streamrl.control import PipelineConfig
+from streamrl.buffer.assembly.micro_batch_schedule import Pace
 from streamrl.dataflow import GENERATE, POLICY, Dataflow, Kind
 from streamrl.engines.reference_config import ReferenceConfig
-from streamrl.engines.schedule import Pace
-from streamrl.placement.manner import Manner
 from streamrl.placement.placements import Placement
-from streamrl.placement.timings import Timings
+from streamrl.placement.run_options import Manner
+from streamrl.placement.stage_timings import Timings
 from streamrl.placement.workload import Workload
-from streamrl.publishing import is_due
-from streamrl.simulator.failures import Failures
+from streamrl.simulator.replicas.failures import Failures
+from streamrl.stream.run_state import PipelineConfig
+from streamrl.stream.weight_publisher import is_due
 
 
 @dataclass(frozen=True)

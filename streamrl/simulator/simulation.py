@@ -1,17 +1,17 @@
 """A placement's run in virtual time."""
 
 from streamrl.dataflow import Dataflow, Kind
+from streamrl.engines.memory.gc_paused import uncollected
 from streamrl.errors import ConfigError
-from streamrl.placement.manner import Manner
 from streamrl.placement.placements import MOST_STALENESS, Placement
-from streamrl.placement.timings import Timings
+from streamrl.placement.run_options import Manner
+from streamrl.placement.stage_timings import Timings
 from streamrl.placement.workload import Workload
-from streamrl.simulator.clock import run_virtual
-from streamrl.simulator.failures import Failures
+from streamrl.simulator.replicas.failures import Failures
+from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.simulator.results import Simulated
 from streamrl.simulator.scenario import Scenario
 from streamrl.simulator.world import World
-from streamrl.uncollected import uncollected
 
 
 def simulate(  # noqa: PLR0913

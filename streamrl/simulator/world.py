@@ -11,29 +11,29 @@ from itertools import count
 from typing import cast
 
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
-from streamrl.algorithms.dials import Dials
+from streamrl.algorithms.adaptive_params import Dials
 from streamrl.buffer import Admission, ExperienceQueue, Ledger, StepAssembler
-from streamrl.buffer.oversampling import MOST, Oversampling
-from streamrl.control import Control
+from streamrl.buffer.admission.oversampling import MOST, Oversampling
 from streamrl.dataflow import GENERATE, MOVED, POLICY, Kind
-from streamrl.faces import DeviceLease, Stage, StepOutcome
-from streamrl.lease import FreeLease
 from streamrl.pipeline import admit, train
-from streamrl.publishing import Publishing, Source
-from streamrl.simulator.books import TimedBooks
-from streamrl.simulator.failures import Crash, Failures, times_of
-from streamrl.simulator.following import Versions
-from streamrl.simulator.generators import Fleet, GeneratorReplica
-from streamrl.simulator.leases import TRAINERS, Leases
-from streamrl.simulator.machine import Machine
-from streamrl.simulator.prompts import Completions, Prompts
-from streamrl.simulator.queue import StreamQueue
-from streamrl.simulator.recording import Recording
+from streamrl.simulator.replicas.context import Site
+from streamrl.simulator.replicas.cpu_model import Machine
+from streamrl.simulator.replicas.device_leases import TRAINERS, Leases
+from streamrl.simulator.replicas.failures import Crash, Failures, times_of
+from streamrl.simulator.replicas.generators import Fleet, GeneratorReplica
+from streamrl.simulator.replicas.prompts import Completions, Prompts
+from streamrl.simulator.replicas.queue import StreamQueue
+from streamrl.simulator.replicas.recorder import Recording
+from streamrl.simulator.replicas.run_log import TimedBooks
+from streamrl.simulator.replicas.scorers import ScorerReplica
+from streamrl.simulator.replicas.trainers import MovedReference, TimedTrainer
+from streamrl.simulator.replicas.weight_followers import Versions
 from streamrl.simulator.results import process_names
 from streamrl.simulator.scenario import Scenario, devices_of
-from streamrl.simulator.scorers import ScorerReplica
-from streamrl.simulator.site import Site
-from streamrl.simulator.trainers import MovedReference, TimedTrainer
+from streamrl.stream.device_lease import FreeLease
+from streamrl.stream.protocols import DeviceLease, Stage, StepOutcome
+from streamrl.stream.run_state import Control
+from streamrl.stream.weight_publisher import Publishing, Source
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 

@@ -1,6 +1,7 @@
 """What a run prints: one line per step where output is no terminal, and the final summary anywhere.
 
-The live view of a terminal is in live.py; both print evaluations, events and log lines alike.
+The live view of a terminal is in live_console.py; both print evaluations, events and log lines
+alike.
 """
 
 import logging
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.telemetry.contract import Row
+from streamrl.telemetry.metric_names import Row
 from streamrl.telemetry.progress import (
     DEPTH,
     FILTER_COSTS,

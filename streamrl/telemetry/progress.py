@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from streamrl.telemetry.contract import Histogram, Row
+from streamrl.telemetry.metric_names import Histogram, Row
 
 DEPTH, IDLE, EVAL, LEDGER = "queue/depth/", "idle/", "eval/", "ledger/"
 FILTER_COSTS = ("filter/generate_s", "filter/score_s")

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.durable import disk_errors, write_whole
+from streamrl.files.atomic_write import disk_errors, write_whole
 
 
 class RolloutLog:

@@ -8,11 +8,11 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from streamrl.durable import disk_errors, write_whole
 from streamrl.errors import ConfigError
-from streamrl.settings import unreadable
-from streamrl.small_file import file_errors, open_regular, parse_json, read_lines
-from streamrl.telemetry.contract import Row, json_value
+from streamrl.files.atomic_write import disk_errors, write_whole
+from streamrl.files.bounded_read import file_errors, open_regular, parse_json, read_lines
+from streamrl.files.typed_settings import unreadable
+from streamrl.telemetry.metric_names import Row, json_value
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"

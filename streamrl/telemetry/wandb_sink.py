@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from streamrl.durable import disk_errors, write_whole
 from streamrl.errors import ConfigError
-from streamrl.small_file import file_errors, read_small
+from streamrl.files.atomic_write import disk_errors, write_whole
+from streamrl.files.bounded_read import file_errors, read_small
 from streamrl.telemetry.config import WandbConfig
-from streamrl.telemetry.contract import Histogram, Row
+from streamrl.telemetry.metric_names import Histogram, Row
 from streamrl.telemetry.sinks import Fields
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Weights on their way from the trainer to those who follow it: versions, buckets, checks."""
 
 from streamrl.weights.config import WeightsConfig
-from streamrl.weights.held import Arrival, HeldVersion, Loaded
+from streamrl.weights.held_version import Arrival, HeldVersion, Loaded
 from streamrl.weights.manifest import (
     Bucket,
     TensorSlot,
@@ -9,7 +9,7 @@ from streamrl.weights.manifest import (
     WeightManifest,
     plan_buckets,
 )
-from streamrl.weights.transport import Inlet, Outlet
+from streamrl.weights.transport_protocol import Inlet, Outlet
 
 __all__ = [
     "Arrival",

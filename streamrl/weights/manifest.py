@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from streamrl.messages import Array
-from streamrl.weights.probe import Probe
+from streamrl.weights.logprob_probe import Probe
 
 #: A tensor starts at a multiple of this, so that any dtype can be viewed in place.
 ALIGNMENT_BYTES = 64

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import ray
 
-from streamrl.actors import local_ray as local
+from streamrl.actors.launch import local_ray as local
 
 CPUS = 5
 _instance = contextlib.ExitStack()

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from streamrl.actors.residence import Residence
+from streamrl.actors.shared_weights import Residence
 from streamrl.actors.trainer import Meeting, TrainerActor
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.data.config import DataConfig
 from streamrl.dataflow import POLICY, Call, Kind
 from streamrl.placement import WorkerMemory
-from streamrl.rewards.config import RewardConfig
+from streamrl.rewards.interface.config import RewardConfig
 from streamrl.telemetry.spans import SpanRecorder
 
 

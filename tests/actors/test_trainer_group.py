@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from streamrl.actors.reporting import RoleActors
+from streamrl.actors.coordination.step_reporter import RoleActors
 from streamrl.actors.trainer_group import MovedReference, TrainerGroup
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.dataflow import dataflow_for
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import WeightsError
 from streamrl.messages import ROLLOUT_COLUMNS
-from streamrl.simulator.clock import run_virtual
+from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.weights import WeightManifest
 
 

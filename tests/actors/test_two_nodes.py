@@ -21,19 +21,20 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from streamrl.actors import seats
-from streamrl.actors.cluster import NO_TOKEN
-from streamrl.actors.crew import Crew
-from streamrl.actors.fork_server import TOKEN_MODE
-from streamrl.actors.local_ray import TOKEN_VARIABLE, ray_environment
-from streamrl.actors.remote_shard import RemoteShard
-from streamrl.actors.seats import give_back, reserve
-from streamrl.actors.shard import create_shards
-from streamrl.actors.travel_ends import make_inlet, make_outlet
-from streamrl.actors.weight_travel import WeightTravel
+from streamrl.actors.launch import placement_groups
+from streamrl.actors.launch.actor_registry import Crew
+from streamrl.actors.launch.fork_server import TOKEN_MODE
+from streamrl.actors.launch.local_ray import TOKEN_VARIABLE, ray_environment
+from streamrl.actors.launch.placement_groups import give_back, reserve
+from streamrl.actors.launch.ray_cluster import NO_TOKEN
+from streamrl.actors.queue_shard import create_shards
+from streamrl.actors.transport.endpoints import make_inlet, make_outlet
+from streamrl.actors.transport.shard_proxy import RemoteShard
+from streamrl.actors.transport.transport_spec import WeightTravel
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, ShardPlan
 from streamrl.config import ModelConfig, RunConfig
+from streamrl.config.preflight import Prepared
 from streamrl.data import DataConfig
 from streamrl.dataflow import POLICY
 from streamrl.engines.generator_config import GeneratorConfig
@@ -41,13 +42,12 @@ from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Prompt
 from streamrl.placement import PlacementConfig
-from streamrl.preflight import Prepared
 from streamrl.rewards import RewardConfig
 from streamrl.weights import WeightManifest
-from streamrl.weights.choice import Choice
 from streamrl.weights.config import COLLECTIVE, DELTA, DISK, STORE
-from streamrl.weights.publisher import publish
-from streamrl.weights.subscriber import unpack
+from streamrl.weights.pack import publish
+from streamrl.weights.transport_choice import Choice
+from streamrl.weights.unpack import unpack
 from tests.e2e.launched import MARK, marked
 
 # The nodes' workers need not find the tests on their path.
@@ -172,7 +172,7 @@ def two_nodes(patch: pytest.MonkeyPatch) -> Iterator[Nodes]:
 
 CONNECT = """
 import os, sys
-from streamrl.actors.cluster import cluster, nothing
+from streamrl.actors.launch.ray_cluster import cluster, nothing
 from streamrl.errors import ConfigError
 from streamrl.placement import PlacementConfig
 try:
@@ -294,7 +294,7 @@ def test_where_one_model_finds_no_room_on_the_named_node_nothing_is_left(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, there = nodes.ids
-    monkeypatch.setattr(seats, "ROOM_S", 2.0)
+    monkeypatch.setattr(placement_groups, "ROOM_S", 2.0)
     wait_until_free()
     # The other model gets two of the three slots that are free.
     taken, crew = reserve([{"CPU": 5.0}], node=there, timeout_s=60.0), crew_of(ranks=2)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig, step_normaliser, summarise
-from streamrl.algorithms.choices import MODES
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.algorithms.objective import policy_loss
+from streamrl.algorithms.options import MODES
 from streamrl.errors import AlgorithmError
 from streamrl.messages import FinishReason
 from tests.algorithms.steps import (

@@ -8,8 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig, columns_derived_from, columns_needed
-from streamrl.algorithms.rehearsal import rehearse
-from streamrl.algorithms.row_functions import group_relative
+from streamrl.algorithms.bindings import group_relative
+from streamrl.algorithms.dry_run import rehearse
 from streamrl.algorithms.table import variant
 from streamrl.config import load_config
 from streamrl.dataflow import dataflow_for
@@ -216,7 +216,7 @@ def test_a_row_of_ones_own_comes_from_a_file(tmp_path: Path):
         ("x = 1\n", "has no Algorithm"),
         (
             "from functools import partial\n"
-            "from streamrl.algorithms.row_functions import group_relative\n"
+            "from streamrl.algorithms.bindings import group_relative\n"
             "from streamrl.algorithms.table import GRPO, variant\n"
             "OWN = variant('own', 'x', GRPO, advantages=partial(group_relative))\n",
             "own.py:4: ValueError: algorithm own: functools.partial(",

@@ -18,9 +18,9 @@ import ray
 from benchmarks import queue, queue_peers
 from benchmarks.actors import start_actor, wait_for_all
 from benchmarks.command import ROOT, BenchmarkError
-from streamrl.actors.cluster import cluster, nothing
-from streamrl.actors.remote_shard import RemoteShard
-from streamrl.actors.shard import create_shards
+from streamrl.actors.launch.ray_cluster import cluster, nothing
+from streamrl.actors.queue_shard import create_shards
+from streamrl.actors.transport.shard_proxy import RemoteShard
 from streamrl.buffer import ShardPlan
 from streamrl.errors import ActorLostError
 from streamrl.placement import PlacementConfig

@@ -12,9 +12,9 @@ import pytest
 from benchmarks import trl
 from benchmarks.process_tree import ProcessTree
 from benchmarks.trl import Launch, Length, RunError, Step
-from streamrl.data.examining import Limits
+from streamrl.data.chat_template import load_tokenizer
+from streamrl.data.classify_rows import Limits
 from streamrl.data.prompts import load_prompts
-from streamrl.data.rendering import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKS = "import time; t = time.process_time\nwhile t() < {}: pass\n"

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.blob import Blob
-from streamrl.buffer.journal import Journal, JournalConfig
-from streamrl.buffer.segment import (
+from streamrl.buffer.codec import Blob
+from streamrl.buffer.log.journal import Journal, JournalConfig
+from streamrl.buffer.log.segment_file import (
     Corrupt,
     Position,
     Record,

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from streamrl.buffer import Bounds, Ports, QueueConfig, Shard
-from streamrl.buffer.blob import decode, encode
-from streamrl.buffer.exchange import Commit
+from streamrl.buffer.codec import decode, encode
 from streamrl.buffer.group import GroupBook
-from streamrl.buffer.journal import Log
 from streamrl.buffer.leases import Request
+from streamrl.buffer.log.journal import Log
+from streamrl.buffer.wire_types import Commit
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
     Columns,
@@ -24,7 +24,7 @@ from streamrl.messages import (
     column_sizes,
     group_columns,
 )
-from streamrl.simulator.clock import run_virtual
+from streamrl.simulator.replicas.virtual_loop import run_virtual
 
 STAGES = {
     "generate": Ports((), ROLLOUT_COLUMNS),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from streamrl.buffer import Shard
-from streamrl.buffer.blob import decode, encode, size_of
+from streamrl.buffer.codec import decode, encode, size_of
 from streamrl.buffer.group import GroupBook
 from streamrl.buffer.leases import Request
 from streamrl.errors import ContractError

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from streamrl.buffer import ExperienceQueue
-from streamrl.buffer.blob import LARGE_BYTES
+from streamrl.buffer.codec import LARGE_BYTES
 from streamrl.buffer.leases import Overdue
 from streamrl.errors import ContractError, DeadlineError
 from streamrl.messages import Columns, Ended, Filtered
-from streamrl.simulator.clock import run_virtual
+from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.buffer.clients import UIDS, do, finish, local_shards, queue_of, take_all
 from tests.buffer.shards import prompt, rollouts
 

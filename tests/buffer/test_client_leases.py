@@ -9,7 +9,7 @@ import pytest
 from streamrl.buffer import ExperienceQueue
 from streamrl.errors import DeadlineError, StreamError
 from streamrl.messages import Filtered
-from streamrl.simulator.clock import run_virtual
+from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.buffer.clients import UIDS, do, finish, local_shards, queue_of, take_all
 from tests.buffer.shards import prompt, rollouts
 from tests.fake_shards import CALL_S

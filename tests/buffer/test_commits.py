@@ -9,13 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.buffer import Shard
-from streamrl.buffer.blob import encode
-from streamrl.buffer.exchange import Commit
+from streamrl.buffer.codec import encode
 from streamrl.buffer.group import GroupBook
-from streamrl.buffer.segment import Record
+from streamrl.buffer.log.segment_file import Record
+from streamrl.buffer.wire_types import Commit
 from streamrl.errors import ContractError, DeadlineError, JournalError
 from streamrl.messages import Columns, Ended, Filtered, Lease, column_sizes
-from streamrl.simulator.clock import run_virtual
+from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.buffer.shards import (
     REFERENCE,
     SCORES,

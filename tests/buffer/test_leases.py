@@ -10,7 +10,7 @@ from streamrl.buffer import Bounds, Shard
 from streamrl.buffer.leases import TIDY_AT, Overdue
 from streamrl.errors import DeadlineError
 from streamrl.messages import Ended
-from streamrl.simulator.clock import run_virtual
+from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.buffer.shards import (
     SCORES,
     STAGES,

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.buffer import Bounds, Shard
-from streamrl.buffer.blob import Blob, decode, join
+from streamrl.buffer.codec import Blob, decode, join
 from streamrl.buffer.group import GroupBook, Part
-from streamrl.buffer.journal import Journal, JournalConfig, Log
+from streamrl.buffer.log.journal import Journal, JournalConfig, Log
+from streamrl.buffer.log.segment_file import Corrupt, segment_path, segments
 from streamrl.buffer.recovery import Base, load, payload, recover, snapshot
-from streamrl.buffer.segment import Corrupt, segment_path, segments
 from streamrl.errors import JournalError
 from streamrl.messages import Ended
-from streamrl.simulator.clock import run_virtual
+from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests import fake_shards
 from tests.buffer.journals import intact
 from tests.buffer.schedules import Life, facts, moves
@@ -309,7 +309,7 @@ async def test_a_journal_that_lacks_its_beginning_is_refused(tmp_path: Path) -> 
 
 def damage(folder: Path, kind: str, uid: str, **facts: Any) -> Corrupt:
     """Flip a byte in the one record of a kind and a uid; what recovery says of it."""
-    from streamrl.buffer.segment import replay
+    from streamrl.buffer.log.segment_file import replay
 
     def fits(record: Any) -> bool:
         meta = record.meta

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from streamrl.buffer import QueueConfig, Shard
-from streamrl.buffer.blob import encode
+from streamrl.buffer.codec import encode
 from streamrl.buffer.leases import Request
 from streamrl.errors import ConfigError, DeadlineError, RewardError, StreamError
 from streamrl.messages import Ended, Filtered

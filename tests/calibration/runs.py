@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from streamrl.buffer.books import TrainedStep
-from streamrl.buffer.journal import Journal, JournalConfig
-from streamrl.buffer.segment import Record
-from streamrl.calibration.fit import CROWDING
-from streamrl.checkpoint import BOOKS, journal_dir
+from streamrl.buffer.books.run_log import TrainedStep
+from streamrl.buffer.log.journal import Journal, JournalConfig
+from streamrl.buffer.log.segment_file import Record
+from streamrl.calibration.fit_timings import CROWDING
 from streamrl.config import RunConfig, dump_config, load_config, to_dict
+from streamrl.config.to_placement import run_placement
 from streamrl.dataflow import POLICY
 from streamrl.placement import (
     EmpiricalLengths,
@@ -22,11 +22,11 @@ from streamrl.placement import (
     WeightsTiming,
     Workload,
 )
-from streamrl.placing import run_placement
+from streamrl.run_dir.checkpoint import BOOKS, journal_dir
 from streamrl.simulator.results import Simulated
 from streamrl.simulator.simulation import simulate
+from streamrl.telemetry.chrome_trace import TraceSink
 from streamrl.telemetry.sinks import JsonlSink, Sink
-from streamrl.telemetry.trace import TraceSink
 
 EPOCH_S = 1e9
 LENGTHS = EmpiricalLengths.of([*range(2, 12), 20, 31])

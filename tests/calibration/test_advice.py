@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from streamrl.calibration.advice import Advice, advise, filter_cost, loads, ways
-from streamrl.calibration.measured import Measured, read_run
-from streamrl.cli.advice_words import describe_run, run_as_json
+from streamrl.calibration.run_trace import Measured, read_run
+from streamrl.cli.output.advice_report import describe_run, run_as_json
 from streamrl.placement import Timings, TrainTiming
-from streamrl.rewards.filtering import FilterConfig
+from streamrl.rewards.group_filter import FilterConfig
 from tests.calibration.runs import TRUE, play, recipe, write_run
 
 SLOW_TRAINING = replace(TRUE, train={"policy": TrainTiming(1, 0.2, 3e-3, 0.02)}, cores=0)

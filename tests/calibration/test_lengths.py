@@ -4,7 +4,7 @@ import numpy as np
 
 from streamrl.calibration.lengths import GroupedLengths
 from streamrl.placement import Workload
-from streamrl.simulator.prompts import Completions
+from streamrl.simulator.replicas.prompts import Completions
 
 SEEN = [("a", "generate", (3, 4)), ("b", "generate", (9, 8)), ("b", "greedy", (7,))]
 

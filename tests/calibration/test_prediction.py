@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.calibration.fit import fit
-from streamrl.calibration.measured import LEAST_CORES, read_run
+from streamrl.calibration.fit_timings import fit
 from streamrl.calibration.prediction import Figures, PlannedRun, predict
+from streamrl.calibration.run_trace import LEAST_CORES, read_run
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster
 from tests.calibration.runs import TRUE, play, recipe, write_run

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.books import read_log, recover_books
-from streamrl.checkpoint import BOOKS, journal_dir
+from streamrl.buffer.books.run_log import read_log, recover_books
 from streamrl.config import load_config
+from streamrl.config.preflight import prepare
 from streamrl.messages import parse_uid
-from streamrl.preflight import prepare
+from streamrl.run_dir.checkpoint import BOOKS, journal_dir
 from tests.chaos.scenarios import TRANSPORT, Scenario
 from tests.e2e.launched import Launched, events, rows
 from tests.toy import write_toy

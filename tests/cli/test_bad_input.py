@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from streamrl.buffer import Ledger
-from streamrl.checkpoint import CheckpointWriter
 from streamrl.cli.main import main
 from streamrl.config import dump_config, load_config
+from streamrl.config.preflight import prepare
 from streamrl.dataflow import POLICY
 from streamrl.engines.reference_config import STATE_FILE
-from streamrl.preflight import prepare
-from streamrl.run_lock import own_run
+from streamrl.run_dir.checkpoint import CheckpointWriter
+from streamrl.run_dir.run_lock import own_run
 from tests.toy import write_toy
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.cli.train import _closing
 from streamrl.errors import DiskError, RewardError
-from streamrl.telemetry.fanout import Fanout
+from streamrl.telemetry.sink_group import Fanout
 
 
 class Full(Fanout):

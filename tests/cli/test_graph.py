@@ -12,9 +12,9 @@ import pytest
 from streamrl.cli.main import main
 from streamrl.config import load_config
 from streamrl.dataflow import POLICY, Call, Dataflow, Kind
-from streamrl.pictures.graph_picture import FILL, Picture
-from streamrl.pictures.graph_words import dot
-from streamrl.pictures.svg import CHARACTER_EM
+from streamrl.drawing.dataflow_graph import FILL, Picture
+from streamrl.drawing.graph_text import dot
+from streamrl.drawing.svg import CHARACTER_EM
 
 ROOT = Path(__file__).parents[2]
 PPO = str(ROOT / "configs" / "ppo_arithmetic.yaml")
@@ -88,7 +88,7 @@ def test_a_column_nobody_reads_is_a_note(capsys, monkeypatch) -> None:
     extra = Call("extra", "extra", Kind.SCORE, (), ("answers",))
     flow = load_config(Path(GRPO)).dataflow
     wider = property(lambda config: Dataflow([*flow.calls, extra]))
-    monkeypatch.setattr("streamrl.config.RunConfig.dataflow", wider)
+    monkeypatch.setattr("streamrl.config.run_config.RunConfig.dataflow", wider)
     assert said(capsys, GRPO).endswith("\nnote: extra produces answers, which no stage needs\n")
 
 

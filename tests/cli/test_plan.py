@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.cli.arguments.planner_args import read_lengths
 from streamrl.cli.main import main
-from streamrl.cli.problem import read_lengths
 from streamrl.config import load_config
+from streamrl.config.to_placement import run_placement
 from streamrl.placement import Mesh, Placement
 from streamrl.placement.costs import CostModel
 from streamrl.placement.costs.traffic import Traffic
-from streamrl.placing import run_placement
-from streamrl.simulator.playing import steps_of
+from streamrl.simulator.quick_run import steps_of
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 GRPO = str(CONFIGS / "grpo_arithmetic.yaml")

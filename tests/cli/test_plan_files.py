@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.writing import check_file, check_folder
+from streamrl.cli.output.output_files import check_file, check_folder
 from tests.cli.test_plan import GRPO, SMALL, STEP, refusal
 
 PLACED = [GRPO, *STEP, "--model", "qwen2.5-1.5b", "--prompt-tokens", "200"]
@@ -88,7 +88,7 @@ def test_what_would_take_hours_is_refused_before_it_begins(
         capsys, "simulate", *SMALL[:-2], "--steps", "10000000"
     )
     # What is played as a whole is known only when it is planned.
-    monkeypatch.setattr("streamrl.cli.problem.HOUR_S", 0.1)
+    monkeypatch.setattr("streamrl.cli.arguments.planner_args.HOUR_S", 0.1)
     monkeypatch.setattr("streamrl.cli.plan.play", None)
     groups = "pipeline.groups_per_step=64"
     error = refusal(capsys, "plan", *SMALL, groups, "--max-staleness", "0")

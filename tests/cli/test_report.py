@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from streamrl.buffer import Books, Ledger
-from streamrl.buffer.books import TrainedGroup, TrainedStep
-from streamrl.buffer.journal import Journal, JournalConfig
-from streamrl.buffer.segment import segment_path, segments
-from streamrl.checkpoint import BOOKS, journal_dir
+from streamrl.buffer.assembly.micro_batch_schedule import Program
+from streamrl.buffer.books.run_log import TrainedGroup, TrainedStep
+from streamrl.buffer.log.journal import Journal, JournalConfig
+from streamrl.buffer.log.segment_file import segment_path, segments
 from streamrl.cli.main import main
-from streamrl.engines.schedule import Program
 from streamrl.messages import Ended, GroupInfo
+from streamrl.run_dir.checkpoint import BOOKS, journal_dir
 
 INFO = GroupInfo(lengths=(5, 5), num_loss_tokens=6, version_tokens=((0, 6),))
 

@@ -12,8 +12,8 @@ import yaml
 
 from streamrl.cli.main import main
 from streamrl.cli.rewards import Option, options_of
+from streamrl.files.typed_settings import read_settings
 from streamrl.rewards import KINDS, RewardConfig
-from streamrl.settings import read_settings
 
 DEMANDING = ("regex", "model", "judge")
 """Kinds that have an option without a default."""

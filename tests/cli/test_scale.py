@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.cli.main import main
 from streamrl.config import dump_config, load_config
-from streamrl.mailbox import Answer, Mailbox
+from streamrl.run_dir.control_requests import Answer, Mailbox
 
 RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"
 

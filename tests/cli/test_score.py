@@ -20,7 +20,7 @@ from streamrl.cli.main import main
 from streamrl.cli.score import side_by_side, verdict_of
 from streamrl.messages import Experience, FinishReason, Lease, Prompt, Rollout, group_columns
 from streamrl.rewards import RewardConfig, build_rewards
-from streamrl.rewards.filtering import NoFilter
+from streamrl.rewards.group_filter import NoFilter
 from streamrl.rewards.scorer import RewardScorer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ from functools import partial
 import numpy as np
 
 from streamrl.data import Fate, PromptStream
-from streamrl.data.examining import Examined
-from streamrl.data.order import Part
+from streamrl.data.classify_rows import Examined
+from streamrl.data.interleave import Part
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt, make_uid, parse_uid
 

@@ -7,7 +7,7 @@ import pytest
 
 from streamrl.config import dump_config, load_config
 from streamrl.data import DataConfig, Limits, load_prompts
-from streamrl.data.opened import PromptFile, open_prompts
+from streamrl.data.training_files import PromptFile, open_prompts
 from streamrl.errors import ConfigError
 
 

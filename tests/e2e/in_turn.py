@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from streamrl.durable import write_whole
+from streamrl.files.atomic_write import write_whole
 
 HEADING = "=== in turn:"
 """What a command's name follows where its output begins."""

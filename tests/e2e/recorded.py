@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamrl.actors.real_engines import RealEngines
+from streamrl.actors.engine_factory import RealEngines
+from streamrl.buffer.assembly.packing import Pick
 from streamrl.cli.train import train
 from streamrl.config import RunConfig, load_config
 from streamrl.dataflow import POLICY
-from streamrl.engines.packing import Pick
 from streamrl.messages import Columns, group_rollouts
 
 if TYPE_CHECKING:
-    from streamrl.engines.training import ModelTrainer
+    from streamrl.engines.training.trainer import ModelTrainer
 
 Trained = dict[tuple[int, str, int], list[int]]
 """By version of the step, uid and index in the group: the tokens of a rollout, prompt included."""

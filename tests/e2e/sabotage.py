@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamrl.actors.engine_factory import HostedGenerator
-from streamrl.actors.real_engines import RealEngines
+from streamrl.actors.engine_factory import RealEngines
+from streamrl.actors.protocols import HostedGenerator
 from streamrl.cli.train import train
 from streamrl.config import RunConfig, load_config
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest
 
 if TYPE_CHECKING:
-    from streamrl.engines.training import ModelTrainer
+    from streamrl.engines.training.trainer import ModelTrainer
 
 DAMAGED = 2
 
@@ -42,7 +42,7 @@ class Sabotage(RealEngines):
 
     def trainer(self, config: RunConfig, max_length: int, rank: int, role: str) -> "ModelTrainer":
         """A real one, whose memory of one version is damaged once it is laid."""
-        from streamrl.weights.shared_memory import SharedMemoryOutlet
+        from streamrl.weights.transports.shared_memory import SharedMemoryOutlet
 
         finish = SharedMemoryOutlet.finish
         damaged = set[int]()
@@ -59,7 +59,7 @@ class Sabotage(RealEngines):
 
 def tamper(life: int) -> None:
     """Put the saboteur of this life of the process in the place of what fetches weights."""
-    from streamrl.weights.shared_memory import SharedMemoryInlet
+    from streamrl.weights.transports.shared_memory import SharedMemoryInlet
 
     honest = SharedMemoryInlet.fetch
     fetched: list[Sequence[Array]] = []

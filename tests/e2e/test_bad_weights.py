@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.pipeline import PULL_ATTEMPTS
-from streamrl.weights.segments import clear_up
+from streamrl.weights.transports.shm_segments import clear_up
 from tests.e2e.launched import Launched, events, rows
 from tests.e2e.sabotage import DAMAGED
 from tests.toy import write_toy

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.buffer.account import take_account
-from streamrl.buffer.books import history
-from streamrl.buffer.segment import Corrupt, read_segment, segment_path, segments
-from streamrl.checkpoint import BOOKS, find_resume_point, journal_dir
+from streamrl.buffer.books.ledger_audit import take_account
+from streamrl.buffer.books.run_log import history
+from streamrl.buffer.log.segment_file import Corrupt, read_segment, segment_path, segments
+from streamrl.run_dir.checkpoint import BOOKS, find_resume_point, journal_dir
 from tests.e2e.launched import Launched, rows
 
 ARCHIVE = Path(__file__).with_name("run_of_november_2026.tar.gz")

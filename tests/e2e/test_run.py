@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from streamrl.telemetry.contract import METRICS, metric_for
+from streamrl.telemetry.metric_names import METRICS, metric_for
 from tests.e2e.launched import events
 from tests.e2e.shared_runs import BUILD, Ended
 from tests.telemetry.wandb_file import read_wandb_file

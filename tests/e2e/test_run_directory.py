@@ -19,12 +19,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from streamrl.buffer.account import take_account
-from streamrl.buffer.books import history
-from streamrl.buffer.segment import segment_path, segments
-from streamrl.checkpoint import BOOKS, journal_dir, list_checkpoints
+from streamrl.buffer.books.ledger_audit import take_account
+from streamrl.buffer.books.run_log import history
+from streamrl.buffer.log.segment_file import segment_path, segments
 from streamrl.cli.main import main
-from streamrl.run_lock import LOCK_FILE
+from streamrl.run_dir.checkpoint import BOOKS, journal_dir, list_checkpoints
+from streamrl.run_dir.run_lock import LOCK_FILE
 from tests.e2e.launched import Launched, events, rows
 from tests.toy import write_toy
 
@@ -212,7 +212,7 @@ class Hostile:
 
 def _hostile_prompt(run_dir: Path) -> None:
     from streamrl.buffer.group import admitted
-    from streamrl.buffer.segment import write_segment
+    from streamrl.buffer.log.segment_file import write_segment
 
     folder = journal_dir(run_dir, "shard-0")
     record = admitted("0:99:0", pickle.dumps(Hostile()), 0)

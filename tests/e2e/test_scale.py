@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.buffer.account import take_account
-from streamrl.buffer.books import history
-from streamrl.checkpoint import BOOKS, journal_dir
+from streamrl.buffer.books.ledger_audit import take_account
+from streamrl.buffer.books.run_log import history
+from streamrl.run_dir.checkpoint import BOOKS, journal_dir
 from tests.e2e.launched import Launched, events, rows
 from tests.toy import write_toy
 

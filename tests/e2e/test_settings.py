@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from streamrl.engines.forward import load_skeleton
-from streamrl.telemetry.trace import read_spans
+from streamrl.engines.models.forward import load_skeleton
+from streamrl.telemetry.chrome_trace import read_spans
 from tests.e2e.launched import events
 from tests.e2e.shared_runs import Ended, RunsInTurn
 from tests.toy import write_toy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.engines.forward import load_skeleton
+from streamrl.engines.models.forward import load_skeleton
 from tests.e2e.launched import Launched, events, rows
 from tests.e2e.recorded import trained
 from tests.e2e.test_placements import ON_POLICY, check_same

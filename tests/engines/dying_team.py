@@ -5,11 +5,11 @@ import os
 import signal
 from pathlib import Path
 
-from streamrl.engines.generation import GenerationEngine, GeneratorConfig
-from streamrl.engines.generator_part import GeneratorPart
-from streamrl.engines.ranks import join_ranks
-from streamrl.engines.teams import Team
-from streamrl.engines.vllm_engine import EngineSpec
+from streamrl.distributed.process_group import join_ranks
+from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
+from streamrl.engines.vllm.engine import EngineSpec
+from streamrl.engines.vllm.follower_rank import GeneratorPart
+from streamrl.engines.vllm.rank_groups import Team
 from streamrl.errors import GenerationError
 from tests.engines.tiny_qwen import MAX_LENGTH, prompt
 

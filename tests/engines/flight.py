@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from streamrl.engines import vllm_engine
-from streamrl.engines.generation import GenerationEngine, GeneratorConfig, Loaded
-from streamrl.engines.generation_env import generation_env
+from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig, Loaded
+from streamrl.engines.vllm import engine as vllm_engine
+from streamrl.engines.vllm.environment import generation_env
 from streamrl.messages import Rollout
-from streamrl.weights import probe
+from streamrl.weights import logprob_probe
 from tests.engines.tiny_qwen import MAX_LENGTH, weights_of
 
 
@@ -95,7 +95,9 @@ def sampled_versions(rollouts: Sequence[Rollout]) -> list[list[int]]:
 
 CONCURRENT = 64
 # The engine itself runs a probe more than it is asked for.
-WIDE = GeneratorConfig(max_new_tokens=150, max_concurrent_rollouts=CONCURRENT - probe.NUM_SEQUENCES)
+WIDE = GeneratorConfig(
+    max_new_tokens=150, max_concurrent_rollouts=CONCURRENT - logprob_probe.NUM_SEQUENCES
+)
 """Settings of the engine that most tests share."""
 POLICIES: Mapping[str, dict[str, bool]] = {
     "recompute": {},

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from streamrl.engines.deepspeed_backend import DeepSpeedBackend
-from streamrl.engines.generation import GenerationEngine, GeneratorConfig
-from streamrl.engines.mesh_backend import MeshBackend
-from streamrl.engines.ranks import join_ranks
-from streamrl.engines.switch import PlannedOnce, Switch, plan_switch
-from streamrl.engines.torch_backend import TorchBackend
+from streamrl.distributed.process_group import join_ranks
+from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
+from streamrl.engines.training.fsdp_tp_backend import MeshBackend
+from streamrl.engines.training.in_place_update import PlannedOnce, Switch, plan_switch
+from streamrl.engines.training.torch_backend import TorchBackend
 from streamrl.resharding.storage import Storage
 from tests.engines.moved_ranks import in_one_memory
 from tests.engines.tiny_qwen import save, tiny_model

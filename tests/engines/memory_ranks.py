@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.engines.peak_memory import (
+from streamrl.engines.memory.peak_memory import (
     STATUS,
     PeakMemory,
     give_back_freed,
@@ -66,7 +66,7 @@ def one_rank(
     rank: int, model_path: str, small_path: str, ports: Sequence[int]
 ) -> dict[str, dict[str, float]]:
     """What a rank saw, by case; before, it trains a small model."""
-    from streamrl.engines.deepspeed_backend import _import_deepspeed
+    from streamrl.engines.training.deepspeed_backend import _import_deepspeed
 
     give_back_large_at_once()  # as a worker with a budget does
     _import_deepspeed()
@@ -85,8 +85,8 @@ def one_rank(
 
 def train(case: Case, rank: int, model_path: str) -> dict[str, float]:
     """The peak of some steps, and what the optimizer's state gave back, MB."""
-    from streamrl.engines.tasks import PolicyTask
-    from streamrl.engines.training import ModelTrainer
+    from streamrl.engines.training.tasks import PolicyTask
+    from streamrl.engines.training.trainer import ModelTrainer
 
     algorithm, groups = AlgorithmConfig(), made_up_groups()
     settings = algorithm.settings(max_length=8, reward_weights={})

@@ -18,10 +18,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from streamrl.engines.mesh_backend import MeshBackend
-from streamrl.engines.ranks import join_ranks
-from streamrl.engines.torch_backend import TorchBackend
+from streamrl.distributed.process_group import join_ranks
 from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.training.fsdp_tp_backend import MeshBackend
+from streamrl.engines.training.torch_backend import TorchBackend
 from tests.engines.tiny_qwen import fill
 
 WORLD = 4

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from streamrl.engines.mesh_backend import MeshBackend
-from streamrl.engines.optimizer_memory import OptimizerMemory
-from streamrl.engines.ranks import join_ranks
-from streamrl.engines.switch import PlannedOnce
-from streamrl.engines.tensor_parallel import CUT_BY_INPUTS, CUT_BY_OUTPUTS
-from streamrl.engines.trained_state import load_state, save_state
+from streamrl.distributed.process_group import join_ranks
+from streamrl.engines.checkpoint.sharded_state import load_state, save_state
+from streamrl.engines.models.tensor_parallel import CUT_BY_INPUTS, CUT_BY_OUTPUTS
 from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.training.fsdp_tp_backend import MeshBackend
+from streamrl.engines.training.in_place_update import PlannedOnce
+from streamrl.engines.training.optimizer_offload import OptimizerMemory
 from streamrl.resharding import Box
 from streamrl.resharding.storage import Storage
 from streamrl.weights.parameters import ParameterSet

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.advantages import group_relative
-from streamrl.algorithms.losses import entropy
+from streamrl.algorithms.math.advantages import group_relative
+from streamrl.algorithms.math.losses import entropy
 from streamrl.algorithms.objective import policy_loss
 from streamrl.messages import split_tokens
 from tests.engines.trainer_ranks import ALGORITHM, GROUPS, SETTINGS, TEMPERATURE

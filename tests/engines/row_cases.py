@@ -22,12 +22,12 @@ from tests.engines.trainer_ranks import (
 )
 
 if TYPE_CHECKING:
-    from streamrl.engines.training import ModelTrainer
+    from streamrl.engines.training.trainer import ModelTrainer
 
 
 def train_row(seat: Seat, layout: Layout, name: str) -> None:
     """On policy, and then off policy on the same rollouts; a rank has half of them, if of two."""
-    from streamrl.engines.tasks import PolicyTask
+    from streamrl.engines.training.tasks import PolicyTask
 
     groups = scored_groups(seat.model_path)
     config = AlgorithmConfig(name=name)
@@ -57,7 +57,7 @@ def train(trainer: "ModelTrainer", groups: dict[str, Columns], layout: Layout) -
 @cache
 def scored_groups(model_path: str) -> dict[str, Columns]:
     """Groups the model might have sampled, with all that any row wants to know of them."""
-    from streamrl.engines.scoring import LogprobScorer
+    from streamrl.engines.training.forward_scorers import LogprobScorer
 
     scorer = LogprobScorer(model_path, temperature=TEMPERATURE, micro_batch_tokens=64)
     groups: dict[str, Columns] = {}

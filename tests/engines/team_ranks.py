@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from streamrl.engines.generation import GenerationEngine, GeneratorConfig
-from streamrl.engines.generator_part import GeneratorPart
-from streamrl.engines.mesh_backend import MeshBackend
-from streamrl.engines.ranks import join_ranks
-from streamrl.engines.switch import PlannedOnce
-from streamrl.engines.teams import Team, team_of
-from streamrl.engines.torch_backend import TorchBackend
+from streamrl.distributed.process_group import join_ranks
+from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.vllm_engine import EngineSpec
+from streamrl.engines.training.fsdp_tp_backend import MeshBackend
+from streamrl.engines.training.in_place_update import PlannedOnce
+from streamrl.engines.training.torch_backend import TorchBackend
+from streamrl.engines.vllm.engine import EngineSpec
+from streamrl.engines.vllm.follower_rank import GeneratorPart
+from streamrl.engines.vllm.rank_groups import Team, team_of
 from streamrl.resharding.boxes import remainder, total
 from streamrl.resharding.executors import Moved
 from streamrl.resharding.storage import Storage

@@ -14,14 +14,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from streamrl.engines.forward import ModelOptions, load_model, load_skeleton, token_logprobs
-from streamrl.engines.generation import GenerationEngine
-from streamrl.engines.lora import layers_to_adapt
-from streamrl.engines.model_files import write_model
+from streamrl.engines.generation.generator import GenerationEngine
+from streamrl.engines.models.forward import ModelOptions, load_model, load_skeleton, token_logprobs
+from streamrl.engines.models.lora import layers_to_adapt
+from streamrl.engines.models.save_model import write_model
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.model_config import stored_shapes
-from streamrl.weights.adapters import LORA_A, LORA_B, LORA_SCALE
-from streamrl.weights.probe import Probe, probe_sequences
+from streamrl.files.hf_config import stored_shapes
+from streamrl.weights.logprob_probe import Probe, probe_sequences
+from streamrl.weights.lora_merge import LORA_A, LORA_B, LORA_SCALE
 from tests.engines.test_weight_updates import started
 from tests.engines.tiny_qwen import MAX_LENGTH, save, weights_of
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from streamrl.engines.forward import load_model
-from streamrl.engines.support import check_support
-from streamrl.engines.vllm_weights import as_stored
-from tests.engines.test_support import FILE, write
+from streamrl.engines.models.forward import load_model
+from streamrl.engines.models.supported_models import check_support
+from streamrl.engines.vllm.weight_loader import as_stored
+from tests.engines.models.test_supported_models import FILE, write
 
 
 def given(path: str) -> dict[str, torch.Tensor]:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.engines import vllm_engine
-from streamrl.engines.generation import GenerationEngine, GeneratorConfig
-from streamrl.engines.generation_env import generation_env
-from streamrl.engines.vllm_engine import EngineSpec
+from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
+from streamrl.engines.vllm import engine as vllm_engine
+from streamrl.engines.vllm.engine import EngineSpec
+from streamrl.engines.vllm.environment import generation_env
 from streamrl.errors import ConfigError, DeadlineError, GenerationError, WeightsError
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,

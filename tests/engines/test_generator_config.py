@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from streamrl.engines.generation_env import generation_env
 from streamrl.engines.generator_config import GeneratorConfig, engine_arguments
+from streamrl.engines.vllm.environment import generation_env
 from streamrl.errors import ConfigError
-from streamrl.weights.probe import NUM_SEQUENCES
+from streamrl.weights.logprob_probe import NUM_SEQUENCES
 
 
 @pytest.mark.parametrize(

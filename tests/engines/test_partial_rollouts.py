@@ -8,16 +8,16 @@ import pytest
 import pytest_asyncio
 import torch
 
-from streamrl.engines.begun import continuation_seed
-from streamrl.engines.generation import GeneratorConfig
-from streamrl.engines.group_generator import GroupGenerator
-from streamrl.engines.pending import Watch
+from streamrl.engines.generation.generator import GeneratorConfig
+from streamrl.engines.generation.group_generator import GroupGenerator
+from streamrl.engines.generation.partial_rollouts import continuation_seed
+from streamrl.engines.generation.pending_requests import Watch
 from streamrl.errors import ConfigError
 from streamrl.messages import FinishReason, Prompt, Rollout, group_rollouts
+from streamrl.weights.logprob_probe import NUM_SEQUENCES
+from streamrl.weights.pack import publish
 from streamrl.weights.parameters import side_by_side
-from streamrl.weights.probe import NUM_SEQUENCES
-from streamrl.weights.publisher import publish
-from streamrl.weights.subscriber import unpack
+from streamrl.weights.unpack import unpack
 from tests.engines.flight import Engines, Flight, sampled_versions
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,

@@ -8,9 +8,9 @@ import psutil
 import pytest
 import torch
 
-from streamrl.engines.forward import wait_for_device
-from streamrl.engines.generation import GenerationEngine, GeneratorConfig
-from streamrl.engines.generation_env import generation_env
+from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
+from streamrl.engines.models.forward import wait_for_device
+from streamrl.engines.vllm.environment import generation_env
 from streamrl.messages import Rollout
 from tests.engines.flight import Engines, Flight
 from tests.engines.tiny_qwen import (

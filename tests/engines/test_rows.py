@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from streamrl.algorithms import ALGORITHMS
-from streamrl.engines.scoring import LogprobScorer
+from streamrl.engines.training.forward_scorers import LogprobScorer
 from streamrl.messages import split_tokens
 from tests.engines.conftest import ONE, TWO
 from tests.engines.tiny_qwen import save, tiny_model

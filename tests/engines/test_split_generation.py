@@ -12,10 +12,10 @@ import psutil
 import pytest
 from transformers import PreTrainedModel
 
-from streamrl.engines import vllm_engine
-from streamrl.engines.generation import GenerationEngine, GeneratorConfig
-from streamrl.engines.generation_env import generation_env
-from streamrl.engines.pending import Watch
+from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
+from streamrl.engines.generation.pending_requests import Watch
+from streamrl.engines.vllm import engine as vllm_engine
+from streamrl.engines.vllm.environment import generation_env
 from streamrl.errors import StreamError
 from tests import forked
 from tests.engines.tiny_qwen import (

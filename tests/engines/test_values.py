@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from streamrl.engines.forward import load_value_model, token_values
-from streamrl.engines.scoring import ValueScorer
-from streamrl.engines.two_heads import load_two_headed, values_in
+from streamrl.engines.models.forward import load_value_model, token_values
+from streamrl.engines.models.two_heads import load_two_headed, values_in
+from streamrl.engines.training.forward_scorers import ValueScorer
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import GroupInfo, check_sizes, column_sizes, split_tokens
-from streamrl.weights.adapters import LORA_A, LORA_B, LORA_SCALE
+from streamrl.weights.lora_merge import LORA_A, LORA_B, LORA_SCALE
 from tests.engines.tiny_groups import made_up_groups
 from tests.engines.tiny_qwen import save, tiny_model
 

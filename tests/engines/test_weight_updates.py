@@ -20,9 +20,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from streamrl.engines import vllm_weights
-from streamrl.engines.generation import GenerationEngine, GeneratorConfig
-from streamrl.engines.generation_env import generation_env
+from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
+from streamrl.engines.vllm import weight_loader
+from streamrl.engines.vllm.environment import generation_env
 from streamrl.messages import Rollout
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
@@ -48,7 +48,7 @@ FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, 50),
 }
 QUICK = [("qwen2", True)]
-"""Without ties `test_generation.py` has it. vLLM looks at each other family in a process."""
+"""Without ties `test_generator.py` has it. vLLM looks at each other family in a process."""
 GROUPS = {
     "embeddings": "embed_tokens",
     "q, k and v": r"[qkv]_proj\.weight",
@@ -169,7 +169,7 @@ async def test_each_group_of_parameters_reaches_the_model(
 async def test_so_it_does_where_vllm_has_to_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_weights, "bind", lambda *of: [])
+    monkeypatch.setattr(weight_loader, "bind", lambda *of: [])
     base = family_model("qwen2", tied=True)
     async with started(save(base, tmp_path, ends=False), monkeypatch) as engine:
         await each_group_alone(engine, base)
@@ -185,7 +185,7 @@ def num_bytes(weights: Mapping[str, torch.Tensor]) -> int:
 async def test_large_layers_multiply_with_onednn_and_bfloat16_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_weights, "LEAST_FOR_ONEDNN", 1)
+    monkeypatch.setattr(weight_loader, "LEAST_FOR_ONEDNN", 1)
     base = family_model("qwen2", tied=True)
     folder = save(base, tmp_path, ends=False)
     async with started(folder, monkeypatch) as engine:

@@ -15,11 +15,11 @@ from transformers import (
 )
 
 from streamrl.messages import Array, Rollout
-from streamrl.weights.disk import DiskOutlet
-from streamrl.weights.publisher import publish
+from streamrl.weights.pack import publish
+from streamrl.weights.transports.disk import DiskOutlet
 
 if TYPE_CHECKING:
-    from streamrl.engines.training import ModelTrainer
+    from streamrl.engines.training.trainer import ModelTrainer
 
 VOCABULARY = 64
 EOS = 2

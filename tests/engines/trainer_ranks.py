@@ -19,11 +19,11 @@ import torch
 
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.correction_config import CorrectionConfig
-from streamrl.algorithms.summary import normaliser
+from streamrl.algorithms.math.step_metrics import normaliser
+from streamrl.buffer.assembly.packing import MicroBatch, Round
 from streamrl.data import TextStream
-from streamrl.engines.optimizer_memory import OnDisk
-from streamrl.engines.packing import MicroBatch, Round
 from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.training.optimizer_offload import OnDisk
 from streamrl.errors import CheckpointError, DeadlineError, StreamError
 from streamrl.messages import Columns
 from tests import forked
@@ -32,9 +32,9 @@ from tests.engines.tiny_qwen import publish_to_disk
 from tests.engines.trainer_layouts import CUTS, Layout
 
 if TYPE_CHECKING:
-    from streamrl.engines.pretraining import Pretraining
-    from streamrl.engines.tasks import Task
-    from streamrl.engines.training import ModelTrainer
+    from streamrl.engines.training.pretraining import Pretraining
+    from streamrl.engines.training.tasks import Task
+    from streamrl.engines.training.trainer import ModelTrainer
 
 TEMPERATURE = 0.8
 # Adam turns gradients that are next to nothing (those of the key biases) into steps of this size
@@ -118,8 +118,10 @@ class Seat:
         task: "Task | None" = None,
         **changes: Any,
     ) -> "ModelTrainer":
-        from streamrl.engines.tasks import CriticTask, PolicyTask
-        from streamrl.engines.training import ModelTrainer  # seconds pytest's process can save
+        from streamrl.engines.training.tasks import CriticTask, PolicyTask
+        from streamrl.engines.training.trainer import (
+            ModelTrainer,  # seconds pytest's process can save
+        )
 
         if layout.world_size > 1:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.ports.pop()))
@@ -273,7 +275,7 @@ class Hostile:
 
 def old_form(seat: Seat, layout: Layout) -> None:
     """A step, written as backends once did by themselves; then the second from there."""
-    from streamrl.engines.saved_trainer import layout_of
+    from streamrl.engines.checkpoint.trainer_checkpoint import layout_of
 
     folder = seat.folder / f"old-{layout.label}-{0 if layout.world_size > 1 else seat.rank}"
     folder.mkdir(exist_ok=True)
@@ -307,7 +309,7 @@ def old_form(seat: Seat, layout: Layout) -> None:
 
 def hostile_state(seat: Seat, layout: Layout) -> None:
     """A state as DeepSpeed wrote it, whose optimizer file is somebody else's."""
-    from streamrl.engines.saved_trainer import layout_of
+    from streamrl.engines.checkpoint.trainer_checkpoint import layout_of
 
     folder = seat.folder / f"hostile-{seat.rank}"
     folder.mkdir()
@@ -372,7 +374,7 @@ def critic_updates(seat: Seat, layout: Layout) -> None:
 
 def two_headed_updates(seat: Seat, layout: Layout) -> None:
     """Two steps of a model that is policy and critic, and of the policy alone."""
-    from streamrl.engines.tasks import PolicyTask, TwoHeadedTask
+    from streamrl.engines.training.tasks import PolicyTask, TwoHeadedTask
 
     facts = (seat.model_path, PPO.row, PPO.settings(max_length=8, reward_weights={}), TEMPERATURE)
     tasks: dict[float | None, Task] = {None: PolicyTask(*facts)}
@@ -397,7 +399,7 @@ def pretraining_updates(seat: Seat, layout: Layout) -> None:
     """Updates in which only the texts have something to teach."""
     from transformers import PreTrainedTokenizerFast
 
-    from streamrl.engines.pretraining import Pretraining
+    from streamrl.engines.training.pretraining import Pretraining
 
     texts = Pretraining(
         TextStream(TEXTS, seed=0),

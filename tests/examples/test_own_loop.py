@@ -18,10 +18,10 @@ from examples.own_loop.ppo import ppo
 from examples.own_loop.remax import remax
 from examples.own_loop.safe_rlhf import safe_rlhf
 from examples.own_loop.stage import Loop, Stage, Step, line, steps_of
-from streamrl.actors import worker_group
-from streamrl.actors.cluster import cluster, nothing
-from streamrl.actors.fork_server import start_fork_server, stop_fork_server
-from streamrl.actors.model_workers import (
+from streamrl.actors.launch.fork_server import start_fork_server, stop_fork_server
+from streamrl.actors.launch.ray_cluster import cluster, nothing
+from streamrl.actors.worker_groups import worker_group
+from streamrl.actors.worker_groups.model_workers import (
     TOGETHER,
     CriticWorker,
     PolicyWorker,
@@ -29,14 +29,14 @@ from streamrl.actors.model_workers import (
     loop_memory,
     with_ranks,
 )
-from streamrl.actors.worker_group import ResourcePool, WorkerGroup
+from streamrl.actors.worker_groups.worker_group import ResourcePool, WorkerGroup
 from streamrl.config import RunConfig, load_config
-from streamrl.controller import Batch, Mesh, Place, protocols, transfers
-from streamrl.controller.workers import transfers_of
+from streamrl.config.preflight import prepare
+from streamrl.controller import Batch, Mesh, Place, transfer_protocols, transfers
+from streamrl.controller.register import transfers_of
 from streamrl.dataflow import CRITIC
 from streamrl.errors import ConfigError, StreamError
 from streamrl.placement import PlacementConfig
-from streamrl.preflight import prepare
 from streamrl.resharding import Grid
 from tests.e2e.launched import Launched
 from tests.e2e.shared_runs import PPO_ODD, Ended, make_builds
@@ -415,7 +415,9 @@ def test_a_line_has_what_a_step_has() -> None:
 
 def test_the_page_has_every_protocol() -> None:
     """Those of streamrl itself: workers and tests may have added others."""
-    own = re.findall(r"^ +Protocol\(\"(\w+)\"", Path(protocols.__file__).read_text(), re.MULTILINE)
+    own = re.findall(
+        r"^ +Protocol\(\"(\w+)\"", Path(transfer_protocols.__file__).read_text(), re.MULTILINE
+    )
     assert len(own) == 8
     assert re.findall(r"^\| `([A-Z_0-9]+)` \|", PAGE.read_text(), re.MULTILINE) == own
 

@@ -11,7 +11,7 @@ from trl.experimental.gmpo import GMPOConfig
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.utils import entropy_from_logits
 
-from streamrl.algorithms import advantages, correction, kl, losses, shaping
+from streamrl.algorithms.math import advantages, correction, kl, losses, shaping
 from tests.parity.case import EQUAL, Batch, Case
 from tests.parity.told_trainers import (
     SETTINGS,

@@ -8,7 +8,7 @@ from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 from verl.utils import torch_functional
 
-from streamrl.algorithms import advantages
+from streamrl.algorithms.math import advantages
 from tests.parity.case import PAIRS_UP, RAGGED, Batch, Case
 
 GAMMA, LAM = 0.97, 0.9

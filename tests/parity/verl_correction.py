@@ -3,7 +3,7 @@
 from torch import Tensor
 from verl.trainer.ppo import rollout_corr_helper
 
-from streamrl.algorithms import correction
+from streamrl.algorithms.math import correction
 from tests.parity.case import Batch, Case
 
 

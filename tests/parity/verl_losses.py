@@ -9,7 +9,7 @@ from verl.utils import torch_functional
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
 
-from streamrl.algorithms import losses
+from streamrl.algorithms.math import losses
 from tests.parity.case import Batch, Case
 
 COUNTS = "verl adds 1e-8 to a row's number of tokens"

@@ -14,8 +14,8 @@ from verl.workers.config import ActorConfig
 
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.correction_config import CorrectionConfig
+from streamrl.algorithms.math.step_metrics import step_normaliser
 from streamrl.algorithms.objective import derive, policy_loss
-from streamrl.algorithms.summary import step_normaliser
 from tests.parity.case import Batch, Case
 from tests.parity.verl_advantages import outcome_rewards
 

@@ -9,7 +9,7 @@ from verl import DataProto
 from verl.trainer.ppo import core_algos
 from verl.workers.reward_manager.dapo import DAPORewardManager
 
-from streamrl.algorithms import kl, shaping
+from streamrl.algorithms.math import kl, shaping
 from tests.parity.case import Batch, Case
 from tests.parity.verl_advantages import outcome_rewards
 

@@ -4,17 +4,17 @@ import math
 from collections.abc import Mapping
 
 from streamrl.dataflow import Kind
-from streamrl.placement.durations import Generation, cuts_of, score_s, training
-from streamrl.placement.estimates import CallMemory, Problem
 from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.schedule import fullest
-from streamrl.placement.timings import (
+from streamrl.placement.problem import CallMemory, Problem
+from streamrl.placement.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
     Timings,
     TrainTiming,
     WeightsTiming,
 )
+from streamrl.placement.steady_state.call_durations import Generation, cuts_of, score_s, training
+from streamrl.placement.steady_state.estimator import fullest
 
 EFFICIENCY = 0.4
 

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from streamrl.config import RunConfig, resolve
+from streamrl.config.role_counts import placement_of
 from streamrl.errors import ConfigError
 from streamrl.placement import STRATEGIES, SlotMap, lay_out
 from streamrl.placement.pools import PARTNERS, ROLES, Pool, hosts_actor
-from streamrl.slots import placement_of
 
 PPO = {"generator": 2, "reference": 1, "reward": 1, "value": 1, "policy": 2, "critic": 2}
 

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from streamrl.resharding.grids import Grid
-from streamrl.resharding.tensors import Component, ModelSpec, TensorSpec
+from streamrl.resharding.tensor_specs import Component, ModelSpec, TensorSpec
 
 GRIDS = st.builds(
     Grid,

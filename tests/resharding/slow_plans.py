@@ -4,9 +4,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from streamrl.resharding.boxes import Box, remainder, total, union_numel
+from streamrl.resharding.byte_report import LINKS, Nodes
 from streamrl.resharding.layouts import Layout
 from streamrl.resharding.plans import Copy, Gift
-from streamrl.resharding.reports import LINKS, Nodes
 
 
 def copies(source: Layout, target: Layout, cluster: Nodes) -> list[Copy]:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from streamrl.resharding.byte_report import Nodes
 from streamrl.resharding.grids import Coordinates, Grid
 from streamrl.resharding.grouping import (
     GenerationSizes,
@@ -17,8 +18,7 @@ from streamrl.resharding.grouping import (
 )
 from streamrl.resharding.layouts import seated_layout
 from streamrl.resharding.plans import plan_copies, plan_gather
-from streamrl.resharding.reports import Nodes
-from streamrl.resharding.tensors import merged_stages
+from streamrl.resharding.tensor_specs import merged_stages
 from tests.resharding.models import even, transformer
 
 

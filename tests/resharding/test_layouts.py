@@ -15,7 +15,7 @@ from streamrl.resharding.layouts import (
     zero_partitioned,
 )
 from streamrl.resharding.storage import allocate, inside
-from streamrl.resharding.tensors import Component, TensorSpec, even_stages, merged_stages
+from streamrl.resharding.tensor_specs import Component, TensorSpec, even_stages, merged_stages
 from tests.resharding.models import even, transformer
 
 FLOAT = torch.float32

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.resharding.boxes import Box
+from streamrl.resharding.byte_report import Nodes
 from streamrl.resharding.grids import Grid, Seating
 from streamrl.resharding.layouts import chunked, seated_layout, zero_partitioned
 from streamrl.resharding.patterns import patterns
 from streamrl.resharding.plans import Copy, CopyPlan, GatherPlan, plan_copies, plan_gather
-from streamrl.resharding.reports import Nodes
-from streamrl.resharding.tensors import ModelSpec, TensorSpec
+from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 from tests.resharding import slow_plans
 from tests.resharding.models import GRIDS, transformer
 

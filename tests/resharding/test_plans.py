@@ -8,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from streamrl.resharding.boxes import nested, total, union_numel
+from streamrl.resharding.byte_report import Nodes, table_2
 from streamrl.resharding.grids import Coordinates, Grid, Seating
 from streamrl.resharding.grouping import (
     GROUPINGS,
@@ -20,8 +21,7 @@ from streamrl.resharding.grouping import (
 )
 from streamrl.resharding.layouts import Layout, chunked, seated_layout, zero_partitioned
 from streamrl.resharding.plans import CopyPlan, plan_copies, plan_gather
-from streamrl.resharding.reports import Nodes, table_2
-from streamrl.resharding.tensors import Component, ModelSpec, TensorSpec
+from streamrl.resharding.tensor_specs import Component, ModelSpec, TensorSpec
 from tests.resharding.models import GRIDS, even, transformer
 
 CLUSTER = Nodes(4)

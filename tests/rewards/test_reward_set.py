@@ -22,8 +22,8 @@ from streamrl.rewards import (
     Verdict,
     build_rewards,
 )
-from streamrl.rewards.means import with_means
-from streamrl.telemetry.contract import metric_for
+from streamrl.rewards.metric_means import with_means
+from streamrl.telemetry.metric_names import metric_for
 
 PROMPT = Prompt("2:11:0", np.array([1], np.int32), ground_truth="5")
 PLACED = replace(PROMPT, place="sums.jsonl line 12")

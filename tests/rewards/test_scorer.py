@@ -9,8 +9,8 @@ from streamrl.errors import RewardError
 from streamrl.messages import Experience, Filtered, FinishReason, Lease, Prompt, Rollout
 from streamrl.messages import group_columns as columns_of
 from streamrl.rewards import COSTS, Component, Reward, RewardSet
-from streamrl.rewards.filtering import NoFilter
-from streamrl.rewards.regex import RegexOptions, regex_reward
+from streamrl.rewards.group_filter import NoFilter
+from streamrl.rewards.kinds.regex import RegexOptions, regex_reward
 from streamrl.rewards.scorer import CostScorer, RewardScorer
 
 

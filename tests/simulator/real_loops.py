@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streamrl.buffer.assembly.micro_batch_schedule import Pace, Turn
+from streamrl.buffer.assembly.packing import Round
 from streamrl.dataflow import CRITIC, POLICY, Dataflow
-from streamrl.engines.packing import Round
-from streamrl.engines.schedule import Pace, Turn
-from streamrl.faces import Finished, Sample, Stage
-from streamrl.lease import FreeLease
 from streamrl.messages import (
     Array,
     Columns,
@@ -25,13 +23,15 @@ from streamrl.messages import (
     group_columns,
 )
 from streamrl.placement.placements import Placement
-from streamrl.placement.timings import Timings, WeightsTiming
+from streamrl.placement.stage_timings import Timings, WeightsTiming
 from streamrl.placement.workload import Workload
-from streamrl.serving import Places, Result
-from streamrl.simulator.clock import run_virtual
-from streamrl.simulator.engine import Engine
-from streamrl.simulator.leases import Leases
-from streamrl.simulator.prompts import Completions
+from streamrl.simulator.replicas.device_leases import Leases
+from streamrl.simulator.replicas.engine import Engine
+from streamrl.simulator.replicas.prompts import Completions
+from streamrl.simulator.replicas.virtual_loop import run_virtual
+from streamrl.stream.device_lease import FreeLease
+from streamrl.stream.protocols import Finished, Sample, Stage
+from streamrl.stream.stage_worker import Places, Result
 from streamrl.weights import Loaded, WeightManifest
 from tests import fake_stream
 from tests.fake_stream import Stream, dataflow_of, run_stream

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from streamrl.engines.schedule import Pace
+from streamrl.buffer.assembly.micro_batch_schedule import Pace
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.timings import (
+from streamrl.placement.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
     Timings,

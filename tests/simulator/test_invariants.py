@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from streamrl.dataflow import dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS
-from streamrl.placement.manner import Manner
 from streamrl.placement.placements import Placement
-from streamrl.placement.timings import (
+from streamrl.placement.run_options import Manner
+from streamrl.placement.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
     Timings,
@@ -18,8 +18,8 @@ from streamrl.placement.timings import (
     WeightsTiming,
 )
 from streamrl.placement.workload import LognormalLengths, Workload
-from streamrl.simulator.failures import Failures
-from streamrl.simulator.prompts import Completions
+from streamrl.simulator.replicas.failures import Failures
+from streamrl.simulator.replicas.prompts import Completions
 from streamrl.simulator.results import Simulated
 from streamrl.simulator.simulation import simulate
 from tests.simulator.test_simulation import on

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from streamrl.placement.workload import LognormalLengths
-from streamrl.telemetry.contract import Histogram, check_row, missing_names
+from streamrl.telemetry.metric_names import Histogram, check_row, missing_names
 from tests.simulator.test_simulation import APART, TIMINGS, TOGETHER, WORKLOAD, run
 
 

@@ -10,12 +10,12 @@ from streamrl.dataflow import dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs import Constants, CostModel
-from streamrl.placement.estimates import Problem
-from streamrl.placement.manner import Manner
 from streamrl.placement.meshes import Mesh
+from streamrl.placement.model_shapes import shape_of
 from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.schedule import Estimator
-from streamrl.placement.shapes import shape_of
+from streamrl.placement.problem import Problem
+from streamrl.placement.run_options import Manner
+from streamrl.placement.steady_state.estimator import Estimator
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
 from streamrl.resharding import Grid
 from streamrl.simulator import simulate

@@ -8,10 +8,10 @@ import pytest
 from streamrl.dataflow import Dataflow, dataflow_for
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS
-from streamrl.placement.manner import Manner
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.timings import (
+from streamrl.placement.run_options import Manner
+from streamrl.placement.stage_timings import (
     ScoreTiming,
     Timings,
     TrainTiming,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from streamrl.telemetry.contract import METRICS, STALENESS_HISTOGRAM, Histogram
+from streamrl.telemetry.metric_names import METRICS, STALENESS_HISTOGRAM, Histogram
 from streamrl.telemetry.progress import RunFacts
 
 STAGES = ("generate", "reward", "reference", "train")

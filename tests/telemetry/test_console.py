@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from streamrl.telemetry.console import ConsoleLogHandler, PlainConsole
-from streamrl.telemetry.live import LiveConsole
+from streamrl.telemetry.live_console import LiveConsole
 from tests.telemetry.rows import Clock, facts, full_row
 
 WIDTHS = (60, 80, 120)

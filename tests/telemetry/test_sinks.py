@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import ConfigError, DiskError
-from streamrl.telemetry.contract import Histogram
+from streamrl.telemetry.metric_names import Histogram
 from streamrl.telemetry.sinks import JsonlSink, read_jsonl
 from tests.telemetry.rows import Clock, full_row
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from streamrl.messages import Array
 from streamrl.weights import Bucket, WeightManifest
-from streamrl.weights.publisher import own_room
+from streamrl.weights.pack import own_room
 
 
 class LocalOutlet:

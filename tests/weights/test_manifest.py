@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from streamrl.weights import Bucket, TensorSlot, TensorSpec, WeightManifest, plan_buckets
 from streamrl.weights.manifest import ALIGNMENT_BYTES
-from streamrl.weights.views import DTYPES, tensor_view
+from streamrl.weights.tensor_views import DTYPES, tensor_view
 
 SPECS = st.lists(
     st.builds(

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import Array
 from streamrl.weights import Bucket, WeightManifest, WeightsConfig
-from streamrl.weights.publisher import pack, publish
-from streamrl.weights.subscriber import unpack
-from streamrl.weights.views import DTYPES
+from streamrl.weights.pack import pack, publish
+from streamrl.weights.tensor_views import DTYPES
+from streamrl.weights.unpack import unpack
 from tests.weights.local_outlet import LocalOutlet
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")

@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from streamrl.errors import ConfigError
+from streamrl.files.bounded_read import read_small_yaml
+from streamrl.files.typed_settings import read_settings, unreadable
 from streamrl.placement.clusters import Cluster
-from streamrl.settings import read_settings, unreadable
-from streamrl.small_file import read_small_yaml
 
 ABOVE_ZERO = (
     "train_flops_fraction",

@@ -6,7 +6,7 @@ counts them (arXiv:2406.14088): what a causal mask leaves out is not subtracted.
 """
 
 from streamrl.placement.costs.constants import Constants
-from streamrl.placement.shapes import ModelShape
+from streamrl.placement.model_shapes import ModelShape
 
 FORWARD_AND_BACKWARD = 3
 """Forward passes that a forward and a backward one take; one more where the first is repeated."""

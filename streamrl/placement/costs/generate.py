@@ -1,11 +1,11 @@
 """What sampling costs: the roofline of a decode step, and what comes on top of it."""
 
+from streamrl.placement.costs.call_cost import EXCHANGES, Work
 from streamrl.placement.costs.constants import Constants
 from streamrl.placement.costs.flops import token_flops
-from streamrl.placement.costs.tensors import stage_params
-from streamrl.placement.costs.works import EXCHANGES, Work
-from streamrl.placement.shapes import ModelShape
-from streamrl.placement.timings import GeneratorTiming
+from streamrl.placement.costs.param_shards import stage_params
+from streamrl.placement.model_shapes import ModelShape
+from streamrl.placement.stage_timings import GeneratorTiming
 
 
 def kv_token_bytes(shape: ModelShape, tensor: int, stages: int, constants: Constants) -> float:

@@ -2,9 +2,9 @@
 
 import math
 
+from streamrl.placement.costs.call_cost import Work
 from streamrl.placement.costs.constants import Constants
-from streamrl.placement.costs.works import Work
-from streamrl.placement.timings import ScoreTiming
+from streamrl.placement.stage_timings import ScoreTiming
 from streamrl.placement.workload import Workload
 
 

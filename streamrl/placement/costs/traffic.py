@@ -13,10 +13,10 @@ from math import gcd, lcm
 
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs.constants import Constants
-from streamrl.placement.costs.tensors import fullest_stage, spec_of
+from streamrl.placement.costs.param_shards import fullest_stage, spec_of
 from streamrl.placement.meshes import Mesh
+from streamrl.placement.model_shapes import ModelShape
 from streamrl.placement.placements import Assignment
-from streamrl.placement.shapes import ModelShape
 from streamrl.resharding import (
     BytesReport,
     CopyPlan,
@@ -31,7 +31,7 @@ from streamrl.resharding import (
     seated_layout,
     zero_partitioned,
 )
-from streamrl.resharding.tensors import even_stages
+from streamrl.resharding.tensor_specs import even_stages
 
 SHARDS_PARAMETERS = 3
 """The stage of ZeRO from which on replicas share out the weights."""

@@ -2,10 +2,10 @@
 
 import math
 
+from streamrl.placement.costs.call_cost import Work
 from streamrl.placement.costs.flops import train_passes
 from streamrl.placement.costs.traffic import SHARDS_PARAMETERS
-from streamrl.placement.costs.works import Work
-from streamrl.placement.timings import TrainTiming
+from streamrl.placement.stage_timings import TrainTiming
 
 SHARDS_OPTIMIZER, SHARDS_GRADIENTS = 1, 2
 """The stages of ZeRO from which on replicas share these out."""

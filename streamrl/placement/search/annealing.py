@@ -15,8 +15,8 @@ import numpy as np
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh, meshes
 from streamrl.placement.placements import Assignment
-from streamrl.placement.search.parallel import Choices, Roles
-from streamrl.placement.search.rearranging import rearranged
+from streamrl.placement.search.hybridflow_parallel import Choices, Roles
+from streamrl.placement.search.moves import rearranged
 
 HOT, COLD = 0.05, 0.002
 """Of the step time: a change for the worse by so much is taken with odds 1 to e."""

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from streamrl.dataflow import MOVED, Dataflow
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.estimates import Problem
 from streamrl.placement.meshes import Mesh
+from streamrl.placement.problem import Problem
 
 T = TypeVar("T")
 

@@ -1,5 +1,6 @@
 """Running programs that nobody vouches for, against tests, with no harm to who runs them."""
 
+from streamrl.rewards.sandbox.backend_choice import why_unavailable
 from streamrl.rewards.sandbox.program import (
     LANGUAGES,
     CallTest,
@@ -11,7 +12,6 @@ from streamrl.rewards.sandbox.program import (
     StdinTest,
 )
 from streamrl.rewards.sandbox.sandbox import Sandbox
-from streamrl.rewards.sandbox.selection import why_unavailable
 
 __all__ = [
     "LANGUAGES",

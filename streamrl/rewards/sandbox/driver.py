@@ -2,7 +2,7 @@
 
 It is process 1 of the jail, so that no signal from inside reaches it, and its end ends all. It is
 sent there as code, talks over the socket it finds as stdin, and knows no expected output: what it
-reports is what came out, and the verdict is made outside (judging.py). It imports little, for each
+reports is what came out, and the verdict is made outside (verdicts.py). It imports little, for each
 jail starts its own.
 """
 

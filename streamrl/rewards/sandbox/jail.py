@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import DeadlineError
+from streamrl.process_pool.proc_stats import ProcessTable
 from streamrl.rewards.sandbox import driver
 from streamrl.rewards.sandbox.isolation import (
     ENVIRONMENT,
@@ -27,7 +28,6 @@ from streamrl.rewards.sandbox.isolation import (
     jail_command,
 )
 from streamrl.rewards.sandbox.program import MIB, Limits
-from streamrl.workers.processes import ProcessTable
 
 #: Deadlines, s: until a started jail says that it waits; what the driver may take beyond the
 #: time of a test; until the processes of a killed jail are gone.
@@ -71,7 +71,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """All that jails of one sandbox have in common. `filter` is that of syscalls.py."""
+    """All that jails of one sandbox have in common. `filter` is that of seccomp.py."""
 
     isolation: Isolation
     limits: Limits

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamrl.errors import ConfigError
-from streamrl.rewards.verdict import Verdict
+from streamrl.rewards.interface.verdict import Verdict
 
 MIB = 1 << 20
 

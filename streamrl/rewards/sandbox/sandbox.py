@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Mapping
 
 from streamrl.errors import ConfigError
+from streamrl.rewards.sandbox.backend_choice import choose, missing_tools
+from streamrl.rewards.sandbox.execution import Trial
 from streamrl.rewards.sandbox.jail import Blueprint, Jail, JailError
 from streamrl.rewards.sandbox.program import (
     PYTHON_ONLY,
@@ -15,8 +17,6 @@ from streamrl.rewards.sandbox.program import (
     Outcome,
     Program,
 )
-from streamrl.rewards.sandbox.selection import choose, missing_tools
-from streamrl.rewards.sandbox.trial import Trial
 
 #: Tries to get a jail, and the time between two, s, before there is an infra_error.
 _ATTEMPTS = 3

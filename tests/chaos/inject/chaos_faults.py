@@ -374,19 +374,19 @@ def driver(fault, module):
 PATCHES = {
     "streamrl.telemetry.sinks": driver,
     "streamrl.buffer.client": queue_client,
-    "streamrl.actors.blobs": blobs,
-    "streamrl.actors.remote_shard": remote_shard,
-    "streamrl.actors.channel": channel,
-    "streamrl.engines.group_generator": group_generator,
+    "streamrl.actors.transport.object_store": blobs,
+    "streamrl.actors.transport.shard_proxy": remote_shard,
+    "streamrl.actors.weight_channel": channel,
+    "streamrl.engines.generation.group_generator": group_generator,
     "streamrl.rewards.scorer": reward_scorer,
-    "streamrl.buffer.keeper": keeper,
+    "streamrl.buffer.shard_host": keeper,
     "streamrl.buffer.shard": shard,
-    "streamrl.buffer.journal": journal,
+    "streamrl.buffer.log.journal": journal,
     "streamrl.buffer.recovery": recovery,
     "streamrl.actors.trainer_group": trainer_group,
-    "streamrl.buffer.books": books,
-    "streamrl.checkpoint": checkpoint,
-    "streamrl.engines.training": model_trainer,
+    "streamrl.buffer.books.run_log": books,
+    "streamrl.run_dir.checkpoint": checkpoint,
+    "streamrl.engines.training.trainer": model_trainer,
 }
 
 

@@ -9,22 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import load_config
+from streamrl.config.to_placement import RunCosts, placed_run
 from streamrl.dataflow import dataflow_for
 from streamrl.errors import ConfigError
 from streamrl.placement import Placement
 from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
 from streamrl.placement.costs import Constants, CostModel
+from streamrl.placement.costs.call_cost import Work
+from streamrl.placement.costs.collectives import groups_of
 from streamrl.placement.costs.generate import read_params
-from streamrl.placement.costs.links import groups_of
-from streamrl.placement.costs.tensors import fullest_stage
-from streamrl.placement.costs.works import Work
-from streamrl.placement.estimates import Problem
+from streamrl.placement.costs.param_shards import fullest_stage
 from streamrl.placement.meshes import Mesh
+from streamrl.placement.model_shapes import SHAPES, ModelShape
 from streamrl.placement.placements import Assignment
-from streamrl.placement.search.parallel import expert_ranks
-from streamrl.placement.shapes import SHAPES, ModelShape
+from streamrl.placement.problem import Problem
+from streamrl.placement.search.hybridflow_parallel import expert_ranks
 from streamrl.placement.workload import FixedLength, Workload
-from streamrl.placing import RunCosts, placed_run
 from streamrl.resharding import Grid
 
 CONFIG = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"

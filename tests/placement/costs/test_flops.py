@@ -5,8 +5,8 @@ import pytest
 from streamrl.placement.costs import Constants
 from streamrl.placement.costs.flops import forward_flops, reached, token_flops, train_passes
 from streamrl.placement.costs.generate import kv_token_bytes, read_params
-from streamrl.placement.costs.tensors import fullest_stage, stage_params
-from streamrl.placement.shapes import SHAPES
+from streamrl.placement.costs.param_shards import fullest_stage, stage_params
+from streamrl.placement.model_shapes import SHAPES
 
 
 def test_llama_7b_takes_what_reals_formula_says_but_for_the_embedding() -> None:

@@ -9,10 +9,10 @@ from streamrl.errors import ConfigError
 from streamrl.placement import Placement
 from streamrl.placement.clusters import GB, Cluster
 from streamrl.placement.costs import Constants, CostModel
-from streamrl.placement.estimates import Problem
 from streamrl.placement.meshes import Mesh
+from streamrl.placement.model_shapes import SHAPES
 from streamrl.placement.placements import Assignment
-from streamrl.placement.shapes import SHAPES
+from streamrl.placement.problem import Problem
 from streamrl.placement.workload import FixedLength, Workload
 from streamrl.resharding import Grid
 

@@ -10,8 +10,8 @@ from streamrl.placement import Cluster, FixedLength, Placement, Problem, Workloa
 from streamrl.placement.clusters import GB
 from streamrl.placement.costs import Constants, CostModel
 from streamrl.placement.meshes import Mesh
+from streamrl.placement.model_shapes import SHAPES
 from streamrl.placement.placements import Assignment
-from streamrl.placement.shapes import SHAPES
 from streamrl.resharding import Grid
 
 GRPO = dataflow_for(("scores", "ref_logprobs", "generator_logprobs"))

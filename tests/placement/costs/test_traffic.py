@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs import Constants, Traffic
 from streamrl.placement.meshes import Mesh
+from streamrl.placement.model_shapes import SHAPES, ModelShape
 from streamrl.placement.placements import Assignment
-from streamrl.placement.shapes import SHAPES, ModelShape
 from streamrl.resharding import Grid, table_2
 
 SMALL = ModelShape("small", 6, 64, 128, 8, 8, 256, 8)

@@ -3,11 +3,11 @@
 from streamrl.dataflow import dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.estimates import Problem
-from streamrl.placement.schedule import Estimator
-from streamrl.placement.search.parallel import Choices
-from streamrl.placement.search.rules import anything
-from streamrl.placement.shapes import shape_of
+from streamrl.placement.model_shapes import shape_of
+from streamrl.placement.problem import Problem
+from streamrl.placement.search.hybridflow_parallel import Choices
+from streamrl.placement.search.split_rules import anything
+from streamrl.placement.steady_state.estimator import Estimator
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
 from tests.placement.simple_costs import SimpleCosts
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from streamrl.dataflow import dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.estimates import Problem
 from streamrl.placement.meshes import Mesh
+from streamrl.placement.model_shapes import shape_of
+from streamrl.placement.problem import Problem
 from streamrl.placement.search.partitions import (
     allocations,
     compositions,
@@ -19,7 +20,6 @@ from streamrl.placement.search.partitions import (
     placed_roles,
     set_partitions,
 )
-from streamrl.placement.shapes import shape_of
 from streamrl.placement.workload import FixedLength, Workload
 
 

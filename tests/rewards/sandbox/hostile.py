@@ -6,8 +6,8 @@ that gets through prints `escaped`. Programs with `guess` are after the expected
 
 from dataclasses import dataclass
 
+from streamrl.rewards.interface.verdict import Verdict
 from streamrl.rewards.sandbox import CallTest, Program, StdinTest
-from streamrl.rewards.verdict import Verdict
 
 #: What no program in a jail may come to know, in a form that it knows how to look for.
 SECRET = "canary-7f3a91"

@@ -1,6 +1,6 @@
 """Attacks on the judging: forged verdicts, patched harnesses, searches for the wanted value."""
 
-from streamrl.rewards.verdict import Verdict
+from streamrl.rewards.interface.verdict import Verdict
 from tests.rewards.sandbox.hostile import ERROR, MEMORY, OUTPUT, PASS, TIMEOUT, WRONG, Attack
 
 FORGERIES = [

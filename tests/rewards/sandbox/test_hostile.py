@@ -13,8 +13,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from streamrl.rewards.interface.verdict import Verdict
 from streamrl.rewards.sandbox import Limits, Program, Sandbox, StdinTest
-from streamrl.rewards.verdict import Verdict
 from tests.descendants import descendants
 from tests.rewards.sandbox.hostile import LEFT, SECRET, Attack
 from tests.rewards.sandbox.hostile_harness import FORGERIES, FUNCTIONS

@@ -11,6 +11,7 @@ import pyseccomp
 import pytest
 import pytest_asyncio
 
+from streamrl.rewards.interface.verdict import Verdict
 from streamrl.rewards.sandbox import (
     LANGUAGES,
     CallTest,
@@ -21,13 +22,12 @@ from streamrl.rewards.sandbox import (
     Sandbox,
     StdinTest,
 )
+from streamrl.rewards.sandbox.backend_choice import broken
 from streamrl.rewards.sandbox.isolation import UNSAFE, Isolation, candidates, user_of_jail
 from streamrl.rewards.sandbox.jail import Blueprint, Jail, blueprint
-from streamrl.rewards.sandbox.judging import program_message
-from streamrl.rewards.sandbox.judging import test_message as message_of
-from streamrl.rewards.sandbox.selection import broken
-from streamrl.rewards.sandbox.syscalls import _exported, build_filter
-from streamrl.rewards.verdict import Verdict
+from streamrl.rewards.sandbox.seccomp import _exported, build_filter
+from streamrl.rewards.sandbox.verdicts import program_message
+from streamrl.rewards.sandbox.verdicts import test_message as message_of
 
 LIMITS = Limits(wall_s=8.0, total_s=20.0, memory_mib=256, disk_mib=8, compile_s=0.3)
 NUMBER = 7

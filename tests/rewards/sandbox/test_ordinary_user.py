@@ -86,11 +86,15 @@ def folder() -> Iterator[Path]:
     made = Path(tempfile.mkdtemp())
     rewards = Path(streamrl.__file__).parent / "rewards"
     shutil.copytree(rewards / "sandbox", made / "streamrl" / "rewards" / "sandbox")
-    shutil.copy(rewards / "verdict.py", made / "streamrl" / "rewards")
+    (made / "streamrl" / "rewards" / "interface").mkdir()
+    for name in ("__init__.py", "verdict.py"):
+        shutil.copy(rewards / "interface" / name, made / "streamrl" / "rewards" / "interface")
     shutil.copy(rewards.parent / "errors.py", made / "streamrl")
-    (made / "streamrl" / "workers").mkdir()
-    (made / "streamrl" / "workers" / "__init__.py").touch()
-    shutil.copy(rewards.parent / "workers" / "processes.py", made / "streamrl" / "workers")
+    (made / "streamrl" / "process_pool").mkdir()
+    (made / "streamrl" / "process_pool" / "__init__.py").touch()
+    shutil.copy(
+        rewards.parent / "process_pool" / "proc_stats.py", made / "streamrl" / "process_pool"
+    )
     found = find_spec("pyseccomp")
     assert found is not None
     assert found.origin is not None

@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 
 from streamrl.errors import ConfigError
+from streamrl.rewards.interface.verdict import Verdict
 from streamrl.rewards.sandbox import (
     LANGUAGES,
     CallTest,
@@ -29,10 +30,9 @@ from streamrl.rewards.sandbox import (
     StdinTest,
     why_unavailable,
 )
+from streamrl.rewards.sandbox.backend_choice import broken
 from streamrl.rewards.sandbox.isolation import ENVIRONMENT, UNSAFE
 from streamrl.rewards.sandbox.jail import blueprint
-from streamrl.rewards.sandbox.selection import broken
-from streamrl.rewards.verdict import Verdict
 from tests.descendants import descendants
 
 ADD = "print(sum(map(int, input().split())))"

@@ -1,0 +1,1 @@
+"""Parts of the coordinator: evaluation, checkpoints, step reports, events for the driver."""

@@ -1,0 +1,1 @@
+"""Start, place, watch, scale and stop the actors of a run."""

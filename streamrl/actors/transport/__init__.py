@@ -1,0 +1,1 @@
+"""Carry calls, columns and weights between processes."""

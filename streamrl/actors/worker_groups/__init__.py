@@ -1,0 +1,1 @@
+"""Worker groups with real engines, and a queue without a run, for custom loops."""

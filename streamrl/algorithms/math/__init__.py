@@ -1,0 +1,1 @@
+"""Advantages, losses, KL estimates and corrections: tensors in, tensors out."""

@@ -1,0 +1,143 @@
+"""Metrics of a step, and what its loss is divided by, from the sums of its micro-batches.
+
+Nothing here is a tensor: it is computed where the sums of all ranks have come together.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+
+from streamrl.algorithms.algorithm import Settings
+from streamrl.algorithms.math.log_ratio_bounds import LOG_RATIO_LIMIT
+from streamrl.algorithms.options import check_mode
+
+HALF_BINS = 40
+FINEST = 1e-3
+"""Log-ratios below this are not told from 0."""
+BIN_STEP = math.log1p(LOG_RATIO_LIMIT / FINEST) / HALF_BINS
+QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+SHARED_PREFIX = "critic_"
+"""Before the names of a critic's sums among those of the policy it shares a model with."""
+LOSS_NAMES = {"critic": "loss/value", "cost_critic": "loss/cost_value"}
+
+
+def step_normaliser(settings: Settings, sums: Mapping[str, float]) -> float:
+    """What the summed loss of a step is divided by, from its sums over micro-batches and ranks.
+
+    0 if no token was kept: there is nothing to divide, and no update to make.
+    """
+    if not sums.get("num_kept"):
+        return 0.0
+    return normaliser(
+        settings.loss_aggregation,
+        num_tokens=sums["num_tokens"],
+        num_sequences=sums["num_rollouts"],
+        num_groups=sums["num_groups"],
+        max_length=settings.max_length,
+    )
+
+
+def normaliser(
+    mode: str,
+    *,
+    num_tokens: float,
+    num_sequences: float,
+    num_groups: float | None = None,
+    max_length: int | None = None,
+) -> float:
+    """What the sum of `aggregate_sum` over a whole optimizer step is divided by.
+
+    Counts are of the step, over all micro-batches and ranks: tokens that count, rollouts and groups
+    that have some. `max_length` is the longest completion there can be, needed by
+    seq-mean-token-sum-norm (Liu et al. 2025, Dr. GRPO) alone; a constant, because the padded width
+    would make the loss depend on how the step is cut. Raises ValueError if what the mode needs is
+    missing, or on an unknown mode.
+    """
+    check_mode(mode)
+    if mode == "token-mean":
+        return float(num_tokens)
+    if mode == "prompt-mean":
+        if num_groups is None:
+            raise ValueError("prompt-mean needs the number of groups")
+        return float(num_groups)
+    if mode != "seq-mean-token-sum-norm":
+        return float(num_sequences)
+    if max_length is None:
+        raise ValueError("seq-mean-token-sum-norm needs max_length, the longest completion")
+    return float(num_sequences * max_length)
+
+
+def summarise(sums: Mapping[str, float], normaliser: float) -> dict[str, float]:
+    """Metrics of a step from its sums over all micro-batches and ranks; none if it had no token.
+
+    `loss/*` are the parts of the loss as it was minimised, weights included; `policy/*` are means
+    over tokens, `correction/*` tell how far the sampling policy was from the trained one. What
+    needs a reference is there only if there was one.
+    """
+    num_sampled = sums.get("num_sampled", 0.0)
+    if not num_sampled:
+        return {}
+    metrics = summarise_divergence(sums, num_sampled) | {
+        "policy/clip_frac": sums["clipped_sum"] / num_sampled,
+        "policy/entropy": sums["entropy_sum"] / num_sampled,
+        "correction/rejected_frac": 1 - sums["num_kept"] / num_sampled,
+    }
+    if "kl_ref_sum" in sums:
+        metrics["policy/kl_ref"] = sums["kl_ref_sum"] / num_sampled
+    if not normaliser:
+        return metrics
+    parts = [part for part in ("policy", "entropy", "kl") if f"loss_{part}_sum" in sums]
+    return metrics | {
+        "correction/weight_mean": sums["weight_sum"] / sums["num_kept"],
+        **{f"loss/{part}": sums[f"loss_{part}_sum"] / normaliser for part in parts},
+    }
+
+
+def summarise_divergence(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
+    """Metrics of a step from the sums of its micro-batches.
+
+    ess is the effective share of the sample, (sum r)^2 / (n sum r^2); kl the divergence of the
+    sampling policy from the trained one per token (k1, the mean of -log r); chi2 the mean of r^2
+    minus 1, over tokens and over whole rollouts; ratio_* quantiles of r, to about a tenth of log r.
+    """
+    counts = [sums[f"log_ratio_bin_{i}"] for i in range(2 * HALF_BINS + 1)]
+    return {
+        "policy/ratio_mean": sums["ratio_sum"] / num_tokens,
+        "policy/ess": sums["ratio_sum"] ** 2 / (num_tokens * sums["ratio_squared_sum"]),
+        "correction/kl": -sums["log_ratio_sum"] / num_tokens,
+        "correction/chi2_token": sums["ratio_squared_sum"] / num_tokens - 1,
+        "correction/chi2_sequence": sums["sequence_ratio_squared_sum"] / sums["num_sequences"] - 1,
+    } | {f"correction/ratio_{name}": _quantile(counts, q) for name, q in QUANTILES.items()}
+
+
+def _quantile(counts: list[float], q: float) -> float:
+    """The ratio below which a share q of the tokens lies, at the middle of its bin."""
+    reached = itertools.accumulate(counts)
+    place = next(i for i, seen in enumerate(reached) if seen >= q * sum(counts)) - HALF_BINS
+    size = FINEST * math.expm1(abs(place) * BIN_STEP)
+    return math.exp(math.copysign(size, place))
+
+
+def summarise_critic(sums: Mapping[str, float], role: str) -> dict[str, float]:
+    """Metrics of a step from its sums, under the critic's role; none if it had no token.
+
+    explained_variance is 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0
+    for one that knows no more than the mean.
+    """
+    count = sums.get("num_tokens", 0.0)
+    if not count:
+        return {}
+    metrics = {
+        LOSS_NAMES[role]: sums["loss_value_sum"] / count,
+        f"{role}/value_mean": sums["value_sum"] / count,
+        f"{role}/clip_frac": sums["value_clipped_sum"] / count,
+    }
+    spread = _variance(sums, "return", count)
+    if spread > 0:
+        metrics[f"{role}/explained_variance"] = 1 - _variance(sums, "error", count) / spread
+    return metrics
+
+
+def _variance(sums: Mapping[str, float], name: str, count: float) -> float:
+    mean = sums[f"{name}_sum"] / count
+    return max(sums[f"{name}_squared_sum"] / count - mean * mean, 0.0)

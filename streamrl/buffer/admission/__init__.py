@@ -1,0 +1,1 @@
+"""Decide how many prompts enter: staleness credits, shard capacity, oversampling."""

@@ -1,0 +1,137 @@
+"""Admission by credit: the rule that bounds staleness before anything is generated."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from streamrl.buffer.admission.oversampling import Oversampling
+from streamrl.buffer.books.ledger import Ledger
+from streamrl.dataflow import Dataflow
+from streamrl.errors import ConfigError
+from streamrl.messages import Per, column_spec
+
+
+def credit_limit(version: int, *, depth: int, groups_per_step: int) -> int:
+    """How many groups may ever have been claimed while `version` is the newest.
+
+    A group admitted as number n (from 0) is trained in step n // groups_per_step; admitting it
+    only once version >= that step - depth keeps generation at most `depth` steps ahead, and with
+    depth <= max_staleness its tokens within the bound.
+    """
+    return (depth + version + 1) * groups_per_step
+
+
+def check_capacity(capacity_groups: int, *, depth: int, groups_per_step: int) -> None:
+    """Raise ConfigError if the queue cannot hold what the depth keeps in flight.
+
+    With fewer places the trainer would wait for groups that are never admitted: a deadlock.
+    """
+    needed = (depth + 1) * groups_per_step
+    if capacity_groups < needed:
+        raise ConfigError(
+            f"queue.capacity_groups={capacity_groups}: must be at least {needed}"
+            f" = (pipeline.depth {depth} + 1) * pipeline.groups_per_step {groups_per_step}"
+        )
+
+
+BLOB_BYTES = 2048
+"""What names and types of a stage's columns take beside the columns themselves, at most."""
+
+
+def most_group_bytes(
+    dataflow: Dataflow, components: Sequence[str], *, rollouts: int, tokens: int
+) -> int:
+    """Most bytes the columns of one group can take in the queue.
+
+    components: columns of the rewards by themselves. tokens: of its longest rollout.
+    """
+    entries = {Per.TOKEN: rollouts * tokens, Per.ROLLOUT: rollouts, Per.GROUP: tokens}
+    produced = [name for call in dataflow.calls for name in call.produces]
+    specs = [column_spec(name) for name in (*produced, *components)]
+    sizes = [np.dtype(spec.dtype).itemsize * entries[spec.per] for spec in specs]
+    return sum(sizes) + BLOB_BYTES * len(dataflow.calls)
+
+
+def check_bytes(shard_bytes: int, *, group_bytes: int, groups_per_step: int, place: str) -> None:
+    """Raise ConfigError if a shard cannot hold one step's groups at their largest.
+
+    All groups of a step may hash to one shard, and none leaves before the step is trained: a shard
+    with less room could wait for a step that waits for it.
+    """
+    needed = groups_per_step * group_bytes
+    if shard_bytes < needed:
+        raise ConfigError(
+            f"{place}: {shard_bytes / 2**20:.2f} MB for a shard, must be at least"
+            f" {needed / 2**20:.2f} MB = pipeline.groups_per_step {groups_per_step} *"
+            f" {group_bytes / 2**20:.2f} MB, the largest group"
+        )
+
+
+class Admission:
+    """Counts credits against the ledger and lets the admitting loop wait for one.
+
+    A group that was trained, or that the filter has kept, has spent a credit; for each credit that
+    is left there may be as many undecided groups as `oversampling` says: one, unless more are asked
+    for. `total_groups` ends the run: no prompt is admitted that no step will train.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        ledger: Ledger,
+        *,
+        depth: int,
+        groups_per_step: int,
+        capacity_groups: int,
+        total_groups: int,
+        version: int = 0,
+        oversampling: Oversampling | None = None,
+    ) -> None:
+        check_capacity(capacity_groups, depth=depth, groups_per_step=groups_per_step)
+        self.ledger = ledger
+        self.oversampling = oversampling or Oversampling()
+        self.version = version
+        self.published = version
+        self._depth = depth
+        self.groups_per_step = groups_per_step
+        self._capacity_groups = capacity_groups
+        self._total_groups = total_groups
+        self._changed = asyncio.Event()
+
+    @property
+    def credit(self) -> int:
+        """Groups that may be admitted now."""
+        per_step, in_flight = self.groups_per_step, len(self.ledger.in_flight)
+        limit = credit_limit(self.published, depth=self._depth, groups_per_step=per_step)
+        undecided = in_flight - self.oversampling.num_kept
+        missing = min(limit, self._total_groups) - (self.ledger.claimed - undecided)
+        credit = math.floor(missing * self.oversampling.factor) - undecided
+        return max(0, min(credit, self._capacity_groups - in_flight))
+
+    @property
+    def finished(self) -> bool:
+        """True once the run has made all its steps."""
+        return self.version * self.groups_per_step >= self._total_groups
+
+    async def wait_credit(self, wait_s: float) -> int:
+        """The credit, waiting up to `wait_s` for one; 0 if none came."""
+        self._changed.clear()
+        if not self.credit:
+            try:
+                await asyncio.wait_for(self._changed.wait(), wait_s)
+            except TimeoutError:
+                return 0
+        return self.credit
+
+    def advance(self, version: int, *, published: bool = True) -> None:
+        """A step was made. If its version is published there are credits for what it samples."""
+        assert version == self.version + 1, (version, self.version)
+        self.version = version
+        if published:
+            self.published = version
+        self._changed.set()
+
+    def refund(self) -> None:
+        """A group was dropped or filtered: whoever waits for a credit looks again."""
+        self._changed.set()

@@ -1,0 +1,1 @@
+"""Assemble ready groups into steps, and steps into micro-batches."""

@@ -1,0 +1,1 @@
+"""The ledger of a run, its log, and the audit of both."""

@@ -1,0 +1,1 @@
+"""Durable, append-only segment files with group commit."""

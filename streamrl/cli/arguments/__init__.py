@@ -1,0 +1,1 @@
+"""Parse and check what the commands take."""

@@ -1,0 +1,1 @@
+"""Format what the commands print and write."""

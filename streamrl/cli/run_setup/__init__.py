@@ -1,0 +1,1 @@
+"""Claim, create and resume run directories; stop a run on a signal."""

@@ -1,0 +1,110 @@
+"""The directory of a run, made whole or brought back to where the run goes on."""
+
+import contextlib
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from streamrl.cli.run_setup.resume import Claim, claim_new, is_fork
+from streamrl.config import RunConfig, dump_config
+from streamrl.errors import ConfigError
+from streamrl.files.atomic_write import write_whole
+from streamrl.run_dir.checkpoint import QueueLayout, ResumePoint, find_resume_point, link_checkpoint
+from streamrl.run_dir.run_lock import RunLock, own_run
+from streamrl.telemetry.rollout_log import RolloutLog
+from streamrl.telemetry.sinks import METRICS_FILE
+
+
+@contextlib.contextmanager
+def run_directory(
+    config: RunConfig, resume: ResumePoint | None, layout: QueueLayout, claim: Claim
+) -> Iterator[tuple[RolloutLog, ResumePoint | None]]:
+    """Make the directory of a new run or a fork, or cut a resumed one back to its checkpoint.
+
+    A new run that is refused or interrupted before its first step leaves none behind, and one that
+    does not get so far gives the directory back to the run it was to replace.
+    """
+    log, folder = RolloutLog(config.run_dir), config.run_dir
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    is_new = resume is None or is_fork(config, resume)
+    try:
+        if is_new:
+            resume = _make_run_dir(config, resume, layout, claim, replaced)
+        else:
+            assert resume is not None
+            claim.own = claim.own or own_run(folder)
+            resume.discard_later()
+            log.discard_after(resume.version)
+            _redeal(config, resume, layout)
+            write_whole(folder / "config.yaml", dump_config(config))
+    except OSError as error:
+        raise ConfigError(f"run directory {folder}: {error.strerror or error}") from None
+    try:
+        yield log, resume
+    except BaseException as error:
+        metrics = folder / METRICS_FILE
+        has_steps = metrics.exists() and metrics.stat().st_size
+        is_refused = isinstance(error, ConfigError | KeyboardInterrupt)
+        if is_new and not has_steps and (is_refused or replaced.exists()):
+            shutil.rmtree(folder)
+            if replaced.exists():
+                replaced.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _make_run_dir(
+    config: RunConfig,
+    resume: ResumePoint | None,
+    layout: QueueLayout,
+    claim: Claim,
+    replaced: Path,
+) -> ResumePoint | None:
+    """Make a run directory that is owned and whole when it appears; where it goes on, if it does.
+
+    A fork has the checkpoint it starts from. What is replaced is moved aside.
+    """
+    folder = config.run_dir
+    partial_dir = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
+    partial_dir.mkdir(parents=True)
+    lock: RunLock | None = None
+    try:
+        lock = own_run(partial_dir)
+        if resume is not None:
+            assert resume.checkpoint is not None
+            forked = ResumePoint(partial_dir, link_checkpoint(resume.checkpoint, partial_dir))
+            (partial_dir / "journal").mkdir()
+            layout.write(partial_dir)
+            _redeal(config, forked, layout)
+        write_whole(partial_dir / "config.yaml", dump_config(config))
+        if folder.exists():
+            # Made since this command began, it is somebody else's.
+            if claim.own is None:
+                claim_new(replace(config, run=replace(config.run, overwrite=False)), claim)
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)
+        partial_dir.rename(folder)
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        shutil.rmtree(partial_dir, ignore_errors=True)
+        if replaced.exists() and not folder.exists():
+            replaced.rename(folder)
+        raise
+    if claim.own is not None:
+        claim.own.close()
+    lock.moved_to(folder)
+    claim.own = lock
+    claim.source.close()
+    return None if resume is None else find_resume_point(folder)
+
+
+def _redeal(config: RunConfig, resume: ResumePoint, layout: QueueLayout) -> None:
+    """Deal the groups in flight to as many shards as the config says."""
+    from streamrl.config.resume_checks import redeal_queue
+
+    if config.queue.journal.enabled and layout.shards != config.queue.shards:
+        redeal_queue(resume, layout, config.queue.shards)

@@ -1,0 +1,153 @@
+"""What becomes of each row of a data file: a prompt for the stream, or the reason why not."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+from msgspec.structs import replace
+
+from streamrl.data.chat_template import Template, load_template, render
+from streamrl.data.files import DataFile
+from streamrl.data.filtering import Keep, load_filter
+from streamrl.data.reading.rows import BadRow, Row
+from streamrl.errors import ConfigError
+from streamrl.messages import Prompt, make_uid
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BATCH = 512
+"""Rows that are rendered together: one call of the tokenizer for all of them."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a prompt may be: `max_tokens`, of ids below `vocab_size`; `on_long` says what else."""
+
+    max_tokens: int
+    vocab_size: int
+    on_long: str = "error"
+
+
+class Fate(Enum):
+    """What becomes of a row."""
+
+    KEPT = "kept"
+    TRUNCATED = "truncated"
+    TOO_LONG = "too long"
+    FILTERED = "filtered"
+    BAD = "bad"
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A row of a file. `prompt` is None unless it is used; `problem` says why a bad one cannot be.
+
+    `index` is the row's in the file, from 0; `num_tokens` the prompt's length before anything is
+    cut off, 0 for a row without one.
+    """
+
+    fate: Fate
+    index: int
+    num_tokens: int = 0
+    prompt: Prompt | None = None
+    problem: ConfigError | None = None
+
+
+class Examiner:
+    """Makes prompts of the rows of a file, some at a time; a bad row is told of, never raised.
+
+    The uid of a prompt is `make_uid(0, first + index)`. Making one raises ConfigError if the file's
+    template or filter cannot be used.
+    """
+
+    def __init__(
+        self,
+        file: DataFile,
+        tokenizer: "PreTrainedTokenizerBase",
+        limits: Limits,
+        *,
+        first: int = 0,
+    ) -> None:
+        self._keep = load_filter(file.filter, setting=f"{file.key}.filter")
+        self._template = load_template(
+            file.template,
+            tokenizer,
+            setting=f"{file.key}.template",
+            arguments=file.template_arguments,
+        )
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._first = first
+
+    def examine(self, rows: Sequence[Row | BadRow]) -> Iterator[Examined]:
+        """Yield what becomes of each row, in their order."""
+        good = [row for row in rows if isinstance(row, Row)]
+        rendered = iter(_token_ids(self._tokenizer, good, self._template))
+        for row in rows:
+            if isinstance(row, BadRow):
+                yield Examined(Fate.BAD, row.index, problem=row.problem)
+            elif isinstance(token_ids := next(rendered), ConfigError):
+                yield Examined(Fate.BAD, row.index, problem=token_ids)
+            else:
+                prompt = _prompt(row, token_ids, self._first)
+                yield _examined(row, prompt, self._keep, self._limits)
+
+
+def _token_ids(
+    tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row], template: Template
+) -> Sequence[list[int] | ConfigError]:
+    """Those of each row, or why there are none."""
+    try:
+        return render(tokenizer, rows, template) if rows else []
+    except ConfigError as error:
+        if len(rows) == 1:
+            return [error]
+    return [found for row in rows for found in _token_ids(tokenizer, [row], template)]
+
+
+def _prompt(row: Row, token_ids: Sequence[int], first: int) -> Prompt:
+    return Prompt(
+        uid=make_uid(0, first + row.index),
+        token_ids=np.array(token_ids, np.int32),
+        messages=row.messages,
+        data_source=row.data_source,
+        ground_truth=row.ground_truth,
+        extra_info=row.extra_info,
+        place=row.place,
+        is_chat=row.is_chat,
+    )
+
+
+def _examined(row: Row, prompt: Prompt, keep: Keep, limits: Limits) -> Examined:
+    length = len(prompt.token_ids)
+    try:
+        _check_tokens(row, prompt, limits.vocab_size)
+        if not keep(prompt, row.place):
+            return Examined(Fate.FILTERED, row.index, length)
+        if length <= limits.max_tokens:
+            return Examined(Fate.KEPT, row.index, length, prompt)
+        if limits.on_long == "truncate":
+            cut = replace(prompt, token_ids=prompt.token_ids[-limits.max_tokens :])
+            return Examined(Fate.TRUNCATED, row.index, length, cut)
+        if limits.on_long == "skip":
+            return Examined(Fate.TOO_LONG, row.index, length)
+        raise ConfigError(
+            f"{row.place}: the prompt has {length} tokens, the limit is {limits.max_tokens} "
+            "(data.on_long_prompt=skip or truncate lets it pass)"
+        )
+    except ConfigError as problem:
+        return Examined(Fate.BAD, row.index, length, problem=problem)
+
+
+def _check_tokens(row: Row, prompt: Prompt, vocab_size: int) -> None:
+    if not prompt.token_ids.size:
+        raise ConfigError(f"{row.place}: the prompt has no tokens")
+    largest = int(prompt.token_ids.max())
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"{row.place}: the prompt has token id {largest}, the model knows ids below "
+            f"{vocab_size}: tokenizer and model do not belong together"
+        )

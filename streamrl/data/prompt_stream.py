@@ -1,0 +1,235 @@
+"""The endless stream of prompts, resumable to the row.
+
+Rows are read, rendered and checked shortly before they are needed: all that is to be known of a
+place in the stream is how many rows of each file have been drawn, and how many gave a prompt.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec.structs import replace
+
+from streamrl.data.classify_rows import Examined, Fate
+from streamrl.errors import ConfigError, DataError
+from streamrl.messages import Prompt, make_uid, parse_uid
+
+if TYPE_CHECKING:
+    from streamrl.data.interleave import Part
+    from streamrl.data.prefetch import Drawn, SharesNode
+
+MOST_TOLD = 10
+"""Bad rows between two calls of `take_skipped` of which each is told; the others are counted."""
+
+
+class StreamData(Protocol):
+    """What a stream is of: its files, and what says that they are the same after a resume."""
+
+    @property
+    def parts(self) -> "Sequence[Part]":
+        """The files."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of what a run learns from."""
+        ...
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row has been examined: the parts have those alone that give prompts."""
+        ...
+
+    def whole(self) -> "StreamData":
+        """Examine every row. Raises ConfigError for one that cannot be used."""
+        ...
+
+
+class PromptStream(Iterator[Prompt]):
+    """Every row of a file once per epoch of that file, for ever.
+
+    Each file has epochs of its own, shuffled by (seed, file, epoch). A prompt goes out with uid
+    (epoch, index, 0). A row that gives no prompt is passed over, and `take_skipped` tells of it;
+    where more than `max_bad_share` of a file's rows cannot be used, drawing raises DataError. Rows
+    are read in a thread for each file, unless `reads_ahead` is false.
+    """
+
+    def __init__(
+        self,
+        data: StreamData,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        max_bad_share: float = 1.0,
+        reads_ahead: bool = True,
+    ) -> None:
+        self._reads_ahead = reads_ahead
+        self._seed = seed
+        self._shuffle = shuffle
+        self._max_bad_share = max_bad_share
+        self._skipped = SkippedRows()
+        self._hold(data)
+
+    def _hold(self, data: StreamData) -> None:
+        self._data = data
+        zeros = (0,) * len(data.parts)
+        self._drawn, self._given = zeros, zeros
+        self._ahead: deque[Drawn] = deque()
+        self._node: SharesNode | None = None
+
+    def __len__(self) -> int:
+        """Rows per epoch, of all files."""
+        return sum(len(part.indices) for part in self._data.parts)
+
+    def __next__(self) -> Prompt:
+        """The next prompt; there always is one. Raises DataError if the data gives none."""
+        if not self._ahead:
+            self._fill(1)
+        drawn = self._ahead.popleft()
+        self._drawn, self._given = drawn.position.drawn, drawn.position.given
+        self._skipped.add(drawn.skipped)
+        return drawn.prompt
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The next `count` prompts."""
+        return [next(self) for _ in range(count)]
+
+    async def ready(self, count: int) -> None:
+        """Have the next `count` prompts at hand: an event loop need not wait for what reads them.
+
+        Nobody draws meanwhile.
+        """
+        if len(self._ahead) < count:
+            await asyncio.to_thread(self._fill, count)
+
+    def _fill(self, count: int) -> None:
+        while len(self._ahead) < count:
+            self._ahead.append(next(self._nodes()))
+
+    def _nodes(self) -> "SharesNode":
+        """The nodes that read the files, in the process that draws; they take torch."""
+        if self._node is None:
+            from streamrl.data.prefetch import AHEAD, SharesNode
+
+            self._node = SharesNode(
+                self._data.parts,
+                seed=self._seed,
+                shuffle=self._shuffle,
+                max_bad_share=self._max_bad_share,
+                ahead=AHEAD if self._reads_ahead else 0,
+            )
+            self._node.reset({"drawn": self._drawn, "given": self._given})
+        return self._node
+
+    def take_skipped(self) -> "SkippedRows":
+        """The rows since the last call that gave no prompt, or a shorter one."""
+        skipped, self._skipped = self._skipped, SkippedRows()
+        return skipped
+
+    def prompt(self, uid: str) -> Prompt:
+        """The prompt of a uid this stream gave out, now or before a resume; the place is kept.
+
+        Any attempt will do. Raises ValueError for a uid whose index is not in the data, and
+        DataError for one whose row gives no prompt any more.
+        """
+        _, index, _ = parse_uid(uid)
+        for part in self._data.parts:
+            at = int(part.indices.searchsorted(index))
+            if at < len(part.indices) and part.indices[at] == index:
+                (found,) = part.examine([index])
+                if found.prompt is None:
+                    raise DataError(f"uid {uid}: {found.problem or found.fate.value}")
+                return replace(found.prompt, uid=uid)
+        raise ValueError(f"uid {uid}: no prompt with index {index} among the {len(self)}")
+
+    def retry(self, uid: str) -> Prompt:
+        """The prompt of a dropped uid under the uid of its next attempt."""
+        epoch, index, attempt = parse_uid(uid)
+        return self.prompt(make_uid(epoch, index, attempt + 1))
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "num_prompts": len(self),
+            "fingerprint": self._data.fingerprint,
+            "files": [[len(part.indices), part.share] for part in self._data.parts],
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, as JSON: how much of each file has been drawn, and given out."""
+        return {"drawn": list(self._drawn), "given": list(self._given), **self._identity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where the stream that wrote `state` stood.
+
+        Raises ConfigError if that stream had other prompts or another order: some rows of the
+        epoch would be lost and others trained twice. Checkpoints used to be of streams whose rows
+        had all been examined: then they are, as the order is that of those that gave prompts.
+        """
+        data = self._data
+        if not data.is_whole and is_whole(str(state["fingerprint"])):
+            data = data.whole()
+        self._hold(data)
+        for name, now in self._identity.items():
+            if state[name] != now:
+                raise ConfigError(
+                    f"cannot resume the data stream: {_IDENTITY[name]} was {state[name]} when the "
+                    f"checkpoint was written and is {now} now; use the same, or start a new run"
+                )
+        # Before, checkpoints had it as torchdata's loader wrote it.
+        place = state["loader"]["_sampler_iter_state"] if "loader" in state else state
+        drawn, given = place["drawn"], place.get("given", place["drawn"])
+        num_files = len(data.parts)
+        pairs = list(zip(given, drawn, strict=False))
+        fits = [isinstance(n, int) and isinstance(m, int) and 0 <= n <= m for n, m in pairs]
+        if not all(fits) or not len(drawn) == len(given) == num_files:
+            raise ValueError(f"{drawn} prompts drawn of {num_files} files, {given} given out")
+        self._drawn, self._given = tuple(drawn), tuple(given)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_node": None, "_ahead": deque()}
+
+
+#: What must be the same on resume, in words for the user.
+_IDENTITY = {
+    "num_prompts": "the number of prompts in data.train",
+    "fingerprint": "the content of data.train as tokens (fingerprint)",
+    "files": "what each file of data.train has of prompts and of the stream",
+    "shuffle": "data.shuffle",
+    "seed": "the seed of the data order",
+}
+ROWS = "rows-"
+"""Begins the fingerprint of data of which some rows only have been examined."""
+
+
+def is_whole(fingerprint: str) -> bool:
+    """Whether a fingerprint is of data of which every row has been examined."""
+    return not fingerprint.startswith(ROWS)
+
+
+class SkippedRows:
+    """Rows that a stream passed over, or cut: how many by what became of them.
+
+    problems: why the first of those that cannot be used cannot be, each with the row's place.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[Fate] = Counter()
+        self.problems: list[str] = []
+
+    def add(self, rows: Sequence[Examined]) -> None:
+        """Count rows."""
+        self._counts.update(row.fate for row in rows)
+        told = [str(row.problem) for row in rows if row.problem is not None]
+        self.problems += told[: MOST_TOLD - len(self.problems)]
+
+    @property
+    def metrics(self) -> dict[str, int]:
+        """A count for each way to be left out or cut, 0 too."""
+        return {f"data/{name}": self._counts[fate] for fate, name in _METRICS.items()}
+
+
+_METRICS = {fate: fate.value.replace(" ", "_") for fate in Fate if fate is not Fate.KEPT}

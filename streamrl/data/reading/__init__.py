@@ -1,0 +1,1 @@
+"""Read data files of any format, row by row."""

@@ -1,0 +1,119 @@
+"""A data file read to its end, whatever its rows are like: what it holds and what is wrong."""
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from streamrl.data.classify_rows import Examined, Fate, Limits
+from streamrl.data.files import DataFile
+from streamrl.data.prompt_file import PromptFile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_PROBLEMS = 1000
+"""Bad rows of a file whose problems are kept; the others are counted."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long prompts are, in tokens."""
+
+    min: int
+    median: int
+    p95: int
+    max: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "Lengths":
+        """Those of at least one prompt; median and p95 are lengths that occur."""
+        low, median, p95, high = np.quantile(lengths, [0, 0.5, 0.95, 1], method="nearest").tolist()
+        return cls(low, median, p95, high)
+
+    def text(self, limit: int) -> str:
+        """In words, beside the limit."""
+        return (
+            f"{self.min} to {self.max} tokens, median {self.median}, 95 % up to {self.p95}"
+            f" (limit {limit})"
+        )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a row cannot be used: its number in the file, from 1."""
+
+    row: int
+    text: str
+
+
+@dataclass
+class FileReport:
+    """What was found in a file, over all rows that could be read.
+
+    `fates` counts rows by what a run does with them; `lengths` are of all prompts but those of bad
+    rows, before anything is cut off; the other figures are of the prompts that a run uses. A
+    duplicate has the tokens of an earlier prompt.
+    """
+
+    path: str
+    fates: Counter[Fate] = field(default_factory=Counter)
+    sources: Counter[str] = field(default_factory=Counter)
+    lengths: Lengths | None = None
+    num_without_ground_truth: int = 0
+    num_duplicates: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        """All rows, bad ones too."""
+        return self.fates.total()
+
+    @property
+    def num_bad(self) -> int:
+        """Rows that a run refuses to start with."""
+        return self.fates[Fate.BAD]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report in plain values."""
+        fates = {fate.value.replace(" ", "_"): self.fates[fate] for fate in Fate}
+        rest = {name: value for name, value in asdict(self).items() if name != "fates"}
+        return {**rest, "rows": self.num_rows, **fates, "sources": dict(self.sources)}
+
+
+def check_file(
+    file: DataFile,
+    tokenizer: "PreTrainedTokenizerBase",
+    limits: Limits,
+    *,
+    track: Callable[[Iterable[Examined], int], Iterable[Examined]] = lambda rows, total: rows,
+) -> FileReport:
+    """Read every row as a run would; a bad one is noted and passed over.
+
+    What is to be examined goes through `track`, with how many rows there are. Raises ConfigError if
+    the file, its template or its filter cannot be used at all.
+    """
+    report, lengths, seen = FileReport(file.path), array("i"), set[bytes]()
+    prompts = PromptFile(file, lambda: tokenizer, limits)
+    for row in track(prompts, len(prompts.table)):
+        _note(report, row, seen)
+        if row.problem is None:
+            lengths.append(row.num_tokens)
+    report.lengths = Lengths.of(lengths) if lengths else None
+    return report
+
+
+def _note(report: FileReport, row: Examined, seen: set[bytes]) -> None:
+    report.fates[row.fate] += 1
+    if row.problem is not None and len(report.problems) < MAX_PROBLEMS:
+        report.problems.append(Problem(row.index + 1, str(row.problem)))
+    if row.prompt is not None:
+        report.sources[row.prompt.data_source] += 1
+        report.num_without_ground_truth += row.prompt.ground_truth is None
+        tokens = xxhash.xxh3_128_digest(row.prompt.token_ids.tobytes())
+        report.num_duplicates += tokens in seen
+        seen.add(tokens)

@@ -1,0 +1,1 @@
+"""torch.distributed process groups, and the store their ranks meet at."""

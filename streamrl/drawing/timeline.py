@@ -1,0 +1,98 @@
+"""Devices and time: which call of which step has which devices, and when they wait."""
+
+import math
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from itertools import pairwise
+
+from streamrl.dataflow import Dataflow
+from streamrl.drawing.dataflow_graph import BORDER, FILL
+from streamrl.drawing.svg import (
+    LABEL_PX,
+    PAD,
+    PALE,
+    canvas,
+    rect,
+    text,
+    text_width,
+    written,
+)
+from streamrl.placement import Mesh, Placement
+from streamrl.placement.problem import Interval
+
+HEAD, FOOT, WIDTH = 46.0, 56.0, 960.0
+ROW = 34.0
+"""Height of the devices of a row; calls that share one at the same time have lanes in it."""
+MARK = "#94a3b8"
+TICKS = 8
+"""About so many marks of time."""
+
+
+def timeline_svg(
+    title: str, dataflow: Dataflow, placement: Placement, intervals: Sequence[Interval]
+) -> str:
+    """A row for each run of devices that have the same calls, a box for each piece of work."""
+    rows = device_rows(placement)
+    kinds = {call.stage: call.kind for call in dataflow.calls}
+    shown = [each for each in intervals if each.stage in placement.calls]
+    start = min((each.start_s for each in shown), default=0.0)
+    end = max((each.end_s for each in shown), default=1.0)
+    left = PAD + max(text_width(f"devices {row}", LABEL_PX) for row in rows) + PAD
+    height = HEAD + ROW * len(rows) + FOOT
+    root = canvas(title, (left + WIDTH + PAD, height))
+    scale = WIDTH / max(end - start, 1e-12)
+    for i, row in enumerate(rows):
+        top = HEAD + i * ROW
+        rect(root, (left, top + 2), (WIDTH, ROW - 4), fill=PALE)
+        text(root, f"devices {row}", (PAD, top + ROW / 2 + 4))
+        here = [e for e in shown if placement.calls[e.stage].mesh.overlaps(row)]
+        for interval, (lane, lanes) in in_lanes(here):
+            size = max((interval.end_s - interval.start_s) * scale, 1.0), (ROW - 4) / lanes
+            place = left + (interval.start_s - start) * scale, top + 2 + lane * size[1]
+            fill, border = FILL[kinds[interval.stage]], BORDER[kinds[interval.stage]]
+            box = rect(root, place, size, fill=fill, stroke=border)
+            said = f"{interval.stage}, step {interval.step + 1}"
+            lasts = f"{interval.start_s - start:.3g} to {interval.end_s - start:.3g} s"
+            ET.SubElement(box, "title").text = f"{said}: {lasts}"
+            if text_width(interval.stage, LABEL_PX) + 6 < size[0] and size[1] > LABEL_PX:
+                middle = place[1] + size[1] / 2 + 4
+                text(root, interval.stage, (place[0] + size[0] / 2, middle), anchor="middle")
+    _axis(root, (left, HEAD + ROW * len(rows)), end - start, scale)
+    return written(root)
+
+
+def device_rows(placement: Placement) -> list[Mesh]:
+    """The runs of devices in which all have the same calls; none of devices that nobody has."""
+    meshes = [each.mesh for each in placement.calls.values()]
+    edges = sorted({edge for mesh in meshes for edge in (mesh.first, mesh.first + mesh.size)})
+    runs = [Mesh(a, b - a) for a, b in pairwise(edges)]
+    return [run for run in runs if any(run.overlaps(mesh) for mesh in meshes)]
+
+
+def in_lanes(intervals: Sequence[Interval]) -> list[tuple[Interval, tuple[int, int]]]:
+    """Each with its lane and the number of lanes: no two in one lane at the same time."""
+    ends: list[float] = []
+    placed: list[tuple[Interval, int]] = []
+    for interval in sorted(intervals, key=lambda each: (each.start_s, each.end_s, each.stage)):
+        # What begins as another ends may do so a rounding error before.
+        slack = 1e-9 * max(abs(interval.start_s), 1.0)
+        free = (i for i, end in enumerate(ends) if end <= interval.start_s + slack)
+        lane = next(free, len(ends))
+        ends[lane : lane + 1] = [interval.end_s]
+        placed.append((interval, lane))
+    return [(interval, (lane, len(ends))) for interval, lane in placed]
+
+
+def _axis(root: ET.Element, place: tuple[float, float], length_s: float, scale: float) -> None:
+    x, y = place
+    tick = round_tick(length_s / TICKS)
+    for i in range(math.floor(length_s / tick + 1e-9) + 1):
+        at = x + i * tick * scale
+        rect(root, (at, y), (1, 5), fill=MARK)
+        text(root, f"{i * tick:.4g} s", (at, y + 18), anchor="middle")
+
+
+def round_tick(least: float) -> float:
+    """The smallest of 1, 2 and 5 times a power of ten that is at least so much."""
+    power = 10.0 ** math.floor(math.log10(max(least, 1e-12)))
+    return next(power * times for times in (1, 2, 5, 10) if power * times >= least * (1 - 1e-9))

@@ -1,0 +1,1 @@
+"""The generation engine: requests, partial rollouts, pause and resume."""

@@ -1,0 +1,1 @@
+"""Measure, predict and save memory."""

@@ -1,0 +1,1 @@
+"""Load, split, adapt and save transformers models."""

@@ -1,0 +1,1 @@
+"""The trainer's rank: backends, tasks, batches, optimizer state."""

@@ -1,0 +1,158 @@
+"""What models say of finished rollouts, forward only: the reference, and the critic's shadow."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from streamrl.buffer.assembly.packing import pack
+from streamrl.engines.dtypes import resolve_dtype
+from streamrl.engines.models.forward import (
+    DEFAULT_OPTIONS,
+    VALUE_HEAD,
+    ModelOptions,
+    load_model,
+    load_skeleton,
+    load_value_model,
+    local_device,
+    token_logprobs,
+    token_values,
+)
+from streamrl.engines.training.collate import build_batch, tokens_of
+from streamrl.messages import Array, Columns
+from streamrl.weights.lora_merge import full_weights
+from streamrl.weights.parameters import ParameterSet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class LogprobScorer:
+    """Log-probabilities under a model that is not trained, in micro-batches of bounded size."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        temperature: float,
+        micro_batch_tokens: int,
+        threads: int = 1,
+        dtype: str = "auto",
+        options: ModelOptions = DEFAULT_OPTIONS,
+    ) -> None:
+        torch.set_num_threads(threads)
+        self._model = load_model(model_path, dtype=resolve_dtype(dtype), options=options).eval()
+        self._model_path = model_path
+        self._temperature = temperature
+        self._micro_batch_tokens = micro_batch_tokens
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the parameters of a newer version; raises WeightsError if they are another model's.
+
+        A value head that is part of the policy's model says nothing of tokens.
+        """
+        own = {name: value for name, value in tensors.items() if not name.startswith(VALUE_HEAD)}
+        take_parameters(self._model, own, model_path=self._model_path)
+
+    def ref_logprobs(self, columns: Columns) -> dict[str, Array]:
+        """The ref_logprobs column of a group with token_ids, loss_mask and lengths.
+
+        At the sampling temperature, as all log-probabilities here; 0 where loss_mask is false.
+        Raises ValueError if a rollout is longer than a micro-batch may be.
+        """
+
+        def logprobs(batch: TensorDict) -> Tensor:
+            ids, attention = batch["token_ids"], batch["attention_mask"]
+            return token_logprobs(
+                self._model, ids, attention, temperature=self._temperature
+            ).logprobs
+
+        return {"ref_logprobs": per_token(columns, logprobs, self._micro_batch_tokens)}
+
+
+class ValueScorer:
+    """Values under a critic that another process trains, in micro-batches of bounded size."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        micro_batch_tokens: int,
+        threads: int = 1,
+        dtype: str = "auto",
+        shares_policy: bool = False,
+        options: ModelOptions = DEFAULT_OPTIONS,
+    ) -> None:
+        """`shares_policy`: its weights are part of those of a policy, whose head is left out."""
+        torch.set_num_threads(threads)
+        self._model_path = model_path
+        self._model: PreTrainedModel = load_value_model(
+            model_path, dtype=resolve_dtype(dtype), options=options
+        ).eval()
+        self._parameters = ParameterSet.of(self._model)
+        self._of_policy = frozenset[str]()
+        if shares_policy:
+            names = dict(load_skeleton(model_path).named_parameters(remove_duplicate=False)).keys()
+            self._of_policy = frozenset(names - self._parameters.shapes.keys())
+        self._micro_batch_tokens = micro_batch_tokens
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the parameters of a newer version, or its adapters, merged into the directory's.
+
+        Raises WeightsError if they are those of another model.
+        """
+        own = {name: value for name, value in tensors.items() if name not in self._of_policy}
+        take_parameters(self._model, own, model_path=self._model_path)
+
+    def values(self, columns: Columns) -> Array:
+        """A value per token, float32, of a group with token_ids, loss_mask and lengths.
+
+        0 where loss_mask is false. Raises ValueError if a rollout is longer than a micro-batch may
+        be.
+        """
+
+        def values(batch: TensorDict) -> Tensor:
+            return token_values(self._model, batch["token_ids"], batch["attention_mask"])
+
+        return per_token(columns, values, self._micro_batch_tokens)
+
+
+@torch.no_grad()
+def take_parameters(
+    model: "PreTrainedModel", tensors: Mapping[str, Tensor], *, model_path: str
+) -> None:
+    """Copy what a trainer has published into a model: parameters, or adapters, merged.
+
+    Raises WeightsError, the model as it was, if they are those of another model.
+    """
+    full = full_weights(
+        tensors, ParameterSet.of(model), model_path=model_path, device=local_device()
+    )
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameter.copy_(full[name])
+
+
+def per_token(
+    columns: Columns, compute: Callable[[TensorDict], Tensor], micro_batch_tokens: int
+) -> Array:
+    """A token column, float32, of what `compute` says of a group: batch -> [B, T].
+
+    0 where loss_mask is false. Raises ValueError if a rollout is longer than a micro-batch may be.
+    """
+    lengths = columns["lengths"]
+    result = np.zeros(len(columns["token_ids"]), np.float32)
+    rounds = pack(
+        [("", index, int(length)) for index, length in enumerate(lengths)],
+        world_size=1,
+        micro_batch_tokens=micro_batch_tokens,
+    )
+    for (picks,) in rounds:
+        batch = build_batch({"": columns}, picks, derived={"": {}}, token_columns=("token_ids",))
+        with torch.inference_mode():
+            found = compute(batch.to(local_device())).cpu().numpy()
+        for (_, index), row in zip(picks, found, strict=True):
+            result[tokens_of(lengths, index)] = row[: lengths[index]]
+    return np.where(columns["loss_mask"], result, np.float32(0))

@@ -1,0 +1,49 @@
+"""What a micro-batch says about its rollouts, as sums that add up over a step."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from streamrl.buffer.assembly.packing import Pick
+from streamrl.messages import Columns, FinishReason, is_component, split_tokens
+
+
+def rollout_sums(groups: Mapping[str, Columns], picks: Sequence[Pick]) -> dict[str, float]:
+    """Sums over the picked rollouts: scores, costs, components, sampled tokens, truncations.
+
+    `sampled_max` is a maximum; everything else is added.
+    """
+    sums = {
+        "rollouts": float(len(picks)),
+        "score_sum": 0.0,
+        "score_squared_sum": 0.0,
+        "sampled_sum": 0.0,
+        "sampled_max": 0.0,
+        "truncated_sum": 0.0,
+    }
+    sampled = {uid: _sampled(columns) for uid, columns in groups.items()}
+    for uid, index in picks:
+        columns = groups[uid]
+        score, tokens = float(columns["scores"][index]), sampled[uid][index]
+        sums["score_sum"] += score
+        sums["score_squared_sum"] += score * score
+        sums["sampled_sum"] += tokens
+        sums["sampled_max"] = max(sums["sampled_max"], tokens)
+        sums["truncated_sum"] += columns["finish_reason"][index] == FinishReason.LENGTH.value
+        for name in columns:
+            if is_component(name):
+                _add_component(sums, name, float(columns[name][index]))
+        if "costs" in columns:
+            sums["cost_sum"] = sums.get("cost_sum", 0.0) + float(columns["costs"][index])
+    return sums
+
+
+def _add_component(sums: dict[str, float], name: str, value: float) -> None:
+    """Add a reward's number; a NaN, where the reward says nothing of the rollout, is counted."""
+    key, more = (f"{name}_absent", 1.0) if math.isnan(value) else (f"{name}_sum", value)
+    sums.setdefault(f"{name}_sum", 0.0)
+    sums[key] = sums.get(key, 0.0) + more
+
+
+def _sampled(columns: Columns) -> list[float]:
+    """Tokens the policy sampled, per rollout of a group."""
+    return [float(m.sum()) for m in split_tokens(columns["loss_mask"], columns["lengths"])]

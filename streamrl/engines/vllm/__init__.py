@@ -1,0 +1,1 @@
+"""vLLM: engine, executor, weights, KV cache."""

@@ -1,0 +1,1 @@
+"""Read and write files: atomic writes, bounded reads, settings, model directories."""

@@ -1,0 +1,69 @@
+"""How many parameters LoRA trains in place of a model's (arXiv:2106.09685).
+
+A linear layer from `n` to `m` features gets a pair of matrices of rank r, r * (n + m) parameters
+together. Layers go by the names that transformers gives them, as in trainer.lora_targets.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from streamrl.errors import ConfigError
+from streamrl.placement.model_shapes import ModelShape
+
+
+def adapted(
+    shape: ModelShape, rank: int, targets: Sequence[str] = (), *, setting: str = "lora_targets"
+) -> ModelShape:
+    """The shape, of which such adapters are trained, and a scalar head; all of it for rank 0.
+
+    targets: ends of names of layers; none for all but the head. Raises ConfigError, naming the
+    setting, if one of them means no layer.
+    """
+    if not rank:
+        return replace(shape, trained=0)
+    sizes = dict(linear_layers(shape))
+    for target in targets:
+        if not any(is_meant(name, target) for name in sizes):
+            raise ConfigError(f"{setting}: {target}: no linear layer of {shape.name}")
+    meant = [
+        size
+        for name, size in sizes.items()
+        if not targets or any(is_meant(name, target) for target in targets)
+    ]
+    head = shape.hidden if shape.scalar_head else 0
+    return replace(shape, trained=rank * sum(meant) + head)
+
+
+def linear_layers(shape: ModelShape) -> Iterator[tuple[str, int]]:
+    """Every linear layer but the head, and its features, in and out, added up."""
+    hidden, wide = shape.hidden, shape.heads * shape.head_dim
+    narrow = shape.kv_heads * shape.head_dim
+    attention = {"q_proj": hidden + wide, "o_proj": wide + hidden}
+    if shape.kv_lora:
+        attention["kv_a_proj_with_mqa"] = hidden + shape.kv_lora
+        attention["kv_b_proj"] = shape.kv_lora + 2 * wide
+    else:
+        attention |= {"k_proj": hidden + narrow, "v_proj": hidden + narrow}
+    for layer in range(shape.layers):
+        place = f"model.layers.{layer}"
+        yield from ((f"{place}.self_attn.{name}", size) for name, size in attention.items())
+        yield from ((f"{place}.mlp.{name}", size) for name, size in _mlps(shape, layer))
+
+
+def _mlps(shape: ModelShape, layer: int) -> Iterator[tuple[str, int]]:
+    has_experts = bool(shape.experts) and layer >= shape.dense_layers
+    width = shape.intermediate if has_experts else shape.dense_intermediate or shape.intermediate
+    widths = {"": width}
+    if has_experts:
+        yield "gate", shape.hidden + shape.experts
+        widths = {f"experts.{i}.": width for i in range(shape.experts)}
+        # All of these are one, as wide as they are together.
+        widths |= {"shared_experts.": width * shape.shared_experts} if shape.shared_experts else {}
+    for place, wide in widths.items():
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            yield f"{place}{name}", shape.hidden + wide
+
+
+def is_meant(name: str, target: str) -> bool:
+    """Whether trainer.lora_targets mean the layer of this name: they are the ends of names."""
+    return name == target or name.endswith(f".{target}")

@@ -1,0 +1,1 @@
+"""Estimate the step time of a placement by a steady-state schedule."""

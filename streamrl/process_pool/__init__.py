@@ -1,0 +1,19 @@
+"""Workers: processes that run what may hang, crash or leak, and that can be killed whole."""
+
+from streamrl.process_pool.pool import (
+    WorkerCrashError,
+    WorkerError,
+    WorkerMemoryError,
+    WorkerPool,
+    WorkerSettings,
+    WorkerTimeoutError,
+)
+
+__all__ = [
+    "WorkerCrashError",
+    "WorkerError",
+    "WorkerMemoryError",
+    "WorkerPool",
+    "WorkerSettings",
+    "WorkerTimeoutError",
+]

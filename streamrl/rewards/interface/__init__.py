@@ -1,0 +1,1 @@
+"""The types every reward is made of."""

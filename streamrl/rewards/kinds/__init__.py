@@ -1,0 +1,1 @@
+"""The built-in kinds of reward, one file each."""

@@ -1,0 +1,121 @@
+"""Tests of a program, as rows of code data sets have them.
+
+A ground truth is an object, or its JSON: `inputs` and `outputs` of equal length. Without `fn_name`
+each input is what the program reads, and each output what it must write. With it, they are
+arguments and value of that function: an input is a list of arguments, or text with an argument in
+JSON on each line; an output is the value, or its JSON. Instead of these, `assert_case` may hold
+asserts of the form `assert f(1, "a") == [2]`, whose arguments and value are literals.
+"""
+
+import ast
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from streamrl.errors import RewardError
+from streamrl.files.bounded_read import parse_json
+from streamrl.rewards.sandbox import CallTest, StdinTest
+
+Test = StdinTest | CallTest
+
+
+def read_tests(truth: Any, *, most: int = 0) -> list[Test]:
+    """The first `most` tests of a ground truth, 0: all. Raises RewardError if it holds none."""
+    try:
+        facts = _object(truth)
+        tests = _assertions(facts["assert_case"]) if "assert_case" in facts else _pairs(facts)
+    except (RecursionError, MemoryError, OverflowError) as error:
+        raise RewardError(f"ground_truth cannot be read: {type(error).__name__}") from None
+    if not tests:
+        raise RewardError("ground_truth holds no tests")
+    return tests[: most or None]
+
+
+def _assertions(cases: Any) -> list[Test]:
+    if isinstance(cases, str):
+        cases = [cases]
+    if not isinstance(cases, Sequence):
+        raise RewardError(f"assert_case must be a list of asserts, is {type(cases).__name__}")
+    return [_assertion(case) for case in cases]
+
+
+def _object(truth: Any) -> dict[str, Any]:
+    if isinstance(truth, str):
+        try:
+            truth = parse_json(truth)
+        except ValueError as error:
+            raise RewardError(
+                f"ground_truth must be JSON with inputs and outputs: {error}"
+            ) from None
+    if not isinstance(truth, dict):
+        raise RewardError(
+            f"ground_truth must be an object with inputs and outputs, is {type(truth).__name__}"
+        )
+    return truth
+
+
+def _pairs(facts: dict[str, Any]) -> list[Test]:
+    inputs, outputs = facts.get("inputs"), facts.get("outputs")
+    for name, values in (("inputs", inputs), ("outputs", outputs)):
+        if not isinstance(values, Sequence) or isinstance(values, str):
+            raise RewardError(f"ground_truth.{name} must be a list, is {type(values).__name__}")
+    assert inputs is not None and outputs is not None
+    if len(inputs) != len(outputs):
+        raise RewardError(
+            f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs; they go in pairs"
+        )
+    function = facts.get("fn_name")
+    if not function:
+        return [StdinTest(_text(i), _text(o)) for i, o in zip(inputs, outputs, strict=True)]
+    return [
+        CallTest(function, _arguments(i), _accepted(o))
+        for i, o in zip(inputs, outputs, strict=True)
+    ]
+
+
+def _text(value: Any) -> str:
+    """Text, or lines of it."""
+    if isinstance(value, list):
+        return "\n".join(str(line) for line in value)
+    return str(value)
+
+
+def _arguments(value: Any) -> list[Any]:
+    if not isinstance(value, str):
+        return list(value) if isinstance(value, list) else [value]
+    try:
+        return [parse_json(line) for line in value.split("\n") if line.strip()]
+    except ValueError as error:
+        raise RewardError(f"an input of fn_name must be JSON on each line: {error}") from None
+
+
+def _accepted(value: Any) -> list[Any]:
+    """The value; some data sets put it into a list of one."""
+    if isinstance(value, str):
+        try:
+            value = parse_json(value)
+        except ValueError:
+            return [value]
+    return [value, value[0]] if isinstance(value, list) and len(value) == 1 else [value]
+
+
+def _assertion(case: Any) -> CallTest:
+    """`assert f(...) == value`; any other would be left to the program that it judges."""
+    try:
+        (statement,) = ast.parse(str(case).strip()).body
+        assert isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare)
+        call, (value,) = statement.test.left, statement.test.comparators
+        assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.keywords
+        assert isinstance(statement.test.ops[0], ast.Eq)
+        arguments = [ast.literal_eval(argument) for argument in call.args]
+        return CallTest(call.func.id, _plain(arguments), [_plain(ast.literal_eval(value))])
+    except (SyntaxError, ValueError, TypeError, AssertionError):
+        text = " ".join(str(case).split())[:80]
+        raise RewardError(
+            f"assert_case must be `assert f(literals) == literal`, is {text!r}"
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """A literal made of JSON's types. Raises TypeError for one that cannot be."""
+    return json.loads(json.dumps(value))

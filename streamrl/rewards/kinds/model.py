@@ -1,0 +1,233 @@
+"""Kind `model`: the number that a sequence-classification model gives to prompt and completion."""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from omegaconf import MISSING
+
+from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
+from streamrl.messages import Prompt
+from streamrl.rewards.interface.micro_batcher import Batcher, Numbers, Row
+from streamrl.rewards.interface.reward import AttemptOptions, Given, Reward, attempt
+from streamrl.rewards.interface.verdict import Judgement, Verdict
+
+if TYPE_CHECKING:
+    from streamrl.rewards.kinds.classifier import Classifier, ClassifierFiles
+
+T = TypeVar("T")
+
+DTYPES = ("auto", "float32", "bfloat16")
+ON_LONG_TEXT = ("error", "truncate")
+
+
+@dataclass
+class ModelOptions(AttemptOptions):
+    """Options of kind model; its deadline is that of one forward pass.
+
+    path: directory of a sequence-classification model, with its tokenizer.
+    label: which one's probability is the score, by name or number, if the model has several.
+    sigmoid: the score is the logistic function of the logit: between 0 and 1.
+    pass_score: from here on a completion passes; null: 0 for a logit, 0.5 for a probability.
+    max_length: most tokens of prompt and completion; null: what the model, its tokenizer and
+        batch_tokens allow.
+    on_long_text: what becomes of a longer one: error, or truncate (keep its end).
+    batch_tokens: most tokens of a forward pass, padding counted.
+    dtype: what it computes in: auto (bfloat16 on a GPU, else float32), float32 or bfloat16.
+    threads: CPU threads it computes with.
+    """
+
+    path: str = MISSING
+    label: str = ""
+    sigmoid: bool = False
+    pass_score: float | None = None
+    max_length: int | None = None
+    on_long_text: str = "error"
+    batch_tokens: int = 16384
+    dtype: str = "auto"
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("batch_tokens", "threads", "max_length"):
+            if vars(self)[key] is not None and vars(self)[key] < 1:
+                raise ConfigError(f"{key}={vars(self)[key]}: must be 1 or more")
+        for key, known in (("dtype", DTYPES), ("on_long_text", ON_LONG_TEXT)):
+            if vars(self)[key] not in known:
+                raise ConfigError(f"{key}={vars(self)[key]}: must be one of {', '.join(known)}")
+        if self.max_length is not None and self.max_length > self.batch_tokens:
+            raise ConfigError(
+                f"max_length={self.max_length}: must be at most batch_tokens={self.batch_tokens}"
+            )
+
+
+class ModelReward(Reward):
+    """Asks the model in a thread of its own, about the completions of several groups at a time.
+
+    What it is asked is the conversation in the model's own chat template, the completion as the
+    assistant's turn; for a model without one the contents of the prompt joined by newlines, and the
+    completion right after them.
+    """
+
+    def __init__(self, files: "ClassifierFiles", given: Given[ModelOptions]) -> None:
+        """Raises ConfigError for a label, or a length, that the model has not."""
+        super().__init__()
+        options = given.options
+        self._options = options
+        self._files = files
+        self._label = _label(options, files.labels)
+        self._max_length = _max_length(options, files)
+        self._timeout_s = options.timeout_s or given.around.scorer.timeout_s
+        is_logit = len(files.labels) == 1 and not options.sigmoid
+        own = options.pass_score
+        self._pass_score = own if own is not None else 0.0 if is_logit else 0.5
+        self._tokenizer = files.tokenizer
+        self._tokenizer.truncation_side = "left"
+        self._thread = ThreadPoolExecutor(1)
+        # Another, so that texts are made rows, and can share the next forward, while one runs.
+        self._encoder = ThreadPoolExecutor(1)
+        self._model: Classifier | None = None
+        self._batcher = Batcher(
+            self._logits,
+            max_tokens=options.batch_tokens,
+            # Where there is no padding token, a model takes its number from the last column.
+            max_rows=options.batch_tokens if files.pad_id is not None else 1,
+        )
+        self.model_bytes = files.weight_bytes
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise RewardError if the model's chat template refuses the prompt."""
+        self._text(prompt, "")
+
+    async def preflight(self) -> str:
+        """Whether the model can be asked about one text at a time only."""
+        if self._files.pad_id is None:
+            return f"{self._files.path}: has no padding token, is asked about one text at a time"
+        return ""
+
+    async def start(self) -> None:
+        """Load the model. Raises ConfigError if that cannot be."""
+        self._model = await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
+
+    def _load(self) -> "Classifier":
+        from streamrl.rewards.kinds.classifier import Classifier
+
+        return Classifier(self._files, dtype=self._options.dtype, threads=self._options.threads)
+
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[Judgement]:
+        """What the model says. Raises RewardError for a text that is too long, or no number."""
+        texts = [self._text(prompt, completion) for completion in completions]
+        return await attempt(lambda: self._once(texts), self._options.attempts)
+
+    async def _once(self, texts: Sequence[str]) -> list[Judgement]:
+        rows = await self._bounded(self._encoder, lambda: self._encode(texts))
+        found = await self._batcher.numbers(rows)
+        return [self._judgement(logits, i) for i, logits in enumerate(found)]
+
+    def _text(self, prompt: Prompt, completion: str) -> str:
+        from jinja2 import TemplateError
+
+        messages = [dict(message) for message in prompt.messages]
+        if self._tokenizer.chat_template is None:
+            return "\n".join(message["content"] for message in messages) + completion
+        turn = {"role": "assistant", "content": completion}
+        try:
+            return str(self._tokenizer.apply_chat_template([*messages, turn], tokenize=False))
+        # TypeError and ValueError come from Python expressions inside a template.
+        except (TemplateError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise RewardError(f"the reward model's chat template refuses it: {reason}") from error
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text; raises RewardError for one that is too long."""
+        rows: list[list[int]] = self._tokenizer(
+            list(texts),
+            # A template writes its special tokens itself.
+            add_special_tokens=self._tokenizer.chat_template is None,
+            return_attention_mask=False,
+            truncation=self._options.on_long_text == "truncate",
+            max_length=self._max_length,
+        )["input_ids"]
+        for i, row in enumerate(rows):
+            if not 1 <= len(row) <= self._max_length:
+                raise RewardError(
+                    f"prompt and completion {i} have {len(row)} tokens, the reward model takes 1 to"
+                    f" {self._max_length} (on_long_text=truncate keeps the end of a longer text)"
+                )
+        return rows
+
+    async def _logits(self, rows: Sequence[Row]) -> Sequence[Numbers]:
+        model = self._model
+        assert model is not None
+        return await self._bounded(self._thread, lambda: model.logits(rows))
+
+    async def _bounded(self, thread: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.get_running_loop().run_in_executor(thread, function)
+        except TimeoutError:
+            raise RewardTimeoutError(f"the model gave nothing in {self._timeout_s:g} s") from None
+
+    def _judgement(self, logits: Numbers, place: int) -> Judgement:
+        if not all(math.isfinite(logit) for logit in logits):
+            raise RewardError(f"{self._files.path} gives {list(logits)} for completion {place}")
+        score = number_of(logits, self._label, sigmoid=self._options.sigmoid)
+        return Judgement(score, Verdict.PASS if score >= self._pass_score else Verdict.WRONG)
+
+    async def close(self) -> None:
+        """Let go of the model."""
+        self._batcher.close()
+        for thread in (self._thread, self._encoder):
+            thread.shutdown(wait=False, cancel_futures=True)
+        self._model = None
+
+
+def model_reward(given: Given[ModelOptions]) -> ModelReward:
+    """Kind `model`. Raises ConfigError for a directory that is no sequence-classification model."""
+    from streamrl.rewards.kinds.classifier import read_classifier
+
+    return ModelReward(read_classifier(given.options.path), given)
+
+
+def number_of(logits: Numbers, label: int, *, sigmoid: bool) -> float:
+    """The score: the one logit there is, or the label's share of the softmax of several.
+
+    With `sigmoid` the logistic function of the label's logit, as of a model that has several
+    labels apart from each other.
+    """
+    if sigmoid:
+        return 0.5 * (1.0 + math.tanh(0.5 * logits[label]))
+    if len(logits) == 1:
+        return logits[0]
+    highest = max(logits)
+    return math.exp(logits[label] - highest) / sum(math.exp(logit - highest) for logit in logits)
+
+
+def _label(options: ModelOptions, labels: Sequence[str]) -> int:
+    """The place of the label that is asked for."""
+    known = {
+        **{str(i): i for i in range(len(labels))},
+        **{name: i for i, name in enumerate(labels)},
+    }
+    if options.label in known:
+        return known[options.label]
+    if options.label or len(labels) > 1:
+        raise ConfigError(
+            f"rewards.label={options.label}: must be one of the model's {len(labels)} labels,"
+            f" {', '.join(labels[:10])}"
+        )
+    return 0
+
+
+def _max_length(options: ModelOptions, files: "ClassifierFiles") -> int:
+    limit = files.tokens or options.batch_tokens
+    if options.max_length is None:
+        return int(min(limit, files.tokenizer.model_max_length, options.batch_tokens))
+    if options.max_length > limit:
+        raise ConfigError(
+            f"rewards.max_length={options.max_length}: {files.path} takes at most {limit} tokens"
+        )
+    return options.max_length

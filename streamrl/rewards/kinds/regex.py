@@ -1,0 +1,30 @@
+"""Kind `regex`: 1 where the completion has the form that was asked for, else 0."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import MISSING
+
+from streamrl.rewards.interface.extract import AnswerPattern
+from streamrl.rewards.interface.reward import RuleReward
+from streamrl.rewards.interface.verdict import Judgement
+
+
+@dataclass
+class RegexOptions:
+    """Options of kind regex.
+
+    pattern: what to find anywhere in the completion.
+    """
+
+    pattern: str = MISSING
+
+
+def regex_reward(options: RegexOptions) -> RuleReward:
+    r"""1 where `pattern` is found anywhere in the completion; \A and \Z demand all of it."""
+    pattern = AnswerPattern(options.pattern)
+
+    def judge(completion: str, truth: Any) -> Judgement:
+        return Judgement.of(pattern.occurs(completion))
+
+    return RuleReward(judge)

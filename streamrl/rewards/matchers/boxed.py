@@ -1,0 +1,98 @@
+r"""MATH: what the last \boxed{} holds is the ground truth, both in a normal form of LaTeX.
+
+The normal form is that of Hendrycks et al. 2021 (arXiv 2103.03874), the scores are verl's; the
+differences are in docs/rewards_reference.md.
+"""
+
+import re
+
+from streamrl.errors import RewardError
+from streamrl.rewards.interface.verdict import Judgement
+from streamrl.rewards.matchers.matcher import Truth, not_found, passed, something, truth_text
+
+#: In this order: what is read as something else before anything is looked at.
+_READ_AS = (
+    ("\n", ""),
+    ("\\!", ""),
+    ("\\\\", "\\"),
+    ("tfrac", "frac"),
+    ("dfrac", "frac"),
+    ("\\left", ""),
+    ("\\right", ""),
+    ("^{\\circ}", ""),
+    ("^\\circ", ""),
+    ("\\$", ""),
+)
+_UNIT = "\\text{ "
+_ROOT = re.compile(r"\\sqrt([^{])")
+_FRACTION = re.compile(r"\\frac([^{\\])(?:([^{\\])|(?=\{))")
+_RATIO = re.compile(r"(-?(?:0|[1-9][0-9]*))/(-?(?:0|[1-9][0-9]*))")
+_BRACE = re.compile(r"[{}]")
+
+
+def judge(completion: str, truth: Truth) -> Judgement:
+    """1 if the box and the truth have the same normal form, else 0. Raises RewardError."""
+    expected = check_truth(truth)
+    box = last_box(completion)
+    if box is None:
+        return not_found("\\boxed{} that is closed")
+    answer = normal_form(box)
+    return passed(answer == expected, score=float(answer == expected), answer=answer)
+
+
+def check_truth(truth: Truth) -> str:
+    r"""The normal form. Raises RewardError if it is empty, or the truth no text or in a \boxed."""
+    text = truth_text(truth)
+    if "\\boxed" in text:
+        raise RewardError(f"ground_truth must be what stands in the \\boxed{{}}, is {truth!r}")
+    return something(normal_form(text), truth)
+
+
+def last_box(text: str) -> str | None:
+    r"""What the last \boxed{}, \boxed up to a $, or where there is none \fbox{} holds.
+
+    None if there is none, or the last has no end.
+    """
+    _, spaced, rest = text.rpartition("\\boxed ")
+    if spaced:
+        return rest.split("$", 1)[0]
+    for command in ("\\boxed", "\\fbox"):
+        _, found, rest = text.rpartition(command)
+        if found:
+            return braced(rest)
+    return None
+
+
+def braced(text: str) -> str | None:
+    """What stands in the braces that a text begins with; None if there are none that close."""
+    depth = 0
+    if text.startswith("{"):
+        for brace in _BRACE.finditer(text):
+            depth += 1 if brace[0] == "{" else -1
+            if depth == 0:
+                return text[1 : brace.start()]
+    return None
+
+
+def normal_form(text: str) -> str:
+    """One way to write what can be written in several: see docs/rewards_reference.md."""
+    for written, read in _READ_AS:
+        text = text.replace(written, read)
+    if text.count(_UNIT) == 1:  # with more it is a sentence
+        text = text.partition(_UNIT)[0]
+    text = text.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    if text.startswith("."):
+        text = "0" + text
+    name, equals, value = text.partition("=")
+    if equals and "=" not in value and len(name) <= len("x "):
+        text = value
+    text = _ROOT.sub(r"\\sqrt{\1}", text).replace(" ", "")
+    text = _FRACTION.sub(_with_braces, text)
+    if text == "0.5":
+        return "\\frac{1}{2}"
+    return _RATIO.sub(r"\\frac{\1}{\2}", text) if _RATIO.fullmatch(text) else text
+
+
+def _with_braces(fraction: re.Match[str]) -> str:
+    numerator, denominator = fraction.groups()
+    return f"\\frac{{{numerator}}}" + (f"{{{denominator}}}" if denominator else "")

@@ -1,0 +1,90 @@
+r"""DAPO-math: 1 for the right answer in the last lines of a completion, else -1.
+
+After Yu et al. 2025 (arXiv 2503.14476), with the normal form of Lewkowycz et al. 2022 (Minerva,
+arXiv 2206.14858, appendix D). Scores as verl does; the differences are in
+docs/rewards_reference.md.
+"""
+
+import re
+
+from streamrl.rewards.interface.verdict import Judgement
+from streamrl.rewards.matchers.boxed import braced
+from streamrl.rewards.matchers.matcher import Truth, not_found, passed, something, truth_text
+
+#: Only the end of a completion is read, characters; for a box an even shorter one.
+WINDOW = 300
+BOX_WINDOW = 100
+_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+_BOX = "\\boxed{"
+#: In this order, before spaces go: articles, money, and words between numbers.
+_READ_AS = (
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    ("\\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (",\\text{and}", ","),
+    ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
+)
+#: In this order. The paper lacks a comma in "childrentickets", and so do those who score by it.
+_LEFT_OUT = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units"),
+    *("\\ldots", "sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm"),
+    *("pounds", "meters", "meals", "edges", "students", "childrentickets", "multiples"),
+    *("\\text{s}", "\\text{.}", "\\text{}^2", "\\text{}^3", "\\text{}", "\\mathrm{th}"),
+    *("^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
+)
+_STYLED = re.compile(r"\\(?:text|textbf|overline)\{([^}]*)\}")
+_BOXED = re.compile(r"\\boxed\{(.*)\}")
+_FRACTION = re.compile(r"frac([^{\\])([^{\\])")
+_ROOT = re.compile(r"sqrt([^{\\])")
+
+
+def judge(completion: str, truth: Truth, *, strict_box: bool = False) -> Judgement:
+    r"""1 or -1. The answer is the rest of the last line with "Answer:", compared in normal form.
+
+    Without such a line it is the last \boxed{}, trimmed and compared to the letter. strict_box:
+    such a line counts for nothing. Raises RewardError.
+    """
+    expected = check_truth(truth)
+    lines = [] if strict_box else _ANSWER.findall(completion[-WINDOW:])
+    if lines:
+        answer, expected = normal_form(lines[-1]), normal_form(expected)
+    else:
+        box = _last_box(completion[-BOX_WINDOW:])
+        if box is None:
+            return not_found("Answer: and no \\boxed{} at the end", score=-1.0)
+        answer = box.strip()
+    right = answer == expected
+    return passed(right, score=1.0 if right else -1.0, answer=answer)
+
+
+def check_truth(truth: Truth) -> str:
+    """The text of it. Raises RewardError if it is no text, or nothing is left in normal form."""
+    text = truth_text(truth)
+    something(normal_form(text), truth)
+    return text
+
+
+def normal_form(text: str) -> str:
+    """One way to write what can be written in several: see docs/rewards_reference.md."""
+    text = text.rpartition("=")[2]
+    for written, read in _READ_AS:
+        text = text.replace(written, read)
+    for word in _LEFT_OUT:
+        text = text.replace(word, "")
+    before, _, maths = text.partition("$")
+    maths, closed, _ = maths.partition("$")
+    text = maths if closed else before + maths
+    text = _BOXED.sub(r"\1", _STYLED.sub(r"\1", text))
+    text = _ROOT.sub(r"sqrt{\1}", _FRACTION.sub(r"frac{\1}{\2}", text))
+    digits = text.replace(",", "")
+    return digits if digits.isdigit() else text
+
+
+def _last_box(text: str) -> str | None:
+    _, found, rest = text.rpartition(_BOX)
+    return braced("{" + rest) if found else None

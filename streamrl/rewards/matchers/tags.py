@@ -1,0 +1,51 @@
+"""Format: a completion is made of given tags, as <think>...</think><answer>...</answer> is."""
+
+import re
+from collections.abc import Sequence
+
+from streamrl.errors import ConfigError
+from streamrl.rewards.interface.verdict import Judgement
+from streamrl.rewards.matchers.matcher import Truth, no_truth, passed
+
+check_truth = no_truth
+
+
+def judge(
+    completion: str,
+    truth: Truth = None,
+    *,
+    tags: Sequence[str] = ("think", "answer"),
+    nothing_outside: bool = True,
+) -> Judgement:
+    """1 if every tag is opened and closed once, in this order, around more than spaces; else 0.
+
+    nothing_outside: before, between and behind them is nothing but spaces. The ground truth is not
+    looked at. Raises ConfigError if there are no tags, or one is no word or given twice.
+    """
+    words = all(re.fullmatch(r"[\w.-]+", tag) for tag in tags)
+    if not words or len(set(tags)) != len(tags) or not tags:
+        raise ConfigError(
+            f"rewards.tags={list(tags)}: must be words (letters, digits and _ . -), each once,"
+            " at least one"
+        )
+    detail = _fault(completion, tags, nothing_outside=nothing_outside)
+    return passed(not detail, score=float(not detail), detail=detail)
+
+
+def _fault(completion: str, tags: Sequence[str], *, nothing_outside: bool) -> str:
+    """What is wrong with the form, or nothing."""
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    for mark in marks:
+        if completion.count(mark) != 1:
+            return f"{mark} {completion.count(mark)} times"
+    if marks != sorted(marks, key=completion.index):
+        return f"not in the order {' '.join(marks)}"
+    rest = completion
+    for tag in tags:
+        outside, _, rest = rest.partition(f"<{tag}>")
+        inside, _, rest = rest.partition(f"</{tag}>")
+        if not inside.strip():
+            return f"<{tag}> is empty"
+        if nothing_outside and outside.strip():
+            return f"text before <{tag}>"
+    return f"text after </{tags[-1]}>" if nothing_outside and rest.strip() else ""

@@ -1,0 +1,177 @@
+"""Which isolation this machine gives: chosen by trying to break out of it."""
+
+import asyncio
+import importlib
+import json
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from streamrl.errors import ConfigError
+from streamrl.rewards.sandbox.isolation import (
+    ENVIRONMENT,
+    UNSAFE,
+    candidates,
+    find_bubblewrap,
+)
+from streamrl.rewards.sandbox.jail import (
+    Blueprint,
+    Jail,
+    JailError,
+    JailLostError,
+    MemoryLimitError,
+    blueprint,
+)
+from streamrl.rewards.sandbox.program import LANGUAGES, MIB, CallTest, Language, Limits, Program
+from streamrl.rewards.sandbox.seccomp import build_filter
+from streamrl.rewards.sandbox.verdicts import program_message, test_message
+
+UNSAFE_NOTE = (
+    "sandbox.allow_unsafe=true and no isolation here: generated code runs with the rights of this"
+    " process, held by rlimits alone. This is no sandbox"
+)
+_CURE = "or set sandbox.allow_unsafe=true to run generated code with no isolation"
+_PROBE_S = 20.0
+_PROBE_PROCESSES = 8
+
+#: Runs in a jail as any program would, and returns what it could do but should not.
+_PROBE = """
+import ctypes, os, socket, time
+
+def probe(port, canary, places, entries, names, disk_bytes, processes):
+    found = []
+    def tried(what, act, *given):
+        try:
+            act(*given)
+        except OSError:
+            return
+        found.append(what)
+    tried("connect to a socket of the host", socket.create_connection, ("127.0.0.1", port), 1)
+    tried("read a file of the host", open, canary)
+    for place in places:
+        if os.access(place, os.W_OK):
+            found.append("write to " + place)
+    if set(os.listdir("/")) - set(entries):
+        found.append("list the directories of the host")
+    if set(os.environ) - set(names):
+        found.append("read the environment of the host")
+    for pid in set(range(2, 3000)) - {os.getpid()}:
+        tried("signal a process of the host", os.kill, pid, 0)
+    disk = os.statvfs(".")
+    if disk.f_blocks * disk.f_frsize > disk_bytes:
+        found.append("write without limit")
+    if ctypes.CDLL(None).unshare(0x10000000) == 0:
+        found.append("make a user namespace")
+    children = 0
+    try:
+        for _ in range(processes):
+            if os.fork() == 0:
+                time.sleep(60)
+            children += 1
+        found.append("start processes without limit")
+    except OSError:
+        pass
+    return sorted(set(found))
+"""
+
+
+def missing_tools(languages: Mapping[str, Language]) -> None:
+    """Raise ConfigError if a language needs a program that jails would not find."""
+    for name, language in languages.items():
+        for command in (language.compile, language.run):
+            tool = command[0] if command else ""
+            if tool and "{dir}" not in tool and not shutil.which(tool, path=ENVIRONMENT["PATH"]):
+                raise ConfigError(
+                    f"sandbox.languages: {name} needs {tool}, which is not in {ENVIRONMENT['PATH']}"
+                )
+
+
+async def choose(limits: Limits, *, allow_unsafe: bool) -> tuple[Blueprint, str]:
+    """How to make jails here, and a note for the user, empty where programs are isolated.
+
+    Raises ConfigError if programs cannot be isolated, unless `allow_unsafe`.
+    """
+    why = _unequipped()
+    if why is None:
+        syscall_filter = build_filter()
+        reasons = []
+        for isolation in candidates():
+            plan = blueprint(isolation, limits, syscall_filter)
+            reason = await broken(plan)
+            if reason is None:
+                return plan, ""
+            reasons.append(f"{isolation.name}: {reason}")
+        why = (
+            f"no isolation holds here ({'; '.join(reasons)}): allow user namespaces, give the"
+            " container CAP_SYS_ADMIN,"
+        )
+    if not allow_unsafe:
+        raise ConfigError(f"sandbox: {why} {_CURE}")
+    return blueprint(UNSAFE, limits, b""), UNSAFE_NOTE
+
+
+def why_unavailable() -> str | None:
+    """Why this machine cannot isolate programs, in one line; None where it can."""
+    try:
+        asyncio.run(choose(Limits(), allow_unsafe=False))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _unequipped() -> str | None:
+    """What is not installed that every isolation needs."""
+    if sys.platform != "linux":
+        return f"isolating programs needs Linux, this is {sys.platform}: use a remote sandbox,"
+    if find_bubblewrap() is None:
+        return "bwrap is not on PATH: apt install bubblewrap,"
+    try:
+        importlib.import_module("pyseccomp")
+    except (ImportError, RuntimeError) as error:
+        return f"no filter of system calls ({error}): apt install libseccomp2,"
+    return None
+
+
+async def broken(plan: Blueprint) -> str | None:
+    """How a program gets out of a jail made to this plan, or why there is none; None if neither."""
+    limits = replace(plan.limits, processes=_PROBE_PROCESSES, wall_s=_PROBE_S, cpu_s=_PROBE_S)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program, test = _probe(limits, server.getsockname()[1])
+        jail = None
+        try:
+            jail = await Jail.start(plan, 0)
+            deadline = time.monotonic() + _PROBE_S
+            await jail.request(program_message(program, LANGUAGES["python"], limits), deadline)
+            report = await jail.request(test_message(test, _PROBE_S), deadline)
+            if not jail.memory_bytes():
+                return "what a program holds in memory is not seen in /proc"
+        except (JailError, JailLostError, MemoryLimitError, TimeoutError) as error:
+            return f"{type(error).__name__} {error}".strip()
+        finally:
+            if jail is not None:
+                await jail.end()
+    try:
+        found = json.loads(report.out)
+    except ValueError:
+        return f"the test of a jail failed: {report.err.decode(errors='replace')[-200:]}"
+    return f"a program could {', '.join(found)}" if found else None
+
+
+def _probe(limits: Limits, port: int) -> tuple[Program, CallTest]:
+    base = Path(sys.base_prefix)
+    system = ["usr", "bin", "sbin", "lib", "lib32", "lib64", "etc", "dev", "tmp"]
+    arguments = [
+        port,
+        str(Path(__file__).resolve()),
+        ["/", "/usr", "/etc", "/dev", str(base / "lib")],
+        [*system, base.parts[1]],
+        [*ENVIRONMENT, "PWD", "LC_CTYPE"],
+        limits.disk_mib * MIB,
+        _PROBE_PROCESSES + 1,
+    ]
+    test = CallTest("probe", arguments, [[]])
+    return Program("python", _PROBE, [test]), test

@@ -1,0 +1,1 @@
+"""A run directory: owner, checkpoints, control requests, crash stacks."""

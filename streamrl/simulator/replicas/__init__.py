@@ -1,0 +1,1 @@
+"""Simulated processes: generators, scorers, trainers, queue, devices."""

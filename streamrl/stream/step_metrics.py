@@ -1,0 +1,199 @@
+"""A finished step as one row of the metrics contract. Pure: facts in, numbers out."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from streamrl.buffer.books.ledger import LedgerCounts
+from streamrl.buffer.books.run_log import TrainedGroup
+from streamrl.buffer.wire_types import ShardStats
+from streamrl.dataflow import GENERATE, REWARD
+from streamrl.stream.protocols import FilterTally
+from streamrl.telemetry.metric_names import METRICS, STALENESS_HISTOGRAM, Histogram
+from streamrl.telemetry.spans import Span, busy_s, idle_fraction
+
+NAN = math.nan
+TRAINED_METRICS = tuple(
+    metric.name
+    for metric in METRICS
+    if metric.name.startswith(("loss/", "policy/", "critic/", "cost_critic/", "correction/"))
+)
+"""Of models that are trained: a run need not have each of them in every step."""
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What the processes of one stage did: their spans, and how many processes there are.
+
+    Several stages of one `role` are served by the same processes.
+    """
+
+    kind: str
+    role: str
+    num_processes: int
+    spans: Sequence[Span]
+
+    @property
+    def most_processes(self) -> int:
+        """With those that have left within the step."""
+        return max(self.num_processes, len({span.process for span in self.spans}))
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """All that is known of a finished step.
+
+    sums: of its micro-batches, added over ranks. metrics: those that are ready as they are.
+    activity: per stage, within the window [start_s, end_s] since the step before.
+    """
+
+    version: int
+    groups: Sequence[TrainedGroup]
+    sums: Mapping[str, float]
+    metrics: Mapping[str, float]
+    queue: ShardStats
+    ledger: LedgerCounts
+    activity: Mapping[str, Activity]
+    start_s: float
+    end_s: float
+    max_staleness: int
+    filtered: FilterTally = field(default_factory=FilterTally)
+
+
+def step_row(facts: StepFacts) -> dict[str, float | Histogram]:
+    """The row of a step: every name of the contract; NaN where a step has nothing to measure."""
+    row: dict[str, float | Histogram] = {
+        **dict.fromkeys(TRAINED_METRICS, NAN),
+    }
+    row |= _rewards(facts.sums)
+    row |= _rollouts(facts)
+    row |= _staleness(facts)
+    row |= _queue(facts)
+    row |= _filter(facts)
+    row |= _time(facts)
+    return {**row, **facts.metrics}
+
+
+def _rewards(sums: Mapping[str, float]) -> dict[str, float | Histogram]:
+    count = sums["rollouts"]
+    row: dict[str, float | Histogram] = {}
+    for name, value in sums.items():
+        if name.startswith(("reward/", "cost/")) and name.endswith("_sum"):
+            component = name.removesuffix("_sum")
+            said = count - sums.get(f"{component}_absent", 0.0)
+            row[component] = value / said if said else NAN
+    row["cost/mean"] = sums["cost_sum"] / count if "cost_sum" in sums else NAN
+    mean = sums["score_sum"] / count
+    variance = max(sums["score_squared_sum"] / count - mean**2, 0.0)
+    return row | {"reward/mean": mean, "reward/std": math.sqrt(variance)}
+
+
+def _rollouts(facts: StepFacts) -> dict[str, float | Histogram]:
+    sums, generate = facts.sums, facts.activity["generate"]
+    busy = _busy(generate, facts) / generate.most_processes
+    sampled = sums["sampled_sum"]
+    return {
+        "rollout/length_mean": sampled / sums["rollouts"],
+        "rollout/length_max": sums["sampled_max"],
+        "rollout/truncated_frac": sums["truncated_sum"] / sums["rollouts"],
+        "rollout/tokens_per_s": sampled / busy if busy > 0 else NAN,
+    }
+
+
+def _staleness(facts: StepFacts) -> dict[str, float | Histogram]:
+    tokens: Counter[int] = Counter()
+    in_queue = 0
+    for group in facts.groups:
+        for version, count in group.info.version_tokens:
+            tokens[facts.version - version] += count
+            in_queue += (facts.version - group.ready_version) * count
+    total = tokens.total()
+    mean = sum(staleness * count for staleness, count in tokens.items()) / total
+    return {
+        "staleness/mean": mean,
+        "staleness/max": max(tokens),
+        "weights/tokens_per_version": total / len(tokens),
+        "staleness/in_queue_mean": in_queue / total,
+        "staleness/in_flight_mean": mean - in_queue / total,
+        STALENESS_HISTOGRAM: Histogram.of_integers(tokens, maximum=facts.max_staleness),
+    }
+
+
+def _queue(facts: StepFacts) -> dict[str, float | Histogram]:
+    ledger = facts.ledger
+    row: dict[str, float | Histogram] = {
+        f"queue/depth/{stage}": depth for stage, depth in facts.queue.depth.items()
+    }
+    row |= {f"drops/{cause}": count for cause, count in ledger.drops}
+    for name in ("admitted", "trained", "filtered", "dropped", "in_flight"):
+        row[f"ledger/{name}"] = vars(ledger)[name]
+    return row | {
+        "queue/bytes": facts.queue.num_bytes,
+        "queue/oldest_age_s": facts.queue.oldest_age_s,
+        **{f"queue/{name}": count for name, count in facts.queue.counts.items()},
+        "journal/bytes": facts.queue.journal_bytes,
+        "journal/fsync_s": facts.queue.fsync_s,
+    }
+
+
+def _filter(facts: StepFacts) -> dict[str, float | Histogram]:
+    """What the filter took, and the time that went into it: by its share of the tokens.
+
+    Spans do not say it: groups are sampled side by side, and scored in batches.
+    """
+    tally, infos = facts.filtered, [group.info for group in facts.groups]
+    sampled = sum(info.num_loss_tokens for info in infos) + tally.sampled_tokens
+    tokens = sum(info.num_tokens for info in infos) + tally.tokens
+    generate_s, score_s = (
+        _busy(facts.activity[stage], facts) / facts.activity[stage].most_processes
+        if stage in facts.activity
+        else 0.0
+        for stage in (GENERATE.stage, REWARD.stage)
+    )
+    return {
+        "filter/share": tally.groups / (tally.groups + len(infos)),
+        "filter/generate_s": generate_s * tally.sampled_tokens / sampled,
+        "filter/score_s": score_s * tally.tokens / tokens,
+        "filter/oversample": tally.oversample,
+    }
+
+
+def _time(facts: StepFacts) -> dict[str, float | Histogram]:
+    step_s = facts.end_s - facts.start_s
+    busy = {"generate": 0.0, "score": 0.0, "train": 0.0}
+    row: dict[str, float | Histogram] = {}
+    for stage, activity in facts.activity.items():
+        row[f"idle/{stage}"] = idle_fraction(
+            activity.spans,
+            start=facts.start_s,
+            end=facts.end_s,
+            num_processes=activity.num_processes,
+        )
+    for activity in _by_role(facts.activity):
+        busy[activity.kind] += _busy(activity, facts) / activity.most_processes
+    tokens = sum(group.info.num_tokens for group in facts.groups)
+    row |= {f"time/{kind}_s": seconds for kind, seconds in busy.items()}
+    return row | {
+        "time/step_s": step_s,
+        "throughput/tokens_per_s": tokens / step_s,
+        "throughput/groups_per_s": len(facts.groups) / step_s,
+    }
+
+
+def _by_role(activity: Mapping[str, Activity]) -> list[Activity]:
+    """What the processes of each role did in all their stages together."""
+    found: dict[str, Activity] = {}
+    for one in activity.values():
+        before = found.get(one.role)
+        spans = [*before.spans, *one.spans] if before else one.spans
+        found[one.role] = replace(one, spans=spans)
+    return list(found.values())
+
+
+def _busy(activity: Activity, facts: StepFacts) -> float:
+    """Busy seconds in the step, added over the stage's processes."""
+    by_process: dict[str, list[Span]] = {}
+    for span in activity.spans:
+        by_process.setdefault(span.process, []).append(span)
+    return sum(busy_s(own, start=facts.start_s, end=facts.end_s) for own in by_process.values())

@@ -1,0 +1,102 @@
+"""An evaluation spreads over the replicas there are, while they come and go."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamrl.actors.coordination.evaluator import Evaluator, InTurn
+from streamrl.actors.coordination.step_reporter import RoleActors
+from streamrl.config import ModelConfig, RunConfig
+from streamrl.data.config import DataConfig
+from streamrl.dataflow import GENERATE, REWARD
+from streamrl.engines.generator_config import GeneratorConfig
+from streamrl.errors import DeadlineError, GenerationError
+from streamrl.messages import Array, Experience, FinishReason, Prompt, Rollout
+from streamrl.rewards.interface.config import RewardConfig
+from streamrl.simulator.replicas.virtual_loop import run_virtual
+from streamrl.stream.device_lease import Pulse
+from streamrl.stream.run_state import PipelineConfig
+
+
+def test_each_replica_has_its_turn_and_none_that_has_left() -> None:
+    role = RoleActors([GENERATE], ["generator-0", "generator-1"], ["a", "b"])
+    replicas = InTurn(role)
+    assert [replicas.next()[1] for _ in range(3)] == ["a", "b", "a"]
+    role.join("generator-2", "c")
+    assert [replicas.next()[1] for _ in range(4)] == ["b", "c", "a", "b"]
+    role.leave("generator-2")
+    role.leave("generator-0")
+    assert [replicas.next() for _ in range(2)] == [("generator-1", "b")] * 2
+    assert replicas.has("generator-1") and not replicas.has("generator-2")
+
+
+class Replica:
+    """Generator and scorer in one: what takes time is to sample."""
+
+    def __init__(self, seconds: float, *, dies: bool = False) -> None:
+        self._seconds, self._dies = seconds, dies
+        self.sample, self.score = Method(self._sample), Method(self._score)
+
+    async def _sample(self, prompt: Prompt, seeds: Sequence[int], *_: Any) -> list[Rollout]:
+        await asyncio.sleep(self._seconds)
+        if self._dies:
+            self._dies = False
+            raise GenerationError("it was about to be replaced")
+        facts: dict[str, Any] = {"logprobs": [0.0], "versions": [0]}
+        reason = FinishReason.STOP
+        return [
+            Rollout.single_turn(prompt.token_ids, [1], finish_reason=reason, **facts) for _ in seeds
+        ]
+
+    async def _score(self, groups: Sequence[Experience]) -> list[dict[str, Array]]:
+        return [{"scores": np.ones(4, np.float32)} for _ in groups]
+
+
+class Method:
+    """A method of an actor."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def remote(self, *arguments: Any) -> Any:
+        return asyncio.ensure_future(self._function(*arguments))
+
+
+@pytest.mark.parametrize(("moves", "dies"), [(True, False), (True, True), (False, False)])
+def test_its_deadline_counts_the_time_in_which_nothing_moves_on_shared_devices(
+    moves: bool, dies: bool
+) -> None:
+    pulse = Pulse()
+    config = RunConfig(
+        model=ModelConfig(path="model"),
+        data=DataConfig(train="rows.jsonl"),
+        pipeline=PipelineConfig(stall_s=10.0),
+        generator=GeneratorConfig(request_timeout_s=10.0),
+        rewards=[RewardConfig("exact")],
+    )
+    replica = Replica(100.0, dies=dies)
+    sampling, scoring = (RoleActors([each], [each.role], [replica]) for each in (GENERATE, REWARD))
+    prompts = {"held_out": [Prompt("0:0:0", np.array([1], np.int32))]}
+
+    async def main() -> float:
+        async def train() -> None:
+            while True:
+                await asyncio.sleep(15.0)
+                if moves:
+                    pulse.beat()
+
+        training = asyncio.create_task(train())
+        try:
+            result = await Evaluator(config, sampling, scoring, pulse).run(prompts, version=0)
+        finally:
+            training.cancel()
+        return result.pass_at_1
+
+    if moves:
+        assert run_virtual(main()) == 1.0
+    else:
+        with pytest.raises(DeadlineError, match=r"in 20 s|for 20 s"):
+            run_virtual(main())

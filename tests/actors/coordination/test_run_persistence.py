@@ -1,0 +1,83 @@
+"""A checkpoint that the disk refuses: nothing of it is left, and the run can go on."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from streamrl.actors.coordination.run_persistence import STEPS_WITHOUT_ROOM, Durability
+from streamrl.buffer.log.journal import Journal, JournalConfig
+from streamrl.errors import JournalError, NoSpaceError, StreamError
+from streamrl.run_dir.checkpoint import CheckpointConfig, journal_dir
+
+
+class Trainer:
+    async def save(self, writer: Any) -> None:
+        await asyncio.sleep(0.01)
+        (writer.dirs("policy")[0]).mkdir(parents=True)
+
+
+class Shard:
+    """Refuses when it is asked to."""
+
+    def __init__(self, cut: StreamError | None = None, snapshot: StreamError | None = None) -> None:
+        self._cut, self._snapshot = cut, snapshot
+        self.discarded: list[int] = []
+
+    async def cut(self) -> int:
+        if self._cut:
+            raise self._cut
+        return 1
+
+    async def snapshot(self, cut: int, out: Path, *, timeout_s: float) -> None:
+        out.mkdir(parents=True)
+        if self._snapshot:
+            raise self._snapshot
+
+    async def discard_before(self, cut: int) -> None:
+        self.discarded.append(cut)
+
+
+def saved(run_dir: Path, shard: Shard) -> Any:
+    """One checkpoint of version 3; `save` again by awaiting what is returned once more."""
+    journal = SimpleNamespace(max_mb=1, enabled=True)
+    config: Any = SimpleNamespace(
+        checkpoint=CheckpointConfig(), queue=SimpleNamespace(journal=journal)
+    )
+    shards: Any = [shard]
+    durability = Durability(config, run_dir, shards, None)
+    durability._journal = Journal(journal_dir(run_dir, "books"), JournalConfig())
+    admission = SimpleNamespace(version=3, ledger=SimpleNamespace(state_dict=dict))
+    control: Any = SimpleNamespace(
+        books=SimpleNamespace(steps={}),
+        admission=admission,
+        booking=asyncio.Lock(),
+        prompts=SimpleNamespace(state_dict=dict),
+        dials=SimpleNamespace(state_dict=dict),
+    )
+    trainers: Any = [Trainer()]
+
+    async def reported() -> None:
+        await asyncio.sleep(0)
+
+    return durability, lambda: durability.save(control, trainers, reported)
+
+
+@pytest.mark.parametrize("where", ["cut", "snapshot"])
+@pytest.mark.parametrize("kind", [NoSpaceError, JournalError])
+async def test_nothing_is_left_of_a_checkpoint_that_a_journal_refuses(
+    tmp_path: Path, where: str, kind: type[StreamError]
+) -> None:
+    refusal = kind("00000002.journal cannot be begun: No space left on device")
+    shard = Shard(**{where: refusal})
+    durability, save = saved(tmp_path, shard)
+    with pytest.raises(kind, match="cannot be begun"):
+        await save()
+    assert list((tmp_path / "checkpoints").iterdir()) == [] and shard.discarded == []
+    is_put_off = not durability.is_due(3 + STEPS_WITHOUT_ROOM - 1, 1 << 30)
+    assert is_put_off == (kind is NoSpaceError)
+    shard._cut = shard._snapshot = None
+    path = await save()
+    assert path == tmp_path / "checkpoints" / "step_000003" and shard.discarded == [1]

@@ -1,0 +1,289 @@
+"""A change of replicas, step by step, on a crew that only notes what it is told."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.actors.coordination.step_reporter import RoleActors
+from streamrl.actors.launch.elastic import LEAVE_S, PLACE_S, Scaling
+from streamrl.actors.launch.startup import Starting
+from streamrl.config import load_config
+from streamrl.dataflow import dataflow_for
+from streamrl.errors import ActorLostError, ConfigError, WeightsError
+from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.run_dir.control_requests import FOLDER, Answer, Mailbox, Request
+
+RECIPE = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
+START_S = 30.0
+STALL_S = load_config(RECIPE).pipeline.stall_s
+
+
+@dataclass
+class FakeCrew:
+    """Replies are words; those in `errors` are errors."""
+
+    roles: dict[str, RoleActors] = field(default_factory=dict)
+    gone: list[str] = field(default_factory=list)
+    sent_off: list[str] = field(default_factory=list)
+    errors: dict[str, Exception] = field(default_factory=dict)
+    room: int = 8
+
+    def check_room(self, counts: Mapping[str, int]) -> None:
+        if max(counts.values()) > self.room:
+            raise ConfigError(f"the cluster has {self.room}")
+
+    def hire(self, role: str) -> tuple[str, Any]:
+        taken = [*self.roles[role].names, *self.hired]
+        name = next(n for i in range(99) if (n := f"{role}-{i}") not in taken)
+        self.hired.append(name)
+        return name, f"placed {name}"
+
+    hired: list[str] = field(default_factory=list)
+
+    def asks_for(self, role: str) -> str:
+        return "asks for 1 GPU; 0 GPUs are free"
+
+    def begin(self, name: str, role: str) -> Any:
+        return f"started {name}"
+
+    def enlist(self, name: str, role: str) -> tuple[Any, Any]:
+        self.roles[role].join(name, name)
+        return f"run {name}", f"serving {name}"
+
+    def send_off(self, name: str, role: str) -> None:
+        self.roles[role].leave(name)
+        self.sent_off.append(name)
+
+    def part_with(self, name: str) -> None:
+        self.gone.append(name)
+
+    def take_back(self, name: str, role: str) -> None:
+        self.roles[role].leave(name)
+        self.gone.append(name)
+
+    def dismiss(self, name: str) -> None:
+        self.gone.append(name)
+
+    def answer(self, reply: Any, name: str) -> Any:
+        if reply in self.errors:
+            raise self.errors[reply]
+        return 17
+
+
+class FakeMailbox(Mailbox):
+    """Requests in, answers out."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.requests: list[Request] = []
+        self.answers: list[Answer] = []
+
+    def take(self) -> list[Request]:
+        found, self.requests = self.requests, []
+        return found
+
+    def answer(self, request: str, answer: Answer) -> None:
+        self.answers.append(answer)
+
+
+class Run:
+    """A run with so many generators, a scorer and a trainer."""
+
+    def __init__(self, generators: int, folder: Path, *overrides: str) -> None:
+        names = [f"generator-{i}" for i in range(generators)]
+        calls = dataflow_for((*ROLLOUT_COLUMNS, "scores")).roles
+        self.now = 0.0
+        self.crew = FakeCrew(
+            {
+                "generator": RoleActors(calls["generator"], names, list(names)),
+                "reward": RoleActors(calls["reward"], ["reward-0"], ["reward-0"]),
+                "policy": RoleActors(calls["policy"], ["trainer-0"], ["trainer-0"]),
+            }
+        )
+        self.mailbox = FakeMailbox(folder)
+        self.loops: dict[Any, str] = {f"run {name}": name for name in [*names, "reward-0"]}
+        self.starting = Starting(START_S, clock=lambda: self.now)
+        self.events: list[tuple[str, Any]] = []
+        self.scaling = Scaling(
+            load_config(RECIPE, overrides),
+            self.crew,  # type: ignore[arg-type]
+            self.mailbox,
+            loops=self.loops,
+            starting=self.starting,
+            clock=lambda: self.now,
+        )
+
+    def ask(self, **counts: int) -> None:
+        self.mailbox.requests.append(Request("id", counts))
+        self.look()
+
+    def look(self, after_s: float = 1.0) -> None:
+        self.now += after_s
+        self.scaling.look(self._note)
+
+    def _note(self, event: Any) -> None:
+        self.events.append((event.name, event.fields["actor"]))
+
+    def reply(self, *replies: str) -> None:
+        for reply in replies:
+            assert reply in self.scaling
+            self.scaling.arrived(reply, self._note)
+        self.look()
+
+    @property
+    def line(self) -> str:
+        (answer,) = self.mailbox.answers
+        (line,) = answer.lines
+        return f"{'done' if answer.is_done else 'failed'}: {line}"
+
+
+def test_those_that_join_get_a_place_start_and_serve(tmp_path: Path) -> None:
+    run = Run(2, tmp_path)
+    run.ask(generator=4)
+    for name in ("generator-2", "generator-3"):
+        run.reply(f"placed {name}", f"started {name}")
+        assert run.loops[f"run {name}"] == name, "it is one of the run's from here on"
+        assert not run.mailbox.answers
+        run.reply(f"serving {name}")
+    what = "generator-2, generator-3 joined, serving version 17"
+    assert run.line == f"done: generators: 2 -> 4 ({what})"
+    assert run.events == [("joined", "generator-2"), ("joined", "generator-3")]
+
+
+def test_those_with_the_highest_numbers_leave_and_their_loops_are_not_missed(
+    tmp_path: Path,
+) -> None:
+    run = Run(3, tmp_path)
+    run.ask(generator=1)
+    assert sorted(run.crew.sent_off) == ["generator-1", "generator-2"]
+    assert set(run.loops.values()) == {"generator-0", "reward-0"}
+    assert not run.crew.gone, "they still hold something"
+    run.reply("run generator-2")
+    # Whether it ends by itself, dies or is silent: it has left.
+    run.look(after_s=LEAVE_S + 1)
+    run.look()
+    assert run.line == "done: generators: 3 -> 1 (generator-2, generator-1 left)"
+    assert run.crew.gone == ["generator-2", "generator-1"]
+
+
+def test_one_that_is_on_its_way_back_leaves_at_once(tmp_path: Path) -> None:
+    run = Run(2, tmp_path)
+    del run.loops["run generator-1"]
+    run.starting.add("back generator-1", "generator-1")
+    run.ask(generator=1)
+    run.look()
+    assert run.line == "done: generators: 2 -> 1 (generator-1 left)"
+    assert list(run.starting) == []
+
+
+def test_a_newcomer_that_fails_is_told_of_and_the_run_goes_on(tmp_path: Path) -> None:
+    run = Run(1, tmp_path)
+    run.crew.errors["started generator-1"] = ActorLostError("generator-1: the actor died")
+    run.ask(generator=4)
+    run.reply("placed generator-1", "started generator-1", "placed generator-2")
+    run.look(after_s=START_S + 0.5)
+    assert not run.mailbox.answers
+    run.look(after_s=PLACE_S)
+    run.look()
+    assert run.line == (
+        "failed: generators: 1 -> 1 (generator-1 cannot join: generator-1: the actor died;"
+        " generator-2 cannot join: it was not ready within 30 s;"
+        " generator-3 cannot join: it has no place after 60 s: it asks for 1 GPU; 0 GPUs are free)"
+    )
+    assert run.crew.gone == ["generator-1", "generator-2", "generator-3"]
+    assert run.events == []
+
+
+@pytest.mark.parametrize("told_by", ["its loops", "its answer", "nobody"])
+def test_a_newcomer_that_never_serves_is_turned_down_and_the_run_goes_on(
+    tmp_path: Path, told_by: str
+) -> None:
+    run = Run(1, tmp_path)
+    run.crew.errors["serving generator-1"] = WeightsError("bucket 0: gone")
+    run.ask(generator=2)
+    run.reply("placed generator-1", "started generator-1")
+    assert run.loops["run generator-1"] == "generator-1"
+    match told_by:
+        case "its loops":
+            del run.loops["run generator-1"]
+            assert run.scaling.turns_down("generator-1", "bucket 0: gone\nmore")
+        case "its answer":
+            run.reply("serving generator-1")
+        case "nobody":
+            run.look(after_s=STALL_S + 1)
+    run.look()
+    reason = "bucket 0: gone"
+    if told_by == "nobody":
+        reason = f"it held no version of the weights after {STALL_S:g} s"
+    assert run.line == f"failed: generators: 1 -> 1 (generator-1 cannot join: {reason})"
+    assert run.crew.gone == ["generator-1"]
+    assert run.crew.roles["generator"].names == ["generator-0"]
+    assert set(run.loops.values()) == {"generator-0", "reward-0"}
+    assert run.events == []
+
+
+def test_one_that_has_served_is_the_runs_and_not_turned_down(tmp_path: Path) -> None:
+    run = Run(1, tmp_path)
+    run.ask(generator=2)
+    run.reply("placed generator-1", "started generator-1", "serving generator-1")
+    assert not run.scaling.turns_down("generator-1", "it died")
+    assert not run.scaling.turns_down("generator-0", "it died")
+    assert run.crew.gone == []
+
+
+def test_changes_are_made_one_after_the_other(tmp_path: Path) -> None:
+    run = Run(1, tmp_path)
+    run.ask(generator=2)
+    run.ask(generator=1)
+    run.reply("placed generator-1", "started generator-1")
+    assert run.crew.sent_off == []
+    run.reply("serving generator-1")
+    run.look()
+    run.reply("run generator-1")
+    assert [answer.lines[0] for answer in run.mailbox.answers] == [
+        "generators: 1 -> 2 (generator-1 joined, serving version 17)",
+        "generators: 2 -> 1 (generator-1 left)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("counts", "line"),
+    [
+        ({"generator": 2}, "done: generators: 2 -> 2 (nothing to do)"),
+        ({"generator": 9}, "failed: the cluster has 8"),
+        ({"value": 2}, "failed: this run has no value to scale, only generators, scorers"),
+        ({"policy": 2}, "failed: this run has no policy to scale, only generators, scorers"),
+    ],
+)
+def test_what_needs_no_change_or_cannot_be_is_answered_at_once(
+    tmp_path: Path, counts: dict[str, int], line: str
+) -> None:
+    run = Run(2, tmp_path)
+    run.ask(**counts)
+    assert run.line == line
+
+
+def test_in_a_colocated_run_generators_stay_with_the_ranks_and_scorers_may_be_more(
+    tmp_path: Path,
+) -> None:
+    run = Run(1, tmp_path, "placement.mode=colocated")
+    run.ask(generator=2)
+    assert run.line == (
+        "failed: placement.mode=colocated: each of trainer.world_size=1 ranks has a generator in"
+        " its process; generators cannot be scaled"
+    )
+    assert not run.crew.hired
+    run.mailbox.answers.clear()
+    run.ask(reward=2)
+    assert run.crew.hired == ["reward-1"]
+
+
+def test_nobody_can_ask_a_run_that_has_ended(tmp_path: Path) -> None:
+    run = Run(1, tmp_path)
+    run.ask(generator=2)
+    run.ask(generator=3)
+    run.scaling.close()
+    assert not (tmp_path / FOLDER).exists()

@@ -1,0 +1,371 @@
+"""The fork server: what a forked worker is like, and when a worker starts as Ray starts it."""
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from streamrl.actors.launch.fork_server import (
+    FORK_VARIABLE,
+    LEVELS,
+    OPEN_FILES,
+    _is_forkable,
+)
+from streamrl.actors.launch.launch_worker import (
+    LEVEL_VARIABLE,
+    SOCKETS_VARIABLE,
+    fork_worker,
+    is_same_user,
+    socket_address,
+)
+from streamrl.engines.vllm.environment import generation_env
+
+# A command with two light levels: the second is imported under X=1.
+COMMAND = """
+import sys, time
+from streamrl.actors.launch import fork_server
+from streamrl.actors.launch.fork_server import Level
+base = Level("base", "", ("numpy",))
+second = Level("second", "base", ("wave",), {"X": "1"})
+broken = Level("broken", "base", ("no_such_module",))
+draws = Level("draws", "base", ("draws_an_id",))
+threads = Level("threads", "base", ("starts_a_thread",))
+fork_server.start_fork_server([base, second, broken, draws, threads])
+print(fork_server.refusal(), flush=True)
+import os
+print(os.environ.get("STREAMRL_FORK_SERVER"), flush=True)
+time.sleep(60)
+"""
+WORKER = """
+import gc, json, os, resource, signal, subprocess, sys
+import numpy
+found = {
+    "argv": sys.argv[1:], "cwd": os.getcwd(), "name": __name__, "Y": os.environ.get("Y"),
+    "has_module": "wave" in sys.modules, "draw": float(numpy.random.random()),
+    "leads_its_group": os.getpgid(0) == os.getpid(), "parent": os.getppid(), "pid": os.getpid(),
+    "session": os.getsid(0), "collects": gc.isenabled(),
+    "waits": subprocess.run(["sh", "-c", "exit 3"]).returncode == 3,
+    "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+}
+with open(sys.argv[1], "w") as file:
+    json.dump(found, file)
+if "stay" in sys.argv:
+    import time
+    time.sleep(60)
+sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2].isdigit() else 0)
+"""
+
+
+@contextmanager
+def command_of(code: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """A command that has started a fork server, whose sockets are in this environment."""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "\n", "there is a reason why no levels started"
+            monkeypatch.setenv(SOCKETS_VARIABLE, process.stdout.readline().strip())
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
+    """A command whose levels import a module of its own as well."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # a user's choice is no reason not to fork
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "draws_an_id.py").write_text("import ray; ray.ObjectID.from_random()")
+    (folder / "starts_a_thread.py").write_text(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    with command_of(COMMAND, monkeypatch) as process:
+        yield process
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> str:
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    return str(path)
+
+
+def ray_arguments(worker: str, *words: str, env: dict[str, str] | None = None, **context):
+    serialized = json.dumps({"env_vars": env or {}, **context})
+    options = ["--language=PYTHON", f"--serialized-runtime-env-context={serialized}"]
+    return [worker, *options, *words]
+
+
+def what_it_found(path: Path) -> dict:
+    deadline = time.monotonic() + 30
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline, "the worker wrote nothing in 30 s"
+        time.sleep(0.01)
+    time.sleep(0.05)
+    return json.loads(path.read_text())
+
+
+def test_a_forked_worker_has_arguments_environment_and_directory_of_its_launcher(
+    command, worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "found.json"
+    assert fork_worker(ray_arguments(worker, str(out), env={"Y": "why"}))
+    found = what_it_found(out)
+    assert found["argv"] == [str(out)], "the options of Ray's setup script are taken out"
+    assert found["cwd"] == str(tmp_path)
+    assert found["name"] == "__main__"
+    assert found["Y"] == "why"
+    assert found["leads_its_group"], "Ray kills what a worker leaves behind by its process group"
+    assert found["session"] != os.getsid(0), "Ctrl-C in the terminal is for the command"
+    assert found["collects"]
+    assert found["waits"], "it learns how its own children end"
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert found["open_files"] >= min(most, OPEN_FILES)
+
+
+def test_a_worker_is_forked_from_the_level_it_names_and_draws_numbers_of_its_own(
+    command, worker: str, tmp_path: Path
+) -> None:
+    draws = []
+    for i, level in enumerate(["base", "second", "second"]):
+        out = tmp_path / f"{i}.json"
+        env = {LEVEL_VARIABLE: level, "X": "1"}
+        assert fork_worker(ray_arguments(worker, str(out), env=env))
+        found = what_it_found(out)
+        assert found["has_module"] == (level == "second")
+        draws.append(found["draw"])
+    assert len(set(draws)) == 3
+
+
+@pytest.mark.parametrize(
+    ("env", "context"),
+    [
+        ({LEVEL_VARIABLE: "second", "X": "2"}, {}),
+        ({LEVEL_VARIABLE: "second"}, {}),
+        ({LEVEL_VARIABLE: "broken"}, {}),
+        ({LEVEL_VARIABLE: "none"}, {}),
+        ({LEVEL_VARIABLE: "draws"}, {}),
+        ({LEVEL_VARIABLE: "threads"}, {}),
+        ({}, {"py_executable": "python-of-a-container"}),
+        ({}, {"command_prefix": ["nsys"]}),
+    ],
+    ids=[
+        "other environment",
+        "no environment",
+        "cannot import",
+        "no level",
+        "draws ids",
+        "has a thread",
+        "python",
+        "prefix",
+    ],
+)
+def test_a_worker_that_needs_something_else_is_left_to_ray(
+    command, worker: str, tmp_path: Path, env: dict[str, str], context: dict
+) -> None:
+    assert not fork_worker(ray_arguments(worker, str(tmp_path / "x"), env=env, **context))
+    assert not (tmp_path / "x").exists()
+
+
+def test_nothing_is_forked_where_a_gpu_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.actors.launch.fork_server.os.listdir", lambda path: ["1"])
+    assert _is_forkable()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert not _is_forkable()
+
+
+def test_a_level_forks_nothing_for_another_user(
+    command, worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user asks, or this one under another name where it cannot become another."""
+    asked, out = os.environ[SOCKETS_VARIABLE], tmp_path / "found.json"
+    here, there = socket.socketpair()
+    with here, there, monkeypatch.context() as patch:
+        assert is_same_user(here)
+        patch.setattr(os, "getuid", lambda: 12345)
+        assert not is_same_user(here)
+        assert not fork_worker(ray_arguments(worker, str(out)))
+    if os.geteuid() == 0:
+        done = subprocess.run(
+            ["/usr/bin/python3", "-c", STRANGER, socket_address(asked, "base")[1:]],
+            user=NOBODY,
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+        assert done.stdout == "hung up\n"
+    assert not out.exists()
+    assert fork_worker(ray_arguments(worker, str(out))), "it still answers its own"
+
+
+NOBODY = 65534
+STRANGER = """
+import json, socket, sys
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect("\\0" + sys.argv[1])
+    connection.settimeout(20)
+    socket.send_fds(connection, [b"f"], (0, 1, 2))
+    request = {"argv": ["-"], "env": {}, "cwd": "/"}
+    try:
+        connection.sendall(json.dumps(request).encode() + b"\\n")
+        answer = connection.recv(1)
+    except ConnectionError:
+        answer = b""
+print(answer or "hung up")
+"""
+
+
+def test_a_launcher_says_nothing_to_a_listener_of_another_user(
+    worker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name in the abstract namespace is free once the level that had it has ended."""
+    name = f"streamrl-test-{os.getpid()}"
+    monkeypatch.setenv(SOCKETS_VARIABLE, name)
+    with socket.socket(socket.AF_UNIX) as squatter:
+        squatter.bind(socket_address(name, "base"))
+        squatter.listen()
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        assert not fork_worker(ray_arguments(worker))
+        connection, _ = squatter.accept()
+        with connection:
+            assert connection.recv(1) == b""
+
+
+def test_without_a_server_a_worker_is_left_to_ray(
+    worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SOCKETS_VARIABLE, raising=False)
+    assert not fork_worker(ray_arguments(worker))
+    monkeypatch.setenv(SOCKETS_VARIABLE, str(tmp_path / "gone"))
+    assert not fork_worker(ray_arguments(worker))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_levels_and_workers_end_with_the_command_however_it_ends(
+    command, worker: str, tmp_path: Path, sent: signal.Signals
+) -> None:
+    out = tmp_path / "found.json"
+    assert fork_worker(ray_arguments(worker, str(out), "stay"))
+    found = what_it_found(out)
+    assert psutil.pid_exists(found["pid"])
+    started = psutil.Process(command.pid).children(recursive=True)
+    assert {found["pid"], found["parent"]} <= {process.pid for process in started}
+    command.send_signal(sent)
+    command.wait(10)
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert not alive
+
+
+def printed_by(code: str, **variables: str) -> list[str]:
+    """What a command prints that ends before it would sleep."""
+    env = {name: value for name, value in os.environ.items() if name != SOCKETS_VARIABLE}
+    code = code.replace("time.sleep(60)", "")
+    words = [sys.executable, "-c", code]
+    return subprocess.check_output(
+        words, env={**env, **variables}, text=True, timeout=120
+    ).splitlines()
+
+
+def test_levels_start_whatever_the_process_has_done_before(
+    worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (
+        "import ray, threading, time; ray.remote(int)\n"
+        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    with command_of(before + COMMAND, monkeypatch):
+        out = tmp_path / "found.json"
+        assert fork_worker(ray_arguments(worker, str(out)))
+        assert what_it_found(out)["parent"]
+
+
+def test_levels_that_cannot_be_started_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = "import sys; sys.executable = 'no-such-python'\n"
+    reason, sockets = printed_by(none + COMMAND)
+    assert reason.startswith("workers import their libraries one by one, for seconds: ")
+    assert "no-such-python" in reason
+    assert sockets == "None"
+
+
+def test_levels_that_have_ended_are_a_note_and_are_started_anew() -> None:
+    restarts = (
+        "import os, signal\n"
+        "first = fork_server._server.process\n"
+        "os.kill(first.pid, signal.SIGKILL); first.wait()\n"
+        "print(fork_server.refusal())\n"
+        "fork_server.start_fork_server([base])\n"
+        "print(fork_server.is_serving(), fork_server._server.process is not first)\n"
+    )
+    *_, reason, anew = printed_by(COMMAND + restarts)
+    assert reason.endswith("the process that should fork them has ended with -9")
+    assert anew == "True True"
+
+
+def test_levels_of_a_command_around_this_one_are_left_alone() -> None:
+    around = {SOCKETS_VARIABLE: "streamrl-of-another", FORK_VARIABLE: "0"}
+    assert printed_by(COMMAND, **around) == ["", "None"]
+
+
+def test_a_user_can_have_workers_start_as_ray_starts_them() -> None:
+    assert printed_by(COMMAND, **{FORK_VARIABLE: "0"}) == ["", "None"]
+
+
+def test_no_two_forks_of_a_level_draw_the_same_id_from_ray() -> None:
+    code = (
+        "from streamrl.actors.launch import fork_server\n"
+        "for level in fork_server.LEVELS: fork_server._import(level)\n"
+        "print(fork_server._draws_unique_ids())\n"
+        "import ray; ray.remote(int)\n"
+        "print(fork_server._draws_unique_ids())\n"
+    )
+    assert printed_by(code, **generation_env("cpu"))[-2:] == ["True", "False"]
+
+
+KILLED_LEVEL = """
+import os, signal
+from streamrl.actors.launch import fork_server
+fork_server.start_fork_server()
+import psutil, ray
+from streamrl.actors.launch.local_ray import local_ray
+
+class Actor:
+    def find(self):
+        return os.getpid(), psutil.Process().ppid()
+
+# Ray may start it again on a worker of the same level that is dying as well.
+options = {"max_restarts": -1, "max_task_retries": -1, "num_cpus": 0}
+with local_ray(2, 200 << 20):
+    actor = ray.remote(Actor).options(**options).remote()
+    pid, level = ray.get(actor.find.remote())
+    assert level == fork_server._server.process.pid
+    os.kill(level, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(pid)], timeout=30)
+    print(ray.get(actor.find.remote(), timeout=60)[1] != level)
+"""
+
+
+def test_an_actor_whose_level_is_killed_is_started_again_as_ray_does_it() -> None:
+    # Among what Ray says of the death, whenever it does.
+    assert "True" in printed_by(KILLED_LEVEL)
+
+
+def test_every_level_forks_from_one_before_it() -> None:
+    for i, level in enumerate(LEVELS):
+        assert level.parent in {"", *(one.name for one in LEVELS[:i])}

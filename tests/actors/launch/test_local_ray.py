@@ -1,0 +1,120 @@
+"""A Ray instance of one's own: its token, and what of it others can reach."""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from streamrl.actors.launch.fork_server import TOKEN_MODE
+from streamrl.actors.launch.local_ray import (
+    LONGEST_SOCKET,
+    SESSION,
+    TOKEN_VARIABLE,
+    _private_folder,
+    ray_environment,
+)
+from streamrl.errors import ActorError
+from tests.e2e.outside import listening
+
+
+@pytest.fixture
+def place(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """A directory for Ray with a short path."""
+    made = Path("/tmp", f"streamrl-test-{os.getpid()}")
+    made.mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(made))
+    yield made
+    for one in made.iterdir():
+        one.unlink() if one.is_symlink() or one.is_file() else one.rmdir()
+    made.rmdir()
+
+
+def test_the_directory_of_sockets_and_logs_is_its_users_alone(place: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = _private_folder()
+    finally:
+        os.umask(before)
+    assert folder == place / f"streamrl-{os.getuid()}"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert _private_folder() == folder
+
+
+@pytest.mark.parametrize("what", ["open", "link", "file"])
+def test_a_directory_that_others_may_enter_or_have_put_there_is_refused(
+    place: Path, what: str
+) -> None:
+    folder = place / f"streamrl-{os.getuid()}"
+    if what == "open":
+        folder.mkdir()
+        folder.chmod(0o755)
+    elif what == "link":
+        (place / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(place / "elsewhere")
+    else:
+        folder.touch()
+    with pytest.raises(ActorError) as caught:
+        _private_folder()
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_where_the_paths_of_sockets_would_be_too_long_the_directory_is_in_tmp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp/" + "x" * 60)
+    folder = _private_folder()
+    assert folder.parent == Path("/tmp")
+    assert len(f"{folder}{SESSION}") <= LONGEST_SOCKET
+
+
+def test_a_directory_that_cannot_be_made_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/nowhere")
+    with pytest.raises(ActorError, match=r"^Ray did not start: /nowhere/streamrl-\d+: No such"):
+        _private_folder()
+
+
+def test_what_a_user_has_set_for_ray_is_there_again_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv(TOKEN_VARIABLE, "of a cluster")
+    with ray_environment({**TOKEN_MODE, TOKEN_VARIABLE: "own", "STREAMRL_TEST": "1"}):
+        assert (os.environ["RAY_AUTH_MODE"], os.environ[TOKEN_VARIABLE]) == ("token", "own")
+    assert (os.environ["RAY_AUTH_MODE"], os.environ[TOKEN_VARIABLE]) == ("disabled", "of a cluster")
+    assert "STREAMRL_TEST" not in os.environ
+
+
+class Listing:
+    """Tells what its process knows, and where it listens."""
+
+    def look(self) -> tuple[str | None, str, list[str]]:
+        address = ray.util.get_node_ip_address()
+        return os.environ.get(TOKEN_VARIABLE), address, listening(psutil.Process())
+
+
+def command_of(process: psutil.Process) -> str:
+    """What a process was started with; empty of one that has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_an_instance_listens_on_the_loopback_device_and_its_workers_have_its_token() -> None:
+    actor: Any = ray.remote(num_cpus=0)(Listing).remote()
+    token, address, places = ray.get(actor.look.remote(), timeout=60.0)
+    assert token == os.environ[TOKEN_VARIABLE] and len(token) == 64
+    assert address == "127.0.0.1"
+    started = psutil.Process().children(recursive=True)
+    places += [place for process in started for place in listening(process)]
+    assert len(places) > 3
+    assert {place.rpartition(":")[0] for place in places} == {"127.0.0.1"}
+    assert not [process for process in started if token in command_of(process)]

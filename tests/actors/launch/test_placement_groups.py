@@ -1,0 +1,176 @@
+"""Slots that are reserved together, and told of when there is no room."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from streamrl.actors.launch import placement_groups as seats_module
+from streamrl.actors.launch.placement_groups import OwnSeats, Seats, give_back, neighbours, reserve
+from streamrl.errors import ConfigError
+from streamrl.placement import Demand, lay_out
+from tests.actors.conftest import CPUS
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+COUNTS = {"policy": 2, "generator": 2, "reference": 1, "reward": 1}
+POOLS = [{"policy": 1.0, "generator": 1.0, "reference": 0.5, "reward": 0.5}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def held(local_ray: None) -> Iterator[PlacementGroup]:
+    """What leaves three slots of one CPU to these tests."""
+    group = reserve([{"CPU": CPUS - 3.0}], timeout_s=60.0)
+    yield group
+    give_back(group)
+
+
+class Where:
+    """Says what it has of a slot."""
+
+    def share(self) -> dict[str, float]:
+        return dict(ray.get_runtime_context().get_assigned_resources())
+
+
+def test_every_actor_has_its_part_of_its_slot_and_the_slots_are_given_back() -> None:
+    said: list[str] = []
+    seats = Seats(lay_out(POOLS, COUNTS), is_hybrid=True, on_gpu=(), waiting=said.append)
+    # Policy and generator are one process, beside which there is one more in each slot.
+    options = [seats.options(role, 0) for role in ("policy", "reference", "reward")]
+    indices = [each["scheduling_strategy"].placement_group_bundle_index for each in options]
+    assert indices == [0, 0, 1]
+    assert shares(options) == [{"CPU": 0.5}] * 3
+    said.clear()
+    with pytest.raises(ConfigError, match=r"2 slots of 1 CPU each found no room in 2 s; free are"):
+        reserve([{"CPU": 1.0}] * 2, timeout_s=2.0, waiting=said.append)
+    assert set(said) == {"waiting for room for 2 slots"}
+    seats.close()
+    remove_placement_group(reserve([{"CPU": 1.0}] * 3, timeout_s=60.0))
+
+
+@pytest.mark.slow
+def test_only_a_slot_where_somebody_computes_on_a_gpu_is_one_and_only_they_have_parts_of_it() -> (
+    None
+):
+    counts = {"policy": 1, "generator": 1, "reference": 1, "reward": 2}
+    pools = [{"policy": 1.0, "generator": 1.0, "reference": 1.0, "reward": 1.0}]
+    on_gpu = {"policy", "generator", "reference"}
+    seats = Seats(lay_out(pools, counts), is_hybrid=True, on_gpu=on_gpu, waiting=print)
+    places = [("policy", 0), ("reference", 0), ("reward", 0), ("reward", 1)]
+    third = pytest.approx(1 / 3, abs=1e-3)
+    assert shares([seats.options(*place) for place in places]) == [
+        {"CPU": third, "GPU": 0.5},
+        {"CPU": third, "GPU": 0.5},
+        {"CPU": third},
+        {"CPU": 1.0},
+    ]
+    both = "1 slots of 1 CPU and 1 GPU each and 1 slots of 1 CPU each found no room in 1 s"
+    with pytest.raises(ConfigError, match=both):
+        reserve([{"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}], timeout_s=1.0)
+    seats.close()
+
+
+def test_neighbouring_slots_are_on_one_node_as_far_as_can_be() -> None:
+    gpu, cpu = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}
+    assert neighbours([gpu] * 6, ["a", "b", "a", "b", "a", "b"]) == [0, 2, 4, 1, 3, 5]
+    assert neighbours([gpu] * 3, ["a", "a", "a"]) == [0, 1, 2]
+    # What is to be a GPU is one.
+    assert neighbours([gpu, gpu, gpu, cpu], ["a", "b", "a", "a"]) == [0, 2, 1, 3]
+    assert neighbours([gpu, cpu, gpu], ["b", "a", "b"]) == [0, 1, 2]
+
+
+def shares(options: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """What actors that are made so have."""
+    remote: Any = ray.remote(Where)
+    actors = [remote.options(**each).remote() for each in options]
+    found = ray.get([actor.share.remote() for actor in actors], timeout=120)
+    return [{k: v for k, v in each.items() if k in ("CPU", "GPU") and v} for each in found]
+
+
+def test_a_wait_for_room_can_be_broken_off_and_leaves_nothing(held: PlacementGroup) -> None:
+    def stop(text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reserve([{"CPU": 1.0}] * 4, waiting=stop)
+    groups = placement_group_table()
+    del groups[held.id.hex()]
+    assert {group["state"] for group in groups.values()} == {"REMOVED"}
+
+
+def ranks(count: int, *, role: str = "trainer", cpus: int = 1, gpus: int = 0) -> Demand:
+    """What so many ranks of a model ask for."""
+    key = f"{role}.world_size"
+    return Demand((), role=role, key=key, count=count, cpus=cpus, gpus=gpus)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_model_have_slots_of_their_own_which_are_given_back() -> None:
+    said: list[str] = []
+    # A rank alone takes a place as any actor does, and what asks for nothing has no slot.
+    demands = {"policy": ranks(3), "critic": ranks(1), "cost_critic": ranks(2, cpus=0)}
+    here = ray.get_runtime_context().get_node_id()
+    seats = OwnSeats(demands, node=here, waiting=said.append)
+    assert [role for role in demands if role in seats] == ["policy"]
+    options = [seats.options("policy", rank) for rank in range(3)]
+    indices = [each["scheduling_strategy"].placement_group_bundle_index for each in options]
+    assert indices == [0, 1, 2]
+    assert shares(options) == [{"CPU": 1.0}] * 3
+    seats.close()
+    remove_placement_group(reserve([{"CPU": 1.0}] * 3, timeout_s=60.0))
+
+
+def test_a_model_whose_ranks_find_no_room_is_named_and_no_other_keeps_its_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    remove_placement_group(reserve([{"CPU": 1.0}] * 3, timeout_s=60.0))
+    monkeypatch.setattr(seats_module, "ROOM_S", 2.0)
+    said: list[str] = []
+    words = (
+        r"^trainer.world_size=2: 2 slots of 1 CPU each found no room in 2 s; free are \S+ of 5 CPU"
+    )
+    with pytest.raises(ConfigError, match=words):
+        demands = {"critic": ranks(2, role="critic"), "policy": ranks(2)}
+        OwnSeats(demands, node="", waiting=said.append)
+    assert "trainer: waiting for room for 2 slots" in said
+    remove_placement_group(reserve([{"CPU": 1.0}] * 3, timeout_s=60.0))
+
+    # A core that nobody asks for is no part of a slot.
+    with pytest.raises(ConfigError, match=r"2 slots of 1 GPU each .* free are \S+ of 1 GPU$"):
+        OwnSeats({"policy": ranks(2, cpus=0, gpus=1)}, node="", waiting=said.append)
+
+
+def test_slots_of_a_cluster_that_is_lost_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, asked = reserve([{"CPU": 1.0}]), threading.Event()
+
+    def unanswered(group: Any) -> None:
+        asked.set()
+        threading.Event().wait()
+
+    def refused(group: Any) -> None:
+        raise ray.exceptions.RaySystemError("lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(seats_module, "GIVE_BACK_S", 0.1)
+        patch.setattr(seats_module, "remove_placement_group", unanswered)
+        give_back(group)
+        assert asked.wait(60.0)
+        # Without a connection, Ray is asked nothing: it would look for a cluster.
+        asked.clear()
+        patch.setattr(ray, "is_initialized", lambda: False)
+        give_back(group)
+        assert not asked.is_set()
+    with monkeypatch.context() as patch:
+        patch.setattr(seats_module, "GIVE_BACK_S", 60.0)
+        patch.setattr(seats_module, "remove_placement_group", refused)
+        patch.setattr(threading, "excepthook", lambda arguments: asked.set())
+        give_back(group)
+        assert not asked.is_set()
+    remove_placement_group(group)

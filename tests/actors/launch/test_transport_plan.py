@@ -1,0 +1,145 @@
+"""What a run counts before it decides how weights travel."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from streamrl.actors.launch import transport_plan
+from streamrl.actors.launch.transport_plan import plan_travel
+from streamrl.actors.transport.transport_spec import WeightTravel
+from streamrl.config import RunConfig, load_config
+from streamrl.config.preflight import Prepared, demands
+from streamrl.errors import ConfigError
+from streamrl.placement import Demand
+from streamrl.weights.config import DELTA, STORE, TRANSPORTS
+from streamrl.weights.transport_choice import Choice
+from tests.engines.tiny_qwen import save, tiny_model
+
+WHOLE = 78_400
+"""Parameters of the tiny model, its tied embedding of 64 x 64 once."""
+EMBEDDING = 64 * 64
+VALUE_HEAD = 64 + 1
+# Outputs and inputs of the linear layers of one of the two layers.
+ENDS = 2 * (128 + 96 + 96 + 128 + 192 + 192 + 192)
+MB = 10**6
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tiny_model(tied=True, seed=0), tmp_path_factory.mktemp("tied"))
+
+
+@pytest.fixture(scope="module")
+def untied_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tiny_model(tied=False, seed=0), tmp_path_factory.mktemp("untied"))
+
+
+@pytest.fixture(autouse=True)
+def node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One node with 100 MB in /dev/shm, of which Ray's store may take 60 MB."""
+    found = {"Alive": True, "NodeID": "abc", "Resources": {"object_store_memory": 60.0 * MB}}
+    monkeypatch.setattr(ray, "nodes", lambda: [found, {**found, "Alive": False}])
+    monkeypatch.setattr(transport_plan, "free_bytes", lambda: 100 * MB)
+    monkeypatch.setattr(transport_plan, "total_bytes", lambda: 200 * MB)
+
+
+def config_of(model_path: str, tmp_path: Path, *overrides: str) -> RunConfig:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {{path: {model_path}}}\ndata: {{train: rows.jsonl}}\nrewards: [{{kind: exact}}]\n"
+    )
+    return load_config(recipe, overrides)
+
+
+def demands_of(config: RunConfig) -> list[Demand]:
+    nothing: Any = None
+    return demands(config, Prepared(config.dataflow, nothing, {}, (), 8, 0, ()), on_gpu=False)
+
+
+def counted(config: RunConfig) -> dict[str, tuple[int, int]]:
+    """Bytes of a version and readers of each model that is published."""
+    found = transport_plan._published(config, demands_of(config))
+    return {model.role: (model.num_bytes, model.readers) for model in found}
+
+
+MOVING = ["algorithm.kl_coef=0.1", "reference.every=1"]
+PPO = ["algorithm.name=ppo", "critic.replicas=3"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "published"),
+    [
+        ([], {"policy": (4 * WHOLE, 1)}),
+        (["generator.replicas=4"], {"policy": (4 * WHOLE, 4)}),
+        (["trainer.dtype=bfloat16"], {"policy": (2 * WHOLE, 1)}),
+        (["trainer.dtype=auto", "trainer.backend=torch"], {"policy": (4 * WHOLE, 1)}),
+        (["trainer.lora_rank=4"], {"policy": (4 * 4 * ENDS, 1)}),
+        (
+            ["trainer.lora_rank=4", "trainer.lora_targets=[q_proj]"],
+            {"policy": (4 * 4 * 2 * 128, 1)},
+        ),
+        (MOVING, {"policy": (4 * WHOLE, 1), "reference": (4 * WHOLE, 1)}),
+        (
+            [*MOVING, "trainer.dtype=bfloat16"],
+            {"policy": (2 * WHOLE, 1), "reference": (2 * WHOLE, 1)},
+        ),
+        (
+            [*MOVING, "trainer.dtype=bfloat16", "reference.decay=0.9"],
+            {"policy": (2 * WHOLE, 1), "reference": (4 * WHOLE, 1)},
+        ),
+        # The critic has the body, the embedding being part of it, and a head of its own.
+        (PPO, {"policy": (4 * WHOLE, 1), "critic": (4 * (WHOLE + VALUE_HEAD), 3)}),
+        (
+            [*PPO, "trainer.lora_rank=4", "critic.trainer.lora_rank=2"],
+            {"policy": (4 * 4 * ENDS, 1), "critic": (4 * (2 * ENDS + VALUE_HEAD), 3)},
+        ),
+        ([*PPO, "critic.shared_coef=0.5"], {"policy": (4 * (WHOLE + VALUE_HEAD), 1 + 3)}),
+    ],
+)
+def test_what_is_published_is_counted_and_all_who_follow_it(
+    model_path: str,
+    tmp_path: Path,
+    overrides: list[str],
+    published: dict[str, tuple[int, int]],
+) -> None:
+    assert counted(config_of(model_path, tmp_path, *overrides)) == published
+
+
+def test_an_embedding_that_is_not_tied_travels_twice(untied_path: str, tmp_path: Path) -> None:
+    assert counted(config_of(untied_path, tmp_path)) == {"policy": (4 * (WHOLE + EMBEDDING), 1)}
+
+
+def test_all_stay_on_the_node_of_shared_memory_within_its_room(
+    model_path: str, tmp_path: Path
+) -> None:
+    config = config_of(model_path, tmp_path, "weights.transport=shared_memory")
+    travel = plan_travel(config, demands_of(config), token="t")
+    assert travel.node == "abc"
+    assert travel.room == {"policy": 40 * MB}
+
+
+@pytest.mark.parametrize("transport", ["store", "collective", "disk", "delta"])
+def test_other_transports_go_anywhere(model_path: str, tmp_path: Path, transport: str) -> None:
+    config = config_of(model_path, tmp_path, f"weights.transport={transport}")
+    travel = plan_travel(config, demands_of(config), token="t")
+    assert (travel.node, travel.room) == ("", {})
+
+
+def test_a_store_that_fills_dev_shm_leaves_no_room(
+    model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(model_path, tmp_path, "weights.transport=shared_memory")
+    monkeypatch.setattr(transport_plan, "node_stores", lambda: [99.0 * MB])
+    with pytest.raises(ConfigError, match=r"/dev/shm has 1.0 MB = 100.0 MB - 99.0 MB of Ray's"):
+        plan_travel(config, demands_of(config), token="t")
+    # Larger than all of /dev/shm, Ray keeps it elsewhere.
+    monkeypatch.setattr(transport_plan, "node_stores", lambda: [201.0 * MB])
+    assert plan_travel(config, demands_of(config), token="t").room == {"policy": 100 * MB}
+
+
+def test_nodes_take_turns_where_each_takes_a_copy_of_its_own(tmp_path: Path) -> None:
+    for transport in TRANSPORTS:
+        travel = WeightTravel(Choice(transport, ""), "run", tmp_path, 2, {})
+        assert (travel.spread("node-0") is not None) is (transport in (STORE, DELTA))

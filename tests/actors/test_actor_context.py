@@ -1,0 +1,49 @@
+"""Who takes turns on slots that several stages share."""
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.actors.actor_context import TRAINERS, phases, share
+from streamrl.config import RunConfig, load_config
+from streamrl.stream.device_lease import Arbiter, FreeLease, SharedLease
+
+RULE = "{kind: math}"
+MODEL = "{kind: model, path: judge}"
+
+
+def config(tmp_path: Path, rewards: str) -> RunConfig:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "model: {path: model}\n"
+        "data: {train: rows.jsonl}\n"
+        "algorithm: {name: grpo, group_size: 4}\n"
+        f"rewards: [{rewards}]\n"
+        "placement: {mode: colocated}\n"
+        "pipeline: {groups_per_step: 8}\n"
+    )
+    return load_config(path)
+
+
+@pytest.mark.parametrize(
+    "rewards", [MODEL, f"{RULE}, {MODEL}", "{kind: function, path: 'mine.py:f'}", "{kind: mine}"]
+)
+def test_a_reward_that_may_compute_on_devices_takes_turns_for_them(
+    tmp_path: Path, rewards: str
+) -> None:
+    shared = config(tmp_path, rewards)
+    assert set(phases(shared)) == {TRAINERS, "generator", "reward"}
+    lease = share(shared, Arbiter(timeout_s=1.0), "reward-0", "reward")
+    assert isinstance(lease, SharedLease)
+
+
+@pytest.mark.parametrize("rewards", [RULE, f"{RULE}, {{kind: code}}"])
+def test_rules_never_wait_for_a_slot_and_nobody_waits_for_them(
+    tmp_path: Path, rewards: str
+) -> None:
+    shared = config(tmp_path, rewards)
+    assert set(phases(shared)) == {TRAINERS, "generator"}
+    arbiter = Arbiter(timeout_s=1.0)
+    assert isinstance(share(shared, arbiter, "reward-0", "reward"), FreeLease)
+    assert isinstance(share(shared, arbiter, "generator-0", "generator"), SharedLease)
+    assert isinstance(share(shared, arbiter, TRAINERS, TRAINERS), SharedLease)

@@ -1,0 +1,99 @@
+"""What Ray raises, as the errors of streamrl."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ObjectStoreFullError,
+    OutOfMemoryError,
+    OwnerDiedError,
+    RayTaskError,
+)
+
+from streamrl.actors.launch.local_ray import local_ray
+from streamrl.actors.transport.ray_calls import all_answered, translate
+from streamrl.errors import ActorError, ActorLostError, ConfigError, RankLostError, RewardError
+
+
+@pytest.mark.parametrize("error", [ConfigError("model.path=x: no"), RewardError("no verdict")])
+def test_an_actors_own_error_arrives_as_itself(error: Exception) -> None:
+    nested = ExceptionGroup("tasks", [error])
+    for cause in (error, nested):
+        assert translate(RayTaskError("start", "", cause), "trainer-0.start") is error
+
+
+def test_any_other_error_names_the_call() -> None:
+    found = translate(RayTaskError("put", "", KeyError("lengths")), "shard-0.put")
+    assert isinstance(found, ActorError)
+    assert str(found).startswith("shard-0.put: KeyError: 'lengths'")
+
+
+def test_whatever_else_ray_says_is_told_in_one_line() -> None:
+    told = "The node was running low on memory.\n" * 40
+    ended = translate(OutOfMemoryError(told), "generator-0.run")
+    assert isinstance(ended, ActorLostError)
+    assert (
+        str(ended) == "generator-0.run: the actor was ended, as its node was running out of memory"
+    )
+    assert "\n" not in str(translate(ObjectStoreFullError(told), "shard-0.put"))
+
+
+def test_a_cluster_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**settings: object) -> None:
+        raise Exception("The node timed out\nduring startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    reason = r"^Ray did not start: The node timed out during startup"
+    with pytest.raises(ActorError, match=reason), local_ray(1, 1 << 27):
+        pass
+
+
+def test_a_dead_actor_is_lost_and_so_is_what_it_owned() -> None:
+    for error in (ActorDiedError(), ActorUnavailableError("closed", None)):
+        found = translate(error, "shard-0.take")
+        assert isinstance(found, ActorLostError)
+        assert str(found).startswith("shard-0.take: the actor died (")
+    found = translate(OwnerDiedError("ab", None, ""), "columns of a group")
+    assert isinstance(found, ActorLostError)
+    assert str(found) == "columns of a group: the actor that owned it died"
+
+
+@pytest.mark.parametrize("how", ["the actor died", "another error"])
+def test_of_ranks_that_fail_together_the_one_that_died_is_named(how: str) -> None:
+    async def survive() -> None:
+        raise RankLostError("another rank is gone: Connection closed by peer")
+
+    async def die() -> None:
+        await asyncio.sleep(0.1)
+        raise ActorLostError(how)
+
+    with pytest.raises(ActorLostError, match=how):
+        asyncio.run(_answers(survive(), die(), survive()))
+
+
+def test_a_rank_that_is_gone_without_a_trace_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def survive() -> None:
+        raise RankLostError("another rank is gone")
+
+    monkeypatch.setattr("streamrl.actors.transport.ray_calls.LOST_S", 0.1)
+    with pytest.raises(RankLostError):
+        asyncio.run(_answers(survive(), asyncio.sleep(60)))
+
+
+async def _answers(*replies: Awaitable[Any]) -> list[Any]:
+    return await asyncio.wait_for(all_answered(*replies), 10.0)
+
+
+def test_ranks_answer_in_their_order() -> None:
+    async def answer(after_s: float) -> float:
+        await asyncio.sleep(after_s)
+        return after_s
+
+    assert asyncio.run(_answers(answer(0.1), answer(0.0))) == [0.1, 0.0]

@@ -1,0 +1,246 @@
+"""A shard in a process of its own, asked over connections."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from streamrl.actors.queue_shard import create_shards
+from streamrl.actors.transport import shard_proxy
+from streamrl.actors.transport.rpc import Endpoint
+from streamrl.actors.transport.shard_proxy import RemoteShard
+from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, ShardPlan
+from streamrl.buffer.codec import LARGE_BYTES
+from streamrl.errors import ActorLostError, ContractError
+from streamrl.messages import ROLLOUT_COLUMNS, Columns, Prompt
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("local_ray")]
+
+STAGES = {"generate": Ports((), ROLLOUT_COLUMNS), "train": Ports(ROLLOUT_COLUMNS, ())}
+SIZES = {"0:0:0": 5, "0:1:0": LARGE_BYTES // 13 + 1, "0:2:0": 900}
+"""Tokens of each group, 13 bytes each: the second goes through the object store."""
+
+Make = Callable[..., RemoteShard]
+
+
+class Spy:
+    """An actor that notes which of its methods were called."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__ray_call__":
+            return self.actor.__ray_call__
+        self.called.append(name)
+        return getattr(self.actor, name)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[Any] = []
+
+    def make_one(*, journal: bool = True, groups: int = 100) -> RemoteShard:
+        name = f"shard-{len(made)}"
+        files = Files(tmp_path / name) if journal else None
+        plans = {name: ShardPlan(STAGES, QueueConfig(), Bounds(groups), files=files)}
+        (shard,) = create_shards(plans)
+        made.append(shard.actor)
+        shard.actor = Spy(shard.actor)
+        return shard
+
+    yield make_one
+    for actor in made:
+        ray.kill(actor)
+
+
+def columns_of(uid: str) -> Columns:
+    tokens = SIZES[uid]
+    return {
+        "token_ids": np.arange(tokens, dtype=np.int32),
+        "loss_mask": np.ones(tokens, np.bool_),
+        "generator_logprobs": np.linspace(-1, 0, tokens, dtype=np.float32),
+        "policy_version": np.zeros(tokens, np.int32),
+        "lengths": np.array([tokens - 2, 2], np.int32),
+        "finish_reason": np.zeros(2, np.int8),
+    }
+
+
+def prompts() -> list[Prompt]:
+    return [Prompt(uid, np.array([1], np.int32)) for uid in SIZES]
+
+
+def assert_same(found: Columns, uid: str) -> None:
+    for name, column in columns_of(uid).items():
+        assert np.array_equal(found[name], column), (uid, name)
+
+
+def kill(shard: RemoteShard) -> None:
+    os.kill(ray.get(shard.actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("uid", ["0:0:0", "0:1:0", pytest.param("0:2:0", marks=pytest.mark.slow)])
+def test_what_was_begun_goes_to_the_next_holder(make: Make, uid: str) -> None:
+    shard = make()
+
+    async def main() -> None:
+        first, second = (ExperienceQueue([shard], holder) for holder in ("a", "b"))
+        await first.admit([Prompt(uid, np.array([1], np.int32))], 0)
+        (taken,) = await first.take("generate", max_groups=1, columns=(), wait_s=5.0)
+        assert taken.begun is None
+        await first.note([(taken.lease, columns_of(uid))])
+        assert await second.release("a", died=False) == 1
+        (again,) = await second.take("generate", max_groups=1, columns=(), wait_s=5.0)
+        assert again.begun is not None and again.lease.attempt == 1
+        assert_same(again.begun, uid)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("uid", ["0:0:0", "0:1:0", pytest.param("0:2:0", marks=pytest.mark.slow)])
+def test_only_what_is_large_takes_actor_calls(make: Make, uid: str) -> None:
+    shard = make()
+    queue = ExperienceQueue([shard], "me")
+
+    async def main() -> None:
+        await queue.admit([Prompt(uid, np.array([1], np.int32))], 0)
+        (taken,) = await queue.take("generate", max_groups=1, columns=(), wait_s=5.0)
+        assert await queue.put([(taken.lease, columns_of(uid))]) == []
+        (whole,) = await queue.take("train", max_groups=1, columns=ROLLOUT_COLUMNS, wait_s=5.0)
+        assert_same(whole.columns, uid)
+        assert_same((await queue.read([uid], ROLLOUT_COLUMNS))[uid], uid)
+        await queue.leave([uid], 1)
+        assert (await queue.stats()).uids == ()
+
+    asyncio.run(main())
+    by_actor = ["endpoint"] if SIZES[uid] * 13 < LARGE_BYTES else ["endpoint", *["ask"] * 3]
+    assert shard.actor.called == by_actor
+
+
+def test_an_error_of_the_shard_is_the_callers(make: Make) -> None:
+    async def main() -> None:
+        queue = ExperienceQueue([make()], "me")
+        await queue.admit(prompts(), 0)
+        (taken,) = await queue.take("generate", max_groups=1, columns=(), wait_s=5.0)
+        with pytest.raises(ContractError, match="token_ids"):
+            await queue.put([(taken.lease, {"scores": np.zeros(2, np.float32)})])
+        with pytest.raises(ContractError, match="judge"):
+            await queue.take("judge", max_groups=1, columns=(), wait_s=5.0)
+
+    asyncio.run(main())
+
+
+def test_a_lost_connection_is_made_anew_and_loses_no_answer(make: Make) -> None:
+    shard = make()
+
+    async def main() -> None:
+        queue = ExperienceQueue([shard], "me")
+        waiting = asyncio.create_task(queue.take("generate", max_groups=3, columns=(), wait_s=20.0))
+        await queue.stats()
+        (await shard._connection()).close()
+        await queue.admit(prompts(), 0)
+        taken = await waiting
+        await queue.put([(one.lease, columns_of(one.uid)) for one in taken])
+        found = {one.uid for one in taken}
+        while found != set(SIZES):
+            rest = await queue.take("generate", max_groups=3, columns=(), wait_s=5.0)
+            assert rest and not found & {one.uid for one in rest}
+            found |= {one.uid for one in rest}
+
+    asyncio.run(main())
+    assert shard.actor.called.count("endpoint") == 2
+
+
+def test_a_shard_that_died_is_asked_until_it_is_back(make: Make) -> None:
+    shard = make()
+
+    async def main() -> None:
+        queue = ExperienceQueue([shard], "me")
+        await queue.admit(prompts(), 0)
+        waiting = asyncio.create_task(queue.take("train", max_groups=1, columns=(), wait_s=150.0))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(kill, shard)
+        taken = await queue.take("generate", max_groups=3, columns=(), wait_s=90.0)
+        assert await queue.put([(one.lease, columns_of(one.uid)) for one in taken]) == []
+        assert (await waiting)[0].uid in SIZES
+
+    asyncio.run(main())
+
+
+def test_a_shard_without_a_journal_does_not_come_back(make: Make) -> None:
+    shard = make(journal=False)
+
+    async def main() -> None:
+        await shard.stats()
+        await asyncio.to_thread(kill, shard)
+        with pytest.raises(ActorLostError, match=r"shard-0\.endpoint: the actor died"):
+            await shard.stats()
+
+    asyncio.run(main())
+
+
+def test_a_shard_that_cannot_be_reached_is_named_with_its_place(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_proxy, "RECONNECT_S", 0.5)
+    shard = make()
+
+    async def nowhere(_: Any) -> Endpoint:
+        return Endpoint("127.0.0.1", 1, bytes(32))
+
+    async def main() -> None:
+        replies = type("Method", (), {"remote": staticmethod(lambda: nowhere(None))})
+        shard.actor = type("Actor", (), {"endpoint": replies})
+        with pytest.raises(ActorLostError, match=r"shard-0\.stats: 127\.0\.0\.1:1 cannot be"):
+            await shard.stats()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_call_that_waits_for_long_may_lose_its_connection_now_and_then(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_proxy, "RECONNECT_S", 0.5)
+    shard = make(groups=1)
+
+    async def main() -> None:
+        queue = ExperienceQueue([shard], "me")
+        admitting = asyncio.create_task(queue.admit(prompts()[:2], 0))
+        for _ in range(2):
+            await asyncio.sleep(1.0)
+            connection = await shard._connection()
+            async with asyncio.timeout(30.0):
+                while not connection._waiting:
+                    await asyncio.sleep(0.01)
+            connection.close()
+        (first,) = (await shard.stats()).uids
+        await queue.leave([first], 1)
+        await admitting
+        assert {first, *(await shard.stats()).uids} == {"0:0:0", "0:1:0"}
+
+    asyncio.run(main())
+
+
+def test_every_event_loop_and_process_has_a_connection_of_its_own(make: Make) -> None:
+    shard = make()
+    with asyncio.Runner() as one, asyncio.Runner() as other:
+        one.run(shard.admit([("0:0:0", b"", 0)], wait_s=1.0))
+        for runner in (other, one, other):
+            assert runner.run(shard.stats()).uids == ("0:0:0",)
+    assert shard.actor.called == ["endpoint"] * 2
+    assert asyncio.run(shard.stats()).uids == ("0:0:0",)
+    shard.actor = shard.actor.actor
+
+    @ray.remote(num_cpus=0)
+    def elsewhere(shard: RemoteShard) -> Any:
+        return asyncio.run(shard.stats()).uids
+
+    assert ray.get(elsewhere.remote(shard)) == ("0:0:0",)

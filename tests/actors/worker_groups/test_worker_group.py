@@ -1,0 +1,424 @@
+"""Groups of workers on a pool: a controller calls them as one, and data goes past it."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from streamrl.actors.worker_groups.worker_group import ResourcePool, WorkerGroup, load, put
+from streamrl.controller import (
+    PROTOCOLS,
+    BatchRef,
+    Handed,
+    Mesh,
+    Place,
+    add_protocol,
+    transfers,
+)
+from streamrl.errors import ActorError, ActorLostError, ConfigError, DeadlineError
+from streamrl.resharding import Grid
+from tests.e2e.launched import Launched
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+class Doubler:
+    """Doubles what it is given, and says where that was done."""
+
+    def __init__(self, place: Place, factor: float = 2.0) -> None:
+        self._place = place
+        self._factor = factor
+
+    @transfers("P3D")
+    def double(self, batch, more=0):
+        rows = len(batch["x"])
+        return {"x": batch["x"] * self._factor + more, "rank": np.full(rows, self._place.rank)}
+
+    @transfers("P3D")
+    def twice_as_many(self, batch):
+        return {"x": np.repeat(batch["x"], 2)}
+
+    @transfers("DP_METRIC")
+    def mean(self, batch):
+        return {"mean": float(batch["x"].mean()), "rows": len(batch["x"])}
+
+    @transfers("DP_METRIC")
+    def counted(self, batch, *, real):
+        return {"sum": float(batch["x"][:real].sum()), "rows": real}
+
+    @transfers("DP")
+    def uneven(self, batch):
+        """As many rows as there are, but not each from who got it."""
+        doubled = np.concatenate([batch["x"]] * 2)
+        return {"x": doubled[: 0 if self._place.rank else None]}
+
+    @transfers("ONE_TO_ALL")
+    def where(self):
+        return self._place.rank, self._place.address, self._place.port, os.getpid()
+
+    @transfers("RANK_ZERO")
+    def first(self):
+        return self._place.rank
+
+    @transfers("DP")
+    def fail(self, batch):
+        raise ValueError(f"not by rank {self._place.rank}")
+
+    @transfers("ONE_TO_ALL")
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    @transfers("RANK_ZERO")
+    def die(self):
+        os._exit(3)
+
+
+@pytest.fixture(scope="module")
+def pool(local_ray: None) -> Iterator[ResourcePool]:
+    pool = ResourcePool(4, groups=3)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def group(pool: ResourcePool) -> Iterator[WorkerGroup]:
+    group = WorkerGroup(pool, Doubler, mesh=Mesh(Grid.parse("2-1-2").seating()), timeout_s=60.0)
+    yield group
+    group.close()
+
+
+def test_a_batch_is_handed_out_and_comes_back_in_order_without_padding(group: WorkerGroup) -> None:
+    batch = put({"x": np.arange(5.0)})
+    found = group.double(batch, 100).load()
+    assert found["x"].tolist() == [100, 102, 104, 106, 108]
+    # Two replicas of two stages: three rows each, one of them padding; the last stages speak.
+    assert found["rank"].tolist() == [1, 1, 1, 3, 3]
+    nothing_at_all = group.double(put({"x": np.arange(0.0)})).load()
+    assert {name: len(column) for name, column in nothing_at_all.items()} == {"x": 0, "rank": 0}
+
+
+def test_what_one_call_returns_is_given_to_the_next_without_being_looked_at(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = []
+
+    def noted(batch: BatchRef) -> object:
+        fetched.append(batch)
+        return load(batch)
+
+    monkeypatch.setattr("streamrl.actors.worker_groups.worker_group.load", noted)
+    first = group.double(put({"x": np.arange(6.0)}))
+    second = group.double(first)
+    both = group.twice_as_many(second)
+    assert not fetched
+    assert both.load()["x"].tolist() == [4.0 * (i // 2) for i in range(12)]
+
+
+def test_columns_of_two_batches_go_side_by_side(group: WorkerGroup) -> None:
+    prompts = put({"x": np.arange(4.0)})
+    answers = put({"y": np.arange(4.0) + 10})
+    found = load((prompts | answers).rows(1, 3))
+    assert {name: column.tolist() for name, column in found.items()} == {"x": [1, 2], "y": [11, 12]}
+    joined = put({"z": np.arange(4.0)}) | group.double(prompts)
+    assert set(joined.load()) == {"x", "z", "rank"}
+    with pytest.raises(ValueError, match="columns x: in two batches"):
+        load(prompts | prompts)
+
+
+def test_ranks_know_where_they_are_and_where_to_meet(group: WorkerGroup) -> None:
+    places = group.where().get()
+    assert [rank for rank, *_ in places] == [0, 1, 2, 3]
+    assert len({(address, port) for _, address, port, _ in places}) == 1
+    assert len({pid for *_, pid in places}) == 4
+    assert group.first().get() == 0
+
+
+def test_figures_come_from_every_rank(group: WorkerGroup) -> None:
+    found = group.mean(put({"x": np.arange(8.0)})).get()
+    assert [each["mean"] for each in found] == [0.5, 2.5, 4.5, 6.5]
+
+
+def test_padding_counts_in_no_figure(group: WorkerGroup) -> None:
+    batch = put({"x": np.arange(1.0, 6.0)})
+    found = group.counted(batch).get()
+    assert [(each["rows"], each["sum"]) for each in found] == [(2, 3), (2, 7), (1, 5), (0, 0)]
+    with pytest.raises(ValueError, match=r"Doubler\.mean: 3 of 8 rows are padding, which would"):
+        group.mean(batch)
+
+
+def test_rows_come_back_from_who_got_them(group: WorkerGroup) -> None:
+    for rows in (8, 7):
+        with pytest.raises(ValueError, match=r"Doubler-1\.uneven: 0 rows came back for 2"):
+            group.uneven(put({"x": np.arange(float(rows))})).get()
+
+
+def test_columns_are_put_before_they_are_handed_over(group: WorkerGroup) -> None:
+    with pytest.raises(ValueError, match=r"Doubler\.double: columns in a dict .*put\(\.\.\.\)"):
+        group.double({"x": np.arange(3.0)})
+    for wrong in ({"x": 3}, {"x": "abc"}, None):
+        with pytest.raises(ValueError, match="put: must be columns in a dict"):
+            put(wrong)  # type: ignore[arg-type]
+
+
+class Hidden(Doubler):
+    @transfers("ONE_TO_ALL")
+    def close(self):
+        return "by the worker"
+
+
+class Asynchronous(Doubler):
+    @transfers("ONE_TO_ALL")
+    async def soon(self):
+        return "later"
+
+
+class Static(Doubler):
+    @staticmethod
+    @transfers("ONE_TO_ALL")
+    def alone():
+        return "without the worker"
+
+
+class Gone(Doubler):
+    where = None  # type: ignore[assignment]
+
+
+class Unknown(Doubler):
+    @transfers("dp")
+    def lower(self, batch):
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("worker", "told"),
+    [
+        (Hidden, "Hidden.close: a group has a method of that name itself"),
+        (Asynchronous, "Asynchronous.soon: is async: must be a plain method"),
+        (Static, "Static.alone: is a staticmethod: must be a plain method"),
+        (Gone, "Gone.where: is a NoneType: must be a plain method"),
+        (Unknown, "Unknown.lower: protocol dp: must be one of ONE_TO_ALL, "),
+    ],
+)
+def test_methods_that_a_group_cannot_have_are_refused(
+    pool: ResourcePool, worker: type, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        WorkerGroup(pool, worker, mesh=Mesh(Grid.parse("1-1-1").seating()))
+
+
+def test_what_a_call_cannot_take_is_told_in_a_line(group: WorkerGroup) -> None:
+    with pytest.raises(ValueError, match=r"Doubler\.double: more by name: arguments go by their"):
+        group.double(put({"x": np.arange(4.0)}), more=3)
+    figures = group.first()
+    for use in (figures.load, (figures | put({"x": [1]})).get, (put({"x": [1]}) | figures).get):
+        with pytest.raises(ValueError, match="a int is no batch: rows are what put"):
+            use()
+
+
+@pytest.mark.slow
+def test_a_group_that_finds_a_slot_full_leaves_the_others_free(pool: ResourcePool) -> None:
+    pool = ResourcePool(2, cpus=0.5, groups=1)
+    one = Mesh(Grid.parse("1-1-1").seating())
+    second = WorkerGroup(pool, Doubler, mesh=one, first_slot=1)
+    with pytest.raises(ConfigError, match="slot 1 of the pool has its 1 groups already"):
+        WorkerGroup(pool, Doubler, mesh=Mesh(Grid.parse("1-1-2").seating()))
+    first = WorkerGroup(pool, Doubler, mesh=one)
+    assert first.first().get() == 0
+    first.close()
+    with pytest.raises(ActorError, match="Doubler: the group is closed: it can be called no more"):
+        first.first()
+    pool.close()
+    with pytest.raises(ActorError, match="Doubler: the pool is closed: it can be called no more"):
+        second.first()
+    with pytest.raises(ConfigError, match="the pool is closed: it has no slots any more"):
+        WorkerGroup(pool, Doubler, mesh=one)
+
+
+def test_slots_that_there_cannot_be_are_refused(pool: ResourcePool) -> None:
+    one = Mesh(Grid.parse("1-1-1").seating())
+    with pytest.raises(ConfigError, match="1 ranks from slot -1 on; the pool has 4 slots"):
+        WorkerGroup(pool, Doubler, mesh=one, first_slot=-1)
+    with pytest.raises(ConfigError, match="Doubler: timeout_s=0: must be more than 0"):
+        WorkerGroup(pool, Doubler, mesh=one, timeout_s=0.0)
+    for settings, told in (
+        ({"cpus": -1.0}, "pool: cpus=-1, gpus=0: must be 0 or more, and not both 0"),
+        ({"cpus": 0.0}, "pool: cpus=0, gpus=0: must be"),
+        ({"groups": 0}, "pool: groups=0: must be at least 1"),
+        ({"strategy": "FAR"}, "pool: strategy=FAR: must be one of PACK, SPREAD"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            ResourcePool(1, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_failure_is_told_once(tmp_path: Path) -> None:
+    """Ray prints every error whose reference is dropped unread: there must be none."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    run = Launched([], tmp_path, {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, module="failing")
+    assert run.wait(400.0) == 0, run.output
+    assert "told: Broken-0.fail: KeyError: 'boom 0'" in run.output
+    assert "told: Broken-0.start: TypeError" in run.output
+    for trace in ("Unhandled error", "Traceback"):
+        assert trace not in run.output
+
+
+FAILING = """
+import time
+
+import ray
+
+from streamrl.actors.worker_groups.worker_group import ResourcePool, WorkerGroup, put
+from streamrl.controller import Mesh, transfers
+from streamrl.errors import ActorError
+from streamrl.resharding import Grid
+
+
+class Broken:
+    def __init__(self, place, number=0):
+        self.rank = place.rank
+        self.number = number + 1
+
+    @transfers("DP")
+    def fail(self, batch):
+        time.sleep(self.rank)
+        raise KeyError(f"boom {self.rank}")
+
+
+def tell(call):
+    try:
+        call()
+    except ActorError as error:
+        print("told:", str(error).splitlines()[0])
+
+
+ray.init(address="local", num_cpus=2, include_dashboard=False)
+pool = ResourcePool(2)
+mesh = Mesh(Grid(1, 1, 2).seating())
+group = WorkerGroup(pool, Broken, mesh=mesh)
+tell(group.fail(put({"x": [1, 2]})).get)
+tell(WorkerGroup(pool, Broken, "no number", mesh=mesh).ready)
+time.sleep(3)
+"""
+
+
+@pytest.mark.slow
+def test_several_groups_share_a_pool_until_it_is_full(
+    pool: ResourcePool, group: WorkerGroup
+) -> None:
+    others = [
+        WorkerGroup(pool, Doubler, factor, mesh=Mesh(Grid.parse("1-1-2").seating()), first_slot=2)
+        for factor in (3.0, 5.0)
+    ]
+    batch = put({"x": np.arange(4.0)})
+    found = [other.double(batch).load()["x"].tolist() for other in others]
+    assert found == [[0, 3, 6, 9], [0, 5, 10, 15]]
+    with pytest.raises(ConfigError, match="slot 2 of the pool has its 3 groups already"):
+        WorkerGroup(pool, Doubler, mesh=Mesh(Grid.parse("1-1-1").seating()), first_slot=2)
+    with pytest.raises(ConfigError, match="2 ranks from slot 3 on; the pool has 4 slots"):
+        WorkerGroup(pool, Doubler, mesh=Mesh(Grid.parse("1-1-2").seating()), first_slot=3)
+    for other in others:
+        other.close()
+
+
+def test_trouble_is_named_and_no_wait_is_endless(group: WorkerGroup) -> None:
+    with pytest.raises(ActorError, match=r"Doubler-(\d)\.fail: ValueError: not by rank \1"):
+        group.fail(put({"x": np.arange(4.0)})).get()
+    with pytest.raises(AttributeError, match="doubel: is no method of a group; it has counted, "):
+        group.doubel  # noqa: B018
+    with pytest.raises(ValueError, match=r"batches of \[2, 3\] rows"):
+        group.double(put({"x": np.arange(2.0)}), put({"x": np.arange(3.0)}))
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_or_dies_is_told(pool: ResourcePool) -> None:
+    group = WorkerGroup(
+        pool, Doubler, mesh=Mesh(Grid.parse("1-1-1").seating()), first_slot=1, timeout_s=2.0
+    )
+    group_late = group.sleep(60.0)
+    with pytest.raises(DeadlineError, match=r"Doubler\.sleep: no answer within 2 s from rank 0"):
+        group_late.get()
+    group.close()
+    other = WorkerGroup(pool, Doubler, mesh=Mesh(Grid.parse("1-1-1").seating()), timeout_s=60.0)
+    with pytest.raises(ActorLostError, match=r"Doubler-0\.die: the actor died"):
+        other.die().get()
+
+
+def test_a_pool_that_finds_no_room_says_what_there_is(pool: ResourcePool) -> None:
+    with pytest.raises(ConfigError, match=r"found no room in 1 s; free are \S+ of 5 CPU"):
+        ResourcePool(9, timeout_s=1.0)
+    assert ray.is_initialized()
+
+
+def backwards(mesh: Mesh, arguments: tuple[object, ...]) -> Handed:
+    """The first rows to the last rank."""
+    (batch,) = arguments
+    assert isinstance(batch, BatchRef)
+    return Handed(tuple((piece,) for piece in reversed(batch.split(mesh.size))))
+
+
+add_protocol("BACKWARDS", backwards, PROTOCOLS["DP"].collect)
+
+
+class Served(Doubler):
+    """Is laid out otherwise for serving than for training."""
+
+    @transfers("P3D_ALL_MICRO_DP")
+    def serve(self, batch):
+        return self.double(batch)
+
+    @transfers("BACKWARDS")
+    def back(self, batch):
+        return self.double(batch)
+
+    @transfers("ONE_TO_ALL")
+    def environment(self, name):
+        return os.environ.get(name)
+
+    @transfers("ALL_TO_ALL")
+    def die_or_sleep(self, seconds):
+        if seconds:
+            time.sleep(seconds)
+        else:
+            os._exit(3)
+
+
+def test_serving_may_have_a_layout_and_a_user_a_protocol_of_their_own(pool: ResourcePool) -> None:
+    mesh = Mesh(Grid.parse("1-2-1").seating(), serving=Grid.parse("1-1-2").seating())
+    group = WorkerGroup(pool, Served, mesh=mesh, first_slot=2, env={"SPECIAL": "yes"})
+    batch = put({"x": np.arange(3.0)})
+    # Trained, the two hold one model together; serving, each has one for itself.
+    assert group.double(batch).load()["rank"].tolist() == [0, 0, 0]
+    served = group.serve(batch).load()
+    assert (served["x"].tolist(), served["rank"].tolist()) == ([0, 2, 4], [0, 0, 1])
+    assert group.back(batch.rows(0, 2)).load()["x"].tolist() == [2, 0]
+    assert group.environment("SPECIAL").get() == ["yes", "yes"]
+    assert group.environment("OMP_NUM_THREADS").get() == ["1", "1"]
+    # Who has died is told before who is late; and what it left behind is a group without it.
+    with pytest.raises(ActorLostError, match=r"Served-1\.die_or_sleep: the actor died"):
+        group.die_or_sleep([100.0, 0.0]).get()
+    group.close()
+
+
+class Stubborn(Doubler):
+    """One rank of it does not start."""
+
+    def __init__(self, place: Place) -> None:
+        if place.rank == 1:
+            raise ConfigError("rank=1: must be another")
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_start_is_told_and_its_slot_is_free_again(
+    pool: ResourcePool,
+) -> None:
+    for _ in range(4):
+        group = WorkerGroup(pool, Stubborn, mesh=Mesh(Grid.parse("1-1-2").seating()))
+        group.close()
+    group = WorkerGroup(pool, Stubborn, mesh=Mesh(Grid.parse("1-1-2").seating()))
+    with pytest.raises(ConfigError, match="rank=1: must be another"):
+        group.first()
+    group.close()

@@ -1,0 +1,372 @@
+"""Advantages from the scores of groups."""
+
+import math
+import random
+from statistics import mean, pstdev, stdev
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.algorithms.math.advantages import (
+    best_of_group,
+    decoupled_reward_normalization,
+    gpg,
+    greedy_baseline,
+    group_relative,
+    leave_one_out,
+    length_weighted_baseline,
+)
+from tests.algorithms.ragged import assert_as_in_loops
+
+SCORES = st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=6)
+SEEDS = st.integers(0, 9999)
+
+
+def random_groups(seed: int) -> list[list[float]]:
+    """1 to 4 groups of 2 to 5; a score in five is 0.
+
+    In eighths: their sums are exact, so that nothing hangs on the order of rounding.
+    """
+    draw = random.Random(seed)
+    return [
+        [draw.choice((0.0, *[draw.randint(-40, 40) / 8] * 4)) for _ in range(draw.randint(2, 5))]
+        for _ in range(draw.randint(1, 4))
+    ]
+
+
+GROUPS = st.builds(random_groups, SEEDS)
+
+
+def grouped(groups: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = torch.tensor([score for group in groups for score in group])
+    ids = torch.tensor([i for i, group in enumerate(groups) for _ in group])
+    return scores, ids
+
+
+def near(advantages: torch.Tensor, expected: list[float]) -> None:
+    torch.testing.assert_close(advantages, torch.tensor(expected), atol=3e-6, rtol=0)
+
+
+def test_two_groups_by_hand():
+    # Group 7: mean 2, unbiased deviation sqrt(((1-2)^2 + 0 + (3-2)^2) / 2) = 1. Group 3: mean 0.5,
+    # deviation sqrt(2 * 0.25 / 1) = sqrt(0.5).
+    scores = torch.tensor([1.0, 0.0, 2.0, 1.0, 3.0])
+    ids = torch.tensor([7, 3, 7, 3, 7])
+    half = 0.5 / math.sqrt(0.5)
+    near(group_relative(scores, ids), [-1.0, -half, 0.0, half, 1.0])
+
+
+def test_scale_none_only_subtracts_the_mean():
+    near(group_relative(*grouped([[1.0, 2.0, 6.0]]), scale="none"), [-2.0, -1.0, 3.0])
+
+
+def test_scale_batch_divides_by_the_deviation_of_all_scores():
+    # All: mean 3, squares of what is left 9 + 1 + 1 + 9 = 20. Groups: means 1 and 5.
+    scores, ids = grouped([[0.0, 2.0], [4.0, 6.0]])
+    unbiased, biased = math.sqrt(20 / 3), math.sqrt(20 / 4)
+    near(group_relative(scores, ids, scale="batch"), [x / unbiased for x in (-1, 1, -1, 1)])
+    divided = group_relative(scores, ids, scale="batch", unbiased=False)
+    near(divided, [x / biased for x in (-1, 1, -1, 1)])
+
+
+def test_scale_mean_divides_by_the_mean_and_gives_0_where_that_is_not_positive():
+    scores, ids = grouped([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0], [-3.0, 1.0], [1.0, 3.0]])
+    expected = [1.0, -1.0, -1.0, 1.0, 0.0, 0.0, 0.0, 0.0, -0.5, 0.5]
+    near(group_relative(scores, ids, scale="mean"), expected)
+
+
+def test_the_biased_deviation_divides_by_n():
+    near(group_relative(*grouped([[0.0, 2.0]]), unbiased=False), [-1.0, 1.0])
+
+
+@pytest.mark.parametrize("scale", ["std", "batch", "mean"])
+def test_eps_is_added_to_what_is_divided_by(scale):
+    # Mean 1 and biased deviation 1; and both a millionth, as eps is if nothing is said.
+    large = group_relative(*grouped([[0.0, 2.0]]), scale=scale, eps=1.0, unbiased=False)
+    near(large, [-0.5, 0.5])
+    near(group_relative(*grouped([[0.0, 2e-6]]), scale=scale, unbiased=False), [-0.5, 0.5])
+
+
+@given(st.floats(-1e6, 1e6, width=32), st.integers(1, 9))
+def test_equal_scores_give_exactly_zero(score, size):
+    scores, ids = grouped([[score] * size, [0.0, 1.0]])
+    assert group_relative(scores, ids)[:size].tolist() == [0.0] * size
+    assert leave_one_out(scores, ids)[:size].tolist() == [0.0] * size
+    assert gpg(scores, ids)[:size].tolist() == [0.0] * size
+    lengths = torch.arange(1, size + 3)
+    assert length_weighted_baseline(scores, ids, lengths)[:size].tolist() == [0.0] * size
+
+
+def test_a_group_of_one_gets_zero_or_keeps_its_score():
+    scores, ids = grouped([[3.0], [1.0, 1.0]])
+    assert group_relative(scores, ids).tolist() == [0.0, 0.0, 0.0]
+    assert group_relative(scores, ids, scale="none", single="keep").tolist() == [3.0, 0.0, 0.0]
+    kept = group_relative(scores, ids, single="keep")
+    torch.testing.assert_close(kept, torch.tensor([3.0 / (1 + 1e-6), 0.0, 0.0]))
+    assert group_relative(scores, ids, single="keep", eps=2.0).tolist() == [1.0, 0.0, 0.0]
+
+
+def test_a_group_of_one_elsewhere():
+    scores, ids = grouped([[3.0], [0.0, 0.0]])
+    lengths = torch.tensor([5, 1, 2])
+    for single, expected in (("zero", [0.0, 0.0, 0.0]), ("keep", [3.0, 0.0, 0.0])):
+        assert leave_one_out(scores, ids, single=single).tolist() == expected
+        opo = length_weighted_baseline(scores, ids, lengths, single=single)
+        assert opo.tolist() == expected
+        # Three rollouts, one score that is not 0.
+        assert gpg(scores, ids, single=single).tolist() == [3 * x for x in expected]
+
+
+def test_leave_one_out_by_hand():
+    # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2; and 0 - 4, 4 - 0.
+    scores, ids = grouped([[1.0, 2.0, 6.0], [0.0, 4.0]])
+    near(leave_one_out(scores, ids), [-3.0, -1.5, 4.5, -4.0, 4.0])
+
+
+def test_the_length_weighted_baseline_by_hand():
+    # Group 0: (1 * 4 + 3 * 0) / 4 = 1. Group 1: (2 * 1 + 2 * 3) / 4 = 2.
+    scores, ids = grouped([[4.0, 0.0], [1.0, 3.0]])
+    advantages = length_weighted_baseline(scores, ids, torch.tensor([1, 3, 2, 2]))
+    near(advantages, [3.0, -1.0, -1.0, 1.0])
+
+
+def test_the_best_of_a_group_by_hand():
+    # Leads of 3 and of 2, and one that is shared. Deviation of 0, 0, 3: sqrt((1 + 1 + 4) / 2).
+    scores, ids = grouped([[0.0, 3.0, 0.0], [-3.0, -5.0], [2.0, 2.0, 1.0]])
+    near(best_of_group(scores, ids), [0.0, 3.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0])
+    scaled = best_of_group(scores, ids, scale="std")
+    near(scaled, [0.0, math.sqrt(3), 0.0, math.sqrt(2), 0.0, 0.0, 0.0, 0.0])
+    biased = best_of_group(scores, ids, scale="std", unbiased=False)
+    near(biased, [0.0, 3 / math.sqrt(2), 0.0, 2.0, 0.0, 0.0, 0.0, 0.0])
+
+
+def test_the_lead_over_the_deviation_and_eps():
+    near(best_of_group(*grouped([[0.0, 2.0]]), scale="std", eps=1.0, unbiased=False), [0.0, 1.0])
+    near(best_of_group(*grouped([[0.0, 2e-6]]), scale="std", unbiased=False), [0.0, 1.0])
+
+
+def test_a_group_of_one_has_no_second_best():
+    with pytest.raises(ValueError, match="group of one"):
+        best_of_group(*grouped([[1.0], [0.0, 1.0]]))
+
+
+def test_gpg_by_hand_and_that_its_factor_is_of_the_whole_batch():
+    # 4 rollouts, 1 with a score: a factor of 4. The first group alone: a factor of 2.
+    scores, ids = grouped([[1.0, 0.0], [0.0, 0.0]])
+    near(gpg(scores, ids), [2.0, -2.0, 0.0, 0.0])
+    near(gpg(scores[:2], ids[:2]), [1.0, -1.0])
+
+
+def test_gpg_of_a_batch_without_a_score_is_0():
+    assert gpg(*grouped([[0.0, 0.0], [0.0]]), single="keep").tolist() == [0.0, 0.0, 0.0]
+
+
+def test_the_greedy_baseline_by_hand():
+    advantages = greedy_baseline(torch.tensor([1.0, 0.0, 2.5]), torch.tensor([1.0, 1.0, -1.0]))
+    assert advantages.tolist() == [0.0, -1.0, 3.5]
+
+
+def test_decoupled_rewards_by_hand():
+    # Rewards of spread 2 and 200: each has a deviation of half its spread times sqrt 2.
+    rewards = torch.tensor([[0.0, 100.0], [2.0, -100.0], [5.0, 0.0], [5.0, 200.0]])
+    ids = torch.tensor([4, 4, 1, 1])
+    half = 1 / math.sqrt(2)
+    near(decoupled_reward_normalization(rewards, ids), [0.0, 0.0, -half, half])
+    weighted = decoupled_reward_normalization(rewards, ids, weights=torch.tensor([3.0, 1.0]))
+    near(weighted, [-2 * half, 2 * half, -half, half])
+    biased = decoupled_reward_normalization(rewards, ids, unbiased=False)
+    near(biased, [0.0, 0.0, -1.0, 1.0])
+
+
+def test_a_reward_that_says_nothing_of_a_rollout_is_left_out_for_it_by_hand():
+    nan, half = math.nan, 1 / math.sqrt(2)
+    # In the first group the first reward speaks of two rollouts of three, in the other of none.
+    rewards = torch.tensor([[0.0, 1.0], [nan, 1.0], [2.0, 1.0], [nan, 0.0], [nan, 4.0]])
+    ids = torch.tensor([4, 4, 4, 1, 1])
+    near(decoupled_reward_normalization(rewards, ids), [-half, 0.0, half, -half, half])
+    near(decoupled_reward_normalization(torch.full((2, 1), nan), ids[:2]), [0.0, 0.0])
+
+
+def test_eps_of_decoupled_rewards():
+    rewards = torch.tensor([[0.0], [2.0]])
+    ids = torch.tensor([0, 0])
+    near(decoupled_reward_normalization(rewards, ids, eps=1.0, unbiased=False), [-0.5, 0.5])
+    near(decoupled_reward_normalization(rewards / 1e6, ids, unbiased=False), [-0.5, 0.5])
+
+
+@given(st.lists(SCORES, min_size=1, max_size=4))
+def test_advantages_of_a_group_sum_to_zero(groups):
+    scores, ids = grouped(groups)
+    advantages = group_relative(scores, ids)
+    assert advantages.isfinite().all()
+    for i in range(len(groups)):
+        assert abs(float(advantages[ids == i].sum())) < 1e-4
+
+
+def lengths_of(scores: torch.Tensor) -> torch.Tensor:
+    """A length for every score, equal ones for equal scores."""
+    return 1 + (scores * 8).long().abs() % 7
+
+
+def two_rewards(scores: torch.Tensor) -> torch.Tensor:
+    return torch.stack([scores, scores.square() % 3], -1)
+
+
+# Without eps, but for what keeps 0 / 0 away.
+TINY = 1e-12
+ESTIMATORS = {
+    "std": lambda s, g: group_relative(s, g, eps=TINY),
+    "biased std": lambda s, g: group_relative(s, g, eps=TINY, unbiased=False),
+    "batch": lambda s, g: group_relative(s, g, scale="batch", eps=TINY),
+    "mean": lambda s, g: group_relative(s, g, scale="mean", eps=TINY),
+    "none": lambda s, g: group_relative(s, g, scale="none"),
+    "leave one out": leave_one_out,
+    "length weighted": lambda s, g: length_weighted_baseline(s, g, lengths_of(s)),
+    "best": best_of_group,
+    "best over std": lambda s, g: best_of_group(s, g, scale="std", eps=TINY),
+    "gpg": gpg,
+    "greedy": lambda s, g: greedy_baseline(s, s.square()),
+    "decoupled": lambda s, g: decoupled_reward_normalization(two_rewards(s), g, eps=TINY),
+}
+OF_THE_BATCH = ("batch", "gpg")
+SQUARING = ("greedy", "decoupled")
+
+
+def others(group, i):
+    return group[:i] + group[i + 1 :]
+
+
+def spread(group, deviation=stdev):
+    """Scores over their deviation, 0 if they are equal."""
+    divisor = deviation(group)
+    return [(x - mean(group)) / divisor if divisor else 0.0 for x in group]
+
+
+def leads(group):
+    return [max(x - max(others(group, i)), 0.0) for i, x in enumerate(group)]
+
+
+def weighted(group):
+    weights = [1 + abs(int(x * 8)) % 7 for x in group]
+    baseline = math.fsum(w * x for w, x in zip(weights, group, strict=True)) / sum(weights)
+    return [x - baseline for x in group]
+
+
+def decoupled(group):
+    parts = spread(group), spread([x**2 % 3 for x in group])
+    return [sum(pair) for pair in zip(*parts, strict=True)]
+
+
+# The same in plain Python: a group's scores, those of all groups -> the group's advantages.
+IN_LOOPS = {
+    "std": lambda group, _: spread(group),
+    "biased std": lambda group, _: spread(group, pstdev),
+    "batch": lambda group, everyone: [(x - mean(group)) / (stdev(everyone) or 1.0) for x in group],
+    "mean": lambda group, _: [x / mean(group) - 1 if mean(group) > 0 else 0.0 for x in group],
+    "none": lambda group, _: [x - mean(group) for x in group],
+    "leave one out": lambda group, _: [x - mean(others(group, i)) for i, x in enumerate(group)],
+    "length weighted": lambda group, _: weighted(group),
+    "best": lambda group, _: leads(group),
+    "best over std": lambda group, _: [x / (stdev(group) or 1.0) for x in leads(group)],
+    "gpg": lambda group, everyone: [
+        (x - mean(group)) * len(everyone) / max(sum(map(bool, everyone)), 1) for x in group
+    ],
+    "greedy": lambda group, _: [x - x**2 for x in group],
+    "decoupled": lambda group, _: decoupled(group),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", ESTIMATORS)
+@given(groups=GROUPS)
+def test_any_groups_are_as_in_plain_loops(name, dtype, groups):
+    scores, ids = grouped(groups)
+    everyone = [x for group in groups for x in group]
+    expected = [x for group in groups for x in IN_LOOPS[name](group, everyone)]
+    advantages = ESTIMATORS[name](scores.to(dtype), ids)
+    assert_as_in_loops(advantages, torch.tensor(expected, dtype=torch.float64), dtype)
+
+
+# Not those whose references square the scores.
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in SQUARING])
+@given(groups=GROUPS)
+def test_small_differences_of_large_scores_are_not_lost_in_float32(name, groups):
+    large = [[2.0**20 + x for x in group] for group in groups]
+    scores, ids = grouped(large)
+    everyone = [x for group in large for x in group]
+    expected = [x for group in large for x in IN_LOOPS[name](group, everyone)]
+    advantages = ESTIMATORS[name](scores, ids)
+    assert_as_in_loops(advantages, torch.tensor(expected, dtype=torch.float64), torch.float32)
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in OF_THE_BATCH])
+@given(groups=GROUPS)
+def test_a_group_does_not_see_the_others(name, groups):
+    scores, ids = grouped(groups)
+    for i in range(len(groups)):
+        alone = ESTIMATORS[name](scores[ids == i], ids[ids == i])
+        assert torch.equal(ESTIMATORS[name](scores, ids)[ids == i], alone)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@given(groups=GROUPS, seed=SEEDS)
+def test_neither_the_order_of_rows_matters_nor_which_number_a_group_has(name, groups, seed):
+    scores, ids = grouped(groups)
+    order = random.Random(seed).sample(range(len(scores)), len(scores))
+    renamed = torch.tensor([900, -7, 12, 3])[ids]
+    advantages = ESTIMATORS[name](scores.double(), ids)[order]
+    shuffled = ESTIMATORS[name](scores.double()[order], renamed[order])
+    torch.testing.assert_close(shuffled, advantages, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["std", "batch", "none", "leave one out", "best", "best over std"])
+@given(groups=GROUPS, shift=st.integers(-9, 9))
+def test_a_shift_of_all_scores_does_nothing(name, groups, shift):
+    scores, ids = grouped(groups)
+    shifted = ESTIMATORS[name](scores.double() + shift, ids)
+    expected = ESTIMATORS[name](scores.double(), ids)
+    torch.testing.assert_close(shifted, expected, atol=1e-9, rtol=1e-9)
+
+
+def test_a_shift_does_nothing_under_given_lengths_and_baselines():
+    scores, ids = grouped([[1.0, 2.0, 6.0], [0.0, 4.0]])
+    lengths = torch.tensor([1, 4, 2, 8, 2])
+    moved = length_weighted_baseline(scores + 8, ids, lengths)
+    near(moved, length_weighted_baseline(scores, ids, lengths).tolist())
+    near(greedy_baseline(scores + 8, scores.flip(0) + 8), [-3.0, 2.0, 0.0, -2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "power"),
+    [
+        *((name, 0) for name in ("std", "batch", "mean", "best over std")),
+        *((name, 1) for name in ("none", "leave one out", "best", "gpg")),
+    ],
+)
+@given(groups=GROUPS, factor=st.integers(1, 7))
+def test_the_unit_of_the_scores_cancels_or_stays(name, power, groups, factor):
+    scores, ids = grouped(groups)
+    scaled = ESTIMATORS[name](scores.double() * factor, ids)
+    expected = ESTIMATORS[name](scores.double(), ids) * factor**power
+    torch.testing.assert_close(scaled, expected, atol=1e-9, rtol=1e-9)
+
+
+def test_no_groups_have_no_advantages():
+    for name, estimate in ESTIMATORS.items():
+        if name != "greedy":
+            assert estimate(torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0,)
+
+
+def test_an_unknown_choice_is_refused():
+    scores, ids = grouped([[0.0, 1.0]])
+    with pytest.raises(ValueError, match="scale='iqr'"):
+        group_relative(scores, ids, scale="iqr")
+    with pytest.raises(ValueError, match="scale='batch'"):
+        best_of_group(scores, ids, scale="batch")
+    for estimate in (group_relative, leave_one_out, gpg):
+        with pytest.raises(ValueError, match="single='drop'"):
+            estimate(scores, ids, single="drop")
+    with pytest.raises(ValueError, match="single='drop'"):
+        length_weighted_baseline(scores, ids, torch.ones(2), single="drop")

@@ -1,0 +1,170 @@
+"""Weights for tokens that another policy sampled, and the policy between the two."""
+
+import math
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.algorithms.math.correction import importance_weights, interpolated_proximal
+from streamrl.algorithms.options import WEIGHT_LEVELS, WEIGHT_MODES
+from tests.algorithms.ragged import (
+    BATCHES,
+    assert_as_in_loops,
+    assert_padding_has_no_say,
+    assert_rows_are_apart,
+    on_tokens,
+    ragged,
+    rows_that_count,
+)
+
+NAN = math.nan
+SEEDS = st.integers(0, 9999)
+# Ratios 2, 1/2 and 8, with a tool's token between; and a row without a token.
+LOG_RATIO = torch.tensor([[2.0, 0.5, NAN, 8.0], [NAN] * 4]).log().requires_grad_()
+MASK = torch.tensor([[True, True, False, True], [False] * 4])
+
+
+def weights(level, **bounds):
+    result = importance_weights(LOG_RATIO, MASK, level=level, **bounds)
+    assert not result.requires_grad
+    assert result[1].tolist() == [0.0] * 4
+    return [round(x, 5) for x in result[0].tolist()]
+
+
+def test_weights_by_hand_are_ratios_of_tokens_their_product_or_its_root():
+    assert weights("token") == [2, 0.5, 0, 8]
+    assert weights("sequence") == [8, 8, 0, 8]
+    assert weights("geometric") == [2, 2, 0, 2]
+
+
+def test_a_weight_out_of_bounds_is_truncated_or_masked_by_hand():
+    assert weights("token", high=3.0) == [2, 0.5, 0, 3]
+    assert weights("token", low=0.75, high=3.0) == [2, 0.75, 0, 3]
+    assert weights("token", low=0.75) == [2, 0.75, 0, 8]
+    assert weights("token", low=0.75, high=3.0, mode="mask") == [2, 0, 0, 0]
+    assert weights("token", high=3.0, mode="mask") == [2, 0.5, 0, 0]
+    assert weights("token", mode="mask") == [2, 0.5, 0, 8]
+    assert weights("sequence", high=3.0) == [3, 3, 0, 3]
+    assert weights("sequence", high=3.0, mode="mask") == [0] * 4
+    assert weights("geometric", high=3.0, mode="mask") == [2, 2, 0, 2]
+
+
+def test_a_weight_on_its_bound_is_inside():
+    same = torch.zeros(1, 2)
+    for bounds in ({"low": 1.0}, {"high": 1.0}):
+        result = importance_weights(
+            same, torch.tensor([[True, True]]), level="token", mode="mask", **bounds
+        )
+        assert result.tolist() == [[1, 1]]
+
+
+def test_weights_stay_finite():
+    far = torch.tensor([[1e6, -1e6], [15.0, 15.0]])
+    for level in WEIGHT_LEVELS:
+        assert importance_weights(far, torch.ones(2, 2).bool(), level=level).isfinite().all()
+
+
+BOUNDED: dict[str, dict[str, Any]] = {
+    f"{level} {mode}": {"level": level, "mode": mode, "low": 0.6, "high": 1.5}
+    for level, mode in product(WEIGHT_LEVELS, WEIGHT_MODES)
+}
+
+
+def weights_in_loops(row: list[float], level: str, mode: str, low: float, high: float):
+    total = math.fsum(row)
+    logs = {
+        "token": row,
+        "sequence": [total] * len(row),
+        "geometric": [total / len(row)] * len(row),
+    }
+    result = []
+    for ratio in map(math.exp, logs[level]):
+        outside = 0.0 if mode == "mask" else min(max(ratio, low), high)
+        result.append(ratio if low <= ratio <= high else outside)
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", BOUNDED)
+def test_weights_are_as_in_plain_loops(name, dtype):
+    for seed in range(12):
+        batch = ragged(seed, dtype)
+        rows = [row["log_ratio"] for row in rows_that_count(batch)]
+        expected = [weights_in_loops(row, **BOUNDED[name]) if row else [] for row in rows]
+        result = importance_weights(batch["log_ratio"], batch["loss_mask"], **BOUNDED[name])
+        assert_as_in_loops(result, on_tokens(expected, batch["loss_mask"]), dtype)
+
+
+@given(batch=BATCHES)
+def test_weights_of_a_behaviour_that_is_right_average_to_1(batch):
+    # Over all tokens there are, by their probability under the behaviour: sum of q p / q.
+    p, q = batch["logits"].log_softmax(-1), batch["logits"].flip(-1).log_softmax(-1)
+    for log_p, log_q in zip(p.flatten(0, 1), q.flatten(0, 1), strict=True):
+        x = (log_p - log_q)[None]
+        ratio = importance_weights(x, torch.ones_like(x).bool(), level="token")
+        assert (log_q.exp() * ratio).sum().item() == pytest.approx(1)
+
+
+# Version 5 is trained; its own token, one and three versions old, and one that is newer.
+VERSIONS = torch.tensor([[5, 4, 2, 6]])
+
+
+def test_the_proximal_policy_lies_between_the_two_known_by_hand():
+    logprobs = torch.full((1, 4), -1.0, requires_grad=True)
+    behaviour = torch.full((1, 4), -3.0)
+    proximal = interpolated_proximal(logprobs, behaviour, VERSIONS, version=5)
+    # Shares 0, 1/2, 3/4 of the 2 between them.
+    torch.testing.assert_close(proximal, torch.tensor([[-3.0, -2.0, -1.5, -3.0]]))
+    assert not proximal.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_proximal_policy_is_as_in_plain_loops(dtype):
+    for seed in range(8):
+        batch = ragged(seed, dtype)
+        everything = batch | {"loss_mask": torch.ones_like(batch["loss_mask"])}
+        versions = (batch["values"] * 2).long() + 3
+        result = interpolated_proximal(
+            batch["logprobs"], batch["old_logprobs"], versions, version=4
+        )
+        expected = []
+        for row, sampled_by in zip(rows_that_count(everything), versions.tolist(), strict=True):
+            tokens = zip(row["logprobs"], row["old_logprobs"], sampled_by, strict=True)
+            shares = [(p, q, 1 - 1 / (1 + max(4 - v, 0))) for p, q, v in tokens]
+            expected.append([s * p + (1 - s) * q for p, q, s in shares])
+        assert_as_in_loops(result, on_tokens(expected, everything["loss_mask"]), dtype)
+
+
+def proximal(batch):
+    versions = torch.where(batch["loss_mask"], (batch["chosen"].long() * 2), -1)
+    result = interpolated_proximal(batch["logprobs"], batch["old_logprobs"], versions, version=3)
+    return torch.where(batch["loss_mask"], result, 0.0)
+
+
+MASKED = {
+    name: lambda b, options=options: importance_weights(b["log_ratio"], b["loss_mask"], **options)
+    for name, options in BOUNDED.items()
+} | {"proximal": proximal}
+
+
+@pytest.mark.parametrize("name", MASKED)
+@given(batch=BATCHES)
+def test_padding_has_no_say(name, batch):
+    assert_padding_has_no_say(MASKED[name], batch)
+
+
+@pytest.mark.parametrize("name", MASKED)
+@given(batch=BATCHES, seed=SEEDS)
+def test_a_row_does_not_see_the_others(name, batch, seed):
+    assert_rows_are_apart(MASKED[name], batch, seed)
+
+
+def test_unknown_choices_are_refused():
+    with pytest.raises(ValueError, match="level='row'"):
+        importance_weights(LOG_RATIO, MASK, level="row")
+    with pytest.raises(ValueError, match="mode='drop'"):
+        importance_weights(LOG_RATIO, MASK, level="token", mode="drop")

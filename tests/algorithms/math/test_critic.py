@@ -1,0 +1,96 @@
+"""The critic's loss and figures."""
+
+import math
+
+import pytest
+import torch
+
+from streamrl.algorithms import AlgorithmConfig
+from streamrl.algorithms.math.critic import critic_loss
+from streamrl.algorithms.math.step_metrics import summarise_critic
+from streamrl.dataflow import CRITIC
+from tests.algorithms.ragged import gradient
+from tests.algorithms.steps import derived_of, made_up_step
+
+MASK = torch.tensor([[False, True, True, True]])
+BATCH = {
+    "loss_mask": MASK,
+    "returns": torch.tensor([[9.0, 1.0, 2.0, 0.0]]),
+    "values": torch.tensor([[9.0, 0.0, 1.0, 0.0]]),
+}
+VALUES = torch.tensor([[9.0, 0.4, 2.0, -0.5]])
+
+
+def sums_of(loss_and_sums):
+    return {name: value.item() for name, value in loss_and_sums[1].items()}
+
+
+def test_the_loss_by_hand():
+    # (0.4 - 1)^2, (2 - 2)^2 and (-0.5 - 0)^2, halved.
+    loss, _ = critic_loss(BATCH, VALUES, clip=None)
+    assert loss.item() == pytest.approx((0.36 + 0 + 0.25) / 2)
+
+
+def test_the_clip_counts_a_value_as_if_it_had_stayed_near():
+    # Held within 0.2 of 0, 1 and 0 the values are 0.2, 1.2 and -0.2: 0.64, 0.64, 0.04; the larger
+    # error counts.
+    loss, sums = critic_loss(BATCH, VALUES, clip=0.2)
+    assert loss.item() == pytest.approx((0.64 + 0.64 + 0.25) / 2)
+    assert sums["value_clipped_sum"] == 3
+
+
+def test_figures_by_hand():
+    metrics = summarise_critic(sums_of(critic_loss(BATCH, VALUES, clip=0.45)), CRITIC)
+    # Errors 0.6, 0 and 0.5; returns 1, 2 and 0 have a variance of 2/3.
+    errors = torch.tensor([0.6, 0.0, 0.5])
+    assert metrics["critic/value_mean"] == pytest.approx(1.9 / 3)
+    assert metrics["critic/clip_frac"] == pytest.approx(2 / 3)
+    expected = 1 - errors.var(correction=0).item() / (2 / 3)
+    assert metrics["critic/explained_variance"] == pytest.approx(expected, rel=1e-5)
+    assert summarise_critic({}, CRITIC) == {}
+
+
+def test_equal_returns_leave_nothing_to_explain():
+    batch = BATCH | {"returns": torch.ones(1, 4)}
+    metrics = summarise_critic(sums_of(critic_loss(batch, VALUES, clip=None)), CRITIC)
+    assert "critic/explained_variance" not in metrics
+
+
+def test_nan_where_nothing_was_sampled_changes_nothing():
+    spoilt = {
+        name: torch.where(MASK, x, math.nan)
+        for name, x in BATCH.items()
+        if x.ndim and x.is_floating_point()
+    }
+    results = []
+    for batch, values in ((BATCH, VALUES), (BATCH | spoilt, torch.where(MASK, VALUES, math.nan))):
+        leaf = values.clone().requires_grad_()
+        loss, sums = critic_loss(batch, leaf, clip=0.2)
+        loss.backward()
+        results.append((loss.item(), torch.where(MASK, gradient(leaf), 0.0).tolist(), sums))
+    assert results[0] == results[1]
+
+
+def test_parts_of_a_step_add_up():
+    step = made_up_step()
+    derived = derived_of(AlgorithmConfig(name="ppo"), step)
+    batch = {**step.columns, **derived}
+    values = step.columns["values"] + 0.3
+    whole = sums_of(critic_loss(batch, values, clip=0.2))
+    parts = [
+        sums_of(critic_loss({k: v[rows] for k, v in batch.items()}, values[rows], clip=0.2))
+        for rows in (slice(0, 4), slice(4, 9))
+    ]
+    assert {k: parts[0][k] + parts[1][k] for k in whole} == pytest.approx(whole)
+
+
+def test_returns_are_what_advantages_are_measured_against():
+    """Under lambda 1 a return is the reward to come, whatever the critic said."""
+    step = made_up_step()
+    config = AlgorithmConfig(name="ppo", params={"lam": 1.0}, whiten_advantages=False)
+    derived = derived_of(config, step)
+    mask = step.columns["loss_mask"]
+    scores = step.columns["scores"][:, None].expand(mask.shape)
+    torch.testing.assert_close(derived["returns"], torch.where(mask, scores, 0.0))
+    values = torch.where(mask, step.columns["values"], 0.0)
+    torch.testing.assert_close(derived["advantages"], derived["returns"] - values)

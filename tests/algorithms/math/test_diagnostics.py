@@ -1,0 +1,121 @@
+"""How far policies are apart, in sums that add up."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.algorithms.math.diagnostics import divergence_sums
+from streamrl.algorithms.math.step_metrics import FINEST, HALF_BINS, summarise_divergence
+from tests.algorithms.ragged import (
+    BATCHES,
+    BOUNDS,
+    ragged,
+    rows_that_count,
+    shuffled_cuts,
+    spoilt,
+    take,
+    wider,
+)
+
+NAN = math.nan
+
+
+def sums_of(batch):
+    sums = divergence_sums(batch["log_ratio"], batch["loss_mask"])
+    return {name: value.item() for name, value in sums.items()}
+
+
+def summary(log_ratio: list[list[float]], mask: list[list[bool]]) -> dict[str, float]:
+    x, counts = torch.tensor(log_ratio, dtype=torch.float64), torch.tensor(mask)
+    return summarise_divergence(sums_of({"log_ratio": x, "loss_mask": counts}), int(counts.sum()))
+
+
+def test_metrics_by_hand():
+    # Ratios 2 and 2 of one rollout, 1 of another: their sum is 5, of squares 9; whole: 4 and 1.
+    two = math.log(2)
+    metrics = summary(
+        [[two, NAN, two], [NAN, 0.0, NAN], [NAN] * 3],
+        [[True, False, True], [False, True, False], [False] * 3],
+    )
+    assert metrics == {
+        "policy/ratio_mean": pytest.approx(5 / 3),
+        "policy/ess": pytest.approx(25 / (3 * 9)),
+        "correction/kl": pytest.approx(-2 * two / 3),
+        "correction/chi2_token": pytest.approx(9 / 3 - 1),
+        "correction/chi2_sequence": pytest.approx((16 + 1) / 2 - 1),
+        "correction/ratio_p01": 1.0,
+        "correction/ratio_p50": pytest.approx(2, rel=0.1),
+        "correction/ratio_p99": pytest.approx(2, rel=0.1),
+    }
+
+
+def test_the_same_policy_is_nowhere_apart():
+    metrics = summary([[0.0, 0.0], [0.0, NAN]], [[True, True], [True, False]])
+    ones = {"policy/ratio_mean", "policy/ess"} | {f"correction/ratio_p{q}" for q in ("01", 50, 99)}
+    assert metrics == {name: 1.0 if name in ones else 0.0 for name in metrics}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_metrics_are_as_in_plain_loops(dtype):
+    for seed in range(1, 12):
+        batch = ragged(seed, dtype)
+        rows = [row["log_ratio"] for row in rows_that_count(batch) if row["log_ratio"]]
+        tokens = [x for row in rows for x in row]
+        n, ratios = len(tokens), [math.exp(x) for x in tokens]
+        squares, whole = sum(r * r for r in ratios), [math.exp(2 * sum(row)) for row in rows]
+        metrics = summarise_divergence(sums_of(batch), n)
+        expected = {
+            "policy/ratio_mean": sum(ratios) / n,
+            "policy/ess": sum(ratios) ** 2 / squares / n,
+            "correction/kl": -sum(tokens) / n,
+            "correction/chi2_token": squares / n - 1,
+            "correction/chi2_sequence": sum(whole) / len(rows) - 1,
+        }
+        for name, value in expected.items():
+            assert metrics[name] == pytest.approx(value, rel=BOUNDS[dtype], abs=BOUNDS[dtype])
+
+
+@given(batch=BATCHES, seed=st.integers(0, 9999))
+def test_sums_add_up_over_any_micro_batches(batch, seed):
+    parts = [sums_of(take(batch, rows)) for rows in shuffled_cuts(batch, seed)]
+    total = {name: sum(part[name] for part in parts) for name in parts[0]}
+    assert total == pytest.approx(sums_of(batch))
+
+
+@given(batch=BATCHES)
+def test_padding_has_no_say(batch):
+    assert sums_of(spoilt(batch)) == sums_of(batch)
+    assert sums_of(wider(batch)) == pytest.approx(sums_of(batch))
+
+
+@given(batch=BATCHES, spread=st.floats(-4, 1))
+def test_every_token_is_counted_in_one_bin(batch, spread):
+    sums = sums_of(batch | {"log_ratio": batch["log_ratio"] * 10**spread})
+    counts = [n for name, n in sums.items() if "bin" in name]
+    assert len(counts) == 2 * HALF_BINS + 1
+    assert sum(counts) == batch["loss_mask"].sum()
+    assert sums["num_sequences"] == batch["loss_mask"].any(-1).sum()
+
+
+@given(seed=st.integers(0, 9999), spread=st.floats(-4, 1), shift=st.floats(-1, 1))
+def test_quantiles_are_near_the_true_ones(seed, spread, shift):
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(20, 15, generator=draw).double() * 10**spread + shift
+    sums = sums_of({"log_ratio": x.clamp(-20, 20), "loss_mask": torch.ones_like(x).bool()})
+    metrics = summarise_divergence(sums, 300)
+    true = x.clamp(-20, 20).flatten().sort().values.tolist()
+    # The smallest below or at which that share of the 300 is; half a bin is an eighth of its place.
+    for name, place in (("p01", 3), ("p50", 150), ("p99", 297)):
+        exact = true[place - 1]
+        error = abs(math.log(metrics[f"correction/ratio_{name}"]) - exact)
+        assert error <= 0.14 * (abs(exact) + FINEST)
+
+
+def test_policies_that_are_far_apart_have_numbers():
+    metrics = summary([[1e6, 1e6], [-1e6, -1e6]], [[True, True], [True, True]])
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["correction/ratio_p99"] == pytest.approx(math.exp(20))
+    assert metrics["correction/ratio_p01"] == pytest.approx(math.exp(-20))

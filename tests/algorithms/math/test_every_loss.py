@@ -1,0 +1,367 @@
+"""What all token losses and divergences share: plain loops, padding, order, cuts, first steps."""
+
+import itertools
+import math
+from collections.abc import Callable
+from functools import partial
+from math import exp
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from streamrl.algorithms.math.kl import kl_estimate
+from streamrl.algorithms.math.losses import (
+    aggregate,
+    clipped_importance,
+    clipped_surrogate,
+    covariance_clip,
+    covariance_kl,
+    divergence_masked,
+    geometric_mean,
+    score_function,
+    sequence_clipped_surrogate,
+    soft_adaptive,
+    value_loss,
+)
+from streamrl.algorithms.math.masks import keep
+from streamrl.algorithms.options import MODES
+from tests.algorithms.ragged import (
+    BATCHES,
+    Batch,
+    assert_as_in_loops,
+    assert_padding_has_no_say,
+    assert_rows_are_apart,
+    gradient,
+    on_tokens,
+    ragged,
+    rows_that_count,
+)
+
+LOW, HIGH, DUAL = 0.2, 0.28, 1.5
+CLIP = {"clip_low": LOW, "clip_high": HIGH}
+NEAR, FAR, CAP = 0.05, 0.08, 1.3
+DPPO = {"low": NEAR, "high": FAR, "cap": CAP}
+COEF, VALUE_CLIP = 0.7, 0.5
+SEEDS = st.integers(0, 9999)
+
+# Of a batch that is masked already, as policy_loss does it: the loss, [B, T].
+POLICY_LOSSES: dict[str, Callable[[Batch], Tensor]] = {
+    "ppo": lambda b: clipped_surrogate(b["log_ratio"], b["advantages"], **CLIP),
+    "dual": lambda b: clipped_surrogate(b["log_ratio"], b["advantages"], dual_clip=DUAL, **CLIP),
+    "gspo": lambda b: sequence_clipped_surrogate(
+        b["log_ratio"], b["advantages"], b["loss_mask"], **CLIP
+    ),
+    "cispo": lambda b: clipped_importance(
+        b["log_ratio"], b["advantages"], logprobs=b["logprobs"], **CLIP
+    ),
+    "gmpo": lambda b: geometric_mean(b["log_ratio"], b["advantages"], b["loss_mask"], **CLIP),
+    "sapo": lambda b: soft_adaptive(b["log_ratio"], b["advantages"]),
+    "clip_cov": lambda b: covariance_clip(
+        b["log_ratio"], b["advantages"], chosen=b["chosen"], **CLIP
+    ),
+    "kl_cov": lambda b: covariance_kl(
+        b["log_ratio"], b["advantages"], chosen=b["chosen"], coef=COEF
+    ),
+    "dppo_tv": lambda b: divergence_masked(
+        b["log_ratio"], b["advantages"], logprobs=b["logprobs"], kind="tv", **DPPO
+    ),
+    "dppo_kl": lambda b: divergence_masked(
+        b["log_ratio"], b["advantages"], logprobs=b["logprobs"], kind="kl", **DPPO
+    ),
+    "reinforce": lambda b: score_function(b["logprobs"], b["advantages"]),
+}
+
+
+def divergence_of(kind: str) -> Callable[[Batch], Tensor]:
+    return lambda b: kl_estimate(b["logprobs"], b["ref_logprobs"], kind)
+
+
+KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
+LOSSES = POLICY_LOSSES | {
+    "value": lambda b: value_loss(b["values"], b["returns"], b["old_values"]),
+    "clipped value": lambda b: value_loss(
+        b["values"], b["returns"], b["old_values"], clip=VALUE_CLIP
+    ),
+    **{kind: divergence_of(kind) for kind in KL_KINDS},
+}
+
+
+def trained(name: str) -> str:
+    return "values" if "value" in name else "logprobs"
+
+
+def run(name: str, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The loss of every token that counts, and the gradient of their sum; both [B, T]."""
+    leaf = batch[trained(name)].clone().requires_grad_()
+    mask = batch["loss_mask"]
+    tokens = {
+        key: keep(x, mask) if x.is_floating_point() and x.ndim == 2 else x
+        for key, x in (batch | {trained(name): leaf}).items()
+    }
+    tokens["log_ratio"] = tokens["logprobs"] - tokens["old_logprobs"]
+    loss = keep(LOSSES[name](tokens), mask)
+    loss.sum().backward()
+    return loss.detach(), gradient(leaf)
+
+
+def part_of(name: str, part: int) -> Callable[[Batch], Tensor]:
+    """One of what `run` gives: 0 the loss, 1 the gradient."""
+    return lambda batch: run(name, batch)[part]
+
+
+# The same in plain Python: a row's tokens -> their losses and slopes (gradients by what is trained,
+# of the sum over the row).
+Row = dict[str, list]
+Slopes = list[tuple[float, float]]
+
+
+def ppo_of_token(x: float, a: float, dual: float = math.inf) -> tuple[float, float]:
+    r = exp(x)
+    if a > 0 and r > 1 + HIGH:
+        return -a * (1 + HIGH), 0.0
+    if a < 0 and r < 1 - LOW:
+        return -a * (1 - LOW), 0.0
+    if a < 0 and r > dual:
+        return -a * dual, 0.0
+    return -a * r, -a * r
+
+
+def ppo(row: Row, dual: float = math.inf) -> Slopes:
+    return [ppo_of_token(x, a, dual) for x, a in pairs(row)]
+
+
+def pairs(row: Row) -> list[tuple[float, float]]:
+    return list(zip(row["log_ratio"], row["advantages"], strict=True))
+
+
+def gspo(row: Row) -> Slopes:
+    n = len(row["log_ratio"])
+    return [ppo_of_token(math.fsum(row["log_ratio"]) / n, a) for a in row["advantages"]]
+
+
+def cispo(row: Row) -> Slopes:
+    weights = [min(max(exp(x), 1 - LOW), 1 + HIGH) for x in row["log_ratio"]]
+    return weighed(row, weights)
+
+
+def weighed(row: Row, weights: list[float]) -> Slopes:
+    tokens = zip(weights, row["advantages"], row["logprobs"], strict=True)
+    return [(-w * a * logprob, -w * a) for w, a, logprob in tokens]
+
+
+def gmpo(row: Row) -> Slopes:
+    tokens = pairs(row)
+    stopped = [x > HIGH if a > 0 else x < -LOW for x, a in tokens]
+    logs = [
+        (HIGH if a > 0 else -LOW) if s else x for s, (x, a) in zip(stopped, tokens, strict=True)
+    ]
+    n = len(tokens)
+    loss = -sum(row["advantages"]) / max(n, 1) * exp(sum(logs) / max(n, 1))
+    return [(loss, 0.0 if s else loss) for s in stopped]
+
+
+def sapo(row: Row) -> Slopes:
+    result = []
+    for x, a in pairs(row):
+        tau = 1.0 if a > 0 else 1.05
+        gate = 1 / (1 + exp(-tau * (exp(x) - 1)))
+        result.append((-a * gate * 4 / tau, -a * 4 * gate * (1 - gate) * exp(x)))
+    return result
+
+
+def clip_cov(row: Row) -> Slopes:
+    return [(0.0, 0.0) if c else t for c, t in zip(row["chosen"], ppo(row), strict=True)]
+
+
+def kl_cov(row: Row) -> Slopes:
+    result = []
+    for chosen, (x, a) in zip(row["chosen"], pairs(row), strict=True):
+        coef = COEF if chosen else 0.0
+        result.append((-a * exp(x) + coef * abs(x), -a * exp(x) + coef * math.copysign(1, x)))
+    return result
+
+
+def dppo(row: Row, kind: str) -> Slopes:
+    weights = []
+    for (x, a), logprob in zip(pairs(row), row["logprobs"], strict=True):
+        p, q = exp(logprob), exp(logprob - x)
+        far = abs(p - q)
+        if kind == "kl":
+            far = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        goes_on = p > q if a > 0 else p < q
+        weights.append(0.0 if goes_on and far > (FAR if a > 0 else NEAR) else min(exp(x), CAP))
+    return weighed(row, weights)
+
+
+def value(row: Row, clip: float = math.inf) -> Slopes:
+    result = []
+    for v, target, old in zip(row["values"], row["returns"], row["old_values"], strict=True):
+        held = min(max(v, old - clip), old + clip)
+        moves = held == v or (v - target) ** 2 > (held - target) ** 2
+        loss = max((v - target) ** 2, (held - target) ** 2) / 2
+        result.append((loss, v - target if moves else 0.0))
+    return result
+
+
+def divergence(row: Row, kind: str) -> Slopes:
+    result = []
+    for logprob, reference in zip(row["logprobs"], row["ref_logprobs"], strict=True):
+        x = logprob - reference
+        sign = math.copysign(1, x)
+        of_kind = {
+            "k1": (x, 1.0),
+            "k2": (x * x / 2, x),
+            "k3": (exp(-x) + x - 1, 1 - exp(-x)),
+            "abs": (abs(x), sign),
+        }
+        loss, slope = of_kind[kind.removesuffix("+")]
+        result.append((loss, x if kind.endswith("+") else slope))
+    return result
+
+
+IN_LOOPS: dict[str, Callable[[Row], Slopes]] = {
+    "ppo": ppo,
+    "dual": partial(ppo, dual=DUAL),
+    "gspo": gspo,
+    "cispo": cispo,
+    "gmpo": gmpo,
+    "sapo": sapo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "dppo_tv": partial(dppo, kind="tv"),
+    "dppo_kl": partial(dppo, kind="kl"),
+    "reinforce": lambda row: weighed(row, [1.0] * len(row["logprobs"])),
+    "value": value,
+    "clipped value": partial(value, clip=VALUE_CLIP),
+    **{kind: partial(divergence, kind=kind) for kind in KL_KINDS},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_gradients_are_as_in_plain_loops(name, dtype):
+    for seed in range(12):
+        batch = ragged(seed, dtype)
+        expected = []
+        for row in rows_that_count(batch):
+            ratios = zip(row["logprobs"], row["old_logprobs"], strict=True)
+            expected.append(IN_LOOPS[name](row | {"log_ratio": [p - q for p, q in ratios]}))
+        for i, result in enumerate(run(name, batch)):
+            numbers = [[token[i] for token in row] for row in expected]
+            assert_as_in_loops(result, on_tokens(numbers, batch["loss_mask"]), dtype)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(batch=BATCHES)
+def test_padding_has_no_say_in_loss_or_gradient(name, batch):
+    for i in range(2):
+        assert_padding_has_no_say(part_of(name, i), batch)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(batch=BATCHES, seed=SEEDS)
+def test_a_row_does_not_see_the_others(name, batch, seed):
+    for i in range(2):
+        assert_rows_are_apart(part_of(name, i), batch, seed)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_policies_that_are_far_apart_have_a_loss_and_a_gradient(name):
+    mask = torch.tensor([[True, True, False], [True, False, False], [False, True, True]])
+    near, far = torch.tensor([[-0.1, -1e4, -0.1]]), torch.tensor([[-1e4, -0.1, -0.1]])
+    batch = {
+        "loss_mask": mask,
+        "logprobs": near.expand(3, 3),
+        "old_logprobs": far.expand(3, 3),
+        "chosen": torch.tensor([[True, True, False]]).expand(3, 3),
+    }
+    for sign in (1.0, -1.0):
+        for result in run(name, batch | {"advantages": torch.full((3, 3), sign)}):
+            assert result.isfinite().all(), f"under advantages of {sign}"
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@given(batch=BATCHES)
+def test_one_advantage_per_rollout_may_be_given_once(name, batch):
+    mask = batch["loss_mask"]
+    once = batch["advantages"][:, :1]
+    tokens = batch | {"log_ratio": keep(batch["log_ratio"], mask), "advantages": once}
+    wide = tokens | {"advantages": once.expand(mask.shape)}
+    result, expected = POLICY_LOSSES[name](tokens), POLICY_LOSSES[name](wide)
+    torch.testing.assert_close(keep(result, mask), keep(expected, mask), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name != "kl_cov"])
+@given(batch=BATCHES, factor=st.floats(0, 5))
+def test_advantages_are_in_the_unit_of_the_loss(name, batch, factor):
+    scaled = run(name, batch | {"advantages": batch["advantages"] * factor})
+    for result, once in zip(scaled, run(name, batch), strict=True):
+        torch.testing.assert_close(result, once * factor, atol=1e-9, rtol=0)
+
+
+def first_step(loss: Callable[[Batch], Tensor], batch: Batch, mode: str) -> Tensor:
+    """The gradient of a first on-policy step, by logprobs: every ratio is 1, and moves."""
+    mask = batch["loss_mask"]
+    leaf = batch["logprobs"].clone().requires_grad_()
+    logprobs = keep(leaf, mask)
+    tokens = batch | {"logprobs": logprobs, "log_ratio": logprobs - logprobs.detach()}
+    group_ids = torch.arange(len(mask)) // 2
+    total = aggregate(loss(tokens), mask, mode=mode, max_length=9, group_ids=group_ids)
+    total.backward()
+    return gradient(leaf)
+
+
+def dppo_masked(kind: str, bound: float) -> Callable[[Batch], Tensor]:
+    bounds = {"low": bound, "high": bound, "cap": 1.0}
+    return lambda b: divergence_masked(
+        b["log_ratio"], b["advantages"], logprobs=b["logprobs"], kind=kind, **bounds
+    )
+
+
+EXACTLY = {
+    **{name: POLICY_LOSSES[name] for name in ("ppo", "dual", "cispo", "gspo", "kl_cov")},
+    "sapo at temperature 1": lambda b: soft_adaptive(
+        b["log_ratio"], b["advantages"], temperature_negative=1.0
+    ),
+    **{
+        f"dppo {kind}, bounds {bound}": dppo_masked(kind, bound)
+        for kind in ("tv", "kl")
+        for bound in (0.0, 0.2)
+    },
+}
+
+
+@pytest.mark.parametrize("name", EXACTLY)
+def test_a_first_on_policy_step_has_exactly_the_gradient_of_reinforce(name):
+    for mode, seed in itertools.product(MODES, range(8)):
+        batch = ragged(seed)
+        expected = first_step(POLICY_LOSSES["reinforce"], batch, mode)
+        assert torch.equal(first_step(EXACTLY[name], batch, mode), expected), mode
+
+
+@pytest.mark.parametrize("name", ["sapo", "gmpo"])
+def test_a_first_step_of_sapo_and_of_gmpo_under_one_advantage_per_rollout_is_it_but_for_rounding(
+    name,
+):
+    for mode, seed in itertools.product(MODES, range(8)):
+        batch = ragged(seed)
+        if name == "gmpo":
+            batch["advantages"] = batch["scores"][:, None].expand_as(batch["advantages"])
+        expected = first_step(POLICY_LOSSES["reinforce"], batch, mode)
+        gradient = first_step(POLICY_LOSSES[name], batch, mode)
+        torch.testing.assert_close(gradient, expected, atol=1e-15, rtol=1e-15)
+
+
+def test_a_first_step_of_gmpo_has_the_mean_advantage_of_the_rollout():
+    batch = ragged(11)
+    mask = batch["loss_mask"]
+    lengths = mask.sum(-1, keepdim=True).clamp(min=1)
+    mean = keep(batch["advantages"], mask).sum(-1, keepdim=True) / lengths
+    gradient = first_step(POLICY_LOSSES["gmpo"], batch, "token-mean")
+    levelled = batch | {"advantages": mean.expand(mask.shape)}
+    expected = first_step(POLICY_LOSSES["reinforce"], levelled, "token-mean")
+    torch.testing.assert_close(gradient, expected, atol=1e-15, rtol=1e-15)
+    assert not torch.equal(gradient, first_step(POLICY_LOSSES["reinforce"], batch, "token-mean"))

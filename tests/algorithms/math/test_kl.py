@@ -1,0 +1,159 @@
+"""The divergence from a reference, and the coefficient that holds it at a target."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.algorithms.math.kl import KINDS, adapt_coefficient, kl_estimate
+from tests.algorithms.ragged import gradient
+
+STRAIGHT_THROUGH = [kind for kind in KINDS if kind.endswith("+")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("k1", 0.5),
+        ("k2", 0.125),
+        ("k3", math.exp(-0.5) + 0.5 - 1),
+        ("abs", 0.5),
+        ("k1+", 0.5),
+        ("k2+", 0.125),
+        ("k3+", math.exp(-0.5) + 0.5 - 1),
+        ("abs+", 0.5),
+    ],
+)
+def test_kl_estimates_by_hand(kind, expected):
+    assert kl_estimate(torch.tensor(-1.0), torch.tensor(-1.5), kind).item() == pytest.approx(
+        expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("k1", -0.5),
+        ("k2", 0.125),
+        ("k3", math.exp(0.5) - 0.5 - 1),
+        ("abs", 0.5),
+        ("k1+", -0.5),
+        ("k2+", 0.125),
+        ("k3+", math.exp(0.5) - 0.5 - 1),
+        ("abs+", 0.5),
+    ],
+)
+def test_kl_estimates_of_a_token_that_got_less_likely(kind, expected):
+    assert kl_estimate(torch.tensor(-1.5), torch.tensor(-1.0), kind).item() == pytest.approx(
+        expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("k1", [1.0, 1.0]),
+        ("k2", [0.5, -1.0]),  # x
+        ("k3", [1 - math.exp(-0.5), 1 - math.exp(1.0)]),  # 1 - exp(-x)
+        ("abs", [1.0, -1.0]),
+        *((kind, [0.5, -1.0]) for kind in STRAIGHT_THROUGH),
+    ],
+)
+def test_gradients_by_hand_and_straight_through_ones_are_those_of_k2(kind, expected):
+    logprobs = torch.tensor([-1.0, -3.0], requires_grad=True)
+    kl_estimate(logprobs, torch.tensor([-1.5, -2.0]), kind).sum().backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_policy_has_no_divergence(kind):
+    logprobs = torch.tensor([-0.3, -7.0])
+    assert kl_estimate(logprobs, logprobs, kind).tolist() == [0.0, 0.0]
+
+
+def test_k3_is_bounded_for_any_input():
+    assert kl_estimate(torch.tensor(-1e6), torch.tensor(0.0), "k3").item() == 10.0
+    assert kl_estimate(torch.tensor(0.0), torch.tensor(-1e6), "k3").item() == 10.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_estimates_and_gradients_are_finite_however_far_the_policies_are(kind):
+    logprobs = torch.tensor([-1e6, 0.0], requires_grad=True)
+    estimates = kl_estimate(logprobs, torch.tensor([0.0, -1e6]), kind)
+    estimates.sum().backward()
+    assert estimates.isfinite().all()
+    assert gradient(logprobs).isfinite().all()
+
+
+# Far enough apart to matter, near enough for the bound of k3 not to.
+WEIGHTS = st.lists(st.floats(0.3, 1.0), min_size=4, max_size=4)
+
+
+@given(WEIGHTS, WEIGHTS)
+def test_k1_and_k3_average_to_the_divergence(weights, reference_weights):
+    policy, reference = torch.tensor([weights, reference_weights], dtype=torch.float64)
+    policy, reference = policy / policy.sum(), reference / reference.sum()
+    exact = (policy * (policy / reference).log()).sum()
+    for kind in ("k1", "k3"):
+        mean = (policy * kl_estimate(policy.log(), reference.log(), kind)).sum()
+        torch.testing.assert_close(mean, exact, atol=1e-9, rtol=1e-9)
+
+
+@given(WEIGHTS, WEIGHTS)
+def test_in_the_mean_only_k2_and_the_straight_through_ones_lead_down_the_divergence(
+    weights, reference_weights
+):
+    logits = torch.tensor(weights, dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor(reference_weights, dtype=torch.float64).log_softmax(-1)
+    logprobs = logits.log_softmax(-1)
+    p, q = logprobs.exp(), reference.exp()
+
+    def gradient(of):
+        return torch.autograd.grad(of, logits, retain_graph=True)[0]
+
+    forward = gradient((p * (logprobs - reference)).sum())
+    reverse = gradient((q * (reference - logprobs)).sum())
+    for kind in KINDS:
+        # Tokens are sampled with p, and that sampling has no gradient.
+        mean = gradient((p.detach() * kl_estimate(logprobs, reference, kind)).sum())
+        expected = {"k1": torch.zeros(4).double(), "k3": reverse}.get(kind, forward)
+        if kind != "abs":
+            torch.testing.assert_close(mean, expected, atol=1e-9, rtol=0)
+
+
+def test_an_unknown_estimator_is_refused():
+    with pytest.raises(ValueError, match="'k4'"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
+
+
+ADAPTATION: dict[str, Any] = {"target": 0.1, "horizon": 1000.0, "num_rollouts": 100}
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        (0.1, 0.5),  # at the target
+        (0.11, 0.505),  # a tenth too far, for a tenth of the horizon: a hundredth more
+        (0.09, 0.495),
+        (0.3, 0.51),  # at most a fifth is seen
+        (0.0, 0.49),
+        (-0.3, 0.49),
+    ],
+)
+def test_the_coefficient_follows_the_divergence_by_hand(kl, expected):
+    assert adapt_coefficient(0.5, kl, **ADAPTATION) == pytest.approx(expected)
+
+
+@given(st.floats(0.01, 10), st.floats(-1, 1), st.floats(-1, 1))
+def test_a_larger_divergence_never_gives_a_smaller_coefficient(coef, kl, other):
+    low, high = sorted((kl, other))
+    assert adapt_coefficient(coef, low, **ADAPTATION) <= adapt_coefficient(coef, high, **ADAPTATION)
+
+
+@given(st.floats(0, 1), st.floats(0.5, 4))
+def test_only_the_ratio_of_divergence_and_target_matters(kl, unit):
+    scaled = adapt_coefficient(1.0, kl * unit, **(ADAPTATION | {"target": 0.1 * unit}))
+    assert scaled == pytest.approx(adapt_coefficient(1.0, kl, **ADAPTATION))

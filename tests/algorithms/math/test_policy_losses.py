@@ -1,0 +1,375 @@
+"""The policy losses beside PPO's, and the critic's; what they share is in test_every_loss.py."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from streamrl.algorithms.math.losses import (
+    aggregate,
+    clipped_importance,
+    clipped_surrogate,
+    covariance_band,
+    covariance_clip,
+    covariance_kl,
+    covariance_top,
+    covariances,
+    divergence_masked,
+    geometric_mean,
+    score_function,
+    sequence_clipped_surrogate,
+    soft_adaptive,
+    value_loss,
+)
+from streamrl.algorithms.math.masks import keep
+from tests.algorithms.ragged import (
+    BATCHES,
+    assert_as_in_loops,
+    assert_padding_has_no_say,
+    assert_rows_may_be_shuffled,
+    gradient,
+    on_tokens,
+    ragged,
+    rows_that_count,
+)
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+def logs(*values: float) -> torch.Tensor:
+    """One row of logarithms, float64, to take gradients by."""
+    return torch.tensor([values], dtype=torch.float64).log().requires_grad_()
+
+
+def row(*values: float) -> torch.Tensor:
+    return torch.tensor([values], dtype=torch.float64)
+
+
+def check(loss: torch.Tensor, by: torch.Tensor, expected: list[float], slopes: list[float]) -> None:
+    """The losses of a row, and the gradient of their sum."""
+    loss.sum().backward()
+    torch.testing.assert_close(loss.detach(), row(*expected))
+    torch.testing.assert_close(by.grad, row(*slopes))
+
+
+ALL = torch.tensor([[True, True]])
+
+
+def test_gspo_by_hand():
+    # The geometric mean of 4 and 1 is 2, of 1/4 and 1 1/2; token t's gradient is its own.
+    up, wide = logs(4, 1), {"clip_low": 0.9, "clip_high": 9.0}
+    loss = sequence_clipped_surrogate(up, row(1, 3), ALL, **wide)
+    check(loss, up, [-2, -6], [-2, -6])
+    up = logs(4, 1)
+    check(sequence_clipped_surrogate(up, row(1, 1), ALL, **CLIP), up, [-1.28] * 2, [0, 0])
+    up = logs(4, 1)
+    check(sequence_clipped_surrogate(up, row(-1, -1), ALL, **CLIP), up, [2, 2], [2, 2])
+    down = logs(0.25, 1)
+    check(sequence_clipped_surrogate(down, row(-1, -1), ALL, **CLIP), down, [0.8, 0.8], [0, 0])
+
+
+def test_the_ratio_of_a_rollout_is_that_of_its_tokens_that_count():
+    log_ratio, mask = logs(4, 1, 64), torch.tensor([[True, True, False]])
+    loss = sequence_clipped_surrogate(log_ratio, row(-1, -1, -1), mask, **CLIP)
+    assert keep(loss, mask).tolist() == [[pytest.approx(2), pytest.approx(2), 0]]
+
+
+def test_the_ratio_of_a_rollout_is_kept_finite():
+    log_ratio = row(12.0, 12.0).requires_grad_()
+    loss = sequence_clipped_surrogate(log_ratio, row(-1, -1), ALL, **CLIP)
+    check(loss, log_ratio, [math.exp(10)] * 2, [0, 0])
+
+
+def test_gspo_under_seq_mean_token_mean_has_the_gradient_of_one_ratio_per_rollout():
+    batch = ragged(3)
+    mask, weights = batch["loss_mask"], batch["scores"][:, None]
+    gradients = []
+    for whole in (False, True):
+        leaf = batch["log_ratio"].clone().requires_grad_()
+        log_ratio = keep(leaf, mask)
+        if whole:  # The paper's: -A s of each rollout, s = exp(mean of its log-ratios).
+            lengths = mask.sum(-1, keepdim=True).clamp(min=1)
+            loss = -(weights * (log_ratio.sum(-1, keepdim=True) / lengths).exp())
+            loss = loss[mask.any(-1)].mean()
+        else:
+            wide = {"clip_low": 1.0, "clip_high": 99.0}
+            losses = sequence_clipped_surrogate(log_ratio, weights, mask, **wide)
+            loss = aggregate(losses, mask, mode="seq-mean-token-mean")
+        loss.backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_cispo_by_hand():
+    # The weights 2, 1/2 and 1.1 are held within 0.8 and 1.28, and have no gradient.
+    logprobs = logs(0.5, 0.25, 0.5)
+    log_ratio = logprobs - logs(0.25, 0.5, 0.5 / 1.1).detach()
+    loss = clipped_importance(log_ratio, row(2, 3, -1), logprobs=logprobs, **CLIP)
+    one, two = math.log(0.5), math.log(0.25)
+    check(loss, logprobs, [-1.28 * 2 * one, -0.8 * 3 * two, 1.1 * one], [-2.56, -2.4, 1.1])
+
+
+def test_gmpo_by_hand():
+    # Good: log-ratios 0.1 and 0.6, of which 0.4 is left: the mean is 0.25. Bad: 0.6 and -0.6, of
+    # which -0.4 is left: 0.1. Clipped tokens get no gradient.
+    clip = {"clip_low": 0.4, "clip_high": 0.4}
+    good, bad = row(0.1, 0.6).requires_grad_(), row(0.6, -0.6).requires_grad_()
+    loss, slope = -2 * math.exp(0.25), -2 * math.exp(0.25)
+    check(geometric_mean(good, row(2, 2), ALL, **clip), good, [loss] * 2, [slope, 0])
+    check(
+        geometric_mean(bad, row(-1, -1), ALL, **clip), bad, [math.exp(0.1)] * 2, [math.exp(0.1), 0]
+    )
+
+
+def test_gmpo_clips_each_way_by_its_own_bound():
+    clip = {"clip_low": 0.2, "clip_high": 0.5}
+    for log_ratio, advantage, clipped in ((2.0, 1, 0.5), (-2.0, -1, -0.2), (-2.0, 1, -2.0)):
+        loss = geometric_mean(row(log_ratio, log_ratio), row(advantage, advantage), ALL, **clip)
+        assert loss.tolist()[0] == [pytest.approx(-advantage * math.exp(clipped))] * 2
+
+
+def test_the_advantage_of_a_rollout_in_gmpo_is_the_mean_of_its_tokens_that_count():
+    mask = torch.tensor([[True, True, False]])
+    clip = {"clip_low": 0.4, "clip_high": 0.4}
+    loss = geometric_mean(row(0.3, 0.1, 9.0), row(1, 3, 50), mask, **clip)
+    assert keep(loss, mask).tolist()[0] == [pytest.approx(-2 * math.exp(0.2))] * 2 + [0]
+
+
+def test_sapo_by_hand():
+    # r = 1: half of 4 / tau. r = 2, tau = 1: 4 sigmoid(1), with a gradient of 4 s (1 - s) r.
+    log_ratio = logs(1, 1, 2)
+    s = 1 / (1 + math.exp(-1))
+    check(
+        soft_adaptive(log_ratio, row(3, -3, 1)),
+        log_ratio,
+        [-3 * 2, 3 * 2 / 1.05, -4 * s],
+        [-3, 3, -4 * s * (1 - s) * 2],
+    )
+
+
+def test_sapo_has_a_temperature_for_each_sign():
+    log_ratio = logs(1.5, 1.5)
+    temperatures = {"temperature_positive": 2.0, "temperature_negative": 4.0}
+    good, bad = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))
+    check(
+        soft_adaptive(log_ratio, row(1, -1), **temperatures),
+        log_ratio,
+        [-good * 2, bad],
+        [-4 * good * (1 - good) * 1.5, 4 * bad * (1 - bad) * 1.5],
+    )
+
+
+CHOSEN = torch.tensor([[True, False, False]])
+
+
+def test_clip_cov_by_hand():
+    log_ratio = logs(1.1, 1.1, 2)
+    loss = covariance_clip(log_ratio, row(2, 2, 2), chosen=CHOSEN, **CLIP)
+    check(loss, log_ratio, [0, -2.2, -2.56], [0, -2.2, 0])
+
+
+def test_kl_cov_by_hand_pulls_the_chosen_back_from_either_side():
+    for ratio, pull in ((2.0, 0.7), (0.5, -0.7)):
+        log_ratio = logs(ratio, ratio, ratio)
+        loss = covariance_kl(log_ratio, row(3, 3, -1), chosen=CHOSEN, coef=0.7)
+        expected = [-3 * ratio + 0.7 * math.log(2), -3 * ratio, ratio]
+        check(loss, log_ratio, expected, [-3 * ratio + pull, -3 * ratio, ratio])
+
+
+# Log-probabilities -1, -2, -3 and advantages 3, 0, 0 where it counts: means -2 and 1.
+COV_LOGPROBS = torch.tensor([[-1.0, math.nan], [-2.0, -3.0]])
+COV_ADVANTAGES = torch.tensor([[3.0, math.nan], [0.0, 0.0]])
+COV_MASK = torch.tensor([[True, False], [True, True]])
+COV = COV_LOGPROBS, COV_ADVANTAGES, COV_MASK
+
+
+def test_covariances_by_hand():
+    # (3 - 1)(-1 + 2), (0 - 1)(-2 + 2), (0 - 1)(-3 + 2)
+    assert covariances(*COV).tolist() == [[2.0, 0.0], [0.0, 1.0]]
+
+
+def test_one_token_varies_with_nothing():
+    assert covariances(row(-1, math.nan), row(3, 0), torch.tensor([[True, False]])).sum() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_covariances_are_as_in_plain_loops(dtype):
+    for seed in range(1, 9):
+        batch = ragged(seed, dtype)
+        rows = rows_that_count(batch)
+        means = {
+            name: mean([x for row in rows for x in row[name]])
+            for name in ("advantages", "logprobs")
+        }
+        expected = [
+            [
+                (a - means["advantages"]) * (x - means["logprobs"])
+                for a, x in zip(row["advantages"], row["logprobs"], strict=True)
+            ]
+            for row in rows
+        ]
+        mask = batch["loss_mask"]
+        result = covariances(batch["logprobs"], batch["advantages"], mask)
+        assert_as_in_loops(result, on_tokens(expected, mask), torch.float64)
+
+
+OF_COVARIANCES: dict[str, Callable[..., Tensor]] = {
+    "covariances": covariances,
+    "top": partial(covariance_top, fraction=0.3),
+    "band": partial(covariance_band, low=-0.1, high=0.3, fraction=1.0),
+}
+
+
+@pytest.mark.parametrize("name", OF_COVARIANCES)
+@given(batch=BATCHES, seed=st.integers(0, 9999))
+def test_covariances_see_neither_padding_nor_the_order_of_rows(name, batch, seed):
+    # Those of two tokens are equal: which of them is the largest is the order's say.
+    assume(batch["loss_mask"].sum() != 2)
+
+    def result(b):
+        of = OF_COVARIANCES[name]
+        return of(b["logprobs"], b["advantages"], b["loss_mask"]).double()
+
+    assert_padding_has_no_say(result, batch)
+    assert_rows_may_be_shuffled(result, batch, seed)
+
+
+@given(batch=BATCHES)
+def test_one_advantage_per_rollout_is_enough_for_covariances(batch):
+    once = batch["advantages"][:, :1]
+    wide = once.expand_as(batch["logprobs"])
+    result, expected = (
+        covariances(batch["logprobs"], advantages, batch["loss_mask"])
+        for advantages in (once, wide)
+    )
+    assert torch.equal(result, expected)
+
+
+def test_a_fraction_of_the_tokens_is_chosen_from_the_band():
+    def chosen(low: float, high: float, fraction: float) -> list[list[bool]]:
+        return covariance_band(*COV, low=low, high=high, fraction=fraction).tolist()
+
+    assert chosen(0.5, 3.0, 1.0) == [[True, False], [False, True]]
+    assert chosen(0.5, 3.0, 0.67) == [[True, False], [False, True]]  # 2 of 3
+    assert chosen(1.0, 3.0, 1.0) == [[True, False], [False, False]]  # bounds are outside
+    assert chosen(0.5, 2.0, 1.0) == [[False, False], [False, True]]
+    assert chosen(-0.5, 0.5, 1.0) == [[False, False], [True, False]]  # padding never
+    assert chosen(3.0, 9.0, 1.0) == [[False, False], [False, False]]
+    for fraction in (0.66, 0.0):  # 1 of 3, and at least 1
+        assert sum(map(sum, chosen(0.5, 3.0, fraction))) == 1
+
+
+def test_which_of_the_band_is_drawn_follows_from_the_lots():
+    def drawn(seed: int) -> list[list[bool]]:
+        lots = torch.rand(2, 2, generator=torch.Generator().manual_seed(seed))
+        return covariance_band(*COV, low=0.5, high=3.0, fraction=0.4, lots=lots).tolist()
+
+    assert [drawn(seed) for seed in range(9)] == [drawn(seed) for seed in range(9)]
+    assert {str(drawn(seed)) for seed in range(9)} == {
+        "[[True, False], [False, False]]",
+        "[[False, False], [False, True]]",
+    }
+
+
+def test_the_largest_covariances_are_chosen():
+    assert covariance_top(*COV, fraction=0.67).tolist() == [[True, False], [False, True]]
+    for fraction in (0.0, 0.34, 0.66):
+        assert covariance_top(*COV, fraction=fraction).tolist() == [[True, False], [False, False]]
+    assert covariance_top(*COV, fraction=1.0).tolist() == COV_MASK.tolist()
+
+
+def test_nothing_is_chosen_of_nothing():
+    nothing = torch.zeros_like(COV_MASK)
+    assert not covariance_top(COV_LOGPROBS, COV_ADVANTAGES, nothing, fraction=1.0).any()
+    band: dict[str, Any] = {"low": -1.0, "high": 9.0, "fraction": 1.0}
+    assert not covariance_band(COV_LOGPROBS, COV_ADVANTAGES, nothing, **band).any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "distance"),
+    # Between 1/4 and 1/2: KL(q || p) of q = 1/2 or of q = 1/4.
+    [("tv", (0.25, 0.25)), ("kl", (0.1438, 0.1308))],
+)
+def test_dppo_leaves_out_what_has_come_too_far_and_would_go_on(kind, distance):
+    # A good token that rose from 1/4 to 1/2, a bad one that fell back; the opposite of each.
+    for p, q, far in ((0.5, 0.25, distance[1]), (0.25, 0.5, distance[0])):
+        ratio, away = p / q, 1.0 if p > q else -1.0
+        for advantage, bound, stays in (
+            (away, far + 0.001, True),
+            (away, far - 0.001, False),
+            (-away, 0.0, True),
+        ):
+            logprobs = logs(p)
+            limits = {"low": 9.0, "high": 9.0} | {"high" if advantage > 0 else "low": bound}
+            loss = divergence_masked(
+                logprobs - math.log(q),
+                row(advantage),
+                logprobs=logprobs,
+                kind=kind,
+                cap=20.0,
+                **limits,
+            )
+            slope = -ratio * advantage if stays else 0.0
+            check(loss, logprobs, [slope * math.log(p)], [slope])
+
+
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+def test_dppo_holds_the_weight_under_its_cap(kind):
+    logprobs, bounds = logs(0.5, 0.25), {"low": 1.0, "high": 1.0, "cap": 1.5}
+    log_ratio = logprobs - logs(0.25, 0.25).detach()
+    loss = divergence_masked(log_ratio, row(1, 1), logprobs=logprobs, kind=kind, **bounds)
+    check(loss, logprobs, [-1.5 * math.log(0.5), -math.log(0.25)], [-1.5, -1])
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "advantage", "divergence"),
+    [
+        (0.5, 1.0, -1.0, math.log(2)),
+        (1.0, 0.5, 1.0, 0.5 * math.log(0.5) + 0.5 * math.log(0.5 / 1e-8)),
+    ],
+)
+def test_dppo_has_a_divergence_for_tokens_that_were_or_became_certain(p, q, advantage, divergence):
+    for bound, stays in ((divergence + 0.01, True), (divergence - 0.01, False)):
+        logprobs, bounds = logs(p), {"low": bound, "high": bound, "cap": 20.0}
+        log_ratio = logprobs - math.log(q)
+        loss = divergence_masked(log_ratio, row(advantage), logprobs=logprobs, kind="kl", **bounds)
+        slope = -p / q * advantage if stays else 0.0
+        check(loss, logprobs, [slope * math.log(p)], [slope])
+
+
+def test_dppo_refuses_an_unknown_divergence():
+    with pytest.raises(ValueError, match="kind='js'"):
+        divergence_masked(row(0), row(0), logprobs=row(0), kind="js", low=1.0, high=1.0, cap=1.0)
+
+
+def test_reinforce_by_hand():
+    logprobs = logs(0.5, 0.25)
+    slopes = [-2.0, 1.0]
+    losses = [-2 * math.log(0.5), math.log(0.25)]
+    check(score_function(logprobs, row(2, -1)), logprobs, losses, slopes)
+
+
+def test_the_loss_of_the_critic_by_hand():
+    # Errors -2 and 2. Held within 0.2 of the old values: 0.7 - 3 is worse than -2, and where the
+    # value is; 1.8 - 0 is better than 2, which stays.
+    values = row(1, 2).requires_grad_()
+    check(value_loss(values, row(3, 0), row(0.5, 1.6)), values, [2, 2], [-2, 2])
+    values = row(1, 2).requires_grad_()
+    clipped = value_loss(values, row(3, 0), row(0.5, 1.6), clip=0.2)
+    check(clipped, values, [2.3**2 / 2, 2], [0, 2])
+
+
+def test_the_first_step_of_clip_cov_is_that_of_ppo_but_for_the_chosen():
+    logprobs, advantages = logs(0.5, 0.5, 0.5), row(1, -2, 3)
+    log_ratio = logprobs - logprobs.detach()
+    covariance_clip(log_ratio, advantages, chosen=CHOSEN, **CLIP).sum().backward()
+    other = logprobs.detach().requires_grad_()
+    clipped_surrogate(other - other.detach(), advantages, **CLIP).sum().backward()
+    assert torch.equal(gradient(logprobs), torch.where(CHOSEN, 0.0, gradient(other)))

@@ -1,0 +1,264 @@
+"""Tokens and rollouts of another policy that are too far off to be trained on."""
+
+import math
+from collections.abc import Callable, Mapping
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from streamrl.algorithms.math.correction import (
+    off_policy_sequence_mask,
+    rejection_mask,
+    second_moment_limit,
+    second_moment_mask,
+)
+from streamrl.algorithms.options import REJECTION_KINDS, REJECTION_LEVELS
+from tests.algorithms.ragged import (
+    BATCHES,
+    Batch,
+    assert_padding_has_no_say,
+    assert_rows_are_apart,
+    assert_rows_may_be_shuffled,
+    on_tokens,
+    ragged,
+    rows_that_count,
+)
+
+NAN = math.nan
+SEEDS = st.integers(0, 9999)
+# Ratios 2, 1/2 and 8, with a tool's token between; and a row without a token.
+LOG_RATIO = torch.tensor([[2.0, 0.5, NAN, 8.0], [NAN] * 4]).log()
+MASK = torch.tensor([[True, True, False, True], [False] * 4])
+
+
+def kept(kind, level, **bounds):
+    result = rejection_mask(LOG_RATIO, MASK, kind=kind, level=level, **bounds)
+    assert result.dtype == torch.bool
+    assert not result[1].any()
+    return "".join("x" if counts else "." for counts in result[0].tolist())
+
+
+def test_k1_bounds_the_ratio_trained_over_sampling_by_hand():
+    # 2, 1/2 and 8: their product is 8, the geometric mean 2.
+    assert kept("k1", "token", low=0.6) == "x..x"
+    assert kept("k1", "token", high=3.0) == "xx.."
+    assert kept("k1", "token", low=0.6, high=3.0) == "x..."
+    assert kept("k1", "sum", high=8.1) == "xx.x"
+    assert kept("k1", "sum", high=7.9) == "...."
+    assert kept("k1", "sum", low=8.1) == "...."
+    assert kept("k1", "mean", low=1.9, high=2.1) == "xx.x"
+    assert kept("k1", "mean", high=1.9) == "...."
+    assert kept("k1", "mean", low=2.1) == "...."
+    assert kept("k1", "max", low=0.4, high=8.1) == "xx.x"
+    assert kept("k1", "max", high=7.9) == "...."
+    assert kept("k1", "max", low=0.6) == "...."
+
+
+def test_divergences_by_hand():
+    # k2 is log^2 / 2: 0.240, 0.240 and 2.162; k3 r - 1 - log r: 0.307, 0.193 and 4.921.
+    assert kept("k2", "token", high=0.25) == "xx.."
+    assert kept("k2", "token", high=0.23) == "...."
+    assert kept("k2", "sum", high=2.65) == "xx.x"
+    assert kept("k2", "sum", high=2.63) == "...."
+    assert kept("k2", "mean", high=0.89) == "xx.x"
+    assert kept("k2", "mean", high=0.87) == "...."
+    assert kept("k2", "max", high=2.17) == "xx.x"
+    assert kept("k2", "max", high=2.15) == "...."
+    assert kept("k3", "token", high=0.25) == ".x.."
+    assert kept("k3", "token", high=0.31) == "xx.."
+    assert kept("k3", "sum", high=5.43) == "xx.x"
+    assert kept("k3", "sum", high=5.41) == "...."
+    assert kept("k3", "mean", high=1.81) == "xx.x"
+    assert kept("k3", "mean", high=1.80) == "...."
+    assert kept("k3", "max", high=4.93) == "xx.x"
+    assert kept("k3", "max", high=4.91) == "...."
+
+
+def test_what_is_on_its_bound_is_inside():
+    x, mask = torch.tensor([[0.0, 1.0]], dtype=torch.float64), torch.tensor([[True, True]])
+    one = rejection_mask(x, mask, kind="k1", level="token", low=1.0, high=1.0)
+    assert one.tolist() == [[True, False]]
+    half = rejection_mask(x, mask, kind="k2", level="token", high=0.5)
+    assert half.tolist() == [[True, True]]
+    for level in ("mean", "sum", "max"):
+        bound = {"mean": 0.25, "sum": 0.5, "max": 0.5}[level]
+        assert rejection_mask(x, mask, kind="k2", level=level, high=bound).all()
+
+
+@pytest.mark.parametrize("level", REJECTION_LEVELS)
+@pytest.mark.parametrize("kind", REJECTION_KINDS)
+def test_without_bounds_or_a_distance_nothing_is_rejected(kind, level):
+    assert torch.equal(rejection_mask(LOG_RATIO, MASK, kind=kind, level=level), MASK)
+    for bounds in ({"high": 1.0}, {"low": 0.0, "high": 1.0} if kind == "k1" else {"high": 0.0}):
+        same = torch.zeros_like(LOG_RATIO)
+        assert torch.equal(rejection_mask(same, MASK, kind=kind, level=level, **bounds), MASK)
+
+
+@pytest.mark.parametrize("level", REJECTION_LEVELS)
+@pytest.mark.parametrize("kind", REJECTION_KINDS)
+def test_tokens_that_are_far_off_are_rejected_without_overflow(kind, level):
+    mask = torch.tensor([[True, True]])
+    for far in (1e6, -1e6):
+        x = torch.tensor([[far, far]])
+        bounds = {"low": 0.5, "high": 2.0} if kind == "k1" else {"high": 2.0}
+        assert not rejection_mask(x, mask, kind=kind, level=level, **bounds).any()
+
+
+def test_a_log_ratio_counts_as_20_at_most():
+    mask = torch.tensor([[True, True, True]])
+    for far in (1.0, -1.0):
+        # As 20, -19.5 and -0.5: their sum is 0.
+        x = far * torch.tensor([[90.0, -19.5, -0.5]])
+        bounds = {"low": 0.9, "high": 1.1}
+        assert rejection_mask(x, mask, kind="k1", level="sum", **bounds).all()
+
+
+REJECTING: dict[str, dict[str, Any]] = {
+    f"{kind} {level}": {"kind": kind, "level": level, "high": 1.4 if kind == "k1" else 0.1}
+    | ({"low": 0.6} if kind == "k1" else {})
+    for kind, level in product(REJECTION_KINDS, REJECTION_LEVELS)
+}
+
+
+def rejected_in_loops(row, kind: str, level: str, high: float, low: float = 0.0) -> list[float]:
+    estimate = {
+        "k1": lambda x: x,
+        "k2": lambda x: x * x / 2,
+        "k3": lambda x: math.exp(x) - 1 - x,
+    }[kind]
+    values = [estimate(x) for x in row]
+    if level == "sum":
+        values = [math.fsum(values)] * len(row)
+    elif level == "mean":
+        values = [math.fsum(values) / len(row)] * len(row)
+    values = [math.exp(x) for x in values] if kind == "k1" else values
+    inside = [low <= x <= high for x in values]
+    return [float(all(inside) if level == "max" else x) for x in inside]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", REJECTING)
+def test_rejections_are_as_in_plain_loops(name, dtype):
+    results = []
+    for seed in range(24):
+        batch = ragged(seed, dtype)
+        rows = [row["log_ratio"] for row in rows_that_count(batch)]
+        expected = [rejected_in_loops(row, **REJECTING[name]) if row else [] for row in rows]
+        result = rejection_mask(batch["log_ratio"], batch["loss_mask"], **REJECTING[name])
+        assert torch.equal(result.double(), on_tokens(expected, batch["loss_mask"]))
+        results += result[batch["loss_mask"]].tolist()
+    assert set(results) == {True, False}
+
+
+def test_bad_rollouts_that_were_left_behind_are_left_out_by_hand():
+    # The mean log-ratios are -1/4 and 0.
+    x = torch.tensor([[-0.5, NAN, 0.0], [-0.5, 0.5, NAN]]).requires_grad_()
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    bad = torch.tensor([[-1.0], [-1.0]])
+
+    def keeps(advantages, threshold):
+        return off_policy_sequence_mask(x, advantages, mask, threshold=threshold).tolist()
+
+    assert keeps(bad, 0.25) == mask.tolist()  # on the threshold
+    assert keeps(bad, 0.24) == [[False] * 3, mask[1].tolist()]
+    for good in (0.0, 0.5):
+        assert keeps(torch.tensor([[good], [good]]), -0.01) == mask.tolist()
+    assert keeps(bad, -0.01) == [[False] * 3] * 2
+    mixed = torch.tensor([[-1.0, NAN, 1.0], [-1.0, 1.0, NAN]])
+    assert keeps(mixed, 0.24) == [[False, False, True], mask[1].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "limit"),
+    [
+        # The means of 1/4, 1 and 4 are 1/4, 5/8 and 7/4.
+        (2.0, 4.0),
+        (1.75, 1.0),  # below, not at
+        (1.0, 1.0),
+        (0.625, 0.25),
+        (0.25, -1.0),
+    ],
+)
+def test_the_farthest_tokens_go_until_the_mean_square_is_below_the_threshold(threshold, limit):
+    squares = torch.tensor([1.0, 4.0, 0.25])
+    assert second_moment_limit(squares, threshold=threshold) == limit
+    x = torch.tensor([[-1.0, NAN, 2.0], [NAN, -0.5, NAN]]).requires_grad_()
+    mask = torch.tensor([[True, False, True], [False, True, False]])
+    keeps = second_moment_mask(x, mask, threshold=threshold)
+    expected = [[limit >= 1, False, limit >= 4], [False, limit >= 0.25, False]]
+    assert keeps.tolist() == expected
+
+
+def test_equal_tokens_stay_or_go_together():
+    # With one of the two ones the mean is 5/8, with both 3/4.
+    squares = torch.tensor([1.0, 0.25, 1.0])
+    assert second_moment_limit(squares, threshold=0.7) == 0.25
+    assert second_moment_limit(squares, threshold=0.8) == 1.0
+
+
+def test_the_mean_of_many_squares_is_not_lost_in_float32():
+    tenths = torch.full((3000,), 0.1)
+    tenth = tenths[0].item()
+    assert second_moment_limit(tenths, threshold=tenth * (1 + 1e-9)) == tenth
+
+
+def test_of_no_tokens_none_stay():
+    assert second_moment_limit(torch.zeros(0), threshold=1.0) == -1.0
+    nothing = torch.zeros(2, 2).bool()
+    assert not second_moment_mask(torch.full((2, 2), NAN), nothing, threshold=1.0).any()
+
+
+@given(batch=BATCHES, threshold=st.floats(0.01, 1.0))
+def test_what_stays_is_below_the_threshold_and_one_more_would_not_be(batch, threshold):
+    mask = batch["loss_mask"]
+    stays = second_moment_mask(batch["log_ratio"], mask, threshold=threshold)
+    inside = sorted(batch["log_ratio"][stays].square().tolist())
+    outside = sorted(batch["log_ratio"][mask & ~stays].square().tolist())
+    assert not inside or sum(inside) / len(inside) < threshold
+    assert not outside or sum([*inside, outside[0]]) / (len(inside) + 1) >= threshold
+    assert not inside or not outside or inside[-1] < outside[0]
+
+
+def rejecting(options: Mapping[str, Any]) -> Callable[[Batch], Tensor]:
+    return lambda b: rejection_mask(b["log_ratio"], b["loss_mask"], **options)
+
+
+MASKED = {
+    **{name: rejecting(options) for name, options in REJECTING.items()},
+    "left behind": lambda b: off_policy_sequence_mask(
+        b["log_ratio"], b["advantages"], b["loss_mask"], threshold=0.1
+    ),
+    "second moment": lambda b: second_moment_mask(b["log_ratio"], b["loss_mask"], threshold=0.15),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+@given(batch=BATCHES)
+def test_padding_has_no_say(name, batch):
+    assert_padding_has_no_say(lambda b: MASKED[name](b).double(), batch)
+
+
+@pytest.mark.parametrize("name", [name for name in MASKED if name != "second moment"])
+@given(batch=BATCHES, seed=SEEDS)
+def test_a_row_does_not_see_the_others(name, batch, seed):
+    assert_rows_are_apart(lambda b: MASKED[name](b).double(), batch, seed)
+
+
+@given(batch=BATCHES, seed=SEEDS)
+def test_the_second_moment_does_not_see_the_order_of_rows(batch, seed):
+    assert_rows_may_be_shuffled(lambda b: MASKED["second moment"](b).double(), batch, seed)
+
+
+def test_unknown_choices_are_refused():
+    with pytest.raises(ValueError, match="kind='abs'"):
+        rejection_mask(LOG_RATIO, MASK, kind="abs", level="token", high=1.0)
+    with pytest.raises(ValueError, match="level='row'"):
+        rejection_mask(LOG_RATIO, MASK, kind="k1", level="row", high=1.0)
+    for kind in ("k2", "k3"):
+        with pytest.raises(ValueError, match=r"low=0\.5: .* only high bounds"):
+            rejection_mask(LOG_RATIO, MASK, kind=kind, level="token", low=0.5)

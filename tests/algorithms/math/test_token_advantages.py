@@ -1,0 +1,250 @@
+"""Advantages of tokens, from rewards and values of tokens."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.algorithms.math.advantages import generalized_advantages, reward_to_go, whiten
+from tests.algorithms.ragged import (
+    BATCHES,
+    Batch,
+    assert_as_in_loops,
+    assert_padding_has_no_say,
+    assert_rows_are_apart,
+    assert_rows_may_be_shuffled,
+    on_tokens,
+    ragged,
+    rows_that_count,
+)
+
+NAN = math.nan
+# Two tokens of the policy with a tool's between them, then padding.
+TURNS = torch.tensor([[True, False, True, False]])
+REWARDS = torch.tensor([[1.0, NAN, 2.0, NAN]])
+VALUES = torch.tensor([[0.5, NAN, 1.0, NAN]])
+DISCOUNT: dict[str, Any] = {"gamma": 0.9, "lam": 0.8}
+SEEDS = st.integers(0, 9999)
+
+
+def test_generalized_advantages_by_hand_over_what_a_tool_wrote():
+    # Deltas: 2 - 1 = 1 and 1 + 0.9 * 1 - 0.5 = 1.4; the first advantage 1.4 + 0.72 * 1.
+    advantages, returns = generalized_advantages(REWARDS, VALUES, TURNS, **DISCOUNT)
+    torch.testing.assert_close(advantages, torch.tensor([[2.12, 0.0, 1.0, 0.0]]))
+    torch.testing.assert_close(returns, torch.tensor([[2.62, 0.0, 2.0, 0.0]]))
+
+
+def test_a_rollout_that_was_cut_off_goes_on_with_its_bootstrap_value():
+    # Deltas: 2 + 0.9 * 3 - 1 = 3.7 and 1.4; the first advantage 1.4 + 0.72 * 3.7.
+    advantages, returns = generalized_advantages(
+        REWARDS, VALUES, TURNS, bootstrap_values=torch.tensor([3.0]), **DISCOUNT
+    )
+    torch.testing.assert_close(advantages, torch.tensor([[4.064, 0.0, 3.7, 0.0]]))
+    torch.testing.assert_close(returns, torch.tensor([[4.564, 0.0, 4.7, 0.0]]))
+
+
+def test_rewards_to_go_by_hand_over_what_a_tool_wrote():
+    returns = reward_to_go(REWARDS, TURNS, gamma=0.9)
+    torch.testing.assert_close(returns, torch.tensor([[2.8, 0.0, 2.0, 0.0]]))
+
+
+def test_whitened_by_hand():
+    # 1, 2, 3: variance 1 with n - 1, 2/3 with n.
+    x = torch.tensor([[1.0, NAN], [2.0, 3.0]])
+    mask = torch.tensor([[True, False], [True, True]])
+    torch.testing.assert_close(whiten(x, mask), torch.tensor([[-1.0, 0.0], [0.0, 1.0]]))
+    third = math.sqrt(1.5)
+    biased = whiten(x, mask, unbiased=False)
+    torch.testing.assert_close(biased, torch.tensor([[-third, 0.0], [0.0, third]]))
+
+
+def test_eps_is_added_to_the_variance():
+    x, mask = torch.tensor([[-1.0, 1.0]]), torch.tensor([[True, True]])
+    assert whiten(x, mask, eps=3.0, unbiased=False).tolist() == [[-0.5, 0.5]]
+    # A variance of 3e-8, and a third of it if nothing is said.
+    small = whiten(x * math.sqrt(3e-8), mask, unbiased=False)
+    torch.testing.assert_close(small, x * math.sqrt(3 / 4))
+
+
+def test_fewer_than_two_tokens_cannot_be_whitened():
+    x = torch.tensor([[5.0, NAN]])
+    for mask in ([[True, False]], [[False, False]]):
+        assert whiten(x, torch.tensor(mask)).tolist() == [[0.0, 0.0]]
+
+
+def test_equal_tokens_are_whitened_to_0():
+    assert whiten(torch.full((2, 2), 4.0), torch.ones(2, 2).bool()).tolist() == [[0.0] * 2] * 2
+
+
+def gae_of_row(row: dict[str, list[float]], last: float, gamma: float, lam: float) -> list[float]:
+    """The sum of discounted deltas, each written out."""
+    rewards, values = row["token_rewards"], [*row["values"], last]
+    deltas = [r + gamma * values[t + 1] - values[t] for t, r in enumerate(rewards)]
+    return [
+        math.fsum((gamma * lam) ** (s - t) * deltas[s] for s in range(t, len(deltas)))
+        for t in range(len(deltas))
+    ]
+
+
+def returns_of_row(row: dict[str, list[float]], gamma: float) -> list[float]:
+    rewards = row["token_rewards"]
+    return [
+        math.fsum(gamma ** (s - t) * rewards[s] for s in range(t, len(rewards)))
+        for t in range(len(rewards))
+    ]
+
+
+def gae(batch: Batch, gamma: float = 0.9, lam: float = 0.8, bootstrap: bool = True):
+    return generalized_advantages(
+        batch["token_rewards"],
+        batch["values"],
+        batch["loss_mask"],
+        gamma=gamma,
+        lam=lam,
+        bootstrap_values=batch["scores"] if bootstrap else None,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_generalized_advantages_are_as_in_plain_loops(dtype):
+    for seed, bootstrap in itertools.product(range(8), (False, True)):
+        batch = ragged(seed, dtype)
+        mask, rows = batch["loss_mask"], rows_that_count(batch)
+        advantages, returns = gae(batch, bootstrap=bootstrap)
+        expected = on_tokens(
+            [gae_of_row(row, row["scores"][0] if bootstrap else 0.0, 0.9, 0.8) for row in rows],
+            mask,
+        )
+        assert_as_in_loops(advantages, expected, dtype)
+        values = on_tokens([row["values"] for row in rows], mask)
+        assert_as_in_loops(returns, expected + values, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rewards_to_go_are_as_in_plain_loops(dtype):
+    for seed in range(8):
+        batch = ragged(seed, dtype)
+        expected = [returns_of_row(row, 0.9) for row in rows_that_count(batch)]
+        result = reward_to_go(batch["token_rewards"], batch["loss_mask"], gamma=0.9)
+        assert_as_in_loops(result, on_tokens(expected, batch["loss_mask"]), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_whitened_tokens_are_as_in_plain_loops(dtype):
+    for seed, unbiased in itertools.product(range(8), (False, True)):
+        batch = ragged(seed, dtype)
+        rows = [row["values"] for row in rows_that_count(batch)]
+        tokens = [x for row in rows for x in row]
+        mean = math.fsum(tokens) / max(len(tokens), 1)
+        squares = math.fsum((x - mean) ** 2 for x in tokens)
+        deviation = math.sqrt(squares / max(len(tokens) - unbiased, 1) + 1e-8)
+        expected = [[(x - mean) / deviation for x in row] for row in rows]
+        result = whiten(batch["values"], batch["loss_mask"], unbiased=unbiased)
+        assert_as_in_loops(result, on_tokens(expected, batch["loss_mask"]), dtype)
+
+
+def test_long_sums_do_not_pile_up_rounding_in_float32():
+    rewards = torch.full((1, 3000), 0.1)
+    mask, tenth = torch.ones(1, 3000).bool(), rewards[0, 0].item()
+    expected = torch.arange(3000, 0, -1).double()[None] * tenth
+    result = reward_to_go(rewards, mask, gamma=1.0)
+    torch.testing.assert_close(result.double(), expected, atol=0, rtol=1e-7)
+    advantages, _ = generalized_advantages(
+        rewards, torch.zeros_like(rewards), mask, gamma=1.0, lam=1.0
+    )
+    torch.testing.assert_close(advantages.double(), expected, atol=0, rtol=1e-7)
+    # Of a mean far from 0 little is lost.
+    far = whiten(2.0**23 + torch.tensor([[0.0, 1.0, 2.0]]), mask[:, :3])
+    torch.testing.assert_close(far, torch.tensor([[-1.0, 0.0, 1.0]]))
+
+
+@given(batch=BATCHES)
+def test_with_lam_0_an_advantage_is_the_error_of_one_step(batch):
+    advantages, _ = gae(batch, lam=0.0, bootstrap=False)
+    rows = rows_that_count(batch)
+    errors = [
+        [
+            r + 0.9 * after - now
+            for r, now, after in zip(
+                row["token_rewards"], row["values"], [*row["values"][1:], 0.0], strict=False
+            )
+        ]
+        for row in rows
+    ]
+    torch.testing.assert_close(advantages, on_tokens(errors, batch["loss_mask"]))
+
+
+@given(batch=BATCHES, gamma=st.floats(0.5, 1.0))
+def test_with_lam_1_an_advantage_is_the_return_minus_the_value(batch, gamma):
+    advantages, returns = gae(batch, gamma=gamma, lam=1.0, bootstrap=False)
+    mask = batch["loss_mask"]
+    expected = reward_to_go(batch["token_rewards"], mask, gamma=gamma)
+    torch.testing.assert_close(returns, expected)
+    torch.testing.assert_close(advantages, expected - torch.where(mask, batch["values"], 0.0))
+
+
+@given(batch=BATCHES)
+def test_without_a_discount_the_return_of_every_token_is_the_score_on_the_last(batch):
+    mask = batch["loss_mask"]
+    last = torch.zeros_like(batch["token_rewards"])
+    for i, row in enumerate(mask):
+        if row.any():
+            last[i, row.nonzero().max()] = batch["scores"][i]
+    expected = torch.where(mask, batch["scores"][:, None], 0.0)
+    assert torch.equal(reward_to_go(last, mask, gamma=1.0), expected)
+
+
+@given(batch=BATCHES)
+def test_a_critic_that_is_right_leaves_no_advantage(batch):
+    mask = batch["loss_mask"]
+    right = batch | {"values": reward_to_go(batch["token_rewards"], mask, gamma=0.9)}
+    advantages, returns = gae(right, bootstrap=False)
+    torch.testing.assert_close(advantages, torch.zeros_like(advantages))
+    torch.testing.assert_close(returns, right["values"])
+
+
+@given(batch=BATCHES)
+def test_whitened_tokens_have_mean_0_and_variance_1(batch):
+    mask = batch["loss_mask"]
+    tokens = whiten(batch["values"], mask)[mask]
+    if len(tokens) > 1:
+        assert tokens.mean().item() == pytest.approx(0, abs=1e-9)
+        variance = batch["values"][mask].var().item()
+        # Where they hardly vary at all, what keeps the division finite is felt.
+        assert tokens.var().item() == pytest.approx(variance / (variance + 1e-8), abs=1e-6)
+
+
+@given(batch=BATCHES, shift=st.integers(-9, 9), factor=st.integers(1, 9))
+def test_whitening_takes_away_shift_and_unit(batch, shift, factor):
+    mask = batch["loss_mask"]
+    moved = whiten(batch["values"] * factor + shift, mask, eps=1e-15)
+    torch.testing.assert_close(moved, whiten(batch["values"], mask, eps=1e-15), atol=1e-9, rtol=0)
+
+
+OF_TOKENS = {
+    "advantages": lambda batch: gae(batch)[0],
+    "returns": lambda batch: gae(batch)[1],
+    "rewards to go": lambda b: reward_to_go(b["token_rewards"], b["loss_mask"], gamma=0.9),
+    "whitened": lambda batch: whiten(batch["values"], batch["loss_mask"]),
+}
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+@given(batch=BATCHES)
+def test_padding_has_no_say(name, batch):
+    assert_padding_has_no_say(OF_TOKENS[name], batch)
+
+
+@pytest.mark.parametrize("name", [name for name in OF_TOKENS if name != "whitened"])
+@given(batch=BATCHES, seed=SEEDS)
+def test_a_row_does_not_see_the_others(name, batch, seed):
+    assert_rows_are_apart(OF_TOKENS[name], batch, seed)
+
+
+@given(batch=BATCHES, seed=SEEDS)
+def test_whitening_does_not_see_the_order_of_rows(batch, seed):
+    assert_rows_may_be_shuffled(OF_TOKENS["whitened"], batch, seed)

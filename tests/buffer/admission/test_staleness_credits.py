@@ -1,0 +1,174 @@
+"""Credits: how far generation may run ahead."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.buffer import Admission, Ledger
+from streamrl.buffer.admission.staleness_credits import check_bytes, check_capacity, credit_limit
+from streamrl.errors import ConfigError
+from streamrl.simulator.replicas.virtual_loop import run_virtual
+
+
+def make(ledger: Ledger, *, depth: int = 1, steps: int = 10, capacity: int = 8) -> Admission:
+    return Admission(
+        ledger,
+        depth=depth,
+        groups_per_step=4,
+        capacity_groups=capacity,
+        total_groups=4 * steps,
+    )
+
+
+def test_on_policy_admits_exactly_one_step_of_groups() -> None:
+    ledger = Ledger()
+    admission = make(ledger, depth=0, capacity=4)
+    assert admission.credit == 4
+    for i in range(4):
+        ledger.admit(str(i), 0)
+    assert admission.credit == 0
+
+
+def test_one_step_of_depth_admits_one_step_more() -> None:
+    assert make(Ledger(), depth=1).credit == 8
+
+
+def test_a_new_version_brings_credits_for_one_step() -> None:
+    ledger = Ledger()
+    admission = make(ledger)
+    for i in range(8):
+        ledger.admit(str(i), 0)
+    for i in range(4):
+        ledger.train(str(i))
+    assert admission.credit == 0, "trained groups do not come back as credits by themselves"
+    admission.advance(1)
+    assert admission.credit == 4
+
+
+def test_a_version_that_is_made_and_not_published_brings_no_credits() -> None:
+    """Version 0 would sample for step 2, with a bound of one: two versions behind."""
+    ledger = Ledger()
+    admission = make(ledger, depth=1)
+    for i in range(8):
+        ledger.admit(str(i), 0)
+    for i in range(4):
+        ledger.train(str(i))
+    admission.advance(1, published=False)
+    assert admission.credit == 0
+    for i in range(4, 8):
+        ledger.train(str(i))
+    admission.advance(2)
+    assert admission.credit == 8, "two steps were made, both have their credits now"
+
+
+def test_a_dropped_group_returns_its_credit() -> None:
+    ledger = Ledger()
+    admission = make(ledger)
+    for i in range(8):
+        ledger.admit(str(i), 0)
+    ledger.drop("3", "deadline")
+    assert admission.credit == 1
+
+
+def test_no_prompt_is_admitted_that_no_step_will_train() -> None:
+    ledger = Ledger()
+    admission = make(ledger, steps=1)
+    assert admission.credit == 4
+
+
+def test_waiting_for_credit_ends_when_a_version_is_published() -> None:
+    async def main() -> int:
+        ledger = Ledger()
+        admission = make(ledger)
+        for i in range(8):
+            ledger.admit(str(i), 0)
+        waiting = asyncio.create_task(admission.wait_credit(100.0))
+        await asyncio.sleep(5.0)
+        assert not waiting.done()
+        for i in range(4):
+            ledger.train(str(i))
+        admission.advance(1)
+        return await waiting
+
+    assert run_virtual(main()) == 4
+
+
+def test_waiting_for_credit_gives_up_at_its_deadline() -> None:
+    async def main() -> int:
+        ledger = Ledger()
+        admission = make(ledger)
+        for i in range(8):
+            ledger.admit(str(i), 0)
+        return await admission.wait_credit(3.0)
+
+    assert run_virtual(main()) == 0
+
+
+def test_a_returned_credit_wakes_whoever_waits_for_one() -> None:
+    async def main() -> float:
+        ledger = Ledger()
+        admission = make(ledger)
+        for i in range(8):
+            ledger.admit(str(i), 0)
+        waiting = asyncio.create_task(admission.wait_credit(100.0))
+        await asyncio.sleep(5.0)
+        ledger.filter("3")
+        admission.refund()
+        assert await waiting == 1
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 5.0
+
+
+def test_what_is_in_flight_never_exceeds_the_capacity() -> None:
+    ledger = Ledger()
+    admission = make(ledger, depth=0, capacity=5)
+    for i in range(4):
+        ledger.admit(str(i), 0)
+    admission.advance(1)
+    assert admission.credit == 1, "the step's groups are not yet booked as trained"
+
+
+def test_a_resumed_run_goes_on_at_its_version() -> None:
+    ledger = Ledger()
+    for i in range(12):
+        ledger.admit(str(i), i // 4)
+    for i in range(8):
+        ledger.train(str(i))
+    admission = Admission(
+        ledger, depth=1, groups_per_step=4, capacity_groups=8, total_groups=16, version=2
+    )
+    assert (admission.credit, admission.finished) == (4, False)
+
+
+def test_a_queue_that_would_deadlock_is_refused_with_the_arithmetic() -> None:
+    message = r"capacity_groups=7: must be at least 8 = \(pipeline.depth 1 \+ 1\) \* .*step 4$"
+    with pytest.raises(ConfigError, match=message):
+        check_capacity(7, depth=1, groups_per_step=4)
+    check_capacity(8, depth=1, groups_per_step=4)
+
+
+def test_a_shard_too_small_for_a_step_is_refused_with_the_arithmetic() -> None:
+    message = (
+        r"^queue.store_share=0.5: 8.00 MB for a shard, must be at least 10.00 MB"
+        r" = pipeline.groups_per_step 4 \* 2.50 MB, the largest group$"
+    )
+    facts: dict[str, Any] = {
+        "group_bytes": 5 << 19,
+        "groups_per_step": 4,
+        "place": "queue.store_share=0.5",
+    }
+    with pytest.raises(ConfigError, match=message):
+        check_bytes(8 << 20, **facts)
+    check_bytes(10 << 20, **facts)
+
+
+@given(st.integers(0, 8), st.integers(1, 64), st.integers(0, 100))
+def test_the_last_credit_of_a_version_is_trained_depth_steps_later(
+    depth: int, groups: int, version: int
+) -> None:
+    last = credit_limit(version, depth=depth, groups_per_step=groups) - 1
+    assert last // groups - version == depth

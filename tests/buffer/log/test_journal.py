@@ -1,0 +1,420 @@
+"""The journal: what was accepted is there again, whatever happened to its writer."""
+
+import asyncio
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.buffer.log.journal import Journal, JournalConfig
+from streamrl.buffer.log.segment_file import (
+    Corrupt,
+    read_record,
+    replay,
+    segment_path,
+    write_segment,
+)
+from streamrl.errors import ConfigError, JournalError, NoSpaceError
+from tests.buffer.journals import eventually, intact, note, numbers, opened, written
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+# Commits.
+
+
+async def test_appends_that_come_together_share_fsyncs(tmp_path: Path, fsyncs: list[str]) -> None:
+    journal = opened(tmp_path)
+    places = await asyncio.gather(*(journal.append([note(i)]) for i in range(200)))
+    assert fsyncs.count("00000001.journal") <= 3
+    assert [read_record(tmp_path, place).meta["i"] for [place] in places] == list(range(200))
+    assert journal.drain_fsync_s() > 0
+    assert journal.drain_fsync_s() == 0
+    await journal.close()
+
+
+class SlowDisk:
+    """An fsync that lasts until it is let go, and then may fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.go, self.error = threading.Event(), threading.Event(), ""
+        self.calls, self._fsync = 0, os.fsync
+        monkeypatch.setattr(os, "fsync", self.fsync)
+
+    def fsync(self, descriptor: int) -> None:
+        self.calls += 1
+        self.began.set()
+        assert self.go.wait(10)
+        if self.error:
+            raise OSError(errno.EIO, self.error)
+        self._fsync(descriptor)
+
+
+async def test_what_comes_during_an_fsync_goes_out_with_the_next_and_the_loop_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = opened(tmp_path)
+    disk = SlowDisk(monkeypatch)
+    waiting = [asyncio.ensure_future(journal.append([note(0)]))]
+    await eventually(disk.began.is_set)
+    for i in range(1, 20):
+        waiting.append(asyncio.ensure_future(journal.append([note(i)])))
+        await asyncio.sleep(0.001)
+    assert not any(call.done() for call in waiting)
+    disk.go.set()
+    await asyncio.gather(*waiting)
+    assert disk.calls == 2
+    await journal.close()
+    assert numbers(tmp_path) == list(range(20))
+
+
+async def test_those_behind_a_failed_commit_are_refused_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mishaps: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: mishaps.append(context))
+    journal = opened(tmp_path)
+    disk = SlowDisk(monkeypatch)
+    disk.error = "worn out"
+    waiting = [asyncio.ensure_future(journal.append([note(0)]))]
+    await eventually(disk.began.is_set)
+    waiting += [asyncio.ensure_future(journal.append([note(i)])) for i in range(1, 4)]
+    await asyncio.sleep(0.01)
+    disk.go.set()
+    errors = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(error, JournalError) and "worn" in str(error) for error in errors)
+    await asyncio.sleep(0.01)
+    assert (disk.calls, mishaps, numbers(tmp_path)) == (1, [], [])
+
+
+async def test_an_append_returns_after_the_fsync_of_file_and_folder(
+    tmp_path: Path, fsyncs: list[str]
+) -> None:
+    journal = opened(tmp_path / "new" / "folder")
+    await journal.append([note(0)])
+    assert {tmp_path.name, "new", "folder", "00000001.journal"} <= set(fsyncs)
+    before = len(fsyncs)
+    await journal.append([note(1)])
+    assert fsyncs[before:] == ["00000001.journal"]
+    await journal.close()
+
+
+async def test_calls_keep_their_order_and_so_do_the_waiters(tmp_path: Path) -> None:
+    journal, woken = opened(tmp_path), []
+
+    async def owner(start: int) -> None:
+        for i in range(start, start + 40, 4):
+            journal.post([note(i), note(i + 1)])
+            await journal.append([note(i + 2)])
+            woken.append(i + 2)
+            journal.post([note(i + 3)])
+
+    await asyncio.gather(*(owner(start) for start in range(0, 400, 40)))
+    await journal.close()
+    found = [record.meta["i"] for _, record in intact(replay(tmp_path))]
+    assert sorted(found) == list(range(400))
+    for start in range(0, 400, 40):
+        assert [i for i in found if start <= i < start + 40] == list(range(start, start + 40))
+    assert woken == [i for i in found if i % 4 == 2]
+
+
+async def test_a_cancelled_append_harms_nobody(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    cancelled = asyncio.ensure_future(journal.append([note(0)]))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    [place] = await journal.append([note(1)])
+    await journal.close()
+    assert read_record(tmp_path, place).meta["i"] == 1
+
+
+async def test_a_closed_journal_is_not_used_again(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    journal.post([note(0)])
+    await journal.close()
+    with pytest.raises(AssertionError, match="closed"):
+        await journal.append([note(1)])
+    assert numbers(tmp_path) == [0]
+
+
+# When the disk fails.
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    writev = os.writev
+
+    def refuse(descriptor: int, buffers: list[memoryview]) -> int:
+        writev(descriptor, [buffers[0][:10]])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "writev", refuse)
+
+
+@pytest.mark.parametrize("fsync_s", [0.0, 5.0, None])
+async def test_a_full_disk_is_said_clearly_and_to_everybody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync_s: float | None
+) -> None:
+    journal = opened(tmp_path, fsync_s=fsync_s)
+    await journal.append([note(0), note(1)])
+    size = segment_path(tmp_path, 1).stat().st_size
+    with monkeypatch.context() as patch:
+        full_disk(patch)
+        calls = (journal.append([note(i)]) for i in range(2, 5))
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+    text = (
+        f"journal {tmp_path}/00000001.journal: No space left on device;"
+        " what was accepted before is safe"
+    )
+    assert [(type(error), str(error)) for error in errors] == [(JournalError, text)] * 3
+    for again in (journal.append([note(9)]), journal.rotate(), journal.close()):
+        with pytest.raises(JournalError, match="No space left"):
+            await again
+    with pytest.raises(JournalError, match="No space left"):
+        journal.post([note(9)])
+    assert segment_path(tmp_path, 1).stat().st_size == size, "cut back to the last good end"
+    assert journal.num_bytes == size
+    assert numbers(tmp_path) == [0, 1]
+
+
+@pytest.mark.parametrize("refused", ["open", "fsync"])
+async def test_a_segment_for_which_there_is_no_room_is_begun_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    journal = opened(tmp_path)
+    await journal.append([note(0)])
+    works = getattr(os, refused)
+
+    def refuse(what: Any, *how: int) -> object:
+        is_new = what == segment_path(tmp_path, 2)
+        if is_new or (refused == "fsync" and os.path.samestat(os.fstat(what), tmp_path.stat())):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return works(what, *how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, refused, refuse)
+        with pytest.raises(NoSpaceError, match=r"2\.journal cannot be begun: No space left"):
+            await journal.rotate()
+        assert os.listdir(tmp_path) == ["00000001.journal"]
+        await journal.append([note(1)])
+    assert await journal.rotate() == 2
+    await journal.append([note(2)])
+    await journal.close()
+    assert numbers(tmp_path) == [0, 1, 2]
+
+
+async def test_a_failed_post_is_raised_by_what_comes_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = opened(tmp_path)
+    full_disk(monkeypatch)
+    journal.post([note(0)])
+    with pytest.raises(JournalError, match="No space left"):
+        await journal.close()
+
+
+@pytest.mark.parametrize(("fsync_s", "safe"), [(0.0, "accepted"), (1000.0, "fsynced")])
+async def test_a_failed_fsync_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync_s: float, safe: str
+) -> None:
+    journal = opened(tmp_path, fsync_s=fsync_s)
+    await journal.append([note(0)])
+    tried = []
+
+    def fail(descriptor: int) -> None:
+        tried.append(descriptor)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    journal.post([note(1)])
+    for _ in range(2):
+        with pytest.raises(JournalError, match=f"Input/output error; what was {safe} before is"):
+            await journal.rotate()
+    with pytest.raises(JournalError, match="Input/output error"):
+        await journal.close()
+    assert len(tried) == 1
+    assert numbers(tmp_path) == [0]
+
+
+async def test_a_bug_in_the_writer_leaves_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = opened(tmp_path)
+    monkeypatch.setattr(os, "writev", lambda descriptor, buffers: None)
+    with pytest.raises(JournalError, match="TypeError"):
+        await journal.append([note(0)])
+
+
+SMALL_DISK = """
+import asyncio, resource, sys
+from pathlib import Path
+from streamrl.buffer.log.journal import Journal, JournalConfig, Record
+from streamrl.errors import JournalError
+
+async def main():
+    journal = Journal(Path(sys.argv[1]), JournalConfig())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    errors, accepted = [], 0
+    while len(errors) < 2:
+        try:
+            await journal.append([Record({"kind": "note", "i": accepted}, bytes(7000))])
+            accepted += 1
+        except JournalError as error:
+            errors.append(str(error))
+    print(accepted, *errors, sep="\\n")
+
+asyncio.run(main())
+"""
+
+
+def test_a_disk_that_takes_half_a_record_keeps_the_whole_ones(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", SMALL_DISK, tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    accepted, *errors = run.stdout.splitlines()
+    text = "00000001.journal: File too large; what was accepted before is safe"
+    assert errors == [f"journal {tmp_path}/{text}"] * 2
+    assert int(accepted) == 14
+    assert numbers(tmp_path) == list(range(14))
+    assert segment_path(tmp_path, 1).stat().st_size < 100_000
+
+
+ENDLESS = """
+import asyncio, itertools, os, random, sys
+from pathlib import Path
+from streamrl.buffer.log.journal import Journal, JournalConfig, Record
+
+async def worker(journal, name):
+    for i in itertools.count():
+        meta = {"kind": "note", "worker": name, "i": i}
+        await journal.append([Record(meta, random.randbytes(random.randrange(60_000)))])
+        os.write(1, f"{name} {i}\\n".encode())
+
+async def main():
+    config = JournalConfig(max_mb=1, fsync_s=float(sys.argv[2]) if sys.argv[2] else None)
+    journal = Journal(Path(sys.argv[1]), config)
+    await asyncio.gather(*(worker(journal, f"{journal.segment}-{n}") for n in range(4)))
+
+asyncio.run(main())
+"""
+
+
+def killed(folder: Path, fsync_s: str, lines: int) -> Iterator[tuple[str, int]]:
+    """Run the endless writer until it acknowledged some records; all it acknowledged."""
+    command = [sys.executable, "-c", ENDLESS, str(folder), fsync_s]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        text = [process.stdout.readline() for _ in range(lines)]
+        process.send_signal(signal.SIGKILL)
+        text += process.stdout.readlines()
+    for line in text:
+        name, i = line.split()
+        yield name, int(i)
+
+
+@pytest.mark.parametrize("fsync_s", ["0", "0.05", ""])
+def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, fsync_s: str) -> None:
+    acknowledged = [*killed(tmp_path, fsync_s, 150), *killed(tmp_path, fsync_s, 77)]
+    replayed: dict[str, list[int]] = {}
+    for item in replay(tmp_path):
+        assert not isinstance(item, Corrupt), item
+        meta = item[1].meta
+        replayed.setdefault(meta["worker"], []).append(meta["i"])
+    assert len(acknowledged) >= 227
+    assert all(i in replayed[name] for name, i in acknowledged)
+    assert all(order == list(range(len(order))) for order in replayed.values())
+
+
+# When to fsync.
+
+
+class Clock:
+    """Time that passes only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_null_leaves_it_to_the_system(tmp_path: Path, fsyncs: list[str]) -> None:
+    await written(tmp_path / "new", range(3), range(3, 6), fsync_s=None)
+    await written(tmp_path / "new", range(6, 9), fsync_s=None)
+    assert fsyncs == []
+    assert numbers(tmp_path / "new") == list(range(9))
+
+
+async def test_the_time_between_two_fsyncs_is_kept(tmp_path: Path, fsyncs: list[str]) -> None:
+    clock = Clock()
+    journal = Journal(tmp_path, JournalConfig(fsync_s=5.0), clock=clock)
+    at = []
+    for _ in range(100):
+        fsyncs.clear()
+        clock.now += 0.25
+        await journal.append([note(0)])
+        at += [clock.now] * len(fsyncs)
+    assert at == [105.0, 110.0, 115.0, 120.0, 125.0]
+    await journal.close()
+
+
+async def test_what_waits_is_fsynced_in_time_though_nothing_follows(
+    tmp_path: Path, fsyncs: list[str]
+) -> None:
+    journal = opened(tmp_path, fsync_s=0.1)
+    fsyncs.clear()
+
+    def fsynced(times: int) -> Callable[[], bool]:
+        return lambda: len(fsyncs) >= times
+
+    for count in (1, 2):
+        await journal.append([note(0)])
+        await eventually(fsynced(count))
+    await asyncio.sleep(0.25)
+    assert fsyncs == ["00000001.journal"] * 2, "once for each: nothing new, nothing to sync"
+    await journal.close()
+
+
+@pytest.mark.parametrize("end", [Journal.rotate, Journal.close])
+async def test_a_cut_and_the_end_do_not_wait_for_the_time(
+    tmp_path: Path, fsyncs: list[str], end: Callable[[Journal], Any]
+) -> None:
+    journal = opened(tmp_path, fsync_s=1000.0)
+    await journal.append([note(0)])
+    assert "00000001.journal" not in fsyncs
+    await end(journal)
+    assert fsyncs.count("00000001.journal") == 1
+    if end is not Journal.close:
+        await journal.close()
+
+
+def test_a_written_file_is_fsynced_with_its_name(tmp_path: Path, fsyncs: list[str]) -> None:
+    write_segment(tmp_path / "00000000.journal", [note(0)])
+    assert fsyncs == ["00000000.journal", tmp_path.name]
+    assert numbers(tmp_path) == [0]
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("fsync_s", -1, "must be 0 s or more, or null"),
+        ("fsync_s", float("nan"), "must be 0 s or more, or null"),
+        ("max_mb", 0, "must be at least 1 MB"),
+    ],
+)
+def test_bad_numbers_are_named(key: str, value: Any, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^queue\.journal\.{key}={value}: {rule}$"):
+        JournalConfig(**{key: value})

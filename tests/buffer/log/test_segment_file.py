@@ -1,0 +1,361 @@
+"""Segment files: what is in them, what damage costs, and which are there."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.buffer.codec import Blob, join
+from streamrl.buffer.log import segment_file
+from streamrl.buffer.log.journal import Journal, JournalConfig
+from streamrl.buffer.log.segment_file import (
+    Corrupt,
+    Position,
+    Record,
+    read_record,
+    read_segment,
+    replay,
+    segment_path,
+    segments,
+    write_segment,
+)
+from streamrl.errors import JournalError
+from tests.buffer.journals import intact, note, numbers, opened, written
+
+# Records.
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"some bytes",
+        bytearray(b"more bytes"),
+        memoryview(b"0123456789")[2:5],
+        np.arange(1000, dtype=np.uint8).data,
+        np.arange(1000, dtype=np.int64).data,
+        os.urandom(5_000_000),
+        (b"a head", np.arange(1000, dtype=np.int32).data, b"", bytearray(b"a tail")),
+    ],
+    ids=["empty", "bytes", "bytearray", "slice", "array", "wide", "large", "pieces"],
+)
+async def test_a_record_is_read_back_as_it_was(tmp_path: Path, payload: Blob) -> None:
+    journal = opened(tmp_path)
+    meta = {
+        "kind": "put",
+        "uid": "0:1:0",
+        "text": "h\u00e9 \ud800",
+        "x": [1, 2.5, None, {"y": True}],
+    }
+    places = await journal.append([note(0), Record(meta, payload), note(2)])
+    await journal.close()
+    items = intact(replay(tmp_path))
+    assert [place for place, _ in items] == places
+    assert items[1][1].meta == meta
+    assert items[1][1].payload == join(payload)
+    assert read_record(tmp_path, places[1]).payload == join(payload)
+    assert places[2].offset == places[1].offset + places[1].size
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(st.lists(st.tuples(st.dictionaries(st.text(), JSON), st.binary(max_size=300)), max_size=8))
+def test_a_written_file_holds_its_records(
+    tmp_path_factory: pytest.TempPathFactory, content: list[tuple[dict[str, Any], bytes]]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "snapshot.journal"
+    records = [Record({**meta, "kind": "any"}, payload) for meta, payload in content]
+    write_segment(path, records)
+    assert [record for _, record in intact(read_segment(path))] == records
+
+
+async def test_what_cannot_be_json_is_refused_with_all_of_its_call(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    with pytest.raises(TypeError):
+        await journal.append([note(0), Record({"kind": "bad", "x": object()})])
+    await journal.append([note(1)])
+    await journal.close()
+    assert numbers(tmp_path) == [1]
+
+
+async def test_more_buffers_than_one_system_call_takes_and_calls_that_take_less_than_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writev = os.writev
+
+    def stingy(descriptor: int, buffers: list[memoryview]) -> int:
+        assert len(buffers) <= os.sysconf("SC_IOV_MAX")
+        return writev(descriptor, [b"".join(buffers)[:1009]])
+
+    monkeypatch.setattr(os, "writev", stingy)
+    await written(tmp_path, range(3000))
+    assert numbers(tmp_path) == list(range(3000))
+
+
+# Damage.
+
+
+async def test_a_file_cut_at_any_byte_of_its_last_record_has_the_earlier_ones(
+    tmp_path: Path,
+) -> None:
+    last = (await written(tmp_path, range(4)))[-1]
+    path = segment_path(tmp_path, 1)
+    content = path.read_bytes()
+    for size in range(last.offset, len(content)):
+        path.write_bytes(content[:size])
+        assert numbers(tmp_path) == [0, 1, 2], size
+
+
+async def test_a_last_record_without_its_last_sectors_is_left_out(tmp_path: Path) -> None:
+    # As a file system leaves it that had the length on the disk, but not yet the data.
+    journal = opened(tmp_path)
+    await journal.append([note(0), note(1, os.urandom(5000))])
+    await journal.close()
+    path = segment_path(tmp_path, 1)
+    content = path.read_bytes()
+    for size in range(512, len(content), 512):
+        path.write_bytes(content[:size] + bytes(len(content) - size))
+        assert numbers(tmp_path) == [0], size
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+async def test_what_never_was_a_record_is_no_torn_end(tmp_path: Path, kept: int) -> None:
+    places = await written(tmp_path, range(2))
+    path = segment_path(tmp_path, 1)
+    content = path.read_bytes()
+    start = places[kept].offset
+    path.write_bytes(content[:start] + b"\x01" + os.urandom(len(content) - start - 1))
+    (corrupt,) = [item for item in replay(tmp_path) if isinstance(item, Corrupt)]
+    assert (corrupt.position.offset, corrupt.position.size) == (start, len(content) - start)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+async def test_a_flipped_byte_costs_its_record_and_no_other(tmp_path: Path, bad: int) -> None:
+    places = await written(tmp_path, range(4))
+    path = segment_path(tmp_path, 1)
+    content = path.read_bytes()
+    for offset in range(places[bad].offset, places[bad].offset + places[bad].size):
+        damaged = bytearray(content)
+        damaged[offset] ^= 0x41
+        path.write_bytes(damaged)
+        items = list(replay(tmp_path))
+        [corrupt] = [item for item in items if isinstance(item, Corrupt)]
+        assert (corrupt.position, corrupt.file) == (places[bad], path)
+        assert "checksum" in corrupt.reason
+        assert numbers(tmp_path) == [None if i == bad else i for i in range(4)]
+        with pytest.raises(JournalError, match=rf"{path}, byte {places[bad].offset}: .*checksum"):
+            read_record(tmp_path, places[bad])
+
+
+async def test_a_flipped_byte_in_the_last_record_is_not_taken_for_a_torn_end(
+    tmp_path: Path,
+) -> None:
+    place = (await written(tmp_path, range(4)))[-1]
+    path = segment_path(tmp_path, 1)
+    content = path.read_bytes()
+    for offset in range(place.offset + 32, place.offset + place.size):
+        damaged = bytearray(content)
+        damaged[offset] ^= 0x41
+        path.write_bytes(damaged)
+        assert numbers(tmp_path) == [0, 1, 2, None]
+
+
+async def test_every_bad_record_of_a_row_is_named(tmp_path: Path) -> None:
+    places = await written(tmp_path, range(5))
+    path = segment_path(tmp_path, 1)
+    damaged = bytearray(path.read_bytes())
+    for i in (1, 2):
+        damaged[places[i].offset + places[i].size - 1] ^= 1
+    path.write_bytes(damaged)
+    assert numbers(tmp_path) == [0, None, None, 3, 4]
+
+
+async def test_the_next_record_is_found_however_far_away_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = opened(tmp_path)
+    places = await journal.append([note(0, segment_file.MAGIC * 50), note(1)])
+    await journal.close()
+    path = segment_path(tmp_path, 1)
+    damaged = bytearray(path.read_bytes())
+    damaged[0] ^= 1
+    path.write_bytes(damaged)
+    for chunk in range(len(segment_file.MAGIC), 40):
+        monkeypatch.setattr(segment_file, "_SEARCH_BYTES", chunk)
+        bad, *rest = replay(tmp_path)
+        ((place, record),) = intact(rest)
+        assert isinstance(bad, Corrupt)
+        assert bad.position == places[0]
+        assert (place, record.meta["i"]) == (places[1], 1)
+
+
+async def test_a_journal_inside_a_payload_is_not_taken_for_records(tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    await written(inner, range(3))
+    journal = opened(tmp_path)
+    await journal.append([note(10, segment_path(inner, 1).read_bytes()), note(11)])
+    await journal.close()
+    path = segment_path(tmp_path, 1)
+    path.write_bytes(b"?" + path.read_bytes()[1:])
+    assert numbers(tmp_path) == [None, 11]
+
+
+async def test_a_format_of_the_future_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_file, "FORMAT", 2)
+    await written(tmp_path, range(1))
+    monkeypatch.setattr(segment_file, "FORMAT", 1)
+    with pytest.raises(JournalError, match=r"00000001\.journal: format 2, this streamrl reads 1"):
+        numbers(tmp_path)
+
+
+def test_a_record_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match=r"00000007\.journal: No such file"):
+        read_record(tmp_path, Position(7, 0, 10))
+    write_segment(segment_path(tmp_path, 7), [note(0)])
+    with pytest.raises(JournalError, match=r"00000007\.journal, byte 5000: "):
+        read_record(tmp_path, Position(7, 5000, 10))
+
+
+# Segments.
+
+
+async def test_a_cut_parts_what_came_before_from_what_came_after(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    for i in range(0, 40, 2):
+        journal.post([note(i)])
+        cut, _ = await asyncio.gather(journal.rotate(), journal.append([note(i + 1)]))
+        assert journal.segment == cut
+        assert numbers(tmp_path, before=cut) == list(range(i + 1))
+        assert numbers(tmp_path, first=cut) == [i + 1]
+    await journal.close()
+
+
+async def test_a_cut_behind_nothing_is_the_segment_already_begun(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    assert [await journal.rotate(), await journal.rotate()] == [1, 1]
+    await journal.append([note(0)])
+    assert [await journal.rotate(), await journal.rotate()] == [2, 2]
+    await journal.close()
+    assert segments(tmp_path) == [1, 2]
+
+
+async def test_full_segments_are_followed_by_new_ones(tmp_path: Path) -> None:
+    journal = opened(tmp_path, max_mb=1)
+    for i in range(6):
+        await journal.append([note(i, bytes(400_000))])
+    assert journal.segment == 2
+    assert journal.num_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+    await journal.close()
+    assert numbers(tmp_path, first=2) == [3, 4, 5]
+    assert numbers(tmp_path) == list(range(6))
+
+
+async def test_a_full_segment_is_fsynced_before_it_is_left(
+    tmp_path: Path, fsyncs: list[str]
+) -> None:
+    journal = opened(tmp_path, max_mb=1, fsync_s=1000.0)
+    await journal.append([note(0, bytes(1 << 20))])
+    assert "00000001.journal" not in fsyncs
+    await journal.append([note(1)])
+    assert fsyncs[-2:] == ["00000001.journal", tmp_path.name]
+    await journal.close()
+
+
+async def test_lower_segments_are_removed_and_the_bytes_counted(tmp_path: Path) -> None:
+    await written(tmp_path, range(3), range(3, 6))
+    journal = opened(tmp_path)
+    await journal.append([note(6)])
+    assert (segments(tmp_path), journal.segment) == ([1, 2, 3], 3)
+    assert journal.num_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+    journal.discard_before(3)
+    assert segments(tmp_path) == [3]
+    assert journal.num_bytes == segment_path(tmp_path, 3).stat().st_size
+    await journal.close()
+    assert numbers(tmp_path) == [6]
+
+
+async def test_numbers_are_not_used_again_when_all_files_were_discarded(tmp_path: Path) -> None:
+    journal = opened(tmp_path)
+    await journal.append([note(0)])
+    journal.discard_before(await journal.rotate())
+    await journal.close()
+    journal = opened(tmp_path)
+    assert journal.segment == 3
+    await journal.close()
+    journal = Journal(tmp_path / "empty", JournalConfig(), first=9)
+    assert journal.segment == 9
+    await journal.close()
+
+
+async def test_a_replay_has_the_segments_asked_for(tmp_path: Path) -> None:
+    await written(tmp_path, range(2), range(2, 4), range(4, 6))
+    assert numbers(tmp_path, first=2) == [2, 3, 4, 5]
+    assert numbers(tmp_path, before=3) == [0, 1, 2, 3]
+    assert numbers(tmp_path, first=2, before=3) == [2, 3]
+    assert numbers(tmp_path, first=2, before=2) == []
+    assert numbers(tmp_path, before=9) == list(range(6))
+    assert numbers(tmp_path, first=9) == []
+    assert numbers(tmp_path / "missing") == []
+
+
+async def test_a_missing_segment_is_named(tmp_path: Path) -> None:
+    await written(tmp_path, *(range(i, i + 1) for i in range(5)))
+    for number in (2, 4):
+        segment_path(tmp_path, number).unlink()
+    with pytest.raises(JournalError, match="segment 2 is missing"):
+        numbers(tmp_path)
+    with pytest.raises(JournalError, match="segment 4 is missing"):
+        numbers(tmp_path, first=4)
+    assert numbers(tmp_path, first=5) == [4]
+
+
+async def test_a_successor_begins_a_segment_and_leaves_the_torn_end(
+    tmp_path: Path, fsyncs: list[str]
+) -> None:
+    await written(tmp_path, range(3), fsync_s=None)
+    path = segment_path(tmp_path, 1)
+    torn = path.read_bytes()[:-1]
+    path.write_bytes(torn)
+    assert fsyncs == []
+    journal = opened(tmp_path)
+    assert "00000001.journal" in fsyncs, "what is replayed is not lost any more"
+    await journal.append([note(3), note(4)])
+    await journal.close()
+    assert path.read_bytes() == torn
+    assert numbers(tmp_path) == [0, 1, 3, 4]
+
+
+async def test_a_writer_that_was_given_up_for_dead_does_not_go_on(tmp_path: Path) -> None:
+    first, second = opened(tmp_path), opened(tmp_path)
+    with pytest.raises(JournalError, match=r"00000001\.journal: another process has taken this"):
+        await first.append([note(0)])
+    await second.append([note(1)])
+    await second.close()
+    assert numbers(tmp_path) == [1]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(JournalError, match=f"journal {tmp_path}/file/folder: "):
+        opened(tmp_path / "file" / "folder")
+
+
+async def test_the_file_can_be_read_without_this_code(tmp_path: Path) -> None:
+    await written(tmp_path, range(1))
+    content = segment_path(tmp_path, 1).read_bytes()
+    meta_bytes = int.from_bytes(content[8:12], "little")
+    assert json.loads(content[32 : 32 + meta_bytes]) == {"kind": "note", "i": 0}
+    assert content[32 + meta_bytes :] == b"payload"

@@ -1,0 +1,99 @@
+"""Columns as bytes: what is read is what was written, and the format is safetensors."""
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from streamrl.buffer.codec import LARGE_BYTES, decode, encode, join, size_of
+from streamrl.messages import SCHEMA, Columns
+from tests.buffer.shards import rollouts
+
+DTYPES = ("int32", "int8", "float32", "bool", "int64")
+columns = st.dictionaries(
+    st.sampled_from([*SCHEMA, "reward/exact", "reward/na\u00efve"]),
+    st.sampled_from(DTYPES).flatmap(
+        lambda dtype: arrays.arrays(np.dtype(dtype), st.integers(0, 40))
+    ),
+)
+
+
+def same(found: Columns, wanted: Columns) -> None:
+    assert found.keys() == wanted.keys()
+    for name, column in wanted.items():
+        assert found[name].dtype == column.dtype
+        np.testing.assert_array_equal(found[name], column)
+
+
+@given(columns)
+def test_what_is_read_is_what_was_written(written: Columns) -> None:
+    same(decode(encode(written)), written)
+
+
+@given(columns)
+def test_the_safetensors_library_reads_our_blobs_and_we_read_its(written: Columns) -> None:
+    same(safetensors.numpy.load(join(encode(written))), written)
+    same(decode(safetensors.numpy.save(dict(written))), written)
+
+
+@given(columns)
+def test_every_column_begins_at_a_multiple_of_its_item_size(written: Columns) -> None:
+    blob = join(encode(written))
+    start = np.frombuffer(blob, np.uint8).__array_interface__["data"][0]
+    for column in decode(blob).values():
+        if column.size:
+            offset = column.__array_interface__["data"][0] - start
+            assert offset % column.itemsize == 0
+    assert (8 + int.from_bytes(blob[:8], "little")) % 8 == 0
+
+
+LARGE = {
+    "token_ids": np.arange(LARGE_BYTES // 4, dtype=np.int32),
+    "loss_mask": np.ones(LARGE_BYTES // 4, np.bool_),
+    "lengths": np.zeros(0, np.int32),
+}
+
+
+def test_a_large_blob_is_not_put_together_until_it_is_sent() -> None:
+    blob = encode(LARGE)
+    assert isinstance(blob, tuple)
+    same(decode(blob), LARGE)
+    assert np.shares_memory(decode(blob)["token_ids"], LARGE["token_ids"])
+    whole = join(blob)
+    assert len(whole) == size_of(blob) > LARGE_BYTES
+    same(decode(whole), LARGE)
+    same(safetensors.numpy.load(whole), LARGE)
+
+
+def test_a_small_blob_is_in_one_piece() -> None:
+    assert isinstance(encode(rollouts()), bytes)
+
+
+def test_columns_are_views_of_the_blob_and_of_nothing_else() -> None:
+    blob = bytearray(join(encode(rollouts())))
+    found = decode(blob)
+    for column in found.values():
+        assert np.shares_memory(column, np.frombuffer(blob, np.uint8))
+    blob[-1] ^= 0xFF
+    assert any((found[name] != column).any() for name, column in rollouts().items())
+
+
+@pytest.mark.parametrize("buffer", [bytes, bytearray, memoryview])
+def test_any_buffer_is_read(buffer) -> None:  # type: ignore[no-untyped-def]
+    same(decode(buffer(encode(rollouts()))), rollouts())
+
+
+def test_views_of_bytes_that_belong_to_others_cannot_be_written_to() -> None:
+    assert not any(column.flags.writeable for column in decode(encode(rollouts())).values())
+
+
+def test_a_column_that_is_a_slice_with_gaps_is_written_as_it_looks() -> None:
+    gaps = {"lengths": np.arange(10, dtype=np.int32)[::3]}
+    assert decode(encode(gaps))["lengths"].tolist() == [0, 3, 6, 9]
+
+
+def test_a_dtype_no_column_may_have_is_an_error() -> None:
+    with pytest.raises(KeyError, match="float64"):
+        encode({"scores": np.zeros(2)})

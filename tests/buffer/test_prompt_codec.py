@@ -1,0 +1,90 @@
+"""Prompts as bytes: what a row may hold comes back, and reading executes nothing."""
+
+import datetime
+import os
+import pickle
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamrl import messages
+from streamrl.buffer.prompt_codec import decode_prompt, encode_prompt
+from streamrl.errors import JournalError
+from streamrl.messages import Prompt
+
+ZONE = datetime.timezone(datetime.timedelta(hours=2))
+VALUES = [
+    *(None, True, 0, -1, 2**63, -(2**63), 10**30, -(10**30), 0.5, "text", "ä \ud800", b"\x80"),
+    *(Decimal("1.10"), datetime.date(2024, 2, 29), datetime.time(1, 2), datetime.timedelta(-1, 5)),
+    *(datetime.datetime(2024, 1, 2, 3), datetime.datetime(2024, 1, 2, tzinfo=ZONE)),
+    *([1, [2, {"a": [10**30]}]], {"b": {"c": "\udfff"}}),
+]
+
+
+def prompt(value: Any) -> Prompt:
+    extra = {"value": value}
+    said = [{"role": "user", "content": "1+1"}]
+    return Prompt("0:1:0", np.array([1, 2], np.int32), said, "set", value, extra, "rows:3", False)
+
+
+def fields(found: Prompt) -> list[Any]:
+    return [found.token_ids.tolist(), *(getattr(found, name) for name in NAMES)]
+
+
+NAMES = [name for name in Prompt.__struct_fields__ if name != "token_ids"]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_prompt_comes_back_with_all_its_row_held(value: Any) -> None:
+    found = decode_prompt(encode_prompt(prompt(value)))
+    assert fields(found) == fields(prompt(value))
+    assert type(found.ground_truth) is type(value)
+    assert found.token_ids.dtype == np.int32
+
+
+def test_numbers_of_numpy_and_tuples_become_plain_ones() -> None:
+    found = decode_prompt(encode_prompt(prompt((np.float32(0.5), np.array([1, 2])))))
+    assert found.ground_truth == [0.5, [1, 2]]
+
+
+def test_what_no_row_holds_is_named() -> None:
+    with pytest.raises(TypeError, match=r"builtins\.object"):
+        encode_prompt(prompt(object()))
+
+
+class Hostile:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._path}",)
+
+
+def test_a_hostile_journal_executes_nothing(tmp_path: Path) -> None:
+    hostile = pickle.dumps(prompt(Hostile(tmp_path / "ran")))
+    for data in (hostile, pickle.dumps(Hostile(tmp_path / "ran"))):
+        with pytest.raises(JournalError, match=r"no prompt of streamrl.s: it asks for "):
+            decode_prompt(data)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80", b"\xc1", b"\x90", b"\x98" + b"\x01" * 8, b"[" * 9])
+def test_bytes_that_are_no_prompt_are_one_error(data: bytes) -> None:
+    with pytest.raises(JournalError):
+        decode_prompt(data)
+
+
+def test_a_prompt_that_an_older_streamrl_pickled_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def _prompt(uid: str, tokens: bytes, *rest: Any) -> Prompt:
+        return messages.prompt_from_parts(uid, tokens, *rest)
+
+    _prompt.__module__, _prompt.__qualname__ = messages.__name__, "_prompt"
+    monkeypatch.setattr(messages, "_prompt", _prompt, raising=False)
+    monkeypatch.setattr(messages, "prompt_from_parts", _prompt)
+    old = pickle.dumps(prompt([Decimal("1.5"), datetime.datetime(2024, 1, 2, tzinfo=ZONE)]))
+    monkeypatch.undo()
+    assert b"_prompt" in old and b"from_parts" not in old
+    assert decode_prompt(old).ground_truth[0] == Decimal("1.5")

@@ -1,0 +1,62 @@
+"""What a command line names is named by a word: an empty one is refused, and never the folder."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.arguments.arg_types import named_path
+from tests.cli.test_plan import GRPO, SMALL, refusal
+
+ASKED = [GRPO, "--cluster", "8xH100"]
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["plan", GRPO, "--cluster", ""], "--cluster"),
+        (["plan", "", "--cluster", "8xH100"], "CONFIG"),
+        *((["plan", *ASKED, option, ""], option) for option in ("--lengths", "--model", "--svg")),
+        *((["plan", *ASKED, option, ""], option) for option in ("--constants", "-o")),
+        (["plan", *SMALL, "--max-staleness", ""], "--max-staleness"),
+        *((["simulate", *ASKED, option, ""], option) for option in ("--placement", "--output")),
+        *((["calibrate", "run", option, ""], option) for option in ("--cluster", "-o")),
+        (["calibrate", ""], "RUN"),
+        (["report", ""], "RUN"),
+        (["report", "--ledger", ""], "--ledger"),
+        (["report", "run", "--cluster", ""], "--cluster"),
+        (["report", "--ledger", "run", "--uid", ""], "--uid"),
+        (["graph", ""], "CONFIG"),
+        (["graph", GRPO, "--svg", ""], "--svg"),
+        (["train", "--resume", ""], "--resume"),
+        (["evaluate", "model", "--data", ""], "--data"),
+        (["data", "check", ""], "FILE"),
+        (["score", "", "--completions", "rows"], "ROWS"),
+    ],
+)
+def test_an_empty_word_is_one_line(
+    words: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refusal(capsys, *words)
+    assert f"{option}" in error.split(":")[1] and ": must not be empty" in error
+
+
+@pytest.mark.parametrize("command", [["calibrate"], ["report"], ["report", "--ledger"]])
+def test_a_name_that_no_file_can_have_names_no_run(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refusal(capsys, *command, "x" * 400)
+    assert error.endswith(": no run: no such directory\n")
+
+
+def test_a_model_of_a_name_that_no_file_can_have_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = refusal(capsys, "plan", *ASKED, "--prompt-tokens", "9", "--model", "x" * 400)
+    assert "no size of that name" in error
+
+
+def test_a_path_is_what_it_says() -> None:
+    assert named_path("a/b") == Path("a/b")
+    with pytest.raises(argparse.ArgumentTypeError, match="must not be empty"):
+        named_path("")

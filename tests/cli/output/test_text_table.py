@@ -1,0 +1,20 @@
+"""How numbers are told to people."""
+
+import pytest
+
+from streamrl.cli.output.text_table import inner_percent
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        (0.5, "50%"),
+        (0.999, "99.9%"),
+        (0.995, "99.5%"),
+        (0.9999999, "99.99999%"),
+        (0.001, "0.1%"),
+        (1e-300, "1e-300"),
+    ],
+)
+def test_a_part_is_never_told_as_nothing_or_all(part: float, text: str) -> None:
+    assert inner_percent(part) == text

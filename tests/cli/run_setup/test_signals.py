@@ -1,0 +1,69 @@
+"""Signals that end a run."""
+
+import contextlib
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from streamrl.cli.run_setup.signals import interrupt_on_signals
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Those of the tests come back."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_whose_exception_got_lost_is_not(number: int) -> None:
+    check = interrupt_on_signals()
+    check()
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.raise_signal(number)
+    with pytest.raises(KeyboardInterrupt):
+        check()
+
+
+def test_a_command_whose_output_is_closed_before_it_begins_ends_well() -> None:
+    command = f"{shlex.quote(sys.executable)} -m streamrl.cli algorithms >&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_a_command_opens_never_takes_the_place_of_a_closed_standard_stream() -> None:
+    program = "import os, sys; from streamrl.cli.main import main; main(['algorithms'])"
+    program += "; sys.exit(min(os.open('/dev/null', os.O_RDONLY), 3) != 3)"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} <&- >&- 2>&-"
+    assert subprocess.run(command, shell=True, check=False).returncode == 0
+
+
+SWALLOWED = """
+import os, signal, sys
+from streamrl.cli import main
+from streamrl.errors import ConfigError
+
+def interrupted(command):
+    try:
+        os.kill(os.getpid(), signal.{name})
+    except KeyboardInterrupt:
+        raise ConfigError("rewards: 'NoneType' object has no attribute") from None
+
+main.build_parser = interrupted
+sys.exit(main.main())
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupt_that_a_library_makes_another_error_of_is_an_interrupt(name: str) -> None:
+    words = [sys.executable, "-c", SWALLOWED.format(name=name)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (130, "streamrl: interrupted\n")

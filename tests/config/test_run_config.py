@@ -1,0 +1,348 @@
+"""From YAML and overrides to a checked RunConfig, or to one line that says why not."""
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from streamrl.config import RunConfig, dump_config, load_config, to_dict
+from streamrl.config.role_counts import counts
+from streamrl.errors import ConfigError
+from streamrl.rewards import RewardConfig
+
+MINIMAL = """
+model: {path: some/model}
+data: {train: some/rows.jsonl}
+rewards: [{kind: exact}]
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_what_is_not_named_is_at_its_default(recipe: Path) -> None:
+    config = load_config(recipe)
+    assert config.pipeline.max_staleness == 1
+    assert config.queue.shards == 1
+    assert config.capacity_groups == 2 * config.pipeline.groups_per_step
+
+
+def test_the_depth_decides_how_much_is_in_flight_and_by_default_it_is_the_bound(
+    recipe: Path,
+) -> None:
+    overrides = ["pipeline.max_staleness=3", "pipeline.groups_per_step=8"]
+    assert load_config(recipe, overrides).capacity_groups == 32
+    assert load_config(recipe, [*overrides, "pipeline.depth=1"]).capacity_groups == 16
+    deeper = [*overrides, "pipeline.depth=5", "pipeline.on_stale=drop"]
+    assert load_config(recipe, deeper).capacity_groups == 48
+
+
+def test_as_many_more_are_in_flight_as_a_filter_is_oversampled_for(recipe: Path) -> None:
+    overrides = ["pipeline.max_staleness=0", "pipeline.groups_per_step=8"]
+    overrides.append("filter.kind=equal_rewards")
+    found = {
+        value: load_config(recipe, [*overrides, f"filter.oversample={value}"]).capacity_groups
+        for value in ("1", "2.5", "auto")
+    }
+    assert found == {"1": 8, "2.5": 20, "auto": 256}
+    given = [*overrides, "filter.oversample=auto", "queue.capacity_groups=50"]
+    assert load_config(recipe, given).capacity_groups == 50
+
+
+def test_any_key_can_be_overridden(recipe: Path) -> None:
+    config = load_config(
+        recipe,
+        [
+            "trainer.lr=1e-3",
+            "pipeline.max_staleness=0",
+            "telemetry.wandb.mode=disabled",
+            "rewards=[{kind: numeric, weight: 0.5}, {kind: exact}]",
+            "run.name=other",
+        ],
+    )
+    assert config.trainer.lr == 1e-3
+    assert config.pipeline.max_staleness == 0
+    assert config.telemetry.wandb.mode == "disabled"
+    assert [(r.kind, r.weight) for r in config.rewards] == [("numeric", 0.5), ("exact", 1.0)]
+    assert config.run_dir == Path("runs/other")
+
+
+def test_one_entry_of_a_list_can_be_overridden(recipe: Path) -> None:
+    assert load_config(recipe, ["rewards[0].weight=2"]).rewards[0].weight == 2.0
+    with pytest.raises(ConfigError, match=r"rewards\[5\]"):
+        load_config(recipe, ["rewards[5].weight=2"])
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "entry"),
+    [
+        ("generator.stop=</answer>", "generator.stop", "</answer>"),
+        ("generator.stop='it''s, ü: [\"'", "generator.stop", "it's, ü: [\""),
+        ("rewards={kind: exact}", "rewards", "exact"),
+    ],
+)
+def test_a_list_that_is_none_is_refused_with_the_list_it_may_be(
+    recipe: Path, override: str, key: str, entry: object
+) -> None:
+    with pytest.raises(ConfigError, match="must be a list, as in ") as caught:
+        load_config(recipe, [override])
+    (example,) = shlex.split(str(caught.value).partition(", as in ")[2])
+    config = to_dict(load_config(recipe, [example]))
+    (found,) = OmegaConf.select(OmegaConf.create(config), key)
+    assert (found["kind"] if key == "rewards" else found) == entry
+
+
+@pytest.mark.parametrize("value", ['[["a"]]', "[{a: 1}]", "[a, [b]]"])
+def test_what_is_in_a_list_is_of_its_kind(recipe: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"generator\.stop\[\d\]: ") as caught:
+        load_config(recipe, [f"generator.stop={value}"])
+    assert "\n" not in str(caught.value)
+
+
+def test_text_that_is_left_empty_is_empty_text(recipe: Path) -> None:
+    recipe.write_text(MINIMAL + "placement: {address: }\n")
+    empty = ["critic.path=", "scorer.combine=", "data.eval=", "telemetry.wandb.mode=disabled"]
+    config = load_config(recipe, [*empty, "algorithm.path=null", "rewards[0].name="])
+    assert config.placement.address == config.critic.path == config.scorer.combine == ""
+    assert config.algorithm.path == config.rewards[0].name == ""
+    assert config.data.eval_files == ()
+    # A number may be nothing only where that means something.
+    assert load_config(recipe, ["model.max_length="]).model.max_length is None
+    with pytest.raises(ConfigError, match=r"run\.steps"):
+        load_config(recipe, ["run.steps="])
+    with pytest.raises(ConfigError, match=r"run\.name='': must be a plain folder name"):
+        load_config(recipe, ["run.name="])
+
+
+def test_the_resolved_config_reads_back_as_itself(recipe: Path, tmp_path: Path) -> None:
+    config = load_config(recipe, ["trainer.lr=3e-4", "model.max_length=64"])
+    (tmp_path / "resolved.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+def test_options_of_a_reward_may_stand_beside_its_other_keys(recipe: Path, tmp_path: Path) -> None:
+    (flat,) = load_config(recipe, ["rewards=[{kind: exact, weight: 2, pattern: x}]"]).rewards
+    nested = "rewards=[{kind: exact, weight: 2, options: {pattern: x}}]"
+    (deep,) = load_config(recipe, [nested]).rewards
+    assert flat == deep == RewardConfig("exact", weight=2.0, options={"pattern": "x"})
+    overridden = load_config(recipe, ["rewards=[{kind: exact}]", "rewards[0].pattern=y"])
+    assert overridden.rewards[0].options == {"pattern": "y"}
+    (tmp_path / "resolved.yaml").write_text(dump_config(overridden))
+    assert load_config(tmp_path / "resolved.yaml") == overridden
+
+
+def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
+    config = load_config(recipe)
+    assert Path(config.model.path).is_absolute()
+    assert Path(config.data.train).is_absolute()
+    functions = ["filter={kind: function, path: keep.py, function: keep}"]
+    assert Path(load_config(recipe, functions).filter.options["path"]).is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.learning_rate=1", "unknown key trainer.learning_rate=1; the nearest key is "),
+        ("pipline.max_staleness=1", "unknown key pipline=.*pipeline"),
+        (
+            "run.name=off",
+            "run.name=False: must be text; YAML reads off, no and false so unless ",
+        ),
+        ("trainer.lrr=1", "unknown key trainer.lrr=1; the nearest key is trainer.lr"),
+        (
+            "data.filter=a.py:b",
+            "data.filter='a.py:b'; it belongs to a file, as in data.train={path",
+        ),
+        ("rewards=[{kind: exact, timeout_s: .inf}]", r"rewards\[0\].timeout_s=inf: must be a fin"),
+        (
+            "rewards=[{kind: exact, wieght: 2}]",
+            r"rewards\[0\].wieght=2: .*nearest key is weight",
+        ),
+        ("trainer.lr=fast", "trainer.lr: Value 'fast' .*could not be converted"),
+        ("placement.pools=[{policy: 1}, 3]", r"placement.pools\[1\]: Cannot assign int to Dict"),
+        ("placement.pools=[pool]", r"placement.pools\[0\]: Cannot assign str to Dict"),
+        ("placement.pools=[{policy: x}]", r"placement.pools\[0\].policy: Value 'x'"),
+        ("trainer.betas=[0.9, x]", r"trainer.betas\[1\]: Value 'x'"),
+        ("rewards=[{kind: exact}, {weight: x}]", r"rewards\[1\].weight: Value 'x'"),
+        ("costs=[{kind: exact}, {weight: [1]}]", r"costs\[1\].weight: Value"),
+        ("run.steps=1.5", "run.steps: Value '1.5'"),
+        ("trainer=3", "trainer=3: must be a mapping"),
+        ("run.steps=0", "run.steps=0: must be at least 1"),
+        ("run.name=a/b", "run.name='a/b': must be a plain folder name"),
+        ("run.silent_s=0", "run.silent_s=0: must be at least 1 s"),
+        ("filter.oversample=2", "filter.oversample=2: means nothing to filter.kind=none"),
+        ("filter={kind: equal_rewards, oversample: 0.5}", "filter.oversample=0.5: must be a num"),
+        ("filter={kind: equal_rewards, oversample: many}", "filter.oversample=many: must be a n"),
+        ("filter={kind: equal_rewards, oversample: .inf}", "filter.oversample=inf: must be "),
+        ("filter={kind: equal_rewards, oversample: null}", "filter.oversample: "),
+        ("run.name=..", "run.name='..': must be a plain folder name"),
+        ("pipeline.max_staleness=-1", "pipeline.max_staleness=-1: must be 0 or more"),
+        ("pipeline.groups_per_step=0", "pipeline.groups_per_step=0: must be above 0"),
+        ("algorithm.group_size=1", "algorithm.group_size=1: .*at least 2"),
+        ("algorithm.name=grop", "algorithm.name=grop: .*grpo"),
+        ("trainer.zero_stage=4", "trainer.zero_stage=4: must be 0, 1, 2 or 3"),
+        ("trainer.backend=jax", "trainer.backend=jax: must be"),
+        ("generator.temperature=0", "generator.temperature=0.*: must be above 0"),
+        ("queue.capacity_groups=3", "queue.capacity_groups=3: must be at least 64 = "),
+        (
+            "pipeline.depth=2",
+            r"pipeline.depth=2: \(2 \+ 1\) \* 32 groups .*max_staleness 1 \+ 1\)",
+        ),
+        ("queue.journal.fsync_s=-1", "queue.journal.fsync_s=-1.*: must be 0 s or more, or null"),
+        ("filter={kind: mean_outside, low: 1}", "filter.low=1.0: must be below high=1.0"),
+        ("queue.shards=0", "queue.shards=0: must be at least 1"),
+        ("placement.mode=magic", "placement.mode=magic: must be one of"),
+        ("telemetry.wandb.mode=maybe", "telemetry.wandb.mode=maybe: must be"),
+        ("checkpoint.every=-1", "checkpoint.every=-1"),
+        ("model.path=''", "model.path: missing"),
+        ("data.train=''", "data.train: missing"),
+        ("rewards=[]", "rewards: empty"),
+        ("rewards=[{kind: exact}, {kind: exact, name: b, weight: x}]", r"rewards\[1\].weight: "),
+        ("costs=[{kind: exact, gate: x}]", r"costs\[0\].gate: "),
+        ("weights.bucket_mb=0", "weights.bucket_mb=0: must be at least 1"),
+        ("algorithm.mini_batches=3", "mini_batches=3: must divide pipeline.groups_per_step=32"),
+        ("algorithm.overlong_buffer=257", "overlong_buffer=257: must be at most generator.max_new"),
+        (
+            "algorithm={kl_coef: 0.1, kl_target: 0.1, kl_horizon: 255}",
+            "kl_horizon=255.0: must be at least the 256 rollouts of a step",
+        ),
+        ("critic.trainer.lr=0", "critic.trainer.lr=0.0: must be above 0"),
+        ("critic.trainer.lr=x", "critic.trainer.lr: Value 'x'"),
+        ("critic.trainer.rl=1", "critic.trainer.rl=1: unknown; the nearest key is lr"),
+        ("critic.replicas=0", "critic.replicas=0: must be at least 1"),
+        ("critic.shared_coef=-1", "critic.shared_coef=-1.0: must not be negative"),
+        ("critic.shared_coef=0.5", "critic.shared_coef=0.5: grpo has no critic; critic={} takes"),
+        ("costs=[{kind: exact}]", "costs: grpo has no use for them"),
+        ("algorithm.name=safe_rlhf", "costs: empty; safe_rlhf needs at least one"),
+        ("algorithm.ptx_coef=0.1", "algorithm.ptx_coef=0.1: goes with data.pretrain=: a pretrain"),
+        ("data.pretrain=x.jsonl", "algorithm.ptx_coef=0.0: goes with data.pretrain="),
+        ("algorithm.params={tau: 1}", "algorithm.params.tau=1: grpo has none"),
+        ("algorithm.ptx_rows=0", "algorithm.ptx_rows=0: must be at least 1"),
+        ("critic.warmup_alone=-1", "critic.warmup_alone=-1: must not be negative"),
+        ("critic.value_clip=0", "critic.value_clip=0.0: must be above 0"),
+        (
+            "filter={kind: equal_rewards, oversample: 33}",
+            "filter.oversample=33: must be at most 32$",
+        ),
+        (
+            "filter={kind: equal_rewards, oversample: 1e9}",
+            "oversample=1000000000.0: must be at most 32$",
+        ),
+        ("justaword", "'justaword': an override is written key=value"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_with_key_value_and_rule(
+    recipe: Path, override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(recipe, [override])
+    assert "\n" not in str(error.value)
+
+
+FALLING = ["trainer.lr=1e-3", "trainer.lr_schedule=cosine_with_min_lr", "trainer.lr_min=1e-4"]
+
+
+def test_what_a_critic_would_take_over_is_no_fault_of_a_run_without_one(recipe: Path) -> None:
+    config = load_config(recipe, FALLING)
+    assert "critic" not in counts(config)
+    ppo = ["algorithm.name=ppo", *FALLING]
+    load_config(recipe, [*ppo, "critic.shared_coef=0.5"])
+    with pytest.raises(ConfigError) as error:
+        load_config(recipe, ppo)
+    assert str(error.value) == (
+        "critic.trainer.lr_min=0.0001: must be 0 or more, below critic.trainer.lr=1e-05;"
+        " it is that of trainer.lr_min, unless critic.trainer.lr_min says another"
+    )
+    load_config(recipe, [*ppo, "critic.trainer.lr_min=1e-6"])
+    load_config(recipe, [*ppo, "critic.trainer.lr=1e-3"])
+
+
+def test_a_missing_file_and_a_file_that_is_not_yaml_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("a: [1")
+    with pytest.raises(ConfigError, match=r"broken\.yaml: not YAML") as error:
+        load_config(broken)
+    assert "\n" not in str(error.value)
+    broken.write_text("- 1")
+    with pytest.raises(ConfigError, match=r"broken\.yaml: \[1\]: must be a mapping of settings$"):
+        load_config(broken)
+
+
+def test_a_setting_may_stand_for_another(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text() + "run: {name: 'of-${run.seed}', seed: 7}\n")
+    assert load_config(recipe).run.name == "of-7"
+    assert load_config(recipe, ["run.seed=8"]).run.name == "of-8"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: {steps: 1}\nrun: {steps: 2}\n", "line 2, column 1: run: must be there once"),
+        ("a: &b {c: 1}\nd: *b\n", r"line 2, column 4: \*b: must be written out, no alias"),
+        ("run: {name: '${'}\n", r"run\.name: no viable alternative at input '\$\{'"),
+        ("name\n", "'name': must be a mapping of settings"),
+        ("{a: " * 120 + "1" + "}" * 120, "nested more than 100 deep"),
+        ("# a\n" * (1 << 18) + "\n", "more than 1 MiB: must be at most that"),
+    ],
+)
+def test_a_config_is_read_as_every_file_of_settings(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(text)
+    with pytest.raises(ConfigError, match=rf"^config {wrong}: {message}$"):
+        load_config(wrong)
+
+
+@pytest.mark.parametrize(
+    "value", ["!!bool x", "!!int", "!!timestamp x", "!!int x", "[" * 300 + "]" * 300]
+)
+def test_an_override_that_is_no_value_is_refused(recipe: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"^'run\.name=") as error:
+        load_config(recipe, [f"run.name={value}"])
+    assert "\n" not in str(error.value)
+
+
+def test_a_config_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    """One that never ends would be read for ever, and a pipe nobody writes to waits."""
+    os.mkfifo(tmp_path / "pipe")
+    for path, reason in ((tmp_path / "pipe", "not a regular file"), (tmp_path, "is a directory")):
+        with pytest.raises(ConfigError, match=rf"^config {path}: {reason}$"):
+            load_config(path)
+
+
+def test_the_number_of_settings_stays_one_a_person_can_know() -> None:
+    from dataclasses import fields, is_dataclass
+    from typing import get_args, get_origin, get_type_hints
+
+    known: set[type] = set()
+
+    def count(kind: type) -> int:
+        # Costs are written as rewards are: who knows the one knows the other.
+        if kind in known:
+            return 0
+        known.add(kind)
+        total = 0
+        hints = get_type_hints(kind)
+        for field in fields(kind):
+            hint = hints[field.name]
+            inner = get_args(hint)[0] if get_origin(hint) is list else hint
+            total += count(inner) if isinstance(inner, type) and is_dataclass(inner) else 1
+        return total
+
+    assert count(RunConfig) <= 179
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_of_the_repository_is_a_config(path: Path) -> None:
+    config = load_config(path)
+    assert config.settings.num_updates >= 1
+    assert config.algorithm.name in path.stem

@@ -1,0 +1,371 @@
+"""The same rows from every format; splits are named, never guessed."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+from decimal import Decimal
+from uuid import UUID
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+from datasets.table import InMemoryTable
+
+from streamrl.data import load_rows
+from streamrl.errors import ConfigError
+
+ROWS = [
+    {
+        "prompt": [{"role": "user", "content": f"{i}+1"}],
+        "reward_model": {"ground_truth": str(i + 1)},
+        "extra_info": {"index": i, **({"hint": "carry"} if i == 9 else {})},
+    }
+    for i in range(12)
+]
+
+
+def shard(path, rows):
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def facts(path, split=""):
+    rows = load_rows(str(path), split=split)
+    return [(row.index, row.messages, row.ground_truth, dict(row.extra_info)) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory):
+    path = tmp_path_factory.mktemp("jsonl") / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return facts(path)
+
+
+def test_a_dataset_on_disk_gives_the_rows_of_the_jsonl_file(tmp_path, wanted):
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "rows", num_shards=2)
+    assert facts(tmp_path / "rows") == wanted
+    row = next(load_rows(str(tmp_path / "rows")))
+    assert row.place == f"{tmp_path / 'rows'} row 1"
+
+
+def test_a_dataset_that_was_reordered_comes_in_its_own_order(tmp_path, wanted):
+    Dataset.from_list(ROWS).select([5, 2]).save_to_disk(tmp_path / "rows")
+    found = facts(tmp_path / "rows")
+    assert [fact[1:] for fact in found] == [wanted[5][1:], wanted[2][1:]]
+    assert [fact[0] for fact in found] == [0, 1]
+
+
+def test_a_directory_of_shards_is_one_file_in_the_order_of_their_names(tmp_path, wanted):
+    shard(tmp_path / "rows.parquet" / "part-1.parquet", ROWS[7:])
+    shard(tmp_path / "rows.parquet" / "part-0.parquet", ROWS[:7])
+    assert facts(tmp_path / "rows.parquet") == wanted
+
+
+def test_shards_with_other_columns_are_one_file_unless_the_same_column_is_of_another_type(tmp_path):
+    shard(tmp_path / "rows" / "a.parquet", [{"prompt": "1", "answer": 1}])
+    shard(tmp_path / "rows" / "b.parquet", [{"prompt": "2", "answer": 2, "level": "hard"}])
+    rows = list(load_rows(str(tmp_path / "rows"), label_key="answer"))
+    assert [dict(row.extra_info) for row in rows] == [{"answer": 1}, {"answer": 2, "level": "hard"}]
+    shard(tmp_path / "rows" / "c.parquet", [{"prompt": "3", "answer": "three"}])
+    with pytest.raises(ConfigError) as caught:
+        list(load_rows(str(tmp_path / "rows")))
+    assert str(caught.value) == (
+        f"{tmp_path / 'rows'}: column 'answer' has other types in its files: int64 in a.parquet,"
+        " string in c.parquet; write all with the same type, or name each file as an entry of its"
+        " own"
+    )
+
+
+TEXT = pa.string()
+WIDER = [
+    (TEXT, pa.large_string(), "7", "eight"),
+    (pa.int32(), pa.int64(), 7, 2**40),
+    (pa.int8(), pa.uint16(), -7, 65535),
+    (pa.float32(), pa.float64(), 0.5, 0.1),
+    (pa.null(), pa.int64(), None, 8),
+    (pa.list_(TEXT), pa.large_list(pa.large_string()), ["7"], ["8"]),
+    (pa.struct({"a": pa.int32()}), pa.struct({"b": TEXT, "a": pa.int64()}), {"a": 1}, {"b": "x"}),
+    (pa.list_(pa.null()), pa.list_(pa.struct({"a": TEXT})), [], [{"a": "b"}]),
+    (pa.map_(TEXT, pa.int32()), pa.map_(TEXT, pa.int64()), {"a": 1}, {"b": 2}),
+    (pa.dictionary(pa.int8(), TEXT), pa.dictionary(pa.int32(), pa.large_string()), "7", "eight"),
+    (pa.dictionary(pa.int8(), TEXT), TEXT, "7", "eight"),
+    (pa.string_view(), TEXT, "7", "eight"),
+    (
+        pa.list_(pa.struct({"a": pa.dictionary(pa.int8(), TEXT)})),
+        pa.list_(pa.struct({"a": TEXT})),
+        [{"a": "b"}],
+        [{"a": "c"}],
+    ),
+]
+
+
+def write_column(path, kind, value):
+    column = pa.array([list(value.items()) if pa.types.is_map(kind) else value], kind)
+    pq.write_table(pa.table({"prompt": pa.array(["2+3="]), "x": column}), path)
+
+
+@pytest.mark.parametrize("held", [0, 1 << 20])
+@pytest.mark.parametrize(("one", "other", "first", "second"), WIDER)
+def test_shards_whose_columns_are_of_another_width_keep_their_values(
+    tmp_path, monkeypatch, held, one, other, first, second
+):
+    from streamrl.data.reading import indexed_table
+
+    monkeypatch.setattr(indexed_table, "MOST_HELD_BYTES", held)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for names in (("a", "b"), ("b", "a")):
+        folder = tmp_path / names[0]
+        folder.mkdir()
+        write_column(folder / f"{names[0]}.parquet", one, first)
+        write_column(folder / f"{names[1]}.parquet", other, second)
+        rows = list(load_rows(str(folder)))
+        found = [row.extra_info.get("x") for row in rows]
+        wanted = [first, second] if names[0] == "a" else [second, first]
+        assert found == wanted
+        assert list(map(type, found)) == list(map(type, wanted))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "first", "second"),
+    [
+        (pa.int64(), pa.float64(), 72, 0.5),
+        (pa.int64(), TEXT, 72, "72"),
+        (pa.bool_(), pa.int64(), True, 1),
+        (TEXT, pa.binary(), "a", b"a"),
+        (pa.struct({"a": pa.int64()}), pa.struct({"a": pa.float64()}), {"a": 72}, {"a": 0.5}),
+        (
+            pa.list_(pa.field("element", pa.int64())),
+            pa.list_(pa.field("element", pa.float64())),
+            [72],
+            [0.5],
+        ),
+        (pa.int64(), pa.decimal128(21, 2), 72, Decimal("0.50")),
+        (pa.decimal128(3, 1), pa.decimal128(4, 2), Decimal("0.5"), Decimal("0.50")),
+    ],
+)
+def test_shards_of_which_a_column_would_get_other_values_are_refused_in_one_line(
+    tmp_path, one, other, first, second
+):
+    write_column(tmp_path / "a.parquet", one, first)
+    write_column(tmp_path / "b.parquet", other, second)
+    with pytest.raises(ConfigError) as caught:
+        list(load_rows(str(tmp_path)))
+    said = f"{tmp_path}: column 'x' has other types in its files: {one} in a.parquet, {other} in b"
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_split_is_taken_by_name(tmp_path, wanted):
+    splits = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:2])}
+    DatasetDict(splits).save_to_disk(tmp_path / "both")
+    shard(tmp_path / "shards" / "train-00000-of-00002.parquet", ROWS[:7])
+    shard(tmp_path / "shards" / "train-00001-of-00002.parquet", ROWS[7:])
+    shard(tmp_path / "shards" / "test-00000-of-00001.parquet", ROWS[:2])
+    for name in ("both", "shards"):
+        assert facts(tmp_path / name, "train") == wanted
+        assert facts(tmp_path / name, "test") == wanted[:2]
+        for split, words in (("", "split: missing"), ("tset", "split=tset: there is no such")):
+            with pytest.raises(ConfigError, match=rf"{words}.*the splits are test, train"):
+                facts(tmp_path / name, split)
+
+
+def test_files_called_as_splits_are_not_read_together(tmp_path, wanted):
+    for name in ("train", "gsm8k_Test", "test-1", "trainer"):
+        shard(tmp_path / f"{name}.parquet", ROWS if name == "train" else ROWS[:1])
+    assert facts(tmp_path, "train") == wanted
+    assert len(facts(tmp_path, "test")) == 2
+    with pytest.raises(ConfigError, match=r"split: missing; the splits are test, train \("):
+        facts(tmp_path)
+    for name in ("train_sft", "train_gen", "train-clean-100"):
+        shard(tmp_path / "more" / f"{name}-00000-of-00001.parquet", ROWS[:2])
+    assert len(facts(tmp_path / "more", "train_sft")) == 2
+    with pytest.raises(ConfigError, match="train-clean-100, train_gen, train_sft"):
+        facts(tmp_path / "more")
+
+
+def test_a_split_of_what_has_none_is_refused(tmp_path):
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    shard(tmp_path / "shards" / "a.parquet", ROWS)
+    shard(tmp_path / "shards" / "file.parquet", ROWS)
+    for name, words in (
+        ("one", "it has no splits"),
+        ("shards/file.parquet", "it has no splits"),
+        ("shards", "the splits are none"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            facts(tmp_path / name, "train")
+
+
+def test_a_directory_that_holds_no_data_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="neither a Hugging Face dataset on disk nor"):
+        facts(tmp_path)
+    (tmp_path / "dataset_info.json").write_text("{")
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}: cannot be read") as caught:
+        facts(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+ZONE = pa.timestamp("us", tz="Mars/Base")
+PAIRS = pa.map_(TEXT, pa.int64())
+
+
+@pytest.mark.parametrize("held", [0, 1 << 20])
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (pa.timestamp("us"), 1, 2**62),
+        (pa.timestamp("us", tz="UTC"), 1, -(2**60)),
+        (pa.date32(), 1, 2**30),
+        (pa.duration("ms"), 1, 2**63 - 1),
+        (pa.list_(pa.struct({"a": pa.timestamp("us")})), [{"a": 1}], [{"a": 2**62}]),
+        (PAIRS, [("a", 1)], [("a", 1), ("a", 2)]),
+        (ZONE, None, 1),
+        (pa.timestamp("us", tz="America"), None, 1),  # a folder of zones
+    ],
+)
+def test_a_value_that_python_cannot_have_makes_its_row_a_bad_one(
+    tmp_path, monkeypatch, kind, good, bad, held
+):
+    from streamrl.data.reading import indexed_table
+
+    monkeypatch.setattr(indexed_table, "MOST_HELD_BYTES", held)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = {"prompt": pa.array(["1", "2", "3"]), "x": pa.array([good, bad, good], kind)}
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table(rows), path)
+    paths = [path]
+    if kind is not PAIRS:  # which datasets does not know
+        paths.append(tmp_path / "saved")
+        Dataset(InMemoryTable(pa.table(rows))).save_to_disk(paths[1])
+    for one in paths:
+        opened = indexed_table.open_table(str(one))
+        for places in (range(3), [2, 1, 0]):
+            found = {index: record for _, index, record in opened.records(places)}
+            assert [found[i]["prompt"] for i in (0, 2)] == ["1", "3"]
+            assert isinstance(found[1], ConfigError)
+        with pytest.raises(ConfigError, match=f"^{one} row 2: column 'x' of .*: ") as caught:
+            facts(one)
+        assert "\n" not in str(caught.value)
+    if kind is ZONE:
+        said = "column 'x' of timestamp[us, tz=Mars/Base]: unknown time zone"
+        assert str(caught.value).endswith(said)
+
+
+def tensors():
+    return pa.FixedShapeTensorArray.from_numpy_ndarray(
+        np.arange(12, dtype=np.float32).reshape(3, 4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("column", "wanted"),
+    [
+        (tensors, [4, 5, 6, 7]),
+        (lambda: pa.ListArray.from_arrays([0, 1, 2, 3], tensors()), [[4, 5, 6, 7]]),
+        (lambda: pa.StructArray.from_arrays([tensors()], ["a"]), {"a": [4, 5, 6, 7]}),
+        (lambda: pa.array([b"%016d" % i for i in range(3)], pa.uuid()), UUID(bytes=b"%016d" % 1)),
+    ],
+)
+def test_a_column_of_an_extension_type_is_read_as_any_other(tmp_path, column, wanted):
+    rows = {"prompt": pa.array(["1", "2", "3"]), "x": column()}
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"prompt": pa.array(["4"])}), tmp_path / "b.parquet")
+    found = [row.extra_info for row in load_rows(str(tmp_path))]
+    assert found[1] == {"x": wanted}
+    assert found[3] == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "is_constant"),
+    [(40_000, 2048, True), (40_000, 2048, False), (150, 1 << 20, True)],
+)
+def test_parquet_is_never_in_memory_whatever_it_takes_on_disk(
+    tmp_path, monkeypatch, rows, size, is_constant
+):
+    """A constant is there once; what is not makes one group of rows."""
+    from streamrl.data.reading import indexed_table
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "rows.parquet"
+    texts = ["x" * size] if is_constant else [f"{i:07d}" * (size // 7) for i in range(rows)]
+    column = pa.array(texts, pa.large_string()).take(pa.array(np.arange(rows) % len(texts)))
+    pq.write_table(pa.table({"prompt": pa.array(map(str, range(rows))), "x": column}), path)
+    del texts, column
+    before = pa.default_memory_pool()
+    pa.set_memory_pool(pool := pa.system_memory_pool())
+    try:
+        opened = indexed_table.open_table(str(path))
+        ((_, _, record),) = opened.records([rows - 1])
+    finally:
+        pa.set_memory_pool(before)
+    assert (record["prompt"], len(record["x"]) // 7) == (str(rows - 1), size // 7)
+    assert pool.max_memory() < 60 << 20
+    assert len(pickle.dumps(opened)) < 1000
+
+
+DEEP = pytest.param("[" * 100_000, id="deep")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved")
+    Dataset.from_list(ROWS).save_to_disk(path / "one")
+    DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(path / "several")
+    return path
+
+
+@pytest.mark.parametrize("name", ["state.json", "dataset_info.json", "dataset_dict.json"])
+@pytest.mark.parametrize("text", [DEEP, "[]", "null", "{", "\xff", '{"a": 1, "a": 1}', None])
+def test_a_dataset_that_says_nothing_of_itself_is_refused_in_one_line(tmp_path, saved, name, text):
+    folder, split = ("several", "train") if name == "dataset_dict.json" else ("one", "")
+    shutil.copytree(saved / folder, tmp_path / folder)
+    file = tmp_path / folder / name
+    if text is None:
+        os.truncate(file, 10 << 30)
+    else:
+        file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(
+        ConfigError, match=rf"^{tmp_path / folder}: .*: {folder}/{name}: "
+    ) as caught:
+        facts(tmp_path / folder, split)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"_data_files": [{"filename": "../fifo"}]}, "'../fifo' must lie in the same folder"),
+        ({"_data_files": [{"filename": "/dev/zero"}]}, "'/dev/zero' must lie in the same folder"),
+        ({"_data_files": [{"filename": ".."}]}, "'..' must lie in the same folder"),
+        ({"_data_files": [{"filename": "fifo"}]}, "one/fifo: not a regular file"),
+        ({"_data_files": [{"filename": "link"}]}, "one/link: not a regular file"),
+        ({"_data_files": [{"filename": "gone"}]}, "one/gone: no such file"),
+        ({"_data_files": []}, "state.json: Expected `array` of length >= 1"),
+        ({"_data_files": [3]}, "state.json: Expected `object`, got `int`"),
+        ({"_format_type": "none"}, "cannot be read as a dataset: "),
+        ({"_split": [1]}, "cannot be read as a dataset: "),
+    ],
+)
+def test_a_dataset_whose_files_are_elsewhere_or_none_is_refused(tmp_path, saved, entry, words):
+    shutil.copytree(saved / "one", tmp_path / "one")
+    for fifo in (tmp_path / "fifo", tmp_path / "one" / "fifo"):
+        os.mkfifo(fifo)
+    (tmp_path / "one" / "link").symlink_to("/dev/zero")
+    file = tmp_path / "one" / "state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entry}))
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        facts(tmp_path / "one")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_split_that_lies_elsewhere_is_refused(tmp_path, saved):
+    shutil.copytree(saved / "several", tmp_path / "several")
+    shutil.copytree(saved / "one", tmp_path / "one")
+    (tmp_path / "several" / "dataset_dict.json").write_text('{"splits": ["../one", ".."]}')
+    for split in ("../one", ".."):
+        with pytest.raises(ConfigError, match="must lie in the same folder"):
+            facts(tmp_path / "several", split)

@@ -1,0 +1,415 @@
+import csv
+import gzip
+import json
+import os
+import pickle
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from streamrl.data import load_rows
+from streamrl.errors import ConfigError
+
+CHAT = [{"role": "user", "content": "What is 2 plus 3?"}]
+VERL_ROWS = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": CHAT,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "5"},
+        "extra_info": {"split": "train", "index": 0, "tools": {"calc": {"digits": [1, 2]}}},
+    },
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [*CHAT, {"role": "assistant", "content": "5"}, {"role": "user", "content": "?"}],
+        "reward_model": {"style": "rule", "ground_truth": "6"},
+        "extra_info": {"split": "train", "index": 1, "hint": "carry"},
+    },
+]
+
+
+def rows_of(path, **options):
+    return list(load_rows(str(path), **options))
+
+
+def refusal(path, **options):
+    with pytest.raises(ConfigError) as caught:
+        rows_of(path, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(path) in message
+    return message
+
+
+def test_a_verl_row_is_read_whole(write_rows):
+    row = rows_of(write_rows(*VERL_ROWS))[0]
+    assert row.messages == tuple(CHAT)
+    assert (row.data_source, row.ground_truth, row.index) == ("openai/gsm8k", "5", 0)
+    assert row.extra_info == {
+        "ability": "math",
+        "split": "train",
+        "index": 0,
+        "tools": {"calc": {"digits": [1, 2]}},
+    }
+
+
+def test_parquet_and_jsonl_give_the_same_plain_python_rows(tmp_path, write_rows):
+    parquet = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(VERL_ROWS), parquet)
+    from_parquet, from_jsonl = rows_of(parquet), rows_of(write_rows(*VERL_ROWS))
+    for one, other in zip(from_parquet, from_jsonl, strict=True):
+        assert {**vars(one), "place": ""} == {**vars(other), "place": ""}
+    assert "hint" not in from_parquet[0].extra_info
+    assert json.loads(json.dumps(from_parquet[1].extra_info)) == from_parquet[1].extra_info
+
+
+def test_parquet_maps_become_dicts(tmp_path):
+    path = tmp_path / "rows.parquet"
+    prompts = pa.array(["a"])
+    maps = pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64()))
+    pq.write_table(pa.table({"prompt": prompts, "extra_info": maps}), path)
+    assert rows_of(path)[0].extra_info == {"k": 1}
+
+
+def test_text_is_one_user_message_and_is_remembered_as_text(write_rows):
+    row = rows_of(write_rows({"prompt": "2+3=", "ground_truth": "5", "solution": "five"}))[0]
+    assert row.messages == ({"role": "user", "content": "2+3="},)
+    assert row.ground_truth == "5"
+    assert row.extra_info == {"solution": "five"}
+
+
+def test_a_key_of_extra_info_wins_over_a_column_of_that_name(write_rows):
+    row = rows_of(write_rows({"prompt": CHAT, "index": 7, "extra_info": {"index": 1}}))[0]
+    assert row.extra_info == {"index": 1}
+
+
+def test_another_column_can_hold_the_prompt(write_rows):
+    path = write_rows({"question": "2+3=", "prompt": "unused"})
+    row = rows_of(path, prompt_key="question")[0]
+    assert row.messages[0]["content"] == "2+3="
+    assert row.extra_info["prompt"] == "unused"
+
+
+def test_any_column_can_hold_the_ground_truth_and_rewards_still_find_it(write_rows):
+    trl = {"prompt": CHAT, "solution": "5"}
+    row = rows_of(write_rows(trl), label_key="solution")[0]
+    assert (row.ground_truth, row.extra_info) == ("5", {"solution": "5"})
+    slime = {"input": "2+3=", "label": {"value": 5}, "metadata": {"level": 1}}
+    row = rows_of(write_rows(slime), prompt_key="input", label_key="label")[0]
+    assert row.ground_truth == {"value": 5}
+    assert row.extra_info["metadata"] == {"level": 1}
+
+
+def test_a_missing_ground_truth_column_is_refused_with_those_there_are(write_rows):
+    path = write_rows({"prompt": "a", "answer": "5"}, {"prompt": "b"})
+    message = refusal(path, label_key="answer")
+    assert message.endswith("line 2: no column 'answer' (label_key); the columns are: prompt")
+
+
+def test_nulls_in_objects_vanish_and_nulls_in_lists_stay(write_rows):
+    path = write_rows({"prompt": CHAT, "extra_info": {"a": None, "b": [None, {"c": None}]}})
+    assert rows_of(path)[0].extra_info == {"b": [None, {}]}
+
+
+def test_blank_lines_and_a_byte_order_mark_do_no_harm_and_places_still_count(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}')
+    rows = rows_of(path)
+    assert [row.index for row in rows] == [0, 2]
+    assert rows[1].place == f"{path} line 3"
+
+
+def test_rows_come_one_at_a_time(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\nnot json\n')
+    assert next(load_rows(str(path))).index == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 2: not JSON: Expecting"),
+        ('{"prompt": "a"} {"prompt": "b"}', "line 2: not JSON: Extra data"),
+        ("[" * 100_000, "line 2: not JSON:"),
+        ('{"prompt": "a", "prompt": "b"}', "line 2: key 'prompt': must be there once"),
+        (
+            '{"prompt": "a", "x": ' + "[" * 200 + "]" * 200 + "}",
+            "line 2: not JSON: nested more than",
+        ),
+        ("[1]", "line 2: must be a JSON object, is list"),
+        ("null", "line 2: must be a JSON object, is null or missing"),
+        ('{"question": "x", "answer": 1}', "no column 'prompt' (data.prompt_key); the columns are"),
+        ("{}", "the columns are: none"),
+        ('{"prompt": null}', "prompt must be text or a list of chat messages, is null or missing"),
+        ('{"prompt": []}', "is an empty list"),
+        ('{"prompt": 5}', "is int"),
+        ('{"prompt": ["hello"]}', "message 1 of prompt must be an object, is str"),
+        ('{"prompt": [{"role": "user"}]}', "content of message 1 of prompt must be text"),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}',
+            "content of message 1 of prompt has a part of type image, must be text",
+        ),
+        ('{"prompt": "\\ud800"}', "content of message 1 of prompt is not valid Unicode"),
+        ('{"prompt": "a", "data_source": 3}', "data_source must be text, is int"),
+        ('{"prompt": "a", "extra_info": 3}', "extra_info must be an object, is int"),
+        ('{"prompt": "a", "extra_info": "x"}', "extra_info is text, must be JSON: Expecting"),
+        ('{"prompt": "a", "extra_info": "[1]"}', "extra_info must be an object, is list"),
+        ('{"prompt": "a", "reward_model": "5"}', "reward_model must be an object, is int"),
+        ('{"prompt": "a", "tools": "[1]"}', "tools must be a list of objects, is list"),
+        (
+            '{"prompt": "a", "chat_template_kwargs": "{\\"a\\": 1, \\"a\\": 2}"}',
+            "chat_template_kwargs is text, must be JSON: key 'a': must be there once",
+        ),
+        (
+            json.dumps({"prompt": "a", "extra_info": '{"a": ' + "[" * 200 + "]" * 200 + "}"}),
+            "extra_info is text, must be JSON: nested more than",
+        ),
+        (
+            '{"prompt": "a", "ground_truth": 1, "reward_model": {"ground_truth": 2}}',
+            "give it once",
+        ),
+    ],
+)
+def test_a_bad_row_is_refused_by_line_and_rule(tmp_path, line, words):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    message = refusal(path)
+    assert message.startswith(f"{path} line 2: ")
+    assert words in message
+
+
+def test_a_line_that_is_not_utf8_is_refused_by_number(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    assert "line 2: not JSON: 'utf-8'" in refusal(path)
+
+
+def test_a_missing_parquet_column_names_those_there_are(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"question": ["a"], "answer": ["b"]}), path)
+    assert refusal(path).endswith(
+        "row 1: no column 'prompt' (data.prompt_key); the columns are: question, answer"
+    )
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path):
+    path = tmp_path / "rows.parquet"
+    path.write_text("nonsense")
+    assert "cannot be read as parquet" in refusal(path)
+
+
+def test_a_truncated_parquet_file_is_refused(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": ["a"] * 1000}), path)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "cannot be read" in refusal(path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_missing_file_and_a_directory_are_refused(tmp_path, name):
+    assert "No such file" in refusal(tmp_path / name)
+    (tmp_path / name).mkdir()
+    assert "cannot be read" in refusal(tmp_path / name)
+
+
+def test_an_unknown_extension_is_refused_with_the_known_ones(tmp_path):
+    assert "must be one of .parquet, .jsonl, .ndjson, .json" in refusal(tmp_path / "rows.txt")
+    assert "must be one of" in refusal(tmp_path / "rows.parquet.gz")
+
+
+@pytest.mark.parametrize(
+    "name", ["R.JSONL", "r.ndjson", "r.NDJSON.gz", "r.Json", "r.json.GZ", "R.CSV", "r.Tsv.Gz"]
+)
+def test_extensions_are_told_apart_without_regard_to_case(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    text = '{"prompt": "2+3="}\n'
+    if name.lower().startswith(("r.csv", "r.tsv")):
+        text = "prompt\n2+3=\n"
+    content = text.encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.lower().endswith(".gz") else content)
+    assert [row.messages[0]["content"] for row in rows_of(path)] == ["2+3="]
+
+
+def test_parquet_is_parquet_in_capitals_too(tmp_path):
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "A.PARQUET")
+    pq.write_table(pa.table({"prompt": ["b"]}), tmp_path / "B.parquet")
+    assert len(rows_of(tmp_path / "A.PARQUET")) == 1
+    assert [row.messages[0]["content"] for row in rows_of(tmp_path)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_an_empty_file_is_refused(tmp_path, text):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    assert refusal(path).endswith("holds no rows")
+
+
+def test_an_empty_parquet_file_is_refused(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
+    assert refusal(path).endswith("holds no rows")
+
+
+def test_rows_pickle(write_rows):
+    row = rows_of(write_rows(*VERL_ROWS))[0]
+    assert pickle.loads(pickle.dumps(row)) == row
+
+
+def test_csv_has_text_alone_and_rows_that_fit_its_header(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('prompt,ground_truth,level\n"a, ""b""\nc",007,\n\nd,5,1\n')
+    first, second = rows_of(path)
+    assert (first.messages[0]["content"], first.ground_truth, first.extra_info) == (
+        'a, "b"\nc',
+        "007",
+        {},
+    )
+    assert (second.place, second.index, second.extra_info) == (f"{path} row 2", 1, {"level": "1"})
+    path.write_text("prompt,ground_truth\na,1\nb\n")
+    assert refusal(path).endswith("row 2: has 1 fields, the header has 2")
+    path.write_text("prompt,prompt\na,b\n")
+    assert refusal(path).endswith("column 'prompt': must be there once")
+
+
+def write_cells(path, *rows):
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer.writerows([list(rows[0]), *(row.values() for row in rows)])
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "rows.jsonl", "rows.parquet"])
+def test_objects_may_be_json_text_in_every_format(tmp_path, write_rows, name):
+    objects = {
+        "reward_model": {"style": "rule", "ground_truth": "5", "none": None},
+        "extra_info": {"split": "train", "tests": [1, {"a": None}]},
+        "tools": [{"type": "function", "function": {"name": "add"}}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    (wanted,) = rows_of(write_rows({"prompt": "2+3=", **objects}, name="wanted.jsonl"))
+    row = {"prompt": "2+3=", **{key: json.dumps(value) for key, value in objects.items()}}
+    path = tmp_path / name
+    if name == "rows.jsonl":
+        write_rows(row)
+    elif name == "rows.parquet":
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    else:
+        write_cells(path, row)
+    (found,) = rows_of(path)
+    assert {**vars(found), "place": ""} == {**vars(wanted), "place": ""}
+    assert found.ground_truth == "5"
+
+
+def test_the_column_of_the_prompt_or_the_label_is_text_whatever_it_is_called(write_rows):
+    path = write_rows({"tools": "[]", "extra_info": "{}", "reward_model": "5"})
+    (row,) = rows_of(path, prompt_key="tools", label_key="reward_model")
+    assert (row.messages[0]["content"], row.ground_truth) == ("[]", "5")
+
+
+def test_a_blank_text_stands_for_no_object(write_rows):
+    texts = dict.fromkeys(("tools", "extra_info", "reward_model", "chat_template_kwargs"), " ")
+    (row,) = rows_of(write_rows({"prompt": "a", **texts}))
+    assert ([*row.tools], row.extra_info, row.template_arguments) == ([], {}, {})
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv"])
+def test_a_text_may_be_chat_messages_as_json(tmp_path, write_rows, name):
+    chat = json.dumps([*CHAT, {"role": "assistant", "content": None, "tool_calls": []}])
+    texts = ["[1, 2]", "[]", "[not json", '[{"a": 1}]', '{"role": "user", "content": "a"}', "5"]
+    path = tmp_path / name
+    write_cells(path, *({"question": text, "other": chat} for text in (chat, *texts)))
+    first, *others = rows_of(path, prompt_key="question")
+    assert first.is_chat
+    assert [message["role"] for message in first.messages] == ["user", "assistant"]
+    assert first.extra_info == {"other": chat}
+    assert [row.messages[0]["content"] for row in others] == texts
+    assert not any(row.is_chat for row in others)
+    row, plain = rows_of(write_rows({"prompt": chat}, {"prompt": texts[3]}))
+    assert (row.messages, row.is_chat) == (first.messages, True)
+    assert (plain.messages[0]["content"], plain.is_chat) == (texts[3], False)
+
+
+def test_a_cell_of_messages_that_are_no_json_or_no_messages_is_refused(tmp_path):
+    path = tmp_path / "rows.csv"
+    for chat, words in (
+        (str(CHAT), "looks like chat messages, which must be JSON: Expecting"),
+        (json.dumps(CHAT)[:-1], "looks like chat messages, which must be JSON: Expecting"),
+        ('[{"role": "user"}]', "content of message 1 of prompt must be text"),
+        ('[{"role": "user", "content": "a"}, {"content": "b"}]', "message 2 of prompt"),
+    ):
+        write_cells(path, {"prompt": chat})
+        assert words in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[{"prompt": "a"}', "row 2: the array breaks off"),
+        ('[{"prompt": "a"}, {"prompt"', "row 2: not JSON: "),
+        ('[{"prompt": "a"} {"prompt": "b"}]', "byte '{' where ',' must be"),
+        ("[", "row 1: "),
+        ("[]", "holds no rows"),
+        ("[" * 100_000, "row 1: not JSON: nested too deeply"),
+        ('[{"prompt": "a"}, ]', "row 2: a comma stands before the array's end"),
+        ("[,]", "row 1: not JSON: "),
+        ('[{"prompt": "a"}]\n[{"prompt": "b"}]', "byte '[' behind the end of the array"),
+        ('[{"prompt": "a"}] garbage', "byte 'g' behind the end of the array"),
+        ('[{"prompt": "a"}]' + " " * 50 + "]", "byte ']' behind the end of the array"),
+        ('[] {"prompt": "a"}', "byte '{' behind the end of the array"),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+def test_an_array_that_breaks_off_or_is_not_all_is_refused(
+    tmp_path, monkeypatch, text, words, chunk
+):
+    from streamrl.data.reading import formats
+
+    # Of the first piece it follows that the file is an array.
+    monkeypatch.setattr(formats, "_CHUNK_BYTES", chunk)
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    assert words in refusal(path)
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_white_space_around_an_array_and_its_rows_is_none_of_them(tmp_path, monkeypatch, chunk):
+    from streamrl.data.reading import formats
+
+    monkeypatch.setattr(formats, "_CHUNK_BYTES", chunk)
+    path = tmp_path / "rows.json"
+    path.write_text('[ {"prompt": "a"} ,\n{"prompt": "b"}\t]\r\n' + " " * 20 + "\n")
+    assert [row.messages[0]["content"] for row in rows_of(path)] == ["a", "b"]
+
+
+def test_an_array_larger_than_what_is_read_at_once_has_all_its_rows(tmp_path, monkeypatch):
+    from streamrl.data.reading import formats
+
+    monkeypatch.setattr(formats, "_CHUNK_BYTES", 7)
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"prompt": "é" * i, "n": i} for i in range(40)], indent=2))
+    assert [row.extra_info["n"] for row in rows_of(path)] == list(range(40))
+
+
+@pytest.mark.parametrize("extension", [".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "sparse", "noise"])
+def test_what_never_ends_is_refused_in_a_moment(tmp_path, monkeypatch, extension, kind):
+    from streamrl.data.reading.indexed_table import open_table
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / f"rows{extension}"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "sparse":
+        with path.open("wb") as file:
+            file.truncate(200 << 20)
+    else:
+        path.write_bytes(os.urandom(5000))
+    refusal(path)
+    with pytest.raises(ConfigError):
+        table = open_table(str(path))
+        # A line of noise is a row of its own: it is refused where it is read.
+        (bad, *_) = table.records([0])
+        raise bad[2]

@@ -1,0 +1,415 @@
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from streamrl.data import load_rows, load_tokenizer, load_vocab_size
+from streamrl.data.chat_template import load_template, render
+from streamrl.data.classify_rows import Limits
+from streamrl.data.files import DataFile
+from streamrl.data.prompt_file import PromptFile
+from streamrl.errors import ConfigError
+
+CHAT = [
+    {"role": "user", "content": "hi <s>"},
+    {"role": "assistant", "content": "h\u00e9"},
+    {"role": "user", "content": " bye\n"},
+]
+
+
+def test_a_prompt_is_what_the_models_own_chat_template_makes_of_it(tokenizer, write_rows):
+    rows = list(load_rows(write_rows({"prompt": CHAT}, {"prompt": "2+3="})))
+    rendered = render(tokenizer, rows)
+    for token_ids, messages in zip(rendered, (CHAT, [dict(rows[1].messages[0])]), strict=True):
+        expected = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        assert token_ids == expected
+    assert tokenizer.decode(rendered[1]) == "<user>2+3=</s><assistant>"
+
+
+def test_without_a_template_the_contents_are_joined_and_the_text_starts_as_texts_do(
+    tokenizer, write_rows
+):
+    tokenizer.chat_template = None
+    rows = list(load_rows(write_rows({"prompt": CHAT[1:]}, {"prompt": ""})))
+    joined, empty = render(tokenizer, rows)
+    assert joined[0] == empty[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(joined[1:]) == "h\u00e9\n bye\n"
+    assert len(empty) == 1
+
+
+def test_a_row_the_template_refuses_is_named(tokenizer, write_rows):
+    path = write_rows({"prompt": "fine"}, {"prompt": [{"role": "system", "content": "be good"}]})
+    with pytest.raises(ConfigError, match=r"line 2: the model's chat template .*no system role"):
+        render(tokenizer, list(load_rows(path)))
+
+
+def test_a_template_with_a_python_slip_is_reported_with_the_row(tokenizer, write_rows):
+    tokenizer.chat_template = "{{ messages[0].content + 1 }}"
+    with pytest.raises(ConfigError, match=r"line 1: the model's chat template .*TypeError"):
+        render(tokenizer, list(load_rows(write_rows({"prompt": "fine"}))))
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% for i in range(10**6) %}x{% endfor %}", "OverflowError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ messages[5].content.x }}", "UndefinedError"),
+        ("{{ {}['a'].b }}", "UndefinedError"),
+    ],
+)
+def test_whatever_a_template_raises_is_told_with_row_and_template(
+    tokenizer, write_rows, tmp_path, source, error
+):
+    path = tmp_path / "mine.jinja"
+    path.write_text(source)
+    template = load_template(str(path), tokenizer)
+    with pytest.raises(ConfigError, match=rf"line 1: .*mine.jinja refuses the prompt: {error}: "):
+        render(tokenizer, list(load_rows(write_rows({"prompt": "fine"}))), template)
+
+
+def test_what_is_no_template_is_told_when_it_is_loaded_with_its_line(tokenizer, tmp_path):
+    path = tmp_path / "mine.jinja"
+    for source in ("fine\n{{ messages[0].content }}{% endfor %}", "\n{{ messages | no_such }}"):
+        path.write_text(source)
+        with pytest.raises(ConfigError, match=r"^data.template=.*mine.jinja:2: Template\w+Error: "):
+            load_template(str(path), tokenizer, setting="data.template")
+    tokenizer.chat_template = "{% if %}"
+    with pytest.raises(ConfigError, match=r"^template=model:1: TemplateSyntaxError: "):
+        load_template("model", tokenizer)
+
+
+def test_tags_that_transformers_adds_are_part_of_a_template(tokenizer, tmp_path):
+    path = tmp_path / "mine.jinja"
+    path.write_text(
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}"
+        "{% endfor %}"
+    )
+    assert load_template(str(path), tokenizer).name == str(path)
+
+
+def by_character(path: Path, model_type: str) -> str:
+    """A model directory of a family, whose tokenizer has a token per character, blanks included."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate("?ab ")}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    tokenizer.save_pretrained(path)
+    (path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return str(path)
+
+
+def test_a_tokenizer_that_is_whole_in_its_file_cuts_texts_as_the_file_says(tmp_path):
+    tokenizer = load_tokenizer(by_character(tmp_path / "model", "qwen2"))
+    tokenizer.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "config.json").write_text('{"model_type": "qwen2"}')
+    for found in (tokenizer, load_tokenizer(str(tmp_path / "saved"))):
+        assert found("a b").input_ids == [1, 3, 2]
+        assert found.decode([1, 3, 2]) == "a b"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "phi3", "glm4"])
+def test_where_families_are_taken_as_they_say_it_is_what_auto_tokenizer_gives(tmp_path, family):
+    from transformers import AutoTokenizer
+
+    mine = load_tokenizer(by_character(tmp_path, family))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(mine) is type(theirs)
+    messages = [{"role": "user", "content": "a  b"}]
+    for found in (mine, theirs):
+        assert found.apply_chat_template(messages, return_dict=False) == [1, 3, 3, 2, 3]
+    assert mine.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+
+
+def test_a_family_with_a_tokenizer_of_its_own_gets_that(tmp_path):
+    from transformers import Qwen2Tokenizer
+
+    path = by_character(tmp_path, "qwen2")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    assert type(load_tokenizer(path)) is Qwen2Tokenizer
+
+
+def test_the_vocabulary_size_comes_from_the_models_config(model_dir):
+    assert load_vocab_size(str(model_dir)) == 300
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, load_vocab_size])
+def test_a_path_that_is_no_model_directory_is_refused_by_name(load, tmp_path):
+    file = tmp_path / "model.txt"
+    file.write_text("")
+    for path, words in (
+        (tmp_path / "none", "does not exist"),
+        (file, "is not a directory"),
+        (tmp_path, "it has no config.json"),
+    ):
+        with pytest.raises(ConfigError, match=words) as caught:
+            load(str(path))
+        assert str(caught.value).startswith(str(path))
+
+
+@pytest.mark.parametrize(
+    ("files", "load"),
+    [
+        ({"config.json": "{"}, load_vocab_size),
+        ({"config.json": "{}"}, load_vocab_size),
+        ({"config.json": '{"model_type": "llama"}'}, load_tokenizer),
+        ({"config.json": '{"model_type": "qwen2"}'}, load_tokenizer),
+        ({"config.json": '{"model_type": "llama"}', "tokenizer.json": "{}"}, load_tokenizer),
+        ({"config.json": '{"model_type": "llama"}', "tokenizer.json": "{"}, load_tokenizer),
+    ],
+)
+def test_a_damaged_model_directory_is_refused_in_one_line(files, load, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(str(tmp_path))
+    assert str(caught.value).startswith(f"{tmp_path}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_nested_text_config_gives_the_vocabulary_size(tmp_path):
+    config = {"model_type": "qwen2_vl", "text_config": {"vocab_size": 77}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_vocab_size(str(tmp_path)) == 77
+
+
+#: Names the families of several published models give a byte-level tokenizer.json.
+CLASSES = ["LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", "GemmaTokenizer", None]
+TEXT = "What is  7+5-3?\n\n\tЖю, 什么 ÷ 🙂 end "
+
+
+@pytest.mark.parametrize("own", [{}, {"auto_map": {"AutoTokenizer": ["code.Mine", None]}}])
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_byte_level_file_is_taken_at_its_word_whatever_class_is_named(
+    model_dir, tmp_path, name, own
+):
+    path = tmp_path / "model"
+    shutil.copytree(model_dir, path)
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": name, **own}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(str(path))
+    ids = tokenizer(TEXT, add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids) == TEXT
+    # A checkpoint's tokenizer is the same.
+    tokenizer.save_pretrained(tmp_path / "saved")
+    shutil.copyfile(path / "config.json", tmp_path / "saved" / "config.json")
+    assert load_tokenizer(str(tmp_path / "saved"))(TEXT).input_ids == tokenizer(TEXT).input_ids
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "splits", "lost"),
+    [("abc", True, "'a b'"), ("abc ", False, "'a d'"), ("abc", False, "'a b'")],
+)
+def test_a_row_whose_text_the_tokenizer_does_not_keep_is_named(
+    tmp_path, write_rows, vocabulary, splits, lost
+):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = {c: i for i, c in enumerate(["?", *vocabulary])}
+    backend = Tokenizer(models.WordLevel(known, unk_token="?"))
+    cut = pre_tokenizers.Split("", "isolated")
+    blanks = pre_tokenizers.WhitespaceSplit()
+    backend.pre_tokenizer = pre_tokenizers.Sequence([blanks, cut]) if splits else cut
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?")
+    text = lost.strip("'")
+    rows = list(load_rows(write_rows({"prompt": "abc"}, {"prompt": text})))
+    with pytest.raises(ConfigError) as caught:
+        render(tokenizer, rows)
+    assert "line 2: the model's tokenizer does not keep the text" in str(caught.value)
+    assert lost in str(caught.value)
+
+
+def test_a_tokenizer_that_writes_other_characters_does_not_keep_the_text(tokenizer, write_rows):
+    from tokenizers import normalizers
+
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    render(tokenizer, list(load_rows(write_rows({"prompt": "re\u0301sume\u0301"}))))
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
+    with pytest.raises(ConfigError, match="does not keep the text: '5² = ' comes back as '52 = '"):
+        render(tokenizer, list(load_rows(write_rows({"prompt": "5² = "}))))
+
+
+def test_a_tokenizer_that_loses_what_the_template_writes_does_not_keep_the_text(
+    tokenizer, write_rows
+):
+    from tokenizers import Regex, normalizers
+
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
+    chat = [{"role": "user", "content": "a"}]
+    tokenizer.chat_template = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}{% endfor %}"
+    render(tokenizer, list(load_rows(write_rows({"prompt": chat}))))
+    tokenizer.chat_template = tokenizer.chat_template.replace("role }} ", "role }}\n")
+    with pytest.raises(ConfigError, match=r"'user\\na' comes back as 'user a'"):
+        render(tokenizer, list(load_rows(write_rows({"prompt": chat}))))
+
+
+def test_a_space_behind_a_special_token_may_be_that_of_the_next_word(write_rows):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = {c: i for i, c in enumerate(["<unk>", "[INST]", "▁hi", "▁you", "▁"])}
+    backend = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[INST]"]})
+    tokenizer.chat_template = "{% for m in messages %}[INST] {{ m.content }}[INST]{% endfor %}"
+    chat = [{"role": "user", "content": "hi you"}]
+    (prompt,) = render(tokenizer, list(load_rows(write_rows({"prompt": chat}))))
+    assert prompt == [1, 2, 3, 1]
+
+
+def test_no_end_of_sequence_stands_behind_a_prompt(tokenizer, write_rows):
+    from tokenizers import processors
+
+    tokenizer.chat_template = None
+    ends = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", tokenizer.eos_token_id)]
+    )
+    tokenizer.backend_tokenizer.post_processor = ends
+    assert tokenizer("hi").input_ids[-1] == tokenizer.eos_token_id
+    (prompt,) = render(tokenizer, list(load_rows(write_rows({"prompt": "hi"}))))
+    assert tokenizer.decode(prompt) == "<s>hi"
+
+
+def test_a_last_message_of_the_assistant_is_continued(tokenizer, write_rows):
+    messages = [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "It is"}]
+    (prompt,) = render(tokenizer, list(load_rows(write_rows({"prompt": messages}))))
+    assert tokenizer.decode(prompt) == "<user>2+3</s><assistant>It is"
+
+
+WITH_ARGUMENTS = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{{ messages[0].content }}{% if enable_thinking is false %}</think>{% endif %}"
+)
+
+
+def test_a_template_gets_arguments_of_the_setting_and_of_the_row_and_tools(tokenizer, write_rows):
+    tokenizer.chat_template = WITH_ARGUMENTS
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    path = write_rows(
+        {"prompt": "a"},
+        {"prompt": "b", "chat_template_kwargs": {"enable_thinking": True}},
+        {"prompt": "c", "tools": tools},
+        {"prompt": "d", "tools": json.dumps(tools)},
+    )
+    rows = list(load_rows(path))
+    template = load_template("model", tokenizer, arguments={"enable_thinking": False})
+    texts = tokenizer.batch_decode(render(tokenizer, rows, template))
+    assert texts == ["a</think>", "b", "[add]c</think>", "[add]d</think>"]
+    assert rows[2].extra_info["tools"] == tools
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("enable_thinkin", "reads no such argument; it reads enable_thinking: name one of these"),
+        ("tools", "is set by the rows"),
+    ],
+)
+def test_an_argument_that_a_template_does_not_read_is_refused(tokenizer, name, words):
+    tokenizer.chat_template = WITH_ARGUMENTS
+    with pytest.raises(ConfigError, match=rf"^data.chat_template_kwargs.{name}: .*{words}"):
+        load_template("model", tokenizer, arguments={name: False})
+
+
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+FOR_TOOLS = "{{ tools[0].function.name }}: {{ messages[0].content }}{{ style }}"
+#: How published templates read their tools before they set them.
+READERS = [
+    "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools | length }}",
+    "{% macro show() %}{{ tools | length }}{% endmacro %}{{ show() }}",
+    "{% set ns = namespace(tools=tools) %}{{ ns.tools | length }}",
+    "{% if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}{{ tools | length }}",
+]
+
+
+def test_rows_with_tools_are_rendered_by_the_models_template_for_them(tokenizer, write_rows):
+    tokenizer.chat_template = {"default": WITH_ARGUMENTS, "tool_use": FOR_TOOLS, "rag": "{% if %}"}
+    path = write_rows(
+        {"prompt": "a", "tools": TOOLS},
+        {"prompt": "b", "chat_template_kwargs": {"enable_thinking": False}},
+        {"prompt": "c", "tools": []},
+        {"prompt": "d", "tools": TOOLS, "chat_template_kwargs": {"style": "!"}},
+    )
+    rows = list(load_rows(path))
+    texts = tokenizer.batch_decode(render(tokenizer, rows))
+    assert texts == ["add: a", "b</think>", "c", "add: d!"]
+    theirs = tokenizer.apply_chat_template(
+        [dict(rows[0].messages[0])], tools=TOOLS, tokenize=False, add_generation_prompt=True
+    )
+    assert texts[0] == theirs
+    tokenizer.chat_template = {"default": WITH_ARGUMENTS, "tool_use": "{% if %}"}
+    with pytest.raises(ConfigError, match=r"^template=model:1: TemplateSyntaxError: "):
+        load_template("model", tokenizer)
+
+
+def test_a_setting_must_be_read_by_the_template_that_each_row_is_rendered_by(tokenizer, write_rows):
+    tokenizer.chat_template = {"default": WITH_ARGUMENTS, "tool_use": FOR_TOOLS}
+    template = load_template("model", tokenizer, arguments={"style": "!"})
+    with_tools, without = load_rows(write_rows({"prompt": "a", "tools": TOOLS}, {"prompt": "b"}))
+    assert tokenizer.batch_decode(render(tokenizer, [with_tools], template)) == ["add: a!"]
+    with pytest.raises(ConfigError, match=r"line 2: data.chat_template_kwargs.style: the model's"):
+        render(tokenizer, [without], template)
+    with pytest.raises(ConfigError, match="it reads enable_thinking, style: name one of these"):
+        load_template("model", tokenizer, arguments={"styl": "!"})
+
+
+@pytest.mark.parametrize("source", READERS)
+def test_however_a_template_reads_its_tools_they_are_known_to_be_read(
+    tokenizer, write_rows, source
+):
+    tokenizer.chat_template = source
+    (prompt,) = render(tokenizer, list(load_rows(write_rows({"prompt": "a", "tools": TOOLS}))))
+    assert tokenizer.decode(prompt) == "1"
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}{{ mood }}", None, "plain"])
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"tools": TOOLS}, r"tools: .* does not read them; remove them from the row, or name"),
+        (
+            {"chat_template_kwargs": {"enable_thinkin": False}},
+            r"chat_template_kwargs.enable_thinkin: .* reads no such argument; it reads .*remove it",
+        ),
+        ({"chat_template_kwargs": {"tools": TOOLS}}, r"chat_template_kwargs.tools: is set by the"),
+    ],
+)
+def test_what_a_row_gives_to_a_template_that_does_not_read_it_makes_a_bad_row(
+    tokenizer, write_rows, template, columns, words
+):
+    tokenizer.chat_template = None if template is None else "{{ messages[0].content }}{{ mood }}"
+    path = write_rows({"prompt": "a"}, {"prompt": "b", **columns}, {"prompt": "c"})
+    file = DataFile(
+        path, prompt_key="prompt", template=template if template == "plain" else "model"
+    )
+    good, bad, other = PromptFile(file, lambda: tokenizer, Limits(99, 300))
+    assert (good.problem, other.problem) == (None, None)
+    assert re.match(rf"{path} line 2: {words}", str(bad.problem))
+    assert "\n" not in str(bad.problem)
+
+
+def test_a_content_of_text_parts_is_one_text(tokenizer, write_rows):
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "3"}]
+    path = write_rows({"prompt": [{"role": "user", "content": parts}]}, {"prompt": "2+3"})
+    first, second = render(tokenizer, list(load_rows(path)))
+    assert first == second
+
+
+def test_a_prompt_that_ends_with_the_end_of_a_sequence_is_refused(tokenizer, write_rows):
+    tokenizer.chat_template = "{{ messages[0]['content'] + eos_token }}"
+    with pytest.raises(ConfigError, match=r"line 1: the prompt ends with </s>, .* must leave it"):
+        render(tokenizer, list(load_rows(write_rows({"prompt": "hi"}))))

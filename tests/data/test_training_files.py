@@ -1,0 +1,288 @@
+"""Files that are larger than what is examined before a run: begun soon, read as they are drawn."""
+
+import gzip
+import json
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+
+from streamrl.data import Limits, PromptStream, training_files
+from streamrl.data.files import data_files
+from streamrl.data.prompt_stream import is_whole
+from streamrl.data.training_files import OpenedFiles, PromptFile, open_prompts
+from streamrl.errors import ConfigError, DataError
+from streamrl.messages import parse_uid
+
+WHOLE, FRAME = 20, 3
+"""Rows up to which a file is examined whole here, and tokens that the template adds."""
+
+
+@pytest.fixture(autouse=True)
+def few_are_examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, rows in (("FIRST", 5), ("SPREAD", 4), ("LONGEST", 2)):
+        monkeypatch.setattr(training_files, name, rows)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def open_rows(
+    *entries: Any, tokenizer: Any, limit: int = 50, on_long: str = "error", **settings: Any
+) -> OpenedFiles:
+    files, found, first = data_files(list(entries), key="data.train", prompt_key="prompt"), [], 0
+    for file in files:
+        prompts = PromptFile(file, lambda: tokenizer, Limits(limit, 300, on_long), first=first)
+        found.append(prompts)
+        first = int(prompts.indices[-1]) + 1
+    return open_prompts(found, **{"whole": WHOLE, **settings})
+
+
+def stream_of(data: OpenedFiles, *, seed: int = 1, **settings: Any) -> PromptStream:
+    return PromptStream(data, seed=seed, reads_ahead=False, **settings)
+
+
+def numbered(size: int) -> list[dict[str, Any]]:
+    return [{"prompt": str(i), "ground_truth": str(i)} for i in range(size)]
+
+
+def test_rows_of_a_large_file_come_in_the_order_of_one_that_was_examined_whole(
+    tokenizer, write_rows
+):
+    path = write_rows(*numbered(50))
+    large = open_rows(path, tokenizer=tokenizer)
+    whole = open_rows(path, tokenizer=tokenizer, whole=50)
+    assert (large.is_whole, whole.is_whole) == (False, True)
+    drawn, wanted = stream_of(large).draw(120), stream_of(whole).draw(120)
+    assert [prompt.uid for prompt in drawn] == [prompt.uid for prompt in wanted]
+    assert [prompt.ground_truth for prompt in drawn] == [one.ground_truth for one in wanted]
+
+
+def test_every_format_gives_the_same_prompts_in_any_order(tokenizer, write_rows, tmp_path):
+    rows = [
+        {"prompt": f"{i} {'é' * (i % 7)}\n", "ground_truth": str(i), "source": "é"}
+        for i in range(50)
+    ]
+    paths = [Path(write_rows(*rows))]
+    array = tmp_path / "array.json"
+    array.write_text(json.dumps(rows, indent=1, ensure_ascii=False))
+    table = tmp_path / "rows.csv"
+    with table.open("w", newline="") as file:
+        import csv
+
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    paths += [array, table]
+    for path in list(paths):
+        packed = path.with_name(path.name + ".gz")
+        packed.write_bytes(gzip.compress(path.read_bytes()))
+        paths.append(packed)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=7)
+    Dataset.from_list(rows).save_to_disk(tmp_path / "dataset", num_shards=2)
+    paths += [tmp_path / "rows.parquet", tmp_path / "dataset"]
+    first: Sequence[Any] | None = None
+    for path in paths:
+        # As it is in the coordinator.
+        data = open_rows(str(path), tokenizer=tokenizer)
+        found = [
+            (one.uid, one.messages, one.ground_truth, one.extra_info, one.token_ids.tolist())
+            for one in stream_of(data).draw(60)
+        ]
+        first = first or found
+        assert found == first, path
+    assert first is not None and len({uid for uid, *_ in first}) == 60
+
+
+def test_an_opened_table_goes_to_another_process(write_rows, tmp_path, monkeypatch):
+    from streamrl.data.reading import indexed_table as table
+
+    rows = numbered(30)
+    path = write_rows(*rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "held.parquet")
+    monkeypatch.setattr(table, "MOST_HELD_BYTES", 0)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mapped.parquet")
+    packed = tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress(Path(path).read_bytes()))
+    for name in (path, tmp_path / "mapped.parquet", packed):
+        opened_table = table.open_table(str(name))
+        there = pickle.loads(pickle.dumps(opened_table))
+        assert [record for _, _, record in there.records([29, 0, 7])] == [
+            rows[29],
+            rows[0],
+            rows[7],
+        ]
+    # Unpacked once, under the hash of what they hold.
+    cached = sorted(table.cache_dir().iterdir())
+    assert [file.suffix for file in cached] == [".arrow", ".jsonl"] or len(cached) == 2
+    times = [file.stat().st_mtime_ns for file in cached]
+    for name in (tmp_path / "mapped.parquet", packed):
+        table.open_table(str(name))
+    assert [file.stat().st_mtime_ns for file in cached] == times
+
+
+def test_what_cannot_be_unpacked_says_where_to(write_rows, tmp_path, monkeypatch):
+    from streamrl.data.reading import indexed_table as table
+
+    packed = tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress(Path(write_rows(*numbered(3))).read_bytes()))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"gz: cannot be unpacked into .*HF_DATASETS_CACHE names"):
+        table.open_table(str(packed))
+
+
+def test_bad_rows_are_refused_where_they_are_examined_and_passed_over_where_they_are_drawn(
+    tokenizer, tmp_path
+):
+    lines = [json.dumps(row) for row in numbered(50)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([*lines[:3], '{"prompt": 5}', *lines[4:]]))
+    with pytest.raises(ConfigError, match=f"{path} line 4: prompt must be text"):
+        open_rows(str(path), tokenizer=tokenizer)
+    path.write_text("\n".join([*lines[:20], "not json", *lines[21:]]))
+    stream = stream_of(open_rows(str(path), tokenizer=tokenizer))
+    drawn = stream.draw(49)
+    assert sorted(parse_uid(one.uid)[1] for one in drawn) == [i for i in range(50) if i != 20]
+    skipped = stream.take_skipped()
+    assert skipped.metrics["data/bad"] == 1
+    assert skipped.problems[0].startswith(f"{path} line 21: not JSON")
+
+
+def test_a_row_whose_value_python_cannot_have_is_refused_or_passed_over_as_any_bad_one(
+    tokenizer, tmp_path
+):
+    path = tmp_path / "rows.parquet"
+
+    def write(bad: int) -> None:
+        times = pa.array([2**62 if i == bad else i for i in range(50)], pa.timestamp("us"))
+        pq.write_table(pa.table({"prompt": pa.array(map(str, range(50))), "x": times}), path)
+
+    write(3)
+    with pytest.raises(ConfigError, match=f"^{path} row 4: column 'x' of timestamp"):
+        open_rows(str(path), tokenizer=tokenizer)
+    write(20)
+    stream = stream_of(open_rows(str(path), tokenizer=tokenizer))
+    drawn = stream.draw(49)
+    assert sorted(parse_uid(one.uid)[1] for one in drawn) == [i for i in range(50) if i != 20]
+    skipped = stream.take_skipped()
+    assert skipped.metrics["data/bad"] == 1
+    assert skipped.problems[0].startswith(f"{path} row 21: column 'x' of timestamp[us]: ")
+
+
+def test_a_row_that_a_reward_cannot_judge_is_refused_where_it_is_examined(tokenizer, write_rows):
+    def inspect(prompts):
+        for prompt in prompts:
+            if prompt.ground_truth == "4":
+                raise ConfigError(f"{prompt.place}: no")
+
+    path = write_rows(*numbered(50))
+    with pytest.raises(ConfigError, match="line 5: no"):
+        open_rows(path, tokenizer=tokenizer, inspect=inspect)
+
+
+def test_the_longest_rows_are_examined_and_tell_how_long_prompts_may_be(
+    tokenizer, write_rows, tmp_path
+):
+    rows = numbered(50)
+    rows[33]["prompt"] = "x" * 17
+    for path in (write_rows(*rows), str(tmp_path / "rows.parquet")):
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+        data = open_rows(path, tokenizer=tokenizer)
+        assert data.files[0].longest == 20
+        assert data.longest == 25
+        assert open_rows(path, tokenizer=tokenizer, room=22).longest == 22
+        assert open_rows(path, tokenizer=tokenizer, room=3).longest == 20
+        assert open_rows(path, tokenizer=tokenizer, room=None).longest == 50
+    # The longest say nothing of the others.
+    assert data.mean_tokens == (5 * 4 + 3 * 5) / 8
+    chat = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    pq.write_table(pa.Table.from_pylist(chat), tmp_path / "chat.parquet")
+    data = open_rows(str(tmp_path / "chat.parquet"), tokenizer=tokenizer)
+    assert data.files[0].longest == 20
+
+
+def test_a_filter_that_takes_every_examined_row_is_asked_about_the_others(
+    tokenizer, write_rows, tmp_path
+):
+    keep = tmp_path / "keep.py"
+    keep.write_text("def late(prompt): return int(prompt.ground_truth) == 30\n")
+    path = write_rows(*numbered(50))
+    data = open_rows({"path": path, "filter": f"{keep}:late"}, tokenizer=tokenizer)
+    assert [one.ground_truth for one in stream_of(data).draw(2)] == ["30", "30"]
+    keep.write_text("def late(prompt): return False\n")
+    with pytest.raises(ConfigError, match="no prompt is left: 50 filtered"):
+        open_rows({"path": path, "filter": f"{keep}:late"}, tokenizer=tokenizer)
+
+
+def test_a_stream_goes_on_on_the_same_rows_alone(tokenizer, write_rows):
+    path = write_rows(*numbered(50))
+    stream = stream_of(open_rows(path, tokenizer=tokenizer))
+    stream.draw(7)
+    state = json.loads(json.dumps(stream.state_dict()))
+    again = stream_of(open_rows(path, tokenizer=tokenizer))
+    again.load_state_dict(state)
+    assert [one.uid for one in again.draw(60)] == [one.uid for one in stream.draw(60)]
+    rows = numbered(50)
+    rows[31]["prompt"] = "?"
+    changed = stream_of(open_rows(write_rows(*rows), tokenizer=tokenizer))
+    with pytest.raises(ConfigError, match="fingerprint"):
+        changed.load_state_dict(state)
+    entry = {"path": write_rows(*numbered(50)), "template": "plain"}
+    with pytest.raises(ConfigError, match="fingerprint"):
+        stream_of(open_rows(entry, tokenizer=tokenizer)).load_state_dict(state)
+
+
+def test_a_checkpoint_of_a_stream_whose_rows_were_all_examined_goes_on_row_for_row(
+    tokenizer, write_rows
+):
+    """As they used to be: rows that are left out have no place in the order."""
+    rows = numbered(50)
+    for index in (10, 20, 30):
+        rows[index]["prompt"] = "x" * 60
+    path = write_rows(*rows)
+    before = stream_of(open_rows(path, tokenizer=tokenizer, whole=50, on_long="skip"))
+    before.draw(33)
+    state = before.state_dict()
+    del state["given"]
+    assert is_whole(state["fingerprint"]) and state["num_prompts"] == 47
+    now = stream_of(open_rows(path, tokenizer=tokenizer, on_long="skip", room=None))
+    now.load_state_dict(state)
+    wanted = [one.uid for one in before.draw(60)]
+    assert [one.uid for one in now.draw(60)] == wanted
+    # And so does what is saved of it.
+    assert is_whole(now.state_dict()["fingerprint"])
+
+
+def test_a_file_that_changes_under_a_run_ends_it_with_its_name(tokenizer, write_rows):
+    path = write_rows(*numbered(50))
+    stream = stream_of(open_rows(path, tokenizer=tokenizer))
+    Path(path).write_text("{}\n" * 5000)
+    with pytest.raises(DataError, match=f"{path}: has changed since"):
+        stream.draw(1)
+
+
+def test_a_prompt_is_had_again_by_its_uid(tokenizer, write_rows):
+    a, b = write_rows(*numbered(30)), write_rows(*numbered(40), name="b.jsonl")
+    Path(a).write_text(Path(a).read_text().replace("\n", "\n\n"))
+    stream = stream_of(open_rows(a, b, tokenizer=tokenizer))
+    other = pickle.loads(pickle.dumps(stream.state_dict()))
+    for drawn in stream.draw(100):
+        again = stream.prompt(drawn.uid)
+        assert (again.place, again.token_ids.tolist()) == (drawn.place, drawn.token_ids.tolist())
+        assert stream.retry(drawn.uid).uid == f"{drawn.uid[:-1]}1"
+    assert other["files"] == [[30, 30 / 70], [40, 40 / 70]]
+    with pytest.raises(ValueError, match="no prompt with index 1 "):
+        stream.prompt("0:1:0")  # a blank line
+
+
+def test_memory_of_a_table_is_a_few_bytes_a_row(write_rows):
+    from streamrl.data.reading.indexed_table import open_table
+
+    table = open_table(write_rows(*numbered(5000)))
+    assert len(pickle.dumps(table)) < 5000 * 16
+    assert np.array_equal(table.indices(), np.arange(5000))

@@ -1,0 +1,66 @@
+"""The store of ranks: where it listens, and who hears that nobody came."""
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from streamrl.distributed.process_group import join_ranks
+from streamrl.distributed.tcp_store import serve_store
+from streamrl.errors import ActorError, DeadlineError, WeightsError
+from streamrl.weights.transports.collective_group import serve_readers
+
+HOST = "127.0.0.1"
+
+
+def listening_at(port: int) -> list[str]:
+    found = psutil.Process().net_connections(kind="tcp")
+    return [
+        line.laddr.ip
+        for line in found
+        if line.status == psutil.CONN_LISTEN and line.laddr.port == port
+    ]
+
+
+@pytest.mark.parametrize("host", [HOST, "localhost", "127.0.0.2"])
+def test_a_store_listens_where_it_is_asked_to_and_nowhere_else(host: str) -> None:
+    store = serve_store(host, 0, 10.0)
+    assert listening_at(store.port) == [socket.gethostbyname(host)]
+    other = dist.TCPStore(host, store.port, None, False, wait_for_workers=False)
+    other.set("a", "b")
+    assert store.get("a") == b"b"
+
+
+def test_a_store_waits_for_its_ranks() -> None:
+    with ThreadPoolExecutor(1) as threads, socket.create_server((HOST, 0)) as probe:
+        port = probe.getsockname()[1]
+        probe.close()
+        serving = threads.submit(serve_store, HOST, port, 10.0, world_size=2)
+        time.sleep(0.1)
+        assert not serving.done()
+        joined = dist.TCPStore(HOST, port, 2, False)
+        joined.set("a", "b")
+        assert serving.result(10.0).get("a") == b"b"
+
+
+def test_ranks_that_do_not_come_are_a_missed_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server((HOST, 0)) as probe:
+        port = probe.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", HOST)
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(DeadlineError, match="rank 0 waited 1 s for all 2 ranks to join"):
+        join_ranks(rank=0, world_size=2, timeout_s=1.0)
+
+
+def test_a_place_where_nobody_can_listen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", HOST)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(ActorError, match=f"rank 0 cannot listen at {HOST}:{port}: Address"):
+            join_ranks(rank=0, world_size=2, timeout_s=1.0)
+    with pytest.raises(WeightsError, match=r"cannot serve readers at 192\.0\.2\.77"):
+        serve_readers("192.0.2.77", 1.0)

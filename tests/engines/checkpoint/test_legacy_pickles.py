@@ -1,0 +1,47 @@
+"""Old pickles: values and tensors are read, all else is told in words of our own."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from streamrl.engines.checkpoint.legacy_pickles import load_plain
+from streamrl.engines.checkpoint.trainer_checkpoint import load_pickled_progress
+from streamrl.errors import CheckpointError
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[object, tuple[str, ...]]:
+        return os.system, ("touch harmed",)
+
+
+@pytest.mark.parametrize("kind", ["zip", "pickle", "empty", "noise"])
+def test_what_is_not_plain_is_neither_loaded_nor_recommended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "rank_0.pt"
+    if kind == "zip":
+        torch.save(Hostile(), path)
+    else:
+        content = {"pickle": pickle.dumps(Hostile()), "empty": b"", "noise": b"PK\x03\x04noise"}
+        path.write_bytes(content[kind])
+    with pytest.raises(CheckpointError, match="nothing of it is loaded or executed") as refused:
+        load_plain(path)
+    assert "weights_only" not in str(refused.value) and "\n" not in str(refused.value)
+    assert str(path) in str(refused.value) and not Path("harmed").exists()
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank_0.pt")
+    with pytest.raises(CheckpointError, match=r"rank_0\.pt: not a regular file"):
+        load_plain(tmp_path / "rank_0.pt")
+
+
+@pytest.mark.parametrize("found", [{}, [], {"layout": 1, "num_updates": 2}])
+def test_plain_values_that_are_no_state_are_refused(tmp_path: Path, found: object) -> None:
+    torch.save(found, tmp_path / "rank_0.pt")
+    with pytest.raises(CheckpointError, match="not a trainer's state of the old form"):
+        load_pickled_progress(tmp_path / "rank_0.pt")

@@ -1,0 +1,366 @@
+"""One real vLLM engine with a tiny random model, under one version after the other."""
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from transformers import PreTrainedModel, Qwen2ForCausalLM
+
+from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
+from streamrl.engines.generator_config import STEP_TOKENS_ON_CPU, Sampling
+from streamrl.errors import ConfigError, DeadlineError, WeightsError
+from streamrl.messages import FinishReason, Rollout
+from streamrl.weights.lora_merge import LORA_A, LORA_B, LORA_SCALE
+from tests.engines.flight import WIDE, Engines, Flight
+from tests.engines.tiny_qwen import (
+    EOS,
+    MAX_LENGTH,
+    VOCABULARY,
+    endless_model,
+    prompt,
+    tiny_model,
+    weights_of,
+    worst_error,
+)
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("engines")]
+
+SHORT = prompt(5, 14, 6, 18)
+LONG = prompt(*(4 + i * i % 57 for i in range(300)))
+
+
+@dataclass
+class Bench:
+    """The engine, its settings, and the model of every version it was given."""
+
+    flight: Flight
+
+    @property
+    def engine(self) -> GenerationEngine:
+        return self.flight.engine
+
+    @property
+    def config(self) -> GeneratorConfig:
+        return self.flight.config
+
+    @property
+    def models(self) -> dict[int, PreTrainedModel]:
+        return self.flight.models
+
+    async def load(self, model: PreTrainedModel) -> int:
+        """Load the model as the next version."""
+        await self.flight.load(model)
+        return self.engine.version
+
+    async def sample(self, num: int, *, max_new_tokens: int) -> list[Rollout]:
+        """One rollout of each of `num` different prompts, all at the same time."""
+        calls = [
+            self.engine.generate(prompt(5 + i % 50, 7, 9), seeds=[i], max_new_tokens=max_new_tokens)
+            for i in range(num)
+        ]
+        return [rollout for group in await asyncio.gather(*calls) for rollout in group]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def bench(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """The shared engine, holding the model of seed 1."""
+    found = Bench(await engines.get(WIDE))
+    monkeypatch.setattr(found.config, "max_new_tokens", 32)
+    await found.load(tiny_model(tied=False, seed=1))
+    return found
+
+
+def tokens(rollouts: list[Rollout]) -> list[list[int]]:
+    return [rollout.token_ids.tolist() for rollout in rollouts]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_are_those_of_the_sampling_distribution(
+    bench: Bench, temperature: float
+) -> None:
+    rollouts = await bench.engine.generate(SHORT, seeds=range(16), sampling=Sampling(temperature))
+    assert worst_error(rollouts, bench.models, temperature=temperature) < 1e-4
+
+
+async def test_temperature_0_takes_the_likeliest_token(bench: Bench) -> None:
+    model = bench.models[bench.engine.version]
+    (rollout,) = await bench.engine.generate(SHORT, seeds=[0], sampling=Sampling(0.0))
+    with torch.no_grad():
+        best = model(torch.from_numpy(rollout.token_ids).long()[None]).logits[0].argmax(-1)
+    first = len(SHORT)
+    assert rollout.token_ids[first:].tolist() == best[first - 1 : -1].tolist()
+    assert worst_error([rollout], bench.models) < 1e-4
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}])
+async def test_top_k_and_top_p_leave_the_likeliest_tokens(
+    bench: Bench, narrow: dict[str, float]
+) -> None:
+    greedy = await bench.engine.generate(SHORT, seeds=[0], sampling=Sampling(0.0))
+    found = await bench.engine.generate(SHORT, seeds=[7], sampling=Sampling(1.0, **narrow))  # type: ignore[arg-type]
+    assert tokens(found) == tokens(greedy)
+
+
+async def test_a_rollout_is_the_prompt_and_what_was_sampled(bench: Bench) -> None:
+    (rollout,) = await bench.engine.generate(SHORT, seeds=[3])
+    assert rollout.token_ids[: len(SHORT)].tolist() == SHORT.tolist()
+    assert rollout.loss_mask.tolist() == [False] * 4 + [True] * (len(rollout.token_ids) - 4)
+    assert set(rollout.policy_version[4:].tolist()) == {bench.engine.version}
+
+
+async def test_the_eos_token_ends_a_rollout_and_belongs_to_it(bench: Bench) -> None:
+    rollouts = await bench.engine.generate(SHORT, seeds=range(64), max_new_tokens=40)
+    stopped = [r for r in rollouts if r.finish_reason is FinishReason.STOP]
+    cut = [r for r in rollouts if r.finish_reason is FinishReason.LENGTH]
+    assert stopped and cut and len(stopped) + len(cut) == 64
+    for rollout in stopped:
+        assert rollout.completion_ids[-1] == EOS
+        assert EOS not in rollout.completion_ids[:-1]
+    for rollout in cut:
+        assert len(rollout.completion_ids) == 40
+        assert EOS not in rollout.completion_ids[:-1]
+
+
+async def test_a_rollout_that_fills_the_context_ends_for_length(bench: Bench) -> None:
+    await bench.load(endless_model(seed=1))
+    full = prompt(*(4 + i % 50 for i in range(MAX_LENGTH - 10)))
+    (rollout,) = await bench.engine.generate(full, seeds=[0], max_new_tokens=400)
+    assert len(rollout.token_ids) == MAX_LENGTH
+    assert rollout.finish_reason is FinishReason.LENGTH
+
+
+async def test_seeds_give_the_same_tokens_alone_and_in_company(bench: Bench) -> None:
+    alone = await bench.engine.generate(SHORT, seeds=[11, 12])
+    company = asyncio.create_task(bench.sample(60, max_new_tokens=50))
+    await asyncio.sleep(0.02)
+    crowded = await bench.engine.generate(SHORT, seeds=[12, 13, 11])
+    await company
+    assert tokens([crowded[2], crowded[0]]) == tokens(alone)
+    np.testing.assert_allclose(
+        crowded[2].generator_logprobs, alone[0].generator_logprobs, atol=1e-4
+    )
+
+
+async def test_a_seed_may_be_any_kind_of_integer(bench: Bench) -> None:
+    plain = await bench.engine.generate(SHORT, seeds=[2**63 - 1, 5])
+    numpy = await bench.engine.generate(SHORT, seeds=list(np.array([2**63 - 1, 5], np.uint64)))
+    assert tokens(plain) == tokens(numpy)
+
+
+async def test_different_seeds_differ(bench: Bench) -> None:
+    rollouts = await bench.engine.generate(SHORT, seeds=range(32))
+    assert len({tuple(row) for row in tokens(rollouts)}) == 32
+
+
+async def test_more_rollouts_than_run_at_once_all_come(bench: Bench) -> None:
+    calls = asyncio.gather(*(bench.engine.generate(SHORT, seeds=[i, i + 100]) for i in range(100)))
+    await asyncio.sleep(0)
+    assert bench.engine.num_running == 200
+    assert [len(group) for group in await calls] == [2] * 100
+    assert bench.engine.num_running == 0
+
+
+async def test_prompts_of_more_tokens_than_a_step_takes_all_come(bench: Bench) -> None:
+    prompts = [prompt(*np.roll(LONG, i).tolist()) for i in range(20)]
+    assert sum(map(len, prompts)) > STEP_TOKENS_ON_CPU
+    groups = await asyncio.gather(*(bench.engine.generate(p, seeds=[1, 2]) for p in prompts))
+    assert worst_error([rollout for group in groups for rollout in group], bench.models) < 1e-4
+
+
+async def test_every_parameter_of_a_new_version_reaches_the_model(bench: Bench) -> None:
+    model = tiny_model(tied=False, seed=1)
+    before = await bench.engine.generate(SHORT, seeds=range(4))
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=torch.manual_seed(7))
+        await bench.load(model)
+        rollouts = await bench.engine.generate(SHORT, seeds=range(4))
+        assert worst_error(rollouts, bench.models) < 1e-4, name
+        changed = [r.generator_logprobs.tolist() for r in rollouts]
+        if not name.endswith("k_proj.bias"):  # adds the same to all scores of a query
+            assert changed != [r.generator_logprobs.tolist() for r in before], name
+        before = rollouts
+
+
+async def test_weights_may_be_read_only_arrays(bench: Bench) -> None:
+    model = tiny_model(tied=False, seed=6)
+    arrays = {name: tensor.numpy().copy() for name, tensor in weights_of(model).items()}
+    for array in arrays.values():
+        array.flags.writeable = False
+    version = bench.engine.version + 1
+    await bench.engine.load_weights(arrays, version)
+    bench.models[version] = model
+    assert worst_error(await bench.engine.generate(SHORT, seeds=range(8)), bench.models) < 1e-4
+
+
+def made_up_adapters(model: Qwen2ForCausalLM, *, size: float, seed: int) -> dict[str, torch.Tensor]:
+    """Adapters of rank 2 and scale 1.5 for every linear layer but the head."""
+    generator = torch.Generator().manual_seed(seed)
+    published = {LORA_SCALE: torch.tensor(1.5)}
+    for name, layer in model.model.named_modules(prefix="model"):
+        if isinstance(layer, torch.nn.Linear):
+            num_out, num_in = layer.weight.shape
+            published[name + LORA_A] = torch.randn(2, num_in, generator=generator)
+            published[name + LORA_B] = size * torch.randn(num_out, 2, generator=generator)
+    return published
+
+
+async def test_adapters_are_merged_into_the_weights_of_the_directory_each_time(
+    bench: Bench,
+) -> None:
+    for seed, size in ((1, 0.1), (2, 0.0), (3, 0.1)):
+        model = tiny_model(tied=False, seed=1)
+        published = made_up_adapters(model, size=size, seed=seed)
+        with torch.no_grad():
+            for name in [name for name in published if name.endswith(LORA_A)]:
+                layer = name.removesuffix(LORA_A)
+                product = published[layer + LORA_B] @ published[name]
+                model.get_submodule(layer).weight += 1.5 * product
+        await bench.load(tiny_model(tied=False, seed=8))
+        version = bench.engine.version + 1
+        loaded = await bench.engine.load_weights(published, version)
+        layers = [m for m in model.model.modules() if isinstance(m, torch.nn.Linear)]
+        merged = sum(layer.weight.nbytes for layer in layers)
+        assert merged <= loaded.copied_bytes <= sum(p.nbytes for p in model.parameters())
+        bench.models[version] = model
+        rollouts = await bench.engine.generate(SHORT, seeds=range(16))
+        assert worst_error(rollouts, bench.models) < 1e-4
+        if size == 0.0:
+            await bench.load(model)
+            again = await bench.engine.generate(SHORT, seeds=range(16))
+            for one, other in zip(rollouts, again, strict=True):
+                assert np.array_equal(one.generator_logprobs, other.generator_logprobs)
+
+
+async def test_adapters_of_another_model_are_refused_and_do_no_harm(bench: Bench) -> None:
+    published = made_up_adapters(tiny_model(tied=False, seed=1), size=0.1, seed=1)
+    published["model.layers.0.mlp.up_proj" + LORA_A] = torch.ones(2, 63)
+    with pytest.raises(WeightsError, match=r"fit no weight of the model, came for .*up_proj"):
+        await bench.engine.load_weights(published, bench.engine.version + 1)
+    assert worst_error(await bench.engine.generate(SHORT, seeds=[1]), bench.models) < 1e-4
+
+
+async def test_updates_interrupt_no_rollout_and_every_token_knows_its_version(
+    bench: Bench,
+) -> None:
+    first = await bench.load(endless_model(seed=1))
+    running = asyncio.create_task(bench.sample(32, max_new_tokens=200))
+    for seed in (2, 3):
+        await asyncio.sleep(0.1)
+        assert bench.engine.num_running == 32
+        last = await bench.load(endless_model(seed=seed))
+    rollouts = await running
+    versions = [rollout.policy_version[rollout.loss_mask] for rollout in rollouts]
+    assert [len(v) for v in versions] == [200] * 32
+    assert all((np.diff(v) >= 0).all() for v in versions), "versions only rise"
+    assert {int(v) for v in np.concatenate(versions)} == set(range(first, last + 1))
+    assert worst_error(rollouts, bench.models) < 1e-4
+
+
+async def test_an_update_to_the_same_weights_changes_no_token(bench: Bench) -> None:
+    await bench.load(endless_model(seed=1))
+    expected = await bench.sample(32, max_new_tokens=100)
+    running = asyncio.create_task(bench.sample(32, max_new_tokens=100))
+    await asyncio.sleep(0.1)
+    last = await bench.load(endless_model(seed=1))
+    rollouts = await running
+    assert any((r.policy_version == last).any() for r in rollouts)
+    assert tokens(rollouts) == tokens(expected)
+
+
+async def test_no_prefix_cached_under_old_weights_is_served_under_new_ones(bench: Bench) -> None:
+    await bench.engine.generate(LONG, seeds=range(4))
+    running = asyncio.create_task(bench.engine.generate(LONG, seeds=range(4), max_new_tokens=99))
+    await asyncio.sleep(0.02)
+    await bench.load(tiny_model(tied=False, seed=8))
+    rollouts = await bench.engine.generate(LONG, seeds=range(4))
+    assert worst_error([*rollouts, *await running], bench.models) < 1e-4
+
+
+@pytest.mark.parametrize("step", [0, -1])
+async def test_a_version_that_is_not_newer_is_refused(bench: Bench, step: int) -> None:
+    held = bench.engine.version
+    with pytest.raises(WeightsError, match=f"version {held + step} came after version {held}"):
+        await bench.engine.load_weights(weights_of(tiny_model(tied=False, seed=2)), held + step)
+    assert bench.engine.version == held
+    assert worst_error(await bench.engine.generate(SHORT, seeds=[1]), bench.models) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"model.norm.weight": None}, "lack 1 parameters, as model.norm.weight"),
+        ({"model.nrm.weight": torch.ones(64)}, "have unknown 1 parameters, as model.nrm.weight"),
+        ({"model.norm.weight": torch.ones(63)}, r"model.norm.weight has shape \(63,\)"),
+    ],
+)
+async def test_a_wrong_set_of_parameters_is_refused_and_does_no_harm(
+    bench: Bench, change: dict[str, torch.Tensor | None], fault: str
+) -> None:
+    weights = {**weights_of(tiny_model(tied=False, seed=2)), **change}
+    with pytest.raises(WeightsError, match=fault):
+        await bench.engine.load_weights(
+            {name: tensor for name, tensor in weights.items() if tensor is not None},
+            bench.engine.version + 1,
+        )
+    assert worst_error(await bench.engine.generate(SHORT, seeds=[1]), bench.models) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("prompt_ids", "fault"),
+    [
+        (prompt(*[5] * MAX_LENGTH), f"a prompt of {MAX_LENGTH} tokens"),
+        (prompt(), "a prompt of 0 tokens"),
+        (prompt(5, VOCABULARY), f"token ids 5 to {VOCABULARY}"),
+        (prompt(-1, 5), "token ids -1 to 5"),
+    ],
+)
+async def test_an_impossible_prompt_fails_alone(
+    bench: Bench, prompt_ids: np.ndarray, fault: str
+) -> None:
+    running = asyncio.create_task(bench.engine.generate(SHORT, seeds=range(8)))
+    with pytest.raises(ConfigError, match=fault):
+        await bench.engine.generate(prompt_ids, seeds=range(8))
+    assert len(await running) == 8
+    assert bench.engine.num_running == 0
+
+
+async def test_what_vllm_refuses_fails_alone(bench: Bench) -> None:
+    running = asyncio.create_task(bench.engine.generate(SHORT, seeds=range(8)))
+    with pytest.raises(ConfigError, match=r"vLLM refuses the request: .*temperature"):
+        await bench.engine.generate(SHORT, seeds=range(8), sampling=Sampling(-1.0))
+    assert len(await running) == 8
+    assert bench.engine.num_running == 0
+
+
+@pytest.mark.parametrize("seeds", [[], [3, -1], [2**63]])
+async def test_seeds_must_be_there_and_fit(bench: Bench, seeds: list[int]) -> None:
+    with pytest.raises(ValueError, match="seeds"):
+        await bench.engine.generate(SHORT, seeds=seeds)
+
+
+async def test_a_prompt_past_its_deadline_is_named_and_given_up(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.load(endless_model(seed=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.config, "request_timeout_s", 0.05)
+        with pytest.raises(DeadlineError, match=r"8 of 8 rollouts .* 4 tokens .* within 0.05 s"):
+            await bench.engine.generate(SHORT, seeds=range(8), max_new_tokens=500)
+    assert bench.engine.num_running == 0
+    assert len(await bench.engine.generate(SHORT, seeds=[1])) == 1
+
+
+async def test_a_call_that_is_cancelled_frees_its_place(bench: Bench) -> None:
+    await bench.load(endless_model(seed=1))
+    call = asyncio.create_task(bench.engine.generate(SHORT, seeds=range(64), max_new_tokens=500))
+    await asyncio.sleep(0.05)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert bench.engine.num_running == 0
+    async with asyncio.timeout(5):
+        await bench.engine.generate(SHORT, seeds=range(64), max_new_tokens=4)

@@ -1,0 +1,76 @@
+"""Deadlines of an engine's work stand still while the engine does."""
+
+import asyncio
+
+import pytest
+
+from streamrl.engines.generation.pause import Standstill
+from streamrl.simulator.replicas.virtual_loop import run_virtual
+
+
+def test_a_deadline_does_not_run_while_the_engine_stands_still() -> None:
+    async def main() -> float:
+        standstill, clock = Standstill(), asyncio.get_running_loop().time
+
+        async def work() -> float:
+            try:
+                async with standstill.deadline(10.0):
+                    await asyncio.sleep(1000.0)
+            except TimeoutError:
+                return clock()
+            raise AssertionError("it has no end")
+
+        working = asyncio.create_task(work())
+        await asyncio.sleep(4.0)
+        assert standstill.begin("lease")
+        await asyncio.sleep(100.0)
+        assert standstill.end("lease")
+        return await working
+
+    assert run_virtual(main()) == pytest.approx(4.0 + 100.0 + 6.0)
+
+
+def test_it_moves_on_once_no_reason_is_left() -> None:
+    async def main() -> list[bool]:
+        standstill = Standstill()
+        return [
+            standstill.begin("update"),
+            standstill.begin("lease"),
+            standstill.end("update"),
+            standstill.end("update"),
+            standstill.end("lease"),
+            standstill.end("lease"),
+        ]
+
+    assert run_virtual(main()) == [True, False, False, False, True, False]
+
+
+def test_what_begins_while_it_stands_still_has_all_its_time_afterwards() -> None:
+    async def main() -> float:
+        standstill, clock = Standstill(), asyncio.get_running_loop().time
+        standstill.begin("update")
+
+        async def work() -> float:
+            with pytest.raises(TimeoutError):
+                async with standstill.deadline(10.0):
+                    await asyncio.sleep(1000.0)
+            return clock()
+
+        working = asyncio.create_task(work())
+        await asyncio.sleep(50.0)
+        standstill.end("update")
+        return await working
+
+    assert run_virtual(main()) == pytest.approx(60.0)
+
+
+def test_what_ends_in_time_leaves_no_deadline_behind() -> None:
+    async def main() -> None:
+        standstill = Standstill()
+        async with standstill.deadline(10.0):
+            await asyncio.sleep(1.0)
+        standstill.begin("lease")
+        standstill.end("lease")
+        await asyncio.sleep(100.0)
+
+    run_virtual(main())

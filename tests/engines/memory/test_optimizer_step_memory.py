@@ -1,0 +1,79 @@
+"""What reducing and updating take on top, as sums a person can check."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.engines.memory.optimizer_step_memory import Passing, passing_memory
+from streamrl.engines.trainer_config import TrainerConfig
+
+MB = 1_000_000
+#: A model of 200 M elements, four buckets, with a parameter of 10 M.
+TRAINED, LARGEST = 200 * MB, 10 * MB
+
+
+def of(*, on_gpu: bool = False, **settings: Any) -> Passing:
+    trainer = TrainerConfig(**{"dtype": "float32", **settings})
+    return passing_memory(trainer, trained=TRAINED, largest=LARGEST, on_gpu=on_gpu)
+
+
+def test_torch_takes_roots_of_one_parameter_on_a_cpu_and_of_all_on_a_gpu() -> None:
+    assert of(backend="torch") == Passing(update=2 * 4 * LARGEST)
+    assert of(backend="torch", on_gpu=True) == Passing(update=4 * TRAINED)
+
+
+def test_zero_0_reduces_a_copy_of_all_gradients() -> None:
+    assert of(zero_stage=0, world_size=2) == Passing(update=4 * TRAINED)
+
+
+@pytest.mark.parametrize(
+    ("settings", "held", "backward", "update"),
+    [
+        # One tensor of all gradients, which are freed then, and two of its size.
+        ({"zero_stage": 1}, 0, 0, 1600),
+        # A bucket of 200 MB and its copy.
+        ({"zero_stage": 1, "world_size": 4}, 0, 0, 400),
+        # The bucket is there from the first backward pass on; a GPU needs the roots alone.
+        ({"zero_stage": 1, "on_gpu": True}, 200, 0, 800),
+        # And a new part of 200 MB, which is added to the one there was.
+        ({"zero_stage": 2, "world_size": 4}, 0, 600, 400),
+        ({"zero_stage": 3, "world_size": 4}, 200, 200, 600),
+        ({"zero_stage": 3, "world_size": 4, "on_gpu": True}, 200, 200, 400),
+    ],
+)
+def test_zero_reduces_in_buckets_and_updates_one_tensor(
+    settings: dict[str, Any], held: int, backward: int, update: int
+) -> None:
+    assert of(**settings) == Passing(held * MB, backward * MB, update * MB)
+
+
+def test_in_bfloat16_zero_1_has_gradients_twice_and_no_bucket() -> None:
+    found = of(zero_stage=1, world_size=2, dtype="bfloat16")
+    assert found == Passing(held=2 * TRAINED, update=4 * TRAINED)
+    assert of(zero_stage=3, dtype="bfloat16").held == 100 * MB
+
+
+@given(
+    stage=st.integers(0, 3),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    trained=st.integers(1, 10**10),
+    world_size=st.integers(1, 64),
+    on_gpu=st.booleans(),
+)
+def test_more_ranks_never_take_more_each(
+    stage: int, dtype: str, trained: int, world_size: int, on_gpu: bool
+) -> None:
+    dtype = dtype if stage else "float32"
+    few, many = (
+        passing_memory(
+            TrainerConfig(zero_stage=stage, dtype=dtype, world_size=size),
+            trained=trained,
+            largest=trained,
+            on_gpu=on_gpu,
+        )
+        for size in (world_size, world_size + 1)
+    )
+    for name, size in vars(many).items():
+        assert 0 <= size <= vars(few)[name]

@@ -1,0 +1,59 @@
+"""Peaks of memory by phase, of the test's own process."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from streamrl.engines.memory.peak_memory import PeakMemory
+
+MB = 1 << 20
+
+
+def test_a_peak_belongs_to_the_phase_it_was_reached_in() -> None:
+    memory = PeakMemory()
+    memory.ends("before")
+    held = np.ones(100 * MB // 8)
+    del held
+    memory.ends("large")
+    memory.ends("small")
+    peaks = memory.drain()
+    assert 90 < peaks["large"] - peaks["small"] < 110
+    assert memory.drain() == {}
+
+
+def test_of_two_stretches_of_a_phase_the_larger_counts() -> None:
+    memory = PeakMemory()
+    for num_mb in (60, 0):
+        memory.ends("between")
+        held = np.ones(num_mb * MB // 8)
+        del held
+        memory.ends("train")
+    peaks = memory.drain()
+    assert peaks["train"] >= peaks["between"] + 50
+
+
+FREED = """
+import sys
+import torch
+from streamrl.engines.memory.peak_memory import STATUS, give_back_large_at_once
+
+if sys.argv[1] == "at once":
+    give_back_large_at_once()
+for _ in range(2):
+    # The second time the allocator has learnt of the first.
+    held = [torch.ones(8 << 18) for _ in range(20)]
+    last = [torch.ones(1 << 10) for _ in range(2000)]
+    del held
+print(next(line for line in STATUS.read_text().splitlines() if line.startswith("VmRSS")).split()[1])
+"""
+
+
+@pytest.mark.slow
+def test_what_is_large_goes_back_when_it_is_freed() -> None:
+    kept, back = (
+        subprocess.run([sys.executable, "-c", FREED, how], capture_output=True, check=True)
+        for how in ("later", "at once")
+    )
+    assert int(kept.stdout) - int(back.stdout) > 100 * 1024

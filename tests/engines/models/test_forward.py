@@ -1,0 +1,169 @@
+"""Log-probabilities of a batch against a plain forward pass of each row."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from streamrl.engines.dtypes import resolve_dtype
+from streamrl.engines.models import forward
+from streamrl.engines.models.forward import causal_forward, load_model, token_logprobs
+from streamrl.engines.training.collate import build_batch
+from streamrl.errors import ConfigError
+from streamrl.messages import group_rollouts
+from tests.engines.test_architectures import COMMON
+from tests.engines.tiny_groups import made_up_groups
+from tests.engines.tiny_qwen import forward_logprobs, save, tiny_model
+
+TEMPERATURE = 0.7
+UID = "0:0:0"
+COLUMNS = made_up_groups(num_groups=1)[UID]
+PICKS = [(UID, index) for index in range(4)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(tied=True, seed=0)
+
+
+def batch_of(picks=PICKS):
+    return build_batch({UID: COLUMNS}, picks, derived={UID: {}})
+
+
+def scores_of(model, batch, **options):
+    options = {"temperature": TEMPERATURE} | options
+    return token_logprobs(model, batch["token_ids"], batch["attention_mask"], **options)
+
+
+def test_rows_match_a_forward_pass_of_each_rollout_alone(model):
+    batch = batch_of()
+    logprobs = scores_of(model, batch).logprobs.detach()
+    for row, rollout in enumerate(group_rollouts(COLUMNS)):
+        expected = forward_logprobs(model, rollout, temperature=TEMPERATURE)
+        got = np.where(rollout.loss_mask, logprobs[row, : len(rollout.token_ids)].numpy(), 0)
+        assert np.abs(got - expected).max() < 2e-5
+
+
+def test_the_first_position_and_the_padding_are_zero(model):
+    batch = batch_of()
+    scores = scores_of(model, batch, entropy_mode="value")
+    for values in scores:
+        assert (values[:, 0] == 0).all()
+        assert (values[~batch["attention_mask"]] == 0).all()
+
+
+def test_what_is_in_the_padding_does_not_matter(model):
+    batch = batch_of()
+    before = scores_of(model, batch).logprobs
+    batch["token_ids"][~batch["attention_mask"]] = 33
+    assert torch.equal(scores_of(model, batch).logprobs, before)
+
+
+def test_the_order_of_rows_does_not_matter(model):
+    batch, turned = batch_of(), batch_of(PICKS[::-1])
+    torch.testing.assert_close(
+        scores_of(model, turned).logprobs.flip(0), scores_of(model, batch).logprobs
+    )
+
+
+def test_entropy_is_that_of_the_distribution_at_the_sampling_temperature(model):
+    batch = batch_of(PICKS[:1])
+    scores = scores_of(model, batch, entropy_mode="value")
+    with torch.no_grad():
+        logits = model(batch["token_ids"]).logits[0, :-1].double() / TEMPERATURE
+    probabilities = logits.softmax(-1)
+    expected = -(probabilities * probabilities.log()).sum(-1).float()
+    torch.testing.assert_close(scores.entropy[0, 1:], expected)
+    assert not scores.entropy.requires_grad
+    assert scores_of(model, batch, entropy_mode="gradient").entropy.requires_grad
+    assert not scores_of(model, batch).entropy.any()
+
+
+def test_chunks_change_neither_values_nor_gradients(model, monkeypatch):
+    batch = batch_of()
+    results = []
+    for chunk_tokens in (2048, 8, 1):
+        monkeypatch.setattr(forward, "CHUNK_TOKENS", chunk_tokens)
+        model.zero_grad()
+        scores = scores_of(model, batch, entropy_mode="gradient")
+        (scores.logprobs.sum() + scores.entropy.sum()).backward()
+        gradient = model.model.embed_tokens.weight.grad.clone()
+        results.append((scores.logprobs.detach(), scores.entropy.detach(), gradient))
+    model.zero_grad()
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], atol=1e-4, rtol=1e-5)
+
+
+def test_logprobs_of_all_tokens_add_up_to_one(model):
+    token_ids = torch.tensor([[5, token] for token in range(64)])
+    logprobs = token_logprobs(
+        model, token_ids, torch.ones_like(token_ids, dtype=torch.bool), temperature=1.3
+    ).logprobs[:, 1]
+    assert logprobs.exp().sum().item() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_loaded_model_has_no_dropout(tmp_path):
+    config = Qwen2Config(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        attention_dropout=0.5,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), dtype=torch.float32)
+    token_ids = torch.tensor([[1, 2, 3, 4]])
+    mask = torch.ones_like(token_ids, dtype=torch.bool)
+    first, second = (token_logprobs(model, token_ids, mask, temperature=1.0) for _ in range(2))
+    assert model.training
+    assert torch.equal(first.logprobs, second.logprobs)
+
+
+def test_a_model_that_lacks_parameters_is_refused_not_filled_up(model, tmp_path):
+    path = Path(save(model, tmp_path))
+    tensors = load_file(path / "model.safetensors")
+    lost = next(name for name in tensors if "mlp" in name)
+    for change in ({}, {lost: torch.zeros(3, 3)}):
+        kept = {name: tensor for name, tensor in tensors.items() if name != lost}
+        save_file(kept | change, path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ConfigError, match=r"model\.path=.*(lacks 1 parameters|mismatch)"):
+            load_model(str(path), dtype=torch.float32)
+
+
+def test_a_loaded_model_is_the_saved_one(model, tmp_path):
+    loaded = load_model(save(model, tmp_path), dtype=resolve_dtype("float32"))
+    batch = batch_of()
+    assert torch.equal(scores_of(loaded, batch).logprobs, scores_of(model, batch).logprobs)
+    assert math.isfinite(scores_of(loaded, batch).logprobs.sum().item())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_on_a_gpu_flex_attention_is_told_its_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: bool
+) -> None:
+    config = AutoConfig.for_model("gemma2", **COMMON, attn_logit_softcapping=50.0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    told = []
+
+    def attend(module: Any, query: Tensor, *rest: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        told.append(kwargs.get("kernel_options"))
+        return query.transpose(1, 2).contiguous(), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flex_attention", attend)
+    with monkeypatch.context() as while_loading:
+        while_loading.setattr("torch.cuda.is_available", lambda: True)
+        while_loading.setattr(forward, "local_device", lambda: torch.device("cpu"))
+        model = load_model(str(tmp_path), dtype=torch.float32)
+    if recompute:
+        model.gradient_checkpointing_enable()
+    causal_forward(model, torch.ones(1, 8, dtype=torch.int64)).logits.sum().backward()
+    assert told == [{"BACKEND": "TRITON"}] * (4 if recompute else 2)

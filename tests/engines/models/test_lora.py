@@ -1,0 +1,286 @@
+"""Adapters are trained in place of the model, and who follows them computes what they compute."""
+
+import json
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM
+
+from streamrl.engines.models.forward import (
+    load_model,
+    load_skeleton,
+    load_value_model,
+    token_logprobs,
+)
+from streamrl.engines.models.lora import add_adapters, check_targets, layers_to_adapt, num_trained
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.errors import ConfigError
+from streamrl.weights.lora_merge import LORA_A, LORA_B, LORA_SCALE, full_weights
+from streamrl.weights.pack import pack
+from streamrl.weights.parameters import ParameterSet
+from tests.engines.conftest import GATHERED, ONE, SHARDED, of_ranks
+from tests.engines.plain_step import plain_loss
+from tests.engines.tiny_qwen import VOCABULARY, tiny_model
+from tests.engines.trainer_layouts import LAYOUTS, Layout
+from tests.engines.trainer_ranks import GROUPS, LORA, SEQUENCE, SEVERAL_LR, Case, divisor_of
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+CPU = torch.device("cpu")
+RANK, SCALE = LORA["lora_rank"], LORA["lora_alpha"] / LORA["lora_rank"]
+# Outputs and inputs of the linear layers of one of the two layers.
+LINEAR = {
+    "self_attn.q_proj": (64, 64),
+    "self_attn.k_proj": (32, 64),
+    "self_attn.v_proj": (32, 64),
+    "self_attn.o_proj": (64, 64),
+    "mlp.gate_proj": (128, 64),
+    "mlp.up_proj": (128, 64),
+    "mlp.down_proj": (64, 128),
+}
+LAYERS = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in LINEAR.items()}
+SEVERAL = [
+    one for one in LAYOUTS if one.num_shares == 2 or one.label in ("torch-1", "deepspeed1-1")
+]
+RECOMPUTED = [ONE, Layout("torch", 3, 2), GATHERED]
+CRITICS = [ONE, Layout("torch", 3, 2), Layout("deepspeed", 1, 2), GATHERED]
+QUICK = [ONE, SHARDED]
+
+
+def logits_of(model: nn.Module, weights: Mapping[str, Tensor]) -> Callable[[Tensor], Tensor]:
+    """Of a model with other weights."""
+
+    def run(ids: Tensor) -> Tensor:
+        logits: Tensor = functional_call(model, dict(weights), (ids,)).logits
+        return logits
+
+    return run
+
+
+def furthest(tensors, others) -> float:
+    assert tensors.keys() == others.keys()
+    return max((tensors[name] - others[name]).abs().max().item() for name in others)
+
+
+def adapters_only(published):
+    return {name: tensor for name, tensor in published.items() if name != LORA_SCALE}
+
+
+@pytest.fixture(scope="module")
+def expected(seen):
+    """Two steps written out: W0 + scale B A is the weight, and A and B are the leaves."""
+    model = tiny_model(tied=True, seed=0).requires_grad_(False)
+    start = adapters_only(seen["lora/torch-1"][0]["start"])
+    trained = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
+    optimizer = torch.optim.AdamW(trained.values(), lr=SEVERAL_LR, weight_decay=0.0)
+    norms = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        weights = {
+            f"{layer}.weight": model.get_parameter(f"{layer}.weight")
+            + SCALE * trained[layer + LORA_B] @ trained[layer + LORA_A]
+            for layer in LAYERS
+        }
+        loss = plain_loss(logits_of(model, weights))
+        (loss / divisor_of(GROUPS)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0).item())
+        optimizer.step()
+    return norms, {name: tensor.detach() for name, tensor in trained.items()}
+
+
+@pytest.mark.ranks(Case("lora_updates", ONE))
+@of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
+def test_the_update_is_that_of_one_plain_process_whatever_the_ranks(seen, expected, layout):
+    norms, trained = expected
+    cases = seen[f"lora/{layout.label}"]
+    assert len(cases) == layout.world_size
+    for case in cases:
+        assert case["norms"] == pytest.approx(norms, rel=1e-4)
+        assert furthest(adapters_only(case["published"]), trained) < 0.01 * SEVERAL_LR
+        assert furthest(case["published"], case["start"]) > SEVERAL_LR
+
+
+@pytest.mark.ranks(Case("lora_updates", ONE))
+@of_ranks("lora_recomputed", on=RECOMPUTED, quick=[ONE])
+def test_recomputing_activations_does_not_change_the_update(seen, expected, layout):
+    for case in seen[f"lora_recomputed/{layout.label}"]:
+        assert case["norms"] == pytest.approx(expected[0], rel=1e-4)
+        assert furthest(adapters_only(case["parameters"]), expected[1]) < 0.01 * SEVERAL_LR
+
+
+@of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
+def test_only_the_adapters_travel(seen, layout):
+    published = seen[f"lora/{layout.label}"][0]["published"]
+    shapes = {layer + LORA_A: (RANK, shape[1]) for layer, shape in LAYERS.items()}
+    shapes |= {layer + LORA_B: (shape[0], RANK) for layer, shape in LAYERS.items()}
+    assert {name: tuple(tensor.shape) for name, tensor in published.items()} == {
+        **shapes,
+        LORA_SCALE: (),
+    }
+    assert published[LORA_SCALE] == SCALE
+    ((bucket, _),) = pack(published.items(), version=1, bucket_bytes=1 << 20)
+    # The length of each tensor is a multiple of 64 bytes, so there are no gaps.
+    assert bucket.num_bytes == 4 * RANK * sum(map(sum, LAYERS.values())) + 4
+
+
+@of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
+def test_a_loaded_trainer_goes_on_as_if_it_had_not_stopped(seen, layout):
+    for case in seen[f"lora/{layout.label}"]:
+        (report, trained, num_updates), again = case["runs"]
+        assert again[0] == report
+        assert furthest(again[1], trained) == 0
+        assert again[2] == num_updates == 2
+
+
+@of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
+def test_the_state_of_other_adapters_is_refused(seen, layout):
+    for case in seen[f"lora/{layout.label}"]:
+        assert "lora_rank=2 lora_alpha=3.0 lora_targets=[], not lora_rank=" in case["refusal"]
+        assert case["refusal"].endswith("lora_rank=2 lora_alpha=4.0 lora_targets=[]")
+
+
+@of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
+def test_a_saved_policy_is_a_merged_hugging_face_model(seen, folder, narrow_path, layout):
+    directory = folder / f"lora-{layout.label}" / "model"
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    base = tiny_model(tied=True, seed=0)
+    published = seen[f"lora/{layout.label}"][0]["published"]
+    for name, parameter in model.named_parameters():
+        layer = name.removesuffix(".weight")
+        change = 0.0
+        if layer in LAYERS:
+            change = SCALE * published[layer + LORA_B] @ published[layer + LORA_A]
+        torch.testing.assert_close(parameter, base.get_parameter(name) + change)
+
+
+@of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
+def test_a_version_on_disk_is_a_model_that_says_what_the_trainer_says(seen, folder, layout):
+    latest = folder / f"lora-{layout.label}" / "versions" / "latest"
+    model = AutoModelForCausalLM.from_pretrained(latest, dtype=torch.float32)
+    saved = AutoModelForCausalLM.from_pretrained(
+        folder / f"lora-{layout.label}" / "model", dtype=torch.float32
+    )
+    assert furthest(dict(model.named_parameters()), dict(saved.named_parameters())) == 0
+    ids = torch.from_numpy(SEQUENCE).long()[None]
+    with torch.no_grad():
+        scores = token_logprobs(model, ids, torch.ones_like(ids, dtype=torch.bool), temperature=1.0)
+    logprobs = seen[f"lora/{layout.label}"][0]["logprobs"]
+    torch.testing.assert_close(scores.logprobs[0], logprobs, atol=2e-5, rtol=0)
+    names = json.loads((latest / "model.safetensors.index.json").read_text())["weight_map"]
+    assert names.keys() == dict(tiny_model(tied=True, seed=0).named_parameters()).keys()
+
+
+@pytest.mark.ranks(Case("lora_critic", ONE))
+@of_ranks("lora_critic", on=CRITICS, quick=[ONE, GATHERED])
+def test_a_critics_head_is_trained_whole_beside_its_adapters(seen, folder, narrow_path, layout):
+    head = {"score.weight", "score.bias"}
+    (other,) = seen["lora_critic/torch-1"]
+    saved = load_value_model(str(folder / f"lora-critic-{layout.label}"), dtype=torch.float32)
+    parameters = ParameterSet.of(load_value_model(narrow_path, dtype=torch.float32))
+    for case in seen[f"lora_critic/{layout.label}"]:
+        published = case["published"]
+        assert published.keys() == {layer + LORA_A for layer in LAYERS} | {
+            layer + LORA_B for layer in LAYERS
+        } | head | {LORA_SCALE}
+        assert all(not torch.equal(published[name], case["start"][name]) for name in head)
+        assert furthest(published, other["published"]) < 0.01 * SEVERAL_LR
+        full = full_weights(published, parameters, model_path=narrow_path, device=CPU)
+        assert furthest(dict(saved.named_parameters()), dict(full)) == 0
+
+
+def adapted(narrow_path, config):
+    """A model with adapters that say something, and what its trainer would publish."""
+    module = load_model(narrow_path, dtype=torch.float32)
+    add_adapters(module, config)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith(LORA_B):
+                parameter.normal_(0, 0.1)
+    trained = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+    scale = torch.tensor(config.lora_alpha / config.lora_rank)
+    return module, {**trained, LORA_SCALE: scale}
+
+
+@pytest.mark.parametrize("targets", [[], ["q_proj", "mlp.down_proj"]])
+def test_the_merged_model_has_the_logprobs_of_the_adapted_one(narrow_path, targets):
+    config = TrainerConfig(lora_rank=4, lora_alpha=6.0, lora_targets=targets)
+    module, published = adapted(narrow_path, config)
+    merged = load_model(narrow_path, dtype=torch.float32)
+    parameters = ParameterSet.of(merged)
+    ids = torch.randint(0, VOCABULARY, (4, 40), generator=torch.manual_seed(0))
+    attention = torch.ones_like(ids, dtype=torch.bool)
+
+    def logprobs(model):
+        with torch.no_grad():
+            return token_logprobs(model, ids, attention, temperature=1.0).logprobs
+
+    before = logprobs(merged)
+    merged.load_state_dict(
+        dict(full_weights(published, parameters, model_path=narrow_path, device=CPU))
+    )
+    assert (before - logprobs(module)).abs().max() > 0.1
+    torch.testing.assert_close(logprobs(merged), logprobs(module), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("targets", [[], ["q_proj", "mlp.down_proj"]])
+def test_what_will_be_trained_is_counted_without_the_model(narrow_path, targets):
+    config = TrainerConfig(lora_rank=4, lora_targets=targets)
+    _, published = adapted(narrow_path, config)
+    adapters = sum(tensor.numel() for tensor in adapters_only(published).values())
+    assert num_trained(load_skeleton(narrow_path), config) == adapters
+    whole = sum(p.numel() for p in load_model(narrow_path, dtype=torch.float32).parameters())
+    assert num_trained(load_skeleton(narrow_path), TrainerConfig()) == whole
+
+
+def test_new_adapters_change_nothing(narrow_path):
+    module = load_model(narrow_path, dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        before = module(ids).logits
+        add_adapters(module, TrainerConfig(lora_rank=4))
+        assert torch.equal(module(ids).logits, before)
+
+
+def test_targets_are_the_ends_of_names_and_heads_are_none(narrow_path):
+    policy = load_model(narrow_path, dtype=torch.float32)
+    critic = load_value_model(narrow_path, dtype=torch.float32)
+    for module in (policy, critic):
+        assert set(layers_to_adapt(module, TrainerConfig(lora_rank=1))) == LAYERS.keys()
+    one = TrainerConfig(lora_rank=1, lora_targets=["1.self_attn.q_proj", "up_proj"])
+    assert layers_to_adapt(policy, one) == [
+        "model.layers.0.mlp.up_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.up_proj",
+    ]
+
+
+@pytest.mark.parametrize("target", ["q_prj", "lm_head", "norm", "proj"])
+def test_a_target_the_model_does_not_have_is_refused_in_one_line(narrow_path, target):
+    config = TrainerConfig(lora_rank=1, lora_targets=["q_proj", target])
+    with pytest.raises(ConfigError) as refusal:
+        check_targets(narrow_path, config, section="critic.trainer")
+    assert str(refusal.value) == (
+        f"critic.trainer.lora_targets=['q_proj', '{target}']: {target} must be a linear layer of"
+        " the model, which has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_rank": -1}, "trainer.lora_rank=-1: must not be negative"),
+        ({"lora_alpha": 0.0}, "trainer.lora_alpha=0.0: must be above 0"),
+        (
+            {"lora_targets": ["q_proj"]},
+            "trainer.lora_targets=['q_proj']: needs trainer.lora_rank above 0",
+        ),
+    ],
+)
+def test_impossible_settings_are_refused(settings, message):
+    with pytest.raises(ConfigError) as refusal:
+        TrainerConfig(**settings)
+    assert str(refusal.value) == message

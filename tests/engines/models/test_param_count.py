@@ -1,0 +1,96 @@
+"""What is told of a model by its config alone is what the model is, once it is built."""
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save
+from streamrl.engines.models.forward import load_skeleton, load_value_skeleton
+from streamrl.engines.models.lora import num_trained
+from streamrl.engines.models.param_count import num_trained_of
+from streamrl.engines.models.two_heads import add_value_head
+from streamrl.engines.trainer_config import TrainerConfig
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2 of wide heads": {"model_type": "qwen2", "head_dim": 8},
+    "mistral": {"model_type": "mistral"},
+    "mistral of narrow heads": {"model_type": "mistral", "head_dim": 4},
+    "llama": {"model_type": "llama"},
+}
+TRAINERS = (
+    TrainerConfig(),
+    TrainerConfig(lora_rank=4),
+    TrainerConfig(lora_rank=2, lora_targets=["q_proj", "layers.1.mlp.down_proj"]),
+)
+
+
+def write(folder: Path, model: dict[str, Any]) -> str:
+    (folder / "config.json").write_text(json.dumps({**SIZES, **model}))
+    return str(folder)
+
+
+def test_the_elements_of_a_small_model_by_hand(tmp_path: Path) -> None:
+    path = write(tmp_path, MODELS["llama"])
+    # Query and output 24 x 24, key and value 24 x 12, three matrices 24 x 40, two norms of 24.
+    layer = 2 * 24 * 24 + 2 * 24 * 12 + 3 * 24 * 40 + 2 * 24
+    whole = num_trained_of(path, TrainerConfig(), has_output=True, has_value=False)
+    assert whole == 2 * 50 * 24 + 3 * layer + 24
+    pairs = 2 * (24 + 24) + 2 * (24 + 12) + 3 * (24 + 40)
+    lora = TrainerConfig(lora_rank=4)
+    assert num_trained_of(path, lora, has_output=True, has_value=False) == 4 * 3 * pairs
+
+
+@pytest.mark.parametrize(("model", "tied"), product(MODELS, (False, True)))
+def test_as_many_are_trained_as_of_the_model_itself(tmp_path: Path, model: str, tied: bool) -> None:
+    path = write(tmp_path, {**MODELS[model], "tie_word_embeddings": tied})
+    policy, both, critic = load_skeleton(path), load_skeleton(path), load_value_skeleton(path)
+    add_value_head(both, dtype=both.dtype)
+    for config in TRAINERS:
+        for module, has_output, has_value in (
+            (policy, True, False),
+            (both, True, True),
+            (critic, False, True),
+        ):
+            found = num_trained_of(path, config, has_output=has_output, has_value=has_value)
+            assert found == num_trained(module, config)
+
+
+def test_the_model_of_the_examples_is_what_its_config_says(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    model = make_untrained(tokenizer, seed=0)
+    save(model, tokenizer, tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        in_file = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+    path = str(tmp_path)
+    assert num_trained_of(path, TrainerConfig(), has_output=True, has_value=False) == in_file
+    for config in TRAINERS:
+        found = num_trained_of(path, config, has_output=True, has_value=False)
+        assert found == num_trained(model, config)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"model_type": "qwen3"},
+        {"model_type": "llama", "attention_bias": True},
+        {"model_type": "llama", "hidden_size": None},
+    ],
+)
+def test_of_what_is_not_counted_to_the_last_one_nothing_is_told(
+    tmp_path: Path, model: dict[str, Any]
+) -> None:
+    path = write(tmp_path, model)
+    assert num_trained_of(path, TrainerConfig(), has_output=True, has_value=False) is None

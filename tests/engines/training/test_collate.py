@@ -1,0 +1,89 @@
+"""Columns of groups become the padded rows of a micro-batch."""
+
+import numpy as np
+import pytest
+import torch
+
+from streamrl.algorithms import AlgorithmConfig
+from streamrl.engines.training.collate import build_batch, derive_columns
+from streamrl.messages import FinishReason, Rollout, group_columns
+from tests.engines.tiny_groups import made_up_groups
+
+GRPO = AlgorithmConfig()
+
+
+def derived_from(groups, config=GRPO):
+    settings = config.settings(max_length=8, reward_weights={})
+    return derive_columns(config.row, settings, groups)
+
+
+def group_of(*rollouts, scores):
+    columns = group_columns(
+        [
+            Rollout.single_turn(
+                np.array(prompt, np.int32),
+                completion,
+                logprobs=[-0.5] * len(completion),
+                versions=[0] * len(completion),
+                finish_reason=FinishReason.STOP,
+            )
+            for prompt, completion in rollouts
+        ]
+    )
+    return columns | {"scores": np.array(scores, np.float32)}
+
+
+def test_a_batch_by_hand():
+    groups = {
+        "a": group_of(([1, 2], [3]), ([1, 2], [4, 5]), scores=[0.0, 2.0]),
+        "b": group_of(([7], [8, 9, 10]), ([7], [8]), scores=[1.0, 1.0]),
+    }
+    batch = build_batch(groups, [("b", 0), ("a", 1)], derived=derived_from(groups))
+    assert batch.batch_size == torch.Size([2])
+    assert batch["token_ids"].tolist() == [[7, 8, 9, 10], [1, 2, 4, 5]]
+    assert batch["loss_mask"].tolist() == [[False, True, True, True], [False, False, True, True]]
+    assert batch["generator_logprobs"].tolist() == [[0, -0.5, -0.5, -0.5], [0, 0, -0.5, -0.5]]
+    torch.testing.assert_close(batch["advantages"], torch.tensor([0.0, 0.5**0.5]))
+    assert "ref_logprobs" not in set(batch.keys())
+
+
+def test_padding_is_on_the_right_and_zero():
+    groups = {"a": group_of(([1, 2], [3]), ([1, 2], [4, 5]), scores=[0.0, 2.0])}
+    batch = build_batch(groups, [("a", 0), ("a", 1)], derived=derived_from(groups))
+    assert batch["token_ids"].tolist() == [[1, 2, 3, 0], [1, 2, 4, 5]]
+    assert batch["attention_mask"].tolist() == [[True, True, True, False], [True] * 4]
+    assert batch["loss_mask"][0].tolist() == [False, False, True, False]
+
+
+def test_advantages_compare_the_whole_group_however_few_rows_are_picked():
+    groups = made_up_groups()
+    batch = build_batch(groups, [("0:1:0", 2)], derived=derived_from(groups))
+    scores = groups["0:1:0"]["scores"].astype(np.float64)
+    expected = (scores[2] - scores.mean()) / (scores.std(ddof=1) + 1e-6)
+    assert batch["advantages"].item() == pytest.approx(expected)
+
+
+def test_every_token_column_survives_the_trip():
+    groups = made_up_groups()
+    picks = [(uid, index) for uid, columns in groups.items() for index in range(4)]
+    batch = build_batch(groups, picks, derived=derived_from(groups))
+    for name in ("token_ids", "loss_mask", "generator_logprobs", "ref_logprobs"):
+        unpadded = batch[name][batch["attention_mask"]].numpy()
+        assert (unpadded == np.concatenate([c[name] for c in groups.values()])).all()
+
+
+def test_columns_from_the_object_store_are_read_only_and_that_is_fine():
+    groups = made_up_groups()
+    for columns in groups.values():
+        for column in columns.values():
+            column.setflags(write=False)
+    batch = build_batch(groups, [("0:0:0", 0)], derived=derived_from(groups))
+    batch["token_ids"] += 1
+
+
+def test_without_picks_there_is_a_row_in_which_nothing_counts():
+    batch = build_batch({}, [], derived={})
+    assert batch["token_ids"].shape == (1, 2)
+    assert not batch["loss_mask"].any()
+    assert batch["attention_mask"].all()
+    assert batch["ref_logprobs"].tolist() == [[0.0, 0.0]]

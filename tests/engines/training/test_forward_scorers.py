@@ -1,0 +1,50 @@
+"""Reference log-probabilities of a group."""
+
+import numpy as np
+import pytest
+
+from streamrl.engines.training.forward_scorers import LogprobScorer
+from streamrl.messages import GroupInfo, check_sizes, column_sizes, group_rollouts
+from tests.engines.tiny_groups import made_up_groups
+from tests.engines.tiny_qwen import forward_logprobs, save, tiny_model
+
+COLUMNS = made_up_groups(num_groups=1, group_size=6)["0:0:0"]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return save(tiny_model(tied=True, seed=1), tmp_path_factory.mktemp("reference"))
+
+
+def column(model_path, *, micro_batch_tokens=64):
+    scorer = LogprobScorer(
+        model_path, temperature=0.8, micro_batch_tokens=micro_batch_tokens, dtype="float32"
+    )
+    return scorer.ref_logprobs(COLUMNS)
+
+
+def test_the_column_is_that_of_a_forward_pass_at_the_sampling_temperature(model_path):
+    columns = column(model_path)
+    check_sizes(column_sizes(columns), GroupInfo.of(COLUMNS))
+    model = tiny_model(tied=True, seed=1)
+    expected = [
+        forward_logprobs(model, rollout, temperature=0.8) for rollout in group_rollouts(COLUMNS)
+    ]
+    assert np.abs(columns["ref_logprobs"] - np.concatenate(expected)).max() < 2e-5
+
+
+def test_it_is_zero_where_the_policy_wrote_nothing(model_path):
+    assert ((column(model_path)["ref_logprobs"] == 0) == ~COLUMNS["loss_mask"]).all()
+
+
+def test_the_size_of_micro_batches_does_not_matter(model_path):
+    one_by_one = column(model_path, micro_batch_tokens=int(COLUMNS["lengths"].max()))
+    together = column(model_path, micro_batch_tokens=1000)
+    np.testing.assert_allclose(
+        one_by_one["ref_logprobs"], together["ref_logprobs"], atol=1e-5, rtol=0
+    )
+
+
+def test_a_rollout_that_fits_no_micro_batch_is_refused(model_path):
+    with pytest.raises(ValueError, match="a micro-batch holds 5"):
+        column(model_path, micro_batch_tokens=5)

@@ -1,0 +1,99 @@
+"""Data times tensor parallel training: the update of one rank, in meshes of four."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streamrl.engines.models.tensor_parallel_support import check_tensor_parallel
+from streamrl.errors import ConfigError
+from tests import forked
+from tests.engines.conftest import cases_of
+from tests.engines.mesh_ranks import CASES, LR, UPDATES, WIDE, WORLD, Case, alone, one_rank
+from tests.engines.trainer_ranks import free_ports
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+QUICK = [Case("qwen2 tied", "data 2, tensor 2"), Case("llama", WIDE)]
+EACH = [
+    pytest.param(
+        case,
+        id=case.label,
+        marks=[pytest.mark.ranks(case), *([] if case in QUICK else [pytest.mark.slow])],
+    )
+    for case in CASES
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each rank saw, by case."""
+    cases = cases_of(request, Case)
+    ports = free_ports(len(cases))
+    found = forked.run(one_rank, [(rank, ports, cases) for rank in range(WORLD)], timeout_s=400)
+    by_themselves = {name: saw for seen in found for name, saw in seen.items() if "alone" in name}
+    return [seen | by_themselves for seen in found]
+
+
+@pytest.mark.parametrize("case", EACH)
+def test_the_updates_are_those_of_one_rank(ranks: list[dict[str, Any]], case: Case) -> None:
+    for seen in ranks:
+        single, mesh = seen[alone(case.model)], seen[case.label]
+        assert min(single["norms"][:UPDATES]) > 1, "the gradient is clipped"
+        assert mesh["norms"][:UPDATES] == pytest.approx(single["norms"][:UPDATES], rel=1e-5)
+        assert list(mesh["parameters"]) == list(single["parameters"])
+        for name, expected in single["parameters"].items():
+            assert mesh["parameters"][name].shape == expected.shape
+            apart = (mesh["parameters"][name] - expected).abs()
+            assert apart.max() <= 2 * UPDATES * LR, name
+            # Adam makes whole steps of gradients that are rounding, as those of a key's bias are.
+            if not name.endswith("k_proj.bias"):
+                assert (apart > 0.1 * LR).double().mean() < 1e-3, name
+
+
+@pytest.mark.parametrize("case", EACH)
+def test_a_norm_that_is_not_finite_changes_nothing(ranks: list[dict[str, Any]], case: Case) -> None:
+    for seen in ranks:
+        assert not torch.tensor(seen[case.label]["norms"][UPDATES]).isfinite()
+        assert seen[case.label]["unchanged"]
+
+
+@pytest.mark.parametrize("case", EACH)
+def test_what_a_rank_keeps_is_where_it_says(ranks: list[dict[str, Any]], case: Case) -> None:
+    for seen in ranks:
+        assert seen[case.label]["misplaced"] == []
+
+
+@pytest.mark.parametrize("case", [each for each in EACH if "sharded" not in str(each.id)])
+def test_a_rank_holds_nothing_of_what_others_train(ranks: list[dict[str, Any]], case: Case) -> None:
+    for seen in ranks:
+        assert seen[case.label]["memory_bytes"] == seen[case.label]["kept_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "count", "message"),
+    [
+        ({"model_type": "gpt2"}, 2, "splits models of type llama, mistral, qwen2, not gpt2"),
+        (
+            {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 1},
+            2,
+            "must divide the model's num_key_value_heads=1",
+        ),
+        (
+            {"model_type": "qwen2", "num_attention_heads": 4, "intermediate_size": 33},
+            4,
+            "must divide the model's intermediate_size=33",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused(
+    tmp_path: Path, settings: dict[str, Any], count: int, message: str
+) -> None:
+    from transformers import AutoConfig
+
+    kind = settings.pop("model_type")
+    AutoConfig.for_model(kind, **settings).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError) as refusal:
+        check_tensor_parallel(str(tmp_path), count, section="trainer")
+    assert str(refusal.value) == f"trainer.tensor_parallel={count}: {message}"

@@ -1,0 +1,109 @@
+"""The memory of an optimizer's state is given up and had again, and no update is another for it."""
+
+import contextlib
+import errno
+import tempfile
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from streamrl.engines.training.optimizer_offload import OptimizerMemory, tensors_of
+from streamrl.errors import StreamError
+
+MB = 1 << 20
+
+
+def adam(*sizes: int) -> tuple[list[torch.nn.Parameter], torch.optim.AdamW]:
+    """Parameters of so many elements, and an optimizer that has made a step with them."""
+    parameters = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
+    optimizer = torch.optim.AdamW(parameters)
+    step(parameters, optimizer)
+    return parameters, optimizer
+
+
+def step(parameters: list[torch.nn.Parameter], optimizer: torch.optim.AdamW) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.sin(torch.arange(parameter.numel()))
+    optimizer.step()
+
+
+def memory_of(
+    parameters: list[torch.nn.Parameter], optimizer: torch.optim.AdamW
+) -> OptimizerMemory:
+    return OptimizerMemory(lambda: tensors_of(optimizer), not_of=lambda: parameters)
+
+
+def test_what_comes_back_is_what_went_and_where_it_was() -> None:
+    parameters, optimizer = adam(1000, 1, 7)
+    before = [tensor.clone() for tensor in tensors_of(optimizer)]
+    held = list(tensors_of(optimizer))
+    memory = memory_of(parameters, optimizer)
+    for _ in range(2):
+        memory.release()
+        memory.release()
+        moments = [
+            optimizer.state[p][name] for p in parameters for name in ("exp_avg", "exp_avg_sq")
+        ]
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in moments)
+        assert all(parameter.untyped_storage().nbytes() for parameter in parameters)
+        memory.restore()
+        memory.restore()
+        for tensor, was in zip(held, before, strict=True):
+            assert torch.equal(tensor, was)
+    step(parameters, optimizer)
+    assert not torch.equal(held[-1], before[-1]), "it is the state that is stepped with"
+
+
+def test_the_system_has_the_memory_meanwhile() -> None:
+    parameters, optimizer = adam(*[25 * MB // 4] * 4)
+    memory = memory_of(parameters, optimizer)
+    process = psutil.Process()
+    full = process.memory_info().rss
+    memory.release()
+    empty = process.memory_info().rss
+    memory.restore()
+    assert full - empty > 190 * MB
+    assert process.memory_info().rss - empty > 190 * MB
+
+
+def test_before_the_first_step_there_is_nothing_to_give_up() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3))]
+    memory = memory_of(parameters, torch.optim.AdamW(parameters))
+    memory.release()
+    memory.restore()
+    assert parameters[0].tolist() == [1, 1, 1]
+
+
+def test_a_rank_that_keeps_nothing_of_a_parameter_gives_up_no_memory_of_others() -> None:
+    # As torch shards it: rows that are padding, of which nothing is the rank's.
+    padded = torch.ones(8)
+    parameters, optimizer = adam(10)
+    empty = torch.nn.Parameter(padded[:0])
+    optimizer.add_param_group({"params": [empty]})
+    memory_of(parameters, optimizer).release()
+    assert padded.untyped_storage().nbytes() == 8 * 4
+
+
+def test_a_folder_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, optimizer = adam(10)
+    monkeypatch.setattr(tempfile, "tempdir", "/not/there")
+    with pytest.raises(StreamError, match=r"put aside in /not/there \(TMPDIR\): No such file"):
+        memory_of(parameters, optimizer).release()
+    step(parameters, optimizer)
+
+
+def test_without_room_elsewhere_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(contextlib.nullcontext[None]):
+        def __enter__(self) -> Any:
+            return self
+
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    parameters, optimizer = adam(10)
+    monkeypatch.setattr(tempfile, "TemporaryFile", Full)
+    with pytest.raises(StreamError, match=r"put aside in .*TMPDIR.*: No space left"):
+        memory_of(parameters, optimizer).release()
+    step(parameters, optimizer)

@@ -1,0 +1,147 @@
+"""Whether every parameter arrived, told by sums that no layout of an engine changes."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from streamrl.engines.vllm.load_check import ArrivalCheck, LoadWarnings
+from streamrl.errors import ProbeError
+
+MERGED = {"qkv": ["q", "k", "v"]}
+TIED = "head.weight"
+"""In the files, but neither published nor served."""
+
+
+def published(*, seed: int) -> dict[str, Tensor]:
+    """Parameters of two layers as a checkpoint has them, and an embedding."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    found = {"embed.weight": noise(10, 4), TIED: noise(10, 4)}
+    for layer in range(2):
+        name = f"layers.{layer}"
+        found |= {f"{name}.{part}.weight": noise(4, 4) for part in "qkv"}
+        found |= {f"{name}.norm.weight": noise(4)}
+        for expert in range(3):
+            found |= {
+                f"{name}.experts.{expert}.{part}.weight": noise(6, 4) for part in ("w1", "w3")
+            }
+    return found
+
+
+class Served(nn.Module):
+    """A model that keeps them as an engine might: fused, stacked, turned, padded."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.embed = nn.Module()
+        self.layers = nn.ModuleList()
+        for _ in range(2):
+            layer = nn.Module()
+            layer.qkv, layer.norm, layer.experts = nn.Module(), nn.Module(), nn.Module()
+            self.layers.append(layer)
+        self.take(tensors)
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up other values."""
+
+        def held(tensor: Tensor) -> nn.Parameter:
+            return nn.Parameter(tensor.to(self.dtype))
+
+        self.embed.weight = held(nn.functional.pad(tensors["embed.weight"], (0, 0, 0, 6)))
+        layers: list[Any] = list(self.layers)
+        for number, layer in enumerate(layers):
+            name = f"layers.{number}"
+            qkv = [tensors[f"{name}.{part}.weight"] for part in "qkv"]
+            layer.qkv.weight = held(torch.cat(qkv))
+            layer.norm.weight = held(tensors[f"{name}.norm.weight"])
+            experts = [
+                torch.cat([tensors[f"{name}.experts.{i}.{w}.weight"] for w in ("w3", "w1")]).t()
+                for i in range(3)
+            ]
+            layer.experts.packed = held(torch.stack(experts))
+
+
+def compared(model: Served, check: ArrivalCheck, tensors: Mapping[str, Tensor]) -> list[str]:
+    prints = {n: check.print_of(t) for n, t in tensors.items() if n != TIED}
+    return list(check.compare(prints).differing)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_arrived_is_told_from_what_did_not_whatever_the_layout(dtype: torch.dtype) -> None:
+    first, second = published(seed=0), published(seed=1)
+    model = Served(first, dtype=dtype)
+    check = ArrivalCheck(model, first, MERGED)
+    assert compared(model, check, first) == []
+    model.take(second)
+    assert compared(model, check, second) == []
+    for lost in ("layers.1.experts.2.w3", "layers.0.norm", "layers.1.k", "embed"):
+        name = f"{lost}.weight"
+        model.take({**second, name: first[name]})
+        differing = compared(model, check, second)
+        assert set(differing) == {
+            # What is fused is one.
+            "embed": {"embed.weight"},
+            "layers.0.norm": {name},
+            "layers.1.k": {f"layers.1.{part}.weight" for part in "qkv"},
+        }.get(lost, {f"layers.1.experts.{i}.{w}.weight" for i in range(3) for w in ("w1", "w3")})
+    # One step of training: a part in a hundred thousand.
+    small = {n: t * (1 + 1e-5 * torch.sign(first[n])) for n, t in second.items()}
+    model.take({**small, "layers.0.experts.0.w1.weight": second["layers.0.experts.0.w1.weight"]})
+    assert bool(compared(model, check, small)) == (dtype == torch.float32)
+
+
+def test_what_the_engine_has_no_place_for_is_named() -> None:
+    first = published(seed=0)
+    first["layers.1.o.bias"] = torch.full((4,), 1e-3)
+    model = Served(first, dtype=torch.float32)
+    check = ArrivalCheck(model, first, MERGED)
+    assert compared(model, check, first) == ["layers.1.o.bias"]
+
+
+def test_what_the_engine_changes_on_the_way_is_left_out_and_the_rest_compared() -> None:
+    first, second = published(seed=0), published(seed=1)
+
+    class Scaled(Served):
+        def take(self, tensors: Mapping[str, Tensor]) -> None:
+            super().take({**tensors, "layers.0.norm.weight": 1 + tensors["layers.0.norm.weight"]})
+
+    model = Scaled(first, dtype=torch.float32)
+    check = ArrivalCheck(model, first, MERGED)
+    model.take(second)
+    assert compared(model, check, second) == []
+    model.take({**second, "layers.0.q.weight": first["layers.0.q.weight"]})
+    assert "layers.0.q.weight" in compared(model, check, second)
+
+
+def test_the_error_names_the_parameters_and_what_the_engine_said() -> None:
+    first, second = published(seed=0), published(seed=1)
+    model = Served(first, dtype=torch.float32)
+    check = ArrivalCheck(model, first, MERGED)
+    arrival = check.compare({n: check.print_of(t) for n, t in second.items() if n != TIED})
+    with pytest.raises(ProbeError, match=r"generator-0 holds other values .* and \d+ more: a run"):
+        arrival.check("generator-0")
+
+
+def test_warnings_of_loading_are_kept_and_counted() -> None:
+    handler = LoadWarnings()
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    other = logging.getLogger("vllm.config.model")
+    for one in (logger, other):
+        one.addHandler(handler)
+    try:
+        for _ in range(3):
+            logger.warning("%s: Failed to load weights", "FusedMoE")
+        other.warning("a warning of something else")
+    finally:
+        for one in (logger, other):
+            one.removeHandler(handler)
+    assert handler.drain() == ("FusedMoE: Failed to load weights (3 times)",)
+    assert handler.drain() == ()

@@ -1,0 +1,220 @@
+"""Ranks that share generators: who is with whom, what moves, what is served, and who has died."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.training.in_place_update import cluster_of
+from streamrl.engines.vllm.rank_groups import Team, team_of, teams_of
+from streamrl.resharding import Nodes
+from tests import forked
+from tests.engines.conftest import cases_of
+from tests.engines.dying_team import TEAM, member
+from tests.engines.team_ranks import (
+    ODD_VOCABULARY,
+    UPDATES,
+    make,
+    one_rank,
+    whole,
+    write_model,
+)
+from tests.engines.tiny_qwen import save, tiny_model
+from tests.engines.trainer_ranks import free_ports
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+RUNS = {
+    # World, heads of keys and values, meshes; the teams are those of the first.
+    "four": (4, 4, ("tensor", "sharded")),
+    "two, sharing a head": (2, 1, ("whole", "sharded")),
+    "two": (2, 4, ("tensor",)),
+}
+
+
+class Run(NamedTuple):
+    """One of them, that a test looks at."""
+
+    name: str
+
+
+QUICK = "two"
+
+
+def of_runs(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Parameters of tests, the first of which is a run; all but those of the quick one are slow."""
+    return [
+        pytest.param(
+            *case,
+            marks=[
+                pytest.mark.ranks(Run(case[0])),
+                *([] if case[0] == QUICK else [pytest.mark.slow]),
+            ],
+        )
+        for case in cases
+    ]
+
+
+WITH_ALL = [("two, sharing a head", "whole"), ("two", "tensor")]
+CASES = [(run, mesh) for run, (_, _, meshes) in RUNS.items() for mesh in meshes]
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "teams"),
+    [
+        # Tensor ranks at intervals of t / t_g, in every training replica.
+        ({"world_size": 4, "tensor_parallel": 4}, 2, [(0, 2), (1, 3)]),
+        ({"world_size": 8, "tensor_parallel": 4}, 2, [(0, 2), (1, 3), (4, 6), (5, 7)]),
+        ({"world_size": 4, "tensor_parallel": 2}, 2, [(0, 1), (2, 3)]),
+        # More parts than in training: ranks 0 and 2 train the first half, and serve a quarter each.
+        ({"world_size": 4, "tensor_parallel": 2}, 4, [(0, 2, 1, 3)]),
+        # Neighbours, whose traffic stays in a node: ranks 2 and 3 both train of the second half.
+        ({"world_size": 4, "zero_stage": 3}, 2, [(0, 1), (3, 2)]),
+        # All train the same: neighbours.
+        ({"world_size": 4}, 2, [(0, 1), (2, 3)]),
+        ({"world_size": 3}, 1, [(0,), (1,), (2,)]),
+    ],
+)
+def test_who_shares_a_generator_trains_what_it_serves_as_far_as_can_be(
+    settings: dict[str, Any], size: int, teams: list[tuple[int, ...]]
+) -> None:
+    assert list(teams_of(TrainerConfig(backend="torch", **settings), size)) == teams
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_no_team_is_larger_than_a_node_that_has_room_for_it(tensor_parallel: int) -> None:
+    trainer = TrainerConfig(
+        backend="torch", zero_stage=3, world_size=32, tensor_parallel=tensor_parallel
+    )
+    teams = teams_of(trainer, 8)
+    assert {frozenset(rank // 8 for rank in team) for team in teams} == {
+        frozenset([node]) for node in range(4)
+    }
+    assert sorted(rank for team in teams for rank in team) == list(range(32))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node"), [("aaaabbbb", 4), ("aaaa", 4), ("abab", 1), ("aaab", 4)]
+)
+def test_who_is_on_one_node_is_near(nodes: str, per_node: int) -> None:
+    assert cluster_of(list(nodes)) == Nodes(per_node)
+
+
+def test_a_rank_knows_its_place_and_who_leads() -> None:
+    trainer = TrainerConfig(backend="torch", world_size=4, tensor_parallel=4)
+    found = team_of(3, trainer, 2)
+    assert found == Team(3, ((0, 2), (1, 3)))
+    assert (found.ranks, found.place, found.size, found.leader, found.leads) == (
+        (1, 3),
+        1,
+        2,
+        1,
+        False,
+    )
+
+
+@pytest.fixture(scope="module")
+def seen(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Any]]:
+    """What each rank of each run saw; last, what a generator that is not split samples."""
+    found: dict[str, list[Any]] = {}
+    for (name,) in cases_of(request, Run):
+        world, heads, meshes = RUNS[name]
+        path = write_model(heads, tmp_path_factory.mktemp("team"))
+        (port,) = free_ports(1)
+        arguments = [(rank, path, port, world, meshes) for rank in range(world)]
+        ranks = forked.run(one_rank, arguments, timeout_s=400)
+        found[name] = ranks + forked.run(whole, [(path, ranks[0]["meshes"]["last"])], timeout_s=400)
+    return found
+
+
+@pytest.mark.parametrize(("name", "mesh"), of_runs(CASES))
+def test_what_a_team_serves_after_each_update_is_what_its_trainers_say(
+    seen: dict[str, list[Any]], name: str, mesh: str
+) -> None:
+    leaders = [rank for rank in seen[name][:-1] if "tokens" in rank["meshes"]]
+    assert len(leaders) == RUNS[name][0] // 2
+    for leader in leaders:
+        updates = leader["meshes"][mesh]["updates"]
+        assert len(updates) == UPDATES + 1
+        assert max(update["difference"] for update in updates) < 1e-4
+        first, *later = (update["logprobs"] for update in updates)
+        assert all(logprobs != first for logprobs in later), "the updates change something"
+
+
+@pytest.mark.parametrize(("name", "mesh"), of_runs(CASES))
+def test_what_a_rank_lacks_of_its_part_comes_once_and_nothing_else(
+    seen: dict[str, list[Any]], name: str, mesh: str
+) -> None:
+    for rank in seen[name][:-1]:
+        found = rank["meshes"][mesh]
+        assert found["served_bytes"] < 0.6 * found["model_bytes"]
+        for update in found["updates"]:
+            assert update["received_bytes"] == found["lacking_bytes"]
+        # Each half is trained where it is served, or by both.
+        assert bool(found["lacking_bytes"]) is ((name, mesh) not in WITH_ALL)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(Run("four"))
+def test_of_four_tensor_ranks_two_that_are_not_neighbours_share_a_generator(
+    seen: dict[str, list[Any]],
+) -> None:
+    ranks = seen["four"][:-1]
+    assert [rank["team"] for rank in ranks] == [(0, 2), (1, 3)] * 2
+    cut = sum(p.nbytes for name, p in make(4).named_parameters() if "_proj" in name)
+    for rank in ranks:
+        # (d_g - 1) / (t p) of it, the least there can be.
+        assert rank["meshes"]["tensor"]["updates"][0]["received_bytes"] == cut // 4
+
+
+@pytest.mark.parametrize(("name", "copies_columns"), of_runs([("two", False), ("four", True)]))
+def test_ranks_train_where_they_serve_and_only_what_lies_otherwise_there_is_copied(
+    seen: dict[str, list[Any]], name: str, copies_columns: bool
+) -> None:
+    of = {name: parameter.nbytes for name, parameter in make(4).named_parameters()}
+    # Those are cut for the generator and not for the trainer.
+    ends = sum(of.pop(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    cut = {name for name in of if "_proj" in name}
+    columns = {name for name in cut if "o_proj" in name or "down_proj" in name}
+    apart = columns if copies_columns else set()
+    *ranks, _ = seen[name]
+    for number, rank in enumerate(ranks):
+        found = rank["meshes"]["tensor"]
+        there = {n: of[n] // (len(ranks) if n in cut else 1) for n in of.keys() - apart}
+        assert found["one memory"] == there
+        rows = 64 if number == rank["team"][0] else ODD_VOCABULARY - 64
+        own = sum(of[n] for n in apart) // len(ranks) + ends * rows // ODD_VOCABULARY
+        assert [update["copied_bytes"] for update in found["updates"]] == [own] * (UPDATES + 1)
+
+
+@pytest.mark.parametrize("name", of_runs((name,) for name in RUNS))
+def test_a_team_samples_the_tokens_of_a_whole_generator_also_after_its_memory_was_released(
+    seen: dict[str, list[Any]], name: str
+) -> None:
+    *ranks, by_one = seen[name]
+    for rank in ranks:
+        before, after = rank["meshes"]["kv_bytes"]
+        assert before > 1 << 20 and after == 0
+        if "tokens" in rank["meshes"]:
+            assert rank["meshes"]["tokens"] == rank["meshes"]["tokens after"] == by_one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "told"),
+    [
+        (0, "rank 0 of the split generator, which leads it, has ended"),
+        (1, "rank 1 of the split generator has died"),
+    ],
+)
+def test_who_shares_a_generator_is_told_which_rank_has_died(
+    tmp_path: Path, victim: int, told: str
+) -> None:
+    path = save(tiny_model(tied=True, seed=1), tmp_path / "model", ends=False)
+    (port,) = free_ports(1)
+    arguments = [(rank, path, port, victim, tmp_path / "under way") for rank in TEAM]
+    assert told in forked.run(member, arguments, timeout_s=400, killed=[victim])[1 - victim]

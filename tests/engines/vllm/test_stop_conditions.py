@@ -1,0 +1,85 @@
+"""Texts and token ids that end a completion, as part of the rollout that was sampled."""
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
+from streamrl.engines.generation.partial_rollouts import unsampled
+from streamrl.engines.vllm.environment import generation_env
+from streamrl.engines.vllm.stop_conditions import StopRules
+from streamrl.messages import FinishReason, Rollout
+from tests.engines.tiny_qwen import (
+    MAX_LENGTH,
+    endless_model,
+    prompt,
+    save,
+    weights_of,
+    worst_error,
+)
+
+pytestmark = [
+    pytest.mark.xdist_group("engines"),
+    pytest.mark.usefixtures("no_engine"),
+]
+
+PROMPT = prompt(5, 14, 6, 18)
+#: The end of one token, a space, and the beginning of the next; and a token.
+TEXT, TOKEN_ID = "1 t3", 44
+
+
+def written(rollout: Rollout) -> list[int]:
+    """The completion's token ids."""
+    return list(rollout.completion_ids.tolist())
+
+
+def is_stopped(token_ids: list[int]) -> bool:
+    """Whether a completion has come to the text or the token that ends it."""
+    return TOKEN_ID in token_ids or TEXT in " ".join(f"t{i}" for i in token_ids)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_rollout_ends_with_the_token_that_completes_a_stop_and_is_trained_as_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = endless_model(seed=1)
+    folder = save(model, tmp_path)
+    for name, value in generation_env("cpu").items():
+        monkeypatch.setenv(name, value)
+    config = GeneratorConfig(max_new_tokens=100, stop=[TEXT], stop_token_ids=[TOKEN_ID])
+    engine = await GenerationEngine.start(folder, config, seed=0, max_length=MAX_LENGTH)
+    try:
+        await engine.load_weights(weights_of(model), 0)
+        rollouts = await engine.generate(PROMPT, seeds=range(32))
+        stopped = [r for r in rollouts if r.finish_reason is FinishReason.STOP]
+        by_text = [r for r in stopped if written(r)[-1] != TOKEN_ID]
+        assert len(by_text) > 3 and len(stopped) - len(by_text) > 3
+        for rollout in stopped:
+            assert is_stopped(written(rollout)) and not is_stopped(written(rollout)[:-1])
+        for rollout in rollouts:
+            assert rollout in stopped or not is_stopped(written(rollout))
+            assert rollout.loss_mask[len(PROMPT) :].all()
+        assert worst_error(rollouts, {0: model}) < 1e-4
+        # Broken off within the text, it ends all the same.
+        cut = unsampled(prompt(*PROMPT, 21))
+        (rollout,) = await engine.generate(PROMPT, seeds=[3], begun=[cut])
+        assert rollout.token_ids[len(PROMPT)] == 21
+        assert not is_stopped(written(rollout)[:-1])
+    finally:
+        await engine.close()
+
+
+def test_a_text_is_found_across_a_break_and_between_bytes(tmp_path: Path) -> None:
+    folder = save(endless_model(seed=1), tmp_path)
+    rules = StopRules(folder, GeneratorConfig(stop=["1 t3 t4", "t9"]))
+    for sampled, new, found in (
+        ([], [21, 3, 4], ["", "", "1 t3 t4"]),
+        ([21], [3, 4], ["", "1 t3 t4"]),
+        ([5] * 50 + [21, 3], [4], ["1 t3 t4"]),
+        ([21, 3], [5, 9], ["", "t9"]),
+        ([], [29], [""]),
+    ):
+        detokenizer = rules.make_detokenizer(sampled)
+        assert [detokenizer.update([token], False) or "" for token in new] == found
+        assert detokenizer.num_output_tokens() == len(new)
+    assert StopRules(folder, GeneratorConfig()).make_detokenizer([]) is None

@@ -1,0 +1,97 @@
+"""A file is there whole, or as it was."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamrl.files.atomic_write import move_whole, write_whole
+
+
+def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    for text in ("first", "sécond"):
+        write_whole(path, text)
+        assert path.read_text(encoding="utf-8") == text
+    assert os.listdir(tmp_path) == ["file.txt"]
+
+
+def test_what_was_there_survives_a_disk_that_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file.txt"
+    write_whole(path, "before")
+
+    def refuse(descriptor: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="no space"):
+        write_whole(path, "after")
+    assert path.read_text() == "before"
+
+
+def test_a_directory_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial, final = tmp_path / "partial", tmp_path / "final"
+    (partial / "inner").mkdir(parents=True)
+    (partial / "inner" / "file").write_text("x")
+    synced: list[tuple[str, bool]] = []
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), final.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    move_whole(partial, final)
+    inside = {str(partial), str(partial / "inner"), str(partial / "inner" / "file")}
+    assert {path for path, named in synced if not named} == inside
+    assert [path for path, named in synced if named] == [str(tmp_path)]
+    assert (final / "inner" / "file").read_text() == "x"
+
+
+WITHOUT_SPACE = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models
+from streamrl.files.atomic_write import checkpoint_errors
+from streamrl.errors import NoSpaceError
+
+folder = Path(sys.argv[1])
+words = {f"token{i}": i for i in range(1000)}
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+for write in (
+    lambda: (folder / "plain").write_bytes(bytes(2000)),
+    lambda: save_file({"a": np.zeros(1000)}, folder / "tensors"),
+    lambda: Tokenizer(models.WordLevel(words, unk_token="token0")).save(f"{folder}/words"),
+):
+    try:
+        with checkpoint_errors(folder):
+            write()
+    except NoSpaceError as error:
+        print(error)
+"""
+
+
+def test_a_disk_without_space_is_known_whichever_library_tells_of_it(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", WITHOUT_SPACE, str(tmp_path)]
+    found = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert found == [f"{tmp_path} cannot be written: File too large"] * 3
+
+
+def test_a_link_where_a_file_is_written_first_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / ".file.txt.partial").symlink_to(precious)
+    write_whole(tmp_path / "file.txt", "text")
+    assert (tmp_path / "file.txt").read_text() == "text" and precious.read_text() == "mine"
+    os.mkfifo(tmp_path / ".file.txt.partial")
+    write_whole(tmp_path / "file.txt", "more")
+    assert (tmp_path / "file.txt").read_text() == "more"
+    assert sorted(os.listdir(tmp_path)) == ["file.txt", "precious"]

@@ -1,0 +1,202 @@
+"""Files that a user names are read whole, if they are what they should be."""
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from streamrl.errors import ConfigError
+from streamrl.files.bounded_read import (
+    MOST_BYTES,
+    MOST_DEPTH,
+    Loader,
+    NotRegularError,
+    file_errors,
+    open_regular,
+    parse_json,
+    read_lines,
+    read_small,
+    read_small_json,
+    read_small_yaml,
+)
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_yaml_is_read_by_the_loader_in_c_where_there_is_one(tmp_path: Path) -> None:
+    assert yaml.__with_libyaml__ == issubclass(Loader, yaml.CSafeLoader)
+    assert read_small_yaml(written(tmp_path, "a: [1, two, 3.0]\n")) == {"a": [1, "two", 3.0]}
+
+
+def test_aliases_that_would_stand_for_endless_text_are_refused(tmp_path: Path) -> None:
+    levels = ["&l0 [x, x]", *(f"&l{i + 1} [*l{i}, *l{i}]" for i in range(99))]
+    path = written(tmp_path, "".join(f"- {level}\n" for level in levels))
+    message = r"^line 2, column 8: \*l0: must be written out, no alias$"
+    with pytest.raises(ValueError, match=message):
+        read_small_yaml(path)
+
+
+@pytest.mark.parametrize("text", ["- &a [*a]\n", "base: &b {x: 1}\nmore: {<<: *b}\n"])
+def test_no_alias_is_read(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match="no alias"):
+        read_small_yaml(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a: 1e-6\nb: -1.5e6\nc: 1_0.e3\nd: 1e+2\ne: 3.\n", "a: 2026-01-31\nb: 1:30\nc: 0x1f\n"),
+        *("a: .5\nb: .inf\nc: 1e\nd: e5\ne: 1_000\n", "a: yes\nb: ~\n1: on\n", "a: ${b.c}\n"),
+        *("<<: {a: 1}\na: 2\n", "- [1, {b: 'x'}]\n- |\n  text\n", ""),
+    ],
+)
+def test_every_word_of_yaml_is_what_omegaconf_reads(tmp_path: Path, text: str) -> None:
+    found = read_small_yaml(written(tmp_path, text))
+    expected = OmegaConf.to_container(OmegaConf.load(tmp_path / "file.yaml"))
+    assert (found or {}) == expected
+    assert repr(found or {}) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a: 1\nb: 2\na: 1\n", "1: 2\n2: 3\n1: 1\n", "a:\n\n  {a: 1, a: 2}\n"),
+        "a:\n\n <<: {a: 1, a: 2}\n",
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused_with_its_place(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match=r"^line 3, column (1|10|13): [a1]: must be there once$"):
+        read_small_yaml(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\n  b: 2\n", "line 2, column 4: mapping values are not allowed in this context"),
+        (
+            "a: [1\n",
+            "line 2, column 1: did not find expected ',' or ']', while parsing a flow sequence"
+            " (line 1, column 4)",
+        ),
+    ],
+)
+def test_what_is_no_yaml_is_told_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        read_small_yaml(written(tmp_path, text))
+    assert str(error.value) == f"not YAML: {message}"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ('!!int ""', "'': no int"),
+        ("!!int x", "'x': no int"),
+        ("!!bool maybe", "'maybe': no bool"),
+        ("!!timestamp foo", "'foo': no timestamp"),
+        ("!!timestamp 2024-99-99", "'2024-99-99': no timestamp"),
+        ("!!float x", "'x': no float"),
+        ("0b_", "'0b_': no int"),
+        ("9" * 5000, f"'{'9' * 39}: no int"),
+        ("!!map [1]", "expected a mapping node, but found sequence"),
+        ("!!map x", "expected a mapping node, but found scalar"),
+        ("!own 1", "could not determine a constructor for the tag '!own'"),
+    ],
+)
+def test_what_is_not_what_its_tag_says_is_told_with_its_place(
+    tmp_path: Path, word: str, message: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        read_small_yaml(written(tmp_path, f"a:\n  - {word}\n"))
+    assert str(error.value) == f"line 2, column 5: {message}"
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 100_000, "a: [", "- \ud83d\t: }"])
+def test_what_is_no_yaml_is_a_value_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(ValueError):
+        read_small_yaml(path)
+
+
+def test_what_is_nested_too_deeply_as_json_is_a_value_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        read_small_json(written(tmp_path, "[" * 200_000))
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="more than 1 MiB"):
+        read_small(written(tmp_path, "x" * (MOST_BYTES + 1)))
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (nested(MOST_DEPTH + 2), "nested more than 100 deep"),
+        ('{"a": ' * 200 + "1" + "}" * 200, "nested more than 100 deep"),
+        (nested(100_000), "nested too deeply"),
+        ('{"b": {"a": 1, "c": 2, "a": 1}}', "key 'a': must be there once"),
+        ("9" * 5000, "a number of too many digits"),
+        ("{", "Expecting property name"),
+    ],
+)
+def test_json_of_a_stranger_is_refused_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        parse_json(text)
+    assert "\n" not in str(error.value)
+
+
+def test_json_is_read_down_to_the_bound() -> None:
+    assert parse_json(nested(MOST_DEPTH)) is not None
+    assert parse_json(b'{"a": [1, {"a": 2}]}') == {"a": [1, {"a": 2}]}
+
+
+def make_fifo(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+def make_socket(path: Path) -> Path:
+    with socket.socket(socket.AF_UNIX) as there:
+        there.bind(str(path))
+    return path
+
+
+@pytest.mark.parametrize("make", [make_fifo, lambda path: Path("/dev/zero"), make_socket])
+def test_what_is_no_regular_file_is_neither_waited_for_nor_read(
+    tmp_path: Path, make: Callable[[Path], Path]
+) -> None:
+    path = make(tmp_path / "odd")
+    with pytest.raises(OSError):
+        open_regular(path)
+    with pytest.raises(ConfigError, match=f"^{path}: ") as error, file_errors(path):
+        open_regular(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_directory_is_no_regular_file(tmp_path: Path) -> None:
+    with pytest.raises(NotRegularError, match="is a directory"):
+        open_regular(tmp_path)
+
+
+def test_a_line_without_an_end_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\ntwo")
+    with open_regular(path) as file:
+        assert list(read_lines(file)) == [b"one\n", b"two"]
+    with path.open("wb") as file:
+        file.write(b"one\n")
+        file.truncate(10 << 30)  # sparse: it takes no room
+    with open_regular(path) as file, pytest.raises(ValueError, match="line 2: more than 1 MiB"):
+        list(read_lines(file, most_bytes=1 << 20))

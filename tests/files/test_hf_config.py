@@ -1,0 +1,224 @@
+"""What a model directory says of its model, and what is refused before a model is built."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from streamrl.data import load_tokenizer
+from streamrl.engines.generator_config import GeneratorConfig, engine_arguments
+from streamrl.engines.models.forward import load_model, load_skeleton
+from streamrl.engines.models.save_model import write_model as write_model_directory
+from streamrl.errors import ConfigError
+from streamrl.files.hf_config import (
+    TRUST_VARIABLE,
+    max_positions,
+    model_length,
+    read_model_config,
+    stored_shapes,
+    trusted_env,
+)
+from tests.toy import write_model
+
+
+@pytest.fixture(scope="module")
+def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("toy") / "model"
+    write_model(path)
+    return path
+
+
+@pytest.fixture
+def changed(toy_model: Path, tmp_path: Path) -> Any:
+    """Copies the toy's model with other settings in its config.json."""
+
+    def copy(settings: dict[str, Any]) -> Path:
+        path = tmp_path / "model"
+        shutil.copytree(toy_model, path)
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | settings))
+        return path
+
+    return copy
+
+
+def yarn(factor: float) -> dict[str, Any]:
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions", "tokens"),
+    [
+        (None, 128, 128),
+        (yarn(4.0), 128, 512),
+        # Some configs give the length after scaling.
+        (yarn(4.0), 512, 512),
+        ({"rope_type": "linear", "factor": 2.0}, 128, 256),
+        # By the length at hand, which vLLM does not know of.
+        ({"rope_type": "dynamic", "factor": 2.0}, 128, 128),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            128,
+            128,
+        ),
+    ],
+)
+def test_the_scaling_of_positions_counts_towards_the_longest_rollout(
+    scaling: dict[str, Any] | None, positions: int, tokens: int, changed: Any
+) -> None:
+    settings = {"max_position_embeddings": positions, "rope_scaling": scaling}
+    path = str(changed(settings | ({"rope_parameters": None} if scaling else {})))
+    assert max_positions(read_model_config(path)) == tokens
+    assert model_length(path, limit=tokens) == model_length(path, limit=None) == tokens
+    with pytest.raises(ConfigError, match=f"at most {tokens} tokens"):
+        model_length(path, limit=tokens + 1)
+    arguments = engine_arguments(path, GeneratorConfig(), seed=0, max_length=tokens, on_cpu=True)
+    told = arguments.get("hf_overrides", {}).get("max_position_embeddings", positions)
+    assert told == max(tokens, positions)
+
+
+def test_gemma_3_gives_its_positions_scaled() -> None:
+    rope = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    config = AutoConfig.for_model(
+        "gemma3_text", max_position_embeddings=1024, rope_parameters={"full_attention": rope}
+    )
+    assert max_positions(config) == 1024
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"max_new_tokens": -1}', "max_new_tokens"),
+        ('{"eos', "not a valid JSON file"),
+        ('{"eos_token_id": "x"}', "eos_token_id='x': must be token ids"),
+        ('{"eos_token_id": [4, -5]}', "must be token ids"),
+        ('{"eos_token_id": 10000000}', "must be token ids, of which the model has"),
+    ],
+)
+def test_defaults_of_generation_that_cannot_be_used_are_refused(
+    content: str, words: str, changed: Any
+) -> None:
+    path = changed({})
+    (path / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"generation_config\.json: ") as caught:
+        model_length(str(path), limit=None)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_defaults_of_generation_are_in_a_checkpoint_as_they_came(
+    changed: Any, tmp_path: Path
+) -> None:
+    path = changed({})
+    odd = '{"do_sample": false, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 5]}'
+    (path / "generation_config.json").write_text(odd)
+    assert model_length(str(path), limit=None) == 128
+    model = load_model(str(path), dtype=torch.float32)
+    write_model_directory(tmp_path / "saved", model, model.state_dict(), tokenizer_from=str(path))
+    assert (tmp_path / "saved" / "generation_config.json").read_text() == odd
+
+
+CODE = {
+    "configuration_mine.py": """
+from transformers import Qwen2Config
+
+class MineConfig(Qwen2Config):
+    model_type = "mine"
+""",
+    "modeling_mine.py": """
+from transformers import Qwen2ForCausalLM
+from .configuration_mine import MineConfig
+
+class MineForCausalLM(Qwen2ForCausalLM):
+    config_class = MineConfig
+""",
+}
+MINE = {
+    "model_type": "mine",
+    "architectures": ["MineForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_mine.MineConfig",
+        "AutoModelForCausalLM": "modeling_mine.MineForCausalLM",
+    },
+}
+
+
+@pytest.fixture
+def with_code(changed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model that is built by Python files beside it; nobody answers questions."""
+
+    def asked(question: str = "") -> str:
+        raise AssertionError(f"a question: {question}")
+
+    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    path: Path = changed(MINE)
+    for name, source in CODE.items():
+        (path / name).write_text(source)
+    return path
+
+
+@pytest.mark.parametrize("read", [lambda path: model_length(path, limit=None), load_skeleton])
+def test_code_of_a_directory_is_refused_without_a_question(with_code: Path, read: Any) -> None:
+    with pytest.raises(ConfigError, match=r"model.trust_remote_code=true runs that") as caught:
+        read(str(with_code))
+    assert "\n" not in str(caught.value)
+
+
+def test_code_of_a_tokenizer_is_refused_without_a_question(with_code: Path) -> None:
+    settings = {"auto_map": {"AutoTokenizer": ["tokenization_mine.Mine", None]}}
+    (with_code / "config.json").write_text(json.dumps({**MINE, "auto_map": {}}))
+    (with_code / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"model.trust_remote_code=true runs that"):
+        load_tokenizer(str(with_code))
+
+
+def test_code_of_a_trusted_directory_is_run_and_of_no_other(
+    with_code: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(TRUST_VARIABLE, trusted_env("/elsewhere", str(with_code))[TRUST_VARIABLE])
+    assert model_length(str(with_code), limit=None) == 128
+    assert type(load_model(str(with_code), dtype=torch.float32)).__name__ == "MineForCausalLM"
+    other = shutil.copytree(with_code, tmp_path / "other")
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        model_length(str(other), limit=None)
+    assert trusted_env() == {}
+
+
+def test_a_family_that_transformers_knows_needs_no_code(changed: Any) -> None:
+    auto_map = {"AutoConfig": "configuration_none.NoneConfig"}
+    assert model_length(str(changed({"auto_map": auto_map})), limit=None) == 128
+
+
+DESCRIPTIONS = ["config.json", "generation_config.json", "model.safetensors.index.json"]
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+@pytest.mark.parametrize("text", ["[" * 10**5 + "]" * 10**5, "[", "[[]]", '{"weight_map": 3, '])
+def test_json_that_is_no_description_is_one_line(changed: Any, name: str, text: str) -> None:
+    path = changed({})
+    (path / name).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        model_length(str(path), limit=None)
+        stored_shapes(path, "model.path")
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_pipe_in_a_model_directory_is_refused_and_not_waited_for(
+    tmp_path: Path, name: str
+) -> None:
+    os.mkfifo(tmp_path / name)
+    for read in (read_model_config, lambda path: stored_shapes(Path(path), "model.path")):
+        with pytest.raises(ConfigError, match=f"{name}: not a regular file"):
+            read(str(tmp_path))

@@ -1,0 +1,45 @@
+"""What may arrive from a worker, which runs what others wrote."""
+
+import pickle
+
+import pytest
+
+from streamrl.process_pool.framing import HEADER_BYTES, pack, read_answer
+from streamrl.rewards.interface.verdict import Judgement
+from streamrl.rewards.user_code.user_function import Needs
+
+
+def call_of(module: str, name: str, *arguments: object) -> bytes:
+    """A pickle that has whoever reads it call this."""
+    named = b"".join(pickle.dumps(text, protocol=4)[2:-1] for text in (module, name))
+    given = pickle.dumps(arguments, protocol=2)[2:-1]
+    return b"\x80\x04" + named + pickle.STACK_GLOBAL + given + pickle.REDUCE + pickle.STOP
+
+
+def test_what_is_answered_arrives() -> None:
+    needs = Needs("f of x.py", "style", frozenset("ab"), frozenset("a"), False, (("k", [1]),))
+    judged = Judgement.of(True, "7"), Judgement.absent().verdict
+    for answer in ([*judged], needs, [1.5, None], "no judgement"):
+        assert read_answer(pack((1, answer))[HEADER_BYTES:]) == (1, answer)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "system"),
+        ("streamrl.rewards.sandbox.jail", "subprocess.Popen"),
+        ("streamrl.rewards.user_code.user_function", "FileFunction"),
+        ("streamrl.rewards.interface.verdict", "Enum"),
+        ("streamrl.rewards.interface.verdict", "Judgement.of"),
+        ("streamrl.rewards.interface.verdict", "math.__loader__.load_module"),
+        ("streamrl.process_pool.process", "Process"),
+        ("streamrl.process_pool.process", "subprocess.Popen"),
+    ],
+)
+def test_an_answer_calls_nothing_but_the_classes_that_travel(
+    module: str, name: str, tmp_path
+) -> None:
+    note = tmp_path / "ran"
+    with pytest.raises(pickle.UnpicklingError, match=f"{name} is no plain data"):
+        read_answer(call_of(module, name, ["touch", str(note)]))
+    assert not note.exists()

@@ -1,0 +1,281 @@
+"""Pools of workers under trouble, with real processes."""
+
+import asyncio
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.errors import ConfigError
+from streamrl.process_pool import (
+    WorkerCrashError,
+    WorkerError,
+    WorkerMemoryError,
+    WorkerPool,
+    WorkerSettings,
+    WorkerTimeoutError,
+)
+from streamrl.process_pool import pool as pool_module
+from streamrl.process_pool.process import Process
+from tests.descendants import descendants
+
+TARGET = "tests.process_pool.trouble:serve"
+ASYNC_TARGET = "tests.process_pool.trouble:serve_async"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+async def pool():
+    """Makes a pool; at the end all are closed, and no process of theirs is left."""
+    before, made = descendants(), []
+
+    def make(at_load="", *, target=TARGET, timeout_s=30.0, memory_bytes=16 << 30, concurrency=1):
+        settings = WorkerSettings(2, concurrency, timeout_s=timeout_s, memory_bytes=memory_bytes)
+        made.append(WorkerPool("troubled", target, at_load, settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.close()
+    assert not descendants() - before
+
+
+async def gone(pids, *, within_s=15.0):
+    """Wait until none of these processes is there."""
+    deadline = time.monotonic() + within_s
+    while left := [pid for pid in pids if psutil.pid_exists(pid)]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        await asyncio.sleep(0.02)
+
+
+async def test_trouble_is_told_by_its_cause_and_costs_no_other_call_its_answer(pool):
+    workers = pool(timeout_s=8.0, memory_bytes=256 << 20)
+    await workers.start()
+    told = {"hang": WorkerTimeoutError, "crash": WorkerCrashError, "leak": WorkerMemoryError}
+    requests = [("square", n) for n in range(60)] + [("slow", n) for n in range(6)]
+    requests += [(deed, 0) for deed in told for _ in range(2)]
+    random.Random(5).shuffle(requests)
+    calls = [workers.call(request) for request in requests]
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for (deed, number), answer in zip(requests, answers, strict=True):
+        if deed in told:
+            assert type(answer) is told[deed], (deed, answer)
+        else:
+            assert answer == number * number
+    assert workers.killed == Counter(timeout=2, crash=2, memory=2)
+
+
+@pytest.mark.slow
+async def test_quick_calls_are_as_quick_while_as_many_hang_as_there_are_workers(pool):
+    workers = pool()
+    await workers.start()
+
+    async def took_s():
+        times = []
+        for n in range(20):
+            began = time.monotonic()
+            assert await workers.call(("work", n)) == n
+            times.append(time.monotonic() - began)
+        return times
+
+    alone = statistics.median(await took_s())
+    hung = [asyncio.create_task(workers.call(("hang", 0))) for _ in range(2)]
+    beside = statistics.median(await took_s())
+    assert not any(task.done() for task in hung)
+    # Less than the wait for a look at stragglers would add to each.
+    assert beside < alone + 0.4
+    await workers.close()
+    for end in await asyncio.gather(*hung, return_exceptions=True):
+        assert isinstance(end, WorkerCrashError)
+
+
+async def test_what_a_call_leaves_behind_goes_with_its_worker(pool, tmp_path):
+    workers = pool(timeout_s=8.0)
+    await workers.start()
+    note = tmp_path / "pids"
+    with pytest.raises(WorkerTimeoutError, match="no result in 8 s"):
+        await workers.call(("breed", str(note)))
+    pids = [int(pid) for pid in note.read_text().split()]
+    assert len(pids) == 50
+    await gone(pids)
+    assert await workers.call(("square", 4)) == 16
+
+
+async def test_workers_end_with_a_process_that_is_killed(tmp_path):
+    note = tmp_path / "pids"
+    code = (
+        "import asyncio\n"
+        "from streamrl.process_pool import WorkerPool, WorkerSettings\n"
+        "async def main():\n"
+        f"    pool = WorkerPool('x', {TARGET!r}, '', WorkerSettings(1, 1, 60.0, 16 << 30))\n"
+        "    await pool.start()\n"
+        f"    await pool.call(('breed', {str(note)!r}))\n"
+        "asyncio.run(main())\n"
+    )
+    host = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not note.exists():
+        assert host.poll() is None and time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    below = [process.pid for process in psutil.Process(host.pid).children(recursive=True)]
+    assert set(map(int, note.read_text().split())) < set(below)
+    os.kill(host.pid, signal.SIGKILL)
+    host.wait()
+    await gone(below)
+
+
+async def test_a_worker_that_cannot_load_is_told_at_start_and_to_calls(pool, capfd):
+    for workers in (
+        pool("", target="tests.process_pool.nowhere:serve"),
+        pool(7, target=TARGET + "r"),
+    ):
+        with pytest.raises(WorkerCrashError, match="its process ended with exit code 1"):
+            await workers.start()
+        with pytest.raises(WorkerCrashError, match="its worker does not start: its process ended"):
+            await workers.call(("square", 2))
+    error = capfd.readouterr().err
+    assert "No module named 'tests.process_pool.nowhere'" in error and "KeyError: 'server'" in error
+    with pytest.raises(ConfigError, match=r"rewards\.path=x\.py: no such file"):
+        await pool("refuse").start()
+
+
+async def test_a_worker_that_hangs_while_it_loads_is_given_up(pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.5)
+    with pytest.raises(WorkerCrashError, match=r"it was not ready in 0\.5 s"):
+        await pool("hang").start()
+
+
+async def test_calls_of_a_closed_pool_come_to_nothing(pool):
+    workers = pool()
+    await workers.start()
+    await workers.close()
+    with pytest.raises(WorkerError, match="the workers of troubled are closed"):
+        await workers.call(("square", 2))
+
+
+@pytest.mark.slow
+async def test_stragglers_that_end_after_all_leave_no_gap(pool):
+    one = pool()
+    await one.start()
+    slow = [one.call(("dawdle", i)) for i in range(16)]
+    async with asyncio.timeout(40):
+        assert await asyncio.gather(*slow) == list(range(16))
+        quick = [one.call(("square", i)) for i in range(50)]
+        assert await asyncio.gather(*quick) == [i * i for i in range(50)]
+    assert not one.killed
+
+
+async def test_a_call_that_nobody_waits_for_any_more_costs_no_worker(pool):
+    one = pool()
+    await one.start()
+    pid = await one.call(("pid", None))
+    left = asyncio.create_task(one.call(("work", 1)))
+    await asyncio.sleep(0.01)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    assert pid in {await one.call(("pid", None)) for _ in range(20)}
+    assert not one.killed
+
+
+@pytest.mark.parametrize(
+    "note", [b"\0" * 8 + b"x" * 99, b"\xff" * 99, b"\0" * 7 + b"\x05hello" * 9]
+)
+async def test_what_is_no_answer_is_a_crash_at_once(pool, note):
+    one = pool()
+    await one.start()
+    async with asyncio.timeout(25):
+        with pytest.raises(WorkerCrashError, match="its answer"):
+            await one.call(("garble", note))
+        assert await one.call(("square", 3)) == 9
+    assert one.killed == {"crash": 1}
+
+
+async def test_an_answer_runs_nothing_where_it_arrives(pool):
+    one = pool()
+    await one.start()
+    with pytest.raises(WorkerCrashError, match=r"its answer cannot be read: .* is no plain data"):
+        await one.call(("sly", None))
+    assert await one.call(("square", 3)) == 9
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
+async def test_a_worker_does_not_outlive_who_looks_after_it(pool, monkeypatch, number):
+    monkeypatch.setattr("streamrl.process_pool.process.END_S", 0.5)
+    one = pool(timeout_s=3.0)
+    await one.start()
+    pid = await one.call(("pid", None))
+    with pytest.raises((WorkerCrashError, WorkerTimeoutError)):
+        await one.call(("orphan", number))
+    assert await one.call(("square", 3)) == 9
+    await gone([pid])
+
+
+@pytest.mark.parametrize(
+    ("deed", "error", "words", "cause"),
+    [
+        ("crash", WorkerCrashError, "exit code 7", "crash"),
+        pytest.param(*("leak", WorkerMemoryError, "MB, of", "memory"), marks=pytest.mark.slow),
+        pytest.param(
+            *("hang", WorkerTimeoutError, "no result in 5 s", "timeout"), marks=pytest.mark.slow
+        ),
+    ],
+)
+async def test_of_calls_that_share_a_worker_only_the_one_at_fault_fails(
+    pool, deed, error, words, cause
+):
+    # Only what hangs is to run into its deadline.
+    timeout_s = 5.0 if deed == "hang" else 30.0
+    one = pool(target=ASYNC_TARGET, timeout_s=timeout_s, memory_bytes=256 << 20, concurrency=16)
+    await one.start()
+    calls = [one.call(("square", number)) for number in range(24)]
+    *found, blamed = await asyncio.gather(*calls, one.call((deed, None)), return_exceptions=True)
+    assert found == [number * number for number in range(24)]
+    assert isinstance(blamed, error) and words in str(blamed)
+    assert set(one.killed) == {cause}
+    assert len(one._workers) <= 2, "who stood in for others has gone"
+    # Once more, in a worker that it has to itself: nobody else's worker ends.
+    with pytest.raises(error):
+        await asyncio.gather(one.call((deed, None), alone=True), one.call(("square", 3)))
+    assert await one.call(("square", 4)) == 16
+    assert len(one._workers) <= 2
+
+
+async def test_a_copy_of_a_worker_says_nothing(pool):
+    one = pool()
+    await one.start()
+    assert [await one.call(("fork", None)) for _ in range(2)] == ["itself"] * 2
+
+
+async def test_who_is_cancelled_over_a_start_leaves_no_process(pool):
+    before = descendants()
+    for delay_s in (0.0, 0.001, 0.003, 0.01, 0.05):
+        starting = asyncio.create_task(Process.start(TARGET, "", within_s=30.0))
+        await asyncio.sleep(delay_s)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+    await gone([process.pid for process in descendants() - before])
+
+
+async def test_who_looks_after_workers_goes_on_whatever_it_meets(pool, monkeypatch):
+    one = pool(memory_bytes=256 << 20)
+    await one.start()
+    measured, faults = one._table.memory_of_tree, iter([OSError("no such table")])
+
+    def memory_of_tree(pid):
+        for fault in faults:
+            raise fault
+        return measured(pid)
+
+    monkeypatch.setattr(one._table, "memory_of_tree", memory_of_tree)
+    with pytest.raises(WorkerMemoryError):
+        await one.call(("leak", None))

@@ -1,0 +1,84 @@
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.rewards.interface.micro_batcher import Batcher, plan_batches
+
+
+@given(st.lists(st.integers(1, 30), max_size=40), st.integers(30, 100), st.integers(1, 5))
+def test_every_row_is_in_one_batch_that_is_within_its_bounds(lengths, max_tokens, max_rows):
+    batches = plan_batches(lengths, max_tokens, max_rows)
+    assert sorted(place for batch in batches for place in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert 1 <= len(batch) <= max_rows
+        assert len(batch) * max(lengths[place] for place in batch) <= max_tokens
+
+
+def test_rows_of_like_length_share_a_batch():
+    # Padded to 9 there is room for two of 20 tokens, padded to 3 for six.
+    assert plan_batches([3, 9, 2, 8, 3], 20, 99) == [[1, 3], [0, 4, 2]]
+
+
+class Computed:
+    """Each row's sum, when it is let; remembers the batches."""
+
+    def __init__(self):
+        self.batches, self.may_go = [], asyncio.Event()
+
+    async def __call__(self, rows):
+        self.batches.append(sorted(map(tuple, rows)))
+        await self.may_go.wait()
+        if [13] in rows:
+            raise ValueError("thirteen")
+        return [[float(sum(row))] for row in rows]
+
+
+async def test_what_comes_while_a_batch_is_computed_shares_the_next():
+    computed = Computed()
+    batcher = Batcher(computed, max_tokens=10, max_rows=99)
+    calls = []
+    for rows in ([[1], [2]], [[3]], [[4, 4]]):
+        calls.append(asyncio.create_task(batcher.numbers(rows)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    computed.may_go.set()
+    assert await asyncio.gather(*calls) == [[[1.0], [2.0]], [[3.0]], [[8.0]]]
+    assert computed.batches == [[(1,), (2,)], [(3,), (4, 4)]]
+
+
+async def test_an_error_reaches_those_of_its_batch_alone():
+    computed = Computed()
+    computed.may_go.set()
+    batcher = Batcher(computed, max_tokens=2, max_rows=1)
+    found = await asyncio.gather(
+        *(batcher.numbers([[n]]) for n in (5, 13, 6)), return_exceptions=True
+    )
+    assert found[0] == [[5.0]] and found[2] == [[6.0]]
+    assert isinstance(found[1], ValueError)
+
+
+async def test_nothing_is_computed_for_what_was_given_up():
+    computed = Computed()
+    batcher = Batcher(computed, max_tokens=10, max_rows=99)
+    first = asyncio.create_task(batcher.numbers([[1]]))
+    await asyncio.sleep(0.01)
+    second = asyncio.create_task(batcher.numbers([[2]]))
+    await asyncio.sleep(0)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    computed.may_go.set()
+    assert await first == [[1.0]]
+    assert computed.batches == [[(1,)]]
+
+
+async def test_who_waits_for_a_closed_one_is_told():
+    computed = Computed()
+    batcher = Batcher(computed, max_tokens=10, max_rows=99)
+    waiting = asyncio.create_task(batcher.numbers([[1]]))
+    await asyncio.sleep(0.01)
+    batcher.close()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(waiting, 1)

@@ -1,0 +1,221 @@
+import importlib
+import json
+
+import numpy as np
+import pytest
+
+from streamrl.errors import ConfigError, InfraError, RewardError
+from streamrl.messages import Prompt
+from streamrl.rewards import RewardConfig, SandboxConfig, Surroundings, build_rewards
+from streamrl.rewards.interface.verdict import Verdict
+from streamrl.rewards.kinds.code_tests import read_tests
+from streamrl.rewards.sandbox import CallTest, Outcome, Result, Sandbox, StdinTest
+
+ADD = {"inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"], "fn_name": "add"}
+SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+
+
+def prompt(truth):
+    return Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth)
+
+
+async def judged(truth, *completions, **options):
+    limits = {"wall_s": 2, "memory_mib": 256}
+    rewards = build_rewards([RewardConfig("code", options={"limits": limits, **options})])
+    await rewards.start()
+    try:
+        found = await rewards.judge(prompt(truth), completions)
+    finally:
+        await rewards.close()
+    return [(one.score, one.verdict.value) for one in found.components["code"]]
+
+
+async def test_each_completion_gets_the_verdict_of_its_own_program():
+    found = await judged(
+        json.dumps(ADD),
+        "def add(a, b): return a + b",
+        "def add(a, b): return a - b",
+        "def add(a, b) return a + b",
+        "def add(a, b): return 1 / 0",
+        "def add(a, b):\n while True: pass",
+        "def add(a, b): return len(bytearray(1 << 30))",
+        "def add(a, b): print('x' * 10**8); return a + b",
+        "import os; os._exit(0)",
+    )
+    assert found == [
+        (1.0, "pass"),
+        (0.0, "wrong"),
+        (0.0, "compile_error"),
+        (0.0, "runtime_error"),
+        (0.0, "timeout"),
+        (0.0, "memory"),
+        (0.0, "output_limit"),
+        (0.0, "runtime_error"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        {"inputs": ["200001"], "outputs": ["100000"], "fn_name": "half"},
+        {"inputs": [[200001]], "outputs": [[100000]], "fn_name": "half"},
+        {"assert_case": "assert half(200001) == 100000"},
+    ],
+    ids=["text", "values", "assert"],
+)
+async def test_a_float_near_a_whole_number_that_is_wanted_is_wrong(truth):
+    near, right, float_right = "n / 2", "n // 2", "float(n // 2)"
+    programs = [f"def half(n): return {value}" for value in (near, right, float_right)]
+    assert [verdict for _, verdict in await judged(truth, *programs)] == ["wrong", "pass", "pass"]
+
+
+async def test_what_is_written_near_a_whole_number_is_wrong_with_loose_numbers_too():
+    truth = {"inputs": ["200001", "1"], "outputs": ["100000", "0.5"]}
+    programs = [f"n = int(input()); print({value})" for value in ("n / 2", "n // 2 or 0.5000001")]
+    found = await judged(truth, *programs, loose_numbers=True)
+    assert [verdict for _, verdict in found] == ["wrong", "pass"]
+
+
+async def test_programs_may_read_and_write_and_score_by_the_share_of_tests():
+    whole = "print(sum(map(int, input().split())))"
+    found = await judged(SUM, whole, "input(); print(3)", "print(", score="rate")
+    assert found == [(1.0, "pass"), (0.5, "wrong"), (0.0, "compile_error")]
+    assert await judged(SUM, "input(); print(3)", most_tests=1) == [(1.0, "pass")]
+
+
+async def test_the_last_code_block_is_the_program_and_without_one_the_whole_completion():
+    right, wrong = "def add(a, b): return a + b", "def add(a, b): return 0"
+    found = await judged(
+        ADD,
+        f"First:\n```python\n{wrong}\n```\nNo:\n```python\n{right}\n```\ndone",
+        f"<answer>{right}</answer>",
+        f"```py\n{right}",
+        extract="(?s)```[a-z]*\\n(.*?)(?:```|\\Z)|<answer>(.*?)</answer>",
+    )
+    assert [score for score, _ in found] == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("score", ["all", pytest.param("rate", marks=pytest.mark.slow)])
+async def test_a_completion_in_which_no_program_is_found_in_time_is_judged_timeout(score):
+    right = "def add(a, b): return a + b"
+    found = await judged(
+        ADD, "x" * 40 + "!", right, extract=r"((?:x|xx)+)y|(?s)\A(def.*)", score=score
+    )
+    assert found == [(0.0, "timeout"), (1.0, "pass")]
+
+
+class FailingSandbox:
+    """Has no jail for the first programs it is given; all that follow pass."""
+
+    def __init__(self, failures):
+        self.failures = failures
+
+    async def run(self, program):
+        self.failures -= 1
+        verdict = Verdict.INFRA_ERROR if self.failures >= 0 else Verdict.PASS
+        return Outcome((Result(verdict, 0.1, "no jail"),), len(program.tests))
+
+    async def close(self):
+        pass
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+async def test_a_sandbox_that_fails_is_asked_again_and_is_never_a_wrong_answer(
+    monkeypatch, failures
+):
+    async def start(*_, **__):
+        return FailingSandbox(failures)
+
+    monkeypatch.setattr(Sandbox, "start", start)
+    reward_module = importlib.import_module("streamrl.rewards.interface.reward")  # beside @reward
+    monkeypatch.setattr(reward_module, "BACKOFF_S", 0.0)
+    truth = {"inputs": [""], "outputs": [""]}
+    if failures < 2:
+        assert await judged(truth, "", attempts=2) == [(1.0, "pass")]
+    else:
+        with pytest.raises(InfraError, match=r"reward code, uid 0:0:0: no jail, tried 2 times"):
+            await judged(truth, "", attempts=2)
+
+
+async def test_a_language_of_the_users_own():
+    found = await judged(
+        SUM,
+        "read a b; echo $((a + b))",
+        "echo no",
+        language="sh",
+        languages={"sh": {"file": "run.sh", "run": ["sh", "{dir}/run.sh"]}},
+    )
+    assert found == [(1.0, "pass"), (0.0, "wrong")]
+
+
+@pytest.mark.parametrize(
+    ("truth", "tests"),
+    [
+        (ADD, [CallTest("add", [1, 2], [3]), CallTest("add", [3, 4], [7])]),
+        (
+            {"inputs": [[[1, 2], "x"]], "outputs": [[5]], "fn_name": "f"},
+            [CallTest("f", [[1, 2], "x"], [[5], 5])],
+        ),
+        (SUM, [StdinTest("1 2\n", "3\n"), StdinTest("3 4\n", "7\n")]),
+        ({"inputs": [["1", "2"]], "outputs": [["a", "b"]]}, [StdinTest("1\n2", "a\nb")]),
+        (
+            {"assert_case": ["assert f((1, 'a'), -2) == [None, True]"]},
+            [CallTest("f", [[1, "a"], -2], [[None, True]])],
+        ),
+    ],
+)
+def test_tests_are_read_as_data_sets_write_them(truth, tests):
+    assert read_tests(truth) == read_tests(json.dumps(truth)) == tests
+
+
+@pytest.mark.parametrize(
+    ("truth", "words"),
+    [
+        (None, "must be an object with inputs and outputs, is NoneType"),
+        ("print(1)", "ground_truth must be JSON"),
+        ({"inputs": ["1"]}, "ground_truth.outputs must be a list, is NoneType"),
+        ({"inputs": ["1"], "outputs": []}, "has 1 inputs and 0 outputs"),
+        ({"inputs": [], "outputs": []}, "holds no tests"),
+        ({"inputs": ["{"], "outputs": ["1"], "fn_name": "f"}, "must be JSON on each line"),
+        ({"assert_case": ["assert f(1) > 2"]}, r"must be `assert f\(literals\) == literal`"),
+        ({"assert_case": "assert f(g(1)) == 2"}, r"is 'assert f\(g\(1\)\) == 2'"),
+        ({"assert_case": ["import os"]}, "is 'import os'"),
+        ({"assert_case": 5}, "assert_case must be a list of asserts, is int"),
+        ({"assert_case": ["assert f(" + "-" * 50_000 + "1) == 1"]}, "cannot be read|must be"),
+        ("[" * 100_000, "ground_truth must be JSON .*nested too deeply"),
+        ({"inputs": ["[" * 100_000], "outputs": ["1"], "fn_name": "f"}, "must be JSON on each"),
+    ],
+)
+def test_a_ground_truth_without_tests_is_refused(truth, words):
+    with pytest.raises(RewardError, match=words):
+        read_tests(truth)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"language": "cobol"}, r"rewards\[0\].language=cobol: must be one of python, cpp"),
+        (
+            {"limits": {"wall": 1}},
+            r"rewards\[0\].limits.wall=1: unknown; the nearest key is wall_s",
+        ),
+        ({"limits": {"wall_s": 0}}, r"wall_s=0.0: must be above 0"),
+        ({"score": "some"}, r"rewards\[0\].score=some: must be all or rate"),
+        ({"languages": {"sh": {"run": ["sh"]}}}, r"rewards\[0\].languages.sh.file: missing"),
+        ({"extract": "("}, r"rewards\[0\].extract=\(: "),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        build_rewards([RewardConfig("code", options=options)])
+
+
+async def test_where_nothing_isolates_it_refuses_unless_that_is_allowed(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    config = [RewardConfig("code")]
+    with pytest.raises(ConfigError, match=r"bwrap is not on PATH.*sandbox.allow_unsafe=true"):
+        await build_rewards(config).preflight()
+    unsafe = build_rewards(config, Surroundings(sandbox=SandboxConfig(allow_unsafe=True)))
+    (note,) = await unsafe.preflight()
+    assert "This is no sandbox" in note

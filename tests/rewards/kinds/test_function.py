@@ -1,0 +1,436 @@
+import asyncio
+import inspect
+import math
+import re
+import textwrap
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.errors import (
+    ConfigError,
+    RewardError,
+)
+from streamrl.rewards import RewardConfig, build_rewards
+from streamrl.rewards.interface.verdict import Judgement, Verdict
+from streamrl.rewards.user_code.user_function import Source
+from streamrl.rewards.user_code.worker_entry import serve
+from tests.rewards.judged import judgements, prompt, scores
+
+
+def text_prompt(**extra_info):
+    return replace(prompt(**extra_info), is_chat=False)
+
+
+class Called:
+    """What a worker would do with the function, in this process."""
+
+    def __init__(self, source):
+        self.source, self.judge = source, serve(source)
+
+    async def score(self, row, completions):
+        found = self.judge((row, completions))
+        return await found if inspect.isawaitable(found) else found
+
+
+@pytest.fixture
+def reward_from(tmp_path):
+    """The function of a file, from its source; `name` is the function in it."""
+
+    def make(source, name="f", **kwargs):
+        path = tmp_path / "reward.py"
+        path.write_text(textwrap.dedent(source))
+        return Called(Source(str(path), name, tuple(kwargs.items())))
+
+    return make
+
+
+async def test_streamrls_own_signature_gets_the_prompt(reward_from):
+    reward = reward_from("""
+        def f(prompt, completion, scale=2):
+            return scale * (completion == prompt.ground_truth)
+    """)
+    assert await scores(reward) == [2.0, 0.0]
+
+
+async def test_verls_signature_gets_the_row(reward_from):
+    reward = reward_from(
+        """
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            assert data_source == "sums" and extra_info == {"n": 1}
+            return {"score": float(solution_str == ground_truth), "acc": True}
+    """,
+        "compute_score",
+    )
+    assert await scores(reward, row=prompt(n=1)) == [1.0, 0.0]
+
+
+async def test_a_verl_function_may_take_fewer_parameters_or_any_others(reward_from):
+    few = reward_from("def f(solution_str, ground_truth): return solution_str == ground_truth")
+    assert await scores(few) == [1.0, 0.0]
+    more = reward_from("""
+        def f(solution_str, ground_truth, **rest): return len(rest)
+    """)
+    assert await scores(more) == [2.0, 2.0]
+
+
+async def test_a_function_cannot_change_the_row_for_the_next(reward_from):
+    reward = reward_from("""
+        def f(solution_str, ground_truth, extra_info):
+            extra_info["n"] += 1
+            return extra_info["n"]
+    """)
+    row = prompt(n=0)
+    assert await scores(reward, row=row) == [1.0, 1.0]
+    assert row.extra_info == {"n": 0}
+
+
+async def test_trls_signature_gets_the_group_at_once_with_columns_as_lists(reward_from):
+    reward = reward_from("""
+        def f(prompts, completions, solution, **columns):
+            assert prompts == ["2+3=", "2+3="]
+            assert columns["ground_truth"] == ["5", "5"]
+            return [float(c == s) for c, s in zip(completions, solution)]
+    """)
+    assert await scores(reward, row=text_prompt(solution="6")) == [0.0, 1.0]
+
+
+async def test_trls_signature_gets_chat_for_a_row_that_was_chat(reward_from):
+    reward = reward_from("""
+        def f(completions, prompts):
+            assert prompts[0] == [{"role": "user", "content": "2+3="}]
+            return [len(c[0]["content"]) for c in completions]
+    """)
+    assert await scores(reward, ["5", "five"]) == [1.0, 4.0]
+
+
+async def test_async_functions_run_side_by_side(reward_from):
+    reward = reward_from("""
+        import asyncio
+        met = asyncio.Barrier(2)
+        async def f(prompt, completion):
+            await met.wait()
+            return int(completion)
+    """)
+    assert await asyncio.wait_for(scores(reward), 5) == [5.0, 6.0]
+
+
+async def test_an_async_group_function_and_an_object_with_call_are_functions_too(reward_from):
+    group = reward_from("async def f(completions): return [1] * len(completions)")
+    assert await scores(group, row=text_prompt()) == [1.0, 1.0]
+    thing = reward_from("""
+        class Judge:
+            async def __call__(self, prompt, completion): return 0.5
+        f = Judge()
+    """)
+    assert await scores(thing) == [0.5, 0.5]
+
+
+async def test_an_object_says_whether_it_passes_and_what_its_answer_is(reward_from):
+    reward = reward_from("""
+        def f(solution_str, ground_truth):
+            return {"score": -1, "acc": solution_str == ground_truth, "pred": int(solution_str)}
+    """)
+    assert await judgements(reward) == [
+        Judgement(-1.0, Verdict.PASS, "5", numbers=(("acc", 1.0),)),
+        Judgement(-1.0, Verdict.WRONG, "6", numbers=(("acc", 0.0),)),
+    ]
+
+
+async def test_verls_batch_signature_gets_the_group_at_once_as_lists(reward_from):
+    reward = reward_from(
+        """
+        def compute_score(data_sources, solution_strs, ground_truths, extra_infos, scale=2.0):
+            assert data_sources == ["sums"] * 2 and ground_truths == ["5"] * 2
+            extra_infos[0]["n"] = 9
+            assert extra_infos == [{"n": 9}, {"n": 1}]
+            return [
+                {"score": scale * (s == t), "acc": s == t, "length": len(s), "note": "x"}
+                for s, t in zip(solution_strs, ground_truths)
+            ]
+    """,
+        "compute_score",
+    )
+    assert await judgements(reward, row=prompt(n=1)) == [
+        Judgement(2.0, Verdict.PASS, numbers=(("acc", 1.0), ("length", 1.0))),
+        Judgement(0.0, Verdict.WRONG, numbers=(("acc", 0.0), ("length", 1.0))),
+    ]
+    few = reward_from("def f(solution_strs, ground_truths, **rest): return [len(rest)] * 2")
+    assert await scores(few) == [2.0, 2.0]
+    short = reward_from("def f(solution_strs, ground_truths): return [1.0]")
+    with pytest.raises(RewardError, match="not a list of 2 numbers"):
+        await scores(short)
+
+
+async def test_further_numbers_of_a_dict_are_kept_and_nothing_else(reward_from):
+    reward = reward_from("""
+        import numpy as np
+        def f(solution_str, ground_truth):
+            found = {"score": 1, "format": np.float32(0.5), "pred": 3, "text": "x", "none": None}
+            return found | {"nan": float("nan"), "list": [1], "ok": True, 5: 6}
+    """)
+    (one, _) = await judgements(reward)
+    assert one.numbers == (("format", 0.5), ("ok", 1.0), ("5", 6.0))
+    many = reward_from("""
+        def f(solution_str, ground_truth):
+            return {"score": 1} | {f"n{i}": i for i in range(999)}
+    """)
+    assert len((await judgements(many))[0].numbers) == 50
+
+
+async def test_a_none_of_trls_signature_says_nothing_and_of_the_others_is_a_mistake(reward_from):
+    reward = reward_from("def f(completions, **columns): return [None, 0.5]")
+    first, second = await judgements(reward)
+    assert first.is_absent and math.isnan(first.score)
+    assert second == Judgement(0.5, Verdict.WRONG)
+    for source in (
+        "def f(prompt, completion): return None",
+        "def f(solution_str, ground_truth): return None",
+        "def f(solution_strs, ground_truths): return [None, None]",
+        "def f(completions): return None",
+    ):
+        with pytest.raises(RewardError, match="returned"):
+            await scores(reward_from(source))
+
+
+async def test_what_passes_is_said_by_a_bool_not_by_a_word(reward_from):
+    reward = reward_from("def f(prompt, completion): return {'score': 1, 'acc': 'no'}")
+    with pytest.raises(RewardError, match=r"for completion 0: acc must be true or false"):
+        await judgements(reward)
+
+
+async def test_a_column_of_the_row_is_never_taken_for_the_prompt(reward_from):
+    reward = reward_from("""
+        def f(prompts, completions, prompt_text):
+            assert prompts[0] == [{"role": "user", "content": "2+3="}]
+            assert prompt_text[0] == "mine"
+            return [1.0] * len(completions)
+    """)
+    assert await scores(reward, row=prompt(prompt_text="mine")) == [1.0, 1.0]
+
+
+async def test_a_number_alone_passes_from_1(reward_from):
+    reward = reward_from("def f(prompt, completion): return float(completion)")
+    found = await judgements(reward, ["0.99", "1"])
+    assert [one.verdict for one in found] == [Verdict.WRONG, Verdict.PASS]
+
+
+async def test_more_arguments_come_from_the_config(reward_from):
+    source = "def f(solution_str, ground_truth, scale): return scale * int(solution_str)"
+    assert await scores(reward_from(source, scale=2.5)) == [12.5, 15.0]
+    with pytest.raises(ConfigError, match=r"rewards.kwargs.size: f in .* has no such parameter"):
+        reward_from(source, scale=1, size=2)
+
+
+async def test_a_file_of_a_users_own_kind(tmp_path):
+    path = tmp_path / "kinds.py"
+    path.write_text(
+        "from streamrl.rewards import reward\n"
+        "@reward('brevity')\n"
+        "def judge(prompt, completion): return -len(completion)\n"
+    )
+    rewards = build_rewards([RewardConfig("brevity", options={"path": str(path)})])
+    await rewards.start()
+    try:
+        assert (await rewards.score(prompt(), ["abc"]))["reward/brevity"].tolist() == [-3.0]
+    finally:
+        await rewards.close()
+    with pytest.raises(
+        ConfigError, match=r"rewards\[0\].kind=short: not registered in .*, which has b"
+    ):
+        await build_rewards([RewardConfig("short", options={"path": str(path)})]).preflight()
+
+
+@pytest.mark.parametrize(
+    ("body", "number"),
+    [
+        ("True", 1.0),
+        ("3", 3.0),
+        ("-0.5", -0.5),
+        ("__import__('numpy').float32(0.5)", 0.5),
+        ("__import__('numpy').int64(2)", 2.0),
+        ("__import__('numpy').bool_(True)", 1.0),
+        ("__import__('fractions').Fraction(1, 4)", 0.25),
+        ("__import__('torch').tensor(0.5)", 0.5),
+        ("{'score': 1, 'note': 'x'}", 1.0),
+    ],
+)
+async def test_numbers_of_any_kind_are_scores(reward_from, body, number):
+    assert await scores(reward_from(f"def f(prompt, completion): return {body}"), ["5"]) == [number]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "None",
+        "'1.0'",
+        "float('nan')",
+        "float('inf')",
+        "1e300",
+        "10 ** 400",
+        "__import__('numpy').float16('inf')",
+        "[1.0]",
+        "1j",
+        "{}",
+        "{'score': None}",
+        "{'acc': 1.0}",
+        "__import__('torch').ones(2)",
+        "print",
+    ],
+)
+async def test_anything_else_is_an_error_that_names_function_file_and_completion(reward_from, body):
+    reward = reward_from(f"""
+        def f(prompt, completion):
+            return 1.0 if completion == "5" else {body}
+    """)
+    with pytest.raises(
+        RewardError, match=r"f in .*reward.py returned .* for completion 1, not a finite number"
+    ):
+        await scores(reward)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "[1.0]",
+        "[1.0] * 3",
+        "1.0",
+        "None",
+        "'ab'",
+        "{'score': 1}",
+        "__import__('numpy').array(1.0)",
+    ],
+)
+async def test_a_group_function_must_return_a_number_per_completion(reward_from, body):
+    reward = reward_from(f"def f(completions): return {body}")
+    with pytest.raises(RewardError, match=r"f in .*reward.py returned .*, not a list of 2 numbers"):
+        await scores(reward)
+
+
+@pytest.mark.parametrize("made", ["numpy.array([0.5, 1])", "torch.tensor([0.5, 1])"])
+async def test_a_group_function_may_return_an_array(reward_from, made):
+    reward = reward_from(f"import numpy, torch\ndef f(completions): return {made}")
+    assert await scores(reward) == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("return 1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise ValueError('two\\nlines')", "ValueError: two lines"),
+        ("assert False", "AssertionError$"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("import json; json.loads('{')", "JSONDecodeError: Expecting"),
+        ("raise GeneratorExit", "GeneratorExit$"),
+        ("raise ValueError('x' * 10**6)", "ValueError: x{500}[.]{3}$"),
+        (
+            "raise type('Mute', (Exception,), {'__str__': lambda e: 1 / 0})",
+            "Mute: what it says cannot be read",
+        ),
+    ],
+)
+async def test_what_a_function_raises_is_reported_with_its_line(
+    reward_from, kind, statement, words
+):
+    reward = reward_from(f"""
+        # line 2
+        {kind} f(prompt, completion):
+            {statement}
+    """)
+    with pytest.raises(RewardError, match=rf"f at .*reward.py:4: ({words})") as caught:
+        await scores(reward)
+    assert "\n" not in str(caught.value)
+
+
+async def test_running_out_of_an_iterator_is_reported_too(reward_from):
+    for kind, words in (("def", "StopIteration"), ("async def", "RuntimeError: .*StopIteration")):
+        reward = reward_from(f"{kind} f(prompt, completion): return next(iter([]))")
+        with pytest.raises(RewardError, match=words):
+            await scores(reward)
+
+
+async def test_a_result_that_breaks_when_it_is_looked_at_is_reported_too(reward_from):
+    reward = reward_from("""
+        class Odd(float):
+            def __float__(self): raise ValueError("no number")
+        def f(prompt, completion): return Odd(1)
+    """)
+    with pytest.raises(RewardError, match=r"f at .*reward.py:3: ValueError: no number"):
+        await scores(reward)
+
+
+async def test_a_column_the_row_lacks_is_named_before_and_during_the_run(reward_from):
+    reward = reward_from("def f(completions, solution, hint=None): return [1.0]")
+    check = reward.source.load().needs.arguments
+    check(prompt(solution="5"), [""])
+    words = r"f in .*reward.py needs solution; the row has answer, completions, data_source"
+    with pytest.raises(RewardError, match=words):
+        check(prompt(answer="5"), [""])
+    with pytest.raises(RewardError, match=words):
+        await scores(reward, row=prompt(answer="5"))
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        "()",
+        "(text)",
+        "(prompt)",
+        "(prompt, completion, tokenizer)",
+        "(solution_str)",
+        "(solution_str, ground_truth, model)",
+        "(prompt, completion, /)",
+        "(*args, **columns)",
+    ],
+)
+def test_a_signature_that_fits_nothing_is_refused_with_those_that_do(reward_from, signature):
+    with pytest.raises(
+        ConfigError, match=r"rewards.function=f: its parameters in .* fit none of .*score\(prompt,"
+    ):
+        reward_from(f"def f{signature}: return 1.0")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("x = 1\ndef other(): pass", r"rewards.function=f: not in .*reward.py, which has other"),
+        ("", r"which has none"),
+        ("f = 5", r"in .*reward.py it is no function"),
+        ("class f: pass", r"in .*reward.py it is no function"),
+        ("f = max", r"rewards.function=f: in .*reward.py: no signature"),
+        ("x = 1\nimport no_such_module", r"rewards.path=.*reward.py:2: ModuleNotFoundError: No"),
+        ("x = 1\ny = = 2", r"rewards.path=.*reward.py:2: SyntaxError"),
+        ("raise SystemExit(1)", r"rewards.path=.*reward.py:1: SystemExit: 1"),
+    ],
+)
+def test_a_file_that_does_not_hold_the_function_is_refused(reward_from, source, words):
+    with pytest.raises(ConfigError, match=words):
+        reward_from(source)
+
+
+@pytest.mark.parametrize(
+    "signature", ["prompt, completion, /", "prompt, *, completion: str, model, level=1"]
+)
+def test_parameters_that_are_refused_are_told_as_they_are_written(reward_from, signature):
+    with pytest.raises(ConfigError, match=re.escape(f"reward.py ({signature}) fit none of")):
+        reward_from(f"def f({signature}): return 1.0")
+
+
+def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
+    for name, words in (("none.py", "no such file"), ("reward.txt", "must be a .py file")):
+        path = tmp_path / name
+        if name == "reward.txt":
+            path.write_text("")
+        with pytest.raises(ConfigError, match=words):
+            serve(Source(str(path), "f"))
+
+
+async def test_two_files_of_one_name_do_not_mix(tmp_path):
+    rewards = []
+    for number in (1, 2):
+        path = tmp_path / str(number) / "reward.py"
+        path.parent.mkdir()
+        path.write_text(f"def f(prompt, completion): return {number}")
+        rewards.append(Called(Source(str(path), "f")))
+    assert [await scores(reward, ["x"]) for reward in rewards] == [[1.0], [2.0]]

@@ -1,0 +1,306 @@
+import asyncio
+import json
+import math
+import shutil
+import threading
+from math import nan
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from streamrl.config import load_config
+from streamrl.config.preflight import PROCESS_GIB, demands, prepare
+from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
+from streamrl.messages import Prompt
+from streamrl.rewards import RewardConfig, ScorerConfig, Surroundings, Verdict, build_rewards
+from streamrl.rewards.kinds.classifier import Classifier, read_classifier
+from streamrl.rewards.kinds.model import ModelReward, number_of
+from tests.rewards.tiny_classifier import write_classifier
+from tests.toy import SYMBOLS, write_model, write_toy
+
+PROMPT = Prompt("0:4:0", np.array([1], np.int32), messages=({"role": "user", "content": "2+3"},))
+TEXTS = ["5", "1234567890", "=", "55-5 + 0", "99999999999999999999", "0"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_classifier(tmp_path_factory.mktemp("reward") / "model")
+
+
+@pytest.fixture
+async def started():
+    """Rewards of one model, started, and closed at the end."""
+    made = []
+
+    async def start(path, *, timeout_s=30.0, **options):
+        config = RewardConfig("model", options={"path": str(path), **options})
+        rewards = build_rewards([config], Surroundings(ScorerConfig(timeout_s=timeout_s)))
+        made.append(rewards)
+        await rewards.start()
+        return rewards
+
+    yield start
+    for rewards in made:
+        await rewards.close()
+
+
+async def judged(rewards, texts=TEXTS, prompt=PROMPT):
+    return (await rewards.judge(prompt, texts)).components["model"]
+
+
+async def scores(rewards, texts=TEXTS, prompt=PROMPT):
+    return [one.score for one in await judged(rewards, texts, prompt)]
+
+
+def copied(path, to, **settings):
+    """The model's directory once more, its config changed."""
+    shutil.copytree(path, to)
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**config, **settings}))
+    return to
+
+
+def reweighted(path, to, change):
+    """The model's directory once more, what `change` does done to its weights."""
+    copied(path, to)
+    weights = load_file(to / "model.safetensors")
+    change(weights)
+    save_file(weights, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def untemplated(path, tmp_path):
+    plain = copied(path, tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink()
+    return plain
+
+
+def by_transformers(path, text):
+    """What the model gives to a text alone, one token per symbol, and <pad> for any other."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    ids = [SYMBOLS.index(symbol) if symbol in SYMBOLS else 0 for symbol in text]
+    with torch.no_grad():
+        return pytest.approx(model(torch.tensor([ids])).logits.item(), abs=1e-5)
+
+
+async def test_the_score_is_what_transformers_gives_to_the_templated_conversation(path, started):
+    found = await scores(await started(path))
+    # The toy's template: all contents, and "=".
+    assert found == [by_transformers(path, f"2+3{text}=") for text in TEXTS]
+    assert max(found) - min(found) > 0.1
+
+
+async def test_without_a_template_the_completion_follows_the_prompt(path, tmp_path, started):
+    chat = ({"role": "system", "content": "9"}, {"role": "user", "content": "2+3"})
+    prompt = Prompt("0:0:0", PROMPT.token_ids, messages=chat)
+    found = await scores(await started(untemplated(path, tmp_path)), prompt=prompt)
+    assert found == [by_transformers(path, f"9\n2+3{text}") for text in TEXTS]
+
+
+async def test_scores_do_not_depend_on_what_shares_the_forward(path, started):
+    alone = await started(path, batch_tokens=40, max_length=40)
+    together = await started(path)
+    each = [(await scores(alone, [text]))[0] for text in TEXTS]
+    assert await scores(together) == pytest.approx(each, abs=1e-5)
+    assert await scores(together, TEXTS[::-1]) == pytest.approx(each[::-1], abs=1e-5)
+    assert await scores(alone) == pytest.approx(each, abs=1e-5)
+
+
+async def test_groups_that_arrive_during_a_forward_share_the_next(path, started, monkeypatch):
+    sizes, may_go, logits = [], threading.Event(), Classifier.logits
+    encoded, encode = [], ModelReward._encode
+
+    def held(self, rows):
+        sizes.append(len(rows))
+        assert may_go.wait(10)
+        return logits(self, rows)
+
+    def noted(self, texts):
+        rows = encode(self, texts)
+        encoded.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(Classifier, "logits", held)
+    monkeypatch.setattr(ModelReward, "_encode", noted)
+    rewards = await started(path)
+    groups = [asyncio.create_task(scores(rewards, TEXTS[:2]))]
+    while not sizes:
+        await asyncio.sleep(0.01)
+    groups += [asyncio.create_task(scores(rewards, TEXTS[:3])) for _ in range(4)]
+    while len(encoded) < 5:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.5)  # the event loop is free for them to come in
+    may_go.set()
+    found = await asyncio.gather(*groups)
+    assert sizes == [2, 12]
+    assert found[1] == pytest.approx(found[4])
+
+
+async def test_a_model_without_a_padding_token_is_asked_one_by_one(path, tmp_path, started):
+    unpadded = copied(path, tmp_path / "unpadded", pad_token_id=None)
+    config = RewardConfig("model", options={"path": str(unpadded)})
+    rewards = build_rewards([config])
+    (note,) = await rewards.preflight()
+    await rewards.start()
+    assert note.endswith("has no padding token, is asked about one text at a time")
+    found = await scores(rewards)
+    await rewards.close()
+    assert found == pytest.approx(await scores(await started(path)), abs=1e-5)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+async def test_it_passes_from_logit_0_or_probability_a_half(path, tmp_path, started, sign):
+    path = reweighted(path, tmp_path / "signed", lambda weights: weights["score.weight"].mul_(sign))
+    logits = await judged(await started(path))
+    probabilities = await judged(await started(path, sigmoid=True))
+    for raw, squashed in zip(logits, probabilities, strict=True):
+        assert raw.score * sign < 0  # of this random head
+        assert raw.verdict is squashed.verdict is (Verdict.WRONG if sign == 1 else Verdict.PASS)
+        assert squashed.score == pytest.approx(1 / (1 + math.exp(-raw.score)))
+    least = min(one.score for one in logits)
+    picky = await judged(await started(path, pass_score=math.nextafter(least, 99)))
+    assert [one.verdict for one in picky].count(Verdict.WRONG) == 1
+
+
+async def test_of_several_labels_one_is_picked_by_name_or_number(tmp_path, started):
+    names = {0: "bad", 1: "fair", 2: "good"}
+    path = write_classifier(tmp_path / "three", num_labels=3, id2label=names)
+    by_name = [await scores(await started(path, label=name)) for name in names.values()]
+    assert [sum(parts) for parts in zip(*by_name, strict=True)] == pytest.approx([1.0] * len(TEXTS))
+    assert await scores(await started(path, label=2)) == pytest.approx(by_name[2])
+    for label in ("", "great"):
+        message = rf"rewards\[0\].label={label}: must be one of the model's 3 labels, bad, fair, g"
+        with pytest.raises(ConfigError, match=message):
+            await started(path, label=label)
+
+
+def test_a_number_of_logits_by_hand():
+    assert number_of([-3.0], 0, sigmoid=False) == -3.0
+    assert number_of([0.0], 0, sigmoid=True) == 0.5
+    assert number_of([-1e9], 0, sigmoid=True) == 0.0
+    assert number_of([0.0, math.log(3.0)], 1, sigmoid=False) == pytest.approx(0.75)
+    assert number_of([1e9, 0.0], 0, sigmoid=False) == 1.0
+    assert number_of([5.0, math.log(3.0)], 1, sigmoid=True) == pytest.approx(0.75)
+
+
+def test_a_padding_token_that_there_is_not_is_none(path, tmp_path):
+    assert read_classifier(path).pad_id == 0
+    # As the first LLaMA has it.
+    assert read_classifier(str(copied(path, tmp_path / "negative", pad_token_id=-1))).pad_id is None
+
+
+async def test_a_text_that_is_too_long_is_an_error_or_loses_its_beginning(path, started):
+    long = "1234567890" * 3
+    refusing = await started(path, max_length=20)
+    with pytest.raises(RewardError, match=r"completion 1 have 34 tokens, .* takes 1 to 20"):
+        await scores(refusing, ["5", long])
+    cutting = await started(path, max_length=20, on_long_text="truncate")
+    assert await scores(cutting, [long]) == await scores(cutting, ["0" + long])
+    assert await scores(cutting, [long]) != await scores(cutting, [long + "1"])
+
+
+async def test_a_number_that_is_not_finite_is_an_error(path, tmp_path, started):
+    broken = reweighted(path, tmp_path / "nan", lambda weights: weights["score.weight"].fill_(nan))
+    rewards = await started(broken)
+    with pytest.raises(RewardError, match=r"reward model, uid 0:4:0: .* gives \[nan\] for compl"):
+        await scores(rewards)
+
+
+async def test_a_forward_that_hangs_is_given_up_and_the_loop_goes_on(path, started, monkeypatch):
+    rewards = await started(path, timeout_s=0.2, attempts=1)
+    may_go = threading.Event()
+    monkeypatch.setattr(Classifier, "logits", lambda self, rows: may_go.wait(10))
+    with pytest.raises(RewardTimeoutError, match=r"the model gave nothing in 0\.2 s"):
+        await scores(rewards)
+    may_go.set()
+
+
+async def test_a_prompt_that_the_models_template_refuses_is_named(path, tmp_path):
+    refusing = copied(path, tmp_path / "refusing")
+    template = "{% if messages[0].role != 'user' %}{{ messages[0].nope.nope }}{% endif %}="
+    (refusing / "chat_template.jinja").write_text(template)
+    rewards = build_rewards([RewardConfig("model", options={"path": str(refusing)})])
+    rewards.check([PROMPT])
+    system = Prompt("0:7:0", PROMPT.token_ids, messages=({"role": "system", "content": "1"},))
+    with pytest.raises(
+        ConfigError, match=r"uid 0:7:0: .*the reward model's chat template refuses it"
+    ):
+        rewards.check([system])
+
+
+def refused(path, **options):
+    with pytest.raises(ConfigError) as error:
+        build_rewards([RewardConfig("model", options={"path": str(path), **options})])
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_directory_that_is_no_such_model_is_refused_before_anything_is_loaded(path, tmp_path):
+    assert "path=/nowhere: does not exist" in refused("/nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "has no config.json" in refused(tmp_path / "empty")
+    write_model(tmp_path / "policy")
+    message = "Qwen2ForCausalLM without a classification head (its files lack score.weight)"
+    assert message in refused(tmp_path / "policy")
+    headless = copied(path, tmp_path / "headless")
+    (headless / "model.safetensors").unlink()
+    assert "holds no .safetensors file" in refused(headless)
+    (headless / "model.safetensors").write_bytes(b"\xff" * 64)
+    assert "model.safetensors: " in refused(headless)
+    shutil.copytree(path, tmp_path / "unspoken")
+    (tmp_path / "unspoken/tokenizer.json").unlink()
+    assert "holds no tokenizer" in refused(tmp_path / "unspoken")
+    other = copied(path, tmp_path / "other", num_labels=2, id2label={"0": "a", "1": "b"})
+    message = "score.weight has shape (1, 64), config.json says (2, 64)"
+    assert message in refused(other, label="a")
+    (tmp_path / "unspoken/config.json").write_text("{}")
+    assert "rewards[0].path=" in refused(tmp_path / "unspoken")
+
+
+def test_a_tokenizer_that_gives_ids_the_model_lacks_is_refused(path, tmp_path):
+    small = copied(path, tmp_path / "small", vocab_size=16)
+    message = "gives token id 16, the model knows ids below 16: they do not belong together"
+    assert message in refused(small)
+
+
+async def test_a_model_that_lacks_parameters_below_its_head_is_refused_at_start(path, tmp_path):
+    partial = reweighted(path, tmp_path / "part", lambda weights: weights.pop("model.norm.weight"))
+    rewards = build_rewards([RewardConfig("model", options={"path": str(partial)})])
+    with pytest.raises(ConfigError, match=r"lacks 1 parameters, as model\.norm\.weight"):
+        await rewards.start()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float8"}, "dtype=float8: must be one of auto, float32, bfloat16"),
+        ({"on_long_text": "skip"}, "on_long_text=skip: must be one of error, truncate"),
+        ({"batch_tokens": 0}, "batch_tokens=0: must be 1 or more"),
+        ({"max_length": 9, "batch_tokens": 8}, "max_length=9: must be at most batch_tokens=8"),
+        ({"max_length": 129}, "takes at most 128 tokens"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused(path, options, message):
+    assert message in refused(path, **options)
+
+
+def test_a_run_gives_its_scorers_the_models_memory_and_a_gpu(path, tmp_path):
+    recipe = write_toy(tmp_path) / "recipe.yaml"
+
+    def reward_demand(*overrides, on_gpu):
+        config = load_config(recipe, overrides)
+        wanted = demands(config, prepare(config), on_gpu)
+        return next(demand for demand in wanted if demand.role == "reward")
+
+    of_a_rule = reward_demand(on_gpu=True)
+    assert (of_a_rule.gpus, of_a_rule.memory_gib) == (0, PROCESS_GIB)
+    model = f"rewards=[{{kind: exact}}, {{kind: model, path: {path}}}]"
+    assert reward_demand(model, on_gpu=True).gpus == 1
+    on_cpu = reward_demand(model, on_gpu=False)
+    assert on_cpu.gpus == 0
+    size = read_classifier(path).weight_bytes
+    assert on_cpu.memory_gib == pytest.approx(PROCESS_GIB + size / 2**30)

@@ -1,0 +1,203 @@
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.config import load_config
+from streamrl.errors import ConfigError, RewardError
+from streamrl.messages import Prompt
+from streamrl.rewards.interface.extract import PatternOptions
+from streamrl.rewards.interface.verdict import Verdict
+from streamrl.rewards.kinds.exact import exact_reward
+from streamrl.rewards.kinds.numeric import numeric_reward, parse_number
+from streamrl.rewards.kinds.regex import RegexOptions, regex_reward
+
+EXACT, NUMERIC = exact_reward(PatternOptions()), numeric_reward(PatternOptions())
+
+
+def prompt(ground_truth=None):
+    return Prompt("0:0:0", np.array([1], np.int32), ground_truth=ground_truth)
+
+
+async def score_one(reward, completion, ground_truth=None):
+    (found,) = await reward.score(prompt(ground_truth), [completion])
+    assert found.verdict is (Verdict.PASS if found.score else Verdict.WRONG)
+    return found.score
+
+
+@pytest.mark.parametrize(
+    ("completion", "ground_truth", "score"),
+    [
+        ("42", "42", 1.0),
+        ("  42\n", "42 ", 1.0),
+        ("42", 42, 1.0),
+        ("42.0", "42", 0.0),
+        ("the answer is 42", "42", 0.0),
+        ("Yes", "yes", 0.0),
+        ("", "42", 0.0),
+        ("two words", "two words", 1.0),
+    ],
+)
+async def test_exact_compares_trimmed_text(completion, ground_truth, score):
+    assert await score_one(EXACT, completion, ground_truth) == score
+
+
+@pytest.mark.parametrize(
+    ("completion", "ground_truth", "score"),
+    [
+        ("42", "42", 1.0),
+        ("042", 42, 1.0),
+        ("42.000", "42", 1.0),
+        ("42.", "42", 1.0),
+        ("+42", "42", 1.0),
+        ("-42", "42", 0.0),
+        ("1,000,000.5", "1000000.5", 1.0),
+        ("1000", "1,000", 1.0),
+        ("12,34", "1234", 0.0),
+        ("0.1", 0.1, 1.0),
+        (".1", "1/10", 1.0),
+        ("1/3", "2/6", 1.0),
+        ("0.333333333333333333", "1/3", 0.0),
+        ("1e3", "1000", 1.0),
+        ("1e-1", "0.1", 1.0),
+        ("1/0", "0", 0.0),
+        ("0.1000000000000000055511151231257827", 0.1, 0.0),
+        ("the answer is 42", "42", 0.0),
+        ("42 43", "42", 0.0),
+        ("", "0", 0.0),
+        ("nan", "0", 0.0),
+        ("inf", "0", 0.0),
+        ("0x2a", "42", 0.0),
+        ("4_2", "42", 0.0),
+        ("\u0664\u0662", "42", 0.0),
+        ("1e999999999", "42", 0.0),
+        ("9" * 100_000, "42", 0.0),
+        ("-" * 5000, "42", 0.0),
+        ("1," * 499 + "1", "42", 0.0),
+    ],
+)
+async def test_numeric_compares_exact_numbers(completion, ground_truth, score):
+    reward = NUMERIC
+    started = time.process_time()
+    assert await score_one(reward, completion, ground_truth) == score
+    assert time.process_time() - started < 1
+
+
+@given(st.fractions())
+def test_every_fraction_reads_back_as_itself(value):
+    assert parse_number(str(value)) == value
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, places=6))
+def test_every_decimal_reads_back_with_or_without_commas(value):
+    assert parse_number(f"{value:f}") == Fraction(value)
+    assert parse_number(f"{value:,f}") == Fraction(value)
+
+
+@given(st.text(max_size=30))
+def test_no_text_breaks_the_number_reader(text):
+    number = parse_number(text)
+    assert number is None or isinstance(number, Fraction)
+
+
+async def test_a_pattern_says_where_the_answer_stands_and_the_last_one_counts():
+    reward = numeric_reward(PatternOptions("#### (.*)"))
+    assert await score_one(reward, "#### 3\nno, wait\n#### 1,000 ", "1000") == 1.0
+    assert await score_one(reward, "1000", "1000") == 0.0
+    words = exact_reward(PatternOptions(r"[a-z]+"))
+    assert await score_one(words, "ANSWER: one two!", "two") == 1.0
+
+
+async def test_answers_of_one_value_have_one_form_and_no_answer_is_none():
+    found = await NUMERIC.score(prompt("0.5"), [".50", "1/2", "5e-1", "0.7", "half"])
+    assert [one.answer for one in found] == ["1/2", "1/2", "1/2", "7/10", None]
+
+
+async def test_a_group_that_took_no_part_in_the_match_is_no_answer():
+    reward = exact_reward(PatternOptions("(a)|b"))
+    assert await score_one(reward, "b", "None") == 0.0
+
+
+async def test_regex_rewards_the_form():
+    reward = regex_reward(RegexOptions(r"(?s)\A<think>.*</think>\s*<answer>.*</answer>\Z"))
+    assert await score_one(reward, "<think>\n2+3\n</think> <answer>5</answer>") == 1.0
+    assert await score_one(reward, "so: <think></think><answer>5</answer>") == 0.0
+    anywhere = regex_reward(RegexOptions("5|6"))
+    assert await score_one(anywhere, "it is 6") == 1.0
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["regex", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("exact", "numeric"))],
+)
+async def test_a_search_that_explodes_is_a_verdict_on_its_completion_alone(rule):
+    pattern = r"(?:5|55)+[yz]"
+    reward = {
+        "regex": lambda: regex_reward(RegexOptions(pattern)),
+        "exact": lambda: exact_reward(PatternOptions(pattern)),
+        "numeric": lambda: numeric_reward(PatternOptions(f"({pattern[:-4]})[yz]")),
+    }[rule]()
+    truth = "5" if rule == "numeric" else "5y"
+    slow, right = await reward.score(prompt(truth), ["5" * 40 + "!", "5y"])
+    assert (slow.score, slow.verdict, slow.answer) == (0.0, Verdict.TIMEOUT, None)
+    assert slow.detail.endswith("took more than 0.5 s on a completion of 41 characters")
+    assert (right.score, right.verdict) == (1.0, Verdict.PASS)
+
+
+def test_a_broken_pattern_is_refused_at_start():
+    with pytest.raises(ConfigError, match=r"rewards.pattern=\(: "):
+        regex_reward(RegexOptions("("))
+
+
+@pytest.mark.parametrize("ground_truth", [None, 1.5, True, ["42"], {"target": "42"}, "", " \n"])
+async def test_exact_refuses_a_ground_truth_it_cannot_compare(ground_truth):
+    reward = EXACT
+    for completion in ("42", ""):
+        with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, "):
+            reward.check(prompt(ground_truth))
+        with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, "):
+            await score_one(reward, completion, ground_truth)
+
+
+@pytest.mark.parametrize(
+    "ground_truth", [None, "", "about 5", True, float("nan"), float("inf"), ["5"], "1/0"]
+)
+async def test_numeric_refuses_a_ground_truth_that_is_no_number(ground_truth):
+    reward = NUMERIC
+    with pytest.raises(RewardError, match="ground_truth must be a number, is"):
+        reward.check(prompt(ground_truth))
+    with pytest.raises(RewardError, match="ground_truth must be a number, is"):
+        await score_one(reward, "42", ground_truth)
+
+
+def test_good_ground_truths_pass_the_check():
+    EXACT.check(prompt("x"))
+    NUMERIC.check(prompt("1,000"))
+    regex_reward(RegexOptions("x")).check(prompt(None))
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "So it is 34.\nAnswer: 34",
+        "Answer: $34$.",
+        "answer: 34.",
+        "Answer: $\\boxed{34}$",
+        "**Answer:** 34",
+        "**Answer: 34**",
+        "Answer: 12, no.\nAnswer: \\boxed{34}",
+        "**Answer**: 34",
+        "Answer : \\(34\\), since x.",
+        "Answer: \\boxed{ 34 }\nThe answer: is above.",
+        "Answer: 34^\\circ",
+    ],
+)
+async def test_the_recipe_for_dapo_finds_an_answer_as_models_write_it(completion):
+    (config,) = load_config(Path("configs/dapo_qwen2.5_32b_math.yaml")).rewards
+    reward = numeric_reward(PatternOptions(**config.options))
+    assert await score_one(reward, completion, "34") == 1.0
+    assert await score_one(reward, completion, "12") == 0.0

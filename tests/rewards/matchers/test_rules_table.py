@@ -1,0 +1,100 @@
+import time
+from inspect import signature
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.errors import RewardError
+from streamrl.rewards.interface.verdict import Judgement, Verdict
+from streamrl.rewards.matchers import BY_SOURCE, RULES, judge_for
+
+TRUTHS = {"choice": "B"}
+QUICK = [name for name, rule in RULES.items() if not rule.may_hang]
+PIECES = [
+    "\\boxed{",
+    "\\boxed ",
+    "{",
+    "}",
+    "#### ",
+    "Answer: ",
+    "answer is ",
+    "B",
+    "1",
+    ",",
+    ".",
+    "=",
+]
+PIECES += [
+    "\\frac",
+    "\\sqrt",
+    "\\text{ ",
+    "$",
+    "/",
+    "-",
+    " ",
+    "\n",
+    "<think>",
+    "</think>",
+    "\\",
+    "(",
+]
+
+
+def judge(name, completion):
+    return RULES[name].judge(completion, TRUTHS.get(name, "34"))
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("openai/gsm8k", "gsm8k"),
+        ("lighteval/MATH", "math"),
+        ("DigitalLearningGmbH/MATH-lighteval", "math"),
+        ("HuggingFaceH4/MATH-500", "math"),
+        ("math_dapo", "dapo_math"),
+        ("math", "dapo_math"),
+        ("math_dapo_reasoning", "dapo_math"),
+        ("aime2024", "dapo_math"),
+        ("aime_2025", "dapo_math"),
+        ("numina_olympiads", "symbolic"),
+    ],
+)
+def test_a_data_source_has_its_rule(source, name):
+    assert judge_for(source) is RULES[name]
+
+
+@pytest.mark.parametrize("source", ["", "codecontests", "AIME", "openai/gsm8k2", "math_other"])
+def test_a_data_source_without_a_rule_is_named(source):
+    with pytest.raises(RewardError, match=f"data_source {source!r} has no rule of its own; known:"):
+        judge_for(source)
+
+
+def test_every_source_has_a_rule_that_there_is():
+    assert set(BY_SOURCE.values()) <= set(RULES)
+
+
+@pytest.mark.parametrize("name", QUICK)
+@given(completion=st.text() | st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
+def test_no_completion_breaks_a_rule(name, completion):
+    judgement = judge(name, completion)
+    assert isinstance(judgement, Judgement)
+    assert judgement.verdict in (Verdict.PASS, Verdict.WRONG)
+    assert -1 <= judgement.score <= 1
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_completion_of_a_million_characters_takes_less_than_a_second(name):
+    for piece in PIECES:
+        half = piece * (500_000 // len(piece))
+        started = time.process_time()
+        judge(name, f"{half} answer is {half} \\boxed{{{half}}}")
+        assert time.process_time() - started < 1, piece
+
+
+def test_the_reference_names_every_rule_option_and_source():
+    page = (Path(__file__).parents[3] / "docs" / "rewards_reference.md").read_text()
+    options = {name for rule in RULES.values() for name in signature(rule.judge).parameters}
+    for name in {*RULES, *BY_SOURCE, *options} - {"completion", "truth"}:
+        assert f"`{name}`" in page

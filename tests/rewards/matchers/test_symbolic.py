@@ -1,0 +1,53 @@
+import threading
+
+import pytest
+
+from streamrl.errors import RewardError
+from streamrl.rewards.matchers import symbolic
+
+
+@pytest.mark.parametrize(
+    ("completion", "truth", "score"),
+    [
+        (r"\boxed{1+x}", "x+1", 1),
+        (r"\boxed{1+x}", "$x+1$", 1),
+        (r"\boxed{1+x}", r"\boxed{x+1}", 1),
+        (r"So it is $\frac{2}{4}$.", "0.5", 1),
+        (r"\boxed{2^{1/2}}", r"\sqrt{2}", 1),
+        (r"\boxed{1,234}", "1234", 1),
+        ("The answer is 34.", 34, 1),
+        (r"\boxed{\{2,1\}}", r"\{1,2\}", 1),
+        (r"\boxed{x+2}", "x+1", 0),
+        (r"\boxed{0.33}", r"\frac{1}{3}", 0),
+        ("no idea", "7", 0),
+        ("", "7", 0),
+    ],
+)
+def test_answers_are_compared_as_mathematics(completion, truth, score):
+    assert symbolic.judge(completion, truth).score == score
+
+
+def test_equal_answers_have_one_form_so_that_a_majority_can_be_counted():
+    ways = (r"\boxed{0.5}", r"\boxed{1/2}", r"\boxed{\frac{2}{4}}")
+    assert {symbolic.judge(way, "7").answer for way in ways} == {"1/2"}
+    assert symbolic.judge("no idea", "7").answer is None
+
+
+def test_an_integer_too_long_to_print_is_still_judged():
+    assert symbolic.judge(r"\boxed{10^{5000}}", "7").score == 0
+    assert symbolic.judge(r"\boxed{10^{5000}}", r"10^{5000}").score == 1
+
+
+def test_it_needs_no_main_thread():
+    scores = []
+    thread = threading.Thread(target=lambda: scores.append(symbolic.judge("$1+x$", "x+1").score))
+    thread.start()
+    thread.join(30)
+    assert scores == [1]
+
+
+def test_a_ground_truth_that_is_no_mathematics_is_an_error():
+    with pytest.raises(RewardError, match="is no mathematics that math-verify can read: "):
+        symbolic.judge("7", r"\boxed{}")
+    with pytest.raises(RewardError, match="must be an answer as text or an int"):
+        symbolic.check_truth(None)

@@ -1,0 +1,306 @@
+import math
+import textwrap
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from streamrl.errors import ConfigError, RewardError
+from streamrl.messages import Prompt
+from streamrl.rewards.group_filter import FilterConfig, build_filter
+
+PROMPT = Prompt("3:7:0", np.array([1], np.int32), data_source="sums", ground_truth="5")
+EQUAL = FilterConfig("equal_rewards")
+
+rewards = st.floats(-1000, 1000, width=32)
+groups = st.lists(rewards, min_size=1, max_size=16) | st.builds(
+    lambda reward, size: [reward] * size, rewards, st.integers(1, 16)
+)
+
+
+def reason(config, scores, **components):
+    """What the filter says of a group with these scores and named rewards."""
+    columns = {
+        f"reward/{name}": np.array(column, np.float32) for name, column in components.items()
+    }
+    columns["scores"] = np.array(scores, np.float32)
+    columns["lengths"] = np.full(len(scores), 9, np.int32)
+    return build_filter(config).reason(PROMPT, columns)
+
+
+@pytest.fixture
+def filter_from(tmp_path):
+    """The config of a filter from the source of a file; `name` is the function in it."""
+
+    def make(source, name="keep"):
+        path = tmp_path / "filter.py"
+        path.write_text(textwrap.dedent(source))
+        return FilterConfig("function", options={"path": str(path), "function": name})
+
+    return make
+
+
+def test_nothing_is_filtered_unless_asked_for():
+    assert reason(FilterConfig(), [1, 1]) is None
+
+
+@pytest.mark.parametrize(
+    ("scores", "words"),
+    [
+        ([1] * 8, "all 8 rewards are 1"),
+        ([0, 0], "all 2 rewards are 0"),
+        ([-0.0, 0.0], "all 2 rewards are 0"),
+        ([0.1, 0.1, 0.1], "all 3 rewards are 0.1"),
+        ([-2.5, -2.5], "all 2 rewards are -2.5"),
+        ([1, 1, 1, 0], None),
+        ([1, np.nextafter(np.float32(1), np.float32(2))], None),
+        ([1], None),
+        ([0], None),
+    ],
+)
+def test_a_group_of_equal_rewards_is_taken_out_but_never_a_single_rollout(scores, words):
+    assert reason(EQUAL, scores) == words
+
+
+def test_it_is_the_combined_reward_that_has_to_be_equal():
+    assert reason(EQUAL, [1, 1], right=[1, 0], form=[0, 1]) == "all 2 rewards are 1"
+    assert reason(EQUAL, [1, 0], right=[1, 1]) is None
+
+
+@given(groups, st.integers(-1000, 1000))
+def test_shifting_all_rewards_does_not_change_whether_they_are_equal(scores, shift):
+    shifted = np.array(scores, np.float32) + np.float32(shift)
+    # A shift may round two rewards to one; then they are equal.
+    assume(len(set(shifted.tolist())) == len(set(scores)))
+    assert (reason(EQUAL, shifted) is None) == (reason(EQUAL, scores) is None)
+
+
+@given(
+    st.data(),
+    groups,
+    st.sampled_from([EQUAL, FilterConfig("mean_outside", options={"low": -1, "high": 1})]),
+)
+def test_the_order_of_the_rollouts_does_not_matter(data, scores, config):
+    assert reason(config, data.draw(st.permutations(scores))) == reason(config, scores)
+
+
+@pytest.mark.parametrize(
+    ("scores", "low", "high", "words"),
+    [
+        ([1, 1, 1, 1], 0, 1, "mean reward 1 is not inside (0, 1)"),
+        ([0, 0, 0, 0], 0, 1, "mean reward 0 is not inside (0, 1)"),
+        ([1, 0, 0, 0], 0, 1, None),
+        ([1, 0, 0, 0], 0.25, 0.75, "mean reward 0.25 is not inside (0.25, 0.75)"),
+        ([1, 1, 1, 0], 0.25, 0.75, "mean reward 0.75 is not inside (0.25, 0.75)"),
+        ([1, 1, 0, 0], 0.25, 0.75, None),
+        ([-1, 1], 0, 1, "mean reward 0 is not inside (0, 1)"),
+        ([-3, -1], -2.5, 0, None),
+        ([0.5, 0.5], 0, 1, None),
+        ([1], 0, 1, "mean reward 1 is not inside (0, 1)"),
+    ],
+)
+def test_a_group_stays_if_its_mean_lies_inside_the_open_interval(scores, low, high, words):
+    assert reason(FilterConfig("mean_outside", options={"low": low, "high": high}), scores) == words
+
+
+@given(groups, st.floats(-1000, 1000), st.floats(-1000, 1000))
+def test_the_mean_is_a_float64(scores, low, high):
+    assume(low < high)
+    # The exact sum, rounded once; then divided.
+    mean = float(sum(Fraction(score) for score in scores)) / len(scores)
+    stays = reason(FilterConfig("mean_outside", options={"low": low, "high": high}), scores) is None
+    assert stays == (low < mean < high)
+
+
+def test_a_mean_that_float32_would_round_onto_the_bound_is_inside():
+    scores = [1] * 7 + [np.nextafter(np.float32(1), np.float32(0))]
+    assert np.array(scores, np.float32).mean() == 1
+    assert reason(FilterConfig("mean_outside"), scores) is None
+
+
+@pytest.mark.parametrize(("scores", "kept"), [([1, 0], True), ([0, 0], False)])
+def test_a_users_function_says_which_groups_stay(filter_from, scores, kept):
+    config = filter_from("def keep(scores): return max(scores) > 0")
+    assert reason(config, scores) == (
+        None if kept else f"keep in {config.options['path']} returned False"
+    )
+
+
+def test_a_function_is_given_the_prompt_and_lists_of_floats(filter_from):
+    config = filter_from("""
+        def keep(prompt, scores, rewards):
+            assert prompt.uid == "3:7:0" and prompt.ground_truth == "5"
+            assert scores == [1.25, 0.25] and type(scores) is list and type(scores[0]) is float
+            assert rewards == {"right": [1.0, 0.0], "form": [1.0, 1.0]} and type(rewards) is dict
+            return True
+    """)
+    assert reason(config, [1.25, 0.25], right=[1, 0], form=[1, 1]) is None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "def keep(): return True",
+        "def keep(prompt): return prompt.uid == '3:7:0'",
+        "def keep(rewards, scores): return rewards == {'a': scores}",
+        "def keep(*, scores): return scores == [1, 0]",
+        "def keep(scores, least=1): return max(scores) >= least",
+        "def keep(scores=None): return scores == [1, 0]",
+        "def keep(**given): return sorted(given) == ['prompt', 'rewards', 'scores']",
+        "def keep(scores, **rest): return sorted(rest) == ['prompt', 'rewards']",
+        "def keep(*scores): return scores == ()",
+        "keep = lambda scores: scores == [1, 0]",
+        "class Keep:\n    def __call__(self, scores): return scores == [1, 0]\nkeep = Keep()",
+    ],
+)
+def test_a_function_takes_what_it_asks_for_by_name(filter_from, function):
+    assert reason(filter_from(function), [1, 0], a=[1, 0]) is None
+
+
+def test_a_function_cannot_change_the_columns(filter_from):
+    config = filter_from("""
+        def keep(scores, rewards):
+            scores.clear()
+            rewards["a"].clear()
+            return True
+    """)
+    columns = {"scores": np.ones(2, np.float32), "reward/a": np.zeros(2, np.float32)}
+    assert build_filter(config).reason(PROMPT, columns) is None
+    assert columns["scores"].tolist() == [1, 1] and columns["reward/a"].tolist() == [0, 0]
+
+
+def test_a_bool_of_numpy_is_an_answer(filter_from):
+    config = filter_from("import numpy\ndef keep(scores): return numpy.std(scores) > 0")
+    assert reason(config, [1, 0]) is None
+    assert reason(config, [1, 1]) == f"keep in {config.options['path']} returned False"
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        ("None", "None"),
+        ("1", "1"),
+        ("0.0", r"0\.0"),
+        ("'yes'", "'yes'"),
+        ("scores", r"\[1\.0, 0\.0\]"),
+        ("__import__('numpy').eye(2) > 0", r"array\(\[\[ ?True.*\)"),
+        ("(True for _ in scores)", "<generator .*>"),
+    ],
+)
+def test_any_other_answer_is_an_error_that_names_function_file_and_uid(filter_from, body, shown):
+    config = filter_from(f"def keep(scores): return {body}")
+    words = rf"^filter, uid 3:7:0: keep in /.*filter\.py returned {shown}, not True or False$"
+    with pytest.raises(RewardError, match=words):
+        reason(config, [1, 0])
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("return 1 / 0", "ZeroDivisionError: division by zero"),
+        ("return rewards['x']", "KeyError: 'x'"),
+        ("raise ValueError('two\\nlines')", "ValueError: two lines"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("next(iter([]))", "StopIteration"),
+    ],
+)
+def test_what_a_function_raises_is_reported_with_its_line_and_the_uid(
+    filter_from, statement, words
+):
+    config = filter_from(f"""
+        # line 2
+        def keep(rewards):
+            {statement}
+    """)
+    with pytest.raises(
+        RewardError, match=rf"^filter, uid 3:7:0: keep at /.*filter\.py:4: {words}$"
+    ):
+        reason(config, [1, 0])
+
+
+@pytest.mark.parametrize(
+    ("signature", "refused"),
+    [
+        ("(group)", "group"),
+        ("(tokens, scores, uid)", "tokens, uid"),
+        ("(prompt, *, tokenizer)", "tokenizer"),
+        ("(scores, /)", "scores"),
+        ("(scores=None, /)", "scores"),
+    ],
+)
+def test_a_function_that_asks_for_something_else_is_refused_with_what_it_may_have(
+    filter_from, signature, refused
+):
+    config = filter_from(f"def keep{signature}: return True")
+    with pytest.raises(
+        ConfigError,
+        match=rf"^filter\.function=keep: in /.*filter\.py it asks for {refused}; "
+        r"it is given, by name, any of prompt, scores, rewards$",
+    ):
+        build_filter(config)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def other(): pass", r"filter\.function=keep: not in /.*filter\.py, which has other"),
+        ("", r"filter\.function=keep: not in /.*filter\.py, which has none"),
+        ("keep = True", r"filter\.function=keep: in /.*filter\.py it is no function"),
+        ("class keep: pass", r"filter\.function=keep: in /.*filter\.py it is no function"),
+        ("keep = max", r"filter\.function=keep: in /.*filter\.py: no signature.*"),
+        ("async def keep(): return True", r"filter\.function=keep: in /.*filter\.py it is async"),
+        ("x = 1\ny = = 2", r"filter\.path=/.*filter\.py:2: SyntaxError: .*"),
+        ("import no_such_module", r"filter\.path=/.*filter\.py:1: ModuleNotFoundError: .*"),
+        ("raise SystemExit(1)", r"filter\.path=/.*filter\.py:1: SystemExit: 1"),
+    ],
+)
+def test_a_file_that_does_not_hold_the_function_is_refused_in_one_line(filter_from, source, words):
+    config = filter_from(source)
+    with pytest.raises(ConfigError, match=f"^{words}$"):
+        build_filter(config)
+
+
+def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
+    (tmp_path / "filter.txt").write_text("")
+    for name, words in (("none.py", "no such file"), ("filter.txt", r"must be a \.py file")):
+        config = FilterConfig(
+            "function", options={"path": str(tmp_path / name), "function": "keep"}
+        )
+        with pytest.raises(ConfigError, match=rf"^filter\.path=/.*{name}: {words}$"):
+            build_filter(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"kind": "foo"},
+            "filter.kind=foo: must be one of none, equal_rewards, mean_outside, function",
+        ),
+        ({"low": math.nan}, "filter.low=nan: must be finite"),
+        ({"low": -math.inf}, "filter.low=-inf: must be finite"),
+        ({"high": math.inf}, "filter.high=inf: must be finite"),
+        ({"low": 0.5, "high": 0.5}, "filter.low=0.5: must be below high=0.5"),
+        ({"low": 2.0}, "filter.low=2.0: must be below high=1.0"),
+        ({"kind": "function", "function": "keep"}, "filter.path: missing"),
+        ({"kind": "function", "path": "a.py"}, "filter.function: missing"),
+        (
+            {"kind": "none", "path": "a.py"},
+            "filter.path: means nothing to filter.kind=none;"
+            " mean_outside takes low and high, function takes path and function",
+        ),
+        (
+            {"path": "a.py"},
+            "filter.path='a.py': unknown; the nearest key is high",
+        ),
+        ({"max_filter_rounds": 0}, "filter.max_filter_rounds=0: must be 1 or more"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_in_one_line(options, words):
+    own = {"kind", "max_filter_rounds"}
+    settings = {"kind": "mean_outside", **{k: v for k, v in options.items() if k in own}}
+    with pytest.raises(ConfigError) as caught:
+        FilterConfig(**settings, options={k: v for k, v in options.items() if k not in own})
+    assert str(caught.value) == words

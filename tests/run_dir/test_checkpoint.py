@@ -1,0 +1,418 @@
+"""Checkpoints: whole or not there. Where a run goes on, and what it then leaves behind."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.buffer.log.segment_file import segment_path, segments
+from streamrl.buffer.recovery import Base
+from streamrl.dataflow import POLICY
+from streamrl.errors import ConfigError, NoSpaceError
+from streamrl.run_dir import checkpoint
+from streamrl.run_dir.checkpoint import (
+    BOOKS,
+    FORMAT,
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointWriter,
+    QueueLayout,
+    ResumePoint,
+    State,
+    check_files,
+    find_base,
+    find_resume_point,
+    forget_old_shards,
+    journal_dir,
+    link_checkpoint,
+    list_checkpoints,
+    next_generation,
+    read_checkpoint,
+    read_layout,
+)
+
+
+def state(version: int, cuts: Mapping[str, int]) -> State:
+    return State(version=version, ledger={}, prompts={}, dials={}, cuts=cuts)
+
+
+def write(run_dir: Path, version: int, *, keep: int = 10, **cuts: int) -> Path:
+    writer = CheckpointWriter(run_dir, version)
+    for folder in (writer.dirs(POLICY)[0], writer.queue_dir):
+        folder.mkdir()
+    (writer.dirs(POLICY)[0] / "weights").write_text(str(version))
+    named = {name.replace("_", "-"): cut for name, cut in cuts.items()}
+    return writer.commit(state(version, named), keep=keep)
+
+
+def write_segments(run_dir: Path, owner: str, *numbers: int) -> None:
+    journal_dir(run_dir, owner).mkdir(parents=True)
+    for number in numbers:
+        segment_path(journal_dir(run_dir, owner), number).touch()
+
+
+def newest(run_dir: Path) -> Checkpoint:
+    found = find_resume_point(run_dir).checkpoint
+    assert found is not None
+    return found
+
+
+# Writing.
+
+
+def test_one_that_was_cut_off_half_way_is_not_seen(tmp_path: Path) -> None:
+    write(tmp_path, 5)
+    writer = CheckpointWriter(tmp_path, 10)
+    writer.dirs(POLICY)[0].mkdir()
+    assert newest(tmp_path).version == 5
+    write(tmp_path, 10)
+    assert newest(tmp_path).version == 10, "a second try starts from nothing"
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for version in (1, 2, 3, 4):
+        write(tmp_path, version, keep=2)
+    names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert names == ["step_000003", "step_000004"]
+
+
+def test_writing_a_version_again_replaces_it(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    write(tmp_path, 3)
+    assert newest(tmp_path).version == 3
+
+
+def test_a_disk_that_refuses_is_named_and_what_was_there_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 5)
+    writer = CheckpointWriter(tmp_path, 10)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(NoSpaceError, match=r"step_000010 cannot be written: No space left"):
+        writer.commit(state(10, {}), keep=1)
+    monkeypatch.undo()
+    writer.discard()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000005"]
+    assert newest(tmp_path).version == 5
+
+
+# Where a run goes on.
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_and_its_journal(tmp_path: Path) -> None:
+    for version in (5, 100, 20):
+        write(tmp_path, version)
+    found = find_resume_point(tmp_path)
+    assert found.checkpoint is not None
+    assert (found.run_dir, found.version, found.keeps_journal) == (tmp_path, 100, True)
+    assert (found.checkpoint.model_dir / "weights").read_text() == "100"
+    assert found.checkpoint.dirs(POLICY)[1] == found.checkpoint.path / "trainer"
+
+
+def test_a_run_that_died_before_its_first_checkpoint_goes_on_from_its_start(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    write_segments(tmp_path, BOOKS, 1)
+    assert find_resume_point(tmp_path) == ResumePoint(tmp_path, None)
+    assert find_resume_point(tmp_path).version == 0
+    CheckpointWriter(tmp_path, 1)
+    assert find_resume_point(tmp_path).version == 0, "one that is half written is none"
+
+
+@pytest.mark.parametrize("lacks", ["config.yaml", "journal"])
+def test_what_is_no_run_has_no_start_to_go_on_from(tmp_path: Path, lacks: str) -> None:
+    if lacks != "config.yaml":
+        (tmp_path / "config.yaml").write_text("")
+    if lacks != "journal":
+        write_segments(tmp_path, BOOKS, 1)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match="not a checkpoint, nor a run directory"):
+        find_resume_point(tmp_path)
+
+
+def test_a_run_that_died_before_its_first_step_starts_again(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    assert find_resume_point(tmp_path) == ResumePoint(tmp_path, None)
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert find_resume_point(tmp_path) == ResumePoint(tmp_path, None)
+
+
+def test_what_a_crash_left_half_written_is_gone_once_the_run_goes_on(tmp_path: Path) -> None:
+    write(tmp_path, 5)
+    CheckpointWriter(tmp_path, 7)
+    find_resume_point(tmp_path).discard_later()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000005"]
+
+
+def test_the_newest_checkpoint_keeps_its_journal_if_it_is_named_too(tmp_path: Path) -> None:
+    write(tmp_path, 5)
+    last = write(tmp_path, 10)
+    found = find_resume_point(last)
+    assert (found.run_dir, found.version, found.keeps_journal) == (tmp_path, 10, True)
+
+
+def test_one_checkpoint_can_be_named(tmp_path: Path) -> None:
+    first = write(tmp_path, 5)
+    write(tmp_path, 10)
+    found = find_resume_point(first)
+    assert (found.run_dir, found.version, found.keeps_journal) == (tmp_path, 5, False)
+
+
+def test_a_path_through_a_link_is_the_same_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    last = write(run_dir, 5)
+    (tmp_path / "link").symlink_to(run_dir)
+    found = find_resume_point(tmp_path / "link" / "checkpoints" / last.name)
+    assert (found.run_dir, found.keeps_journal) == (run_dir.resolve(), True)
+
+
+def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such directory"):
+        find_resume_point(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="not a checkpoint, nor a run directory"):
+        find_resume_point(tmp_path)
+    (tmp_path / "state.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"state\.json"):
+        find_resume_point(tmp_path)
+    (tmp_path / "state.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ConfigError, match=r"state\.json: nested too deeply"):
+        find_resume_point(tmp_path)
+    (tmp_path / "state.json").write_text(json.dumps({"format": 1}))
+    with pytest.raises(ConfigError, match=f"not a checkpoint of format {FORMAT}"):
+        find_resume_point(tmp_path)
+    whole = {"format": FORMAT, **state(1, {})}
+    for name in State.__required_keys__:
+        lacking = {key: value for key, value in whole.items() if key != name}
+        (tmp_path / "state.json").write_text(json.dumps(lacking))
+        with pytest.raises(ConfigError, match=f"state.json: lacks {name}$"):
+            find_resume_point(tmp_path)
+    (tmp_path / "state.json").write_text(json.dumps({**whole, "version": "x"}))
+    with pytest.raises(ConfigError, match="version 'x': no integer"):
+        find_resume_point(tmp_path)
+    (tmp_path / "state.json").write_text(json.dumps(whole))
+    assert read_checkpoint(tmp_path).version == 1
+
+
+# What it then leaves behind.
+
+
+def run_with_two_checkpoints(run_dir: Path) -> None:
+    """Segments 1 to 4 of the shard are gone, as they lie before the newest cut."""
+    write_segments(run_dir, "shard-0", 5, 6)
+    write_segments(run_dir, BOOKS, 1, 2, 3, 4)
+    write(run_dir, 5, shard_0=3, books=2)
+    write(run_dir, 10, shard_0=5, books=4)
+
+
+def left(run_dir: Path) -> tuple[list[str], list[int], list[int]]:
+    names = [path.name for path in list_checkpoints(run_dir / "checkpoints")]
+    return (
+        names,
+        segments(journal_dir(run_dir, "shard-0")),
+        segments(journal_dir(run_dir, BOOKS)),
+    )
+
+
+def test_going_on_from_an_older_one_discards_what_came_later(tmp_path: Path) -> None:
+    run_with_two_checkpoints(tmp_path)
+    find_resume_point(tmp_path / "checkpoints" / "step_000005").discard_later()
+    assert left(tmp_path) == (["step_000005"], [], [1])
+    assert find_resume_point(tmp_path).version == 5
+    assert find_base(tmp_path, "shard-0").first == 3
+
+
+def test_going_on_from_the_newest_one_discards_nothing(tmp_path: Path) -> None:
+    run_with_two_checkpoints(tmp_path)
+    before = left(tmp_path)
+    for path in (tmp_path, tmp_path / "checkpoints" / "step_000010"):
+        find_resume_point(path).discard_later()
+        assert left(tmp_path) == before
+
+
+@pytest.mark.parametrize("version", [10, 15])
+def test_what_a_killed_save_left_counts_for_nothing_and_is_removed(
+    tmp_path: Path, version: int
+) -> None:
+    run_with_two_checkpoints(tmp_path)
+    before = left(tmp_path)
+    CheckpointWriter(tmp_path, version).dirs(POLICY)[0].mkdir()
+    assert find_resume_point(tmp_path).version == 10
+    find_resume_point(tmp_path).discard_later()
+    assert left(tmp_path) == before
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step_000005", "step_000010"}
+
+
+def test_going_on_from_the_start_discards_nothing(tmp_path: Path) -> None:
+    write_segments(tmp_path, "shard-0", 1, 2)
+    write_segments(tmp_path, BOOKS, 1)
+    ResumePoint(tmp_path, None).discard_later()
+    assert left(tmp_path) == ([], [1, 2], [1])
+
+
+def test_a_crash_while_discarding_leaves_nothing_that_looks_whole_and_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_with_two_checkpoints(tmp_path)
+    older = tmp_path / "checkpoints" / "step_000005"
+
+    def die(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", die)
+    with pytest.raises(KeyboardInterrupt):
+        find_resume_point(older).discard_later()
+    monkeypatch.undo()
+    # Were the newer one gone first, the older would take the others' journal for its own.
+    assert left(tmp_path) == (["step_000005", "step_000010"], [], [1])
+    find_resume_point(older).discard_later()
+    assert left(tmp_path) == (["step_000005"], [], [1])
+
+
+def test_where_the_newest_is_lost_a_named_older_one_goes_on_without_the_journals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_with_two_checkpoints(tmp_path)
+    older, lost = (tmp_path / "checkpoints" / f"step_0000{n}" for n in ("05", "10"))
+    assert find_resume_point(older).is_continued is False
+    (lost / "state.json").unlink()
+    found = find_resume_point(tmp_path)
+    assert (found.version, found.keeps_journal, found.is_continued) == (5, True, False)
+    # However often it is cut off, it is never taken for one that has journals.
+    forget, times = checkpoint.forget_from, list[str]()
+
+    def die(journal: Path, first: int) -> None:
+        if len(times) == 1:
+            raise KeyboardInterrupt
+        times.append(journal.name)
+        forget(journal, first)
+
+    monkeypatch.setattr(checkpoint, "forget_from", die)
+    with pytest.raises(KeyboardInterrupt):
+        find_resume_point(older).discard_later()
+    monkeypatch.undo()
+    assert times == [BOOKS] and not find_resume_point(older).keeps_journal
+    find_resume_point(older).discard_later()
+    assert left(tmp_path) == (["step_000005"], [], [1])
+    assert not lost.exists()
+    assert find_resume_point(tmp_path).is_continued
+
+
+def test_where_one_that_was_dealt_anew_is_lost_the_older_one_has_its_own_shards(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, 5, shard_0=3, books=2)
+    write_segments(tmp_path, BOOKS, 1, 2, 3)
+    write_segments(tmp_path, "shard-0.1", 4)
+    write_segments(tmp_path, "shard-1.1", 4)
+    QueueLayout(2, 1).write(tmp_path)
+    found = find_resume_point(tmp_path / "checkpoints" / "step_000005")
+    assert not found.keeps_journal and found.layout(shards=1).names == ["shard-0"]
+    found.discard_later()
+    assert read_layout(tmp_path, shards=9).names == ["shard-0"]
+    assert find_resume_point(tmp_path).is_continued
+
+
+def test_a_shard_continues_its_snapshot_in_the_newest_checkpoint(tmp_path: Path) -> None:
+    assert find_base(tmp_path, "shard-0") == Base()
+    write(tmp_path, 5, shard_0=3, shard_1=8)
+    last = write(tmp_path, 10, shard_0=5, shard_1=9)
+    assert find_base(tmp_path, "shard-1") == Base(last / "queue" / "shard-1", 9)
+
+
+@pytest.mark.parametrize(("key", "value"), [("every", -1), ("keep", 0)])
+def test_impossible_settings_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"checkpoint\.{key}={value}"):
+        CheckpointConfig(**{key: value})
+
+
+# What it is made of.
+
+
+def test_a_file_that_is_missing_or_cut_off_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, 5)
+    check_files(newest(tmp_path))
+    weights = path / "model" / "weights"
+    weights.write_text("55")
+    with pytest.raises(ConfigError, match="model/weights has 2 bytes of 1"):
+        check_files(newest(tmp_path))
+    weights.unlink()
+    with pytest.raises(ConfigError, match="model/weights is missing"):
+        check_files(newest(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "not a checkpoint of format 3"),
+        ({"cuts": {"../../elsewhere": 1}}, "cuts: must be of shards and books"),
+        ({"cuts": {"shard-0": -1}}, "cuts: must be whole numbers"),
+        ({"ledger": 3}, "ledger: must be a mapping"),
+        ({"version": True}, "version True: no integer"),
+        ({"files": {"a": "b"}}, "files: must be whole numbers"),
+    ],
+)
+def test_a_state_that_says_what_cannot_be_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path, 5) / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ConfigError, match=message):
+        newest(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "\xff", "[]"])
+def test_a_state_that_is_no_state_is_one_line(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, 5) / "state.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"--resume .*state\.json: ") as refused:
+        newest(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_linked_checkpoint_stays_when_the_original_goes(tmp_path: Path) -> None:
+    for name in ("run", "other"):
+        (tmp_path / name).mkdir()
+    path = write(tmp_path / "run", 5, shard_0=3, books=2)
+    linked = link_checkpoint(newest(tmp_path / "run"), tmp_path / "other")
+    assert linked.state == newest(tmp_path / "run").state
+    shutil.rmtree(path)
+    assert (newest(tmp_path / "other").model_dir / "weights").read_text() == "5"
+
+
+# The folders of shards.
+
+
+def test_a_run_goes_on_with_the_folders_it_was_dealt_to(tmp_path: Path) -> None:
+    assert read_layout(tmp_path, shards=2).names == ["shard-0", "shard-1"]
+    assert next_generation(tmp_path) == 1
+    run_with_two_checkpoints(tmp_path)
+    layout = QueueLayout(3, next_generation(tmp_path))
+    for name in layout.names:
+        write_segments(tmp_path, name, 1)
+    assert read_layout(tmp_path, shards=1).names == ["shard-0"], "not before it is said"
+    layout.write(tmp_path)
+    assert read_layout(tmp_path, shards=1).names == ["shard-0.1", "shard-1.1", "shard-2.1"]
+    assert find_base(tmp_path, "shard-1.1") == Base(), "the journal has all of it"
+    assert next_generation(tmp_path) == 2
+    forget_old_shards(tmp_path, layout)
+    kept = sorted(path.name for path in (tmp_path / "journal").iterdir() if path.is_dir())
+    assert kept == ["books", "shard-0.1", "shard-1.1", "shard-2.1"]
+    older = find_resume_point(tmp_path / "checkpoints" / "step_000005")
+    assert older.layout(shards=9).names == ["shard-0"], "its snapshots are of these"
+    older.discard_later()
+    assert read_layout(tmp_path, shards=9).names == ["shard-0"]
+
+
+@pytest.mark.parametrize("text", ["{}", "[", '{"shards": 0, "generation": 1}', '{"shards": "2"}'])
+def test_a_layout_that_says_nothing_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "layout.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"layout\.json: "):
+        read_layout(tmp_path, shards=1)

@@ -1,0 +1,184 @@
+"""Requests to a run by files: what comes torn, at once, too late, or to nobody."""
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from streamrl.errors import ConfigError, DiskError
+from streamrl.run_dir.control_requests import FOLDER, TAKEN_S, Answer, Mailbox, Request, ask
+
+
+class Clock:
+    """Time that passes when somebody sleeps; the run does something at every look."""
+
+    def __init__(self, run: Callable[[float], object]) -> None:
+        self.now = 0.0
+        self._run = run
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self._run(self.now)
+
+
+def asked(run_dir: Path, run: Callable[[float], object], **counts: int) -> Answer:
+    clock = Clock(run)
+    return ask(run_dir, counts, timeout_s=100.0, clock=clock, sleep=clock.sleep)
+
+
+def opened(run_dir: Path) -> Mailbox:
+    mailbox = Mailbox(run_dir)
+    mailbox.open()
+    return mailbox
+
+
+def test_a_request_is_taken_once_answered_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    mailbox = opened(tmp_path)
+    taken: list[Request] = []
+
+    def run(now: float) -> None:
+        taken.extend(mailbox.take())
+        if now > 50.0:
+            mailbox.answer(taken[0].id, Answer(["generators: 2 -> 4"], True))
+
+    assert asked(tmp_path, run, generator=4) == Answer(["generators: 2 -> 4"], True)
+    assert [request.counts for request in taken] == [{"generator": 4}]
+    assert list((tmp_path / FOLDER).iterdir()) == []
+
+
+def test_two_that_ask_at_once_get_their_own_answers(tmp_path: Path) -> None:
+    mailbox = opened(tmp_path)
+    inner: list[Answer] = []
+
+    def answer_all(now: float) -> None:
+        for request in mailbox.take():
+            mailbox.answer(request.id, Answer([str(request.counts["generator"])], True))
+
+    def run(now: float) -> None:
+        if not inner:
+            inner.append(asked(tmp_path, answer_all, generator=5))
+        answer_all(now)
+
+    outer = asked(tmp_path, run, generator=4)
+    assert (outer.lines, inner[0].lines) == (["4"], ["5"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, "", '{"counts": {"gen', "[]", '{"count": 3}', '{"counts": {"generator": 0}}'],
+)
+def test_what_is_no_request_is_answered_as_such(tmp_path: Path, text: str) -> None:
+    mailbox = opened(tmp_path)
+    (tmp_path / FOLDER / "1.request.json").write_text(text)
+    assert mailbox.take() == []
+    answer = json.loads((tmp_path / FOLDER / "1.answer.json").read_text())
+    assert not answer["is_done"] and "no request" in answer["lines"][0]
+
+
+def test_foreign_and_half_written_files_are_no_requests(tmp_path: Path) -> None:
+    mailbox = opened(tmp_path)
+    for name in ("notes.txt", ".1.request.json.partial", "1.json"):
+        (tmp_path / FOLDER / name).write_text("{}")
+    assert mailbox.take() == []
+    assert len(list((tmp_path / FOLDER).iterdir())) == 3
+
+
+def test_an_answer_nobody_waits_for_goes_with_the_run(tmp_path: Path) -> None:
+    mailbox = opened(tmp_path)
+    taken: list[Request] = []
+    times: list[float] = []
+    with pytest.raises(ConfigError, match="no answer within 100 s"):
+        asked(tmp_path, lambda now: taken.extend(mailbox.take()), generator=2)
+    mailbox.answer(taken[0].id, Answer(["generators: 1 -> 2"], True))
+    mailbox.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="the run is not running"):
+        asked(tmp_path, times.append, generator=2)
+    assert times == [], "it is told at once"
+    mailbox.close()
+
+
+def test_a_run_that_goes_on_starts_with_an_empty_mailbox(tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    for name in ("1.answer.json", ".2.request.json.partial", "3.taken.json"):
+        (folder / name).write_text("{}")
+    opened(tmp_path)
+    assert list(tmp_path.iterdir()) == [folder] and list(folder.iterdir()) == []
+
+
+def test_a_disk_that_refuses_an_answer_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mailbox = opened(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(DiskError, match=r"/1.answer.json cannot be written: No space left"):
+            mailbox.answer("1", Answer([], True))
+    mailbox.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_not_there_is_told_at_once_or_after_a_while(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the run is not running, or still starting"):
+        asked(tmp_path, lambda now: None, generator=2)
+    mailbox = opened(tmp_path)
+    times: list[float] = []
+    with pytest.raises(ConfigError, match=f"no answer within {TAKEN_S:g} s: the run is not"):
+        asked(tmp_path, times.append, generator=2)
+    assert TAKEN_S < times[-1] < TAKEN_S + 1
+    assert mailbox.take() == [], "it was taken back"
+
+
+def test_a_request_to_a_run_that_died_does_not_reach_the_one_that_goes_on(tmp_path: Path) -> None:
+    dead = opened(tmp_path)
+    (tmp_path / FOLDER / "1.request.json").write_text('{"counts": {"generator": 9}}')
+    (tmp_path / FOLDER / "0.request.json").write_text('{"counts": {"generator": 8}}')
+    assert len(dead.take()) == 2
+    (tmp_path / FOLDER / "2.request.json").write_text('{"counts": {"generator": 7}}')
+    assert opened(tmp_path).take() == []
+    assert list((tmp_path / FOLDER).iterdir()) == []
+
+
+@pytest.mark.parametrize("end", [Mailbox.close, Mailbox.open])
+def test_who_waits_when_a_run_ends_or_is_resumed_is_told_at_once(
+    tmp_path: Path, end: Callable[[Mailbox], None]
+) -> None:
+    mailbox = opened(tmp_path)
+    times: list[float] = []
+
+    def run(now: float) -> None:
+        times.append(now)
+        end(mailbox)
+
+    with pytest.raises(ConfigError, match="ended before it answered"):
+        asked(tmp_path, run, generator=2)
+    assert len(times) == 1
+
+
+def test_a_taken_request_that_is_never_answered_has_a_deadline(tmp_path: Path) -> None:
+    mailbox = opened(tmp_path)
+    with pytest.raises(ConfigError, match=r"no answer within 100 s; what was asked for may"):
+        asked(tmp_path, lambda now: mailbox.take(), generator=2)
+
+
+def test_an_answer_that_is_none_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+
+    def spoil(now: float) -> None:
+        for path in (tmp_path / FOLDER).glob("*.request.json"):
+            name = path.name.removesuffix(".request.json")
+            os.mkfifo(tmp_path / FOLDER / f"{name}.answer.json")
+
+    with pytest.raises(ConfigError, match="not a regular file"):
+        asked(tmp_path, spoil, generator=3)

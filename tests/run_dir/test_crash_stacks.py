@@ -1,0 +1,52 @@
+"""A process that a signal ends names itself with the stacks of its threads, once."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamrl.run_dir.crash_stacks import CrashWatch
+
+PROCESS = """
+import os, sys
+from pathlib import Path
+from streamrl.run_dir.crash_stacks import record_stacks
+
+def busy_with_something():
+    os.kill(os.getpid(), int(sys.argv[3]))
+
+record_stacks(Path(sys.argv[1]), sys.argv[2])
+busy_with_something()
+"""
+
+
+def _end_by(number: int, run_dir: Path, actor: str) -> None:
+    command = [sys.executable, "-c", PROCESS, str(run_dir), actor, str(int(number))]
+    assert subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == -number
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGSEGV, "Segmentation fault"), (signal.SIGABRT, "Aborted")],
+)
+def test_a_crash_is_told_once_and_its_stacks_stay(tmp_path: Path, number: int, reason: str) -> None:
+    watch = CrashWatch(tmp_path)
+    assert watch.look() == []
+    _end_by(number, tmp_path, "trainer-1")
+    (crash,) = watch.look()
+    assert (crash.actor, crash.reason) == ("trainer-1", reason)
+    assert "busy_with_something" in Path(crash.stacks).read_text()
+    assert watch.look() == []
+    watch.close()
+    assert Path(crash.stacks).exists()
+    assert CrashWatch(tmp_path).look() == [], "of a run that goes on"
+
+
+def test_who_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    watch = CrashWatch(tmp_path)
+    _end_by(signal.SIGKILL, tmp_path, "generator-0")
+    assert watch.look() == []
+    watch.close()
+    assert list(tmp_path.iterdir()) == []

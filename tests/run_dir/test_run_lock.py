@@ -1,0 +1,241 @@
+"""Who owns a run directory: a live command, told from a dead one on this machine and on others."""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.errors import ConfigError, StreamError
+from streamrl.run_dir import run_lock
+from streamrl.run_dir.run_lock import LOCK_FILE, Owner, check_links, own_run, read_owner, read_run
+
+OWNS = """
+import os, sys, time
+from pathlib import Path
+from typing import Any
+from streamrl.run_dir.run_lock import own_run
+lock = own_run(Path(sys.argv[1]))
+if "forks" in sys.argv and (child := os.fork()) == 0:
+    time.sleep(600)
+print(child if "forks" in sys.argv else os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def owner(folder: Path, *how: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that owns a directory, and its pid, or with "forks" that of its child."""
+    words = [sys.executable, "-c", OWNS, str(folder), *how]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    try:
+        yield process, pid
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        if how:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_second_owner_is_told_since_when_where_and_what_to_do(tmp_path: Path) -> None:
+    with owner(tmp_path) as (process, _):
+        with pytest.raises(ConfigError) as refused:
+            own_run(tmp_path)
+        text = str(refused.value)
+        assert f"{tmp_path} is in use" in text and f"pid {process.pid}" in text
+        assert f"since {time.strftime('%Y-')}" in text and os.uname().nodename in text
+        assert f"kill -INT {process.pid}" in text and "\n" not in text
+        with pytest.raises(ConfigError, match="is in use"), read_run(tmp_path):
+            pass
+        process.kill()
+        process.wait()
+        started = time.monotonic()
+        own_run(tmp_path).release()
+        assert time.monotonic() - started < 1, "a dead owner is told at once"
+
+
+def test_a_fork_neither_keeps_a_dead_owner_alive_nor_ends_a_live_one(tmp_path: Path) -> None:
+    with owner(tmp_path, "forks") as (process, child):
+        process.kill()
+        process.wait()
+        os.kill(child, 0)
+        lock = own_run(tmp_path)
+    if (ended := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(ended, 0)
+    asks = "import sys; from pathlib import Path; from streamrl.run_dir.run_lock import own_run;"
+    words = [sys.executable, "-c", f"{asks} own_run(Path({str(tmp_path)!r}))"]
+    found = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert found.returncode and f"pid {os.getpid()}" in found.stderr
+    lock.release()
+
+
+def test_an_owner_that_ended_leaves_the_directory_to_anybody(tmp_path: Path) -> None:
+    own_run(tmp_path).release()
+    assert read_owner(tmp_path) is None
+    with read_run(tmp_path):
+        pass
+    own_run(tmp_path).release()
+
+
+def test_whoever_reads_a_run_keeps_owners_out_and_writes_nothing(tmp_path: Path) -> None:
+    with read_run(tmp_path):
+        assert list(tmp_path.iterdir()) == []
+    own_run(tmp_path).release()
+    before = (tmp_path / LOCK_FILE).stat()
+    with read_run(tmp_path), pytest.raises(ConfigError, match="reads it for a fork"):
+        own_run(tmp_path)
+    assert (tmp_path / LOCK_FILE).stat().st_mtime_ns == before.st_mtime_ns
+
+
+def elsewhere(folder: Path) -> Owner:
+    """An owner on another node, which flock does not reach."""
+    found = replace(Owner.this_process(), host="node-7", boot="another kernel", pid=1)
+    (folder / LOCK_FILE).write_text(json.dumps(asdict(found)))
+    return found
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hearts that beat faster."""
+    monkeypatch.setattr(run_lock, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(run_lock, "WATCH_S", 0.4)
+    monkeypatch.setattr(run_lock, "_POLL_S", 0.02)
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_owner_on_another_node_is_alive_while_its_heart_beats(tmp_path: Path) -> None:
+    elsewhere(tmp_path)
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.05):
+            os.utime(tmp_path / LOCK_FILE)
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    told: list[str] = []
+    with pytest.raises(ConfigError, match=r"on node-7, pid 1.*kill -INT 1 on node-7"):
+        own_run(tmp_path, status=told.append)
+    ended.set()
+    beating.join()
+    assert "owned since" in told[0]
+    own_run(tmp_path, status=told.append).release()
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_heart_of_an_owner_beats(tmp_path: Path) -> None:
+    lock = own_run(tmp_path)
+    before = (tmp_path / LOCK_FILE).stat().st_mtime_ns
+    time.sleep(0.3)
+    assert (tmp_path / LOCK_FILE).stat().st_mtime_ns > before
+    lock.release()
+
+
+def test_an_owner_that_was_taken_for_dead_is_told_who_has_the_directory(tmp_path: Path) -> None:
+    lock = own_run(tmp_path)
+    lock.check()
+    elsewhere(tmp_path)
+    with pytest.raises(StreamError, match=r"was taken over since .* on node-7, pid 1"):
+        lock.check()
+    lock.release()
+    assert read_owner(tmp_path) is not None, "the other one's name stays"
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("alive", [True, False])
+def test_without_flock_a_process_is_known_by_its_pid_and_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    this = Owner.this_process()
+    found = this if alive else replace(this, start=this.start + 1)
+    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(found)))
+    if alive:
+        with pytest.raises(ConfigError, match=f"pid {os.getpid()}"):
+            own_run(tmp_path)
+    else:
+        own_run(tmp_path).release()
+
+
+def test_a_lock_that_is_a_link_or_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / LOCK_FILE).symlink_to(tmp_path / "precious")
+    with pytest.raises(ConfigError, match="cannot be locked"):
+        own_run(tmp_path)
+    assert (tmp_path / "precious").read_text() == "mine"
+    (tmp_path / LOCK_FILE).unlink()
+    os.mkfifo(tmp_path / LOCK_FILE)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        own_run(tmp_path)
+
+
+LEADS_OUT = (
+    ".config.yaml.partial",
+    "trace.partial",
+    ".metrics.jsonl.partial",
+    "wandb/.run_id.txt.partial",
+    "rollouts",
+    "checkpoints/step_000001/queue",
+    "wandb/latest-run",
+)
+
+
+@pytest.mark.parametrize("name", LEADS_OUT)
+@pytest.mark.parametrize("target", ["..", "nowhere", "absolute", "circle"])
+def test_a_directory_with_a_link_that_leads_out_of_it_is_not_owned(
+    tmp_path: Path, name: str, target: str
+) -> None:
+    run_dir, link = tmp_path / "run", tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    out = os.path.relpath(tmp_path, link.parent)
+    named = {"..": out, "nowhere": f"{out}/nowhere", "absolute": "/etc", "circle": link.name}
+    link.symlink_to(named[target])
+    with pytest.raises(ConfigError, match=re.escape(f"{link} is a link to")):
+        own_run(run_dir)
+    assert not (run_dir / LOCK_FILE).exists()
+
+
+def test_links_within_a_directory_and_to_it_are_as_good_as_any(tmp_path: Path) -> None:
+    logs = tmp_path / "run/wandb/offline-run-1/logs"
+    logs.mkdir(parents=True)
+    (logs / "debug-core.log").symlink_to("/root/.cache/wandb/logs/core-debug.log")
+    (tmp_path / "run/wandb/latest-run").symlink_to("offline-run-1")
+    (tmp_path / "run/latest").symlink_to(tmp_path / "run" / "v1")
+    (tmp_path / "link").symlink_to("run")
+    own_run(tmp_path / "link").release()
+
+
+def test_a_folder_that_goes_while_links_are_looked_for_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoints" / ".partial").mkdir(parents=True)
+    scan = os.scandir
+
+    def vanishing(path: Path) -> Any:
+        found = list(scan(path))
+        for entry in found if Path(path).name == "checkpoints" else ():
+            os.rmdir(entry.path)
+        return found
+
+    monkeypatch.setattr("streamrl.run_dir.run_lock.os.scandir", vanishing)
+    check_links(tmp_path)
+    assert not list((tmp_path / "checkpoints").iterdir())

@@ -1,0 +1,99 @@
+"""Cores that processes share."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.simulator.replicas.cpu_model import Clerk, Machine
+from streamrl.simulator.replicas.virtual_loop import run_virtual
+
+
+async def ends(cores: int, works: list[tuple[float, float]]) -> list[float]:
+    """When each work is done: (begins at, takes), s."""
+    machine, clock = Machine(cores), asyncio.get_running_loop()
+    found = [0.0] * len(works)
+
+    async def one(index: int, at: float, seconds: float) -> None:
+        await asyncio.sleep(at)
+        await machine.work(seconds)
+        found[index] = clock.time()
+
+    await asyncio.gather(*(one(i, *work) for i, work in enumerate(works)))
+    return [round(end, 6) for end in found]
+
+
+def test_with_a_core_each_work_takes_its_time() -> None:
+    assert run_virtual(ends(0, [(0, 1), (0, 3), (2, 2)])) == [1, 3, 4]
+
+
+def test_two_on_one_core_take_twice_as_long() -> None:
+    # Until 2 both have half of it; then one is done, and the other has it alone for its last two.
+    assert run_virtual(ends(1, [(0, 1), (0, 3)])) == [2, 4]
+
+
+def test_who_comes_later_slows_those_down_who_are_there() -> None:
+    # One alone until 1, both until 3, when the second is done with its 1; then 1 is left of 3.
+    assert run_virtual(ends(1, [(0, 3), (1, 1)])) == [4, 3]
+
+
+def test_two_cores_are_enough_for_two() -> None:
+    assert run_virtual(ends(2, [(0, 1), (0, 3), (2, 2)])) == [1, 3, 4]
+
+
+def test_two_on_two_cores_may_still_be_in_each_others_way() -> None:
+    async def main() -> float:
+        machine = Machine(2, crowding=0.25)
+        await machine.work(4.0, processes=2)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 5.0
+
+
+def test_a_work_of_several_processes_is_as_fast_as_each_of_them() -> None:
+    async def main() -> float:
+        machine = Machine(2)
+        await machine.work(3.0, processes=4)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 6.0
+
+
+works = st.lists(st.tuples(st.floats(0, 5), st.floats(0.1, 5)), min_size=1, max_size=6)
+
+
+@given(works, st.integers(1, 3))
+def test_no_more_is_done_than_the_cores_can(works: list[tuple[float, float]], cores: int) -> None:
+    found = run_virtual(ends(cores, works))
+    alone = [at + seconds for at, seconds in works]
+    assert all(end >= least - 1e-5 for end, least in zip(found, alone, strict=True))
+    assert max(found) >= sum(seconds for _, seconds in works) / cores - 1e-5
+    assert max(found) <= max(at for at, _ in works) + sum(s for _, s in works) + 1e-5
+
+
+def test_what_is_cancelled_does_not_happen() -> None:
+    async def main() -> list[str]:
+        machine, rung = Machine(), list[str]()
+        machine.call_at(1.0, lambda: rung.append("first")).cancel()
+        machine.call_at(2.0, lambda: rung.append("second"))
+        await asyncio.sleep(3.0)
+        return rung
+
+    assert run_virtual(main()) == ["second"]
+
+
+def test_a_clerk_does_one_thing_after_another_on_one_core() -> None:
+    async def main() -> tuple[float, float]:
+        machine, clock = Machine(2), asyncio.get_running_loop()
+        clerk = Clerk(machine)
+        for seconds in (1.0, 3.0, 0.0):
+            clerk.work(seconds)
+        # As fast as with nobody beside it but the clerk, and three are one too many for two cores.
+        await machine.work(3.0)
+        beside = clock.time()
+        await asyncio.gather(machine.work(1.5), machine.work(1.5))
+        return beside, clock.time()
+
+    # After 3 s the clerk has 1 s to do: the three of them go at 2/3 for 1.5 s, then two have 0.5 s.
+    assert run_virtual(main()) == pytest.approx((3.0, 3.0 + 1.5 + 0.5))

@@ -1,0 +1,41 @@
+"""A loop whose time is a number."""
+
+import asyncio
+import math
+
+import pytest
+
+from streamrl.simulator.replicas.virtual_loop import run_virtual
+
+
+@pytest.mark.parametrize("polls", [True, False])
+def test_time_jumps_to_the_next_timer(polls: bool) -> None:
+    async def main() -> float:
+        await asyncio.sleep(1e6)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main(), polls=polls) == 1e6
+
+
+@pytest.mark.parametrize("polls", [True, False])
+def test_who_waits_for_ever_is_woken_or_it_is_a_deadlock(polls: bool) -> None:
+    async def woken() -> None:
+        event = asyncio.Event()
+        asyncio.get_running_loop().call_later(5.0, event.set)
+        await asyncio.wait_for(event.wait(), math.inf)
+
+    async def forgotten() -> None:
+        await asyncio.wait_for(asyncio.Event().wait(), math.inf)
+
+    run_virtual(woken(), polls=polls)
+    with pytest.raises(RuntimeError, match="deadlock"):
+        run_virtual(forgotten(), polls=polls)
+
+
+def test_time_goes_on_where_a_nanosecond_is_less_than_rounding() -> None:
+    async def main() -> float:
+        for _ in range(100):
+            await asyncio.sleep(1e9 / 3)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(1e11 / 3)

@@ -1,0 +1,144 @@
+"""A part of a run tells as much as all of it, where there is one."""
+
+from dataclasses import replace
+
+import pytest
+
+from streamrl.dataflow import dataflow_for
+from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.placement.constructors import of_meshes
+from streamrl.placement.run_options import Manner
+from streamrl.placement.stage_timings import GeneratorTiming, ScoreTiming, Timings, TrainTiming
+from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
+from streamrl.simulator import play, simulate
+from streamrl.simulator.quick_run import part_timings, parts_of, played_s, simulated_s, steps_of
+
+GRPO = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
+LENGTHS = LognormalLengths(200, 0.6, 400)
+TIMINGS = Timings(
+    GeneratorTiming(8, 64, 1e6, 0.01, 1e-7, 1e-5, 0.005, 1e-5, 1e-6),
+    {
+        "reference": ScoreTiming(4, batch=4, batch_s=0.01, rollout_s=0.0, token_s=1e-5),
+        "reward": ScoreTiming(1, batch=1, batch_s=1e-4, rollout_s=0.0, token_s=0.0),
+    },
+    {"policy": TrainTiming(8, micro_batch_s=0.02, token_s=1e-4, update_s=0.2)},
+)
+PLACEMENT = of_meshes(
+    {
+        "generate": ("0-7", "1-1-8"),
+        "train": ("8-15", "1-1-8"),
+        "reference": ("16-19", "1-1-4"),
+    },
+    max_staleness=1,
+)
+
+
+def workload(groups: int, lengths: FixedLength | LognormalLengths = LENGTHS) -> Workload:
+    return Workload(groups, 1, 100, lengths, micro_batch_tokens=4096)
+
+
+@pytest.mark.parametrize(
+    ("groups", "lead", "steps"),
+    [
+        # Few groups: as many steps as there are to be, three times as many as are under way.
+        (64, 0, 12),
+        (64, 4, 6 + 3 * 5 + 4),
+        # 10240 groups in five steps, behind two that are unlike them; ahead, there is one more
+        # before them and one behind them.
+        (2048, 0, 2 + 5),
+        (2048, 1, 3 + 5 + 1),
+        # Never fewer than four that count.
+        (50_000, 0, 2 + 4),
+        # Far ahead, and once where they are large.
+        (64, 16, 18 + 3 * 17 + 16),
+        (2048, 16, 18 + 17 + 16),
+    ],
+)
+def test_large_steps_are_played_less_often(groups: int, lead: int, steps: int) -> None:
+    assert steps_of(groups, lead) == steps
+
+
+def test_parts_divide_replicas_and_ranks_and_are_large_enough() -> None:
+    assert parts_of(TIMINGS, workload(2048), 0) == 8
+    # 1000 groups: four parts of 250 are too small.
+    assert parts_of(TIMINGS, workload(1000), 0) == 2
+    assert parts_of(TIMINGS, workload(200), 0) == 1
+    odd = replace(TIMINGS, generator=replace(TIMINGS.generator, replicas=7))
+    assert parts_of(odd, workload(2048), 0) == 1
+    # Cores that all share cannot be divided.
+    assert parts_of(replace(TIMINGS, cores=8), workload(2048), 0) == 1
+
+
+def test_where_groups_take_the_places_of_others_all_of_a_step_is_played() -> None:
+    filtering = replace(workload(2048), filtered=0.5)
+    assert parts_of(TIMINGS, filtering, 0) == 1
+    assert parts_of(TIMINGS, filtering, 1) == 8
+
+
+def test_the_longest_of_a_part_is_as_long_as_that_of_all() -> None:
+    endless = LognormalLengths(200, 0.6, 1_000_000)
+    assert parts_of(TIMINGS, workload(2048, endless), 0) == 1
+    assert parts_of(TIMINGS, workload(2048, FixedLength(300)), 0) == 8
+
+
+def test_replicas_that_are_too_few_to_divide_are_slower() -> None:
+    part = part_timings(TIMINGS, 4)
+    assert part.generator.replicas == 2
+    assert part.train["policy"].shares == 2
+    assert (part.score["reference"].replicas, part.score["reference"].batch_s) == (1, 0.01)
+    # One for all of it is a quarter of one for each quarter.
+    assert (part.score["reward"].replicas, part.score["reward"].batch_s) == (1, 4e-4)
+
+
+def test_a_part_has_the_rate_of_all_of_it() -> None:
+    found = play(GRPO, PLACEMENT, TIMINGS, workload(1024), seed=0, manner=Manner())
+    assert found.parts == 4
+    every = simulate(GRPO, PLACEMENT, TIMINGS, workload(1024), steps=8, seed=0)
+    assert found.step_s == pytest.approx(every.step_s, rel=0.04)
+    assert found.tokens_per_s == pytest.approx(every.tokens_per_s, rel=0.04)
+    assert found.staleness_mean == pytest.approx(every.staleness_mean, abs=0.1)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_is_far_ahead_is_played_as_long_as_it_takes_to_go_round(seed: int) -> None:
+    """A step whose rollouts are long holds up all that are under way: they come in bursts."""
+    asked = replace(workload(32, LognormalLengths(300, 0.7, 2048)), group_size=8)
+    replicas = replace(TIMINGS.generator, replicas=64)
+    # Trained in no time: what takes time is the longest rollout.
+    quick = {"policy": TrainTiming(8, micro_batch_s=0.0, token_s=1e-6, update_s=0.01)}
+    timings, ahead = (
+        replace(TIMINGS, generator=replicas, train=quick),
+        replace(PLACEMENT, max_staleness=16),
+    )
+    every = simulate(GRPO, ahead, timings, asked, steps=200, seed=9)
+    found = play(GRPO, ahead, timings, asked, seed=seed, manner=Manner())
+    assert found.step_s == pytest.approx(every.step_s, rel=0.1)
+
+
+def test_time_goes_with_all_that_is_sampled_and_more_of_it_with_many_groups_at_once() -> None:
+    found = simulated_s(replace(workload(512), group_size=8), steps=20_000)
+    assert found == pytest.approx(512 * 8 * 20_000 * 40e-6)
+    assert simulated_s(workload(512), steps=6) == pytest.approx(
+        6 / 5 * simulated_s(workload(512), steps=5)
+    )
+    half = replace(workload(512), filtered=0.5)
+    assert simulated_s(half, steps=5) == pytest.approx(2 * simulated_s(workload(512), steps=5))
+    few, many = (simulated_s(workload(groups), steps=1) for groups in (5000, 20_000))
+    assert many == pytest.approx(4 * 2 * few)
+
+
+def test_it_takes_longer_where_rollouts_give_up_their_room_for_one_another() -> None:
+    roomy, asked = TIMINGS.generator, workload(512)
+    plain = simulated_s(asked, steps=5)
+    assert simulated_s(asked, steps=5, generator=roomy) == plain
+    tokens = asked.whole_prompt_tokens + asked.lengths.mean
+    full = replace(roomy, max_running=1000, kv_tokens=0.99 * tokens * 512 * asked.group_size / 8)
+    assert simulated_s(asked, steps=5, generator=full) == 8 * plain
+    few = replace(full, max_running=32)
+    assert simulated_s(asked, steps=5, generator=few) == plain
+
+
+def test_what_is_played_in_parts_takes_the_time_of_one() -> None:
+    asked = workload(4096)
+    assert parts_of(TIMINGS, asked, 1) == 8
+    assert played_s(TIMINGS, asked, 1) == simulated_s(workload(512), lead=1)

@@ -1,0 +1,232 @@
+"""The device lease: one holder at a time, in turn, with a deadline."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from streamrl.errors import DeadlineError
+from streamrl.simulator.replicas.virtual_loop import run_virtual
+from streamrl.stream.device_lease import Arbiter, SharedLease
+
+
+def test_holders_take_turns_and_never_overlap() -> None:
+    async def main() -> list[str]:
+        arbiter, log = Arbiter(timeout_s=100.0), list[str]()
+
+        async def work(holder: str) -> None:
+            lease = SharedLease(arbiter, holder)
+            async with lease.hold("stage"):
+                log.append(f"{holder} in")
+                await asyncio.sleep(1.0)
+                log.append(f"{holder} out")
+
+        await asyncio.gather(work("a"), work("b"), work("c"))
+        return log
+
+    assert run_virtual(main()) == ["a in", "a out", "b in", "b out", "c in", "c out"]
+
+
+def test_work_of_one_holder_runs_together() -> None:
+    async def main() -> float:
+        lease = SharedLease(Arbiter(timeout_s=100.0), "generator-0")
+
+        async def work() -> None:
+            async with lease.hold("generate"):
+                await asyncio.sleep(5.0)
+
+        await asyncio.gather(*(work() for _ in range(10)))
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(5.0)
+
+
+def test_the_pool_is_kept_until_the_last_piece_of_work_is_done() -> None:
+    async def main() -> float:
+        arbiter = Arbiter(timeout_s=100.0)
+        mine = SharedLease(arbiter, "generator-0")
+
+        async def work(seconds: float) -> None:
+            async with mine.hold("generate"):
+                await asyncio.sleep(seconds)
+
+        running = asyncio.gather(work(1.0), work(7.0))
+        await asyncio.sleep(0.5)
+        async with SharedLease(arbiter, "trainer").hold("train"):
+            got = asyncio.get_running_loop().time()
+        await running
+        return got
+
+    assert run_virtual(main()) == pytest.approx(7.0)
+
+
+def test_waiting_for_the_pool_names_who_has_it() -> None:
+    async def main() -> None:
+        arbiter = Arbiter(timeout_s=3.0)
+        await arbiter.acquire("generator-0")
+        with pytest.raises(DeadlineError, match=r"trainer waited 3 s .* generator-0 has held it"):
+            await arbiter.acquire("trainer")
+
+    run_virtual(main())
+
+
+def test_who_waits_for_the_pool_waits_as_long_as_its_holder_gets_on() -> None:
+    async def main() -> None:
+        arbiter = Arbiter(timeout_s=3.0)
+        trainer = SharedLease(arbiter, "trainer")
+
+        async def train() -> None:
+            async with trainer.hold("train"):
+                for _ in range(5):
+                    await asyncio.sleep(2.0)
+                    trainer.progress()
+                await asyncio.sleep(100.0)
+
+        training = asyncio.create_task(train())
+        await asyncio.sleep(0.1)
+        with pytest.raises(DeadlineError, match=r"reward-0 waited 13 s .* trainer has held it for"):
+            await arbiter.acquire("reward-0")
+        training.cancel()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_pool_that_comes_with_the_deadline_is_had_or_not_and_never_lost(order: int) -> None:
+    async def main() -> None:
+        arbiter = Arbiter(timeout_s=3.0)
+        await arbiter.acquire("trainer")
+
+        async def train() -> None:
+            await asyncio.sleep(3.0)
+            await arbiter.release("trainer")
+
+        async def score() -> None:
+            await arbiter.acquire("reward-0")
+            await arbiter.release("reward-0")
+
+        both = [train(), score()][::order]
+        await asyncio.gather(*both, return_exceptions=True)
+        await arbiter.acquire("generator-0")
+
+    run_virtual(main())
+
+
+def test_one_of_several_pieces_of_work_that_ends_is_progress() -> None:
+    async def main() -> None:
+        arbiter = Arbiter(timeout_s=3.0)
+        lease = SharedLease(arbiter, "generator-0")
+
+        async def sample(seconds: float) -> None:
+            async with lease.hold("generate"):
+                await asyncio.sleep(seconds)
+
+        running = [asyncio.create_task(sample(seconds)) for seconds in (2.0, 4.0, 6.0)]
+        await asyncio.sleep(0.1)
+        await arbiter.acquire("reward-0")
+        assert asyncio.get_running_loop().time() == pytest.approx(6.0)
+        await asyncio.gather(*running)
+
+    run_virtual(main())
+
+
+def test_the_pool_comes_back_when_the_work_fails() -> None:
+    async def main() -> None:
+        arbiter = Arbiter(timeout_s=3.0)
+        with pytest.raises(RuntimeError, match="boom"):
+            async with SharedLease(arbiter, "a").hold("stage"):
+                raise RuntimeError("boom")
+        async with SharedLease(arbiter, "b").hold("stage"):
+            pass
+
+    run_virtual(main())
+
+
+def test_a_holder_that_dies_while_it_waits_does_not_get_the_pool() -> None:
+    async def main() -> list[str]:
+        arbiter, log = Arbiter(timeout_s=100.0), list[str]()
+        await arbiter.acquire("trainer")
+
+        async def wait(holder: str) -> None:
+            await arbiter.acquire(holder)
+            log.append(holder)
+
+        dead = asyncio.create_task(arbiter.acquire("generator-0"))
+        await asyncio.sleep(1.0)
+        arbiter.forget("generator-0")
+        others = [asyncio.create_task(wait(name)) for name in ("reward-0", "generator-0")]
+        await asyncio.sleep(1.0)
+        await arbiter.release("trainer")
+        await dead
+        await others[0]
+        await arbiter.release("reward-0")
+        await others[1]
+        return log
+
+    assert run_virtual(main()) == ["reward-0", "generator-0"]
+
+
+def test_the_pool_of_a_holder_that_died_goes_to_the_next_in_line() -> None:
+    async def main() -> float:
+        arbiter = Arbiter(timeout_s=100.0)
+        await arbiter.acquire("generator-0")
+        waiting = asyncio.create_task(arbiter.acquire("trainer"))
+        await asyncio.sleep(7.0)
+        arbiter.forget("reward-0")
+        await asyncio.sleep(1.0)
+        assert not waiting.done(), "another one died"
+        arbiter.forget("generator-0")
+        await waiting
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(8.0)
+
+
+class RemoteArbiter:
+    """An arbiter in another process: to stop waiting for its answer does not take the ask back."""
+
+    def __init__(self, arbiter: Arbiter) -> None:
+        self._arbiter = arbiter
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def acquire(self, holder: str, phase: str) -> None:
+        await self._call(self._arbiter.acquire(holder, phase))
+
+    async def release(self, holder: str) -> None:
+        await self._call(self._arbiter.release(holder))
+
+    async def wanted(self, holder: str) -> bool:
+        return await self._arbiter.wanted(holder)
+
+    def progress(self, holder: str) -> None:
+        self._arbiter.progress(holder)
+
+    async def _call(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._calls.add(task)
+        await asyncio.shield(task)
+
+
+def test_work_that_is_cancelled_while_it_waits_for_the_pool_gives_it_back() -> None:
+    async def main() -> list[str]:
+        arbiter, log = Arbiter(timeout_s=100.0), list[str]()
+        mine = SharedLease(RemoteArbiter(arbiter), "generator-0")
+
+        async def work(name: str) -> None:
+            async with mine.hold("generate"):
+                log.append(name)
+
+        await arbiter.acquire("trainer")
+        lost = asyncio.create_task(work("lost"))
+        await asyncio.sleep(1.0)
+        lost.cancel()
+        await asyncio.sleep(1.0)
+        kept = asyncio.create_task(work("kept"))
+        await asyncio.sleep(1.0)
+        await arbiter.release("trainer")
+        await kept
+        await arbiter.acquire("trainer")
+        return log
+
+    assert run_virtual(main()) == ["kept"]

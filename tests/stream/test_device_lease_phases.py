@@ -1,0 +1,296 @@
+"""Phases of the device lease: who works in one holds it together, and gives way to others."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.errors import DeadlineError
+from streamrl.simulator.replicas.virtual_loop import run_virtual
+from streamrl.stream.device_lease import Arbiter, SharedLease
+
+
+class Decoding:
+    """Rollouts that take so long of computing time, and count what was computed meanwhile."""
+
+    def __init__(self) -> None:
+        self._may_go = asyncio.Event()
+        self._may_go.set()
+        self.computing = 0
+
+    async def suspend(self) -> None:
+        self._may_go.clear()
+
+    async def resume(self) -> None:
+        self._may_go.set()
+
+    async def work(self, seconds: float) -> None:
+        for _ in range(round(seconds * 10)):
+            await self._may_go.wait()
+            self.computing += 1
+            await asyncio.sleep(0.1)
+            self.computing -= 1
+
+
+def test_a_phase_is_held_by_all_who_work_in_it() -> None:
+    async def main() -> float:
+        arbiter = Arbiter(timeout_s=100.0, slice_s=60.0)
+
+        async def work(holder: str, phase: str, after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            async with SharedLease(arbiter, holder, phase).hold(phase):
+                await asyncio.sleep(5.0)
+
+        await asyncio.gather(
+            work("generator-0", "generate", 0.0),
+            work("trainer", "train", 1.0),
+            # It joins the phase, though another waits: its slice is not over.
+            work("generator-1", "generate", 2.0),
+        )
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(2.0 + 5.0 + 5.0)
+
+
+def test_rollouts_give_way_after_their_slice_and_go_on_where_they_were() -> None:
+    async def main() -> tuple[float, float]:
+        arbiter, decoding = Arbiter(timeout_s=100.0, slice_s=2.0), Decoding()
+        mine = SharedLease(arbiter, "generator-0", "generate", suspendable=decoding)
+        clock = asyncio.get_running_loop().time
+
+        async def generate() -> None:
+            async with mine.hold("generate"):
+                await decoding.work(6.0)
+
+        running = asyncio.create_task(generate())
+        await asyncio.sleep(0.5)
+        async with SharedLease(arbiter, "trainer").hold("train"):
+            got = clock()
+            await asyncio.sleep(0.2)
+            assert not decoding.computing
+            await asyncio.sleep(2.8)
+        await running
+        await arbiter.acquire("trainer")
+        return got, clock()
+
+    got, ended = run_virtual(main())
+    assert got == pytest.approx(2.0)
+    assert ended == pytest.approx(6.0 + 3.0, abs=0.2)
+
+
+def test_rollouts_that_gave_way_go_on_however_late_the_pool_comes_back() -> None:
+    async def main() -> float:
+        arbiter, decoding = Arbiter(timeout_s=10.0, slice_s=2.0), Decoding()
+        mine = SharedLease(arbiter, "generator-0", "generate", suspendable=decoding)
+
+        async def generate() -> None:
+            async with mine.hold("generate"):
+                await decoding.work(6.0)
+
+        running = asyncio.create_task(generate())
+        await asyncio.sleep(0.5)
+        await _held(SharedLease(arbiter, "trainer"), 35.0)
+        await running
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(6.0 + 35.0, abs=0.2)
+
+
+def test_what_cannot_be_suspended_keeps_the_pool_until_it_is_done() -> None:
+    async def main() -> float:
+        arbiter = Arbiter(timeout_s=100.0, slice_s=2.0)
+        running = asyncio.create_task(_held(SharedLease(arbiter, "trainer"), 8.0))
+        await asyncio.sleep(0.5)
+        async with SharedLease(arbiter, "generator-0").hold("generate"):
+            got = asyncio.get_running_loop().time()
+        await running
+        return got
+
+    assert run_virtual(main()) == pytest.approx(8.0)
+
+
+async def _held(lease: SharedLease, seconds: float) -> None:
+    async with lease.hold("stage"):
+        await asyncio.sleep(seconds)
+
+
+PIECES = st.lists(
+    st.tuples(st.sampled_from(["generator-0", "generator-1"]), st.floats(0, 20), st.floats(0.1, 9)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(PIECES, PIECES, st.floats(0.1, 5.0))
+def test_whoever_comes_when_phases_never_overlap_and_nobody_starves(
+    rollouts: list[tuple[str, float, float]],
+    steps: list[tuple[str, float, float]],
+    slice_s: float,
+) -> None:
+    async def main() -> None:
+        arbiter = Arbiter(timeout_s=1000.0, slice_s=slice_s)
+        decoding = {name: Decoding() for name in ("generator-0", "generator-1")}
+        leases = {
+            name: SharedLease(arbiter, name, "generate", suspendable=decoding[name])
+            for name in decoding
+        }
+        trainer = SharedLease(arbiter, "trainer", "train")
+        clock = asyncio.get_running_loop().time
+
+        async def generate(name: str, at: float, seconds: float) -> None:
+            await asyncio.sleep(at)
+            async with leases[name].hold("generate"):
+                await decoding[name].work(seconds)
+
+        async def train(at: float, seconds: float) -> None:
+            await asyncio.sleep(at)
+            asked = clock()
+            async with trainer.hold("train"):
+                # What is computing now is at the end of a token.
+                await asyncio.sleep(0.11)
+                assert not any(one.computing for one in decoding.values())
+                waited = clock() - asked
+                assert waited <= slice_s + 1.0 + sum(seconds for _, _, seconds in steps)
+                await asyncio.sleep(seconds)
+                assert not any(one.computing for one in decoding.values())
+
+        async with asyncio.TaskGroup() as tasks:
+            for name, at, seconds in rollouts:
+                tasks.create_task(generate(name, at, seconds))
+            for _, at, seconds in steps:
+                tasks.create_task(train(at, seconds))
+        # All of it has been given back.
+        await arbiter.acquire("somebody")
+
+    run_virtual(main())
+
+
+PARTS = {"reference": {0}, "reward": {1}, "train": {0, 1}, "evaluate": {2}}
+
+
+def test_phases_without_a_device_in_common_go_on_side_by_side() -> None:
+    async def main() -> dict[str, tuple[float, float]]:
+        arbiter, clock = Arbiter(timeout_s=100.0, slots=PARTS), asyncio.get_running_loop().time
+        times = {}
+
+        async def work(phase: str) -> None:
+            async with SharedLease(arbiter, f"{phase}-0", phase).hold(phase):
+                begun = clock()
+                await asyncio.sleep(5.0)
+                times[phase] = (begun, clock())
+
+        await asyncio.gather(*(work(phase) for phase in PARTS))
+        return times
+
+    times = run_virtual(main())
+    assert times["reference"] == times["reward"] == times["evaluate"] == (0.0, 5.0)
+    assert times["train"] == (5.0, 10.0)
+
+
+def test_who_needs_several_devices_is_not_kept_out_by_those_that_need_one() -> None:
+    async def main() -> float:
+        arbiter, clock = Arbiter(timeout_s=100.0, slots=PARTS), asyncio.get_running_loop().time
+
+        async def score(phase: str, after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            while clock() < 50.0:
+                async with SharedLease(arbiter, f"{phase}-0", phase).hold(phase):
+                    await asyncio.sleep(4.0)
+
+        scoring = [asyncio.create_task(score("reference", 0.0))]
+        scoring += [asyncio.create_task(score("reward", 2.0))]
+        await asyncio.sleep(3.0)
+        async with SharedLease(arbiter, "trainer", "train").hold("train"):
+            got = clock()
+        await asyncio.gather(*scoring)
+        return got
+
+    assert run_virtual(main()) == pytest.approx(6.0)
+
+
+def test_a_deadline_names_only_those_who_stand_in_the_way() -> None:
+    async def main() -> None:
+        arbiter = Arbiter(timeout_s=3.0, slots=PARTS)
+        await arbiter.acquire("reference-0", "reference")
+        await arbiter.acquire("reward-0", "reward")
+        arbiter.forget("reward-0")
+        await arbiter.acquire("evaluate-0", "evaluate")
+        with pytest.raises(DeadlineError, match=r"lease; reference-0 has held it for 3 s$"):
+            await arbiter.acquire("trainer", "train")
+
+    run_virtual(main())
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from("abcde"), st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=5
+    ),
+    st.lists(
+        st.tuples(st.sampled_from("abcde"), st.integers(0, 1), st.floats(0, 20), st.floats(0.1, 9)),
+        max_size=25,
+    ),
+    st.sampled_from([0.0, 1.0, float("inf")]),
+)
+def test_no_device_is_ever_in_two_phases_and_everyone_has_a_turn(
+    slots: dict[str, set[int]], pieces: list[tuple[str, int, float, float]], slice_s: float
+) -> None:
+    async def main() -> None:
+        arbiter, clock = Arbiter(timeout_s=1e4, slice_s=slice_s, slots=slots), asyncio.sleep
+        computing: list[str] = []
+
+        async def work(phase: str, number: int, at: float, seconds: float) -> None:
+            await clock(at)
+            async with leases[phase, number].hold(phase):
+                for other in computing:
+                    devices = slots.get(other, {0, 1, 2, 3}) & slots.get(phase, {0, 1, 2, 3})
+                    assert other == phase or not devices, (other, phase)
+                computing.append(phase)
+                await clock(seconds)
+                computing.remove(phase)
+
+        leases = {
+            (phase, number): SharedLease(arbiter, f"{phase}-{number}", phase)
+            for phase in "abcde"
+            for number in (0, 1)
+        }
+        async with asyncio.TaskGroup() as tasks:
+            for piece in pieces:
+                tasks.create_task(work(*piece))
+        await arbiter.acquire("somebody")
+
+    run_virtual(main())
+
+
+def test_a_holder_is_asked_to_give_way_for_each_rival_that_comes() -> None:
+    """Also if the one before gave up."""
+
+    async def main() -> tuple[bool, float]:
+        arbiter, clock = Arbiter(timeout_s=100.0, slice_s=2.0), asyncio.get_running_loop()
+        await arbiter.acquire("a")
+        asked = asyncio.create_task(arbiter.wanted("a", wait_s=50.0))
+        rival = asyncio.create_task(arbiter.acquire("b"))
+        await asyncio.sleep(1.0)
+        rival.cancel()
+        await asyncio.sleep(4.0)
+        assert not asked.done()
+        rival = asyncio.create_task(arbiter.acquire("c"))
+        found, at = await asked, clock.time()
+        await arbiter.release("a")
+        await rival
+        return found, at
+
+    assert run_virtual(main()) == (True, 5.0)
+
+
+def test_a_holder_that_gives_the_pool_back_is_asked_no_more() -> None:
+    async def main() -> float:
+        arbiter, clock = Arbiter(timeout_s=100.0), asyncio.get_running_loop()
+        await arbiter.acquire("a")
+        asked = asyncio.create_task(arbiter.wanted("a", wait_s=50.0))
+        await asyncio.sleep(3.0)
+        await arbiter.release("a")
+        assert not await asked
+        return clock.time()
+
+    assert run_virtual(main()) == 3.0

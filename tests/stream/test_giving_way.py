@@ -1,0 +1,52 @@
+"""A holder that fails to give way keeps nobody else from the pool."""
+
+import asyncio
+
+import pytest
+
+from streamrl.errors import GenerationError
+from streamrl.simulator.replicas.virtual_loop import run_virtual
+from streamrl.stream.device_lease import Arbiter, SharedLease
+
+
+class Stuck:
+    """Work that fails to stand still, or to go on, as an engine does whose step does not end."""
+
+    def __init__(self, fails: str) -> None:
+        self._fails = fails
+
+    async def suspend(self) -> None:
+        await asyncio.sleep(0.1)
+        self._fail("suspend")
+
+    async def resume(self) -> None:
+        await asyncio.sleep(0.1)
+        self._fail("resume")
+
+    def _fail(self, what: str) -> None:
+        if self._fails == what:
+            raise GenerationError(f"{what} failed")
+
+
+@pytest.mark.parametrize("fails", ["suspend", "resume"])
+def test_work_that_fails_to_give_way_says_so_and_gives_the_pool_back(fails: str) -> None:
+    async def main() -> None:
+        arbiter = Arbiter(timeout_s=20.0, slice_s=0.0)
+        generator = SharedLease(arbiter, "generator-0", suspendable=Stuck(fails))
+
+        async def sample() -> None:
+            async with generator.hold("generate"):
+                await asyncio.sleep(5.0)
+
+        async def train() -> None:
+            async with SharedLease(arbiter, "trainer").hold("train"):
+                await asyncio.sleep(1.0)
+
+        sampling = asyncio.create_task(sample())
+        await asyncio.sleep(1.0)
+        await train()
+        with pytest.raises(GenerationError, match=f"{fails} failed"):
+            await sampling
+        await train()
+
+    run_virtual(main())

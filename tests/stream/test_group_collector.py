@@ -1,0 +1,123 @@
+"""A step's groups are gathered while others are trained, and while the trainer has no devices."""
+
+import asyncio
+import math
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from streamrl.buffer import StepAssembler
+from streamrl.errors import FilterError, LedgerError
+from streamrl.messages import Ended, Experience, GroupInfo, Lease
+from streamrl.simulator.replicas.virtual_loop import run_virtual
+from streamrl.stream.group_collector import Gathering
+from streamrl.stream.run_state import PipelineConfig
+from tests.fake_stream import Stream, run_stream
+from tests.fakes import Plan
+
+FILTERING = Plan(
+    seed=3,
+    steps=3,
+    groups_per_step=6,
+    max_staleness=0,
+    generators=3,
+    scorers=3,
+    filter_rate=0.5,
+    generate_s=(1.0, 9.0),
+    score_s=(0.2, 0.2),
+    micro_batch_tokens=20,
+    train_s=10.0,
+)
+"""A group is a micro-batch that takes as long as it takes to sample some."""
+
+
+def test_what_is_filtered_while_others_are_trained_is_booked_at_once() -> None:
+    booked: list[float] = []
+
+    async def watch(stream: Stream) -> None:
+        clock = asyncio.get_running_loop().time
+        stream.control.on_end = lambda uid, how: booked.append(clock())
+        await asyncio.Event().wait()
+
+    stream = run_virtual(run_stream(FILTERING, disturb=watch))
+    scorers = [r for process, r in stream.recorders.items() if process.startswith("reward")]
+    scored = [span.end_s for recorder in scorers for span in recorder.drain()]
+    assert len(booked) > 6
+    late = [at - max(end for end in scored if end <= at) for at in booked]
+    assert max(late) < 0.1
+
+
+def test_too_much_that_is_filtered_ends_the_run_also_if_it_comes_while_others_are_trained() -> None:
+    plan = Plan(**{**vars(FILTERING), "max_filtered": 3, "filter_rate": 0.8})
+    with pytest.raises(FilterError, match="step 0 has filtered"):
+        run_virtual(run_stream(plan))
+
+
+def test_too_much_that_is_filtered_ends_a_run_with_that_also_if_it_is_stopped_then() -> None:
+    plan = Plan(**{**vars(FILTERING), "max_filtered": 3, "filter_rate": 0.8})
+
+    async def stop(stream: Stream) -> None:
+        while stream.control.filtered.groups <= 3:
+            await asyncio.sleep(0.1)
+        # A part is being trained, and goes on for some seconds.
+        await asyncio.sleep(3.0)
+        stream.control.stop()
+        await asyncio.Event().wait()
+
+    with pytest.raises(FilterError, match="step 0 has filtered"):
+        run_virtual(run_stream(plan, disturb=stop))
+
+
+def ready(number: int, ended: Ended | None = None) -> Experience:
+    info = None if ended else GroupInfo((5,), 4, ((0, 4),))
+    lease = Lease(number, f"0:{number}:0", "train", 1, math.inf)
+    return Experience(lease, 0, info=info, ready_version=0, ended=ended)
+
+
+def test_what_goes_wrong_while_the_last_groups_are_trained_is_not_passed_over() -> None:
+    """The last group is drawn while a filtered one that came with it is still being booked."""
+    assembler = StepAssembler(max_staleness=0, groups_per_step=2)
+    for number in range(3):
+        assembler.admit(f"0:{number}:0", 0)
+
+    class Queue:
+        coming = (([ready(0)], 0.0), ([ready(1), ready(2, Ended("filtered", filtered=True))], 5.0))
+        answers = iter(coming)
+
+        async def take(self, stage: str, **settings: Any) -> list[Experience]:
+            found, after_s = next(self.answers)
+            await asyncio.sleep(after_s)
+            return found
+
+    async def end(queue: Any, ended: Any, infos: Any) -> None:
+        await asyncio.sleep(20.0)
+        raise LedgerError("0:2:0 was never admitted")
+
+    control = SimpleNamespace(
+        assembler=assembler,
+        admission=SimpleNamespace(
+            version=0, ledger=SimpleNamespace(in_flight={f"0:{n}:0" for n in range(3)})
+        ),
+        offer=assembler.offer,
+        take_late=lambda **_: {},
+        check_ended=lambda ended: None,
+        stopping=asyncio.Event(),
+        publishing=SimpleNamespace(check=lambda: None),
+        pulse=SimpleNamespace(at=0.0),
+        max_attempts=1,
+        end=end,
+    )
+
+    async def train() -> None:
+        stage: Any = SimpleNamespace(name="train", queue=Queue())
+        config = PipelineConfig(groups_per_step=2)
+        async with Gathering(stage, cast(Any, control), config) as gathering:
+            for _ in range(2):
+                assert await gathering.some()
+                assembler.draw(0)
+                await asyncio.sleep(10.0)
+            assert assembler.complete
+
+    with pytest.raises(LedgerError):
+        run_virtual(train())

@@ -1,0 +1,152 @@
+"""A step's row, from facts a person can add up."""
+
+import math
+
+import pytest
+
+from streamrl.buffer.books.ledger import LedgerCounts
+from streamrl.buffer.books.run_log import TrainedGroup
+from streamrl.buffer.wire_types import ShardStats
+from streamrl.messages import GroupInfo
+from streamrl.stream.protocols import FilterTally
+from streamrl.stream.step_metrics import Activity, StepFacts, step_row
+from streamrl.telemetry.metric_names import Histogram, check_row
+from streamrl.telemetry.spans import Span
+
+
+def group(uid: str, versions: dict[int, int], ready: int) -> TrainedGroup:
+    tokens = sum(versions.values())
+    info = GroupInfo((tokens + 3, 3), tokens, tuple(sorted(versions.items())))
+    return TrainedGroup(uid, info, ready)
+
+
+def facts(**changes: object) -> StepFacts:
+    values: dict[str, object] = {
+        "version": 5,
+        "groups": [group("a", {4: 6, 5: 2}, ready=5), group("b", {3: 4}, ready=4)],
+        "sums": {
+            "rollouts": 4.0,
+            "score_sum": 3.0,
+            "score_squared_sum": 3.0,
+            "reward/exact_sum": 3.0,
+            "sampled_sum": 12.0,
+            "sampled_max": 8.0,
+            "truncated_sum": 1.0,
+        },
+        "metrics": {"policy/grad_norm": 0.5, "loss/policy": -0.1},
+        "queue": ShardStats(
+            depth={"generate": 0.5, "reward": 1.5},
+            num_bytes=100,
+            oldest_age_s=2.0,
+            uids=("c",),
+            counts={"redelivered": 3, "hedged": 1, "refused": 2},
+            journal_bytes=5000,
+            fsync_s=0.25,
+        ),
+        "ledger": LedgerCounts(10, 8, 0, 1, 1, (("reward_error", 1),)),
+        "activity": {
+            "generate": Activity(
+                "generate",
+                "generator",
+                2,
+                [Span("g0", "generate", 0, 10.0, 12.0), Span("g1", "generate", 0, 11.0, 12.0)],
+            ),
+            "reward": Activity("score", "reward", 1, [Span("r", "reward", 0, 12.0, 12.5)]),
+            "train": Activity("train", "policy", 1, [Span("t", "train", 0, 11.0, 15.0)]),
+        },
+        "start_s": 10.0,
+        "end_s": 14.0,
+        "max_staleness": 2,
+    }
+    return StepFacts(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_a_component_is_the_mean_of_the_rollouts_that_it_says_something_of() -> None:
+    sums = {**facts().sums, "reward/exact_absent": 1.0, "reward/b_sum": 0.0, "reward/b_absent": 4.0}
+    row = step_row(facts(sums=sums))
+    assert row["reward/exact"] == 1.0
+    assert math.isnan(row["reward/b"])  # type: ignore[arg-type]
+    check_row(row)
+
+
+def test_rewards_are_means_over_rollouts() -> None:
+    row = step_row(facts())
+    assert row["reward/mean"] == 0.75
+    assert row["reward/exact"] == 0.75
+    assert row["reward/std"] == pytest.approx(math.sqrt(0.75 - 0.75**2))
+    assert row["rollout/truncated_frac"] == 0.25
+    assert row["rollout/length_mean"] == 3.0
+    assert row["rollout/length_max"] == 8.0
+
+
+def test_staleness_is_per_token_and_splits_into_flight_and_queue() -> None:
+    row = step_row(facts())
+    # Tokens: 6 of staleness 1, 2 of 0, 4 of 2. Group b waited one version in the queue.
+    assert row["staleness/mean"] == pytest.approx((6 * 1 + 4 * 2) / 12)
+    assert row["staleness/max"] == 2
+    assert row["staleness/in_queue_mean"] == pytest.approx(4 / 12)
+    assert row["staleness/in_flight_mean"] == pytest.approx(10 / 12)
+    histogram = row["staleness/histogram"]
+    assert isinstance(histogram, Histogram)
+    assert histogram.counts == (2, 6, 4)
+
+
+def test_idle_is_the_part_of_the_step_a_stage_did_not_compute() -> None:
+    row = step_row(facts())
+    assert row["idle/generate"] == pytest.approx(1 - 3.0 / (2 * 4.0))
+    assert row["idle/reward"] == pytest.approx(1 - 0.5 / 4.0)
+    assert row["idle/train"] == pytest.approx(1 - 3.0 / 4.0), "what lies behind the step is cut"
+    assert row["time/generate_s"] == pytest.approx(1.5)
+    assert row["time/train_s"] == pytest.approx(3.0)
+    assert row["time/step_s"] == pytest.approx(4.0)
+    assert row["rollout/tokens_per_s"] == pytest.approx(12 / 1.5)
+
+
+def test_the_queue_and_the_ledger_are_in_the_row() -> None:
+    row = step_row(facts())
+    assert row["queue/depth/reward"] == 1.5
+    assert row["queue/bytes"] == 100
+    assert row["queue/oldest_age_s"] == 2.0
+    assert [row[f"queue/{name}"] for name in ("redelivered", "hedged", "refused")] == [3, 1, 2]
+    assert (row["journal/bytes"], row["journal/fsync_s"]) == (5000, 0.25)
+    assert row["ledger/admitted"] == 10
+    assert row["drops/reward_error"] == 1
+    assert row["throughput/groups_per_s"] == pytest.approx(0.5)
+
+
+def test_the_time_of_filtered_groups_is_their_share_of_the_tokens() -> None:
+    # 12 tokens are sampled of the two groups that are trained, and 24 with their prompts.
+    tally = FilterTally(groups=6, tokens=72, sampled_tokens=36, oversample=4.0)
+    row = step_row(facts(filtered=tally))
+    assert row["filter/share"] == 0.75
+    assert row["filter/generate_s"] == pytest.approx(1.5 * 36 / (36 + 12))
+    assert row["filter/score_s"] == pytest.approx(0.5 * 72 / (72 + 24))
+    assert row["filter/oversample"] == 4.0
+    nothing = step_row(facts())
+    assert [nothing[f"filter/{name}"] for name in ("share", "generate_s", "score_s")] == [0, 0, 0]
+
+
+def test_the_row_keeps_to_the_contract() -> None:
+    check_row(step_row(facts()))
+
+
+def test_a_stage_that_did_nothing_was_idle_throughout() -> None:
+    activity = {
+        "generate": Activity("generate", "generator", 2, []),
+        "reward": Activity("score", "reward", 1, []),
+        "train": Activity("train", "policy", 1, []),
+    }
+    row = step_row(facts(activity=activity))
+    assert row["idle/generate"] == 1.0
+    assert math.isnan(float(row["rollout/tokens_per_s"]))  # type: ignore[arg-type]
+
+
+def test_what_processes_do_for_several_stages_at_once_is_counted_once() -> None:
+    both = facts()
+    greedy = Activity("generate", "generator", 2, [Span("g0", "greedy", 1, 11.0, 13.0)])
+    activity = {**both.activity, "greedy": greedy}
+    row = step_row(facts(activity=activity))
+    # g0 from 10 to 13, g1 from 11 to 12.
+    assert row["time/generate_s"] == pytest.approx((3.0 + 1.0) / 2)
+    assert row["idle/greedy"] == pytest.approx(1 - 2.0 / 8.0)
+    assert row["idle/generate"] == step_row(both)["idle/generate"]

@@ -1,0 +1,307 @@
+"""One optimizer step: collected, trained, booked, and made again if its maker died."""
+
+import asyncio
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.buffer.assembly.micro_batch_schedule import Pace
+from streamrl.buffer.assembly.packing import Round
+from streamrl.buffer.books.run_log import TrainedStep
+from streamrl.dataflow import POLICY
+from streamrl.errors import DeadlineError
+from streamrl.messages import parse_uid
+from streamrl.simulator.replicas.virtual_loop import run_virtual
+from streamrl.stream.run_state import PipelineConfig
+from streamrl.stream.stage_worker import WAIT_S
+from streamrl.stream.train_step import Part, add_sums, replay
+from tests.fake_stream import Disk, Stream, build_stream, run_loops, run_stream
+from tests.fakes import Plan
+
+
+def trained(stream: Stream) -> list[list[str]]:
+    return [[group.uid for group in outcome.groups] for outcome in stream.outcomes]
+
+
+def test_the_figures_of_a_step_count_everything_since_the_step_before() -> None:
+    # Groups end, and leave, in the middle of the steps.
+    stream = run_virtual(run_stream(Plan(seed=3, fail_rate=0.4, max_attempts=2, steps=6)))
+    assert stream.ledger.counts.dropped
+    attempts = [
+        attempt
+        for log in stream.disk.shards
+        for record in log.records
+        if record.meta["kind"] == "lease"
+        for _, _, attempt in record.meta["grants"]
+    ]
+    reported = sum(outcome.queue.counts["redelivered"] for outcome in stream.outcomes)
+    assert reported == sum(attempt > 1 for attempt in attempts)
+
+
+def test_a_step_is_checked_against_the_queue_and_says_what_is_in_it() -> None:
+    stream = run_virtual(run_stream(Plan(steps=3)))
+    for outcome in stream.outcomes:
+        assert outcome.ledger.trained == 4 * (outcome.version + 1)
+        assert not set(outcome.queue.uids) & {group.uid for group in outcome.groups}
+        assert outcome.made[POLICY].sums["rollouts"] == 8
+
+
+def test_steps_made_after_the_last_checkpoint_are_made_again_as_they_were() -> None:
+    plan = Plan(seed=5, steps=6, train_s=1.0)
+
+    async def main() -> tuple[Stream, Stream]:
+        disk = Disk.empty(plan)
+        first = build_stream(plan, disk)
+        await first.control.reconcile(first.queue)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(14.0):
+                await run_loops(first, checkpoint_every=2)
+        second = build_stream(plan, disk, session="second")
+        await second.control.reconcile(second.queue)
+        assert second.control.books.steps, "some steps are on the books only"
+        await run_loops(second)
+        return first, second
+
+    first, second = run_virtual(main())
+    again = first.trainer.digests.keys() & second.trainer.digests.keys()
+    assert again
+    for version in again:
+        assert first.trainer.digests[version] == second.trainer.digests[version]
+    booked = [r.meta["version"] for r in second.disk.books.records if r.meta["kind"] == "step"]
+    assert booked == list(range(6)), "each is booked once"
+    assert second.ledger.counts.trained == 24
+
+
+def test_what_is_made_again_comes_in_the_rounds_it_was_made_in() -> None:
+    stream = run_virtual(run_stream(Plan(steps=1, world_size=2)))
+    (step,) = [r for r in stream.disk.books.records if r.meta["kind"] == "step"]
+    recorded = TrainedStep.from_record(step)
+
+    async def main() -> list[Part]:
+        return [part async for part in replay(recorded, {POLICY: 2})]
+
+    (part,) = run_virtual(main())
+    assert part.uids == [group.uid for group in recorded.groups]
+    turns = part.turns[POLICY]
+    assert turns == list(recorded.programs[POLICY].turns())
+    picks = sorted(pick for turn in turns for rank in turn.work for pick in rank)
+    assert picks == sorted(stream.trainer.trained[0])
+    assert [turn.ends_step for turn in turns] == [False] * (len(turns) - 1) + [True]
+
+
+def test_a_step_of_several_updates_goes_through_all_groups_in_each_epoch() -> None:
+    plan = Plan(steps=2, pace=Pace(whole_steps=True, epochs=3, mini_batches=2))
+    stream = run_virtual(run_stream(plan))
+    for outcome in stream.outcomes:
+        made = outcome.made[POLICY]
+        assert len(made.updates) == 6
+        assert made.sums["rollouts"] == 3 * 8
+
+
+def test_a_run_that_stops_between_two_updates_says_that_its_models_are_of_no_version() -> None:
+    async def stop(stream: Stream) -> None:
+        while not stream.trainer.num_updates:
+            await asyncio.sleep(0.01)
+        stream.control.stopping.set()
+
+    plan = Plan(steps=1000, pace=Pace(whole_steps=True, epochs=2, mini_batches=2))
+    stream = run_virtual(run_stream(plan, disturb=stop))
+    assert stream.control.torn
+    assert stream.trainer.version == 0
+    assert not stream.outcomes
+
+
+@pytest.mark.parametrize(("train_s", "ends"), [(0.3, True), (3.0, False)])
+def test_a_run_that_is_stopped_between_two_updates_ends_the_step_if_there_is_time(
+    train_s: float, ends: bool
+) -> None:
+    async def stop(stream: Stream) -> None:
+        while not stream.trainer.num_updates:
+            await asyncio.sleep(0.01)
+        stream.control.stop()
+
+    pace = Pace(whole_steps=True, epochs=2, mini_batches=2)
+    plan = Plan(steps=1000, pace=pace, train_s=train_s, critic=True)
+    stream = run_virtual(run_stream(plan, disturb=stop))
+    assert stream.control.torn is not ends
+    assert len(stream.outcomes) == stream.control.admission.version == int(ends)
+
+
+@given(
+    seed=st.integers(0, 1000),
+    stop_s=st.floats(0.0, 6.0),
+    train_s=st.sampled_from([0.05, 0.08]),
+    pace=st.sampled_from([Pace(), Pace(whole_steps=True, epochs=2, mini_batches=2)]),
+)
+def test_whenever_it_is_stopped_a_run_with_short_steps_is_of_one_version(
+    seed: int, stop_s: float, train_s: float, pace: Pace
+) -> None:
+    async def stop(stream: Stream) -> None:
+        await asyncio.sleep(stop_s)
+        stream.control.stop()
+
+    facts: dict[str, Any] = {"micro_batch_tokens": 11, "generate_s": (0.1, 0.5), "train_s": train_s}
+    stream = run_virtual(
+        run_stream(Plan(seed=seed, steps=1000, pace=pace, critic=True, **facts), disturb=stop)
+    )
+    assert not stream.control.torn
+    versions = {trainer.version for trainer in stream.trainers.values()}
+    assert versions == {stream.control.admission.version}
+    assert len(stream.outcomes) == stream.control.admission.version
+
+
+@pytest.mark.parametrize("critic", [False, True])
+@pytest.mark.parametrize("train_s", [0.3, 2.0, 4.0])
+def test_a_run_that_is_stopped_before_its_first_update_makes_none(
+    train_s: float, critic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stop(stream: Stream) -> None:
+        begun, train_round = asyncio.Event(), stream.trainer.train_round
+
+        async def noted(work: Round, *, epoch: int) -> Mapping[str, float]:
+            begun.set()
+            return await train_round(work, epoch=epoch)
+
+        monkeypatch.setattr(stream.trainer, "train_round", noted)
+        await begun.wait()
+        await asyncio.sleep(0.1)
+        stream.control.stop()
+
+    pace = Pace(whole_steps=True, epochs=2, mini_batches=2)
+    stream = run_virtual(
+        run_stream(Plan(steps=9, pace=pace, train_s=train_s, critic=critic), disturb=stop)
+    )
+    assert not stream.control.torn
+    assert not stream.outcomes
+
+
+@pytest.mark.parametrize("train_s", [1.0, 2.0, 3.0, 4.0])
+def test_a_step_that_cannot_be_ended_in_time_is_left_at_once(train_s: float) -> None:
+    took: list[float] = []
+
+    async def main() -> Stream:
+        async def stop(stream: Stream) -> None:
+            while not stream.trainer.num_updates:
+                await asyncio.sleep(0.01)
+            stream.control.stop()
+            took.append(asyncio.get_running_loop().time())
+
+        pace = Pace(whole_steps=True, epochs=4, mini_batches=2)
+        plan = Plan(steps=9, pace=pace, train_s=train_s, critic=True)
+        stream = await run_stream(plan, disturb=stop)
+        took.append(asyncio.get_running_loop().time())
+        return stream
+
+    stream = run_virtual(main())
+    assert stream.control.torn and not stream.outcomes
+    # What the trainers were at: a round and an update of the slower one.
+    assert took[1] - took[0] < 4 * train_s + WAIT_S + 0.1
+
+
+def test_a_run_that_stops_before_an_update_is_not_torn() -> None:
+    async def stop(stream: Stream) -> None:
+        while not stream.trainer.gradient:
+            await asyncio.sleep(0.01)
+        stream.control.stop()
+
+    pace = Pace(whole_steps=True, epochs=2, mini_batches=2)
+    plan = Plan(steps=1000, pace=pace, micro_batch_tokens=11)
+    stream = run_virtual(run_stream(plan, disturb=stop))
+    assert not stream.control.torn
+
+
+def test_depth_beyond_the_bound_drops_what_is_stale_and_admits_its_prompt_anew() -> None:
+    plan = Plan(seed=1, steps=8, max_staleness=1, depth=4, on_stale="drop", max_attempts=9)
+    stream = run_virtual(run_stream(plan))
+    causes = dict(stream.ledger.counts.drops)
+    assert causes.keys() == {"stale"}
+    assert [len(groups) for groups in trained(stream)] == [4] * 8
+    ended = {uid for uid, _ in stream.ended}
+    later = {uid for groups in trained(stream) for uid in groups} | set(stream.ledger.in_flight)
+    for uid in ended:
+        epoch, index, attempt = parse_uid(uid)
+        assert f"{epoch}:{index}:{attempt + 1}" in later | ended
+    ages = [
+        outcome.version - version
+        for outcome in stream.outcomes
+        for group in outcome.groups
+        for version, _ in group.info.version_tokens
+    ]
+    assert max(ages) <= 1
+
+
+def test_a_stall_under_another_policy_lasts_twice_as_long_as_all_attempts() -> None:
+    async def main(on_stall: str) -> tuple[str, float]:
+        plan = Plan(
+            generate_s=(1e6, 1e6), stall_s=50.0, lease_s=1e7, on_stall=on_stall, max_attempts=3
+        )
+        with pytest.raises(DeadlineError) as stall:
+            await run_stream(plan)
+        return str(stall.value), asyncio.get_running_loop().time()
+
+    text, seconds = run_virtual(main("abort"))
+    assert "got no group for 50 s" in text and 50 <= seconds < 53
+    text, seconds = run_virtual(main("warn"))
+    assert "got no group for 300 s" in text and 300 <= seconds < 303
+
+
+def test_a_stall_says_what_the_step_has_and_how_many_groups_are_not_ready() -> None:
+    async def never_again(stream: Stream) -> None:
+        """Nobody generates any more, once the step has a part of its groups."""
+        while not stream.control.assembler.num_entered:
+            await asyncio.sleep(0.01)
+        for name, tasks in stream.loops.items():
+            for task in tasks if name.startswith("generator-") else ():
+                task.cancel()
+
+    plan = Plan(max_staleness=1, steps=9, groups_per_step=6, stall_s=50.0, lease_s=1e6)
+    with pytest.raises(DeadlineError) as stall:
+        run_virtual(run_stream(plan, disturb=never_again))
+    found = re.search(r"its step has (\d+) of 6 groups, and (\d+) that were", str(stall.value))
+    assert found is not None, stall.value
+    has, lacking = map(int, found.groups())
+    # All of this step and of the next are admitted.
+    assert 0 < has < 6 and has + lacking == 12
+
+
+def test_stalled_work_is_reported_once_and_handed_out_again_if_so_wished() -> None:
+    async def slow_once(stream: Stream) -> None:
+        """The first generator to work never finishes what it has."""
+        await asyncio.sleep(2.0)
+        for task in stream.loops["generator-0"]:
+            task.cancel()
+
+    plan = Plan(stall_s=20.0, lease_s=1e6, on_stall="redeliver", steps=3, groups_per_step=6)
+    stream = run_virtual(run_stream(plan, disturb=slow_once))
+    assert stream.ledger.counts.trained == 18
+    reported = [one.key for one in stream.stalls]
+    assert reported and len(set(reported)) == len(reported)
+    assert {one.holder for one in stream.stalls} == {"generator-0"}
+
+
+def test_a_run_that_is_stopping_leaves_its_step_unfinished() -> None:
+    async def stop(stream: Stream) -> None:
+        await asyncio.sleep(6.0)
+        stream.control.stop()
+
+    stream = run_virtual(run_stream(Plan(steps=1000), disturb=stop))
+    assert 0 < len(stream.outcomes) < 1000
+    counts = stream.ledger.counts
+    assert counts.trained == 4 * len(stream.outcomes)
+    assert counts.in_flight > 0
+
+
+def test_sums_add_and_maxima_stay_maxima_also_below_zero() -> None:
+    total: dict[str, float] = {}
+    for part in ({"a": 1.0, "b_max": -3.0}, {"a": 2.0, "b_max": -5.0}):
+        add_sums(total, part)
+    assert total == {"a": 3.0, "b_max": -3.0}
+
+
+def test_the_default_settings_are_possible() -> None:
+    config = PipelineConfig()
+    assert (config.on_stale, config.on_stall, config.lead) == ("wait", "abort", 1)

@@ -1,0 +1,229 @@
+import errno
+import json
+import math
+import os
+from io import FileIO
+from pathlib import Path
+
+import pytest
+
+from streamrl.errors import ConfigError, DiskError
+from streamrl.telemetry.chrome_trace import (
+    EARLIER_FILE,
+    TRACE_FILE,
+    TraceSink,
+    check_trace,
+    read_spans,
+)
+from streamrl.telemetry.spans import Span
+from tests.telemetry.rows import Clock, full_row
+
+SPANS = [
+    Span("generator-0", "generate", 0, 100.0, 102.0, {"groups": 4}),
+    Span("generator-0", "pull", 1, 101.0, 101.5),
+    Span("trainer-0", "train", 0, 102.25, 103.0),
+]
+
+
+def events(run_dir, phase):
+    return [e for e in json.loads((run_dir / TRACE_FILE).read_text()) if e["ph"] == phase]
+
+
+@pytest.fixture
+def sink(tmp_path):
+    sink = TraceSink(tmp_path, clock=Clock(104.0))
+    sink.start({})
+    return sink
+
+
+def test_a_span_is_a_complete_event_in_microseconds(sink, tmp_path):
+    sink.spans(SPANS)
+    first = events(tmp_path, "X")[0]
+    assert (first["name"], first["ts"], first["dur"]) == ("generate", 100_000_000, 2_000_000)
+    assert first["args"] == {"groups": 4}
+
+
+def test_processes_and_lanes_are_named_and_none_is_zero(sink, tmp_path):
+    sink.spans(SPANS)
+    named = events(tmp_path, "M")
+    pids = {e["args"]["name"]: e["pid"] for e in named if e["name"] == "process_name"}
+    lanes = {(e["pid"], e["tid"]) for e in named if e["name"] == "thread_name"}
+    assert list(pids) == ["run", "generator-0", "trainer-0"]
+    assert min(pids.values()) > 0 and len(set(pids.values())) == 3
+    spans = events(tmp_path, "X")
+    assert [e["pid"] for e in spans] == [pids[s.process] for s in SPANS]
+    assert {(e["pid"], e["tid"]) for e in spans} < lanes
+    assert len({tid for _, tid in lanes}) == len(lanes)
+
+
+def test_an_open_span_waits_for_its_end(sink, tmp_path):
+    sink.spans([Span("p", "work", 0, 1.0, 2.0, is_open=True)])
+    assert events(tmp_path, "X") == []
+
+
+def test_a_step_is_marked_and_plots_its_counters(sink, tmp_path):
+    sink.step(3, full_row(3) | {"reward/mean": float("nan")})
+    (mark,) = events(tmp_path, "i")
+    assert (mark["name"], mark["s"], mark["ts"]) == ("step 3", "g", 104_000_000)
+    counters = {e["name"]: e["args"]["value"] for e in events(tmp_path, "C")}
+    assert counters["queue/depth/train"] == 5
+    assert "reward/mean" not in counters and "staleness/histogram" not in counters
+
+
+def test_an_event_is_marked_with_its_fields(sink, tmp_path):
+    sink.event("drop", {"cause": "timeout", "age_s": float("inf")})
+    (mark,) = events(tmp_path, "i")
+    assert (mark["name"], mark["args"]) == ("drop", {"cause": "timeout", "age_s": None})
+
+
+def test_the_file_is_whole_json_after_every_addition(sink, tmp_path):
+    for number in range(1, 4):
+        sink.spans([SPANS[0]])
+        assert len(events(tmp_path, "X")) == number
+    sink.close({})
+    assert len(events(tmp_path, "X")) == 3
+    assert list(tmp_path.iterdir()) == [tmp_path / TRACE_FILE]
+
+
+def test_a_resumed_trace_goes_on_with_the_same_processes(sink, tmp_path):
+    sink.spans(SPANS)
+    sink.close({})
+    again = TraceSink(tmp_path, resume=True)
+    again.start({})
+    again.spans([SPANS[2], Span("trainer-1", "train", 0, 103.0, 104.0)])
+    again.close({})
+    named = [e for e in events(tmp_path, "M") if e["name"] == "process_name"]
+    assert [e["args"]["name"] for e in named] == ["run", "generator-0", "trainer-0", "trainer-1"]
+    assert len(events(tmp_path, "X")) == 5
+
+
+def test_a_torn_trace_can_be_resumed(sink, tmp_path):
+    sink.spans(SPANS)
+    path = tmp_path / TRACE_FILE
+    path.write_bytes(path.read_bytes()[:-20])
+    again = TraceSink(tmp_path, resume=True)
+    again.start({})
+    assert [e["name"] for e in events(tmp_path, "X")] == ["generate", "pull"]
+
+
+def test_a_run_that_is_not_resumed_starts_an_empty_trace(sink, tmp_path):
+    sink.spans(SPANS)
+    TraceSink(tmp_path).start({})
+    assert events(tmp_path, "X") == []
+
+
+class FullDisk(FileIO):
+    """Takes ten more bytes and then none, as a disk that fills up."""
+
+    room = 10
+
+    def write(self, data):
+        taken = super().write(data[: self.room])
+        self.room -= taken
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return taken
+
+
+def test_a_full_disk_is_named_and_what_was_there_can_be_opened(sink, tmp_path):
+    sink.spans(SPANS[:1])
+    file = sink._file = FullDisk(tmp_path / TRACE_FILE, "r+")
+    with pytest.raises(DiskError, match=r"trace.json cannot be written: No space left on device"):
+        sink.spans(SPANS)
+    sink.close({})
+    assert file.closed
+    resumed = TraceSink(tmp_path, resume=True)
+    resumed.start({})
+    assert [e["name"] for e in events(tmp_path, "X")] == ["generate"]
+
+
+def test_a_disk_that_refuses_the_last_fsync_is_named(sink, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = sink._file
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(DiskError, match=r"trace.json cannot be written: No space left on device"):
+        sink.close({})
+    assert file.closed
+
+
+def long_run(run_dir, *, steps, most_bytes):
+    sink = TraceSink(run_dir, clock=Clock(104.0), most_bytes=most_bytes)
+    sink.start({})
+    for step in range(steps):
+        at = 100.0 + step
+        sink.spans([Span("generator-0", "generate", 0, at, at + 0.5, {"uid": f"0:{step}:0"})])
+        sink.spans([Span(f"trainer-{step % 2}", "train", 0, at, at + 1.0)])
+        sink.step(step + 1, {"reward/mean": 0.5})
+    return sink
+
+
+def test_a_trace_of_a_long_run_takes_no_more_than_it_may_and_has_its_last_steps(tmp_path):
+    sink = long_run(tmp_path, steps=400, most_bytes=20_000)
+    sink.close({})
+    parts = sorted(path.name for path in tmp_path.iterdir())
+    assert parts == [EARLIER_FILE, TRACE_FILE]
+    assert sum((tmp_path / name).stat().st_size for name in parts) < 20_000 + 1000
+    spans = read_spans(tmp_path / TRACE_FILE)
+    sampled = [span.args["uid"] for span in spans if span.name == "generate"]
+    assert sampled == [f"0:{step}:0" for step in range(400 - len(sampled), 400)]
+    assert len(sampled) > 15
+    assert {span.process for span in spans} == {"generator-0", "trainer-0", "trainer-1"}
+    for name in parts:  # each can be opened by itself
+        found = json.loads((tmp_path / name).read_text())
+        named = {e["pid"] for e in found if e["name"] == "process_name"}
+        assert {e["pid"] for e in found} == named
+
+
+def test_a_resumed_trace_keeps_its_earlier_part_and_one_that_is_not_resumed_has_none(tmp_path):
+    long_run(tmp_path, steps=100, most_bytes=10_000).close({})
+    before = read_spans(tmp_path / TRACE_FILE)
+    again = TraceSink(tmp_path, resume=True, most_bytes=10_000)
+    again.start({})
+    again.close({})
+    assert read_spans(tmp_path / TRACE_FILE) == before
+    TraceSink(tmp_path).start({})
+    assert not (tmp_path / EARLIER_FILE).exists()
+    assert read_spans(tmp_path / TRACE_FILE) == []
+
+
+def test_what_a_crash_leaves_between_two_parts_can_be_read_and_resumed(tmp_path):
+    long_run(tmp_path, steps=100, most_bytes=10_000).close({})
+    (tmp_path / TRACE_FILE).replace(tmp_path / EARLIER_FILE)
+    before = read_spans(tmp_path / TRACE_FILE)
+    assert before
+    again = TraceSink(tmp_path, resume=True, most_bytes=10_000)
+    again.start({})
+    again.spans([Span("generator-0", "generate", 0, 300.0, 301.0)])
+    assert len(read_spans(tmp_path / TRACE_FILE)) == len(before) + 1
+
+
+def test_without_a_bound_a_trace_is_one_file(tmp_path):
+    long_run(tmp_path, steps=50, most_bytes=math.inf).close({})
+    assert [path.name for path in tmp_path.iterdir()] == [TRACE_FILE]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"ph": "M", "pid": 1, "tid": 1}',
+        '{"ph": "M", "name": "process_name", "pid": 1, "tid": 1, "args": {}}',
+        '{"ph": "X", "name": "x", "pid": 1, "tid": 1, "ts": 0, "args": {}}',
+        '{"ph": "i", "name": "x", "pid": [], "tid": 1}',
+    ],
+)
+def test_a_trace_of_a_strangers_is_refused_in_one_line(tmp_path: Path, line: str) -> None:
+    (tmp_path / TRACE_FILE).write_text(f"[\n{line}\n]\n")
+    with pytest.raises(ConfigError, match=r"trace\.json: "):
+        check_trace(tmp_path)
+
+
+def test_a_trace_is_not_begun_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "trace.partial").symlink_to("precious")
+    sink = TraceSink(tmp_path)
+    sink.start({})
+    sink.close({})
+    assert (tmp_path / "precious").read_text() == "mine"

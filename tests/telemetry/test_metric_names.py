@@ -1,0 +1,171 @@
+import json
+import math
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.telemetry.metric_names import (
+    MAX_BINS,
+    METRICS,
+    Histogram,
+    check_row,
+    contract_table,
+    json_value,
+    metric_for,
+    missing_names,
+)
+from tests.telemetry.rows import full_row
+
+# Copied by hand from the design's section on metrics, with the evaluations
+# and what tells the policies apart added.
+NAMES = """
+reward/mean reward/std reward/<component> reward/<component>/<number>
+cost/mean cost/<component> cost/<component>/<number> data/<fate>
+loss/policy loss/value loss/kl loss/entropy loss/cost_value loss/ptx
+policy/clip_frac policy/ratio_mean policy/entropy policy/ess policy/kl_ref policy/grad_norm
+policy/lr policy/kl_coef
+critic/explained_variance critic/value_mean critic/clip_frac critic/grad_norm critic/lr
+cost_critic/explained_variance cost_critic/value_mean cost_critic/clip_frac
+cost_critic/grad_norm cost_critic/lr dial/<name>
+correction/kl correction/chi2_token correction/chi2_sequence
+correction/ratio_p01 correction/ratio_p50 correction/ratio_p99
+correction/weight_mean correction/rejected_frac
+rollout/length_mean rollout/length_max rollout/truncated_frac rollout/tokens_per_s
+queue/depth/<stage> queue/bytes queue/oldest_age_s
+queue/redelivered queue/hedged queue/refused
+filter/share filter/generate_s filter/score_s filter/oversample
+journal/bytes journal/fsync_s
+staleness/mean staleness/max staleness/in_flight_mean staleness/in_queue_mean staleness/histogram
+cpu/machine cpu/stages cpu/queue
+idle/<stage> drops/<cause> verdicts/<verdict> scorer/killed/<cause>
+weights/version weights/skew_max weights/publish_s weights/pull_s weights/pause_s weights/bytes
+weights/copied_bytes
+weights/bytes_per_s weights/interrupted weights/tokens_per_version weights/probe_diff weights/faults
+ledger/admitted ledger/trained ledger/filtered ledger/dropped ledger/in_flight
+time/step_s time/generate_s time/score_s time/train_s
+throughput/tokens_per_s throughput/groups_per_s
+memory/<phase>_mb
+eval/<name> eval/interval/<name> eval/source/<source>/<name> eval/file/<file>/<name>
+"""
+
+
+def test_the_contract_holds_exactly_the_names_of_the_design():
+    assert sorted(metric.name for metric in METRICS) == sorted(NAMES.split())
+
+
+def test_every_metric_has_a_meaning_in_ascii():
+    for metric in METRICS:
+        assert metric.meaning and (metric.name + metric.unit + metric.meaning).isascii()
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("reward/format", "reward/<component>"),
+        ("queue/depth/train", "queue/depth/<stage>"),
+        ("idle/generate", "idle/<stage>"),
+        ("drops/reward_error", "drops/<cause>"),
+        ("eval/pass_at_1", "eval/<name>"),
+        ("eval/source/openai~gsm8k/pass_at_1", "eval/source/<source>/<name>"),
+        ("reward/mean", "reward/mean"),
+    ],
+)
+def test_a_placeholder_stands_for_one_segment(name, line):
+    assert metric_for(name).name == line
+
+
+@pytest.mark.parametrize("name", ["idle/", "idle/a/b", "idle", "queue/depth", "reward", "x/idle/a"])
+def test_a_name_that_is_not_in_the_contract_raises(name):
+    with pytest.raises(ValueError, match=f"metric {name} is not in the metrics contract"):
+        check_row({name: 1.0})
+
+
+def test_the_error_for_a_wrong_name_suggests_the_right_one():
+    with pytest.raises(ValueError, match="did you mean staleness/mean"):
+        check_row({"staleness/meam": 1.0})
+
+
+def test_a_full_row_passes_and_misses_nothing():
+    check_row(full_row(3))
+    assert missing_names(full_row(3)) == []
+
+
+def test_missing_names_are_listed():
+    row = full_row(3)
+    del row["queue/bytes"], row["idle/train"]
+    assert missing_names(row) == ["queue/bytes"]
+
+
+@pytest.mark.parametrize("value", [1, 0.5, math.nan, np.float32(0.5), np.int64(3)])
+def test_numbers_of_python_and_numpy_are_values(value):
+    check_row({"reward/mean": value})
+
+
+@pytest.mark.parametrize("value", [True, "0.5", None, [1.0], Histogram((0, 1), (1,))])
+def test_anything_else_is_no_value(value):
+    with pytest.raises(ValueError, match="must be a Real"):
+        check_row({"reward/mean": value})
+
+
+def test_a_histogram_metric_takes_no_number():
+    with pytest.raises(ValueError, match="must be a Histogram"):
+        check_row({"staleness/histogram": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("edges", "counts", "rule"),
+    [
+        ((0, 1), (1, 2), "wanted one more"),
+        ((0,), (), "wanted one more"),
+        ((0, 1, 1), (1, 2), "do not ascend"),
+        ((0, 1, 2), (1, -2), "is negative"),
+        (tuple(range(MAX_BINS + 2)), (1,) * (MAX_BINS + 1), "1 to 512 bins"),
+    ],
+)
+def test_an_impossible_histogram_raises(edges, counts, rule):
+    with pytest.raises(ValueError, match=rule):
+        Histogram(edges, counts)
+
+
+def test_a_histogram_of_integers_has_a_bin_for_each():
+    assert Histogram.of_integers({0: 5, 2: 1}) == Histogram((0, 1, 2, 3), (5, 0, 1))
+
+
+def test_a_histogram_of_integers_reaches_to_the_maximum_even_when_empty():
+    assert Histogram.of_integers({}, maximum=2) == Histogram((0, 1, 2, 3), (0, 0, 0))
+
+
+def test_a_negative_integer_raises():
+    with pytest.raises(ValueError, match="-1 is negative"):
+        Histogram.of_integers({-1: 3})
+
+
+@given(st.dictionaries(st.integers(0, 2 * MAX_BINS), st.integers(0, 1000)))
+def test_a_histogram_of_integers_counts_everything_once(counts):
+    assert sum(Histogram.of_integers(counts).counts) == sum(counts.values())
+
+
+def test_a_histogram_survives_json_and_pickle():
+    histogram = Histogram((0, 1.5, 3), (4, 5))
+    text = json.dumps(histogram.to_json())
+    assert text == '{"edges": [0, 1.5, 3], "counts": [4, 5]}'
+    assert Histogram.from_json(json.loads(text)) == histogram
+    assert pickle.loads(pickle.dumps(histogram)) == histogram
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [(math.nan, None), (math.inf, None), (-math.inf, None), (np.float32(0.5), 0.5), (7, 7)],
+)
+def test_what_json_cannot_hold_is_null(value, wanted):
+    assert json_value(value) == wanted
+
+
+def test_the_table_for_the_docs_has_a_line_per_metric():
+    lines = contract_table().splitlines()
+    assert len(lines) == 2 + len(METRICS)
+    assert all(line.count("|") == 4 for line in lines)
+    assert "| `queue/bytes` | bytes | columns held by all shards of the queue |" in lines

@@ -1,0 +1,196 @@
+import io
+import json
+
+import pytest
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from streamrl.errors import ConfigError
+from streamrl.telemetry import Span, TelemetryConfig, WandbConfig
+from streamrl.telemetry.console import PlainConsole
+from streamrl.telemetry.live_console import LiveConsole
+from streamrl.telemetry.sink_group import Fanout, make_console, make_sinks
+from streamrl.telemetry.sinks import read_jsonl
+from streamrl.telemetry.wandb_sink import WandbSink
+from tests.telemetry.rows import facts, full_row
+
+
+class Recording:
+    """A sink that writes down what it is told, and fails where it is asked to."""
+
+    def __init__(self, name, log, fails_at=""):
+        self.name, self.log, self.fails_at = name, log, fails_at
+
+    def _note(self, what):
+        self.log.append(f"{self.name}.{what}")
+        if what == self.fails_at:
+            raise OSError(f"{self.name} failed")
+
+    def start(self, config):
+        self._note("start")
+
+    def step(self, step, row):
+        self._note("step")
+
+    def event(self, name, fields):
+        self._note("event")
+
+    def close(self, summary):
+        self._note("close")
+
+
+def quiet(**options):
+    return TelemetryConfig(wandb=WandbConfig(mode="disabled"), console="none", **options)
+
+
+def output(*, is_terminal, encoding="utf-8"):
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    return Console(file=file, force_terminal=is_terminal, _environ={"TERM": "xterm"})
+
+
+def test_all_sinks_are_told_and_closed_in_reverse():
+    log: list[str] = []
+    fanout = Fanout([Recording("a", log), Recording("b", log)])
+    fanout.start({})
+    fanout.step(1, {"reward/mean": 0.5})
+    fanout.event("drop", {})
+    fanout.close({})
+    fanout.close({})
+    assert [entry.split(".")[1] for entry in log] == [
+        *("start", "start", "step", "step", "event", "event", "close", "close")
+    ]
+    assert log[-2:] == ["b.close", "a.close"]
+
+
+def test_a_sink_that_cannot_start_closes_those_before_it():
+    log: list[str] = []
+    fanout = Fanout([Recording("a", log), Recording("b", log, fails_at="start")])
+    with pytest.raises(OSError, match="b failed"):
+        fanout.start({})
+    assert log == ["a.start", "b.start", "a.close"]
+
+
+def test_a_sink_that_cannot_close_does_not_keep_the_others_open():
+    log: list[str] = []
+    fanout = Fanout([Recording("a", log), Recording("b", log, fails_at="close")])
+    fanout.start({})
+    with pytest.raises(OSError, match="b failed"):
+        fanout.close({})
+    assert log[-1] == "a.close"
+
+
+def test_a_row_outside_the_contract_reaches_no_sink():
+    log: list[str] = []
+    fanout = Fanout([Recording("a", log)])
+    with pytest.raises(ValueError, match="not in the metrics contract"):
+        fanout.step(1, {"rewards": 1.0})
+    assert log == []
+
+
+@pytest.mark.parametrize("later", [2, 1, 0])
+def test_a_step_is_reported_once_and_in_order(later):
+    fanout = Fanout([])
+    fanout.step(0, {"eval/pass_at_1": 0.1})
+    fanout.step(2, {"reward/mean": 0.5})
+    with pytest.raises(ValueError, match=f"step {later} was reported after step 2"):
+        fanout.step(later, {"reward/mean": 0.5})
+
+
+def test_a_run_leaves_metrics_events_and_a_trace(tmp_path):
+    run = make_sinks(quiet(), facts(tmp_path))
+    run.start({"seed": 1})
+    run.status("starting")
+    run.step(1, full_row(1))
+    run.spans([Span("trainer-0", "train", 0, 1.0, 2.0)])
+    run.event("drop", {"cause": "timeout"})
+    run.close({"steps": 1})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("events.jsonl", "metrics.jsonl", "trace.json")
+    ]
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert {"train", "step 1", "drop"} <= {event["name"] for event in trace}
+
+
+def test_a_resumed_run_continues_its_files_and_its_console(tmp_path):
+    run = make_sinks(quiet(), facts(tmp_path))
+    run.start({})
+    for step in (1, 2, 3):
+        run.step(step, full_row(step))
+    run.close({})
+    config = TelemetryConfig(wandb=WandbConfig(mode="disabled"), console="plain")
+    text = io.StringIO()
+    again = make_sinks(
+        config, facts(tmp_path, resume_step=2), console=Console(file=text, width=100)
+    )
+    again.start({})
+    again.step(3, full_row(3))
+    again.close({})
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert [e["name"] for e in trace if e["ph"] == "i"] == ["step 1", "step 2", "step 3", "step 3"]
+    assert "0.100 -> 0.300" in text.getvalue()
+
+
+def test_a_directory_that_holds_a_run_is_left_as_it_is(tmp_path):
+    run = make_sinks(quiet(), facts(tmp_path))
+    run.start({})
+    run.step(1, full_row(1))
+    run.close({})
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ConfigError, match="already holds a run"):
+        make_sinks(quiet(), facts(tmp_path)).start({})
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_without_a_trace_spans_are_let_go(tmp_path):
+    run = make_sinks(quiet(trace=False), facts(tmp_path))
+    run.start({})
+    run.spans([Span("p", "work", 0, 1.0, 2.0)])
+    run.close({})
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_wandb_is_a_sink_unless_disabled(tmp_path):
+    run = make_sinks(TelemetryConfig(console="none"), facts(tmp_path))
+    assert any(isinstance(sink, WandbSink) for sink in run.sinks)
+    assert not any(
+        isinstance(sink, WandbSink) for sink in make_sinks(quiet(), facts(tmp_path)).sinks
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "console", "wanted"),
+    [
+        ("auto", output(is_terminal=True), LiveConsole),
+        ("auto", output(is_terminal=False), PlainConsole),
+        ("auto", output(is_terminal=True, encoding="ascii"), PlainConsole),
+        ("plain", output(is_terminal=True), PlainConsole),
+        ("live", output(is_terminal=False), LiveConsole),
+    ],
+)
+def test_the_console_suits_the_output(kind, console, wanted, tmp_path):
+    assert isinstance(make_console(kind, facts(tmp_path), console), wanted)
+
+
+def test_the_console_can_be_off(tmp_path):
+    assert make_console("none", facts(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"console": "loud"}, "telemetry.console=loud: must be one of auto, live, plain, none"),
+        ({"wandb": {"mode": "on"}}, "telemetry.wandb.mode=on: must be one of"),
+        ({"wandb": {"project": ""}}, "telemetry.wandb.project=: must not be empty"),
+    ],
+)
+def test_an_impossible_setting_names_its_key(settings, message):
+    merged = OmegaConf.merge(OmegaConf.structured(TelemetryConfig), settings)
+    with pytest.raises(ConfigError, match=message):
+        OmegaConf.to_object(merged)
+
+
+def test_the_defaults_need_no_account():
+    config = OmegaConf.to_object(OmegaConf.structured(TelemetryConfig))
+    assert isinstance(config, TelemetryConfig)
+    assert (config.wandb.mode, config.console, config.trace) == ("offline", "auto", True)

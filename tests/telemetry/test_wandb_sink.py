@@ -1,0 +1,254 @@
+import io
+import logging
+import math
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.errors import ConfigError
+from streamrl.telemetry.config import WandbConfig
+from streamrl.telemetry.metric_names import Histogram
+from streamrl.telemetry.wandb_sink import WandbSink, saved_run_id
+from tests.telemetry.rows import full_row
+from tests.telemetry.wandb_file import read_wandb_file
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path, monkeypatch):
+    """wandb without the settings and accounts of whoever runs the tests, and ended afterwards."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_SERVICE", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    yield
+    import wandb
+
+    wandb.teardown()
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Every address other than this machine that the process looks up or connects to."""
+    addresses = []
+    connect, resolve = socket.socket.connect, socket.getaddrinfo
+
+    def watched_connect(self, address):
+        if self.family != socket.AF_UNIX and not str(address[0]).startswith("127."):
+            addresses.append(address)
+        return connect(self, address)
+
+    def watched_resolve(host, *args, **options):
+        addresses.append(host)
+        return resolve(host, *args, **options)
+
+    monkeypatch.setattr(socket.socket, "connect", watched_connect)
+    monkeypatch.setattr(socket, "getaddrinfo", watched_resolve)
+    return addresses
+
+
+@pytest.fixture
+def program_log():
+    """What the program's own log handlers hear; caplog hears loggers that do not propagate too."""
+    stream, root = io.StringIO(), logging.getLogger()
+    handler = logging.StreamHandler(stream)
+    root.addHandler(handler)
+    yield stream
+    root.removeHandler(handler)
+
+
+def started(run_dir, config=None, **options):
+    sink = WandbSink(run_dir, config or WandbConfig(), run_name="demo", **options)
+    sink.start({"seed": 7, "pipeline": {"max_staleness": 2}})
+    return sink
+
+
+def written(run_dir):
+    """What the wandb files of a run directory hold, the oldest first."""
+    paths = (run_dir / "wandb").glob("offline-run-*/run-*.wandb")
+    return [read_wandb_file(path) for path in sorted(paths, key=lambda p: p.stat().st_mtime_ns)]
+
+
+def services():
+    return [c for c in psutil.Process().children() if c.name() == "wandb-core"]
+
+
+def test_an_offline_run_holds_every_metric_of_every_step(tmp_path, called, capfd, program_log):
+    sink = started(tmp_path)
+    for step in (1, 2, 3):
+        sink.step(step, full_row(step) | {"loss/value": math.nan})
+    sink.event("drop", {"cause": "timeout"})
+    sink.close({"steps": 3})
+    (run,) = written(tmp_path)
+    assert [row["_step"] for row in run.rows] == [1, 2, 3]
+    assert [row["reward/mean"] for row in run.rows] == pytest.approx([0.1, 0.2, 0.3])
+    for row in run.rows:
+        assert {name for name in row if not name.startswith("_")} == set(full_row(1))
+        histogram = row["staleness/histogram"]
+        assert (histogram["bins"], histogram["values"]) == ([0, 1, 2, 3], [100, 20, 3])
+    assert run.summary["steps"] == 3
+    assert run.config["pipeline"] == {"max_staleness": 2}
+    assert run.run_name == "demo"
+    assert called == []
+    assert "".join(capfd.readouterr()) == "" == program_log.getvalue()
+
+
+def test_a_stall_is_an_alert_at_once_and_other_events_are_none(tmp_path):
+    sink = started(tmp_path)
+    sink.event("drop", {"cause": "timeout"})
+    sink.event("stall", {"stage": "reward", "holder": "reward-0", "age_s": 301.5})
+    sink.step(1, full_row(1))
+    sink.close({})
+    (run,) = written(tmp_path)
+    assert run.alerts == [("stall", "stage=reward, holder=reward-0, age_s=301.5")]
+
+
+def test_many_rows_span_several_blocks_of_the_file(tmp_path):
+    sink = started(tmp_path)
+    for step in range(1, 41):
+        sink.step(step, full_row(step))
+    sink.close({})
+    (run,) = written(tmp_path)
+    assert [row["weights/version"] for row in run.rows] == list(range(1, 41))
+
+
+def test_nothing_of_wandb_is_left_after_closing(tmp_path):
+    sink = started(tmp_path)
+    assert len(services()) == 1
+    sink.close({})
+    assert services() == []
+
+
+def test_a_resumed_run_keeps_its_id(tmp_path):
+    assert saved_run_id(tmp_path) is None
+    started(tmp_path).close({})
+    first = saved_run_id(tmp_path)
+    sink = started(tmp_path, resume_id=first)
+    sink.step(4, {"reward/mean": 0.5})
+    sink.close({})
+    assert [run.run_id for run in written(tmp_path)] == [first, first]
+    assert saved_run_id(tmp_path) == first
+
+
+def test_the_environment_does_not_put_an_offline_run_online(tmp_path, monkeypatch, called):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("WANDB_RUN_ID", "other")
+    sink = started(tmp_path / "run")
+    sink.step(1, {"reward/mean": 0.5})
+    sink.close({})
+    (run,) = written(tmp_path / "run")
+    assert run.run_id == saved_run_id(tmp_path / "run") != "other"
+    assert called == []
+
+
+def test_an_offline_program_calls_nobody_up_to_its_exit(tmp_path):
+    # wandb sends reports on its own use when the process ends, past every test in this process.
+    program = f"""
+        import socket, sys
+        from pathlib import Path
+        from streamrl.telemetry.config import WandbConfig
+        from streamrl.telemetry.wandb_sink import WandbSink
+
+        def refuse(host, *args, **options):
+            print("looked up", host, flush=True)
+            raise OSError("no network")
+
+        socket.getaddrinfo = refuse
+        sink = WandbSink(Path({str(tmp_path)!r}), WandbConfig(), run_name="demo")
+        sink.start({{}})
+        sink.step(1, {{"reward/mean": 0.5}})
+        sink.close({{}})
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.stdout + done.stderr == ""
+
+
+def test_online_without_an_account_is_an_error_and_no_prompt(tmp_path, called):
+    with pytest.raises(ConfigError, match=r"telemetry.wandb.mode=online: no wandb account"):
+        started(tmp_path, WandbConfig(mode="online"))
+    assert saved_run_id(tmp_path) is None
+    assert called == []
+
+
+def test_a_missing_wandb_is_an_error_that_names_the_setting(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", None)
+        with pytest.raises(ConfigError, match=r"telemetry.wandb.mode=offline: cannot import"):
+            started(tmp_path)
+
+
+def test_a_wandb_that_cannot_start_is_an_error_that_names_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "nonsense")
+    with pytest.raises(ConfigError, match=r"did not start.*telemetry.wandb.mode=disabled"):
+        started(tmp_path)
+
+
+def test_closing_ends_in_time_when_the_service_does_not_answer(tmp_path, caplog):
+    sink = started(tmp_path, finish_s=0.5)
+    services()[0].suspend()
+    sink.close({})
+    assert "did not finish within" in caplog.text
+    assert services() == []
+
+
+def test_a_run_outlives_a_service_that_dies(tmp_path, caplog):
+    sink = started(tmp_path)
+    service = services()[0]
+    service.kill()
+    service.wait(timeout=30)
+    said, step, deadline = "metrics now go to metrics.jsonl only", 0, time.monotonic() + 30
+    while said not in caplog.text:
+        assert time.monotonic() < deadline
+        step += 1
+        sink.step(step, {"reward/mean": 0.5})
+        time.sleep(0.01)  # It takes wandb a moment to notice.
+    for later in range(step + 1, step + 21):
+        sink.step(later, {"reward/mean": 0.5})
+        time.sleep(0.01)
+    assert caplog.text.count(said) == 1
+    assert not any(
+        record.exc_info for record in caplog.records if record.name.startswith("streamrl")
+    )
+    sink.close({})
+
+
+async def test_wandb_can_be_used_within_an_event_loop(tmp_path):
+    sink = started(tmp_path)
+    sink.step(1, {"staleness/histogram": Histogram((0, 1), (3,))})
+    sink.close({})
+    (run,) = written(tmp_path)
+    assert run.rows[0]["staleness/histogram"]["values"] == [3]
+
+
+def test_closing_a_sink_that_never_started_does_nothing(tmp_path):
+    WandbSink(tmp_path, WandbConfig(), run_name="demo").close({})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["pipe", "sparse", "elsewhere", "binary"])
+def test_an_id_that_is_none_is_refused_and_never_waited_for(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "wandb" / "run_id.txt"
+    path.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_bytes({"sparse": b"", "elsewhere": b"../../x\n", "binary": b"\xff"}[kind])
+    if kind == "sparse":
+        os.truncate(path, 1 << 40)
+    with pytest.raises(ConfigError, match=r"run_id\.txt: "):
+        saved_run_id(tmp_path)
