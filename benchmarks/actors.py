@@ -7,7 +7,7 @@ from typing import Any
 import ray
 
 from benchmarks.command import BenchmarkError
-from streamrl.actors.transport.ray_calls import fetch
+from streamrl.actors.transport.ray_calls import fetch_reply
 
 
 def start_actor(actor_class: type, *arguments: Any, **options: Any) -> Any:
@@ -30,6 +30,6 @@ def wait_for_all(
         ready, pending = ray.wait(pending, timeout=left_s)
         if not ready:
             raise BenchmarkError(f"{what}: not done after {timeout_s:g} s")
-        fetch(ready, what)
+        fetch_reply(ready, what)
         open_calls.difference_update(ready)
-    return list(fetch(list(calls), what))
+    return list(fetch_reply(list(calls), what))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.cli.main import FAILED, OneLineParser
+from streamrl.cli.main import EXIT_FAILED, OneLineParser
 from streamrl.errors import ConfigError, StreamError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,7 +79,7 @@ def run_benchmark(
         parser.error(str(error))
     except StreamError as error:
         line = str(error).partition("\n")[0]
-        parser.exit(FAILED, f"{parser.prog}: {line}\n")
+        parser.exit(EXIT_FAILED, f"{parser.prog}: {line}\n")
     print(json.dumps(figures, indent=None if arguments.json else 1))
 
 

@@ -135,7 +135,7 @@ def _start(folder: str, path: str) -> None:
     """Check a run on the file as its driver does, then draw prompts as its coordinator does."""
     import streamrl.data.prefetch  # noqa: F401 - its libraries are no part of what is measured
     from streamrl.config import load_config
-    from streamrl.config.preflight import prepare
+    from streamrl.config.preflight import prepare_run
 
     recipe = Path(folder) / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=folder, path=path))
@@ -143,12 +143,12 @@ def _start(folder: str, path: str) -> None:
     small = Path(folder) / "small.jsonl"
     write_jsonl(small, make_rows(8))
     # Loads what a run of eight rows loads: tokenizer, processes of rewards.
-    prepare(load_config(recipe, [f"data.train={{path: {small}, label_key: answer}}"]))
+    prepare_run(load_config(recipe, [f"data.train={{path: {small}, label_key: answer}}"]))
     before_mb, began = _peak_mb(), time.perf_counter()
-    prepared = prepare(config)
+    prepared = prepare_run(config)
     seconds, memory_mb = time.perf_counter() - began, _peak_mb() - before_mb
     began = time.perf_counter()
-    prepare(config)
+    prepare_run(config)
     again = time.perf_counter() - began
     sent = pickle.dumps(prepared.prompts)
     began = time.perf_counter()
@@ -165,16 +165,16 @@ def _start(folder: str, path: str) -> None:
 
 def _check(folder: str, path: str) -> None:
     """Read every row, as `streamrl data check` does."""
-    from streamrl.data import Limits, load_tokenizer, load_vocab_size
-    from streamrl.data.files import data_files
-    from streamrl.data.validate import check_file
+    from streamrl.data import PromptLimits, load_tokenizer, load_vocab_size
+    from streamrl.data.files import parse_data_files
+    from streamrl.data.validate import validate_file
 
     model = f"{folder}/model"
     entry = {"path": path, "label_key": "answer"}
-    (file,) = data_files(entry, key="FILE", prompt_key="prompt")
-    tokenizer, limits = load_tokenizer(model), Limits(256, load_vocab_size(model))
+    (file,) = parse_data_files(entry, key="FILE", prompt_key="prompt")
+    tokenizer, limits = load_tokenizer(model), PromptLimits(256, load_vocab_size(model))
     before_mb, began = _peak_mb(), time.perf_counter()
-    report = check_file(file, tokenizer, limits)
+    report = validate_file(file, tokenizer, limits)
     seconds = time.perf_counter() - began
     assert not report.num_bad, report.problems[:3]
     rate, memory_mb = report.num_rows / seconds, _peak_mb() - before_mb

@@ -14,25 +14,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
-from streamrl.dataflow import Dataflow, dataflow_for
+from streamrl.dataflow import Dataflow, build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.run_options import Manner
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.run_options import RunOptions
 from streamrl.placement.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
-    Timings,
+    StageTimings,
     TrainTiming,
     WeightsTiming,
 )
 from streamrl.placement.workload import LognormalLengths, Workload
-from streamrl.resharding import Grid
-from streamrl.simulator.results import Simulated
-from streamrl.simulator.simulation import simulate
+from streamrl.resharding import RankGrid
+from streamrl.simulator.results import SimulationResult
+from streamrl.simulator.simulation import run_simulation
 
 COLUMNS = (*ROLLOUT_COLUMNS, "scores", "ref_logprobs", "values")
-BESIDE, GATED = dataflow_for(COLUMNS), dataflow_for(COLUMNS, has_filter=True)
+BESIDE, GATED = build_dataflow(COLUMNS), build_dataflow(COLUMNS, has_filter=True)
 WAYS = {
     "side_by_side": (BESIDE, 1.0),
     "gated": (GATED, 1.0),
@@ -41,9 +41,9 @@ WAYS = {
 """Of each way its calls, and filter.oversample."""
 
 
-def on(first: int, devices: int) -> Assignment:
+def on(first: int, devices: int) -> CallAssignment:
     """Devices from this one on, a replica on each."""
-    return Assignment(Mesh(first, devices), Grid.parse(f"1-1-{devices}"))
+    return CallAssignment(Mesh(first, devices), RankGrid.from_text(f"1-1-{devices}"))
 
 
 CALLS = {
@@ -53,7 +53,7 @@ CALLS = {
     "train": on(10, 4),
     "train_critic": on(14, 2),
 }
-TIMINGS = Timings(
+TIMINGS = StageTimings(
     generator=GeneratorTiming(
         replicas=8,
         max_running=256,
@@ -119,24 +119,24 @@ def measure_bound(bound: int, percents: Sequence[int], steps: int) -> dict[str, 
 
 def play(
     flow: Dataflow, oversample: float | None, bound: int, filtered: float, steps: int
-) -> Simulated:
+) -> SimulationResult:
     """Simulate one run."""
-    workload = Workload(64, 8, 256, LognormalLengths(600, 0.8, 4000), filtered=filtered)
-    manner, placement = Manner(oversample=oversample), Placement(CALLS, bound)
-    return simulate(flow, placement, TIMINGS, workload, steps=steps, seed=1, manner=manner)
+    workload = Workload(64, 8, 256, LognormalLengths(600, 0.8, 4000), filtered_fraction=filtered)
+    manner, placement = RunOptions(oversample=oversample), Placement(CALLS, bound)
+    return run_simulation(flow, placement, TIMINGS, workload, steps=steps, seed=1, manner=manner)
 
 
-def figures(run: Simulated, alone: Simulated) -> dict[str, float]:
+def figures(run: SimulationResult, alone: SimulationResult) -> dict[str, float]:
     """Say how long a step takes, and what reference and critic computed for it."""
     trained = sum(len(outcome.groups) for outcome in run.outcomes)
     computed = {
         stage: sum(int(span.args["groups"]) for span in run.spans if span.name == stage)
         for stage in ("reference", "value")
     }
-    drops = dict(run.outcomes[-1].ledger.drops)
+    drops = dict(run.outcomes[-1].ledger_counts.drops)
     return {
-        "step_s": run.step_s,
-        "over_unfiltered": run.step_s / alone.step_s,
+        "step_s": run.mean_step_s,
+        "over_unfiltered": run.mean_step_s / alone.mean_step_s,
         "computed_reference": computed["reference"] / trained,
         "computed_value": computed["value"] / trained,
         "surplus": drops.get("surplus", 0) / trained,

@@ -19,10 +19,10 @@ from benchmarks.actors import start_actor
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.runs import RECIPE, load_quiet, make_arithmetic, medians, play
 from benchmarks.timed_engines import TimedEngines
-from streamrl.actors.engine_factory import RealEngines
-from streamrl.actors.launch.ray_cluster import cluster, nothing
+from streamrl.actors.engine_factory import RealEngineFactory
+from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
 from streamrl.actors.protocols import EngineFactory
-from streamrl.actors.transport.ray_calls import fetch
+from streamrl.actors.transport.ray_calls import fetch_reply
 from streamrl.placement import PlacementConfig
 
 WARM_UP_STEPS = 4
@@ -61,7 +61,7 @@ def measure_real(arguments: argparse.Namespace) -> dict[str, Any]:
     modes = {"sequential": ["placement.mode=sequential", "pipeline.max_staleness=0"]}
     modes |= {name_of(bound): [f"pipeline.max_staleness={bound}"] for bound in arguments.bounds}
     found = {
-        name: measure_run(f"real, {name}", RealEngines(), arguments.steps, mode)
+        name: measure_run(f"real, {name}", RealEngineFactory(), arguments.steps, mode)
         for name, mode in modes.items()
     }
     baseline = found["sequential"]["step_s"]
@@ -122,12 +122,12 @@ def name_of(bound: int) -> str:
 
 def measure_call(count: int = 500) -> float:
     """Return the median seconds of a call to an idle Ray actor and back, one after the other."""
-    with cluster(PlacementConfig(), nothing):
+    with connect_cluster(PlacementConfig(), disaggregated_only):
         actor = start_actor(Echo)
         seconds = []
         for _ in range(count):
             start = time.perf_counter()
-            fetch(actor.echo.remote(), "an idle actor")
+            fetch_reply(actor.echo.remote(), "an idle actor")
             seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 

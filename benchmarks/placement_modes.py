@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.random_model import write_model
 from benchmarks.runs import load_quiet, medians, play
-from streamrl.actors.engine_factory import RealEngines
+from streamrl.actors.engine_factory import RealEngineFactory
 
 RUNS: Mapping[str, Sequence[str]] = {
     "disaggregated": ("placement.mode=disaggregated",),
@@ -127,7 +127,7 @@ def measure_run(recipe: Path, bound: int, placement: str, steps: int) -> dict[st
         f"pipeline.max_staleness={bound}",
         f"run.steps={steps + WARM_UP_STEPS}",
     ]
-    rows = play(load_quiet(recipe, settings), RealEngines(), skip=WARM_UP_STEPS)
+    rows = play(load_quiet(recipe, settings), RealEngineFactory(), skip=WARM_UP_STEPS)
     names = {
         "length_mean": "rollout/length_mean",
         "length_max": "rollout/length_max",

@@ -31,18 +31,18 @@ from benchmarks.command import (
     run_benchmark,
     run_command,
 )
-from streamrl.dataflow import dataflow_for
+from streamrl.dataflow import build_dataflow
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs import CostModel
-from streamrl.placement.model_shapes import SHAPES, shape_of
-from streamrl.placement.problem import Problem
-from streamrl.placement.search.exhaustive import Oracle
-from streamrl.placement.search.hybridflow_parallel import Choices
-from streamrl.placement.search.planner import PROPOSALS, Planner
-from streamrl.placement.search.split_rules import anything
-from streamrl.placement.steady_state.estimator import Estimator
+from streamrl.placement.model_shapes import MODEL_SHAPES, load_model_shape
+from streamrl.placement.problem import PlacementProblem
+from streamrl.placement.search.exhaustive import ExhaustiveSearch
+from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
+from streamrl.placement.search.planner import DEFAULT_PROPOSALS, PlacementPlanner
+from streamrl.placement.search.split_rules import allow_any_split
+from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
 
 FIXED = FixedLength(1024)
@@ -82,8 +82,8 @@ def make_parser() -> BenchmarkParser:
     parser.add_argument(
         "--gpus", type=at_least(1), nargs="+", default=GPUS, help="of the large clusters"
     )
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=SHAPES)
-    parser.add_argument("--proposals", type=at_least(1), default=PROPOSALS)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODEL_SHAPES)
+    parser.add_argument("--proposals", type=at_least(1), default=DEFAULT_PROPOSALS)
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument(
         "--seeds", type=at_least(0), default=SEEDS, help="so many from 0 on; 0 for none"
@@ -143,30 +143,30 @@ def a100s(gpus: int) -> str:
 
 def problem(
     algorithm: str, cluster: str, model: str, lengths: FixedLength | LognormalLengths, groups: int
-) -> Problem:
+) -> PlacementProblem:
     """Every role has a model of this size."""
     columns = ["scores", "ref_logprobs", *(["values"] if algorithm == "ppo" else [])]
-    shape = shape_of(model)
-    models = {"policy": shape, "reference": shape, "reward": shape.critic()}
+    shape = load_model_shape(model)
+    models = {"policy": shape, "reference": shape, "reward": shape.to_critic()}
     if algorithm == "ppo":
-        models["critic"] = shape.critic()
+        models["critic"] = shape.to_critic()
     workload = Workload(groups, 1, 1024, lengths, mini_batches=8)
-    return Problem(
-        dataflow_for((*ROLLOUT_COLUMNS, *columns)), models, workload, Cluster.parse(cluster)
+    return PlacementProblem(
+        build_dataflow((*ROLLOUT_COLUMNS, *columns)), models, workload, Cluster.from_text(cluster)
     )
 
 
-def planned(asked: Problem, arguments: argparse.Namespace) -> dict[str, Any]:
+def planned(asked: PlacementProblem, arguments: argparse.Namespace) -> dict[str, Any]:
     """Seconds to plan it, and what came of it."""
     begun = time.process_time()
-    planner = Planner(asked, CostModel(asked))
+    planner = PlacementPlanner(asked, CostModel(asked))
     found = planner.plan([0, 1], seed=arguments.seed, proposals=arguments.proposals)
     seconds = time.process_time() - begun
     return {
         "cluster": str(asked.cluster),
         "model": asked.models["policy"].name,
         "seconds": round(seconds, 2),
-        "placements": sum(1 for _ in planner.estimator.seen()),
+        "placements": sum(1 for _ in planner.estimator.iter_estimated()),
         "step_s": {each.max_staleness: round(each.candidate.step_s, 2) for each in found.front},
         "best": found.best.label if found.best else "nothing fits",
     }
@@ -186,11 +186,11 @@ def command(groups: int) -> dict[str, Any]:
     return row | ({"limit": COMMAND_LIMIT_S} if groups == COMMAND_GROUPS else {})
 
 
-def seeds(asked: Problem, arguments: argparse.Namespace) -> dict[str, Any]:
+def seeds(asked: PlacementProblem, arguments: argparse.Namespace) -> dict[str, Any]:
     """Step times on policy by seed."""
     found = []
     for seed in range(arguments.seeds):
-        planned = Planner(asked, CostModel(asked)).plan(
+        planned = PlacementPlanner(asked, CostModel(asked)).plan(
             [0], seed=seed, proposals=arguments.proposals
         )
         found.append(planned.best.step_s if planned.best else math.inf)
@@ -203,11 +203,11 @@ def seeds(asked: Problem, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def gap(asked: Problem, ahead: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def gap(asked: PlacementProblem, ahead: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """How far Algorithm 1, and the plan, are from the best placement."""
     costs = CostModel(asked)
-    planner = Planner(asked, costs)
-    mapped, _ = planner.by_model.best()
+    planner = PlacementPlanner(asked, costs)
+    mapped, _ = planner.model_mapping.find_best()
     found = planner.plan([ahead], seed=arguments.seed, proposals=arguments.proposals)
     row: dict[str, Any] = {
         "cluster": str(asked.cluster),
@@ -219,10 +219,14 @@ def gap(asked: Problem, ahead: int, arguments: argparse.Namespace) -> dict[str, 
     if found.best is None:
         return row | {"fits": False}
     begun = time.process_time()
-    oracle = Oracle(
-        Choices(Estimator(asked, costs.rough), rules=anything), sorted({0, ahead}), (True, False)
+    oracle = ExhaustiveSearch(
+        ParallelismChoices(
+            PlacementEstimator(asked, costs.approximate_costs), rules=allow_any_split
+        ),
+        sorted({0, ahead}),
+        (True, False),
     )
-    _, best_s = oracle.best(found.best.placement)
+    _, best_s = oracle.find_best(found.best.placement)
     planned_s = planner.estimator.step_s(found.best.placement)
     mapped_s = planner.estimator.step_s(mapped) if mapped else None
     return row | {
@@ -231,7 +235,7 @@ def gap(asked: Problem, ahead: int, arguments: argparse.Namespace) -> dict[str, 
         "plan_gap": round(planned_s / best_s - 1, 4),
         "limit": GAP_LIMIT,
         "oracle_seconds": round(time.process_time() - begun, 1),
-        "oracle_looked_at": oracle.looked,
+        "oracle_looked_at": oracle.num_scheduled,
     }
 
 

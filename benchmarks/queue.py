@@ -47,24 +47,31 @@ from benchmarks.queue_peers import (
     transfer_queue,
 )
 from streamrl import pipeline
-from streamrl.actors.launch.ray_cluster import cluster, nothing
+from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
 from streamrl.actors.queue_shard import create_shards
 from streamrl.actors.transport.shard_proxy import RemoteShard
-from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, ShardPlan
+from streamrl.buffer import (
+    ExperienceQueue,
+    QueueConfig,
+    ShardCapacity,
+    ShardFiles,
+    ShardPlan,
+    StageSchema,
+)
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS, Experience, Prompt, make_uid
 from streamrl.placement import PlacementConfig
-from streamrl.stream.device_lease import FreeLease
-from streamrl.stream.protocols import Stage
-from streamrl.stream.stage_worker import Result
+from streamrl.stream.device_lease import DedicatedDeviceLease
+from streamrl.stream.protocols import StageContext
+from streamrl.stream.stage_worker import StageResult
 from streamrl.telemetry.spans import SpanRecorder
 
 GROUPS = {1 << 10: 8192, 1 << 16: 2048, 1 << 20: 512}
 """Bytes of a group, and how many of them flow."""
 STAGES = {
-    "generate": Ports((), ROLLOUT_COLUMNS),
-    "score": Ports(ROLLOUT_COLUMNS, ("scores",)),
-    "train": Ports((*ROLLOUT_COLUMNS, "scores"), ()),
+    "generate": StageSchema((), ROLLOUT_COLUMNS),
+    "score": StageSchema(ROLLOUT_COLUMNS, ("scores",)),
+    "train": StageSchema((*ROLLOUT_COLUMNS, "scores"), ()),
 }
 QUEUE_BYTES = 512 << 20
 WAIT_S = 60.0
@@ -109,7 +116,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 f"--share={arguments.share} --batch={arguments.batch}: {count} groups of {size}"
                 f" bytes; must be 8 or more, and whole batches for each worker, {round_of} at once"
             )
-    with cluster(PlacementConfig(cpus=8, object_store_mb=2048), nothing):
+    with connect_cluster(PlacementConfig(cpus=8, object_store_mb=2048), disaggregated_only):
         return {f"{size} bytes": measure_size(size, arguments) for size in arguments.sizes}
 
 
@@ -179,9 +186,11 @@ def stream_queue(
     parent = ROOT / "build"
     parent.mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="journal-", dir=parent))
-    config, bounds = QueueConfig(shards=shards), Bounds(1 << 20, QUEUE_BYTES // shards)
+    config, bounds = QueueConfig(shards=shards), ShardCapacity(1 << 20, QUEUE_BYTES // shards)
     plans = {
-        name: ShardPlan(STAGES, config, bounds, files=Files(folder / name) if journal else None)
+        name: ShardPlan(
+            STAGES, config, bounds, files=ShardFiles(folder / name) if journal else None
+        )
         for name in (f"shard-{i}" for i in range(shards))
     }
     faces = create_shards(plans)
@@ -231,31 +240,33 @@ class Member:
             some = numbers[first : first + self._batch]
             columns = number(self._groups, some)
             prompts = [Prompt(make_uid(0, n), columns[0]["lengths"]) for n in some]
-            await self._queue.add(list(zip(prompts, columns, strict=True)), 0, stage="generate")
+            await self._queue.add_groups(
+                list(zip(prompts, columns, strict=True)), 0, stage="generate"
+            )
         return start
 
     async def score(self) -> None:
         """Work as a scorer of a run does, without end."""
 
-        async def judge(experiences: Sequence[Experience]) -> Sequence[Result]:
+        async def judge(experiences: Sequence[Experience]) -> Sequence[StageResult]:
             return [score(dict(experience.columns)) for experience in experiences]
 
-        stage = Stage("score", self._queue, FreeLease(), SpanRecorder(self._name))
-        serving = pipeline.Serving(ROLLOUT_COLUMNS, 2 * self._batch, self._batch)
-        await pipeline.score(stage, judge, serving)
+        stage = StageContext("score", self._queue, DedicatedDeviceLease(), SpanRecorder(self._name))
+        serving = pipeline.ScoringLimits(ROLLOUT_COLUMNS, 2 * self._batch, self._batch)
+        await pipeline.score_groups(stage, judge, serving)
 
     async def train(self, count: int) -> tuple[float, list[int]]:
         """Take so many complete groups and let them leave; when that was done, and which."""
         done: list[int] = []
         while len(done) < count:
-            taken = await self._queue.take(
+            taken = await self._queue.lease_groups(
                 "train",
                 max_groups=min(self._batch, count - len(done)),
                 columns=STAGES["train"].needs,
                 wait_s=WAIT_S,
             )
             done += [check(dict(experience.columns)) for experience in taken]
-            await self._queue.leave([experience.uid for experience in taken], 0)
+            await self._queue.remove_groups([experience.uid for experience in taken], 0)
         return time.monotonic(), done
 
 

@@ -23,7 +23,7 @@ from ray.util.queue import Empty, Queue
 from benchmarks.actors import start_actor, wait_for_all
 from benchmarks.command import BenchmarkError
 from benchmarks.peers import parity_packages
-from streamrl.messages import ROLLOUT_COLUMNS, SCHEMA, Array, Per
+from streamrl.messages import COLUMN_SPECS, ROLLOUT_COLUMNS, Array, ColumnAxis
 
 ROLLOUTS = 8
 POLL_S = 0.02  # pause of a consumer that found less than a batch: no batch call waits
@@ -123,9 +123,9 @@ class Worker:
 
 def make_group(size_bytes: int) -> Group:
     """Arrays of `size_bytes`, less than a token: 13 bytes per token, 5 per rollout."""
-    entries = {Per.TOKEN: (size_bytes - 5 * ROLLOUTS) // 13, Per.ROLLOUT: ROLLOUTS}
-    specs = {name: SCHEMA[name] for name in ROLLOUT_COLUMNS}
-    group = {name: np.ones(entries[spec.per], spec.dtype) for name, spec in specs.items()}
+    entries = {ColumnAxis.TOKEN: (size_bytes - 5 * ROLLOUTS) // 13, ColumnAxis.ROLLOUT: ROLLOUTS}
+    specs = {name: COLUMN_SPECS[name] for name in ROLLOUT_COLUMNS}
+    group = {name: np.ones(entries[spec.axis], spec.dtype) for name, spec in specs.items()}
     group["lengths"][:] = [len(part) for part in np.array_split(group["token_ids"], ROLLOUTS)]
     return group
 
@@ -141,7 +141,7 @@ def score(group: Group) -> Group:
     """Read every byte, as fast as can be; scores that tell the group's number."""
     for column in group.values():
         xxhash.xxh3_64_intdigest(column.data)
-    return {"scores": np.full(ROLLOUTS, group["token_ids"][0], SCHEMA["scores"].dtype)}
+    return {"scores": np.full(ROLLOUTS, group["token_ids"][0], COLUMN_SPECS["scores"].dtype)}
 
 
 def check(group: Group) -> int:

@@ -39,28 +39,32 @@ from benchmarks.command import BenchmarkError, BenchmarkParser, at_least, run_be
 from streamrl.errors import ConfigError
 from streamrl.resharding import (
     GROUPINGS,
-    ORDERS,
+    RANK_ORDERS,
     BytesReport,
-    Component,
     CopyPlan,
+    FusedComponent,
     GatherPlan,
     GenerationSizes,
-    Grid,
-    Layout,
+    ModelLayout,
     ModelSpec,
-    Nodes,
-    Seating,
+    NodeTopology,
+    RankAssignment,
+    RankGrid,
     TensorSpec,
-    micro_groups,
+    assign_generation_ranks,
+    compute_table_2,
+    create_layout,
+    list_micro_dp_groups,
+    partition_zero3,
     plan_copies,
     plan_gather,
-    seat,
-    seated_layout,
-    table_2,
-    zero_partitioned,
 )
-from streamrl.resharding.executors import Executor, GatherInGroups, PointToPoint
-from streamrl.resharding.storage import Storage, allocate, allocate_both
+from streamrl.resharding.executors import (
+    GroupGatherExecutor,
+    PointToPointExecutor,
+    ReshardingExecutor,
+)
+from streamrl.resharding.storage import ShardStorage, allocate_overlapping, allocate_storage
 
 MOST_RANKS = 16
 MOST_BYTES = 64 << 20
@@ -75,19 +79,19 @@ VERSION = 1
 class Switch:
     """What is asked for: both grids, the model, and who serves what."""
 
-    train: Grid
+    train: RankGrid
     generate: GenerationSizes
     grouping: str
     model: ModelSpec
-    held: Layout
-    serving: Seating
-    cluster: Nodes
+    held: ModelLayout
+    serving: RankAssignment
+    cluster: NodeTopology
 
     def plans(self) -> dict[str, CopyPlan | GatherPlan]:
         """Every way to make this switch, by name."""
-        target = seated_layout(self.model, self.serving)
-        partitioned = zero_partitioned(self.held, self.train.seating().data_groups())
-        everyone = [list(range(self.train.size))]
+        target = create_layout(self.model, self.serving)
+        partitioned = partition_zero3(self.held, self.train.assign_ranks().list_dp_groups())
+        everyone = [list(range(self.train.num_ranks))]
         plans: dict[str, CopyPlan | GatherPlan] = {
             "point_to_point": plan_copies(self.held, target, self.cluster),
             "full_gather": plan_gather(
@@ -95,9 +99,9 @@ class Switch:
             ),
         }
         if self.grouping != "overlap":
-            replicas = self.train.seating().replica_groups()
+            replicas = self.train.assign_ranks().list_replica_groups()
             zero = self.grouping == "zero"
-            groups = micro_groups(self.train, self.serving) if zero else replicas
+            groups = list_micro_dp_groups(self.train, self.serving) if zero else replicas
             plans["in_groups"] = plan_gather(self.held, target, self.cluster, groups)
         return plans
 
@@ -107,7 +111,7 @@ def make_parser() -> BenchmarkParser:
     parser = BenchmarkParser("resharding", __doc__)
     parser.add_argument("--train", default="1-4-2", help="pipeline-tensor-data")
     parser.add_argument("--generate", default="1-2-2-2", help="pipeline-tensor-microdata-data")
-    parser.add_argument("--order", default="hf", choices=ORDERS)
+    parser.add_argument("--order", default="hf", choices=RANK_ORDERS)
     parser.add_argument("--grouping", default="zero", choices=GROUPINGS)
     parser.add_argument("--model", default="even", choices=list(MODELS))
     parser.add_argument("--bucket-mb", type=float, default=0.25, help="what is under way at once")
@@ -134,28 +138,28 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def make_switch(arguments: argparse.Namespace) -> Switch:
     """Raises ValueError where something does not fit."""
-    train = Grid.parse(arguments.train, arguments.order)
-    generate = GenerationSizes.parse(arguments.generate)
-    if max(train.size, generate.size) > MOST_RANKS:
-        ranks = max(train.size, generate.size)
+    train = RankGrid.from_text(arguments.train, arguments.order)
+    generate = GenerationSizes.from_text(arguments.generate)
+    if max(train.num_ranks, generate.num_ranks) > MOST_RANKS:
+        ranks = max(train.num_ranks, generate.num_ranks)
         raise ValueError(f"{ranks} ranks: at most {MOST_RANKS} processes are started")
     model = MODELS[arguments.model](train, generate)
-    least = train.size * max(spec.itemsize for spec in model.tensors)
+    least = train.num_ranks * max(spec.itemsize for spec in model.tensors)
     if not least <= arguments.bucket_mb * 2**20 < math.inf:
         raise ValueError(
             f"--bucket-mb={arguments.bucket_mb:g}: must be at least {least} bytes, an element of"
             f" each rank, and finite"
         )
-    held = seated_layout(model, train.seating())
-    serving = seat(arguments.grouping, train, generate, held)
-    cluster = Nodes(arguments.ranks_per_node)
+    held = create_layout(model, train.assign_ranks())
+    serving = assign_generation_ranks(arguments.grouping, train, generate, held)
+    cluster = NodeTopology(arguments.ranks_per_node)
     return Switch(train, generate, arguments.grouping, model, held, serving, cluster)
 
 
-def even_model(train: Grid, generate: GenerationSizes) -> ModelSpec:
+def even_model(train: RankGrid, generate: GenerationSizes) -> ModelSpec:
     """Matrices that divide evenly however they are split: Table 2 holds exactly."""
-    places = math.lcm(train.stages, generate.stages)
-    pieces = math.lcm(train.tensor, generate.tensor) * train.replicas
+    places = math.lcm(train.pp_size, generate.pp_size)
+    pieces = math.lcm(train.tp_size, generate.tp_size) * train.dp_size
     # Two square matrices of four bytes in each place.
     fits = (edge for edge in EDGES if 8 * places * (edge * pieces) ** 2 <= MOST_BYTES)
     width = next(fits, 1) * pieces
@@ -169,17 +173,17 @@ def even_model(train: Grid, generate: GenerationSizes) -> ModelSpec:
     )
 
 
-def transformer(train: Grid, generate: GenerationSizes) -> ModelSpec:
+def transformer(train: RankGrid, generate: GenerationSizes) -> ModelSpec:
     """Grouped heads, fused matrices, norms that every rank holds, a tied embedding."""
-    sizes = (train.tensor, generate.tensor)
+    sizes = (train.tp_size, generate.tp_size)
     heads, kv_heads = 2 * math.lcm(*sizes), fewest_shared(*sizes)
-    layers = max(2, train.stages, generate.stages)
+    layers = max(2, train.pp_size, generate.pp_size)
     head, words, last = 16, 64 * heads, layers + 1
     width, inner = heads * head, 4 * heads * head
-    q, kv = Component(width, heads), Component(kv_heads * head, kv_heads)
+    q, kv = FusedComponent(width, heads), FusedComponent(kv_heads * head, kv_heads)
     tensors = [TensorSpec("embed", (words, width), (0, last), 0)]
     for place in range(1, last):
-        gate_up = (Component(inner), Component(inner))
+        gate_up = (FusedComponent(inner), FusedComponent(inner))
         tensors += [
             TensorSpec(f"{place}.norm", (width,), (place,)),
             TensorSpec(f"{place}.qkv", (q.size + 2 * kv.size, width), (place,), 0, (q, kv, kv)),
@@ -203,7 +207,7 @@ def fewest_shared(*sizes: int) -> int:
     )
 
 
-MODELS: dict[str, Callable[[Grid, GenerationSizes], ModelSpec]] = {
+MODELS: dict[str, Callable[[RankGrid, GenerationSizes], ModelSpec]] = {
     "even": even_model,
     "transformer": transformer,
 }
@@ -216,9 +220,9 @@ def execute(
     bucket_bytes = int(arguments.bucket_mb * 2**20)
     with tempfile.TemporaryDirectory() as folder:
         work = partial(one_rank, plans, bucket_bytes, arguments.rounds)
-        ranks = run_ranks(work, switch.train.size, Path(folder))
-    train, serving = switch.train.seating(), switch.serving
-    exact = plans["point_to_point"].bytes_report()
+        ranks = run_ranks(work, switch.train.num_ranks, Path(folder))
+    train, serving = switch.train.assign_ranks(), switch.serving
+    exact = plans["point_to_point"].report_bytes()
     return {
         "train": str(switch.train),
         "generate": str(switch.generate),
@@ -227,18 +231,20 @@ def execute(
         "model_bytes": switch.model.num_bytes,
         "bucket_bytes": bucket_bytes,
         "groups": {
-            "train_tensor": train.tensor_groups(),
-            "train_pipeline": train.pipeline_groups(),
-            "train_data": train.data_groups(),
-            "generate_tensor": serving.tensor_groups(),
-            "generate_pipeline": serving.pipeline_groups(),
-            "micro_data": micro_groups(switch.train, serving),
+            "train_tensor": train.list_tp_groups(),
+            "train_pipeline": train.list_pp_groups(),
+            "train_data": train.list_dp_groups(),
+            "generate_tensor": serving.list_tp_groups(),
+            "generate_pipeline": serving.list_pp_groups(),
+            "micro_data": list_micro_dp_groups(switch.train, serving),
         },
         "ranks_without_overlap": [
-            rank for rank, counts in exact.ranks.items() if not counts.received["local"]
+            rank
+            for rank, counts in exact.rank_bytes.items()
+            if not counts.received_by_link["local"]
         ],
         "ways": {
-            way: figures(plan.bytes_report(), [seen[way] for seen in ranks], expected(switch, way))
+            way: figures(plan.report_bytes(), [seen[way] for seen in ranks], expected(switch, way))
             for way, plan in plans.items()
         },
     }
@@ -247,10 +253,10 @@ def execute(
 def expected(switch: Switch, way: str) -> dict[str, str] | None:
     """Table 2's row for this way; None where it has none."""
     train, generate = switch.train, switch.generate
-    if train.stages % generate.stages or train.tensor % generate.tensor:
+    if train.pp_size % generate.pp_size or train.tp_size % generate.tp_size:
         return None
-    sizes = {"serving_stages": generate.stages, "serving_tensor": generate.tensor}
-    rows = table_2(train.stages, train.tensor, train.replicas, **sizes)
+    sizes = {"serving_stages": generate.pp_size, "serving_tensor": generate.tp_size}
+    rows = compute_table_2(train.pp_size, train.tp_size, train.dp_size, **sizes)
     scheme = {"in_groups": switch.grouping, "point_to_point": None}.get(way, way)
     return {k: str(v) for k, v in asdict(rows[scheme]).items()} if scheme else None
 
@@ -271,14 +277,14 @@ def figures(
     return {
         "bit_exact": all(row["bit_exact"] for row in seen),
         "received_of_M": of_model(received),
-        "planned_of_M": [str(report.received(rank)) for rank in report.ranks],
+        "planned_of_M": [str(report.received_fraction(rank)) for rank in report.rank_bytes],
         "table_2": table,
-        "over_network_of_M": str(Fraction(report.link_bytes("network"), report.model_bytes)),
+        "over_network_of_M": str(Fraction(report.count_link_bytes("network"), report.model_bytes)),
         "copied_of_M": of_model([row["copied_bytes"] for row in seen]),
-        "peak_in_one_piece_of_M": [str(report.peak(rank)) for rank in report.ranks],
+        "peak_in_one_piece_of_M": [str(report.peak_fraction(rank)) for rank in report.rank_bytes],
         "peak_of_M": of_model([row["peak_bytes"] for row in seen]),
         "planned_peak_of_M": of_model([row["planned_peak_bytes"] for row in seen]),
-        "redundant_of_M": [str(report.redundant(rank)) for rank in report.ranks],
+        "redundant_of_M": [str(report.redundant_fraction(rank)) for rank in report.rank_bytes],
         "buckets": max(row["rounds"] for row in seen),
         "seconds": statistics.median(slowest),
         "all_gather_seconds": statistics.median(peers) if moves else None,
@@ -341,11 +347,11 @@ def one_way(
 ) -> dict[str, Any]:
     """Run it, compare it with the unsplit model, and time it beside its peer."""
     rank = dist.get_rank()
-    executor: Executor
+    executor: ReshardingExecutor
     if isinstance(plan, CopyPlan):
-        executor = PointToPoint(plan, bucket_bytes=bucket_bytes)
+        executor = PointToPointExecutor(plan, bucket_bytes=bucket_bytes)
     else:
-        executor = GatherInGroups(plan, bucket_bytes=bucket_bytes)
+        executor = GroupGatherExecutor(plan, bucket_bytes=bucket_bytes)
     dtypes = {name: tensor.dtype for name, tensor in whole.items()}
     source, target = _memory(plan, rank, dtypes)
     seconds, peers = [], []
@@ -368,17 +374,20 @@ def one_way(
         "seconds": seconds[1:],
         "peer_seconds": peers[1:],
         "bit_exact": exact,
-        "planned_peak_bytes": plan.bytes_report().ranks[rank].memory + executor.buffer_bytes,
+        "planned_peak_bytes": plan.report_bytes().rank_bytes[rank].memory_bytes
+        + executor.buffer_bytes,
     }
 
 
 def _memory(
     plan: CopyPlan | GatherPlan, rank: int, dtypes: dict[str, torch.dtype]
-) -> tuple[Storage, Storage]:
+) -> tuple[ShardStorage, ShardStorage]:
     """Both layouts' shards, in one memory where the plan has them share it."""
     if isinstance(plan, GatherPlan) and plan.keeps_copy:
-        return allocate(plan.source, rank, dtypes), allocate(plan.target, rank, dtypes)
-    return allocate_both(plan.source, plan.target, rank, dtypes)
+        return allocate_storage(plan.source, rank, dtypes), allocate_storage(
+            plan.target, rank, dtypes
+        )
+    return allocate_overlapping(plan.source, plan.target, rank, dtypes)
 
 
 def _all_gather_s(received: int) -> float | None:

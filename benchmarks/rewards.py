@@ -31,10 +31,10 @@ from benchmarks.command import (
     run_command,
 )
 from benchmarks.peers import attempt, parity_python
-from streamrl.actors.transport.ray_calls import call
+from streamrl.actors.transport.ray_calls import await_reply
 from streamrl.messages import Prompt
 from streamrl.rewards import RewardConfig, RewardSet, build_rewards
-from streamrl.rewards.sandbox import CallTest, Limits, Program, Sandbox
+from streamrl.rewards.sandbox import CallTest, ProgramLimits, Sandbox, SandboxProgram
 
 GROUP = 8
 FLOW_S, PEER_S = 600.0, 300.0
@@ -100,7 +100,7 @@ async def measure_own(path: Path, arguments: argparse.Namespace) -> dict[str, An
         report_progress(f"{kind}: {options}")
         rewards = build_rewards([RewardConfig(kind, options=options)])
         work = flow(rewards, truth, texts, max(groups // share, 1), rounds)
-        return await call(work, f"rewards of kind {kind}", FLOW_S)
+        return await await_reply(work, f"rewards of kind {kind}", FLOW_S)
 
     figures: dict[str, Any] = {}
     for workers in arguments.workers:
@@ -112,7 +112,7 @@ async def measure_own(path: Path, arguments: argparse.Namespace) -> dict[str, An
         }
     figures["gsm8k"] = await judged("gsm8k", {}, "7", ["#### 7"] * GROUP)
     report_progress("the sandbox alone")
-    figures["sandbox"] = await call(sandbox(10 * GROUP // 3, rounds), "the sandbox", FLOW_S)
+    figures["sandbox"] = await await_reply(sandbox(10 * GROUP // 3, rounds), "the sandbox", FLOW_S)
     return figures
 
 
@@ -125,12 +125,12 @@ async def flow(
     try:
         warm_at = time.monotonic() + WARM_S
         while time.monotonic() < warm_at:
-            await asyncio.gather(*(rewards.judge(prompt, texts) for _ in range(8)))
+            await asyncio.gather(*(rewards.judge_group(prompt, texts) for _ in range(8)))
         rates = [await _rate(rewards, prompt, texts, groups) for _ in range(rounds)]
         latency = []
         for _ in range(groups):
             started = time.perf_counter()
-            await rewards.judge(prompt, texts)
+            await rewards.judge_group(prompt, texts)
             latency.append(time.perf_counter() - started)
     finally:
         await rewards.close()
@@ -143,17 +143,17 @@ async def flow(
 
 async def _rate(rewards: RewardSet, prompt: Prompt, texts: Sequence[str], groups: int) -> float:
     started = time.perf_counter()
-    await asyncio.gather(*(rewards.judge(prompt, texts) for _ in range(groups)))
+    await asyncio.gather(*(rewards.judge_group(prompt, texts) for _ in range(groups)))
     return groups * len(texts) / (time.perf_counter() - started)
 
 
 async def sandbox(calls: int, rounds: int) -> dict[str, float]:
     """Measure the start, self test included, and a trivial program after another."""
-    program = Program("python", PROGRAMS[0], [CallTest("add", [3, 4], [7])])
+    program = SandboxProgram("python", PROGRAMS[0], [CallTest("add", [3, 4], [7])])
     starts, seconds, passed = [], [], 0
     for _ in range(rounds):
         started = time.perf_counter()
-        jails = await Sandbox.start(Limits(), jails=1)
+        jails = await Sandbox.start(ProgramLimits(), jails=1)
         await jails.run(program)
         starts.append(time.perf_counter() - started)
         for _ in range(calls):

@@ -15,18 +15,22 @@ from statistics import median
 from typing import Any
 
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
-from streamrl.dataflow import dataflow_for
+from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs import Constants, CostModel
-from streamrl.placement.model_shapes import shape_of
+from streamrl.placement.costs import CostConstants, CostModel
+from streamrl.placement.model_shapes import load_model_shape
 from streamrl.placement.placements import Placement
-from streamrl.placement.problem import Problem
-from streamrl.placement.search.pareto import Candidate
-from streamrl.placement.search.planner import plan
-from streamrl.placement.steady_state.estimator import Estimator, Key, key_of
+from streamrl.placement.problem import PlacementProblem
+from streamrl.placement.search.pareto import PlacementCandidate
+from streamrl.placement.search.planner import plan_placement
+from streamrl.placement.steady_state.estimator import (
+    PlacementEstimator,
+    PlacementKey,
+    make_placement_key,
+)
 from streamrl.placement.workload import LognormalLengths, Workload
-from streamrl.simulator.quick_run import play
+from streamrl.simulator.quick_run import run_quick_simulation
 
 BOUNDS = (0, 1, 2, 4)
 RUNNERS_UP = 1
@@ -53,24 +57,24 @@ class Case:
     filtered: float = 0.0
 
     @cached_property
-    def problem(self) -> Problem:
+    def problem(self) -> PlacementProblem:
         """What the planner is asked: every role has a model of this size."""
-        shape = shape_of(self.model)
+        shape = load_model_shape(self.model)
         models = {"policy": shape, "reference": shape}
         if self.algorithm == "ppo":
-            models["critic"] = shape.critic()
+            models["critic"] = shape.to_critic()
         lengths = LognormalLengths(800, self.sigma, 4096)
         updates = 1 if self.algorithm == "grpo" else 4
-        return Problem(
-            dataflow_for((*ROLLOUT_COLUMNS, *COLUMNS[self.algorithm])),
+        return PlacementProblem(
+            build_dataflow((*ROLLOUT_COLUMNS, *COLUMNS[self.algorithm])),
             {role: models[role] for role in models if role in self._roles},
             Workload(
                 *(self.groups, self.group_size, 512, lengths),
                 mini_batches=updates,
-                whole_steps=updates > 1,
-                filtered=self.filtered,
+                requires_whole_step=updates > 1,
+                filtered_fraction=self.filtered,
             ),
-            Cluster.parse(self.cluster),
+            Cluster.from_text(self.cluster),
         )
 
     @property
@@ -78,9 +82,9 @@ class Case:
         named = {"ref_logprobs": "reference", "values": "critic"}
         return {"policy", *(named[c] for c in COLUMNS[self.algorithm] if c in named)}
 
-    def costs(self, problem: Problem) -> CostModel:
+    def costs(self, problem: PlacementProblem) -> CostModel:
         """With engines that sample so many rollouts at a time."""
-        constants = replace(Constants(), max_running=self.max_running, keeps_served=True)
+        constants = replace(CostConstants(), max_running=self.max_running, keeps_served=True)
         return CostModel(problem, constants)
 
 
@@ -126,31 +130,31 @@ def errors(case: Case, arguments: argparse.Namespace) -> Iterator[dict[str, Any]
     """Yield the error of each placement of a case that was planned."""
     report_progress(f"{case.algorithm} {case.model} {case.cluster}")
     problem, costs = case.problem, case.costs(case.problem)
-    estimator = Estimator(problem, costs)
+    estimator = PlacementEstimator(problem, costs)
     for label, placement in planned(case, arguments):
         step_s = estimator.step_s(placement)
-        timings = costs.timings(placement)
-        played = play(
+        timings = costs.predict_timings(placement)
+        played = run_quick_simulation(
             problem.dataflow,
             placement,
             timings,
             problem.workload,
             seed=arguments.seed,
-            manner=problem.manner,
+            manner=problem.run_options,
         )
         yield {
             "case": f"{case.algorithm} {case.model} {case.cluster}",
             "placement": label,
             "max_staleness": placement.max_staleness,
             "filtered": case.filtered,
-            "simulated_s": round(played.step_s, 3),
-            "error": round(step_s / played.step_s - 1, 4),
+            "simulated_s": round(played.mean_step_s, 3),
+            "error": round(step_s / played.mean_step_s - 1, 4),
         }
 
 
 def planned(case: Case, arguments: argparse.Namespace) -> Iterator[tuple[str, Placement]]:
     """The best of every kind and of every bound, and those that come next."""
-    found = plan(
+    found = plan_placement(
         case.problem,
         case.costs,
         max_staleness=arguments.bounds,
@@ -158,11 +162,11 @@ def planned(case: Case, arguments: argparse.Namespace) -> Iterator[tuple[str, Pl
         proposals=arguments.proposals,
         runners_up=RUNNERS_UP,
     )
-    front = [one for point in found.front for one in (point.candidate, *point.next)]
-    every: dict[Key, Candidate] = {}
+    front = [one for point in found.front for one in (point.candidate, *point.runners_up)]
+    every: dict[PlacementKey, PlacementCandidate] = {}
     for candidate in (*front, *found.candidates):
         if candidate.step_s < float("inf"):
-            every.setdefault(key_of(candidate.placement), candidate)
+            every.setdefault(make_placement_key(candidate.placement), candidate)
     for candidate in every.values():
         yield candidate.label, candidate.placement
 

@@ -11,29 +11,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
-from streamrl.dataflow import dataflow_for
+from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.placements import Assignment, Placement
+from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
-    Timings,
+    StageTimings,
     TrainTiming,
     WeightsTiming,
 )
 from streamrl.placement.workload import LognormalLengths, Workload
-from streamrl.resharding import Grid
-from streamrl.simulator.simulation import simulate
+from streamrl.resharding import RankGrid
+from streamrl.simulator.simulation import run_simulation
 
-FLOW = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
+FLOW = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
 WORKLOAD = Workload(512, 16, 512, LognormalLengths(2000, 0.8, 12000))
 
 
-def on(first: int, grid: str) -> Assignment:
+def on(first: int, grid: str) -> CallAssignment:
     """Devices from this one on."""
-    parsed = Grid.parse(grid)
-    return Assignment(Mesh(first, parsed.size), parsed)
+    parsed = RankGrid.from_text(grid)
+    return CallAssignment(Mesh(first, parsed.num_ranks), parsed)
 
 
 PLACEMENTS = {
@@ -55,12 +55,12 @@ PLACEMENTS = {
 }
 
 
-def timings(placement: Placement) -> Timings:
+def timings(placement: Placement) -> StageTimings:
     """About those of a model of 7 billion parameters on H100s."""
-    calls = placement.calls
-    return Timings(
+    calls = placement.assignments
+    return StageTimings(
         generator=GeneratorTiming(
-            replicas=calls["generate"].grid.replicas,
+            replicas=calls["generate"].grid.dp_size,
             max_running=256,
             kv_tokens=1_000_000,
             weights_s=0.008,
@@ -73,9 +73,9 @@ def timings(placement: Placement) -> Timings:
         ),
         score={
             "reward": ScoreTiming(16, 8, 0.01, 0.001, 0.0),
-            "reference": ScoreTiming(calls["reference"].grid.replicas, 8, 0.02, 0.0, 1e-5),
+            "reference": ScoreTiming(calls["reference"].grid.dp_size, 8, 0.02, 0.0, 1e-5),
         },
-        train={"policy": TrainTiming(calls["train"].grid.replicas, 0.05, 1e-4, 0.5)},
+        train={"policy": TrainTiming(calls["train"].grid.dp_size, 0.05, 1e-4, 0.5)},
         weights={"generate": WeightsTiming(1.0, 2.0, 0.3)},
         hop_s=0.005,
         step_s=0.1,
@@ -85,14 +85,14 @@ def timings(placement: Placement) -> Timings:
 def simulate_once(placement: Placement, steps: int) -> dict[str, Any]:
     """Simulate once."""
     wall, cpu = time.perf_counter(), time.process_time()
-    found = simulate(FLOW, placement, timings(placement), WORKLOAD, steps=steps, seed=1)
+    found = run_simulation(FLOW, placement, timings(placement), WORKLOAD, steps=steps, seed=1)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    events = steps * WORKLOAD.rollouts + len(found.spans)
+    events = steps * WORKLOAD.num_rollouts + len(found.spans)
     return {
         "seconds": wall,
         "cpu_s": cpu,
         "events_per_s": events / cpu,
-        "simulated_step_s": found.step_s,
+        "simulated_step_s": found.mean_step_s,
         "simulated_tokens_per_s": found.tokens_per_s,
     }
 

@@ -22,10 +22,10 @@ from typing import Any
 
 from benchmarks.command import ROOT, BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.runs import load_quiet, make_arithmetic, play
-from streamrl.actors.engine_factory import RealEngines
-from streamrl.calibration.fit_timings import fit
-from streamrl.calibration.prediction import Figures, PlannedRun, predict
-from streamrl.calibration.run_trace import Measured, read_run
+from streamrl.actors.engine_factory import RealEngineFactory
+from streamrl.calibration.fit_timings import fit_timings
+from streamrl.calibration.prediction import PlannedRun, SteadyMetrics, predict_metrics
+from streamrl.calibration.run_trace import RunTrace, load_run_trace
 
 RECIPES = ("grpo", "ppo", "remax")
 MODES = {"on_policy": 0, "ahead": 1}
@@ -67,7 +67,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"worst_error": worst(found), "recipes": found}
 
 
-def played(folder: Path, recipe: str, mode: str, seed: int, *, steps: int) -> Measured:
+def played(folder: Path, recipe: str, mode: str, seed: int, *, steps: int) -> RunTrace:
     """Return the run of a recipe in a mode; play it unless it is there."""
     name = f"{recipe}_{mode}_{seed}"
     if not (folder / name / "metrics.jsonl").exists():
@@ -76,11 +76,11 @@ def played(folder: Path, recipe: str, mode: str, seed: int, *, steps: int) -> Me
         settings += [f"run.dir={folder}", f"run.name={name}", f"run.steps={steps}"]
         settings += ["run.overwrite=true", "data.eval=''", "checkpoint.every=0"]
         config = load_quiet(ROOT / f"configs/{recipe}_arithmetic.yaml", settings)
-        play(config, RealEngines())
-    return read_run(folder / name)
+        play(config, RealEngineFactory())
+    return load_run_trace(folder / name)
 
 
-def compared(recipe: str, runs: Mapping[Key, Measured]) -> dict[str, Any]:
+def compared(recipe: str, runs: Mapping[Key, RunTrace]) -> dict[str, Any]:
     """Return what is predicted of each run of a recipe, from the others and from itself."""
     found = {}
     for (mode, over), (seed, other) in product(OVER.items(), OTHER.items()):
@@ -89,18 +89,18 @@ def compared(recipe: str, runs: Mapping[Key, Measured]) -> dict[str, Any]:
         if (measured := sources.get("itself")) is not None:
             found[f"{mode}, seed {seed}"] = {
                 "steps": len(measured.steps),
-                "left_out": dict(measured.left_out),
+                "left_out": dict(measured.excluded_steps),
                 **{name: predicted(measured, source) for name, source in sources.items()},
             }
     return found
 
 
-def predicted(measured: Measured, source: Measured) -> dict[str, dict[str, float]]:
+def predicted(measured: RunTrace, source: RunTrace) -> dict[str, dict[str, float]]:
     """Figures of a run, from the timings and the lengths of another."""
-    of_source = PlannedRun.of(source, source.config)
-    timings = fit(source, of_source.base).timings
-    figures = predict(PlannedRun.of(source, measured.config), timings)
-    return figures.against(Figures.of(measured))
+    of_source = PlannedRun.from_trace(source, source.config)
+    timings = fit_timings(source, of_source.base_timings).timings
+    figures = predict_metrics(PlannedRun.from_trace(source, measured.config), timings)
+    return figures.compare_with(SteadyMetrics.from_trace(measured))
 
 
 def worst(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.runs import RECIPE, load_quiet, make_arithmetic, play
-from streamrl.actors.engine_factory import RealEngines
+from streamrl.actors.engine_factory import RealEngineFactory
 
 LAST_STEPS = 5
 KV_CACHE_MB = 64
@@ -87,7 +87,7 @@ def play_run(steps: int, bound: int, correction: str, seed: int) -> dict[str, fl
         per_step = config.algorithm.group_size * config.pipeline.groups_per_step
         config.generator.max_concurrent_rollouts = (bound + 1) * per_step
         config.generator.kv_cache_mb = (bound + 1) * KV_CACHE_MB
-        rows = play(config, RealEngines())
+        rows = play(config, RealEngineFactory())
     return {
         "reward": statistics.fmean(row["reward/mean"] for row in rows[-LAST_STEPS:]),
         "ess": statistics.fmean(row["policy/ess"] for row in rows),

@@ -36,7 +36,7 @@ from benchmarks.command import (
     run_command,
 )
 from benchmarks.runs import RECIPE, make_arithmetic
-from streamrl.actors.launch.fork_server import FORK_VARIABLE, SERVE
+from streamrl.actors.launch.fork_server import FORK_VARIABLE, SERVER_CODE
 
 MARK = "STREAMRL_STARTUP_BENCHMARK"
 DEADLINE_S = 180.0
@@ -224,7 +224,7 @@ def kind_of(process: psutil.Process) -> str:
         return words[0].partition("::")[2].partition(".")[0]
     if "streamrl.cli.main" in words:
         return "driver"
-    if SERVE in words:
+    if SERVER_CODE in words:
         return "fork server"
     is_python = Path(words[0]).name.startswith("python")
     script = next((word for word in words[1:] if not word.startswith("-")), words[0])

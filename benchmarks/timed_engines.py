@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from streamrl.actors.protocols import HostedGenerator, HostedPart, HostedRank, HostedScorer
-from streamrl.buffer.assembly.packing import Pick
+from streamrl.actors.protocols import (
+    HostedFollowerRank,
+    HostedGenerator,
+    HostedScorer,
+    HostedTrainerRank,
+)
+from streamrl.buffer.assembly.packing import RolloutIndex
 from streamrl.config import RunConfig
-from streamrl.dataflow import GENERATE, REWARD
-from streamrl.engines.generator_config import Sampling
+from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
+from streamrl.engines.generator_config import SamplingSettings
 from streamrl.errors import ConfigError
 from streamrl.messages import (
     Array,
@@ -23,15 +28,15 @@ from streamrl.messages import (
     FinishReason,
     Prompt,
     Rollout,
-    group_columns,
+    rollouts_to_columns,
 )
-from streamrl.stream.protocols import Finished, Sample
-from streamrl.stream.stage_worker import Result
-from streamrl.weights import Loaded
+from streamrl.stream.protocols import FinishedCallback, SampleFunction
+from streamrl.stream.stage_worker import StageResult
+from streamrl.weights import WeightLoadStats
 
 if TYPE_CHECKING:
-    from streamrl.resharding.executors import Moved
-    from streamrl.resharding.storage import Storage
+    from streamrl.resharding.executors import ReshardingStats
+    from streamrl.resharding.storage import ShardStorage
 
 COMPLETION_TOKENS = 8
 
@@ -44,21 +49,27 @@ class TimedEngines:
     score_s: float = 0.0
     train_s: float = 0.0
 
-    async def generator(self, config: RunConfig, max_length: int, replica: int) -> HostedGenerator:
+    async def make_generator(
+        self, config: RunConfig, max_length: int, replica: int
+    ) -> HostedGenerator:
         """A generator that sleeps."""
         return _Generator(self.generate_s, config.algorithm.group_size)
 
-    async def generator_part(self, config: RunConfig, max_length: int, rank: int) -> HostedPart:
+    async def make_follower_rank(
+        self, config: RunConfig, max_length: int, rank: int
+    ) -> HostedFollowerRank:
         """There is none: what sleeps is not split."""
         raise ConfigError(
             f"generator.tensor_parallel={config.generator.tensor_parallel}: must be 1"
         )
 
-    async def scorer(self, config: RunConfig, max_length: int, role: str) -> HostedScorer:
+    async def make_scorer(self, config: RunConfig, max_length: int, role: str) -> HostedScorer:
         """A scorer that sleeps."""
-        return HostedScorer({REWARD.stage: _Scorer(self.score_s).score})
+        return HostedScorer({REWARD_CALL.stage: _Scorer(self.score_s).score})
 
-    def trainer(self, config: RunConfig, max_length: int, rank: int, role: str) -> HostedRank:
+    def make_trainer(
+        self, config: RunConfig, max_length: int, rank: int, role: str
+    ) -> HostedTrainerRank:
         """A rank that sleeps."""
         return _Rank(self.train_s)
 
@@ -70,19 +81,21 @@ class _Generator:
         self._version = -1
 
     @property
-    def stages(self) -> Mapping[str, Sample]:
-        return {GENERATE.stage: self._group}
+    def stages(self) -> Mapping[str, SampleFunction]:
+        return {GENERATE_CALL.stage: self._group}
 
-    async def begun(self) -> Mapping[str, Columns]:
+    async def collect_partial_rollouts(self) -> Mapping[str, Columns]:
         return {}
 
-    async def _group(self, prompt: Prompt, begun: Columns | None, finished: Finished) -> Columns:
+    async def _group(
+        self, prompt: Prompt, begun: Columns | None, finished: FinishedCallback
+    ) -> Columns:
         if self._seconds:
             await asyncio.sleep(self._seconds)
-        return group_columns([self._rollout(prompt)] * self._group_size)
+        return rollouts_to_columns([self._rollout(prompt)] * self._group_size)
 
     def _rollout(self, prompt: Prompt) -> Rollout:
-        return Rollout.single_turn(
+        return Rollout.from_single_turn(
             prompt.token_ids,
             [5] * COMPLETION_TOKENS,
             logprobs=[-1.0] * COMPLETION_TOKENS,
@@ -91,27 +104,27 @@ class _Generator:
         )
 
     async def sample(
-        self, prompt: Prompt, seeds: Sequence[int], *, sampling: Sampling
+        self, prompt: Prompt, seeds: Sequence[int], *, sampling: SamplingSettings
     ) -> list[Rollout]:
         return [self._rollout(prompt)] * len(seeds)
 
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
-        return await self.take_up(version)
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
+        return await self.activate_version(version)
 
-    async def take_up(self, version: int) -> Loaded:
+    async def activate_version(self, version: int) -> WeightLoadStats:
         self._version = version
-        return Loaded()
+        return WeightLoadStats()
 
-    async def probe(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
+    async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
         return None
 
-    async def storage(self) -> "Storage | None":
+    async def get_storage(self) -> "ShardStorage | None":
         return None
 
-    async def release_kv(self) -> None:
+    async def sleep(self) -> None:
         pass
 
-    async def suspend(self, reason: str) -> None:
+    async def pause(self, reason: str) -> None:
         pass
 
     async def resume(self, reason: str) -> None:
@@ -122,7 +135,7 @@ class _Scorer:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
+    async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
         if self._seconds:
             await asyncio.sleep(self._seconds)
         return [
@@ -132,35 +145,37 @@ class _Scorer:
 
 
 class _Rank:
-    gathers = False
+    has_sharded_params = False
     vocab_size = 64
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    def token_logprobs(self, token_ids: Array) -> Array:
+    def compute_token_logprobs(self, token_ids: Array) -> Array:
         return np.zeros(len(token_ids), np.float32)
 
-    def adopt(self, dials: Mapping[str, float]) -> None:
+    def set_adaptive_params(self, dials: Mapping[str, float]) -> None:
         pass
 
-    def plan(self, groups: Mapping[str, Columns]) -> None:
+    def plan_step(self, groups: Mapping[str, Columns]) -> None:
         pass
 
-    def look(self, groups: Mapping[str, Columns], picks: Sequence[Pick]) -> None:
+    def precompute_logprobs(
+        self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]
+    ) -> None:
         pass
 
-    def settle(self) -> None:
+    def sync_plan(self) -> None:
         pass
 
     def train_micro_batch(
-        self, groups: Mapping[str, Columns], picks: Sequence[Pick], version: int
+        self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], version: int
     ) -> Mapping[str, float]:
         if self._seconds:
             time.sleep(self._seconds * len(picks))
         return {}
 
-    def normaliser(self, sums: Mapping[str, float]) -> float:
+    def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
         return 1.0
 
     def step(self, normaliser: float) -> Mapping[str, float]:
@@ -169,23 +184,25 @@ class _Rank:
     def full_state(self) -> Iterable[tuple[str, torch.Tensor]]:
         yield "weight", torch.zeros(16)
 
-    def whole_state(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def merged_state(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self.full_state()
 
-    def received_bytes(self, gathered: Mapping[str, torch.Tensor]) -> int:
+    def count_received_bytes(self, gathered: Mapping[str, torch.Tensor]) -> int:
         return 0
 
-    def switch(self, served: "Storage | None", version: int) -> "Moved | None":
+    def reshard_to_generator(
+        self, served: "ShardStorage | None", version: int
+    ) -> "ReshardingStats | None":
         return None
 
     def offload_optimizer(self) -> None:
         pass
 
-    def save(self, folder: Path) -> None:
+    def save_training_state(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
     def save_model(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
-    def load(self, folder: Path) -> None:
+    def load_training_state(self, folder: Path) -> None:
         assert folder.is_dir()

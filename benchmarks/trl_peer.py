@@ -67,7 +67,7 @@ def config_of(spec: dict[str, Any]) -> GRPOConfig:
 
 
 class StepLog(TrainerCallback):
-    """The reward of kind `exact`, and a line for each step with what it was given."""
+    """The reward of kind `exact_estimator`, and a line for each step with what it was given."""
 
     # GRPOTrainer logs a reward under its function's name.
     __name__ = "exact"

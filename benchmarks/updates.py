@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.command import ROOT, BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.runs import RECIPE, load_quiet, make_arithmetic, medians, play
-from streamrl.actors.engine_factory import RealEngines
+from streamrl.actors.engine_factory import RealEngineFactory
 
 MODES = {
     "interrupt, recompute": ["weights.on_update=interrupt", "weights.kv=recompute"],
@@ -89,7 +89,7 @@ def measure_run(
         "pipeline.groups_per_step=4",
         *MODES[mode],
     ]
-    rows = play(load_quiet(RECIPE, settings), RealEngines(), skip=WARM_UP_STEPS)
+    rows = play(load_quiet(RECIPE, settings), RealEngineFactory(), skip=WARM_UP_STEPS)
     names = {
         "sampled_per_s": "rollout/tokens_per_s",
         "trained_per_s": "throughput/tokens_per_s",

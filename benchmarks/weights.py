@@ -22,9 +22,9 @@ from benchmarks.actors import start_actor, wait_for_all
 from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.random_model import SHAPES, write_model
 from benchmarks.weights_actors import TIMEOUT_S, Generator, Publisher
-from streamrl.actors.launch.ray_cluster import cluster, nothing
-from streamrl.actors.transport.ray_calls import fetch
-from streamrl.engines.vllm.environment import generation_env
+from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
+from streamrl.actors.transport.ray_calls import fetch_reply
+from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.placement import PlacementConfig
 from streamrl.weights.config import AUTO, TRANSPORTS
 
@@ -66,24 +66,24 @@ def measure_size(millions: int, arguments: argparse.Namespace) -> dict[str, Any]
     """Measure all transports and numbers of generators for one size of model."""
     store_mb = OTHERS_MB + STORE_VERSIONS * 4 * millions
     placement = PlacementConfig(cpus=8, object_store_mb=store_mb)
-    with tempfile.TemporaryDirectory() as folder, cluster(placement, nothing):
+    with tempfile.TemporaryDirectory() as folder, connect_cluster(placement, disaggregated_only):
         model = write_model(millions, Path(folder) / "model")
         publisher = start_actor(Publisher, millions, num_cpus=1)
-        env = {"env_vars": generation_env("cpu")}
+        env = {"env_vars": make_vllm_env("cpu")}
         names = [f"generator-{i}" for i in range(max(arguments.generators))]
         readers = {n: start_actor(Generator, num_cpus=1, runtime_env=env) for n in names}
         report_progress(f"{millions}M: starting {len(readers)} vLLM engines")
         starts = [reader.start.remote(name, model) for name, reader in readers.items()]
         wait_for_all(starts, "start of the engines", timeout_s=START_S)
         versions = itertools.count()
-        num_bytes = fetch(publisher.num_bytes.remote(), "publisher.num_bytes")
+        num_bytes = fetch_reply(publisher.num_bytes.remote(), "publisher.num_bytes")
         found: dict[str, Any] = {"bytes": num_bytes}
         for transport in arguments.transports:
             found[transport] = {}
             for number in arguments.generators:
                 some = dict(list(readers.items())[:number])
                 disk = f"{folder}/{transport}-{number}"
-                fetch(publisher.use.remote(transport, list(some), disk), "publisher.use")
+                fetch_reply(publisher.use.remote(transport, list(some), disk), "publisher.use")
                 uses = [reader.use.remote(transport) for reader in some.values()]
                 wait_for_all(uses, f"readers of {transport}", timeout_s=CALL_S)
                 figures = measure_transport(
@@ -91,7 +91,7 @@ def measure_size(millions: int, arguments: argparse.Namespace) -> dict[str, Any]
                 )
                 found[transport][f"generators_{number}"] = figures
                 report_progress(f"{millions}M {transport} to {number}: {figures}")
-        fetch(publisher.end.remote(), "publisher.end")
+        fetch_reply(publisher.end.remote(), "publisher.end")
     return found
 
 
@@ -118,7 +118,9 @@ def measure_transport(
 def one_version(publisher: Any, readers: Sequence[Any], version: int) -> dict[str, float]:
     """Publish a version and have all readers load it; of them the slowest counts."""
     what = f"version {version}"
-    manifest, publish_s, memcpy_s = fetch(publisher.publish.remote(version), f"publish of {what}")
+    manifest, publish_s, memcpy_s = fetch_reply(
+        publisher.publish.remote(version), f"publish of {what}"
+    )
     published = time.perf_counter()
     pulls = [reader.pull.remote(manifest) for reader in readers]
     rows = wait_for_all(pulls, f"readers of {what}", timeout_s=CALL_S)

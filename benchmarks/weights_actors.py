@@ -12,19 +12,19 @@ import numpy as np
 import torch
 
 from benchmarks.random_model import MAX_LENGTH, make_model
-from streamrl.actors.transport.object_store_weights import StoreInlet, StoreOutlet
+from streamrl.actors.transport.object_store_weights import ObjectStoreReader, ObjectStoreWriter
 from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
 from streamrl.engines.vllm import engine
 from streamrl.errors import GenerationError
-from streamrl.weights import Inlet, Outlet, WeightManifest, WeightsConfig
-from streamrl.weights.config import COLLECTIVE, DELTA, DISK, SHARED_MEMORY, STORE
-from streamrl.weights.pack import publish
-from streamrl.weights.parameters import side_by_side
-from streamrl.weights.transports.collective import CollectiveInlet, CollectiveOutlet
-from streamrl.weights.transports.delta import DeltaInlet, DeltaOutlet
-from streamrl.weights.transports.disk import DiskInlet, DiskOutlet
-from streamrl.weights.transports.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
-from streamrl.weights.unpack import unpack
+from streamrl.weights import TransportReader, TransportWriter, WeightManifest, WeightsConfig
+from streamrl.weights.config import COLLECTIVE, DELTA, DISK, OBJECT_STORE, SHARED_MEMORY
+from streamrl.weights.pack import publish_version
+from streamrl.weights.parameters import order_for_fusion
+from streamrl.weights.transports.collective import CollectiveReader, CollectiveWriter
+from streamrl.weights.transports.delta import DeltaReader, DeltaWriter
+from streamrl.weights.transports.disk import DiskReader, DiskWriter
+from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
+from streamrl.weights.unpack import unpack_tensors
 
 TIMEOUT_S = 60.0
 CHANGED_SHARE = 20
@@ -33,27 +33,33 @@ CHANGED_SHARE = 20
 CONFIG = WeightsConfig()
 
 
-def outlet_of(transport: str, folder: Path) -> Outlet:
+def outlet_of(transport: str, folder: Path) -> TransportWriter:
     """The publisher's end of a transport; versions on disk go into `folder`."""
     keep = CONFIG.keep_versions
-    outlets: dict[str, Callable[[], Outlet]] = {
-        STORE: StoreOutlet,
-        SHARED_MEMORY: lambda: SharedMemoryOutlet("benchmark", StoreOutlet(), keep_versions=keep),
-        COLLECTIVE: lambda: CollectiveOutlet(StoreOutlet(), host="127.0.0.1", timeout_s=TIMEOUT_S),
-        DISK: lambda: DiskOutlet(folder, keep_versions=keep),
-        DELTA: lambda: DeltaOutlet(StoreOutlet()),
+    outlets: dict[str, Callable[[], TransportWriter]] = {
+        OBJECT_STORE: ObjectStoreWriter,
+        SHARED_MEMORY: lambda: SharedMemoryWriter(
+            "benchmark", ObjectStoreWriter(), keep_versions=keep
+        ),
+        COLLECTIVE: lambda: CollectiveWriter(
+            ObjectStoreWriter(), host="127.0.0.1", timeout_s=TIMEOUT_S
+        ),
+        DISK: lambda: DiskWriter(folder, keep_versions=keep),
+        DELTA: lambda: DeltaWriter(ObjectStoreWriter()),
     }
     return outlets[transport]()
 
 
-def inlet_of(transport: str, name: str) -> Inlet:
+def inlet_of(transport: str, name: str) -> TransportReader:
     """A reader's end."""
-    inlets: dict[str, Callable[[], Inlet]] = {
-        STORE: lambda: StoreInlet("policy"),
-        SHARED_MEMORY: lambda: SharedMemoryInlet("policy", StoreInlet("policy")),
-        COLLECTIVE: lambda: CollectiveInlet(name, StoreInlet("policy"), timeout_s=TIMEOUT_S),
-        DISK: lambda: DiskInlet("policy"),
-        DELTA: lambda: DeltaInlet(StoreInlet("policy")),
+    inlets: dict[str, Callable[[], TransportReader]] = {
+        OBJECT_STORE: lambda: ObjectStoreReader("policy"),
+        SHARED_MEMORY: lambda: SharedMemoryReader("policy", ObjectStoreReader("policy")),
+        COLLECTIVE: lambda: CollectiveReader(
+            name, ObjectStoreReader("policy"), timeout_s=TIMEOUT_S
+        ),
+        DISK: lambda: DiskReader("policy"),
+        DELTA: lambda: DeltaReader(ObjectStoreReader("policy")),
     }
     return inlets[transport]()
 
@@ -63,8 +69,8 @@ class Publisher:
 
     def __init__(self, millions: int) -> None:
         named = dict(make_model(millions).named_parameters())
-        self._tensors = {name: named[name].detach() for name in side_by_side(named)}
-        self._outlet: Outlet | None = None
+        self._tensors = {name: named[name].detach() for name in order_for_fusion(named)}
+        self._outlet: TransportWriter | None = None
         self._bytes = sum(tensor.nbytes for tensor in self._tensors.values())
         self._copy = np.ones(self._bytes, np.uint8)
 
@@ -76,7 +82,7 @@ class Publisher:
         """Publish by this transport from now on."""
         self.end()
         self._outlet = outlet_of(transport, Path(folder))
-        if isinstance(self._outlet, CollectiveOutlet):
+        if isinstance(self._outlet, CollectiveWriter):
             self._outlet.set_readers(readers)
 
     def publish(self, version: int) -> tuple[WeightManifest, float, float]:
@@ -86,7 +92,7 @@ class Publisher:
             tensor.view(-1)[version % CHANGED_SHARE :: CHANGED_SHARE] += 1e-4
         memcpy_s = self._memcpy()
         start = time.perf_counter()
-        manifest = publish(
+        manifest = publish_version(
             self._tensors.items(),
             version=version,
             bucket_bytes=CONFIG.bucket_bytes,
@@ -115,9 +121,9 @@ class Generator:
     async def start(self, name: str, model_path: str) -> None:
         """Build the engine."""
         self._name = name
-        self._inlet: Inlet | None = None
+        self._inlet: TransportReader | None = None
         self._decoding: asyncio.Task[None] | None = None
-        self._step_s = timed("step")
+        self._step_s = timed("step_engine")
         config = GeneratorConfig(max_concurrent_rollouts=16, max_new_tokens=128)
         self._engine = await GenerationEngine.start(
             model_path, config, seed=0, max_length=MAX_LENGTH
@@ -140,9 +146,9 @@ class Generator:
 
     def _fetch(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
         assert self._inlet is not None
-        tensors = unpack(manifest, self._inlet.fetch(manifest))
-        if self._inlet.failure:
-            raise RuntimeError(f"not measured: {self._inlet.failure}")
+        tensors = unpack_tensors(manifest, self._inlet.fetch_buckets(manifest))
+        if self._inlet.fallback_reason:
+            raise RuntimeError(f"not measured: {self._inlet.fallback_reason}")
         return tensors
 
     async def _load(self, tensors: dict[str, torch.Tensor], version: int) -> float:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from streamrl.engines.training.tasks import PolicyTask
     from streamrl.engines.training.trainer import ModelTrainer
     from streamrl.messages import Array, Columns
-    from streamrl.resharding.storage import Storage
+    from streamrl.resharding.storage import ShardStorage
 
 Found = dict[str, Any]
 """What a case found; `ok` False marks a failure."""
@@ -413,13 +413,13 @@ def make_groups(
     """Make up groups of rollouts of these lengths, with every column that an algorithm may read."""
     import numpy as np
 
-    from streamrl.messages import FinishReason, Rollout, group_columns
+    from streamrl.messages import FinishReason, Rollout, rollouts_to_columns
 
     rng = np.random.default_rng(seed)
     groups: dict[str, Columns] = {}
     for number, group in enumerate(lengths):
         rollouts = [
-            Rollout.single_turn(
+            Rollout.from_single_turn(
                 rng.integers(3, vocabulary, PROMPT).astype(np.int32),
                 rng.integers(3, vocabulary, length - PROMPT).tolist(),
                 logprobs=(-rng.uniform(2, 6, length - PROMPT)).tolist(),
@@ -428,7 +428,7 @@ def make_groups(
             )
             for length in group
         ]
-        columns = group_columns(rollouts)
+        columns = rollouts_to_columns(rollouts)
         mask, size = columns["loss_mask"], len(group)
         scores = rng.random(size).astype(np.float32)
         noise = rng.normal(0, 0.3, len(mask)).astype(np.float32)
@@ -617,10 +617,10 @@ def reference_model(model_path: str) -> Any:
 @cache
 def device_model(model_path: str, dtype: str) -> Any:
     """Load a model where streamrl would have it."""
-    from streamrl.engines.dtypes import DTYPES
+    from streamrl.engines.dtypes import TORCH_DTYPES
     from streamrl.engines.models.forward import load_model
 
-    return load_model(model_path, dtype=DTYPES[dtype])
+    return load_model(model_path, dtype=TORCH_DTYPES[dtype])
 
 
 def compare_scores(path: str, groups: Mapping[str, Columns], dtype: str) -> Found:
@@ -628,13 +628,13 @@ def compare_scores(path: str, groups: Mapping[str, Columns], dtype: str) -> Foun
     import torch
 
     from streamrl.algorithms import AlgorithmConfig
-    from streamrl.engines.models.forward import local_device
+    from streamrl.engines.models.forward import get_local_device
 
     task = policy_task(path, AlgorithmConfig(), groups)
     batch = batch_of(task, groups)
     with torch.no_grad():
         expected = task.score(reference_model(path), batch, "value")
-        found = task.score(device_model(path, dtype), batch.to(local_device()), "value")
+        found = task.score(device_model(path, dtype), batch.to(get_local_device()), "value")
     mask = batch["attention_mask"]
     logprobs = (found.logprobs.cpu() - expected.logprobs).abs()[mask]
     entropy = (found.entropy.cpu() - expected.entropy).abs()[mask]
@@ -656,7 +656,7 @@ def spread(differences: Tensor) -> Found:
 def compare_losses(path: str, groups: Mapping[str, Columns], dtype: str) -> Found:
     """Compare the loss and the gradient of every algorithm, plain, with KL and with entropy."""
     from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
-    from streamrl.engines.models.forward import local_device
+    from streamrl.engines.models.forward import get_local_device
     from streamrl.errors import ConfigError
 
     losses: dict[str, float] = {}
@@ -673,7 +673,7 @@ def compare_losses(path: str, groups: Mapping[str, Columns], dtype: str) -> Foun
             task = policy_task(path, config, groups)
             batch = batch_of(task, groups)
             expected = loss_of(task, reference_model(path), batch)
-            found = loss_of(task, device_model(path, dtype), batch.to(local_device()))
+            found = loss_of(task, device_model(path, dtype), batch.to(get_local_device()))
             scale = max(abs(expected.loss), expected.sums.get("num_tokens", 1.0) * 1e-2)
             losses[label] = abs(found.loss - expected.loss) / scale
             norm = float(expected.gradient.norm())
@@ -794,9 +794,9 @@ def train_and_resume(
 
 def device_name() -> str:
     """Name the device that streamrl works on."""
-    from streamrl.engines.models.forward import local_device
+    from streamrl.engines.models.forward import get_local_device
 
-    return str(local_device())
+    return str(get_local_device())
 
 
 def make_trainer(
@@ -1001,16 +1001,16 @@ def wait_for_late_collective() -> Iterator[tuple[str, Found]]:
     import torch
     import torch.distributed as dist
 
-    from streamrl.distributed.process_group import deadline, join_ranks
+    from streamrl.distributed.process_group import join_process_group, translate_collective_errors
 
-    join_ranks(rank=0, world_size=1, timeout_s=NCCL_TIMEOUT_S)
+    join_process_group(rank=0, world_size=1, timeout_s=NCCL_TIMEOUT_S)
     tensor = torch.ones(1 << 20, device="cuda")
     dist.all_reduce(tensor)
     torch.cuda.synchronize()
 
     def wait() -> None:
         torch.cuda._sleep(int(STUCK_S * CYCLES_PER_S))
-        with deadline("late"):
+        with translate_collective_errors("late"):
             work = dist.all_reduce(tensor, async_op=True)
             assert work is not None
             work.wait(timedelta(seconds=NCCL_TIMEOUT_S))
@@ -1023,14 +1023,19 @@ def broadcast_in_lonely_group() -> Iterator[tuple[str, Found]]:
     """Broadcast weights to a reader that never comes."""
     import torch
 
-    from streamrl.weights.transports.collective_group import Deadline, Group, Term, serve_readers
+    from streamrl.weights.transports.collective_group import (
+        BroadcastGroup,
+        GroupEpoch,
+        SharedDeadline,
+        serve_readers,
+    )
 
     store = serve_readers("127.0.0.1", NCCL_TIMEOUT_S)
-    term = Term(0, "127.0.0.1", store.port, ("reader",))
+    term = GroupEpoch(0, "127.0.0.1", store.port, ("reader",))
 
     def broadcast() -> None:
-        until = Deadline(NCCL_TIMEOUT_S)
-        group = Group(store, term, 0, torch.device("cuda", 0), until)
+        until = SharedDeadline(NCCL_TIMEOUT_S)
+        group = BroadcastGroup(store, term, 0, torch.device("cuda", 0), until)
         group.broadcast(torch.ones(1 << 20), until)
 
     return watch(broadcast)
@@ -1041,14 +1046,18 @@ def reduce_when_left_alone() -> Iterator[tuple[str, Found]]:
     import torch
     import torch.distributed as dist
 
-    from streamrl.distributed.process_group import bound_collectives, deadline, join_ranks
+    from streamrl.distributed.process_group import (
+        join_process_group,
+        set_collective_timeout,
+        translate_collective_errors,
+    )
 
-    join_ranks(rank=0, world_size=2, timeout_s=JOIN_S)
-    bound_collectives(NCCL_TIMEOUT_S)
+    join_process_group(rank=0, world_size=2, timeout_s=JOIN_S)
+    set_collective_timeout(NCCL_TIMEOUT_S)
     time.sleep(1)
 
     def reduce() -> None:
-        with deadline("left alone"):
+        with translate_collective_errors("left alone"):
             tensor = torch.ones(1 << 20, device="cuda")
             dist.all_reduce(tensor)
             tensor.sum().item()
@@ -1058,18 +1067,18 @@ def reduce_when_left_alone() -> Iterator[tuple[str, Found]]:
 
 def leave_at_once() -> Iterator[tuple[str, Found]]:
     """Join as the second rank and die."""
-    from streamrl.distributed.process_group import join_ranks
+    from streamrl.distributed.process_group import join_process_group
 
-    join_ranks(rank=1, world_size=2, timeout_s=JOIN_S)
+    join_process_group(rank=1, world_size=2, timeout_s=JOIN_S)
     os.kill(os.getpid(), signal.SIGKILL)
     yield from ()
 
 
 def join_alone() -> Iterator[tuple[str, Found]]:
     """Wait for a second rank that does not come."""
-    from streamrl.distributed.process_group import join_ranks
+    from streamrl.distributed.process_group import join_process_group
 
-    return watch(partial(join_ranks, rank=0, world_size=2, timeout_s=NCCL_TIMEOUT_S))
+    return watch(partial(join_process_group, rank=0, world_size=2, timeout_s=NCCL_TIMEOUT_S))
 
 
 NCCL_PARTS: Mapping[str, Callable[[], Iterator[tuple[str, Found]]]] = {
@@ -1166,10 +1175,10 @@ def reset_peak() -> None:
 def expect_memory(path: str, config: TrainerConfig, tokens: int) -> Found:
     """Compute what streamrl expects of such a micro-batch, GiB."""
     from streamrl.engines.generator_config import GeneratorConfig
-    from streamrl.engines.memory.memory_model import worker_memory
+    from streamrl.engines.memory.memory_model import estimate_worker_memory
 
     generator = GeneratorConfig(kv_cache_mb=64)
-    found = worker_memory(path, config, generator, micro_batch_tokens=tokens, on_gpu=True)
+    found = estimate_worker_memory(path, config, generator, micro_batch_tokens=tokens, on_gpu=True)
     held = (found.weights + found.optimizer + found.gradients) / GIB
     return {
         "expected_held": held,
@@ -1292,9 +1301,9 @@ def move_weights(num_tensors: int, elements: int) -> Found:
     """Move three versions of bfloat16 tensors; from the second on, memory is used again."""
     import torch
 
-    from streamrl.weights.pack import publish
-    from streamrl.weights.transports.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
-    from streamrl.weights.unpack import unpack
+    from streamrl.weights.pack import publish_version
+    from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
+    from streamrl.weights.unpack import unpack_tensors
 
     device = device_name()
     trained = {
@@ -1302,8 +1311,8 @@ def move_weights(num_tensors: int, elements: int) -> Found:
     }
     served = {name: torch.empty_like(tensor) for name, tensor in trained.items()}
     num_bytes = sum(tensor.nbytes for tensor in trained.values())
-    outlet = SharedMemoryOutlet(f"gpu-check-{os.getpid()}", NoOutlet(), keep_versions=1)
-    inlet = SharedMemoryInlet("gpu check", NoInlet())
+    outlet = SharedMemoryWriter(f"gpu-check-{os.getpid()}", NoOutlet(), keep_versions=1)
+    inlet = SharedMemoryReader("gpu check", NoInlet())
     rounds = []
     try:
         for version in range(3):
@@ -1311,11 +1320,11 @@ def move_weights(num_tensors: int, elements: int) -> Found:
                 tensor.add_(1)
             synchronize()
             begun = time.monotonic()
-            manifest = publish(
+            manifest = publish_version(
                 trained.items(), version=version, bucket_bytes=64 << 20, outlet=outlet
             )
             published = time.monotonic()
-            tensors = unpack(manifest, inlet.fetch(manifest))
+            tensors = unpack_tensors(manifest, inlet.fetch(manifest))
             verified = time.monotonic()
             copy_s = time_seconds(partial(copy_all, served, tensors))
             rounds.append(
@@ -1389,15 +1398,15 @@ def measure_speed(path: str, dtype: str, lengths: list[int], model: str) -> Foun
     import torch
 
     from streamrl.algorithms import AlgorithmConfig
-    from streamrl.engines.dtypes import DTYPES
-    from streamrl.engines.models.forward import load_model, local_device
+    from streamrl.engines.dtypes import TORCH_DTYPES
+    from streamrl.engines.models.forward import get_local_device, load_model
 
     free_memory()
     torch.set_float32_matmul_precision("high" if "TF32" in dtype else "highest")
     groups = make_groups([lengths], QWEN2[model]["vocab_size"])
     task = policy_task(path, AlgorithmConfig(), groups)
-    module = load_model(path, dtype=DTYPES[dtype.partition(" ")[0]])
-    batch = batch_of(task, groups).to(local_device())
+    module = load_model(path, dtype=TORCH_DTYPES[dtype.partition(" ")[0]])
+    batch = batch_of(task, groups).to(get_local_device())
 
     def run() -> None:
         module.zero_grad()
@@ -1480,16 +1489,16 @@ def switch_twice(layout: Layout, path: str, groups: Mapping[str, Columns]) -> Fo
     return {"ok": all(found["bits_equal"] for found in rounds), "rounds": rounds}
 
 
-def storage_of(tensors: Mapping[str, Tensor]) -> Storage:
+def storage_of(tensors: Mapping[str, Tensor]) -> ShardStorage:
     """Describe whole tensors as what a generator serves."""
-    from streamrl.resharding import Box
-    from streamrl.resharding.storage import Storage
+    from streamrl.resharding import TensorBox
+    from streamrl.resharding.storage import ShardStorage
 
-    def whole(tensor: Tensor) -> Iterable[tuple[Box, Tensor]]:
+    def whole(tensor: Tensor) -> Iterable[tuple[TensorBox, Tensor]]:
         shape = tuple(tensor.shape)
-        return [(Box((0,) * len(shape), shape), tensor)]
+        return [(TensorBox((0,) * len(shape), shape), tensor)]
 
-    return Storage({name: list(whole(tensor)) for name, tensor in tensors.items()})
+    return ShardStorage({name: list(whole(tensor)) for name, tensor in tensors.items()})
 
 
 STEPS: Mapping[str, Step] = {

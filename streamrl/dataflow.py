@@ -14,7 +14,7 @@ import networkx as nx
 from streamrl.messages import ROLLOUT_COLUMNS
 
 
-class Kind(Enum):
+class CallKind(Enum):
     """What a call does with its model."""
 
     GENERATE = "generate"
@@ -22,7 +22,7 @@ class Kind(Enum):
     TRAIN = "train"
 
 
-class Wait(StrEnum):
+class EdgeKind(StrEnum):
     """Why a stage at a step waits for one at that step or an earlier one: the kind of an edge."""
 
     DATA = "data"
@@ -30,25 +30,25 @@ class Wait(StrEnum):
     ORDER = "order"
 
 
-Node = tuple[int, str]
+StepNode = tuple[int, str]
 """A step, counted from 0, and a stage at it."""
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """One model call: the stage it runs in, the role it calls, the columns in and out.
 
     A stage takes a group once all columns it `needs` are there, those it only waits for among them.
-    `follows` is the trained role whose weights the called one holds, where they are not its own
-    for good. Several calls of one role are served by the same actors.
+    `followed_role` is the trained role whose weights the called one holds, where they are not its
+    own for good. Several calls of one role are served by the same actors.
     """
 
     stage: str
     role: str
-    kind: Kind
+    kind: CallKind
     needs: tuple[str, ...]
     produces: tuple[str, ...]
-    follows: str = ""
+    followed_role: str = ""
 
 
 POLICY = "policy"
@@ -57,59 +57,79 @@ CRITIC = "critic"
 """The role whose weights the value stage follows."""
 COST_CRITIC = "cost_critic"
 """The critic of costs, likewise."""
-MOVED = "reference"
+EMA_REFERENCE = "reference"
 """What a reference follows that is moved after the policy, and published by its trainer."""
-CRITICS = {"values": CRITIC, "cost_values": COST_CRITIC}
+CRITIC_BY_COLUMN = {"values": CRITIC, "cost_values": COST_CRITIC}
 """Who is trained to predict what a column holds."""
-RETURNS = {CRITIC: "returns", COST_CRITIC: "cost_returns"}
+RETURNS_BY_CRITIC = {CRITIC: "returns", COST_CRITIC: "cost_returns"}
 """What a row derives for a critic to learn."""
-SEQUENCES = ("token_ids", "loss_mask", "lengths")
-GENERATE = Call("generate", "generator", Kind.GENERATE, (), ROLLOUT_COLUMNS, POLICY)
-GREEDY = Call("greedy", "generator", Kind.GENERATE, (), ("greedy_ids",), POLICY)
-REWARD = Call("reward", "reward", Kind.SCORE, ROLLOUT_COLUMNS, ("scores",))
-BASELINE = Call("baseline", "reward", Kind.SCORE, ("greedy_ids", "lengths"), ("baseline_scores",))
-COST = Call("cost", "cost", Kind.SCORE, ROLLOUT_COLUMNS, ("costs",))
-REFERENCE = Call("reference", "reference", Kind.SCORE, SEQUENCES, ("ref_logprobs",))
-VALUE = Call("value", "value", Kind.SCORE, SEQUENCES, ("values",), CRITIC)
+SEQUENCE_COLUMNS = ("token_ids", "loss_mask", "lengths")
+GENERATE_CALL = ModelCall("generate", "generator", CallKind.GENERATE, (), ROLLOUT_COLUMNS, POLICY)
+GREEDY_CALL = ModelCall("greedy", "generator", CallKind.GENERATE, (), ("greedy_ids",), POLICY)
+REWARD_CALL = ModelCall("reward", "reward", CallKind.SCORE, ROLLOUT_COLUMNS, ("scores",))
+BASELINE_CALL = ModelCall(
+    "baseline", "reward", CallKind.SCORE, ("greedy_ids", "lengths"), ("baseline_scores",)
+)
+COST_CALL = ModelCall("cost", "cost", CallKind.SCORE, ROLLOUT_COLUMNS, ("costs",))
+REFERENCE_CALL = ModelCall(
+    "reference", "reference", CallKind.SCORE, SEQUENCE_COLUMNS, ("ref_logprobs",)
+)
+VALUE_CALL = ModelCall("value", "value", CallKind.SCORE, SEQUENCE_COLUMNS, ("values",), CRITIC)
 """The critic as a shadow of its trainer: it follows the versions, and only computes forward."""
-COST_VALUE = Call("cost_value", "cost_value", Kind.SCORE, SEQUENCES, ("cost_values",), COST_CRITIC)
-VERDICT = "scores"
+COST_VALUE_CALL = ModelCall(
+    "cost_value", "cost_value", CallKind.SCORE, SEQUENCE_COLUMNS, ("cost_values",), COST_CRITIC
+)
+FILTER_COLUMN = "scores"
 """The column that only groups have which the filter keeps."""
-JUDGED = (GENERATE, REWARD)
+FILTER_CALLS = (GENERATE_CALL, REWARD_CALL)
 """What the filter's verdict on a group is made of; all else can wait for it."""
-SOURCES = (GENERATE, GREEDY, REWARD, BASELINE, COST, REFERENCE, VALUE, COST_VALUE)
+SOURCE_CALLS = (
+    GENERATE_CALL,
+    GREEDY_CALL,
+    REWARD_CALL,
+    BASELINE_CALL,
+    COST_CALL,
+    REFERENCE_CALL,
+    VALUE_CALL,
+    COST_VALUE_CALL,
+)
 
 
 class Dataflow:
     """A checked set of calls. Raises ValueError naming the column or stage that is wrong."""
 
-    def __init__(self, calls: Iterable[Call]) -> None:
+    def __init__(self, calls: Iterable[ModelCall]) -> None:
         self.calls = tuple(calls)
         for stage, count in Counter(call.stage for call in self.calls).items():
             if count > 1:
                 raise ValueError(f"stage {stage} is declared {count} times")
-        self._producer: dict[str, Call] = {}
+        self._producers: dict[str, ModelCall] = {}
         for call in self.calls:
             for column in call.produces:
-                if column in self._producer:
-                    rivals = f"{self._producer[column].stage} and {call.stage}"
+                if column in self._producers:
+                    rivals = f"{self._producers[column].stage} and {call.stage}"
                     raise ValueError(f"column {column} is produced twice: by {rivals}")
-                self._producer[column] = call
-        self._trainer: dict[str, Call] = {}
-        for call in (call for call in self.calls if call.kind is Kind.TRAIN):
-            if call.role in self._trainer:
-                rivals = f"{self._trainer[call.role].stage} and {call.stage}"
+                self._producers[column] = call
+        self._trainers: dict[str, ModelCall] = {}
+        for call in (call for call in self.calls if call.kind is CallKind.TRAIN):
+            if call.role in self._trainers:
+                rivals = f"{self._trainers[call.role].stage} and {call.stage}"
                 raise ValueError(f"role {call.role} is trained twice: by {rivals}")
-            self._trainer[call.role] = call
-        self._check_waits()
+            self._trainers[call.role] = call
+        self._check_dependencies()
 
-    def _check_waits(self) -> None:
+    def _check_dependencies(self) -> None:
         for call in self.calls:
             for column in call.needs:
-                if column not in self._producer:
+                if column not in self._producers:
                     raise ValueError(f"stage {call.stage} needs column {column}: nobody makes it")
-            if call.follows and _publisher(call.follows) not in self._trainer:
-                raise ValueError(f"stage {call.stage} follows {call.follows}: nobody trains it")
+            if (
+                call.followed_role
+                and _get_publishing_role(call.followed_role) not in self._trainers
+            ):
+                raise ValueError(
+                    f"stage {call.stage} follows {call.followed_role}: nobody trains it"
+                )
         graph = self.graph
         if not nx.is_directed_acyclic_graph(graph):
             links = [
@@ -119,25 +139,25 @@ class Dataflow:
             raise ValueError(f"the stages wait for each other in a circle: {'; '.join(links)}")
 
     @property
-    def takers(self) -> list[Call]:
+    def queue_calls(self) -> list[ModelCall]:
         """The calls that take groups from the queue: all, but of the trainers only the policy's.
 
         The others train what it was given.
         """
-        return [c for c in self.calls if c.kind is not Kind.TRAIN or c.role == POLICY]
+        return [c for c in self.calls if c.kind is not CallKind.TRAIN or c.role == POLICY]
 
     @property
-    def roles(self) -> dict[str, list[Call]]:
+    def calls_by_role(self) -> dict[str, list[ModelCall]]:
         """The calls of each role, both in flow order."""
-        found: dict[str, list[Call]] = {}
-        for call in self.ordered:
+        found: dict[str, list[ModelCall]] = {}
+        for call in self.ordered_calls:
             found.setdefault(call.role, []).append(call)
         return found
 
     @property
-    def trained(self) -> list[str]:
+    def trained_roles(self) -> list[str]:
         """The roles whose models are trained."""
-        return [call.role for call in self.of_kind(Kind.TRAIN)]
+        return [call.role for call in self.select_calls(CallKind.TRAIN)]
 
     @property
     def graph(self) -> "nx.DiGraph[str]":
@@ -146,7 +166,7 @@ class Dataflow:
         graph.add_nodes_from((call.stage, {"call": call}) for call in self.calls)
         for call in self.calls:
             for column in call.needs:
-                source = self._producer[column].stage
+                source = self._producers[column].stage
                 if not graph.has_edge(source, call.stage):
                     graph.add_edge(source, call.stage, columns=[])
                 graph.edges[source, call.stage]["columns"].append(column)
@@ -159,45 +179,48 @@ class Dataflow:
         return list(nx.lexicographical_topological_sort(self.graph, key=order.__getitem__))
 
     @property
-    def ordered(self) -> list[Call]:
+    def ordered_calls(self) -> list[ModelCall]:
         """The calls in flow order."""
-        return list(self._ordered)
+        return list(self._ordered_calls)
 
     @cached_property
-    def _ordered(self) -> tuple[Call, ...]:
+    def _ordered_calls(self) -> tuple[ModelCall, ...]:
         by_stage = {call.stage: call for call in self.calls}
         return tuple(by_stage[stage] for stage in self.stages)
 
-    def of_kind(self, kind: Kind) -> list[Call]:
+    def select_calls(self, kind: CallKind) -> list[ModelCall]:
         """The calls of one kind, in flow order."""
-        return [call for call in self._ordered if call.kind is kind]
+        return [call for call in self._ordered_calls if call.kind is kind]
 
     @property
-    def unconsumed(self) -> list[tuple[str, str]]:
+    def unused_columns(self) -> list[tuple[str, str]]:
         """The (stage, column) pairs that no stage needs: made, stored, and read by none.
 
         That is no error: a row may train on a part of what a stage makes anyway.
         """
         needed = {column for call in self.calls for column in call.needs}
         return [
-            (c.stage, column) for c in self.ordered for column in c.produces if column not in needed
+            (c.stage, column)
+            for c in self.ordered_calls
+            for column in c.produces
+            if column not in needed
         ]
 
     @property
-    def version_edges(self) -> list[tuple[Call, Call]]:
+    def version_edges(self) -> list[tuple[ModelCall, ModelCall]]:
         """Who trains what whom follows: (training call, call), for the first calls of each role.
 
         First is a call that no other of its role comes before: whoever comes after has waited.
         """
-        graph, holds = self.graph, {c.stage: (c.role, c.follows) for c in self.calls}
+        graph, holds = self.graph, {c.stage: (c.role, c.followed_role) for c in self.calls}
         return [
-            (self._trainer[_publisher(call.follows)], call)
-            for call in self.ordered
-            if call.follows
+            (self._trainers[_get_publishing_role(call.followed_role)], call)
+            for call in self.ordered_calls
+            if call.followed_role
             and all(holds[s] != holds[call.stage] for s in nx.ancestors(graph, call.stage))
         ]
 
-    def unroll(self, steps: int, max_staleness: int) -> "nx.DiGraph[Node]":
+    def unroll_steps(self, steps: int, max_staleness: int) -> "nx.DiGraph[StepNode]":
         """The stages at each step, as nodes (step, stage) with a `call`, and what each waits for.
 
         An edge's `kind` is a Wait. DATA, within a step, has `columns`. VERSION has a `role`: the
@@ -211,28 +234,28 @@ class Dataflow:
             raise ValueError(f"steps={steps}: must be at least 1")
         if max_staleness < 0:
             raise ValueError(f"max_staleness={max_staleness}: must be 0 or more")
-        graph: nx.DiGraph[Node] = nx.DiGraph()
-        calls, flow, versions = self.ordered, self.graph, self.version_edges
+        graph: nx.DiGraph[StepNode] = nx.DiGraph()
+        calls, flow, versions = self.ordered_calls, self.graph, self.version_edges
         for step in range(steps):
             graph.add_nodes_from(((step, call.stage), {"call": call}) for call in calls)
             for a, b in flow.edges:
                 columns = flow.edges[a, b]["columns"]
-                graph.add_edge((step, a), (step, b), kind=Wait.DATA, columns=columns)
-            for call in self._trainer.values() if step else ():
-                graph.add_edge((step - 1, call.stage), (step, call.stage), kind=Wait.ORDER)
+                graph.add_edge((step, a), (step, b), kind=EdgeKind.DATA, columns=columns)
+            for call in self._trainers.values() if step else ():
+                graph.add_edge((step - 1, call.stage), (step, call.stage), kind=EdgeKind.ORDER)
             made = step - 1 - max_staleness
             for source, call in versions if made >= 0 else ():
                 nodes = (made, source.stage), (step, call.stage)
-                graph.add_edge(*nodes, kind=Wait.VERSION, role=call.follows)
+                graph.add_edge(*nodes, kind=EdgeKind.VERSION, role=call.followed_role)
         return graph
 
 
-def _publisher(followed: str) -> str:
+def _get_publishing_role(followed: str) -> str:
     """The trained role whose trainer publishes the versions of what is followed."""
-    return POLICY if followed == MOVED else followed
+    return POLICY if followed == EMA_REFERENCE else followed
 
 
-def dataflow_for(
+def build_dataflow(
     columns: Iterable[str],
     *,
     shares_critic: bool = False,
@@ -249,23 +272,27 @@ def dataflow_for(
     Raises ValueError if no source makes one of the columns.
     """
     needs = tuple(columns)
-    train = [Call("train", POLICY, Kind.TRAIN, needs, ())]
-    for column, role in CRITICS.items():
+    train = [ModelCall("train", POLICY, CallKind.TRAIN, needs, ())]
+    for column, role in CRITIC_BY_COLUMN.items():
         if column in needs and not shares_critic:
-            train.append(Call(f"train_{role}", role, Kind.TRAIN, needs, ()))
-    wanted = {*needs, *((VERDICT,) if has_filter else ())}
-    calls: list[Call] = []
+            train.append(ModelCall(f"train_{role}", role, CallKind.TRAIN, needs, ()))
+    wanted = {*needs, *((FILTER_COLUMN,) if has_filter else ())}
+    calls: list[ModelCall] = []
     while True:
-        missing = [c for c in SOURCES if c not in calls and wanted.intersection(c.produces)]
+        missing = [c for c in SOURCE_CALLS if c not in calls and wanted.intersection(c.produces)]
         if not missing:
             break
         calls += missing
         wanted.update(column for call in missing for column in call.needs)
-    ordered = [call for call in SOURCES if call in calls]
+    ordered = [call for call in SOURCE_CALLS if call in calls]
     if shares_critic:
-        ordered = [replace(c, follows=POLICY) if c == VALUE else c for c in ordered]
+        ordered = [replace(c, followed_role=POLICY) if c == VALUE_CALL else c for c in ordered]
     if moves_reference:
-        ordered = [replace(c, follows=MOVED) if c == REFERENCE else c for c in ordered]
+        ordered = [
+            replace(c, followed_role=EMA_REFERENCE) if c == REFERENCE_CALL else c for c in ordered
+        ]
     if has_filter:
-        ordered = [c if c in JUDGED else replace(c, needs=(*c.needs, VERDICT)) for c in ordered]
+        ordered = [
+            c if c in FILTER_CALLS else replace(c, needs=(*c.needs, FILTER_COLUMN)) for c in ordered
+        ]
     return Dataflow([*ordered, *train])

@@ -42,11 +42,11 @@ class WeightsError(StreamError):
     """A weight bucket is missing, or does not match its checksum, or its version goes backwards."""
 
 
-class SupersededError(StreamError):
+class VersionSupersededError(StreamError):
     """A version of the weights is gone before it was taken up: the next one is on its way."""
 
 
-class ProbeError(StreamError):
+class LogprobCheckError(StreamError):
     """What serves a version does not compute what the trainer does, though every byte arrived."""
 
 
@@ -64,31 +64,31 @@ class RewardError(StreamError):
     is_final = True
 
 
-class InfraError(RewardError):
+class RewardInfraError(RewardError):
     """What a reward needs could not be had: no worker, no sandbox, no answer from a server."""
 
     cause = "reward_infra"
 
 
-class RewardRaisedError(InfraError):
+class RewardRaisedError(RewardInfraError):
     """The code of a reward raised; that may pass, as where it asks a server."""
 
     cause = RewardError.cause
 
 
-class RewardTimeoutError(InfraError):
+class RewardTimeoutError(RewardInfraError):
     """A reward was not computed in time; the process that was at it is gone."""
 
     cause = "reward_timeout"
 
 
-class RewardCrashError(InfraError):
+class RewardCrashError(RewardInfraError):
     """The process that computed a reward ended."""
 
     cause = "reward_crash"
 
 
-class RewardMemoryError(InfraError):
+class RewardMemoryError(RewardInfraError):
     """The process that computed a reward took more memory than it may."""
 
     cause = "reward_memory"
@@ -98,11 +98,11 @@ class AlgorithmError(StreamError):
     """A function of an algorithm's row failed, or gave something else than it has to."""
 
 
-class FilterError(StreamError):
+class FilterLimitError(StreamError):
     """A step filtered so many groups that the data set seems to yield nothing."""
 
 
-class DropError(StreamError):
+class DropLimitError(StreamError):
     """A step dropped so many groups that what works on them seems to be broken."""
 
 

@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 Columns = Mapping[str, Array]
 
 
-class Per(Enum):
+class ColumnAxis(Enum):
     """What a column has one entry for."""
 
     TOKEN = "token"
@@ -39,25 +39,41 @@ class ColumnSpec:
     """Type and meaning of a column."""
 
     dtype: str
-    per: Per
-    meaning: str
+    axis: ColumnAxis
+    description: str
 
 
-SCHEMA: Mapping[str, ColumnSpec] = {
-    "token_ids": ColumnSpec("int32", Per.TOKEN, "prompt and completion, as the generator saw them"),
-    "loss_mask": ColumnSpec("bool", Per.TOKEN, "true where the policy sampled the token"),
-    "generator_logprobs": ColumnSpec("float32", Per.TOKEN, "logprob when sampled; 0 elsewhere"),
-    "policy_version": ColumnSpec("int32", Per.TOKEN, "version that sampled it; -1 elsewhere"),
-    "lengths": ColumnSpec("int32", Per.ROLLOUT, "tokens of each rollout, prompt included"),
-    "finish_reason": ColumnSpec("int8", Per.ROLLOUT, "code of FinishReason"),
-    "scores": ColumnSpec("float32", Per.ROLLOUT, "the combined reward of a rollout"),
-    "answers": ColumnSpec("int64", Per.ROLLOUT, "equal for equal answers; 0 where there is none"),
-    "costs": ColumnSpec("float32", Per.ROLLOUT, "the combined cost of a rollout"),
-    "greedy_ids": ColumnSpec("int32", Per.GROUP, "the prompt's likeliest completion, as it came"),
-    "baseline_scores": ColumnSpec("float32", Per.ROLLOUT, "the combined reward of greedy_ids"),
-    "values": ColumnSpec("float32", Per.TOKEN, "the critic's value before each token; 0 elsewhere"),
-    "cost_values": ColumnSpec("float32", Per.TOKEN, "the same of the critic of costs"),
-    "ref_logprobs": ColumnSpec("float32", Per.TOKEN, "logprob under the reference; 0 elsewhere"),
+COLUMN_SPECS: Mapping[str, ColumnSpec] = {
+    "token_ids": ColumnSpec(
+        "int32", ColumnAxis.TOKEN, "prompt and completion, as the generator saw them"
+    ),
+    "loss_mask": ColumnSpec("bool", ColumnAxis.TOKEN, "true where the policy sampled the token"),
+    "generator_logprobs": ColumnSpec(
+        "float32", ColumnAxis.TOKEN, "logprob when sampled; 0 elsewhere"
+    ),
+    "policy_version": ColumnSpec(
+        "int32", ColumnAxis.TOKEN, "version that sampled it; -1 elsewhere"
+    ),
+    "lengths": ColumnSpec("int32", ColumnAxis.ROLLOUT, "tokens of each rollout, prompt included"),
+    "finish_reason": ColumnSpec("int8", ColumnAxis.ROLLOUT, "code of FinishReason"),
+    "scores": ColumnSpec("float32", ColumnAxis.ROLLOUT, "the combined reward of a rollout"),
+    "answers": ColumnSpec(
+        "int64", ColumnAxis.ROLLOUT, "equal for equal answers; 0 where there is none"
+    ),
+    "costs": ColumnSpec("float32", ColumnAxis.ROLLOUT, "the combined cost of a rollout"),
+    "greedy_ids": ColumnSpec(
+        "int32", ColumnAxis.GROUP, "the prompt's likeliest completion, as it came"
+    ),
+    "baseline_scores": ColumnSpec(
+        "float32", ColumnAxis.ROLLOUT, "the combined reward of greedy_ids"
+    ),
+    "values": ColumnSpec(
+        "float32", ColumnAxis.TOKEN, "the critic's value before each token; 0 elsewhere"
+    ),
+    "cost_values": ColumnSpec("float32", ColumnAxis.TOKEN, "the same of the critic of costs"),
+    "ref_logprobs": ColumnSpec(
+        "float32", ColumnAxis.TOKEN, "logprob under the reference; 0 elsewhere"
+    ),
 }
 ROLLOUT_COLUMNS = (
     "token_ids",
@@ -69,17 +85,19 @@ ROLLOUT_COLUMNS = (
 )
 COMPONENT_PREFIX = "reward/"
 COST_PREFIX = "cost/"
-COMPONENT_SPEC = ColumnSpec("float32", Per.ROLLOUT, "one named reward, or cost, of those combined")
+COMPONENT_COLUMN_SPEC = ColumnSpec(
+    "float32", ColumnAxis.ROLLOUT, "one named reward, or cost, of those combined"
+)
 
 
-def is_component(name: str) -> bool:
+def is_component_column(name: str) -> bool:
     """Whether a column is one of those that scores or costs are combined from."""
     return name.startswith((COMPONENT_PREFIX, COST_PREFIX))
 
 
-def column_spec(name: str) -> ColumnSpec:
+def get_column_spec(name: str) -> ColumnSpec:
     """Spec of a column; `reward/<name>` and `cost/<name>` are components. Raises KeyError."""
-    return COMPONENT_SPEC if is_component(name) else SCHEMA[name]
+    return COMPONENT_COLUMN_SPEC if is_component_column(name) else COLUMN_SPECS[name]
 
 
 class FinishReason(Enum):
@@ -108,7 +126,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     data_source: str = ""
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    place: str = ""
+    row_location: str = ""
     is_chat: bool = True
 
     def __post_init__(self) -> None:
@@ -123,13 +141,15 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
         # An array's own way to be pickled takes ten times as long as all the rest of a prompt.
         tokens = self.token_ids.tobytes()
         rest = (self.messages, self.data_source, self.ground_truth, self.extra_info)
-        told = (self.place, self.is_chat)
+        told = (self.row_location, self.is_chat)
         return prompt_from_parts, (self.uid, tokens, *rest, *told)
 
 
 def describe_prompt(prompt: Prompt) -> str:
     """A prompt in an error: where its row stands, and its uid."""
-    return f"{prompt.place} (uid {prompt.uid})" if prompt.place else f"uid {prompt.uid}"
+    return (
+        f"{prompt.row_location} (uid {prompt.uid})" if prompt.row_location else f"uid {prompt.uid}"
+    )
 
 
 def prompt_from_parts(uid: str, tokens: bytes, *rest: Any) -> Prompt:
@@ -172,7 +192,7 @@ class Rollout:
             raise ValueError("a sampled token has no policy_version")
 
     @classmethod
-    def single_turn(
+    def from_single_turn(
         cls,
         prompt_ids: Array,
         completion_ids: Sequence[int],
@@ -200,7 +220,7 @@ class Rollout:
         return self.token_ids[int(np.argmax(self.loss_mask)) :]
 
 
-def group_columns(rollouts: Sequence[Rollout]) -> dict[str, Array]:
+def rollouts_to_columns(rollouts: Sequence[Rollout]) -> dict[str, Array]:
     """The rollouts of one group as the columns the queue holds (ROLLOUT_COLUMNS)."""
     token_names = ("token_ids", "loss_mask", "generator_logprobs", "policy_version")
     columns: dict[str, Array] = {
@@ -212,16 +232,16 @@ def group_columns(rollouts: Sequence[Rollout]) -> dict[str, Array]:
     return columns
 
 
-def split_tokens(column: Array, lengths: Array) -> list[Array]:
+def split_token_column(column: Array, lengths: Array) -> list[Array]:
     """A token column [sum(lengths)] cut into one view per rollout."""
     return np.split(column, np.cumsum(lengths)[:-1])
 
 
-def group_rollouts(columns: Columns) -> list[Rollout]:
-    """Inverse of `group_columns`; arrays are views of the columns."""
+def columns_to_rollouts(columns: Columns) -> list[Rollout]:
+    """Inverse of `rollouts_to_columns`; arrays are views of the columns."""
     lengths = columns["lengths"]
     cut = {
-        name: split_tokens(columns[name], lengths)
+        name: split_token_column(columns[name], lengths)
         for name in ("token_ids", "loss_mask", "generator_logprobs", "policy_version")
     }
     return [
@@ -236,10 +256,10 @@ def group_rollouts(columns: Columns) -> list[Rollout]:
     ]
 
 
-def group_completions(columns: Columns) -> list[Array]:
+def extract_completions(columns: Columns) -> list[Array]:
     """Return the `completion_ids` of each rollout of a group, int32 [C] each: views of its tokens.
 
-    A tenth of the cost of `group_rollouts`, for those who read nothing else of them.
+    A tenth of the cost of `columns_to_rollouts`, for those who read nothing else of them.
     """
     token_ids, loss_mask = columns["token_ids"], columns["loss_mask"]
     found, start = [], 0
@@ -273,7 +293,7 @@ class GroupInfo(msgspec.Struct, frozen=True):
         return self.version_tokens[0][0]
 
     @classmethod
-    def of(cls, columns: Columns) -> "GroupInfo":
+    def from_columns(cls, columns: Columns) -> "GroupInfo":
         """Facts about a group that holds ROLLOUT_COLUMNS. Raises ContractError if they differ."""
         versions, mask = columns["policy_version"], columns["loss_mask"]
         if versions.size != mask.size:
@@ -283,11 +303,11 @@ class GroupInfo(msgspec.Struct, frozen=True):
         return cls(
             lengths=tuple(columns["lengths"].tolist()),
             num_loss_tokens=sampled.size,
-            version_tokens=tuple(_count(sampled)),
+            version_tokens=tuple(_count_versions(sampled)),
         )
 
 
-def _count(sampled: Array) -> Iterator[tuple[int, int]]:
+def _count_versions(sampled: Array) -> Iterator[tuple[int, int]]:
     """Each version and how often it is there, ascending."""
     # All of one version, as most are, is told faster than by sorting.
     raw = sampled.tobytes()
@@ -298,42 +318,42 @@ def _count(sampled: Array) -> Iterator[tuple[int, int]]:
         yield from zip(versions.tolist(), counts.tolist(), strict=True)
 
 
-def column_sizes(columns: Columns) -> dict[str, int]:
+def measure_columns(columns: Columns) -> dict[str, int]:
     """Entries of each column.
 
     Raises ContractError for one that is no flat array, of another dtype than its spec says, or that
     has no spec.
     """
     for name, column in columns.items():
-        if not (name in SCHEMA or is_component(str(name))):
+        if not (name in COLUMN_SPECS or is_component_column(str(name))):
             raise ContractError(f"column {name}: there is no such column")
         if not isinstance(column, np.ndarray):
             raise ContractError(f"column {name}: {type(column).__name__}, wanted an array")
         if column.ndim != 1:
             raise ContractError(f"column {name}: shape {list(column.shape)}, wanted one dimension")
-        if column.dtype != (wanted := _dtype(name)):
+        if column.dtype != (wanted := _column_dtype(name)):
             raise ContractError(f"column {name}: {column.dtype}, wanted {wanted}")
     return {name: column.size for name, column in columns.items()}
 
 
 @functools.cache
-def _dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(column_spec(name).dtype)
+def _column_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(get_column_spec(name).dtype)
 
 
-def check_sizes(sizes: Mapping[str, int], info: GroupInfo) -> None:
+def check_column_sizes(sizes: Mapping[str, int], info: GroupInfo) -> None:
     """Raise ContractError if a column's size is not what its spec says for the group."""
-    expected = {Per.TOKEN: info.num_tokens, Per.ROLLOUT: len(info.lengths)}
+    expected = {ColumnAxis.TOKEN: info.num_tokens, ColumnAxis.ROLLOUT: len(info.lengths)}
     for name, entries in sizes.items():
-        spec = column_spec(name)
-        wanted = expected.get(spec.per, entries)
+        spec = get_column_spec(name)
+        wanted = expected.get(spec.axis, entries)
         if entries != wanted:
             raise ContractError(
                 f"column {name}: {spec.dtype}[{entries}], wanted {spec.dtype}[{wanted}]"
             )
 
 
-class Lease(msgspec.Struct, frozen=True, weakref=True):
+class GroupLease(msgspec.Struct, frozen=True, weakref=True):
     """The right of a stage's `holder` to work on one group. Times are of the shard's clock, s.
 
     `token` tells it from every other lease of the shard, those before a restart included. It may
@@ -346,18 +366,18 @@ class Lease(msgspec.Struct, frozen=True, weakref=True):
     attempt: int
     expires_at: float
     holder: str = ""
-    taken_at: float = 0.0
+    granted_at: float = 0.0
 
 
 @dataclass(frozen=True)
-class Filtered:
+class FilteredGroup:
     """What a stage gives instead of columns for a group that is not worth training."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Ended:
+class GroupOutcome:
     """Why a group ends untrained. `cause` is the name it is counted under, `reason` says it."""
 
     cause: str
@@ -375,14 +395,14 @@ class Experience(msgspec.Struct, frozen=True, eq=False):
     holder of the stage had made of it when it went: columns of the stage, not whole yet.
     """
 
-    lease: Lease
+    lease: GroupLease
     admitted_version: int
     prompt: Prompt | None = None
     columns: Columns = msgspec.field(default_factory=dict)
     info: GroupInfo | None = None
     ready_version: int | None = None
-    ended: Ended | None = None
-    begun: Columns | None = None
+    outcome: GroupOutcome | None = None
+    partial_rollouts: Columns | None = None
 
     @property
     def uid(self) -> str:

@@ -6,14 +6,14 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from streamrl.buffer import Bounds, Ports, QueueConfig, Shard, ShardStats
-from streamrl.buffer.codec import Blob, join, size_of
-from streamrl.buffer.group import GroupBook
-from streamrl.buffer.leases import Overdue, Request
-from streamrl.buffer.log.segment_file import Record
-from streamrl.buffer.wire_types import Commit, Farewell, Grant
+from streamrl.buffer import QueueConfig, QueueShard, ShardCapacity, ShardStats, StageSchema
+from streamrl.buffer.codec import Blob, count_blob_bytes, join_pieces
+from streamrl.buffer.group import ShardState
+from streamrl.buffer.leases import LeaseRequest, OverdueLease
+from streamrl.buffer.log.segment_file import JournalRecord
+from streamrl.buffer.wire_types import ColumnCommit, FinishedGroup, LeaseGrant
 from streamrl.errors import StreamError
-from streamrl.messages import Filtered, Lease
+from streamrl.messages import FilteredGroup, GroupLease
 
 CALL_S = 0.001
 RETRY_S = 0.2
@@ -24,27 +24,29 @@ class MemoryLog:
     """A journal in memory: `records` is the disk. What was only posted may not have got there."""
 
     def __init__(self, *, write_s: float = 0.002) -> None:
-        self.records: list[Record] = []
-        self._waiting: list[Record] = []
+        self.records: list[JournalRecord] = []
+        self._waiting: list[JournalRecord] = []
         self.write_s = write_s
         self._writing = asyncio.Lock()
 
     @property
     def num_bytes(self) -> int:
-        return sum(size_of(record.payload) for record in self.records)
+        return sum(count_blob_bytes(record.payload) for record in self.records)
 
     def drain_fsync_s(self) -> float:
         return 0.0
 
-    async def append(self, records: Sequence[Record], *, sync: bool = True) -> None:
+    async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:
         self._waiting += records
         async with self._writing:
             written, self._waiting = self._waiting, []
             await asyncio.sleep(self.write_s)
             # The disk has what the payload is by now, not what becomes of it.
-            self.records += [replace(record, payload=join(record.payload)) for record in written]
+            self.records += [
+                replace(record, payload=join_pieces(record.payload)) for record in written
+            ]
 
-    def post(self, records: Sequence[Record]) -> None:
+    def append_nowait(self, records: Sequence[JournalRecord]) -> None:
         self._waiting += records
 
     def crash(self) -> "MemoryLog":
@@ -64,16 +66,16 @@ class LocalShard:
 
     def __init__(
         self,
-        stages: Mapping[str, Ports],
+        stages: Mapping[str, StageSchema],
         config: QueueConfig,
-        bounds: Bounds,
+        bounds: ShardCapacity,
         *,
         log: MemoryLog,
         session: str = "",
         repeats: Callable[[], bool] = lambda: False,
         loses: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._make: Callable[[MemoryLog], Shard] = lambda log: Shard(
+        self._make: Callable[[MemoryLog], QueueShard] = lambda log: QueueShard(
             recover(stages, log), config, bounds=bounds, session=session, log=log
         )
         self.log = log
@@ -97,7 +99,7 @@ class LocalShard:
         self.shard = self._make(self.log)
         self._up.set()
 
-    async def _call(self, work: Callable[[Shard], Awaitable[Result]]) -> Result:
+    async def _call(self, work: Callable[[QueueShard], Awaitable[Result]]) -> Result:
         while True:
             await self._up.wait()
             deaths = self.deaths
@@ -114,87 +116,95 @@ class LocalShard:
                 if self.deaths == deaths:
                     raise
 
-    async def _ask(self, work: Callable[[Shard], Result]) -> Result:
-        async def ask(shard: Shard) -> Result:
+    async def _ask(self, work: Callable[[QueueShard], Result]) -> Result:
+        async def ask(shard: QueueShard) -> Result:
             return work(shard)
 
         return await self._call(ask)
 
-    async def _one(self, work: Callable[[Shard], Awaitable[Result]]) -> Result:
+    async def _one(self, work: Callable[[QueueShard], Awaitable[Result]]) -> Result:
         await asyncio.sleep(CALL_S)
         result = await work(self.shard)
         await asyncio.sleep(CALL_S)
         return result
 
-    async def admit(self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float) -> list[str]:
-        return await self._call(lambda shard: shard.admit(entries, wait_s=wait_s))
-
-    async def add(
-        self, entries: Sequence[tuple[str, bytes, int]], commits: Sequence[Commit], *, wait_s: float
+    async def admit_prompts(
+        self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float
     ) -> list[str]:
-        return await self._call(lambda shard: shard.add(entries, commits, wait_s=wait_s))
+        return await self._call(lambda shard: shard.admit_prompts(entries, wait_s=wait_s))
 
-    async def take(self, request: Request, *, wait_s: float) -> list[Grant]:
-        return await self._call(lambda shard: shard.take(request, wait_s=wait_s))
+    async def add_groups(
+        self,
+        entries: Sequence[tuple[str, bytes, int]],
+        commits: Sequence[ColumnCommit],
+        *,
+        wait_s: float,
+    ) -> list[str]:
+        return await self._call(lambda shard: shard.add_groups(entries, commits, wait_s=wait_s))
 
-    async def put(self, commits: Sequence[Commit]) -> list[str]:
-        refused = await self._call(lambda shard: shard.put(commits))
+    async def lease_groups(self, request: LeaseRequest, *, wait_s: float) -> list[LeaseGrant]:
+        return await self._call(lambda shard: shard.lease_groups(request, wait_s=wait_s))
+
+    async def commit_columns(self, commits: Sequence[ColumnCommit]) -> list[str]:
+        refused = await self._call(lambda shard: shard.commit_columns(commits))
         if self._repeats():
-            again = await self._call(lambda shard: shard.put(commits))
+            again = await self._call(lambda shard: shard.commit_columns(commits))
             # What was refused may be taken now: a shard that died has forgotten that a lease ended.
             taken = {commit.lease.uid for commit in commits} - set(refused)
             assert taken <= set(again), "a commit was taken twice"
         return refused
 
-    async def note(self, commits: Sequence[Commit]) -> None:
+    async def save_partials(self, commits: Sequence[ColumnCommit]) -> None:
         self.notes += len(commits)
-        await self._ask(lambda shard: shard.note(commits))
+        await self._ask(lambda shard: shard.save_partials(commits))
 
-    async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
-        await self._ask(lambda shard: shard.fail(entries))
+    async def fail_groups(self, entries: Sequence[tuple[GroupLease, StreamError]]) -> None:
+        await self._ask(lambda shard: shard.fail_groups(entries))
 
-    async def filter(self, entries: Sequence[tuple[Lease, Filtered]]) -> None:
-        await self._ask(lambda shard: shard.filter(entries))
+    async def filter_groups(self, entries: Sequence[tuple[GroupLease, FilteredGroup]]) -> None:
+        await self._ask(lambda shard: shard.filter_groups(entries))
 
-    async def renew(self, leases: Sequence[Lease]) -> list[Lease]:
-        return await self._ask(lambda shard: shard.renew(leases))
+    async def renew_leases(self, leases: Sequence[GroupLease]) -> list[GroupLease]:
+        return await self._ask(lambda shard: shard.renew_leases(leases))
 
-    async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Blob]]:
-        return await self._ask(lambda shard: shard.read(uids, columns))
+    async def read_columns(
+        self, uids: Sequence[str], columns: Sequence[str]
+    ) -> list[Sequence[Blob]]:
+        return await self._ask(lambda shard: shard.read_columns(uids, columns))
 
-    async def uids_with(self, column: str) -> list[str]:
-        return await self._ask(lambda shard: shard.uids_with(column))
+    async def find_uids_with(self, column: str) -> list[str]:
+        return await self._ask(lambda shard: shard.find_uids_with(column))
 
-    async def ended(self, *, wait_s: float) -> list[Farewell]:
-        return await self._call(lambda shard: shard.ended(wait_s=wait_s))
+    async def wait_for_finished(self, *, wait_s: float) -> list[FinishedGroup]:
+        return await self._call(lambda shard: shard.wait_for_finished(wait_s=wait_s))
 
-    async def leave(self, uids: Sequence[str], version: int) -> None:
-        await self._call(lambda shard: shard.leave(uids, version))
+    async def remove_groups(self, uids: Sequence[str], version: int) -> None:
+        await self._call(lambda shard: shard.remove_groups(uids, version))
 
     async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
         return await self._call(lambda shard: shard.end_step(uids, version))
 
-    async def stats(self) -> ShardStats:
-        return await self._ask(lambda shard: shard.stats())
+    async def get_stats(self) -> ShardStats:
+        return await self._ask(lambda shard: shard.get_stats())
 
-    async def release(self, holder: str, *, died: bool = True) -> int:
-        return await self._ask(lambda shard: shard.release(holder, died=died))
+    async def release_holder(self, holder: str, *, died: bool = True) -> int:
+        return await self._ask(lambda shard: shard.release_holder(holder, died=died))
 
-    async def overdue(self, age_s: float) -> list[Overdue]:
-        return await self._ask(lambda shard: shard.overdue(age_s))
+    async def find_overdue(self, age_s: float) -> list[OverdueLease]:
+        return await self._ask(lambda shard: shard.find_overdue(age_s))
 
-    async def take_back(self, found: Sequence[Overdue]) -> None:
-        await self._ask(lambda shard: shard.take_back(found))
+    async def requeue_overdue(self, found: Sequence[OverdueLease]) -> None:
+        await self._ask(lambda shard: shard.requeue_overdue(found))
 
-    async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
-        return await self._ask(lambda shard: shard.whereabouts(uids))
+    async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
+        return await self._ask(lambda shard: shard.locate_groups(uids))
 
 
-def recover(stages: Mapping[str, Ports], log: MemoryLog) -> GroupBook:
+def recover(stages: Mapping[str, StageSchema], log: MemoryLog) -> ShardState:
     """The groups as a log in memory has them."""
-    book = GroupBook(stages)
-    book.keeps_retired = True
+    book = ShardState(stages)
+    book.should_keep_retired = True
     for record in log.records:
-        book.apply(record, data=join(record.payload))
-    book.keeps_retired = False
+        book.apply_record(record, data=join_pieces(record.payload))
+    book.should_keep_retired = False
     return book

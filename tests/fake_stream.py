@@ -9,41 +9,50 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
-from streamrl.algorithms.adaptive_params import Dials
+from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import (
-    Admission,
-    Books,
-    Bounds,
+    AdmissionController,
     ExperienceQueue,
     Ledger,
-    Ports,
     QueueConfig,
+    RunLog,
+    ShardCapacity,
+    StageSchema,
     StepAssembler,
 )
-from streamrl.buffer.admission.oversampling import MOST, Oversampling
-from streamrl.buffer.books.run_log import recover_books
-from streamrl.buffer.leases import Overdue
-from streamrl.dataflow import CRITIC, GENERATE, MOVED, POLICY, Call, Dataflow, Kind, dataflow_for
+from streamrl.buffer.admission.oversampling import MAX_FACTOR, OversamplingController
+from streamrl.buffer.books.run_log import recover_run_log
+from streamrl.buffer.leases import OverdueLease
+from streamrl.dataflow import (
+    CRITIC,
+    EMA_REFERENCE,
+    GENERATE_CALL,
+    POLICY,
+    CallKind,
+    Dataflow,
+    ModelCall,
+    build_dataflow,
+)
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
-    Ended,
+    GroupOutcome,
 )
 from streamrl.pipeline import (
-    Serving,
-    admit,
+    ScoringLimits,
+    admit_prompts,
     follow_weights,
-    generate,
-    score,
-    train,
+    generate_rollouts,
+    score_groups,
+    train_policy,
     watch_stalls,
 )
-from streamrl.stream.device_lease import Arbiter, FreeLease, SharedLease
-from streamrl.stream.protocols import Stage, StepOutcome
-from streamrl.stream.run_state import Control, PipelineConfig
-from streamrl.stream.stage_worker import Places, nothing_begun
-from streamrl.stream.weight_publisher import Publishing, Source
+from streamrl.stream.device_lease import DedicatedDeviceLease, DeviceArbiter, SharedDeviceLease
+from streamrl.stream.protocols import StageContext, StepResult
+from streamrl.stream.run_state import PipelineConfig, RunState
+from streamrl.stream.stage_worker import ConcurrencyLimit, read_no_partials
+from streamrl.stream.weight_publisher import WeightPublisher, WeightSource
 from streamrl.telemetry.spans import SpanRecorder
-from streamrl.weights import HeldVersion, WeightManifest
+from streamrl.weights import ServedVersion, WeightManifest
 from streamrl.weights.version_registry import WeightRegistry
 from tests.fake_shards import LocalShard, MemoryLog
 from tests.fakes import (
@@ -86,17 +95,17 @@ class Stream:
 
     plan: Plan
     disk: Disk
-    control: Control
+    control: RunState
     queue: ExperienceQueue
     shards: list[LocalShard]
     trainers: dict[str, FakeTrainer]
     dataflow: Dataflow
     rng: random.Random
-    outcomes: list[StepOutcome] = field(default_factory=list)
+    outcomes: list[StepResult] = field(default_factory=list)
     step_ends: list[float] = field(default_factory=list)
     recorders: dict[str, SpanRecorder] = field(default_factory=dict)
-    ended: list[tuple[str, Ended]] = field(default_factory=list)
-    stalls: list[Overdue] = field(default_factory=list)
+    ended: list[tuple[str, GroupOutcome]] = field(default_factory=list)
+    stalls: list[OverdueLease] = field(default_factory=list)
     loops: dict[str, list["asyncio.Task[None]"]] = field(default_factory=dict)
     start_generator: Callable[[int], None] = lambda index: None
     leaving: dict[str, asyncio.Event] = field(default_factory=dict)
@@ -114,7 +123,7 @@ class Stream:
         """Between two steps, as Durability does it."""
         self.disk.state = {
             "ledger": self.ledger.state_dict(),
-            "drawn": self.control.prompts.state_dict()["drawn"],
+            "drawn": self.control.prompt_source.state_dict()["drawn"],
             "trainers": {
                 role: (self.control.admission.version, trainer.weights)
                 for role, trainer in self.trainers.items()
@@ -125,7 +134,9 @@ class Stream:
 
 def make_trainers(plan: Plan) -> dict[str, FakeTrainer]:
     """By role: the policy's, and the critic's if the plan has one."""
-    pace = replace(plan.pace, mini_batches=min(plan.pace.mini_batches, plan.groups_per_step))
+    pace = replace(
+        plan.pace, num_mini_batches=min(plan.pace.num_mini_batches, plan.groups_per_step)
+    )
     trainer = FakeTrainer(plan.train_s, plan.world_size, pace, publish_s=plan.publish_s)
     trainer.probe = PROBE if plan.broken_version >= 0 else None
     trainers = {POLICY: trainer}
@@ -136,19 +147,19 @@ def make_trainers(plan: Plan) -> dict[str, FakeTrainer]:
     return trainers
 
 
-def make_publishing(plan: Plan, trainers: dict[str, FakeTrainer]) -> Publishing:
+def make_publishing(plan: Plan, trainers: dict[str, FakeTrainer]) -> WeightPublisher:
     """Of every trainer, and of a reference that follows the policy, if the plan has one."""
-    sources: dict[str, Source] = {**trainers}
+    sources: dict[str, WeightSource] = {**trainers}
     if plan.reference:
-        sources[MOVED] = FakeReference(trainers[POLICY], 3 * plan.publish_s)
+        sources[EMA_REFERENCE] = FakeReference(trainers[POLICY], 3 * plan.publish_s)
     registries = {role: WeightRegistry(keep_versions=2) for role in sources}
 
     def due(role: str, version: int) -> bool:
-        if role == MOVED:
+        if role == EMA_REFERENCE:
             return version % 2 == 0
         return version % plan.publish_every == 0 or version == plan.steps
 
-    return Publishing(sources, registries, due=due)
+    return WeightPublisher(sources, registries, due=due)
 
 
 def dataflow_of(plan: Plan) -> Dataflow:
@@ -159,7 +170,7 @@ def dataflow_of(plan: Plan) -> Dataflow:
         "baseline_scores": plan.greedy,
     }
     columns = (*STREAM_COLUMNS, *(name for name, asked in further.items() if asked))
-    return dataflow_for(columns, has_filter=plan.filter_rate > 0)
+    return build_dataflow(columns, has_filter=plan.filter_rate > 0)
 
 
 def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first") -> Stream:
@@ -167,7 +178,7 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
     disk = disk or Disk.empty(plan)
     disk.books = disk.books.crash()
     dataflow = dataflow_of(plan)
-    ports = {call.stage: Ports(call.needs, call.produces) for call in dataflow.takers}
+    ports = {call.stage: StageSchema(call.needs, call.produces) for call in dataflow.queue_calls}
     config = QueueConfig(
         shards=plan.shards,
         lease_s=plan.lease_s,
@@ -175,10 +186,10 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         hedge_s=plan.hedge_s,
     )
     lead = plan.max_staleness if plan.depth is None else plan.depth
-    oversampling = Oversampling(plan.oversample, groups_per_step=plan.groups_per_step)
-    most = MOST if plan.oversample is None else plan.oversample
+    oversampling = OversamplingController(plan.oversample, groups_per_step=plan.groups_per_step)
+    most = MAX_FACTOR if plan.oversample is None else plan.oversample
     room = plan.room_steps * plan.groups_per_step * GROUP_BYTES
-    bounds = Bounds(math.ceil(most * (lead + 1) * plan.groups_per_step), room, GROUP_BYTES)
+    bounds = ShardCapacity(math.ceil(most * (lead + 1) * plan.groups_per_step), room, GROUP_BYTES)
     rng = random.Random(f"{plan.seed}/{session}")
     disk.shards = [log.crash() for log in disk.shards]
     shards = [
@@ -200,13 +211,15 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
             trainers[role].version, trainers[role].weights = version, weights
         prompts.drawn = state["drawn"]
     records = disk.books.records[disk.books_cut :]
-    found = recover_books(records, state["ledger"] if state else None, debug=True)
-    assert [prompt.uid for prompt in prompts.draw(len(found.drawn))] == list(found.drawn)
-    admission = Admission(
+    found = recover_run_log(records, state["ledger"] if state else None, debug=True)
+    assert [prompt.uid for prompt in prompts.draw_prompts(len(found.drawn_uids))] == list(
+        found.drawn_uids
+    )
+    admission = AdmissionController(
         found.ledger,
         depth=lead,
         groups_per_step=plan.groups_per_step,
-        capacity_groups=bounds.groups,
+        capacity_groups=bounds.max_groups,
         total_groups=plan.steps * plan.groups_per_step,
         version=trainers[POLICY].version,
         oversampling=oversampling,
@@ -217,15 +230,17 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         drops_stale=plan.on_stale == "drop",
         oversampling=oversampling,
     )
-    control = Control(
+    control = RunState(
         admission,
         assembler,
-        Books(found.ledger, disk.books, found.steps),
+        RunLog(found.ledger, disk.books, found.steps_to_replay),
         make_publishing(plan, trainers),
-        Dials(ALGORITHMS["grpo"], AlgorithmConfig().settings(max_length=8, reward_weights={})),
+        AdaptiveParams(
+            ALGORITHMS["grpo"], AlgorithmConfig().to_settings(max_length=8, reward_weights={})
+        ),
         prompts,
         max_attempts=plan.max_attempts,
-        readmits=plan.readmits,
+        should_readmit_failed=plan.readmits,
         max_filtered=plan.max_filtered,
         max_dropped=plan.max_dropped,
     )
@@ -239,7 +254,7 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         dataflow=dataflow,
         rng=rng,
     )
-    control.on_end = lambda uid, how: stream.ended.append((uid, how))
+    control.on_group_finished = lambda uid, how: stream.ended.append((uid, how))
     control.on_stall = stream.stalls.extend
     return stream
 
@@ -247,7 +262,7 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
 async def run_stream(plan: Plan, *, disturb: "Disturb | None" = None) -> Stream:
     """Run all loops of a plan to the end of its last step."""
     stream = build_stream(plan)
-    await stream.control.reconcile(stream.queue)
+    await stream.control.reconcile_queue(stream.queue)
     await run_loops(stream, disturb=disturb)
     return stream
 
@@ -272,30 +287,32 @@ async def run_loops(
     )
     stage = StageMaker(stream)
 
-    async def report(outcome: StepOutcome) -> None:
+    async def report(outcome: StepResult) -> None:
         stream.outcomes.append(outcome)
         stream.step_ends.append(clock())
         due = checkpoint_every and (outcome.version + 1) % checkpoint_every == 0
-        if due and not stream.control.books.steps:
+        if due and not stream.control.run_log.steps_to_replay:
             stream.checkpoint()
 
     version = stream.trainer.version
-    for registry in stream.control.publishing.registries.values():
-        registry.offer(WeightManifest(version, (), ()))
+    for registry in stream.control.publisher.registries.values():
+        registry.add_manifest(WeightManifest(version, (), ()))
     for i in range(plan.generators):
         start_generator(stream, stage, i)
-    for call in stream.dataflow.of_kind(Kind.SCORE):
+    for call in stream.dataflow.select_calls(CallKind.SCORE):
         for i in range(plan.scorers):
             start_scorer(stream, stage, call, i)
     stream.start_generator = lambda i: start_generator(stream, stage, i)
     loops = [
-        asyncio.create_task(admit(stream.control, stream.queue)),
+        asyncio.create_task(admit_prompts(stream.control, stream.queue)),
         asyncio.create_task(watch_stalls(stream.control, stream.queue, config)),
     ]
     if disturb is not None:
         loops.append(asyncio.create_task(disturb(stream)))
     training = asyncio.create_task(
-        train(*(stage("train", "trainer"), stream.control, stream.trainers, config), report=report)
+        train_policy(
+            *(stage("train", "trainer"), stream.control, stream.trainers, config), report=report
+        )
     )
     try:
         while not training.done():
@@ -323,52 +340,54 @@ class StageMaker:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._arbiter = Arbiter(timeout_s=stream.plan.stall_s, pulse=stream.control.pulse)
+        self._arbiter = DeviceArbiter(
+            timeout_s=stream.plan.stall_s, pulse=stream.control.progress_clock
+        )
 
-    def __call__(self, name: str, process: str) -> Stage:
+    def __call__(self, name: str, process: str) -> StageContext:
         stream, clock = self._stream, asyncio.get_running_loop().time
         shared = stream.plan.one_at_a_time
         stream.leaving.setdefault(process, asyncio.Event())
-        lease = SharedLease(self._arbiter, process) if shared else FreeLease()
+        lease = SharedDeviceLease(self._arbiter, process) if shared else DedicatedDeviceLease()
         stream.recorders[process] = SpanRecorder(process, clock)
         hears_s = math.inf if stream.plan.oversample == 1.0 else 1.0
         queue = ExperienceQueue(stream.shards, process, hears_s=hears_s)
         leaving = stream.leaving[process]
-        return Stage(name, queue, lease, stream.recorders[process], leaving)
+        return StageContext(name, queue, lease, stream.recorders[process], leaving)
 
 
 def start_scorer(
-    stream: Stream, stage: Callable[[str, str], Stage], call: Call, index: int
+    stream: Stream, stage: Callable[[str, str], StageContext], call: ModelCall, index: int
 ) -> None:
     """A scorer; if it is a shadow, with the loop that follows its model."""
     name, plan, held = f"{call.stage}-{index}", stream.plan, None
     scorer, place = FakeScorer(plan, stream.rng, call.stage), stage(call.stage, name)
     scorer.computed = stream.disk.computed[call.stage]
     own = stream.loops[name] = []
-    if call.follows:
-        held = HeldVersion(name)
-        channel = LocalChannel(stream.control.publishing.registries[call.follows], name)
+    if call.followed_role:
+        held = ServedVersion(name)
+        channel = LocalChannel(stream.control.publisher.registries[call.followed_role], name)
         own.append(asyncio.create_task(follow_weights(place, scorer, channel, held)))
-    serving = Serving(call.needs, most=4, batch=2)
-    scoring = score(place, scorer.score, serving, held=held)
+    serving = ScoringLimits(call.needs, max_groups=4, batch_size=2)
+    scoring = score_groups(place, scorer.score, serving, held=held)
     own.append(asyncio.create_task(scoring))
 
 
-def start_generator(stream: Stream, stage: Callable[[str, str], Stage], index: int) -> None:
+def start_generator(stream: Stream, stage: Callable[[str, str], StageContext], index: int) -> None:
     """A generator, or the one that takes the place of a dead one: it holds no version yet."""
     name, plan = f"generator-{index}", stream.plan
     stream.leaving[name] = asyncio.Event()
-    generator, held = FakeGenerator(plan, stream.rng, stream.disk.generated), HeldVersion(name)
+    generator, held = FakeGenerator(plan, stream.rng, stream.disk.generated), ServedVersion(name)
     generator.computed = stream.disk.computed["greedy"]
-    channel = LocalChannel(stream.control.publishing.registries[POLICY], name)
+    channel = LocalChannel(stream.control.publisher.registries[POLICY], name)
     stream.samplers.append(generator)
     follow = follow_weights(stage("generate", name), generator, channel, held)
     own = stream.loops[name] = [asyncio.create_task(follow)]
-    for call in stream.dataflow.of_kind(Kind.GENERATE):
+    for call in stream.dataflow.select_calls(CallKind.GENERATE):
         place, sample = stage(call.stage, name), generator.stages[call.stage]
-        begun = generator.begun if call.stage == GENERATE.stage else nothing_begun
-        places = Places(plan.places or GROUPS_AT_ONCE * plan.group_size, plan.group_size)
-        loop = generate(place, sample, held, places=places, begun=begun)
+        begun = generator.begun if call.stage == GENERATE_CALL.stage else read_no_partials
+        places = ConcurrencyLimit(plan.places or GROUPS_AT_ONCE * plan.group_size, plan.group_size)
+        loop = generate_rollouts(place, sample, held, places=places, begun=begun)
         own.append(asyncio.create_task(loop))
 
 
@@ -379,5 +398,5 @@ async def let_leave(stream: Stream, index: int) -> None:
     stream.leaving[name].set()
     await asyncio.wait(stages)
     follow.cancel()
-    await stream.queue.release(name, died=False)
-    stream.control.publishing.registries[POLICY].forget(name)
+    await stream.queue.release_holder(name, died=False)
+    stream.control.publisher.registries[POLICY].remove_reader(name)

@@ -13,30 +13,32 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.buffer.assembly.micro_batch_schedule import Pace, Turn
+from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound, UpdatePlan
 from streamrl.buffer.assembly.packing import Round
 from streamrl.errors import RewardError
 from streamrl.messages import (
     Array,
     Columns,
     Experience,
-    Filtered,
+    FilteredGroup,
     FinishReason,
     Prompt,
     Rollout,
-    group_columns,
-    group_rollouts,
+    columns_to_rollouts,
     make_uid,
     parse_uid,
+    rollouts_to_columns,
 )
-from streamrl.stream.protocols import Fetched, Finished, Sample
-from streamrl.stream.stage_worker import Result
-from streamrl.weights import Loaded, WeightManifest
-from streamrl.weights.logprob_probe import Probe
+from streamrl.stream.protocols import FetchedWeights, FinishedCallback, SampleFunction
+from streamrl.stream.stage_worker import StageResult
+from streamrl.weights import WeightLoadStats, WeightManifest
+from streamrl.weights.logprob_probe import LogprobCheck
 from streamrl.weights.version_registry import ReaderState, WeightRegistry
 
-STREAMED = Pace()
-PROBE = Probe([np.array([1, 2, 3], np.int32)], [np.full(3, -1.0, np.float32)], limit=0.5)
+STREAMED = UpdatePlan()
+PROBE = LogprobCheck(
+    [np.array([1, 2, 3], np.int32)], [np.full(3, -1.0, np.float32)], max_difference=0.5
+)
 GROUP_BYTES = 4000
 """More than any group takes."""
 
@@ -59,7 +61,7 @@ class Plan:
     generators: int = 2
     scorers: int = 1
     world_size: int = 1
-    pace: Pace = STREAMED
+    pace: UpdatePlan = STREAMED
     micro_batch_tokens: int = 40
     generate_s: tuple[float, float] = (0.5, 2.0)
     score_s: tuple[float, float] = (0.1, 0.5)
@@ -105,23 +107,23 @@ class FakePrompts:
     def __init__(self, drawn: int = 0) -> None:
         self.drawn = drawn
 
-    def retry(self, uid: str) -> Prompt:
+    def retry_prompt(self, uid: str) -> Prompt:
         epoch, index, attempt = parse_uid(uid)
-        return self.prompt(make_uid(epoch, index, attempt + 1))
+        return self.get_prompt(make_uid(epoch, index, attempt + 1))
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"drawn": self.drawn}
 
-    async def ready(self, count: int) -> None:
+    async def prefetch_prompts(self, count: int) -> None:
         pass
 
-    def draw(self, count: int) -> list[Prompt]:
-        prompts = [self.prompt(make_uid(0, self.drawn + i)) for i in range(count)]
+    def draw_prompts(self, count: int) -> list[Prompt]:
+        prompts = [self.get_prompt(make_uid(0, self.drawn + i)) for i in range(count)]
         self.drawn += count
         return prompts
 
     @staticmethod
-    def prompt(uid: str) -> Prompt:
+    def get_prompt(uid: str) -> Prompt:
         return Prompt(uid, np.array([1, 2, 3], np.int32))
 
 
@@ -151,7 +153,7 @@ class FakeGenerator:
         self._under_way: list[tuple[Prompt, list[int], list[int]]] = []
 
     @property
-    def stages(self) -> Mapping[str, Sample]:
+    def stages(self) -> Mapping[str, SampleFunction]:
         return {"generate": self.group, "greedy": self.greedy}
 
     async def begun(self) -> Mapping[str, Columns]:
@@ -160,13 +162,17 @@ class FakeGenerator:
         ordered = sorted(self._under_way, key=lambda work: len(work[1]))
         return {work[0].uid: self._columns(*work) for work in ordered if work[1]}
 
-    async def greedy(self, prompt: Prompt, begun: Columns | None, finished: Finished) -> Columns:
+    async def greedy(
+        self, prompt: Prompt, begun: Columns | None, finished: FinishedCallback
+    ) -> Columns:
         assert begun is None
         self.computed.add(prompt.uid)
         await asyncio.sleep(self._rng.uniform(*self._plan.generate_s))
         return {"greedy_ids": np.array([4, 5], np.int32)}
 
-    async def group(self, prompt: Prompt, begun: Columns | None, finished: Finished) -> Columns:
+    async def group(
+        self, prompt: Prompt, begun: Columns | None, finished: FinishedCallback
+    ) -> Columns:
         self._generated[prompt.uid] += begun is None
         rng = random.Random(f"{self._plan.seed}/{prompt.uid}")
         count = rng.randint(1, 8)
@@ -189,24 +195,24 @@ class FakeGenerator:
         return self._columns(prompt, tokens, versions)
 
     def _columns(self, prompt: Prompt, tokens: list[int], versions: list[int]) -> Columns:
-        one = Rollout.single_turn(
+        one = Rollout.from_single_turn(
             prompt.token_ids,
             tokens,
             logprobs=[-1.0] * len(tokens),
             versions=versions,
             finish_reason=FinishReason.STOP,
         )
-        return group_columns([one] * self._plan.group_size)
+        return rollouts_to_columns([one] * self._plan.group_size)
 
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
         await asyncio.sleep(self._plan.pull_s)
         if self.version < 0 < version:
             await asyncio.sleep(self._plan.newcomer_pull_s)
         assert version > self.version
         self.version = version
-        return Loaded()
+        return WeightLoadStats()
 
-    async def probe(self, sequences: Sequence[Array]) -> Sequence[Array]:
+    async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array]:
         await asyncio.sleep(self._plan.probe_s)
         logprob = -2.0 if self.version == self._plan.broken_version else -1.0
         return [np.full(len(ids), logprob, np.float32) for ids in sequences]
@@ -216,7 +222,7 @@ def taken_up(begun: Columns | None) -> tuple[list[int], list[int]]:
     """The completion of the first rollout as far as it was begun, and its versions."""
     if begun is None:
         return [], []
-    one = group_rollouts(begun)[0]
+    one = columns_to_rollouts(begun)[0]
     return one.completion_ids.tolist(), one.policy_version[one.loss_mask].tolist()
 
 
@@ -230,22 +236,22 @@ class FakeScorer:
         self.computed = set[str]()
         self._version = -1
 
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
         await asyncio.sleep(self._plan.pull_s)
         self._version = version
-        return Loaded()
+        return WeightLoadStats()
 
-    async def probe(self, sequences: Sequence[Array]) -> None:
+    async def compute_logprobs(self, sequences: Sequence[Array]) -> None:
         pass
 
-    async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
+    async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
         await asyncio.sleep(self._rng.uniform(*self._plan.score_s))
         stuck = self._plan.stuck_attempts
         if any(e.uid == "0:1:0" and e.lease.attempt <= stuck for e in experiences):
             await asyncio.Event().wait()
         return [self._one(experience) for experience in experiences]
 
-    def _one(self, experience: Experience) -> Result:
+    def _one(self, experience: Experience) -> StageResult:
         self.computed.add(experience.uid)
         if self._stage == "reference":
             return {"ref_logprobs": np.zeros(len(experience.columns["token_ids"]), np.float32)}
@@ -258,7 +264,7 @@ class FakeScorer:
         if self._rng.random() < self._plan.fail_rate:
             return RewardError("the verifier is down")
         if self._rng.random() < self._plan.filter_rate:
-            return Filtered("all rewards are equal")
+            return FilteredGroup("all rewards are equal")
         return {"scores": np.zeros(len(experience.columns["lengths"]), np.float32)}
 
 
@@ -270,8 +276,8 @@ class FakeTrainer:
     """
 
     train_s: float = 0.3
-    num_shares: int = 1
-    pace: Pace = STREAMED
+    dp_size: int = 1
+    update_plan: UpdatePlan = STREAMED
     version: int = 0
     weights: int = 0
     trained: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
@@ -282,17 +288,17 @@ class FakeTrainer:
     num_updates: int = 0
     rests_until: int = 0
     publish_s: float = 0.0
-    probe: Probe | None = None
+    probe: LogprobCheck | None = None
     is_publishing: bool = False
 
-    def adopt(self, version: int, dials: Mapping[str, float]) -> None:
+    def begin_step(self, version: int, dials: Mapping[str, float]) -> None:
         assert dials == {}
         self.version = version
 
-    def rests(self, version: int) -> bool:
+    def is_frozen(self, version: int) -> bool:
         return version < self.rests_until
 
-    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
+    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
         assert not self.is_publishing, "two versions at once"
         before, self.is_publishing = self.weights, True
         await asyncio.sleep(self.publish_s)
@@ -300,30 +306,35 @@ class FakeTrainer:
         self.is_publishing = False
         return WeightManifest(version, (), (), self.probe)
 
-    async def plan(self, uids: Sequence[str], turns: Sequence[Turn]) -> None:
+    async def plan_step(self, uids: Sequence[str], turns: Sequence[ScheduledRound]) -> None:
         assert not self.planned
         self.planned = set(uids)
-        assert all(uid in self.planned for turn in turns for picks in turn.work for uid, _ in picks)
+        assert all(
+            uid in self.planned
+            for turn in turns
+            for picks in turn.micro_batches
+            for uid, _ in picks
+        )
 
     async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
-        assert len(work) == self.num_shares
+        assert len(work) == self.dp_size
         await asyncio.sleep(self.train_s)
         self.gradient.append(work)
         self.seen += [[] for _ in range(epoch + 1 - len(self.seen))]
         picks = [pick for micro_batch in work for pick in micro_batch]
         self.seen[epoch] += picks
-        if self.pace.whole_steps:
+        if self.update_plan.requires_full_step:
             assert {uid for uid, _ in picks} <= self.planned
         return {"rollouts": len(picks), "length_max": 1.0}
 
-    async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+    async def apply_update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         assert not self.is_publishing, "updated while it is published"
         await asyncio.sleep(self.train_s)
         works, self.gradient = self.gradient, []
         assert sums["rollouts"] == sum(len(picks) for work in works for picks in work)
         self.weights = hash((self.weights, tuple(works)))
         self.num_updates += 1
-        if self.num_updates < self.pace.epochs * self.pace.mini_batches:
+        if self.num_updates < self.update_plan.num_epochs * self.update_plan.num_mini_batches:
             return {}
         seen, self.seen = self.seen, []
         assert all(sorted(epoch) == sorted(seen[0]) for epoch in seen[1:]), "epochs differ"
@@ -342,7 +353,7 @@ class FakeReference:
     trainer: FakeTrainer
     publish_s: float
 
-    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
+    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
         before = self.trainer.weights
         await asyncio.sleep(self.publish_s)
         assert self.trainer.weights == before, "updated while the reference reads it"
@@ -356,8 +367,8 @@ class LocalChannel:
         self._registry = registry
         self._reader = reader
 
-    async def newest(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
-        return await self._registry.newest(self._reader, held, wait_s=wait_s)
+    async def wait_for_newer(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
+        return await self._registry.wait_for_newer(self._reader, held, wait_s=wait_s)
 
-    async def fetch(self, manifest: WeightManifest) -> Fetched:
-        return Fetched({})
+    async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
+        return FetchedWeights({})

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from streamrl.engines.vllm.environment import generation_env
+from streamrl.engines.vllm.environment import make_vllm_env
 
 IMPORTED = [
     "transformers.models.llama.modeling_llama",
@@ -42,7 +42,7 @@ def context() -> ForkServerContext:
     found.set_forkserver_preload(IMPORTED)
     with pytest.MonkeyPatch.context() as patch:
         # What is imported reads some of it as it is imported.
-        for name, value in (*generation_env("cpu").items(), ("DS_ACCELERATOR", "cpu")):
+        for name, value in (*make_vllm_env("cpu").items(), ("DS_ACCELERATOR", "cpu")):
             patch.setenv(name, value)
         forkserver.ensure_running()  # type: ignore[attr-defined]
     return found

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from streamrl.config import load_config
 from streamrl.dataflow import (
-    GENERATE,
-    MOVED,
+    EMA_REFERENCE,
+    GENERATE_CALL,
     POLICY,
-    REWARD,
-    Call,
+    REWARD_CALL,
+    CallKind,
     Dataflow,
-    Kind,
-    Wait,
-    dataflow_for,
+    EdgeKind,
+    ModelCall,
+    build_dataflow,
 )
 from streamrl.messages import ROLLOUT_COLUMNS
 
@@ -78,12 +78,12 @@ GOLDEN = {
 }
 
 
-def score(stage: str, needs: tuple[str, ...], produces: tuple[str, ...], **more: str) -> Call:
-    return Call(stage, more.pop("role", stage), Kind.SCORE, needs, produces, **more)
+def score(stage: str, needs: tuple[str, ...], produces: tuple[str, ...], **more: str) -> ModelCall:
+    return ModelCall(stage, more.pop("role", stage), CallKind.SCORE, needs, produces, **more)
 
 
-def train(*needs: str, stage: str = "train", role: str = POLICY) -> Call:
-    return Call(stage, role, Kind.TRAIN, needs, ())
+def train(*needs: str, stage: str = "train", role: str = POLICY) -> ModelCall:
+    return ModelCall(stage, role, CallKind.TRAIN, needs, ())
 
 
 def flow_of(recipe: str) -> Dataflow:
@@ -109,7 +109,7 @@ def test_ppo_with_a_reference_has_the_eleven_edges_of_its_paper() -> None:
     seen = (*sampled, "packed_ref_logprobs", "rewards", "values")
     flow = Dataflow(
         [
-            Call("actor_gen", "actor", Kind.GENERATE, (), sampled),
+            ModelCall("actor_gen", "actor", CallKind.GENERATE, (), sampled),
             score("rew_inf", ("packed_input_ids",), ("rewards",)),
             score("ref_inf", ("packed_input_ids",), ("packed_ref_logprobs",)),
             score("critic_inf", ("packed_input_ids", "seq_no_eos_mask"), ("values",)),
@@ -126,18 +126,18 @@ def test_ppo_with_a_reference_has_the_eleven_edges_of_its_paper() -> None:
     ("calls", "line"),
     [
         (
-            [GENERATE, REWARD, score("judge", (), ("scores",)), train()],
+            [GENERATE_CALL, REWARD_CALL, score("judge", (), ("scores",)), train()],
             "column scores is produced twice: by reward and judge",
         ),
-        ([GENERATE, GENERATE, train()], "stage generate is declared 2 times"),
+        ([GENERATE_CALL, GENERATE_CALL, train()], "stage generate is declared 2 times"),
         (
-            [GENERATE, train(), train(stage="train_again")],
+            [GENERATE_CALL, train(), train(stage="train_again")],
             "role policy is trained twice: by train and train_again",
         ),
-        ([GENERATE, train("scores")], "stage train needs column scores: nobody makes it"),
-        ([GENERATE, REWARD], "stage generate follows policy: nobody trains it"),
+        ([GENERATE_CALL, train("scores")], "stage train needs column scores: nobody makes it"),
+        ([GENERATE_CALL, REWARD_CALL], "stage generate follows policy: nobody trains it"),
         (
-            [score("reference", (), (), follows=MOVED), train(role="critic")],
+            [score("reference", (), (), follows=EMA_REFERENCE), train(role="critic")],
             "stage reference follows reference: nobody trains it",
         ),
         (
@@ -150,34 +150,34 @@ def test_ppo_with_a_reference_has_the_eleven_edges_of_its_paper() -> None:
         ),
     ],
 )
-def test_a_wrong_graph_is_refused_with_its_stage(calls: list[Call], line: str) -> None:
+def test_a_wrong_graph_is_refused_with_its_stage(calls: list[ModelCall], line: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
         Dataflow(calls)
 
 
 def test_what_nobody_reads_is_told_and_is_no_error() -> None:
-    flow = dataflow_for(("token_ids", "scores"))
+    flow = build_dataflow(("token_ids", "scores"))
     # The reward reads all of a rollout; without one most of it is left.
-    assert flow.unconsumed == []
-    alone = dataflow_for(("token_ids",))
-    assert alone.unconsumed == [("generate", c) for c in ROLLOUT_COLUMNS if c != "token_ids"]
+    assert flow.unused_columns == []
+    alone = build_dataflow(("token_ids",))
+    assert alone.unused_columns == [("generate", c) for c in ROLLOUT_COLUMNS if c != "token_ids"]
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_no_recipe_makes_what_it_does_not_read(recipe: str) -> None:
-    assert flow_of(recipe).unconsumed == []
+    assert flow_of(recipe).unused_columns == []
 
 
 def test_with_a_filter_all_that_its_verdict_is_not_made_of_waits_for_it() -> None:
     columns = (*ROLLOUT, *("scores", "values", "ref_logprobs", "costs", "cost_values"))
     columns = (*columns, "baseline_scores")
-    beside, gated = (dataflow_for(columns, has_filter=each) for each in (False, True))
+    beside, gated = (build_dataflow(columns, has_filter=each) for each in (False, True))
     assert set(gated.stages) == set(beside.stages)
     for call in gated.calls:
         (before,) = [other for other in beside.calls if other.stage == call.stage]
         waits = call.stage in ("greedy", "baseline", "cost", "reference", "value", "cost_value")
         assert call.needs == ((*before.needs, "scores") if waits else before.needs)
-        assert (call.produces, call.follows) == (before.produces, before.follows)
+        assert (call.produces, call.followed_role) == (before.produces, before.followed_role)
     assert list(gated.graph.predecessors("reward")) == ["generate"]
     for edge in (("reward", "greedy"), ("reward", "value")):
         assert gated.graph.edges[edge]["columns"] == ["scores"]
@@ -191,17 +191,17 @@ def test_with_a_filter_all_that_its_verdict_is_not_made_of_waits_for_it() -> Non
 
 
 def test_a_filter_has_the_reward_computed_though_nobody_trains_on_it() -> None:
-    flow = dataflow_for(("token_ids", "ref_logprobs"), has_filter=True)
+    flow = build_dataflow(("token_ids", "ref_logprobs"), has_filter=True)
     assert flow.stages == ["generate", "reward", "reference", "train"]
 
 
 def test_a_shared_critic_and_a_moving_reference_follow_the_policy() -> None:
     columns = (*ROLLOUT, "scores", "values", "ref_logprobs")
-    flow = dataflow_for(columns, shares_critic=True, moves_reference=True)
-    found = {(a.stage, b.stage, b.follows) for a, b in flow.version_edges}
+    flow = build_dataflow(columns, shares_critic=True, moves_reference=True)
+    found = {(a.stage, b.stage, b.followed_role) for a, b in flow.version_edges}
     assert found == {
         ("train", "generate", POLICY),
-        ("train", "reference", MOVED),
+        ("train", "reference", EMA_REFERENCE),
         ("train", "value", POLICY),
     }
 
@@ -215,17 +215,17 @@ def test_of_a_roles_calls_the_first_waits_for_the_version() -> None:
 
 
 def test_three_steps_of_grpo_one_version_behind() -> None:
-    graph = flow_of("grpo_arithmetic").unroll(3, 1)
+    graph = flow_of("grpo_arithmetic").unroll_steps(3, 1)
     assert set(graph) == {(i, s) for i in range(3) for s in ("generate", "reward", "train")}
-    found: dict[Wait, set[object]] = {kind: set() for kind in Wait}
+    found: dict[EdgeKind, set[object]] = {kind: set() for kind in EdgeKind}
     for a, b in graph.edges:
         found[graph.edges[a, b]["kind"]].add((a, b))
-    assert found[Wait.DATA] == {((i, a), (i, b)) for i in range(3) for a, b in GRPO}
-    assert found[Wait.ORDER] == {((i, "train"), (i + 1, "train")) for i in range(2)}
-    assert found[Wait.VERSION] == {((0, "train"), (2, "generate"))}
+    assert found[EdgeKind.DATA] == {((i, a), (i, b)) for i in range(3) for a, b in GRPO}
+    assert found[EdgeKind.ORDER] == {((i, "train"), (i + 1, "train")) for i in range(2)}
+    assert found[EdgeKind.VERSION] == {((0, "train"), (2, "generate"))}
     assert graph.edges[(0, "train"), (2, "generate")]["role"] == POLICY
     assert graph.edges[(2, "reward"), (2, "train")] == {"kind": "data", "columns": ["scores"]}
-    assert graph.nodes[2, "generate"]["call"] == GENERATE
+    assert graph.nodes[2, "generate"]["call"] == GENERATE_CALL
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_no_steps_and_a_bound_below_zero_are_refused(
     steps: int, max_staleness: int, line: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{line}$"):
-        flow_of("grpo_arithmetic").unroll(steps, max_staleness)
+        flow_of("grpo_arithmetic").unroll_steps(steps, max_staleness)
 
 
 RECIPES = {recipe: flow_of(recipe) for recipe in GOLDEN}
@@ -255,7 +255,7 @@ def test_the_longest_chain_is_what_the_bound_leaves(
     for i in range(steps):
         waited = ends[i - 1 - max_staleness] if i > max_staleness else 0
         ends.append(max(waited + 3, ends[-1] + 1 if ends else 0))
-    graph = RECIPES[recipe].unroll(steps, max_staleness)
+    graph = RECIPES[recipe].unroll_steps(steps, max_staleness)
     assert nx.dag_longest_path_length(graph) + 1 == ends[-1]
     if max_staleness == 0:
         assert ends[-1] == 3 * steps
@@ -268,7 +268,7 @@ def dataflows(draw: st.DrawFn) -> Dataflow:
     """Stages that need what some before them make; some follow what some train."""
     trained = draw(st.lists(st.sampled_from(["p", "q"]), min_size=1, max_size=2, unique=True))
     follows = {role: draw(st.sampled_from(["", *trained])) for role in "abc"}
-    calls: list[Call] = []
+    calls: list[ModelCall] = []
     for i in range(draw(st.integers(1, 6))):
         needs = (
             draw(st.lists(st.sampled_from([f"x{k}" for k in range(i)]), unique=True)) if i else []
@@ -287,17 +287,17 @@ def dataflows(draw: st.DrawFn) -> Dataflow:
 def test_nothing_is_made_of_versions_beyond_the_bound(
     flow: Dataflow, steps: int, max_staleness: int
 ) -> None:
-    graph = flow.unroll(steps, max_staleness)
+    graph = flow.unroll_steps(steps, max_staleness)
     assert nx.is_directed_acyclic_graph(graph)
     for step, stage in graph:
         call = graph.nodes[step, stage]["call"]
         before = nx.ancestors(graph, (step, stage))
-        if call.follows:
+        if call.followed_role:
             # Version v + 1 is what the role has become by its training at step v.
-            trained = [i for i, name in before if name == f"train_{call.follows}"]
+            trained = [i for i, name in before if name == f"train_{call.followed_role}"]
             version = max(trained, default=-1) + 1
             assert step - version <= max_staleness
-        if call.kind is Kind.TRAIN and step:
+        if call.kind is CallKind.TRAIN and step:
             assert (step - 1, stage) in before
         assert all(earlier <= step for earlier, _ in before)
 
@@ -306,15 +306,15 @@ def test_nothing_is_made_of_versions_beyond_the_bound(
 def test_one_step_is_the_flow_and_a_looser_bound_only_takes_waits_away(
     flow: Dataflow, steps: int, max_staleness: int
 ) -> None:
-    one = flow.unroll(1, max_staleness)
+    one = flow.unroll_steps(1, max_staleness)
     assert {(a, b) for (_, a), (_, b) in one.edges} == set(flow.graph.edges)
-    tight, loose = (flow.unroll(steps, bound) for bound in (max_staleness, max_staleness + 1))
-    kept = [set(g.edges) - _of_kind(g, Wait.VERSION) for g in (tight, loose)]
+    tight, loose = (flow.unroll_steps(steps, bound) for bound in (max_staleness, max_staleness + 1))
+    kept = [set(g.edges) - _of_kind(g, EdgeKind.VERSION) for g in (tight, loose)]
     assert kept[0] == kept[1]
-    assert len(_of_kind(loose, Wait.VERSION)) <= len(_of_kind(tight, Wait.VERSION))
+    assert len(_of_kind(loose, EdgeKind.VERSION)) <= len(_of_kind(tight, EdgeKind.VERSION))
     for node in tight:
         assert nx.ancestors(loose, node) <= nx.ancestors(tight, node)
 
 
-def _of_kind(graph: "nx.DiGraph[tuple[int, str]]", kind: Wait) -> set[object]:
+def _of_kind(graph: "nx.DiGraph[tuple[int, str]]", kind: EdgeKind) -> set[object]:
     return {(a, b) for a, b in graph.edges if graph.edges[a, b]["kind"] == kind}

@@ -7,30 +7,32 @@ import pytest
 from omegaconf import OmegaConf
 
 from streamrl.algorithms import ALGORITHMS
-from streamrl.cli.algorithms import markdown
-from streamrl.cli.rewards import markdown as rewards_markdown
-from streamrl.cli.rewards import own_kinds
-from streamrl.config import configure
-from streamrl.rewards import Surroundings, Verdict, build_rewards
-from streamrl.telemetry.metric_names import contract_table
+from streamrl.cli.algorithms import format_markdown
+from streamrl.cli.rewards import format_markdown as rewards_markdown
+from streamrl.cli.rewards import list_builtin_kinds
+from streamrl.config import build_config
+from streamrl.rewards import RewardContext, RewardOutcome, build_rewards
+from streamrl.telemetry.metric_names import render_metrics_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_metrics_page_is_the_contract() -> None:
-    assert contract_table() in (ROOT / "docs" / "metrics.md").read_text()
+    assert render_metrics_table() in (ROOT / "docs" / "metrics.md").read_text()
 
 
 def test_the_algorithms_page_has_the_table() -> None:
-    assert markdown(ALGORITHMS.values()) in (ROOT / "docs" / "algorithms.md").read_text()
+    assert format_markdown(ALGORITHMS.values()) in (ROOT / "docs" / "algorithms.md").read_text()
 
 
 def test_the_rewards_page_has_the_tables_of_kinds_and_verdicts() -> None:
     page = (ROOT / "docs" / "rewards.md").read_text()
-    assert rewards_markdown(own_kinds()) in page, "streamrl rewards --markdown prints it"
+    assert rewards_markdown(list_builtin_kinds()) in page, "streamrl rewards --markdown prints it"
     told = page.split("## Verdicts")[1]
-    assert re.findall(r"^\| `(\w+)`", told, flags=re.MULTILINE) == [one.value for one in Verdict]
+    assert re.findall(r"^\| `(\w+)`", told, flags=re.MULTILINE) == [
+        one.value for one in RewardOutcome
+    ]
 
 
 def test_the_examples_of_your_own_reward_are_taken(
@@ -45,8 +47,8 @@ def test_the_examples_of_your_own_reward_are_taken(
     assert len(entries) == 3
     for entry in entries:
         settings = OmegaConf.create("model: {path: m}\ndata: {train: d}\n" + entry)
-        config = configure(settings, place="own_reward.md")
-        build_rewards(config.rewards, Surroundings(config.scorer))
+        config = build_config(settings, place="own_reward.md")
+        build_rewards(config.rewards, RewardContext(config.scorer))
 
 
 def test_links_lead_somewhere() -> None:

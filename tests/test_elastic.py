@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from streamrl.messages import GroupInfo
 from streamrl.simulator.replicas.virtual_loop import run_virtual
-from streamrl.stream.stage_worker import PROGRESS_S
+from streamrl.stream.stage_worker import PARTIAL_SAVE_INTERVAL_S
 from tests.fake_stream import Disturb, Stream, let_leave, run_stream
 from tests.fakes import Plan, Sampled
 from tests.test_stream_faults import check_accounts, check_conservation, harm, plans
@@ -111,7 +111,7 @@ def killing(deaths: list[tuple[float, str]]) -> Disturb:
                 task.cancel()
             deaths.append((asyncio.get_running_loop().time(), f"generator-{index}"))
             await asyncio.sleep(0.1)
-            await stream.queue.release(f"generator-{index}")
+            await stream.queue.release_holder(f"generator-{index}")
             stream.start_generator(index)
 
     return kill
@@ -130,13 +130,13 @@ def test_a_death_costs_no_more_sampling_than_what_came_after_the_last_note(plan:
         if lost_at < one.at_s:
             first[one.uid, one.place] = one.at_s
             nearest = min(at for at, _ in deaths if at >= lost_at)
-            assert nearest - lost_at <= PROGRESS_S + CALLS_S
+            assert nearest - lost_at <= PARTIAL_SAVE_INTERVAL_S + CALLS_S
 
 
 def test_a_group_that_is_gone_on_with_is_begun_once() -> None:
     stream = run_virtual(run_stream(replace(SLOW, seed=7), disturb=come_and_go))
     begun = {uid: count for uid, count in stream.disk.generated.items() if count > 1}
-    redelivered = sum(outcome.queue.counts["redelivered"] for outcome in stream.outcomes)
+    redelivered = sum(outcome.queue_stats.counts["redelivered"] for outcome in stream.outcomes)
     assert redelivered == 0, "to leave is no attempt"
     assert len(begun) < len(stream.disk.generated)
 

@@ -10,18 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.errors import ProbeError, SupersededError, WeightsError
+from streamrl.errors import LogprobCheckError, VersionSupersededError, WeightsError
 from streamrl.messages import Array
-from streamrl.pipeline import PULL_ATTEMPTS, follow_weights, newest_version, take_up, verified
+from streamrl.pipeline import (
+    PULL_ATTEMPTS,
+    exclude_unverified,
+    find_newest_version,
+    follow_weights,
+    load_version,
+)
 from streamrl.simulator.replicas.virtual_loop import run_virtual
-from streamrl.stream.device_lease import Arbiter, FreeLease, SharedLease
-from streamrl.stream.protocols import Fetched, Stage
-from streamrl.stream.weight_publisher import Publishing
+from streamrl.stream.device_lease import DedicatedDeviceLease, DeviceArbiter, SharedDeviceLease
+from streamrl.stream.protocols import FetchedWeights, StageContext
+from streamrl.stream.weight_publisher import WeightPublisher
 from streamrl.telemetry.spans import SpanRecorder
-from streamrl.weights import HeldVersion, Loaded, WeightManifest
-from streamrl.weights.logprob_probe import Probe
+from streamrl.weights import ServedVersion, WeightLoadStats, WeightManifest
+from streamrl.weights.logprob_probe import LogprobCheck
 from streamrl.weights.metrics import weight_metrics
-from streamrl.weights.version_registry import REFUSED, Fault, ReaderState, WeightRegistry
+from streamrl.weights.version_registry import LOAD_REFUSED, ReaderState, WeightFault, WeightRegistry
 from tests.stream.test_weight_publisher import Source
 
 SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
@@ -34,12 +40,12 @@ class Engine:
         self.served: list[int] = []
         self.logprob = logprob
 
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
         await asyncio.sleep(0.5)
         self.served.append(version)
-        return Loaded(pause_s=0.25, interrupted=7, copied_bytes=30)
+        return WeightLoadStats(pause_s=0.25, num_interrupted=7, copied_bytes=30)
 
-    async def probe(self, sequences: Sequence[Array]) -> Sequence[Array]:
+    async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array]:
         await asyncio.sleep(1.0)
         return [np.full(len(ids), self.logprob, np.float32) for ids in sequences]
 
@@ -52,15 +58,15 @@ class Channel:
         self.faults = dict(faults or {})
         self.tries: list[tuple[float, int]] = []
 
-    async def newest(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
-        return await self.registry.newest("generator-0", held, wait_s=wait_s)
+    async def wait_for_newer(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
+        return await self.registry.wait_for_newer("generator-0", held, wait_s=wait_s)
 
-    async def fetch(self, manifest: WeightManifest) -> Fetched:
+    async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
         self.tries.append((asyncio.get_running_loop().time(), manifest.version))
         if self.faults.get(manifest.version, 0):
             self.faults[manifest.version] -= 1
             raise WeightsError(f"version {manifest.version}: checksum is wrong")
-        return Fetched({}, num_bytes=1000)
+        return FetchedWeights({}, num_bytes=1000)
 
 
 class Resident(Channel):
@@ -70,45 +76,45 @@ class Resident(Channel):
         super().__init__(registry)
         self.overwritten = -1
 
-    async def fetch(self, manifest: WeightManifest) -> Fetched:
+    async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
         if manifest.version <= self.overwritten:
             self.tries.append((asyncio.get_running_loop().time(), manifest.version))
-            raise SupersededError(f"version {manifest.version} is gone")
-        return await super().fetch(manifest)
+            raise VersionSupersededError(f"version {manifest.version} is gone")
+        return await super().fetch_weights(manifest)
 
 
-def stage() -> Stage:
+def stage() -> StageContext:
     # Nothing is taken from a queue here.
-    return Stage("generate", None, FreeLease(), SpanRecorder("generator-0"))  # type: ignore[arg-type]
+    return StageContext("generate", None, DedicatedDeviceLease(), SpanRecorder("generator-0"))  # type: ignore[arg-type]
 
 
-def manifest(version: int, probe: Probe | None = None) -> WeightManifest:
+def manifest(version: int, probe: LogprobCheck | None = None) -> WeightManifest:
     return WeightManifest(version, (), (), probe)
 
 
 def test_a_version_that_cannot_be_verified_is_not_taken_and_tried_again() -> None:
-    told: list[tuple[str, str, Fault]] = []
+    told: list[tuple[str, str, WeightFault]] = []
 
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2, on_trouble=lambda *one: told.append(one))
-        engine, held = Engine(), HeldVersion("generator-0")
+        engine, held = Engine(), ServedVersion("generator-0")
         channel = Channel(registry, {1: 3})
         following = asyncio.create_task(follow_weights(stage(), engine, channel, held))
-        registry.offer(manifest(0))
-        await held.at_least(0)
-        registry.offer(manifest(1))
+        registry.add_manifest(manifest(0))
+        await held.wait_for_version(0)
+        registry.add_manifest(manifest(1))
         await asyncio.sleep(0.35)
         assert engine.served == [0], "the old one is served on"
-        await held.at_least(1)
+        await held.wait_for_version(1)
         assert engine.served == [0, 1]
         await asyncio.sleep(2.0)
         following.cancel()
-        fault = Fault(1, "version 1: checksum is wrong")
-        assert told == [(REFUSED, "generator-0", fault)] * 3
+        fault = WeightFault(1, "version 1: checksum is wrong")
+        assert told == [(LOAD_REFUSED, "generator-0", fault)] * 3
         times = [at for at, version in channel.tries if version == 1]
         pauses = [round(b - a, 3) for a, b in itertools.pairwise(times)]
         assert pauses == sorted(pauses) and pauses[0] > 0, "it waits longer each time"
-        assert registry.drain().num_faults == 3
+        assert registry.drain_stats().num_faults == 3
 
     run_virtual(scenario())
 
@@ -119,14 +125,14 @@ def test_who_comes_too_late_for_a_version_is_there_when_the_next_one_is(
 ) -> None:
     async def scenario() -> None:
         registry, clock = WeightRegistry(keep_versions=2), asyncio.get_running_loop()
-        engine, held, channel = Engine(), HeldVersion("generator-0"), Resident(registry)
+        engine, held, channel = Engine(), ServedVersion("generator-0"), Resident(registry)
         channel.overwritten = 0
         following = asyncio.create_task(follow_weights(stage(), engine, channel, held))
-        registry.offer(manifest(0))
+        registry.add_manifest(manifest(0))
         await asyncio.sleep(later_s)
         offered_at = clock.time()
-        registry.offer(manifest(1))
-        await held.at_least(1)
+        registry.add_manifest(manifest(1))
+        await held.wait_for_version(1)
         following.cancel()
         assert engine.served == [1]
         # A load takes 0.5 s; half a minute later it is looked for less often.
@@ -139,13 +145,13 @@ def test_who_comes_too_late_for_a_version_is_there_when_the_next_one_is(
 def test_a_newer_version_takes_the_place_of_one_that_is_broken() -> None:
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
-        engine, held = Engine(), HeldVersion("generator-0")
+        engine, held = Engine(), ServedVersion("generator-0")
         channel = Channel(registry, {0: PULL_ATTEMPTS - 1})
         following = asyncio.create_task(follow_weights(stage(), engine, channel, held))
-        registry.offer(manifest(0))
+        registry.add_manifest(manifest(0))
         await asyncio.sleep(0.1)
-        registry.offer(manifest(1))
-        await held.at_least(1)
+        registry.add_manifest(manifest(1))
+        await held.wait_for_version(1)
         following.cancel()
         assert engine.served == [1]
 
@@ -155,9 +161,9 @@ def test_a_newer_version_takes_the_place_of_one_that_is_broken() -> None:
 def test_who_can_take_up_nothing_gives_up_after_so_many_tries() -> None:
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
-        engine, held = Engine(), HeldVersion("generator-0")
+        engine, held = Engine(), ServedVersion("generator-0")
         channel = Channel(registry, {0: 100})
-        registry.offer(manifest(0))
+        registry.add_manifest(manifest(0))
         with pytest.raises(WeightsError, match="version 0: checksum is wrong"):
             await follow_weights(stage(), engine, channel, held)
         assert len(channel.tries) == PULL_ATTEMPTS
@@ -168,12 +174,14 @@ def test_who_can_take_up_nothing_gives_up_after_so_many_tries() -> None:
 
 def test_an_older_version_is_refused() -> None:
     class Backwards(Channel):
-        async def newest(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
+        async def wait_for_newer(
+            self, held: ReaderState, *, wait_s: float
+        ) -> WeightManifest | None:
             return manifest(5 if held.version < 0 else 4)
 
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
-        engine, held = Engine(), HeldVersion("generator-0")
+        engine, held = Engine(), ServedVersion("generator-0")
         with pytest.raises(WeightsError, match="version 4 was offered, and 5 is held already"):
             await follow_weights(stage(), engine, Backwards(registry), held)
         assert engine.served == [5]
@@ -184,14 +192,14 @@ def test_an_older_version_is_refused() -> None:
 def test_what_a_pull_took_is_reported_once() -> None:
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
-        engine, held = Engine(), HeldVersion("generator-0")
+        engine, held = Engine(), ServedVersion("generator-0")
         logprobs = [np.full(len(ids), -1.25, np.float32) for ids in SEQUENCES]
-        probe = Probe(SEQUENCES, logprobs, limit=0.5)
+        probe = LogprobCheck(SEQUENCES, logprobs, max_difference=0.5)
         following = asyncio.create_task(follow_weights(stage(), engine, Channel(registry), held))
-        registry.offer(manifest(0, probe), publish_s=0.125)
-        await held.at_least(0)
+        registry.add_manifest(manifest(0, probe), publish_s=0.125)
+        await held.wait_for_version(0)
         await asyncio.sleep(0.01)
-        found = weight_metrics(registry.drain())
+        found = weight_metrics(registry.drain_stats())
         assert found["weights/publish_s"] == 0.125
         assert found["weights/pause_s"] == 0.25
         assert found["weights/bytes"] == 1000
@@ -201,7 +209,7 @@ def test_what_a_pull_took_is_reported_once() -> None:
         assert found["weights/skew_max"] == 0
         await asyncio.sleep(5.0)
         following.cancel()
-        again = weight_metrics(registry.drain())
+        again = weight_metrics(registry.drain_stats())
         assert again["weights/bytes"] == again["weights/interrupted"] == 0
         assert math.isnan(again["weights/probe_diff"])
         assert math.isnan(again["weights/publish_s"])
@@ -211,13 +219,13 @@ def test_what_a_pull_took_is_reported_once() -> None:
 
 def test_what_was_copied_on_the_way_and_to_be_served_is_added_up() -> None:
     class Resident(Channel):
-        async def fetch(self, manifest: WeightManifest) -> Fetched:
-            return Fetched({}, copied_bytes=12)
+        async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
+            return FetchedWeights({}, copied_bytes=12)
 
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
-        held = HeldVersion("generator-0")
-        pull = await take_up(stage(), Engine(), Resident(registry), held, manifest(0))
+        held = ServedVersion("generator-0")
+        pull = await load_version(stage(), Engine(), Resident(registry), held, manifest(0))
         assert (pull.num_bytes, pull.copied_bytes) == (0, 42)
 
     run_virtual(scenario())
@@ -226,10 +234,12 @@ def test_what_was_copied_on_the_way_and_to_be_served_is_added_up() -> None:
 def test_who_differs_from_the_trainer_serves_no_version_and_ends() -> None:
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
-        engine, held = Engine(logprob=-3.0), HeldVersion("generator-0")
+        engine, held = Engine(logprob=-3.0), ServedVersion("generator-0")
         logprobs = [np.full(len(ids), -1.0, np.float32) for ids in SEQUENCES]
-        registry.offer(manifest(0, Probe(SEQUENCES, logprobs, limit=0.5)))
-        with pytest.raises(ProbeError, match=r"generator-0, with version 0, .* by up to 2 nats"):
+        registry.add_manifest(manifest(0, LogprobCheck(SEQUENCES, logprobs, max_difference=0.5)))
+        with pytest.raises(
+            LogprobCheckError, match=r"generator-0, with version 0, .* by up to 2 nats"
+        ):
             await follow_weights(stage(), engine, Channel(registry), held)
         assert held.version == -1, "what it has sampled since then leaves it never"
 
@@ -237,12 +247,12 @@ def test_who_differs_from_the_trainer_serves_no_version_and_ends() -> None:
 
 
 def test_the_newest_version_among_tokens() -> None:
-    assert newest_version({"policy_version": np.array([-1, 3, 4, -1, 3], np.int32)}) == 4
-    assert newest_version({"greedy_ids": np.array([1], np.int32)}) == -1
+    assert find_newest_version({"policy_version": np.array([-1, 3, 4, -1, 3], np.int32)}) == 4
+    assert find_newest_version({"greedy_ids": np.array([1], np.int32)}) == -1
 
 
 def test_what_is_begun_under_a_version_that_is_not_verified_is_not_told() -> None:
-    held = HeldVersion("generator-0", version=3)
+    held = ServedVersion("generator-0", version=3)
 
     async def begun() -> Mapping[str, Mapping[str, Array]]:
         return {
@@ -251,56 +261,61 @@ def test_what_is_begun_under_a_version_that_is_not_verified_is_not_told() -> Non
         }
 
     async def scenario() -> None:
-        assert (await verified(begun, held)()).keys() == {"old"}
-        held.advance(4)
-        assert (await verified(begun, held)()).keys() == {"old", "new"}
+        assert (await exclude_unverified(begun, held)()).keys() == {"old"}
+        held.advance_to(4)
+        assert (await exclude_unverified(begun, held)()).keys() == {"old", "new"}
 
     run_virtual(scenario())
 
 
 def test_a_fault_is_told_once_though_nothing_newer_comes() -> None:
-    told: list[tuple[str, str, Fault]] = []
+    told: list[tuple[str, str, WeightFault]] = []
 
     class Once(Channel):
         """Offers a version once, and nothing after that."""
 
-        async def newest(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
-            await self.registry.newest("generator-0", held, wait_s=0.0)
+        async def wait_for_newer(
+            self, held: ReaderState, *, wait_s: float
+        ) -> WeightManifest | None:
+            await self.registry.wait_for_newer("generator-0", held, wait_s=0.0)
             await asyncio.sleep(wait_s)
             return None if self.tries else manifest(7)
 
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2, on_trouble=lambda *one: told.append(one))
-        channel, held = Once(registry, {7: 1}), HeldVersion("generator-0")
+        channel, held = Once(registry, {7: 1}), ServedVersion("generator-0")
         following = asyncio.create_task(follow_weights(stage(), Engine(), channel, held))
         await asyncio.sleep(20.0)
         following.cancel()
-        assert registry.drain().num_faults == 1
+        assert registry.drain_stats().num_faults == 1
 
     run_virtual(scenario())
-    assert told == [(REFUSED, "generator-0", Fault(7, "version 7: checksum is wrong"))]
+    assert told == [(LOAD_REFUSED, "generator-0", WeightFault(7, "version 7: checksum is wrong"))]
 
 
 def test_a_model_is_read_and_a_version_taken_up_while_nobody_else_computes() -> None:
     async def scenario() -> None:
         clock = asyncio.get_running_loop().time
-        arbiter = Arbiter(timeout_s=100.0)
-        trainer, generator = SharedLease(arbiter, "trainer"), SharedLease(arbiter, "generator-0")
-        registry, held = WeightRegistry(keep_versions=2), HeldVersion("generator-0")
-        publishing = Publishing({"policy": Source(2.0)}, {"policy": registry}, lease=trainer)
-        place = replace(stage(), lease=generator)
+        arbiter = DeviceArbiter(timeout_s=100.0)
+        trainer, generator = (
+            SharedDeviceLease(arbiter, "trainer"),
+            SharedDeviceLease(arbiter, "generator-0"),
+        )
+        registry, held = WeightRegistry(keep_versions=2), ServedVersion("generator-0")
+        publishing = WeightPublisher({"policy": Source(2.0)}, {"policy": registry}, lease=trainer)
+        place = replace(stage(), device_lease=generator)
         follow = follow_weights(place, Engine(), Channel(registry), held)
         async with generator.hold("generate"):
-            await publishing.begin(0)
+            await publishing.begin_publish(0)
             await asyncio.sleep(10.0)
             assert registry.version == -1, "the generator computes"
-        await publishing.settle()
+        await publishing.wait_until_published()
         assert clock() == 12.0
         async with trainer.hold("train"):
             following = asyncio.create_task(follow)
             await asyncio.sleep(10.0)
             assert held.version == -1, "the trainer computes"
-        await held.at_least(0)
+        await held.wait_for_version(0)
         assert clock() == 22.5
         following.cancel()
 

@@ -10,9 +10,9 @@ from streamrl.messages import (
     FinishReason,
     Prompt,
     Rollout,
-    column_sizes,
-    group_columns,
-    group_completions,
+    extract_completions,
+    measure_columns,
+    rollouts_to_columns,
 )
 
 
@@ -50,7 +50,7 @@ def test_tokens_of_another_type_or_shape_are_refused(tokens: np.ndarray, what: s
 
 def test_a_column_is_an_array() -> None:
     with pytest.raises(ContractError, match="column lengths: list, wanted an array"):
-        column_sizes({"lengths": [5, 5]})  # type: ignore[dict-item]
+        measure_columns({"lengths": [5, 5]})  # type: ignore[dict-item]
 
 
 def rollout_of(mask: list[bool], tokens: list[int]) -> Rollout:
@@ -72,6 +72,8 @@ def test_completions_of_a_group_begin_with_the_first_sampled_token_of_each_rollo
         # Nothing is sampled of this one yet.
         rollout_of(prompt, [7, 8]),
     ]
-    found = [completion.tolist() for completion in group_completions(group_columns(rollouts))]
+    found = [
+        completion.tolist() for completion in extract_completions(rollouts_to_columns(rollouts))
+    ]
     assert found == [[1], [2, 50, 3], []]
     assert found == [rollout.completion_ids.tolist() for rollout in rollouts]

@@ -14,17 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.buffer import ExperienceQueue
-from streamrl.buffer.admission.oversampling import MOST
-from streamrl.buffer.assembly.micro_batch_schedule import Pace
+from streamrl.buffer.admission.oversampling import MAX_FACTOR
+from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
 from streamrl.dataflow import CRITIC
-from streamrl.errors import DeadlineError, DropError, ProbeError
-from streamrl.messages import Columns, Experience, Lease, parse_uid
-from streamrl.pipeline import newest_version, sampled_lengths
+from streamrl.errors import DeadlineError, DropLimitError, LogprobCheckError
+from streamrl.messages import Columns, Experience, GroupLease, parse_uid
+from streamrl.pipeline import count_sampled_tokens, find_newest_version
 from streamrl.simulator.replicas.virtual_loop import run_virtual
-from streamrl.stream.run_state import SURPLUS
-from streamrl.stream.stage_worker import Desk, Places
-from streamrl.stream.train_step import add_sums
-from streamrl.telemetry.spans import busy_s
+from streamrl.stream.run_state import SURPLUS_CAUSE
+from streamrl.stream.stage_worker import ConcurrencyLimit, InFlightWork
+from streamrl.stream.train_step import add_metric_sums
+from streamrl.telemetry.spans import compute_busy_s
 from tests.fake_stream import Stream, build_stream, run_loops, run_stream
 from tests.fakes import Plan
 
@@ -39,7 +39,15 @@ plans = st.builds(
     generators=st.integers(1, 3),
     scorers=st.integers(1, 2),
     world_size=st.integers(1, 2),
-    pace=st.sampled_from([Pace(), Pace(), Pace(True), Pace(True, 2, 1), Pace(True, 1, 2)]),
+    pace=st.sampled_from(
+        [
+            UpdatePlan(),
+            UpdatePlan(),
+            UpdatePlan(True),
+            UpdatePlan(True, 2, 1),
+            UpdatePlan(True, 1, 2),
+        ]
+    ),
     micro_batch_tokens=st.integers(11, 120),
     generate_s=st.sampled_from([(0.0, 0.1), (0.5, 2.0), (0.1, 20.0)]),
     score_s=st.sampled_from([(0.0, 0.0), (0.1, 0.5), (1.0, 5.0)]),
@@ -100,7 +108,7 @@ def test_under_any_schedule_the_stream_keeps_its_promises(plan: Plan) -> None:
     assert counts.admitted == ended + counts.in_flight
     check_surplus(plan, stream)
     check_gated(stream)
-    refused = sum(outcome.queue.counts["refused"] for outcome in stream.outcomes)
+    refused = sum(outcome.queue_stats.counts["refused"] for outcome in stream.outcomes)
     assert refused == 0, "nothing went wrong"
 
 
@@ -108,7 +116,7 @@ def check_surplus(plan: Plan, stream: Stream) -> None:
     """Only where more is admitted than has places can there be too much of it."""
     drops = dict(stream.ledger.counts.drops)
     if plan.oversample == 1.0 or plan.on_stale == "drop":
-        assert SURPLUS not in drops
+        assert SURPLUS_CAUSE not in drops
     if plan.oversample == 1.0 and not plan.fail_rate and plan.on_stale == "wait":
         assert stream.ledger.counts.in_flight == 0
 
@@ -125,7 +133,7 @@ async def watch_bounds(stream: Stream) -> None:
     """No more is in flight than was asked for, and the accounts balance, all the time."""
     plan, ledger = stream.plan, stream.ledger
     places = (plan.max_staleness + 1) * plan.groups_per_step
-    most = places * (MOST if plan.oversample is None else plan.oversample)
+    most = places * (MAX_FACTOR if plan.oversample is None else plan.oversample)
     while True:
         counts = ledger.counts
         assert counts.in_flight <= math.ceil(most)
@@ -194,7 +202,7 @@ def test_what_is_left_over_is_used_where_staleness_allows_or_dropped_and_comes_a
     plan = replace(FILTERED, filter_rate=1e-9, oversample=4.0, critic=False)
     on_policy = run_virtual(run_stream(plan))
     ahead = run_virtual(run_stream(replace(plan, max_staleness=1)))
-    assert dict(on_policy.ledger.counts.drops)[SURPLUS] > 4 * plan.groups_per_step
+    assert dict(on_policy.ledger.counts.drops)[SURPLUS_CAUSE] > 4 * plan.groups_per_step
     first, second = (
         {group.info.min_version for group in outcome.groups} for outcome in ahead.outcomes[:2]
     )
@@ -210,7 +218,7 @@ def test_what_is_too_much_is_given_up_before_it_is_done() -> None:
     # A stage hears within a second of what is in vain, and has free places then.
     late = [token for sampler in stream.samplers for token in sampler.sampled]
     ends = dict(zip(range(plan.steps), stream.step_ends, strict=True))
-    gone = {uid: how for uid, how in stream.ended if how.cause == SURPLUS}
+    gone = {uid: how for uid, how in stream.ended if how.cause == SURPLUS_CAUSE}
     assert gone
     first_end = ends[0]
     stale = [t for t in late if t.uid in gone and t.version == 0 and t.at_s > first_end + 1.5]
@@ -222,12 +230,12 @@ def test_resumed_with_what_was_oversampled_in_flight_the_stream_keeps_its_promis
 
     async def main() -> Stream:
         first = build_stream(plan)
-        await first.control.reconcile(first.queue)
+        await first.control.reconcile_queue(first.queue)
         await run_loops(first, checkpoint_every=2)
         # More steps are asked for, with nothing in excess any more.
         later = replace(plan, steps=6, oversample=1.0)
         second = build_stream(later, first.disk, session="second")
-        await second.control.reconcile(second.queue)
+        await second.control.reconcile_queue(second.queue)
         await run_loops(second)
         return second
 
@@ -311,15 +319,16 @@ def test_one_at_a_time_no_two_stages_compute_at_once() -> None:
     ]
     end = max(span.end_s for span in work)
     by_stage = {
-        name: busy_s([s for s in work if s.name == name], start=0.0, end=end)
+        name: compute_busy_s([s for s in work if s.name == name], start=0.0, end=end)
         for name in {span.name for span in work}
     }
     # Generators share a stage, so only stages are exclusive.
     generators = [
-        busy_s(spans(stream, f"generator-{i}", "generate"), start=0.0, end=end) for i in range(2)
+        compute_busy_s(spans(stream, f"generator-{i}", "generate"), start=0.0, end=end)
+        for i in range(2)
     ]
     apart = sum(v for name, v in by_stage.items() if name != "generate") + sum(generators)
-    assert busy_s(work, start=0.0, end=end) == pytest.approx(apart)
+    assert compute_busy_s(work, start=0.0, end=end) == pytest.approx(apart)
 
 
 @pytest.mark.parametrize("on_stall", ["abort", "redeliver"])
@@ -329,7 +338,7 @@ def test_one_at_a_time_no_two_stages_compute_at_once() -> None:
         {"generate_s": (2.0, 9.0)},
         {"train_s": 2.0},
         # Generators wait meanwhile, for the next step.
-        {"train_s": 2.0, "pace": Pace(True, 4, 1), "max_staleness": 1},
+        {"train_s": 2.0, "pace": UpdatePlan(True, 4, 1), "max_staleness": 1},
     ],
 )
 def test_a_phase_that_takes_longer_than_a_stall_is_none_if_it_gets_on(
@@ -358,13 +367,13 @@ def test_a_reward_that_always_fails_ends_the_run_and_says_why(readmits: bool) ->
     told: list[str] = []
 
     async def watch(stream: Stream) -> None:
-        stream.control.on_end = lambda uid, how: told.append(uid)
+        stream.control.on_group_finished = lambda uid, how: told.append(uid)
         await asyncio.Event().wait()
 
     # The scorer takes two groups at a time, every second: one may come along with the 41st.
     plan = Plan(fail_rate=1.0, max_dropped=40, readmits=readmits, score_s=(1.0, 1.0))
     message = r"^step 0 has dropped 4\d groups, more than 40 .*; the last: the verifier is down$"
-    with pytest.raises(DropError, match=message):
+    with pytest.raises(DropLimitError, match=message):
         run_virtual(run_stream(plan, disturb=watch))
     assert 41 <= len(told) <= 42
 
@@ -408,9 +417,9 @@ def test_a_stall_names_the_groups_and_where_they_are() -> None:
 
 def test_a_desk_counts_what_is_free_until_the_work_ends() -> None:
     async def main() -> int:
-        desk = Desk(Places(2))
-        desk.begin([experience("0:0:0"), experience("0:1:0")], asyncio.ensure_future(idle(3.0)))
-        waiting = asyncio.create_task(desk.room())
+        desk = InFlightWork(ConcurrencyLimit(2))
+        desk.add_task([experience("0:0:0"), experience("0:1:0")], asyncio.ensure_future(idle(3.0)))
+        waiting = asyncio.create_task(desk.wait_for_slots())
         await asyncio.sleep(1.0)
         assert not waiting.done()
         return await waiting
@@ -420,13 +429,13 @@ def test_a_desk_counts_what_is_free_until_the_work_ends() -> None:
 
 def test_work_is_cancelled_once_all_its_leases_are_lost() -> None:
     async def main() -> list[bool]:
-        desk = Desk(Places(2))
+        desk = InFlightWork(ConcurrencyLimit(2))
         first, second = experience("0:0:0"), experience("0:1:0")
         task = asyncio.ensure_future(idle(100.0))
-        desk.begin([first, second], task)
+        desk.add_task([first, second], task)
         seen = []
         for lost in (first, second):
-            desk.abandon(lost.lease)
+            desk.abandon_lease(lost.lease)
             await asyncio.sleep(1.0)
             seen.append(task.cancelled())
         return seen
@@ -439,19 +448,19 @@ async def idle(seconds: float) -> None:
 
 
 def experience(uid: str) -> Experience:
-    return Experience(Lease(1, uid, "reward", 1, 0.0), 0)
+    return Experience(GroupLease(1, uid, "reward", 1, 0.0), 0)
 
 
 def test_sums_add_and_maxima_stay_maxima() -> None:
     total = {"tokens": 3.0, "length_max": 7.0}
-    add_sums(total, {"tokens": 4.0, "length_max": 5.0, "new": 1.0})
+    add_metric_sums(total, {"tokens": 4.0, "length_max": 5.0, "new": 1.0})
     assert total == {"tokens": 7.0, "length_max": 7.0, "new": 1.0}
 
 
 def spans(stream: Stream, process: str, name: str | None = None) -> list:  # type: ignore[type-arg]
     recorder = stream.recorders[process]
     if not hasattr(recorder, "kept"):
-        recorder.kept = recorder.drain()  # type: ignore[attr-defined]
+        recorder.kept = recorder.drain_spans()  # type: ignore[attr-defined]
     return [s for s in recorder.kept if name is None or s.name == name]  # type: ignore[attr-defined]
 
 
@@ -459,21 +468,25 @@ def test_nothing_leaves_a_generator_that_a_version_made_which_was_not_proved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     left: list[int] = []
-    put, note = ExperienceQueue.put, ExperienceQueue.note
+    put, note = ExperienceQueue.commit_columns, ExperienceQueue.save_partials
 
-    async def seen_put(self: ExperienceQueue, entries: Sequence[tuple[Lease, Columns]]) -> None:
-        left.extend(newest_version(columns) for _, columns in entries)
+    async def seen_put(
+        self: ExperienceQueue, entries: Sequence[tuple[GroupLease, Columns]]
+    ) -> None:
+        left.extend(find_newest_version(columns) for _, columns in entries)
         await put(self, entries)
 
-    async def seen_note(self: ExperienceQueue, entries: Sequence[tuple[Lease, Columns]]) -> None:
-        left.extend(newest_version(columns) for _, columns in entries)
+    async def seen_note(
+        self: ExperienceQueue, entries: Sequence[tuple[GroupLease, Columns]]
+    ) -> None:
+        left.extend(find_newest_version(columns) for _, columns in entries)
         await note(self, entries)
 
-    monkeypatch.setattr(ExperienceQueue, "put", seen_put)
-    monkeypatch.setattr(ExperienceQueue, "note", seen_note)
+    monkeypatch.setattr(ExperienceQueue, "commit_columns", seen_put)
+    monkeypatch.setattr(ExperienceQueue, "save_partials", seen_note)
     # Groups end, and notes of others are due, while the version is looked at.
     plan = Plan(steps=8, generate_s=(3.0, 12.0), broken_version=3, probe_s=8.0)
-    with pytest.raises(ProbeError, match=r"generator-[01], with version 3, gives"):
+    with pytest.raises(LogprobCheckError, match=r"generator-[01], with version 3, gives"):
         run_virtual(run_stream(plan))
     assert max(left) == 2
 
@@ -481,14 +494,14 @@ def test_nothing_leaves_a_generator_that_a_version_made_which_was_not_proved(
 def test_the_tokens_that_were_sampled_are_counted_by_completion() -> None:
     mask = np.array([0, 0, 1, 1, 1, 0, 0, 1], np.bool_)
     two: Columns = {"lengths": np.array([5, 3], np.int32), "loss_mask": mask}
-    assert sampled_lengths(two) == [3, 1]
-    assert sampled_lengths({"greedy_ids": np.zeros(4, np.int32)}) == [4]
-    assert sampled_lengths({"scores": np.zeros(2, np.float32)}) == []
+    assert count_sampled_tokens(two) == [3, 1]
+    assert count_sampled_tokens({"greedy_ids": np.zeros(4, np.int32)}) == [4]
+    assert count_sampled_tokens({"scores": np.zeros(2, np.float32)}) == []
 
 
 def test_spans_say_how_much_was_worked_on() -> None:
     stream = run_virtual(run_stream(Plan(steps=2, groups_per_step=3, group_size=2)))
-    spans = [span for one in stream.recorders.values() for span in one.drain()]
+    spans = [span for one in stream.recorders.values() for span in one.drain_spans()]
     by_uid = {group.uid: group.info for step in stream.outcomes for group in step.groups}
     generated = [span.args for span in spans if span.name == "generate"]
     assert len(generated) == 6

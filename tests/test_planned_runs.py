@@ -12,39 +12,49 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamrl.cli.main import main
 from streamrl.config import RunConfig, load_config
-from streamrl.config.preflight import Prepared, hybrid_memory, prepare, shard_bytes, ways
-from streamrl.config.role_counts import placed
-from streamrl.config.to_placement import (
-    RunCosts,
-    placed_run,
-    rules_of,
-    run_costs,
-    run_placement,
-    run_rules,
-    shares_devices,
+from streamrl.config.preflight import (
+    PreparedRun,
+    check_worker_memory,
+    compute_shard_bytes,
+    list_placement_options,
+    prepare_run,
 )
-from streamrl.config.to_planner_problem import Asked, problem_of, run_constants
+from streamrl.config.role_counts import with_placement_mode
+from streamrl.config.to_placement import (
+    RunnablePlacementCosts,
+    apply_placement,
+    build_run_placement,
+    has_shared_generator_devices,
+    list_zero_stages,
+    make_run_costs,
+    make_split_rules,
+)
+from streamrl.config.to_planner_problem import (
+    PlannerRequest,
+    build_planner_problem,
+    build_run_constants,
+)
 from streamrl.engines.models.tensor_parallel_support import (
-    check_split_generator,
+    check_generator_split,
     check_tensor_parallel,
 )
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_config
 from streamrl.placement import (
-    Assignment,
-    Capacity,
+    CallAssignment,
     Cluster,
+    ClusterCapacity,
     FixedLength,
     Mesh,
     Placement,
-    owner,
-    settle,
+    choose_mode,
+    find_model_role,
 )
-from streamrl.placement.costs import Constants, CostModel
-from streamrl.placement.search import Choices
-from streamrl.placement.search.partitions import allocations, set_partitions
-from streamrl.placement.steady_state.estimator import Estimator
-from streamrl.resharding import Grid
+from streamrl.placement.costs import CostConstants, CostModel
+from streamrl.placement.search import ParallelismChoices
+from streamrl.placement.search.partitions import iter_allocations, iter_set_partitions
+from streamrl.placement.steady_state.estimator import PlacementEstimator
+from streamrl.resharding import RankGrid
 from tests.rewards.tiny_classifier import write_classifier
 from tests.toy import write_toy
 
@@ -106,14 +116,14 @@ def preset(name: str, inputs: Path) -> list[str]:
 
 def check_as_train_does(config: RunConfig, cluster: Cluster) -> None:
     """All that `streamrl train` checks before it starts an engine, on as many devices."""
-    prepared, on_gpu = prepare(config), not cluster.is_cpu
-    cpus = config.placement.cpus or cluster.size + 8
-    have = Capacity(cpus=cpus, gpus=cluster.size if on_gpu else 0)
-    mode = settle(ways(config, prepared, on_gpu), have).mode
+    prepared, on_gpu = prepare_run(config), not cluster.is_cpu
+    cpus = config.placement.cpus or cluster.num_devices + 8
+    have = ClusterCapacity(cpus=cpus, gpus=cluster.num_devices if on_gpu else 0)
+    mode = choose_mode(list_placement_options(config, prepared, on_gpu), have).mode
     assert mode == config.placement.mode
-    there = placed(config, mode)
-    hybrid_memory(there, on_gpu=on_gpu)
-    shard_bytes(there, prepared, node_stores=[there.placement.object_store_mb * MIB])
+    there = with_placement_mode(config, mode)
+    check_worker_memory(there, on_gpu=on_gpu)
+    compute_shard_bytes(there, prepared, node_stores=[there.placement.object_store_mb * MIB])
     if given := config.generator.kv_cache_mb:
         # vLLM refuses to start without room for the longest rollout.
         model = read_model_config(config.model.path).get_text_config()
@@ -123,8 +133,8 @@ def check_as_train_does(config: RunConfig, cluster: Cluster) -> None:
         assert given * MIB >= prepared.max_length * token_bytes / config.generator.tensor_parallel
 
 
-def sizes(placement: Placement) -> dict[str, tuple[Grid, int, int]]:
-    calls = placement.calls.items()
+def sizes(placement: Placement) -> dict[str, tuple[RankGrid, int, int]]:
+    calls = placement.assignments.items()
     return {stage: (each.grid, each.mesh.size, each.zero_stage) for stage, each in calls}
 
 
@@ -144,15 +154,17 @@ def test_what_is_planned_of_a_recipe_is_taken_by_train(
     assert main(["plan", *words, *options]) == 0
     found = json.loads(capsys.readouterr().out)
     config = load_config(out)
-    check_as_train_does(config, Cluster.parse(cluster))
+    check_as_train_does(config, Cluster.from_text(cluster))
     # What is said to be written is what differs; the bound is the config's own.
     before = load_config(Path(words[0]), words[1:])
     assert config.pipeline.max_staleness == before.pipeline.max_staleness
     assert all(key.split(".")[0] in vars(config) for key in found["settings"])
-    best = Placement.of_dict(found["best"]["placement"], place="best")
-    models = {owner(call) for call in config.dataflow.calls if call.stage in best.calls}
-    assert sizes(run_placement(config, models)) == sizes(best)
-    assert (config.placement.address == "auto") == (Cluster.parse(cluster).num_nodes > 1)
+    best = Placement.from_dict(found["best"]["placement"], place="best")
+    models = {
+        find_model_role(call) for call in config.dataflow.calls if call.stage in best.assignments
+    }
+    assert sizes(build_run_placement(config, models)) == sizes(best)
+    assert (config.placement.address == "auto") == (Cluster.from_text(cluster).num_nodes > 1)
 
 
 @pytest.mark.parametrize(
@@ -169,26 +181,32 @@ def test_every_placement_that_a_plan_may_choose_is_taken_by_train(
 ) -> None:
     path, *overrides = preset(name, inputs)
     config = load_config(Path(path), [*overrides, f"pipeline.max_staleness={bound}"])
-    cluster = Cluster.parse("4xH100")
-    problem = problem_of(config, cluster, Asked(5, lengths=FixedLength(12)))
-    costs = CostModel(problem, run_constants(config, Constants(), on_gpu=True))
-    choices = Choices(
-        Estimator(problem, run_costs(config, problem, costs)), rules=rules_of(config, problem)
+    cluster = Cluster.from_text("4xH100")
+    problem = build_planner_problem(config, cluster, PlannerRequest(5, lengths=FixedLength(12)))
+    costs = CostModel(problem, build_run_constants(config, CostConstants(), on_gpu=True))
+    choices = ParallelismChoices(
+        PlacementEstimator(problem, make_run_costs(config, problem, costs)),
+        rules=make_split_rules(config, problem),
     )
-    prepared, checked = prepare(config), 0
-    in_two = [sets for sets in set_partitions(choices.roles) if len(sets) <= 2]
+    prepared, checked = prepare_run(config), 0
+    in_two = [sets for sets in iter_set_partitions(choices.roles) if len(sets) <= 2]
     for sets in in_two:
-        for meshes in allocations(cluster, len(sets)):
+        for meshes in iter_allocations(cluster, len(sets)):
             roles = {role: mesh for some, mesh in zip(sets, meshes, strict=True) for role in some}
-            found = choices.fitted(roles)
+            found = choices.fit_on_meshes(roles)
             if found is None:
                 continue
-            placement = choices.placement(found, bound)
-            room = costs.kv_cache(placement) if shares_devices(placement) else None
-            run = placed_run(config, placement, kv_cache_bytes=room)
-            have = Capacity(cpus=cluster.size + 8, gpus=cluster.size)
-            assert settle(ways(run, prepared, True), have).mode == run.placement.mode
-            hybrid_memory(run, on_gpu=True)
+            placement = choices.make_placement(found, bound)
+            room = (
+                costs.kv_cache_bytes(placement) if has_shared_generator_devices(placement) else None
+            )
+            run = apply_placement(config, placement, kv_cache_bytes=room)
+            have = ClusterCapacity(cpus=cluster.num_devices + 8, gpus=cluster.num_devices)
+            assert (
+                choose_mode(list_placement_options(run, prepared, True), have).mode
+                == run.placement.mode
+            )
+            check_worker_memory(run, on_gpu=True)
             checked += 1
     assert checked >= len(in_two)
 
@@ -210,16 +228,18 @@ def families(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def refusal(
-    config: RunConfig, prepared: Prepared, cluster: Cluster, placement: Placement, room: float
+    config: RunConfig, prepared: PreparedRun, cluster: Cluster, placement: Placement, room: float
 ) -> str:
     """Why `streamrl train` refuses a run that is so placed; empty if it does not."""
-    have = Capacity(cpus=cluster.size + 8, gpus=0 if cluster.is_cpu else cluster.size)
+    have = ClusterCapacity(
+        cpus=cluster.num_devices + 8, gpus=0 if cluster.is_cpu else cluster.num_devices
+    )
     try:
-        run = placed_run(config, placement, kv_cache_bytes=room)
-        check_split_generator(run.model.path, run.generator.tensor_parallel)
+        run = apply_placement(config, placement, kv_cache_bytes=room)
+        check_generator_split(run.model.path, run.generator.tensor_parallel)
         ranks = run.trainer.tensor_parallel
         check_tensor_parallel(run.model.path, ranks, section="trainer")
-        settle(ways(run, prepared, not cluster.is_cpu), have)
+        choose_mode(list_placement_options(run, prepared, not cluster.is_cpu), have)
     except ConfigError as error:
         return str(error)
     return ""
@@ -239,28 +259,36 @@ def test_what_train_refuses_of_a_placement_the_planner_does(
     path, *overrides = preset("grpo_arithmetic", inputs)
     own = ["pipeline.max_staleness=0", "trainer.backend=torch", "algorithm.kl_coef=0"]
     own.append(f"model.path={families[family]}")
-    config, cluster = load_config(Path(path), [*overrides, *own]), Cluster.parse(name)
-    problem, prepared = problem_of(config, cluster, Asked(5)), prepare(config)
-    plain = CostModel(problem, run_constants(config, Constants(), on_gpu=not cluster.is_cpu))
-    costs, rules = run_costs(config, problem, plain.rough), rules_of(config, problem)
-    every = Choices(Estimator(problem, plain), rules=rules)
-    calls = {role: config.dataflow.roles[role][0] for role in every.roles}
+    config, cluster = load_config(Path(path), [*overrides, *own]), Cluster.from_text(name)
+    problem, prepared = (
+        build_planner_problem(config, cluster, PlannerRequest(5)),
+        prepare_run(config),
+    )
+    plain = CostModel(
+        problem, build_run_constants(config, CostConstants(), on_gpu=not cluster.is_cpu)
+    )
+    costs, rules = (
+        make_run_costs(config, problem, plain.approximate_costs),
+        make_split_rules(config, problem),
+    )
+    every = ParallelismChoices(PlacementEstimator(problem, plain), rules=rules)
+    calls = {role: config.dataflow.calls_by_role[role][0] for role in every.roles}
     # All there are: a search leaves away what is not even.
     options = [
         [
-            Assignment(mesh, grid, zero)
+            CallAssignment(mesh, grid, zero)
             for mesh in (Mesh(0, 1), Mesh(1, 1), Mesh(0, 2))
-            for grid in (Grid(1, 1, mesh.size), Grid(1, mesh.size, 1))[: mesh.size]
-            for zero in run_rules(calls[role], grid)
+            for grid in (RankGrid(1, 1, mesh.size), RankGrid(1, mesh.size, 1))[: mesh.size]
+            for zero in list_zero_stages(calls[role], grid)
         ]
         for role in every.roles
     ]
     reasons = {True: set[str](), False: set[str]()}
     for some in itertools.product(*options):
         roles = dict(zip(every.roles, some, strict=True))
-        placement = every.placement(roles)
+        placement = every.make_placement(roles)
         by_rules = any(r.zero_stage not in rules(calls[role], r.grid) for role, r in roles.items())
-        why = costs.unfit(placement)
+        why = costs.explain_infeasible(placement)
         said = refusal(config, prepared, cluster, placement, MIB)
         # The planner may be stricter, and never laxer; of devices it gives the same reason.
         assert why or by_rules or not said, f"{placement}: {said}"
@@ -291,7 +319,7 @@ def test_what_is_planned_of_a_family_is_taken_by_train(
     assert main(["plan", *words, *options]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["best"]["kind"] != "colocated" or cluster.endswith("CPU")
-    check_as_train_does(load_config(out), Cluster.parse(cluster))
+    check_as_train_does(load_config(out), Cluster.from_text(cluster))
 
 
 def test_where_nothing_can_be_placed_as_train_wants_it_the_reason_is_told_and_what_would_do(
@@ -312,30 +340,36 @@ def test_where_nothing_can_be_placed_as_train_wants_it_the_reason_is_told_and_wh
 def test_a_generator_alone_takes_what_it_finds_and_one_that_shares_is_told(inputs: Path) -> None:
     path, *overrides = preset("grpo_arithmetic", inputs)
     config = load_config(Path(path), overrides)
-    problem = problem_of(config, Cluster.parse("2xH100"), Asked(5))
-    choices = Choices(Estimator(problem, CostModel(problem)), rules=rules_of(config, problem))
-    apart = choices.fitted({"generator": Mesh(0, 1), "policy": Mesh(1, 1)})
-    together = choices.fitted({"generator": Mesh(0, 2), "policy": Mesh(0, 2)})
+    problem = build_planner_problem(config, Cluster.from_text("2xH100"), PlannerRequest(5))
+    choices = ParallelismChoices(
+        PlacementEstimator(problem, CostModel(problem)), rules=make_split_rules(config, problem)
+    )
+    apart = choices.fit_on_meshes({"generator": Mesh(0, 1), "policy": Mesh(1, 1)})
+    together = choices.fit_on_meshes({"generator": Mesh(0, 2), "policy": Mesh(0, 2)})
     assert apart is not None and together is not None
-    assert [shares_devices(choices.placement(each)) for each in (apart, together)] == [False, True]
-    given = placed_run(config, choices.placement(together), kv_cache_bytes=5.5 * MIB)
+    assert [
+        has_shared_generator_devices(choices.make_placement(each)) for each in (apart, together)
+    ] == [False, True]
+    given = apply_placement(config, choices.make_placement(together), kv_cache_bytes=5.5 * MIB)
     assert given.generator.kv_cache_mb == 5
     # What the run itself says stays.
     own = load_config(Path(path), [*overrides, "generator.kv_cache_mb=7"])
-    kept = placed_run(own, choices.placement(together), kv_cache_bytes=5.5 * MIB)
+    kept = apply_placement(own, choices.make_placement(together), kv_cache_bytes=5.5 * MIB)
     assert kept.generator.kv_cache_mb == 7
 
 
 def test_roles_of_one_setting_have_devices_alike(inputs: Path) -> None:
     path, *overrides = preset("safe_rlhf_toy", inputs)
     config = load_config(Path(path), overrides)
-    problem = problem_of(config, Cluster.parse("8xH100"), Asked(5))
-    choices = Choices(Estimator(problem, CostModel(problem)), rules=rules_of(config, problem))
-    whole = choices.fitted(dict.fromkeys(choices.roles, Mesh(0, 8)))
+    problem = build_planner_problem(config, Cluster.from_text("8xH100"), PlannerRequest(5))
+    choices = ParallelismChoices(
+        PlacementEstimator(problem, CostModel(problem)), rules=make_split_rules(config, problem)
+    )
+    whole = choices.fit_on_meshes(dict.fromkeys(choices.roles, Mesh(0, 8)))
     assert whole is not None
-    (small,) = (each for each in choices.of("critic", Mesh(0, 4))[:1])
-    unlike = choices.placement({**whole, "critic": small})
-    costs = RunCosts(CostModel(problem), config.dataflow)
-    assert "critic and cost_critic have one setting" in costs.unfit(unlike)
+    (small,) = (each for each in choices.list_options("critic", Mesh(0, 4))[:1])
+    unlike = choices.make_placement({**whole, "critic": small})
+    costs = RunnablePlacementCosts(CostModel(problem), config.dataflow)
+    assert "critic and cost_critic have one setting" in costs.explain_infeasible(unlike)
     with pytest.raises(ConfigError, match="critic and cost_critic have one setting"):
-        placed_run(config, unlike)
+        apply_placement(config, unlike)

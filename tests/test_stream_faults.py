@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from streamrl.buffer.assembly.micro_batch_schedule import Pace
-from streamrl.errors import DeadlineError, FilterError
+from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
+from streamrl.errors import DeadlineError, FilterLimitError
 from streamrl.messages import parse_uid
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.fake_stream import Disk, Disturb, Stream, build_stream, run_loops, run_stream
@@ -28,7 +28,15 @@ plans = st.builds(
     generators=st.integers(1, 3),
     scorers=st.integers(1, 2),
     world_size=st.integers(1, 2),
-    pace=st.sampled_from([Pace(), Pace(), Pace(True), Pace(True, 2, 1), Pace(True, 1, 2)]),
+    pace=st.sampled_from(
+        [
+            UpdatePlan(),
+            UpdatePlan(),
+            UpdatePlan(True),
+            UpdatePlan(True, 2, 1),
+            UpdatePlan(True, 1, 2),
+        ]
+    ),
     micro_batch_tokens=st.integers(11, 120),
     generate_s=st.sampled_from([(0.0, 0.1), (0.5, 2.0), (0.1, 20.0)]),
     score_s=st.sampled_from([(0.0, 0.0), (0.1, 0.5), (1.0, 5.0)]),
@@ -76,7 +84,7 @@ async def replace_generator(stream: Stream, rng: random.Random) -> None:
         task.cancel()
     await asyncio.sleep(rng.choice([0.0, 2.0]))
     if rng.random() < 0.5:
-        await stream.queue.release(name)
+        await stream.queue.release_holder(name)
     stream.start_generator(index)
 
 
@@ -95,7 +103,7 @@ def check_accounts(stream: Stream) -> None:
         assert len(outcome.groups) == plan.groups_per_step, "an incomplete step"
         whole = [(g.uid, i) for g in outcome.groups for i in range(plan.group_size)]
         for trainer in stream.trainers.values():
-            if not trainer.rests(outcome.version):
+            if not trainer.is_frozen(outcome.version):
                 picks = sorted(trainer.trained[outcome.version])
                 assert picks == sorted(whole), "a group was broken up"
         for group in outcome.groups:
@@ -165,7 +173,7 @@ async def crash_and_resume(plan: Plan, *, crashes: list[float], every: int) -> l
         now = replace(plan, publish_every=plan.publish_every if life % 2 else 1)
         stream = build_stream(now, disk, session=f"life-{life}")
         streams.append(stream)
-        await stream.control.reconcile(stream.queue)
+        await stream.control.reconcile_queue(stream.queue)
         if await lives(stream, seconds, disturb=harm, checkpoint_every=every):
             break
     return streams
@@ -222,11 +230,11 @@ def test_a_resumed_run_may_make_steps_again_for_longer_than_a_stall() -> None:
     async def main() -> Stream:
         disk = Disk.empty(plan)
         first = build_stream(plan, disk)
-        await first.control.reconcile(first.queue)
+        await first.control.reconcile_queue(first.queue)
         assert not await lives(first, 1000.0)
         assert len(first.outcomes) > 6, "all of them are made again: there is no checkpoint"
         second = build_stream(plan, disk, session="second")
-        await second.control.reconcile(second.queue)
+        await second.control.reconcile_queue(second.queue)
         waiting = max(second.ledger.in_flight.values())
         began = asyncio.get_running_loop().time()
         await run_loops(second)
@@ -247,11 +255,11 @@ def test_what_was_admitted_at_a_version_that_is_no_longer_due_gets_it_all_the_sa
     async def main() -> bool:
         disk = Disk.empty(plan)
         first = build_stream(plan, disk)
-        await first.control.reconcile(first.queue)
+        await first.control.reconcile_queue(first.queue)
         if await lives(first, crash):
             return True
         second = build_stream(replace(plan, publish_every=2), disk, session="second")
-        await second.control.reconcile(second.queue)
+        await second.control.reconcile_queue(second.queue)
         return await lives(second, None)
 
     assert run_virtual(main())
@@ -276,7 +284,7 @@ def test_what_was_generated_is_not_generated_again_after_a_crash(
     async def main() -> tuple[set[str], Counter[str]]:
         disk = Disk.empty(plan)
         first = build_stream(plan, disk)
-        await first.control.reconcile(first.queue)
+        await first.control.reconcile_queue(first.queue)
         await lives(first, crash, checkpoint_every=every)
         safe = {
             record.meta["uid"]
@@ -286,7 +294,7 @@ def test_what_was_generated_is_not_generated_again_after_a_crash(
         }
         disk.generated.clear()
         second = build_stream(plan, disk, session="second")
-        await second.control.reconcile(second.queue)
+        await second.control.reconcile_queue(second.queue)
         await run_loops(second)
         return safe, disk.generated
 
@@ -297,7 +305,9 @@ def test_what_was_generated_is_not_generated_again_after_a_crash(
 
 def test_a_data_set_that_yields_nothing_ends_the_run_and_says_why() -> None:
     plan = Plan(filter_rate=1.0, max_filtered=12)
-    with pytest.raises(FilterError, match=r"step 0 has filtered 1[3-9] groups.*rewards are equal"):
+    with pytest.raises(
+        FilterLimitError, match=r"step 0 has filtered 1[3-9] groups.*rewards are equal"
+    ):
         run_virtual(run_stream(plan))
 
 

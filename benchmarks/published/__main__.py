@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.command import BenchmarkParser, run_benchmark
 from benchmarks.published import flexrlhf, hybridflow, nemo, real, verl
 from benchmarks.published.rows import Row, summary, table
-from streamrl.placement.costs import Constants
+from streamrl.placement.costs import CostConstants
 
 SOURCES: dict[str, Callable[[], Iterator[Row]]] = {
     "hybridflow": hybridflow.rows,
@@ -67,14 +67,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     every = [row for name in arguments.only for row in SOURCES[name]()]
     return {
         "points": [row.to_dict() for row in every],
-        "constants": {name: changed(CONSTANTS[name], Constants()) for name in arguments.only},
+        "constants": {name: changed(CONSTANTS[name], CostConstants()) for name in arguments.only},
         "summary": summary(every),
     }
 
 
 def markdown(name: str, rows: Sequence[Row]) -> str:
     """A source's constants, rates and table."""
-    differ = listed(changed(CONSTANTS[name], Constants()))
+    differ = listed(changed(CONSTANTS[name], CostConstants()))
     for engine, own in OTHERS.get(name, {}).items():
         differ += f"; with {engine} {listed(changed(own, CONSTANTS[name]))}"
     rates = summary(rows)[name]
@@ -92,7 +92,7 @@ def replaced(page: str, name: str, text: str) -> str:
     return f"{before}<!-- {name} -->\n{text}\n<!-- end of {name} -->{after}"
 
 
-def changed(own: Constants, others: Constants) -> dict[str, float]:
+def changed(own: CostConstants, others: CostConstants) -> dict[str, float]:
     """Those that differ."""
     before = asdict(others)
     return {key: value for key, value in asdict(own).items() if value != before[key]}

@@ -9,25 +9,25 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from streamrl.dataflow import Kind
+from streamrl.dataflow import CallKind
 from streamrl.placement.costs import CostModel
-from streamrl.placement.costs.call_cost import Work
+from streamrl.placement.costs.call_cost import CallCost
 from streamrl.placement.costs.generate import generator_timing
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.problem import Problem
-from streamrl.placement.search.hybridflow_parallel import Choices
-from streamrl.placement.search.partitions import compositions
-from streamrl.placement.search.split_rules import anything
-from streamrl.placement.steady_state.call_durations import Generation
-from streamrl.placement.steady_state.estimator import Estimator
-from streamrl.resharding import Grid
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.problem import PlacementProblem
+from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
+from streamrl.placement.search.partitions import iter_compositions
+from streamrl.placement.search.split_rules import allow_any_split
+from streamrl.placement.steady_state.call_durations import GenerationModel
+from streamrl.placement.steady_state.estimator import PlacementEstimator
+from streamrl.resharding import RankGrid
 
 SCHEDULED = 6
 """So many allocations, with the least sums of stages, are scheduled."""
 ROUNDS = 3
 
-Roles = Mapping[str, Assignment]
+Roles = Mapping[str, CallAssignment]
 Set = tuple[str, ...]
 
 
@@ -36,7 +36,7 @@ class SetPlan:
     """What a set of roles does on its devices: seconds of each kind of call, in turn."""
 
     roles: Roles
-    seconds: Mapping[Kind, float]
+    seconds: Mapping[CallKind, float]
 
     @property
     def total_s(self) -> float:
@@ -60,7 +60,7 @@ class Families:
     nested: whether a generator's grid divides the trainer's, as HybridFlow's groups ask for.
     """
 
-    problem: Problem
+    problem: PlacementProblem
     costs: CostModel
     nested: bool = True
     streamed: bool = False
@@ -68,12 +68,12 @@ class Families:
     _plans: dict[tuple[Set, int], SetPlan | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.rough = self.costs.rough
-        self.exact = Estimator(self.problem, self.costs)
-        self.estimator = Estimator(self.problem, self.rough)
-        self.choices = Choices(self.estimator, rules=anything)
-        self.generation = Generation(self.problem.workload)
-        self.per_node = self.problem.cluster.groups[0].devices
+        self.rough = self.costs.approximate_costs
+        self.exact = PlacementEstimator(self.problem, self.costs)
+        self.estimator = PlacementEstimator(self.problem, self.rough)
+        self.choices = ParallelismChoices(self.estimator, rules=allow_any_split)
+        self.generation = GenerationModel(self.problem.workload)
+        self.per_node = self.problem.cluster.node_groups[0].devices_per_node
 
     def best(self, sets: Sequence[Set], devices: int) -> FamilyPlan:
         """The fastest placement of these sets on so many devices, all of them used."""
@@ -91,21 +91,21 @@ class Families:
     def _allocated(
         self, sets: Sequence[Set], nodes: int
     ) -> Iterator[tuple[float, Sequence[int], Sequence[SetPlan]]]:
-        for counts in compositions(nodes, len(sets)):
+        for counts in iter_compositions(nodes, len(sets)):
             plans = [self.plan(each, count) for each, count in zip(sets, counts, strict=True)]
             fit = [plan for plan in plans if plan is not None]
             if len(fit) == len(plans):
-                slowest = (max(plan.seconds[kind] for plan in fit) for kind in Kind)
+                slowest = (max(plan.seconds[kind] for plan in fit) for kind in CallKind)
                 yield sum(slowest), counts, fit
 
     def _placement(self, nodes: Sequence[int], plans: Sequence[SetPlan]) -> Placement:
-        roles: dict[str, Assignment] = {}
+        roles: dict[str, CallAssignment] = {}
         first = 0
         for count, plan in zip(nodes, plans, strict=True):
             mesh = Mesh(first, count * self.per_node)
             roles |= {role: replace(each, mesh=mesh) for role, each in plan.roles.items()}
             first += mesh.size
-        return self.choices.placement(roles, 0, streamed=self.streamed)
+        return self.choices.make_placement(roles, 0, streamed=self.streamed)
 
     def plan(self, roles: Set, nodes: int) -> SetPlan | None:
         """What these roles do best on so many nodes together; None where they do not fit."""
@@ -122,8 +122,8 @@ class Families:
         for tensor in (1, 2, 4, 8):
             for stages in (1, 2, 4, 8):
                 if mesh.size % (tensor * stages) == 0 and stages <= nodes:
-                    grid = Grid(stages, tensor, mesh.size // (tensor * stages))
-                    yield dict.fromkeys(roles, Assignment(mesh, grid))
+                    grid = RankGrid(stages, tensor, mesh.size // (tensor * stages))
+                    yield dict.fromkeys(roles, CallAssignment(mesh, grid))
 
     def _descend(self, plan: SetPlan) -> SetPlan:
         for _ in range(ROUNDS):
@@ -137,8 +137,8 @@ class Families:
                 break
         return plan
 
-    def _options(self, role: str, plan: SetPlan) -> Iterator[Assignment]:
-        for option in self.choices.of(role, plan.roles[role].mesh):
+    def _options(self, role: str, plan: SetPlan) -> Iterator[CallAssignment]:
+        for option in self.choices.list_options(role, plan.roles[role].mesh):
             if option.zero_stage <= self.zero_stage:
                 yield option
 
@@ -147,30 +147,30 @@ class Families:
         generator, policy = roles.get("generator"), roles.get("policy")
         if self.nested and generator and policy and not _nests(policy.grid, generator.grid):
             return None
-        placement = self.choices.placement(roles)
-        if self.rough.unfit(placement):
+        placement = self.choices.make_placement(roles)
+        if self.rough.explain_infeasible(placement):
             return None
-        seconds = dict.fromkeys(Kind, 0.0)
+        seconds = dict.fromkeys(CallKind, 0.0)
         for role, assignment in roles.items():
-            kind = self.choices.dataflow.roles[role][0].kind
-            if kind is Kind.GENERATE:
+            kind = self.choices.dataflow.calls_by_role[role][0].kind
+            if kind is CallKind.GENERATE:
                 seconds[kind] += self._generate_s(placement, assignment)
             else:
-                seconds[kind] += self.choices.alone_s(role, assignment)
+                seconds[kind] += self.choices.alone_duration_s(role, assignment)
         return SetPlan(roles, seconds)
 
-    def _generate_s(self, placement: Placement, assignment: Assignment) -> float:
+    def _generate_s(self, placement: Placement, assignment: CallAssignment) -> float:
         """With the memory that the others leave for keys and values."""
-        shape = self.problem.model_of("generate")
+        shape = self.problem.find_model("generate")
         assert shape is not None
-        work = Work(
+        work = CallCost(
             shape, assignment, self.problem.workload, self.problem.cluster, self.costs.constants
         )
-        timing = generator_timing(work, self.rough.kv_room(placement))
-        return self.generation.completion(timing, (1.0,))[-1]
+        timing = generator_timing(work, self.rough.kv_capacity_bytes(placement))
+        return self.generation.find_completions_s(timing, (1.0,))[-1]
 
 
-def _with(roles: Roles, role: str, option: Assignment) -> Roles:
+def _with(roles: Roles, role: str, option: CallAssignment) -> Roles:
     """A critic computes values as it is split for training: it has its weights once."""
     changed = {**roles, role: option}
     if "critic" in changed:
@@ -178,5 +178,5 @@ def _with(roles: Roles, role: str, option: Assignment) -> Roles:
     return changed
 
 
-def _nests(train: Grid, generate: Grid) -> bool:
-    return not train.stages % generate.stages and not train.tensor % generate.tensor
+def _nests(train: RankGrid, generate: RankGrid) -> bool:
+    return not train.pp_size % generate.pp_size and not train.tp_size % generate.tp_size

@@ -15,26 +15,26 @@ from dataclasses import replace
 
 from benchmarks.published.points import FLEX, FLEX_UNLIKE, Throughput
 from benchmarks.published.rows import Row
-from streamrl.dataflow import dataflow_for
+from streamrl.dataflow import build_dataflow
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs import Constants, CostModel
-from streamrl.placement.costs.approximate_traffic import RoughTraffic
-from streamrl.placement.costs.collectives import groups_of
-from streamrl.placement.costs.device_memory import Holder
+from streamrl.placement.costs import CostConstants, CostModel
+from streamrl.placement.costs.approximate_traffic import ApproximateTraffic
+from streamrl.placement.costs.collectives import build_parallel_groups
+from streamrl.placement.costs.device_memory import CallFootprint
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.model_shapes import SHAPES, ModelShape
-from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.problem import CallMemory, Problem
-from streamrl.placement.stage_timings import Timings
-from streamrl.placement.steady_state.estimator import Estimator
+from streamrl.placement.model_shapes import MODEL_SHAPES, ModelShape
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.problem import CallMemory, PlacementProblem
+from streamrl.placement.stage_timings import StageTimings
+from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.workload import FixedLength, Workload
-from streamrl.resharding import Grid
+from streamrl.resharding import RankGrid
 
 ALIKE = 0.05
 """Strategies that differ by less, relatively, are as fast as each other."""
 
-PPO = dataflow_for(("generator_logprobs", "scores", "ref_logprobs", "values"))
-CONSTANTS = Constants(
+PPO = build_dataflow(("generator_logprobs", "scores", "ref_logprobs", "values"))
+CONSTANTS = CostConstants(
     train_flops_fraction=1.0,
     forward_flops_fraction=1.0,
     score_tokens=4096,
@@ -75,49 +75,51 @@ class GatheringCosts(CostModel):
     """Where the generator shares devices with a trainer that shards a large model, each decode
     step gathers it anew from all of them, and nothing more of it is held."""
 
-    def _holder_of(
-        self, stage: str, assignment: Assignment, beside: Assignment | None, *, rests: bool
-    ) -> Holder:
-        found = super()._holder_of(stage, assignment, beside, rests=rests)
+    def _compute_footprint(
+        self, stage: str, assignment: CallAssignment, beside: CallAssignment | None, *, rests: bool
+    ) -> CallFootprint:
+        found = super()._compute_footprint(stage, assignment, beside, rests=rests)
         if beside is None or stage != "generate" or not is_large(self.problem.models["policy"]):
             return found
         return replace(found, memory=CallMemory(0.0, 0.0))
 
-    def timings(self, placement: Placement) -> Timings:
+    def predict_timings(self, placement: Placement) -> StageTimings:
         """As of CostModel, with what is gathered."""
-        found = super().timings(placement)
-        trained, shape = placement.calls["train"], self.problem.models["policy"]
+        found = super().predict_timings(placement)
+        trained, shape = placement.assignments["train"], self.problem.models["policy"]
         if not placement.overlaps("generate", "train") or not is_large(shape):
             return found
-        grid = Grid(1, 1, trained.mesh.size)
-        group = groups_of(self.problem.cluster, trained.mesh, grid, self.constants).data
+        grid = RankGrid(1, 1, trained.mesh.size)
+        group = build_parallel_groups(self.problem.cluster, trained.mesh, grid, self.constants).data
         gathers = shape.layers * MATRICES
-        gather_s = shape.params * 2 * group.gather_byte_s + gathers * group.gather_s
+        gather_s = (
+            shape.num_params * 2 * group.all_gather_byte_s + gathers * group.all_gather_latency_s
+        )
         generator = replace(found.generator, step_s=found.generator.step_s + gather_s)
         return replace(found, generator=generator)
 
 
 def is_large(shape: ModelShape) -> bool:
     """Whether it is gathered for every token."""
-    return shape.params * 2 / 1e9 > MOST_WHOLE_GB
+    return shape.num_params * 2 / 1e9 > MOST_WHOLE_GB
 
 
-def problem(point: Throughput) -> Problem:
+def problem(point: Throughput) -> PlacementProblem:
     """Four models of one size."""
-    shape, trained = SHAPES[point.model], point.gpus
-    cluster = Cluster.parse(f"{point.gpus}xA100@800Gb")
+    shape, trained = MODEL_SHAPES[point.model], point.gpus
+    cluster = Cluster.from_text(f"{point.gpus}xA100@800Gb")
     if point == FLEX_UNLIKE:
         trained = point.gpus // 2
-        cluster = Cluster.parse(f"{trained}xA100@800Gb,{trained}xV100@800Gb")
+        cluster = Cluster.from_text(f"{trained}xA100@800Gb,{trained}xV100@800Gb")
     models = {"policy": shape, "reference": shape}
-    models |= {"critic": shape.critic(), "reward": shape.critic()}
+    models |= {"critic": shape.to_critic(), "reward": shape.to_critic()}
     if point.strategy == "disaggregated":
-        rollouts = OWN_BATCH * placement(point).calls["generate"].grid.replicas
+        rollouts = OWN_BATCH * placement(point).assignments["generate"].grid.dp_size
     else:
         largest = BATCH if point.strategy == "colocated" else OWN_BATCH
         rollouts = BATCHES.get(point.model, largest) * trained
     workload = Workload(rollouts, 1, 256, FixedLength(256), micro_batch_tokens=4096)
-    return Problem(PPO, models, workload, cluster)
+    return PlacementProblem(PPO, models, workload, cluster)
 
 
 def placement(point: Throughput) -> Placement:
@@ -139,28 +141,28 @@ def placement(point: Throughput) -> Placement:
         scored = Mesh(shadow, forward - shadow) if forward > shadow else Mesh(0, shadow)
         meshes = dict.fromkeys(("train", "train_critic"), trained) | {"generate": Mesh(0, shadow)}
         meshes |= dict.fromkeys(("reference", "reward", "value"), scored)
-    shape = SHAPES[point.model]
+    shape = MODEL_SHAPES[point.model]
     calls = {stage: _assigned(stage, mesh, shape) for stage, mesh in meshes.items()}
-    return Placement(calls, streamed=point.strategy == "disaggregated")
+    return Placement(calls, is_streamed=point.strategy == "disaggregated")
 
 
-def _assigned(stage: str, mesh: Mesh, shape: ModelShape) -> Assignment:
+def _assigned(stage: str, mesh: Mesh, shape: ModelShape) -> CallAssignment:
     """What only computes forward is sharded, too: by tensor parallelism, and over two nodes."""
     if stage.startswith("train"):
-        return Assignment(mesh, Grid(1, 1, mesh.size), 3 if is_large(shape) else 2)
-    needed = 1 << max(0, math.ceil(math.log2(shape.params * 2 / 1e9 / PART_GB)))
+        return CallAssignment(mesh, RankGrid(1, 1, mesh.size), 3 if is_large(shape) else 2)
+    needed = 1 << max(0, math.ceil(math.log2(shape.num_params * 2 / 1e9 / PART_GB)))
     tensor = min(math.gcd(shape.heads, TENSOR), needed, mesh.size)
     if stage == "generate" and not is_large(shape):
         tensor = 1
     stages = 2 if is_large(shape) and stage != "generate" and mesh.size > TENSOR else 1
-    return Assignment(mesh, Grid(stages, tensor, mesh.size // (tensor * stages)))
+    return CallAssignment(mesh, RankGrid(stages, tensor, mesh.size // (tensor * stages)))
 
 
-def samples_per_s(point: Throughput, constants: Constants = CONSTANTS) -> float:
+def samples_per_s(point: Throughput, constants: CostConstants = CONSTANTS) -> float:
     """Predicted; 0 where it does not fit."""
     asked = problem(point)
-    costs = GatheringCosts(asked, constants, traffic=RoughTraffic)
-    return asked.workload.rollouts / Estimator(asked, costs).step_s(placement(point))
+    costs = GatheringCosts(asked, constants, traffic=ApproximateTraffic)
+    return asked.workload.num_rollouts / PlacementEstimator(asked, costs).step_s(placement(point))
 
 
 def rows() -> Iterator[Row]:

@@ -11,20 +11,20 @@ from benchmarks.published.points import (
     Transition,
 )
 from benchmarks.published.rows import Row
-from streamrl.dataflow import dataflow_for
+from streamrl.dataflow import build_dataflow
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs import Constants, CostModel, Traffic
+from streamrl.placement.costs import CostConstants, CostModel, WeightTraffic
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.model_shapes import SHAPES
-from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.problem import Problem
-from streamrl.placement.steady_state.call_durations import Generation
+from streamrl.placement.model_shapes import MODEL_SHAPES
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.problem import PlacementProblem
+from streamrl.placement.steady_state.call_durations import GenerationModel
 from streamrl.placement.workload import FixedLength, Workload
-from streamrl.resharding import Grid, table_2
+from streamrl.resharding import RankGrid, compute_table_2
 
-PPO = dataflow_for(("generator_logprobs", "scores", "ref_logprobs", "values"))
-CLUSTER = Cluster.parse("16x8xA100@200Gb")
-CONSTANTS = Constants(
+PPO = build_dataflow(("generator_logprobs", "scores", "ref_logprobs", "values"))
+CLUSTER = Cluster.from_text("16x8xA100@200Gb")
+CONSTANTS = CostConstants(
     train_flops_fraction=0.5,
     half_width=64.0,
     reduced_bytes=2,
@@ -46,27 +46,33 @@ FAMILIES = {
 SIZES = (1, 2, 4, 8)
 
 
-def problem(model: str, cluster: Cluster = CLUSTER) -> Problem:
+def problem(model: str, cluster: Cluster = CLUSTER) -> PlacementProblem:
     """PPO with four models of one size."""
-    shape = SHAPES[model]
+    shape = MODEL_SHAPES[model]
     models = {"policy": shape, "reference": shape}
-    models |= {"critic": shape.critic(), "reward": shape.critic()}
+    models |= {"critic": shape.to_critic(), "reward": shape.to_critic()}
     workload = Workload(1024, 1, 1024, FixedLength(1024), mini_batches=8)
-    return Problem(PPO, models, workload, cluster)
+    return PlacementProblem(PPO, models, workload, cluster)
 
 
 def generation_s(model: str) -> dict[int, float]:
     """By t_g: colocated on 16 devices, trained as 1-8-2, generated as 1-t_g; infinite if unfit."""
-    asked = problem(model, CLUSTER.first(16))
-    costs, generation, mesh = CostModel(asked, CONSTANTS), Generation(asked.workload), Mesh(0, 16)
+    asked = problem(model, CLUSTER.take_first(16))
+    costs, generation, mesh = (
+        CostModel(asked, CONSTANTS),
+        GenerationModel(asked.workload),
+        Mesh(0, 16),
+    )
     found = {}
     for size in SIZES:
-        calls = dict.fromkeys(asked.stages, Assignment(mesh, Grid(1, 8, 2)))
-        calls["generate"] = Assignment(mesh, Grid(1, size, 16 // size))
+        calls = dict.fromkeys(asked.placed_stages, CallAssignment(mesh, RankGrid(1, 8, 2)))
+        calls["generate"] = CallAssignment(mesh, RankGrid(1, size, 16 // size))
         placement = Placement(calls)
         found[size] = math.inf
-        if not costs.unfit(placement):
-            found[size] = generation.completion(costs.timings(placement).generator, (1.0,))[-1]
+        if not costs.explain_infeasible(placement):
+            found[size] = generation.find_completions_s(
+                costs.predict_timings(placement).generator, (1.0,)
+            )[-1]
     return found
 
 
@@ -130,21 +136,21 @@ def _seconds(step_s: float) -> str:
 def transition(point: Transition) -> Mapping[str, tuple[float, float]]:
     """GB of a GPU, and least seconds, from training to generation: by formula, and by plan."""
     shape, train, generate = (
-        SHAPES[point.model],
-        Grid.parse(point.train),
-        Grid.parse(point.generate),
+        MODEL_SHAPES[point.model],
+        RankGrid.from_text(point.train),
+        RankGrid.from_text(point.generate),
     )
-    by_table = table_2(
-        *(train.stages, train.tensor, train.replicas),
-        serving_stages=generate.stages,
-        serving_tensor=generate.tensor,
+    by_table = compute_table_2(
+        *(train.pp_size, train.tp_size, train.dp_size),
+        serving_stages=generate.pp_size,
+        serving_tensor=generate.tp_size,
     )
-    mesh = Mesh(0, train.size)
-    source, target = Assignment(mesh, train), Assignment(mesh, generate)
-    moved = Traffic(CLUSTER, Constants(link_fraction=1.0, network_fraction=1.0)).moved(
-        shape, source, target
-    )
-    size_gb = shape.params * 2 / 1e9
+    mesh = Mesh(0, train.num_ranks)
+    source, target = CallAssignment(mesh, train), CallAssignment(mesh, generate)
+    moved = WeightTraffic(
+        CLUSTER, CostConstants(link_fraction=1.0, network_fraction=1.0)
+    ).estimate_transfer(shape, source, target)
+    size_gb = shape.num_params * 2 / 1e9
     return {
         "HybridFlow": (point.zero_gb, moved.received_bytes / 1e9),
         "HybridFlow-V": (point.vanilla_gb, float(size_gb * by_table["vanilla"].received)),

@@ -14,19 +14,19 @@ from functools import cache
 
 from benchmarks.published.points import NEMO, NemoRun
 from benchmarks.published.rows import Row
-from streamrl.dataflow import dataflow_for
+from streamrl.dataflow import build_dataflow
 from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
-from streamrl.placement.costs import Constants, CostModel
+from streamrl.placement.costs import CostConstants, CostModel
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.model_shapes import SHAPES
-from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.problem import Problem
-from streamrl.placement.steady_state.estimator import Estimator
+from streamrl.placement.model_shapes import MODEL_SHAPES
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.problem import PlacementProblem
+from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.workload import LognormalLengths, Workload
-from streamrl.resharding import Grid
+from streamrl.resharding import RankGrid
 
-GRPO = dataflow_for(("generator_logprobs", "scores", "ref_logprobs"))
-CONSTANTS = Constants(
+GRPO = build_dataflow(("generator_logprobs", "scores", "ref_logprobs"))
+CONSTANTS = CostConstants(
     train_flops_fraction=0.5,
     forward_flops_fraction=0.5,
     decode_step_s=2e-3,
@@ -124,9 +124,9 @@ def cluster(run: NemoRun) -> Cluster:
     return Cluster((NodeGroup(DEVICES[run.device], per_node, run.gpus // per_node),))
 
 
-def problem(run: NemoRun) -> Problem:
+def problem(run: NemoRun) -> PlacementProblem:
     """Policy and reference of one model, and the policy once more."""
-    work, shape = WORKS[run.model], SHAPES[run.model]
+    work, shape = WORKS[run.model], MODEL_SHAPES[run.model]
     workload = Workload(
         work.rollouts,
         1,
@@ -134,10 +134,10 @@ def problem(run: NemoRun) -> Problem:
         lengths(work.longest - PROMPT_TOKENS, run.mean - PROMPT_TOKENS),
         mini_batches=max(1, work.rollouts // 512),
         micro_batch_tokens=work.longest,
-        whole_steps=True,
+        requires_whole_step=True,
     )
     models = {"policy": shape, "reference": shape, "reward": shape}
-    return Problem(GRPO, models, workload, cluster(run))
+    return PlacementProblem(GRPO, models, workload, cluster(run))
 
 
 def placement(run: NemoRun) -> Placement:
@@ -146,29 +146,29 @@ def placement(run: NemoRun) -> Placement:
     apart = GENERATORS.get(run.gpus, run.gpus // 2) if run.ahead else 0
     train = Mesh(0, run.gpus - apart)
     generate = Mesh(train.size, apart) if apart else train
-    grid = Grid(1, split.generate, generate.size // split.generate)
+    grid = RankGrid(1, split.generate, generate.size // split.generate)
     ranks = split.stages * split.tensor
-    trained = Grid(split.stages, split.tensor, train.size // ranks, "mcore")
+    trained = RankGrid(split.stages, split.tensor, train.size // ranks, "mcore")
     calls = dict.fromkeys(
-        ("train", "reference", "reward"), Assignment(train, trained, expert=split.expert)
+        ("train", "reference", "reward"), CallAssignment(train, trained, ep_size=split.expert)
     )
-    calls["generate"] = Assignment(generate, grid)
-    return Placement(calls, run.ahead, streamed=False)
+    calls["generate"] = CallAssignment(generate, grid)
+    return Placement(calls, run.ahead, is_streamed=False)
 
 
 def running(run: NemoRun) -> int:
     """Rollouts that an engine has at once, ahead: those of as many steps are under way together as
     generation may be ahead (`max_trajectory_age_steps`), whatever weights come meanwhile.
     """
-    replicas = placement(run).calls["generate"].grid.replicas
+    replicas = placement(run).assignments["generate"].grid.dp_size
     under_way = WORKS[run.model].rollouts * run.ahead
     return min(ASYNCHRONOUS_RUNNING, math.ceil(under_way / replicas))
 
 
-def costs(run: NemoRun, asked: Problem, constants: Constants = CONSTANTS) -> CostModel:
+def costs(run: NemoRun, asked: PlacementProblem, constants: CostConstants = CONSTANTS) -> CostModel:
     """Of a run, with its own settings."""
-    work, shape = WORKS[run.model], SHAPES[run.model]
-    sent_s = SENT_BYTE_S * shape.params * constants.served_bytes if run.ahead else 0.0
+    work, shape = WORKS[run.model], MODEL_SHAPES[run.model]
+    sent_s = SENT_BYTE_S * shape.num_params * constants.served_bytes if run.ahead else 0.0
     told = replace(
         constants,
         max_running=running(run) if run.ahead else constants.max_running,
@@ -179,13 +179,13 @@ def costs(run: NemoRun, asked: Problem, constants: Constants = CONSTANTS) -> Cos
         pull_s=sent_s,
         switch_s=TENSOR_S * shape.moe_layers * shape.experts * EXPERT_TENSORS,
     )
-    return CostModel(asked, told).rough
+    return CostModel(asked, told).approximate_costs
 
 
-def step_s(run: NemoRun, constants: Constants = CONSTANTS) -> float:
+def step_s(run: NemoRun, constants: CostConstants = CONSTANTS) -> float:
     """Predicted."""
     asked = problem(run)
-    return Estimator(asked, costs(run, asked, constants)).step_s(placement(run))
+    return PlacementEstimator(asked, costs(run, asked, constants)).step_s(placement(run))
 
 
 def is_fitted(run: NemoRun) -> bool:

@@ -17,25 +17,25 @@ from benchmarks.command import BenchmarkParser, at_least, report_progress, run_b
 from benchmarks.published.nemo import CONSTANTS, is_fitted, step_s
 from benchmarks.published.points import NEMO
 from streamrl.messages import Array
-from streamrl.placement.costs import Constants
+from streamrl.placement.costs import CostConstants
 
 MOST_EVALUATIONS = 100
 NAMES = ("expert_layer_s", "train_step_s", "network_hop_s")
 
 
-def of_logarithms(logarithms: Array) -> Constants:
+def of_logarithms(logarithms: Array) -> CostConstants:
     """Constants, of the logarithms of what is fitted."""
     return replace(CONSTANTS, **dict(zip(NAMES, np.exp(logarithms).tolist(), strict=True)))
 
 
-def errors(constants: Constants) -> Iterator[float]:
+def errors(constants: CostConstants) -> Iterator[float]:
     """Logarithms of what is predicted to what is printed."""
     for run in NEMO:
         if is_fitted(run):
             yield math.log(step_s(run, constants) / run.step_s)
 
 
-def fit(most: int = MOST_EVALUATIONS) -> Constants:
+def fit(most: int = MOST_EVALUATIONS) -> CostConstants:
     """Find the constants with the least squares, in at most so many evaluations."""
     start = np.log([vars(CONSTANTS)[name] for name in NAMES])
     found = least_squares(

@@ -195,7 +195,7 @@ VERL = (
 
 @dataclass(frozen=True)
 class NemoRun:
-    """A run on so many GPUs, generation at most `ahead` steps ahead, on its own ones if any.
+    """A run on so many GPUs, generation at most `steps_ahead` steps ahead, on its own ones if any.
 
     mean: tokens of a sequence, on average.
     """

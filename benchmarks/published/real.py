@@ -11,24 +11,24 @@ from benchmarks.published.points import (
     REAL_SIZES,
 )
 from benchmarks.published.rows import Row
-from streamrl.dataflow import dataflow_for
+from streamrl.dataflow import build_dataflow
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs import Constants, CostModel
+from streamrl.placement.costs import CostConstants, CostModel
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.model_shapes import SHAPES
-from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.problem import Problem
-from streamrl.placement.search.annealing import Annealing, State
-from streamrl.placement.search.hybridflow_mapping import Mapping
-from streamrl.placement.search.hybridflow_parallel import Choices
-from streamrl.placement.search.partitions import models
-from streamrl.placement.search.split_rules import anything
-from streamrl.placement.steady_state.estimator import Estimator
+from streamrl.placement.model_shapes import MODEL_SHAPES
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.problem import PlacementProblem
+from streamrl.placement.search.annealing import AnnealingSearch, SearchState
+from streamrl.placement.search.hybridflow_mapping import MappingSearch
+from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
+from streamrl.placement.search.partitions import group_roles_by_model
+from streamrl.placement.search.split_rules import allow_any_split
+from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.workload import FixedLength, Workload
-from streamrl.resharding import Grid
+from streamrl.resharding import RankGrid
 
-PPO = dataflow_for(("generator_logprobs", "scores", "ref_logprobs", "values"))
-CONSTANTS = Constants(
+PPO = build_dataflow(("generator_logprobs", "scores", "ref_logprobs", "values"))
+CONSTANTS = CostConstants(
     train_flops_fraction=0.5,
     forward_flops_fraction=0.5,
     half_width=1.0,
@@ -49,55 +49,57 @@ MOST_TRAINING_RANKS = 8
 PROPOSALS = 600
 
 
-class RealChoices(Choices):
+class RealChoices(ParallelismChoices):
     """Those that ReaL's search has."""
 
-    def of(self, role: str, mesh: Mesh) -> list[Assignment]:
-        """Of `Choices`, without those that ReaL drops."""
-        return [each for each in super().of(role, mesh) if self._has(role, each.grid)]
+    def list_options(self, role: str, mesh: Mesh) -> list[CallAssignment]:
+        """Of `ParallelismChoices`, without those that ReaL drops."""
+        return [each for each in super().list_options(role, mesh) if self._has(role, each.grid)]
 
-    def _has(self, role: str, grid: Grid) -> bool:
-        rollouts, parts = self.problem.workload.rollouts, grid.replicas * grid.stages
-        if role not in self.trained:
+    def _has(self, role: str, grid: RankGrid) -> bool:
+        rollouts, parts = self.problem.workload.num_rollouts, grid.dp_size * grid.pp_size
+        if role not in self.trained_roles:
             return rollouts >= parts
-        few = grid.tensor * grid.replicas <= MOST_TRAINING_RANKS
+        few = grid.tp_size * grid.dp_size <= MOST_TRAINING_RANKS
         return few and rollouts >= 2 * parts * MINI_BATCHES
 
 
-def problem(scale: str, length: int, at: int) -> Problem:
+def problem(scale: str, length: int, at: int) -> PlacementProblem:
     """PPO where the actor, the critic or both are of a size, and what is not of 7B."""
-    small, large = SHAPES[REAL_SIZES[0]], SHAPES[REAL_SIZES[at]]
+    small, large = MODEL_SHAPES[REAL_SIZES[0]], MODEL_SHAPES[REAL_SIZES[at]]
     actor = small if scale == "critic" else large
-    critic = (small if scale == "actor" else large).critic()
+    critic = (small if scale == "actor" else large).to_critic()
     devices = REAL_DEVICES[at] * (2 if scale == "both" else 1)
     workload = Workload(LENGTHS[length], 1, 128, FixedLength(length), mini_batches=MINI_BATCHES)
     roles = {"policy": actor, "reference": actor, "critic": critic, "reward": critic}
-    return Problem(PPO, roles, workload, Cluster.parse(f"{devices}xA100@1600Gb"))
+    return PlacementProblem(PPO, roles, workload, Cluster.from_text(f"{devices}xA100@1600Gb"))
 
 
-def heuristic(asked: Problem) -> Placement:
+def heuristic(asked: PlacementProblem) -> Placement:
     """All calls on all devices, 8-way tensor parallel, as many stages as nodes."""
-    devices = asked.cluster.size
-    everywhere = Assignment(Mesh(0, devices), Grid(devices // 8, 8, 1))
-    return Placement(dict.fromkeys(asked.stages, everywhere), streamed=False)
+    devices = asked.cluster.num_devices
+    everywhere = CallAssignment(Mesh(0, devices), RankGrid(devices // 8, 8, 1))
+    return Placement(dict.fromkeys(asked.placed_stages, everywhere), is_streamed=False)
 
 
-def searched(asked: Problem, costs: CostModel, *, seed: int = 0) -> Placement:
+def searched(asked: PlacementProblem, costs: CostModel, *, seed: int = 0) -> Placement:
     """The best that Algorithm 1 and annealing find, on policy, a call at a time on its devices."""
-    choices = RealChoices(Estimator(asked, costs.rough), rules=anything)
+    choices = RealChoices(PlacementEstimator(asked, costs.approximate_costs), rules=allow_any_split)
     plain = heuristic(asked)
     starts = [plain]
-    mapped = Mapping(choices, models(asked)).best(streamed=False)[0]
+    mapped = MappingSearch(choices, group_roles_by_model(asked)).find_best(streamed=False)[0]
     starts += [mapped] if mapped is not None else []
-    annealing = Annealing(choices, [0], seed=seed, streamed=(False,))
+    annealing = AnnealingSearch(choices, [0], seed=seed, streamed=(False,))
     for start in starts:
-        state = State(
-            {role: start.calls[choices.stages[role][0]] for role in choices.roles}, 0, False
+        state = SearchState(
+            {role: start.assignments[choices.stages_by_role[role][0]] for role in choices.roles},
+            0,
+            False,
         )
-        annealing.descend(*annealing.run(state, PROPOSALS // len(starts)))
+        annealing.descend_by_role(*annealing.run(state, PROPOSALS // len(starts)))
     # What the search worked out by formula has to fit by plan.
-    found = sorted(choices.estimator.seen(), key=lambda each: each[1])
-    return next(placement for placement, _ in found if not costs.unfit(placement))
+    found = sorted(choices.estimator.iter_estimated(), key=lambda each: each[1])
+    return next(placement for placement, _ in found if not costs.explain_infeasible(placement))
 
 
 def rows() -> Iterator[Row]:
@@ -107,7 +109,7 @@ def rows() -> Iterator[Row]:
         for at, (slow, fast) in enumerate(pairs):
             asked = problem(scale, length, at)
             costs = CostModel(asked, CONSTANTS)
-            estimator, devices = Estimator(asked, costs), asked.cluster.size
+            estimator, devices = PlacementEstimator(asked, costs), asked.cluster.num_devices
             plain_s = estimator.step_s(heuristic(asked))
             gain = plain_s / estimator.step_s(searched(asked, costs))
             setting = f"{scale} of {REAL_SIZES[at]}, {length} tokens, {devices} GPUs"

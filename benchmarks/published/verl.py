@@ -4,7 +4,7 @@ Batches, longest lengths and grids are those of its scripts; those with 20k and 
 which waits for all of the step before. Sequence, context and pipeline parallelism stand as tensor
 parallelism of as many ranks. The pass for the policy's own log-probabilities stands as a reward
 model. What is not given, as how long responses are on average, is fitted on synchronous steps:
-`Calibration`, by `verl_fit`.
+`CalibrationResult`, by `verl_fit`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,18 +14,18 @@ from typing import Any
 from benchmarks.published.batches import one_ahead_s
 from benchmarks.published.points import VERL, VerlRun
 from benchmarks.published.rows import Row
-from streamrl.dataflow import dataflow_for
+from streamrl.dataflow import build_dataflow
 from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
-from streamrl.placement.costs import Constants, CostModel
-from streamrl.placement.costs.approximate_traffic import RoughTraffic
+from streamrl.placement.costs import CostConstants, CostModel
+from streamrl.placement.costs.approximate_traffic import ApproximateTraffic
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.model_shapes import SHAPES
-from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.problem import Problem
-from streamrl.placement.stage_timings import Timings
-from streamrl.placement.steady_state.estimator import Estimator
+from streamrl.placement.model_shapes import MODEL_SHAPES
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.problem import PlacementProblem
+from streamrl.placement.stage_timings import StageTimings
+from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.workload import LognormalLengths, Workload
-from streamrl.resharding import Grid
+from streamrl.resharding import RankGrid
 
 UNFITTED = ("7b-28k", 32)
 """A synchronous run that takes more than twice as long as one on twice as many devices: the same
@@ -43,7 +43,7 @@ class Calibration:
     entropy: Megatron's pass for the policy's own log-probabilities, which computes entropy, takes
     so many times as long as a reference's. handed_token_s: the one controller hands a whole batch,
     padded to the longest, to each call that scores or trains; of each token of it. update_s,
-    decode_layer_s: as `Constants` has them. medians: tokens of a response, by series.
+    decode_layer_s: as `CostConstants` has them. medians: tokens of a response, by series.
     """
 
     fsdp2: float = 0.839
@@ -112,14 +112,14 @@ def handed_s(run: VerlRun, calibrated: Calibration = CALIBRATED) -> float:
     return calibrated.handed_token_s * tokens
 
 
-def of_engine(*, megatron: bool, calibrated: Calibration = CALIBRATED) -> Constants:
+def of_engine(*, megatron: bool, calibrated: Calibration = CALIBRATED) -> CostConstants:
     """Of vLLM, and of Megatron or FSDP2, in 2025; what rests is on the host.
 
     An H20 has so few FLOP/s for its memory that a decode step of many rollouts is bound by its
     matrix products, which reach what they reach in training.
     """
     part = calibrated.megatron if megatron else calibrated.fsdp2
-    return Constants(
+    return CostConstants(
         train_flops_fraction=part,
         forward_flops_fraction=part,
         decode_flops_fraction=calibrated.fsdp2,
@@ -136,7 +136,7 @@ def of_engine(*, megatron: bool, calibrated: Calibration = CALIBRATED) -> Consta
     )
 
 
-def constants(run: VerlRun, calibrated: Calibration = CALIBRATED) -> Constants:
+def constants(run: VerlRun, calibrated: Calibration = CALIBRATED) -> CostConstants:
     """Those of its engine, with what only its own batches and steps take."""
     series, batch_s = SERIES[run.name], handed_s(run, calibrated)
     return replace(
@@ -147,9 +147,9 @@ def constants(run: VerlRun, calibrated: Calibration = CALIBRATED) -> Constants:
     )
 
 
-def problem(run: VerlRun, calibrated: Calibration = CALIBRATED) -> Problem:
+def problem(run: VerlRun, calibrated: Calibration = CALIBRATED) -> PlacementProblem:
     """One model for all calls."""
-    series, shape = SERIES[run.name], SHAPES[run.model]
+    series, shape = SERIES[run.name], MODEL_SHAPES[run.model]
     models = {"policy": shape}
     if series.own[bool(run.generate)]:
         models["reward"] = shape
@@ -162,39 +162,43 @@ def problem(run: VerlRun, calibrated: Calibration = CALIBRATED) -> Problem:
         LognormalLengths(calibrated.medians[run.name], SIGMA, series.longest),
         mini_batches=series.mini_batches,
         micro_batch_tokens=2 * (series.longest + LONGEST_PROMPT),
-        whole_steps=not (run.generate and series.streamed),
+        requires_whole_step=not (run.generate and series.streamed),
     )
     columns = (*COLUMNS, "ref_logprobs") if series.reference else COLUMNS
     devices = run.train + run.generate
     cluster = Cluster((NodeGroup(DEVICES["H20"], 8, devices // 8),))
-    return Problem(dataflow_for(columns), models, workload, cluster)
+    return PlacementProblem(build_dataflow(columns), models, workload, cluster)
 
 
-def placement(run: VerlRun, asked: Problem) -> Placement:
+def placement(run: VerlRun, asked: PlacementProblem) -> Placement:
     """All on all devices on policy; or generators apart, a step ahead."""
     train = Mesh(0, run.train)
     generate = Mesh(run.train, run.generate) if run.generate else train
     series = SERIES[run.name]
     zero_stage = 1 if series.expert > 1 else 3
-    trained = Assignment(train, Grid(1, TENSOR, train.size // TENSOR), zero_stage, series.expert)
-    calls = dict.fromkeys(asked.stages, trained)
-    calls["generate"] = Assignment(
-        generate, Grid(1, series.generate, generate.size // series.generate)
+    trained = CallAssignment(
+        train, RankGrid(1, TENSOR, train.size // TENSOR), zero_stage, series.expert
+    )
+    calls = dict.fromkeys(asked.placed_stages, trained)
+    calls["generate"] = CallAssignment(
+        generate, RankGrid(1, series.generate, generate.size // series.generate)
     )
     streamed = series.streamed and run.generate > 0
-    return Placement(calls, int(run.generate > 0), streamed=streamed)
+    return Placement(calls, int(run.generate > 0), is_streamed=streamed)
 
 
 class Costs(CostModel):
     """Of a run, with its own constants; Megatron computes entropy beside own log-probabilities."""
 
-    def __init__(self, run: VerlRun, asked: Problem, calibrated: Calibration = CALIBRATED) -> None:
-        super().__init__(asked, constants(run, calibrated), traffic=RoughTraffic)
+    def __init__(
+        self, run: VerlRun, asked: PlacementProblem, calibrated: Calibration = CALIBRATED
+    ) -> None:
+        super().__init__(asked, constants(run, calibrated), traffic=ApproximateTraffic)
         self.own_times = calibrated.entropy if SERIES[run.name].megatron else 1.0
 
-    def timings(self, placement: Placement) -> Timings:
+    def predict_timings(self, placement: Placement) -> StageTimings:
         """As of CostModel, but for the pass that stands as a reward model."""
-        found = super().timings(placement)
+        found = super().predict_timings(placement)
         own = found.score["reward"]
         own = replace(own, token_s=own.token_s * self.own_times)
         return replace(found, score={**found.score, "reward": own})
@@ -206,7 +210,7 @@ def step_s(run: VerlRun, calibrated: Calibration = CALIBRATED) -> float:
     model, placed = Costs(run, asked, calibrated), placement(run, asked)
     if run.generate and not SERIES[run.name].streamed:
         return one_ahead_s(asked, model, placed)
-    return Estimator(asked, model).step_s(placed)
+    return PlacementEstimator(asked, model).step_s(placed)
 
 
 def rows() -> Iterator[Row]:

@@ -26,7 +26,7 @@ from benchmarks.published.verl import (
     problem,
 )
 from streamrl.messages import Array
-from streamrl.placement.steady_state.call_durations import Generation
+from streamrl.placement.steady_state.call_durations import GenerationModel
 
 MOST_EVALUATIONS = 40
 Parts = dict[str, tuple[float, float]]
@@ -46,12 +46,12 @@ def parts(run: VerlRun, calibrated: Calibration) -> Parts:
     if run.reference_s:
         found["reference"] = (run.reference_s, calls["reference"])
     if run.sampled_s:
-        timing = model.timings(placed).generator
+        timing = model.predict_timings(placed).generator
         # A replica's part of the prompts, as one replica has them, is the mean of all replicas.
         alone = replace(
             asked.workload, groups_per_step=asked.workload.groups_per_step // timing.replicas
         )
-        mean_s = Generation(alone).completion(replace(timing, replicas=1), (1.0,))[-1]
+        mean_s = GenerationModel(alone).find_completions_s(replace(timing, replicas=1), (1.0,))[-1]
         found["sampled"] = (run.sampled_s, mean_s)
     return found
 

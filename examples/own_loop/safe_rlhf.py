@@ -9,7 +9,7 @@ from streamrl.actors.worker_groups.model_workers import (
     ReferenceWorker,
     RewardWorker,
 )
-from streamrl.dataflow import COST, COST_CRITIC, CRITIC, REWARD
+from streamrl.dataflow import COST_CALL, COST_CRITIC, CRITIC, REWARD_CALL
 
 
 def safe_rlhf(stage: Stage) -> Iterator[Step]:
@@ -18,8 +18,8 @@ def safe_rlhf(stage: Stage) -> Iterator[Step]:
     critic = stage.group(CriticWorker, stage.max_length, CRITIC)
     cost_critic = stage.group(CriticWorker, stage.max_length, COST_CRITIC)
     reference = stage.group(ReferenceWorker, stage.max_length, ranks=1)
-    reward = stage.group(RewardWorker, REWARD.role, ranks=1)
-    cost = stage.group(RewardWorker, COST.role, ranks=1)
+    reward = stage.group(RewardWorker, REWARD_CALL.role, ranks=1)
+    cost = stage.group(RewardWorker, COST_CALL.role, ranks=1)
 
     for batch in stage.batches:
         batch |= policy.generate_sequences(batch)

@@ -10,24 +10,29 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from streamrl.actors.launch.fork_server import start_fork_server
-from streamrl.actors.launch.ray_cluster import cluster, nothing
+from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
 from streamrl.actors.worker_groups.model_workers import (
     TrainedWorker,
-    engine_env,
-    in_loop,
-    loop_memory,
+    make_engine_env,
+    make_loop_config,
+    plan_loop_memory,
 )
-from streamrl.actors.worker_groups.worker_group import Reply, ResourcePool, WorkerGroup, put
+from streamrl.actors.worker_groups.worker_group import (
+    ResourcePool,
+    WorkerGroup,
+    WorkerGroupReply,
+    put,
+)
 from streamrl.cli.main import OneLineParser
 from streamrl.cli.run_setup.signals import interrupt_on_signals
 from streamrl.config import RunConfig, load_config
-from streamrl.config.preflight import prepare
-from streamrl.controller import BatchRef, Mesh
+from streamrl.config.preflight import prepare_run
+from streamrl.controller import BatchRef, WorkerMesh
 from streamrl.data import PromptStream
 from streamrl.errors import ConfigError, StreamError
-from streamrl.resharding import Grid
+from streamrl.resharding import RankGrid
 
-Step = Sequence[Reply]
+Step = Sequence[WorkerGroupReply]
 """What the updates of a step will tell, the policy's first."""
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 MOST_GROUPS = 8
@@ -56,20 +61,22 @@ class Stage:
         """
         ranks = ranks or self.pool.slots
         split = tensor_parallel(self.config, ranks) if issubclass(worker, TrainedWorker) else 1
-        env = engine_env(self.config, on_gpu=self.on_gpu)
-        mesh = Mesh(Grid(1, split, ranks // split).seating(), Grid(1, 1, ranks).seating())
+        env = make_engine_env(self.config, on_gpu=self.on_gpu)
+        mesh = WorkerMesh(
+            RankGrid(1, split, ranks // split).assign_ranks(), RankGrid(1, 1, ranks).assign_ranks()
+        )
         group = WorkerGroup(self.pool, worker, self.config, *arguments, mesh=mesh, env=env)
         self.groups.append(group)
         return group
 
     @property
-    def batches(self) -> Iterator[BatchRef | Reply]:
+    def batches(self) -> Iterator[BatchRef | WorkerGroupReply]:
         """The prompts of every step, by reference; the first once all workers are there."""
         for group in self.groups:
-            group.ready()
+            group.wait_until_ready()
         for _ in range(self.config.run.steps):
             self.began = time.monotonic()
-            yield put({"prompt": self.prompts.draw(self.config.pipeline.groups_per_step)})
+            yield put({"prompt": self.prompts.draw_prompts(self.config.pipeline.groups_per_step)})
 
 
 def tensor_parallel(config: RunConfig, ranks: int) -> int:
@@ -90,11 +97,11 @@ def stage(config: RunConfig, workers: int) -> Iterator[Stage]:
     Raises ConfigError for settings, data or a cluster that will not do.
     """
     tensor_parallel(config, workers)
-    prepared = prepare(in_loop(config, workers))
+    prepared = prepare_run(make_loop_config(config, workers))
     placement = replace(config.placement, cpus=config.placement.cpus or workers)
-    with cluster(placement, nothing) as site:
-        pool = ResourcePool(workers, gpus=float(site.on_gpu), groups=MOST_GROUPS)
-        yield Stage(config, pool, prepared.prompts, prepared.max_length, site.on_gpu)
+    with connect_cluster(placement, disaggregated_only) as site:
+        pool = ResourcePool(workers, gpus=float(site.has_gpus), groups=MOST_GROUPS)
+        yield Stage(config, pool, prepared.prompts, prepared.max_length, site.has_gpus)
 
 
 def steps_of(loop: Loop, there: Stage) -> Iterator[Mapping[str, float]]:
@@ -155,7 +162,7 @@ def run(loop: Loop, config: RunConfig, workers: int) -> None:
         raise ConfigError(f"--workers={workers}: must be at least 1")
     with stage(config, workers) as there:
         interrupt_on_signals()
-        print(loop_memory(in_loop(config, workers), on_gpu=there.on_gpu).line)
+        print(plan_loop_memory(make_loop_config(config, workers), on_gpu=there.on_gpu).summary_line)
         print(f"{config.algorithm.name}: starting {workers} workers of each kind", flush=True)
         for number, figures in enumerate(steps_of(loop, there), 1):
             print(line(number, figures), flush=True)

@@ -16,16 +16,16 @@ import numpy as np
 import psutil
 import ray
 
-from streamrl.actors.launch.local_ray import local_ray
+from streamrl.actors.launch.local_ray import start_local_ray
 from streamrl.actors.transport.shard_proxy import RemoteShard
 from streamrl.actors.worker_groups.standalone_queue import start_shards
-from streamrl.buffer import Bounds, ExperienceQueue, Ports, QueueConfig
+from streamrl.buffer import ExperienceQueue, QueueConfig, ShardCapacity, StageSchema
 from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Experience, Prompt, make_uid
 
 STAGES = {
-    "generate": Ports(needs=(), produces=ROLLOUT_COLUMNS),
-    "reward": Ports(needs=("token_ids",), produces=("scores",)),
-    "train": Ports(needs=("scores",), produces=()),
+    "generate": StageSchema(needs=(), produces=ROLLOUT_COLUMNS),
+    "reward": StageSchema(needs=("token_ids",), produces=("scores",)),
+    "train": StageSchema(needs=("scores",), produces=()),
 }
 NUM_GROUPS, GROUP_SIZE = 400, 4
 LONGEST_S = 60.0
@@ -39,11 +39,14 @@ class Worker:
 
     @ray.method
     async def run(self, stage: str, compute: Callable[[Experience], Columns]) -> None:
-        """Without end. What takes longer than queue.lease_s must call `queue.renew` meanwhile."""
+        """Without end.
+
+        What takes longer than queue.lease_s must call `queue.renew_leases` meanwhile.
+        """
         needs = STAGES[stage].needs
         while True:
-            taken = await self.queue.take(stage, max_groups=4, columns=needs, wait_s=1.0)
-            await self.queue.put([(group.lease, compute(group)) for group in taken])
+            taken = await self.queue.lease_groups(stage, max_groups=4, columns=needs, wait_s=1.0)
+            await self.queue.commit_columns([(group.lease, compute(group)) for group in taken])
 
 
 # By a call and with @ray.method, not @ray.remote above the class: so a type checker sees `remote`.
@@ -76,10 +79,10 @@ async def consume(queue: ExperienceQueue) -> tuple[dict[str, Array], int]:
     received: dict[str, Array] = {}
     repeated, is_killed = 0, False
     while len(received) < NUM_GROUPS:
-        taken = await queue.take("train", max_groups=16, columns=("scores",), wait_s=1.0)
+        taken = await queue.lease_groups("train", max_groups=16, columns=("scores",), wait_s=1.0)
         repeated += sum(group.uid in received for group in taken)
         received.update((group.uid, group.columns["scores"].copy()) for group in taken)
-        await queue.leave([group.uid for group in taken], version=0)
+        await queue.remove_groups([group.uid for group in taken], version=0)
         if not is_killed and len(received) >= NUM_GROUPS / 2:
             print(f"{len(received)} groups have arrived; killed a shard, process {kill_a_shard()}")
             is_killed = True
@@ -96,14 +99,16 @@ def kill_a_shard() -> int:
 
 async def main(folder: Path) -> int:
     """Put prompts in, let the others work, receive all; 0 if each came once and whole."""
-    shards = start_shards(STAGES, folder, bounds=Bounds(NUM_GROUPS), config=QueueConfig(shards=2))
+    shards = start_shards(
+        STAGES, folder, bounds=ShardCapacity(NUM_GROUPS), config=QueueConfig(shards=2)
+    )
     jobs = {"producer-0": "generate", "producer-1": "generate", "scorer-0": "reward"}
     workers = {name: WORKER.remote(shards, name) for name in jobs}
     for name, stage in jobs.items():
         workers[name].run.remote(stage, make_rollouts if stage == "generate" else score)
     queue, uids = ExperienceQueue(shards, "consumer"), [make_uid(0, i) for i in range(NUM_GROUPS)]
     prompts = [Prompt(uid, np.array([n], np.int32)) for n, uid in enumerate(uids)]
-    await queue.admit(prompts, version=0)
+    await queue.admit_prompts(prompts, version=0)
     print(f"{NUM_GROUPS} prompts are in {len(shards)} shards, with journals in {folder}")
     received, repeated = await asyncio.wait_for(consume(queue), LONGEST_S)
     print(f"{len(received)} groups have arrived; {repeated} were handed out twice and passed over")
@@ -115,6 +120,6 @@ async def main(folder: Path) -> int:
 
 if __name__ == "__main__":
     # Of our own; `ray.init` connects to a cluster.
-    with local_ray(1, 200 << 20), tempfile.TemporaryDirectory(prefix="queue-") as path:
+    with start_local_ray(1, 200 << 20), tempfile.TemporaryDirectory(prefix="queue-") as path:
         code = asyncio.run(main(Path(path)))
     sys.exit(code)

@@ -8,40 +8,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.actors.protocols import EngineFactory
-from streamrl.actors.transport.ray_calls import call
+from streamrl.actors.transport.ray_calls import await_reply
 from streamrl.actors.transport.shard_proxy import RemoteShard
-from streamrl.actors.transport.transport_spec import WeightTravel
+from streamrl.actors.transport.transport_spec import TransportSpec
 from streamrl.buffer import ExperienceQueue
 from streamrl.config import RunConfig
-from streamrl.config.role_counts import placement_of
-from streamrl.dataflow import COST, REWARD, Call, Dataflow, Kind
+from streamrl.config.role_counts import assign_slots
+from streamrl.dataflow import COST_CALL, REWARD_CALL, CallKind, Dataflow, ModelCall
 from streamrl.placement import WorkerMemory
 from streamrl.rewards import may_use_devices
 from streamrl.stream.device_lease import (
-    Arbiter,
-    ArbiterFace,
-    FreeLease,
-    Pulse,
-    SharedLease,
-    Suspendable,
+    ArbiterProtocol,
+    DedicatedDeviceLease,
+    DeviceArbiter,
+    ProgressClock,
+    SharedDeviceLease,
+    SuspendableWork,
 )
-from streamrl.stream.protocols import DeviceLease, Stage
-from streamrl.telemetry.cpu_usage import process_time
+from streamrl.stream.protocols import DeviceLease, StageContext
+from streamrl.telemetry.cpu_usage import read_process_time
 from streamrl.telemetry.spans import Span, SpanRecorder
 
 if TYPE_CHECKING:
-    from streamrl.actors.weight_channel import RemoteChannel
+    from streamrl.actors.weight_channel import RemoteWeightChannel
 
-LONGEST_TURN_S = 86400.0
+MAX_LEASE_WAIT_S = 86400.0
 """Nobody has a pool for longer, s."""
-HEARS_S = 1.0
+RENEW_EVERY_S = 1.0
 """How often a stage hears what of its work is in vain, where there is more than enough of it, s."""
-TRAINERS = "trainer"
+TRAINER_PHASE = "trainer"
 """Who holds a slot for all trainers of a run: they work as one."""
 
 
 @dataclass(frozen=True)
-class Wiring:
+class ActorContext:
     """Given to every actor of a run at its start.
 
     components: columns that the scores, and the costs, are combined from.
@@ -57,43 +57,49 @@ class Wiring:
     shards: tuple[RemoteShard, ...]
     coordinator: Any
     engines: EngineFactory
-    travel: WeightTravel
+    transport: TransportSpec
     memory: WorkerMemory | None = None
 
-    def channel(self, reader: str, role: str) -> "RemoteChannel":
+    def make_channel(self, reader: str, role: str) -> "RemoteWeightChannel":
         """Where `reader` follows the weights of a role."""
         # Those who follow have a model, and torch; every actor of a run is wired.
-        from streamrl.actors.weight_channel import RemoteChannel
+        from streamrl.actors.weight_channel import RemoteWeightChannel
 
-        return RemoteChannel(self.coordinator, self.travel, reader, role)
+        return RemoteWeightChannel(self.coordinator, self.transport, reader, role)
 
     @property
     def train_columns(self) -> tuple[str, ...]:
         """What a rank reads of a group: what the algorithm needs, and the components of rewards."""
-        train = self.dataflow.of_kind(Kind.TRAIN)[0]
+        train = self.dataflow.select_calls(CallKind.TRAIN)[0]
         return (*train.needs, *self.components)
 
-    def stages(
-        self, calls: Sequence[Call], process: str, *, suspendable: Suspendable | None = None
-    ) -> list[Stage]:
+    def make_stages(
+        self,
+        calls: Sequence[ModelCall],
+        process: str,
+        *,
+        suspendable: SuspendableWork | None = None,
+    ) -> list[StageContext]:
         """The places of an actor called `process`, one per call of its role, under one lease.
 
         They leave together. Where the pool is shared, what is `suspendable` gives way to others.
         """
-        lease = self._lease(calls[0].role, process, suspendable)
+        lease = self._make_lease(calls[0].role, process, suspendable)
         spans = SpanRecorder(process)
         leaving = asyncio.Event()
         # What is left over of a step need not be made to its end.
-        hears_s = math.inf if self.config.filter.oversampling == 1 else HEARS_S
+        hears_s = math.inf if self.config.filter.oversample_factor == 1 else RENEW_EVERY_S
         queues = [ExperienceQueue(self.shards, process, hears_s=hears_s) for _ in calls]
         return [
-            Stage(call.stage, queue, lease, spans, leaving)
+            StageContext(call.stage, queue, lease, spans, leaving)
             for call, queue in zip(calls, queues, strict=True)
         ]
 
-    def _lease(self, role: str, process: str, suspendable: Suspendable | None) -> DeviceLease:
+    def _make_lease(
+        self, role: str, process: str, suspendable: SuspendableWork | None
+    ) -> DeviceLease:
         arbiter = RemoteArbiter(self.coordinator)
-        return share(self.config, arbiter, process, role, suspendable=suspendable)
+        return make_lease(self.config, arbiter, process, role, suspendable=suspendable)
 
 
 @dataclass(frozen=True)
@@ -108,50 +114,52 @@ class ActorReport:
     samples: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     counts: Mapping[str, float] = field(default_factory=dict)
     peaks_mb: Mapping[str, float] = field(default_factory=dict)
-    process_time: Mapping[str, float] = field(default_factory=process_time)
+    process_time: Mapping[str, float] = field(default_factory=read_process_time)
 
 
-def phases(config: RunConfig) -> dict[str, set[int]]:
+def map_phase_slots(config: RunConfig) -> dict[str, set[int]]:
     """What slots are held for, and which: each role that serves, and all trainers, who are one.
 
     Rules compute nothing on a slot's devices, so nobody waits for them, nor they for anybody.
     """
-    trained = config.dataflow.trained
-    judges = {REWARD.role: config.rewards, COST.role: config.costs}
+    trained = config.dataflow.trained_roles
+    judges = {REWARD_CALL.role: config.rewards, COST_CALL.role: config.costs}
     found: dict[str, set[int]] = {}
-    for role, slots in placement_of(config).slots.items():
+    for role, slots in assign_slots(config).slots.items():
         if role not in judges or may_use_devices(judges[role]):
-            found.setdefault(TRAINERS if role in trained else role, set()).update(slots)
+            found.setdefault(TRAINER_PHASE if role in trained else role, set()).update(slots)
     return found
 
 
-def make_arbiter(config: RunConfig, pulse: Pulse) -> Arbiter:
+def make_arbiter(config: RunConfig, pulse: ProgressClock) -> DeviceArbiter:
     """What lends a run's slots, where its stages share some."""
     timeout_s = config.pipeline.stall_s
-    if config.placement.in_turn:
-        return Arbiter(timeout_s=timeout_s, pulse=pulse)
+    if config.placement.is_sequential:
+        return DeviceArbiter(timeout_s=timeout_s, pulse=pulse)
     # On policy there is nothing else to do before all rollouts of the step are there.
     slice_s = config.placement.slice_s if config.pipeline.max_staleness else math.inf
-    return Arbiter(timeout_s=timeout_s, slice_s=slice_s, slots=phases(config), pulse=pulse)
+    return DeviceArbiter(
+        timeout_s=timeout_s, slice_s=slice_s, slots=map_phase_slots(config), pulse=pulse
+    )
 
 
-def share(
+def make_lease(
     config: RunConfig,
-    arbiter: ArbiterFace,
+    arbiter: ArbiterProtocol,
     holder: str,
     role: str,
     *,
-    suspendable: Suspendable | None = None,
+    suspendable: SuspendableWork | None = None,
 ) -> DeviceLease:
     """The lease of an actor of a role, or of all TRAINERS: free where nobody else has its slots."""
-    if config.placement.in_turn:
-        return SharedLease(arbiter, holder)
-    held = phases(config)
-    phase = TRAINERS if role in config.dataflow.trained else role
+    if config.placement.is_sequential:
+        return SharedDeviceLease(arbiter, holder)
+    held = map_phase_slots(config)
+    phase = TRAINER_PHASE if role in config.dataflow.trained_roles else role
     mine = held.pop(phase, set[int]())
     if not any(mine & theirs for theirs in held.values()):
-        return FreeLease()
-    return SharedLease(arbiter, holder, phase, suspendable=suspendable)
+        return DedicatedDeviceLease()
+    return SharedDeviceLease(arbiter, holder, phase, suspendable=suspendable)
 
 
 class RemoteArbiter:
@@ -162,17 +170,21 @@ class RemoteArbiter:
 
     async def acquire(self, holder: str, phase: str) -> None:
         """Wait for the pool; it is the arbiter that says when that is too long."""
-        reply = self._coordinator.lease.remote("acquire", holder, phase)
-        await call(reply, "lease.acquire", LONGEST_TURN_S)
+        reply = self._coordinator.call_arbiter.remote("acquire", holder, phase)
+        await await_reply(reply, "lease.acquire", MAX_LEASE_WAIT_S)
 
-    def progress(self, holder: str) -> None:
+    def report_progress(self, holder: str) -> None:
         """Say so; nobody waits for an answer."""
-        self._coordinator.lease.remote("progress", holder)
+        self._coordinator.call_arbiter.remote("report_progress", holder)
 
     async def release(self, holder: str) -> None:
         """Give the pool back."""
-        await call(self._coordinator.lease.remote("release", holder), "lease.release")
+        await await_reply(self._coordinator.call_arbiter.remote("release", holder), "lease.release")
 
-    async def wanted(self, holder: str) -> bool:
+    async def wait_for_preemption(self, holder: str) -> bool:
         """Wait, for a while, until the pool should be given back."""
-        return bool(await call(self._coordinator.lease.remote("wanted", holder), "lease.wanted"))
+        return bool(
+            await await_reply(
+                self._coordinator.call_arbiter.remote("wait_for_preemption", holder), "lease.wanted"
+            )
+        )

@@ -3,48 +3,48 @@
 from operator import methodcaller
 from typing import Any
 
-from streamrl.actors.generator import GeneratorActor, PartActor
-from streamrl.actors.liveness import Living
-from streamrl.actors.shared_weights import Residence
+from streamrl.actors.generator import FollowerRankActor, GeneratorActor
+from streamrl.actors.liveness import PingableActor
+from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.trainer import TrainerActor
 
 
-class HybridActor(Living):
+class HybridActor(PingableActor):
     """Hosts both; each is called as the actor it would be alone, see `Part`."""
 
     def __init__(self, leads: bool = True) -> None:
         """`leads` is whether the generator samples here, and not only computes along."""
-        residence = Residence()
-        generator = GeneratorActor(residence) if leads else PartActor(residence)
-        self._parts = {"trainer": TrainerActor(residence), "generator": generator}
+        residence = SharedWeights()
+        generator = GeneratorActor(residence) if leads else FollowerRankActor(residence)
+        self._role_actors = {"trainer": TrainerActor(residence), "generator": generator}
 
-    async def on(self, part: str, method: str, arguments: tuple[Any, ...]) -> Any:
+    async def call_role(self, part: str, method: str, arguments: tuple[Any, ...]) -> Any:
         """Call a method of one of them."""
-        return await methodcaller(method, *arguments)(self._parts[part])
+        return await methodcaller(method, *arguments)(self._role_actors[part])
 
 
-class Part:
+class HybridActorHandle:
     """The trainer or the generator of a HybridActor, to be called like an actor of its own."""
 
     def __init__(self, actor: Any, name: str) -> None:
         self.actor = actor
         self._name = name
 
-    def __getattr__(self, method: str) -> "PartMethod":
+    def __getattr__(self, method: str) -> "HybridMethodHandle":
         if method.startswith("_"):
             raise AttributeError(method)
-        return PartMethod(self.actor, self._name, method)
+        return HybridMethodHandle(self.actor, self._name, method)
 
     def __reduce__(self) -> Any:
-        return Part, (self.actor, self._name)
+        return HybridActorHandle, (self.actor, self._name)
 
 
-class PartMethod:
+class HybridMethodHandle:
     """A method of a part."""
 
     def __init__(self, actor: Any, part: str, method: str) -> None:
-        self._actor, self._part, self._method = actor, part, method
+        self._actor, self._role, self._method = actor, part, method
 
     def remote(self, *arguments: Any) -> Any:
         """Call it; the reply."""
-        return self._actor.on.remote(self._part, self._method, arguments)
+        return self._actor.call_role.remote(self._role, self._method, arguments)

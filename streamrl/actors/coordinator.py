@@ -9,56 +9,56 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from streamrl.actors.actor_context import TRAINERS, Wiring, make_arbiter, share
+from streamrl.actors.actor_context import TRAINER_PHASE, ActorContext, make_arbiter, make_lease
 from streamrl.actors.coordination.driver_events import (
+    DriverEvents,
+    DriverReport,
     EventReport,
-    Feed,
-    Report,
     StatusReport,
     StepReport,
 )
-from streamrl.actors.coordination.evaluator import Evaluator
-from streamrl.actors.coordination.run_persistence import Durability
-from streamrl.actors.coordination.step_reporter import Reporter, RoleActors, Snapshot
-from streamrl.actors.liveness import Living
-from streamrl.actors.trainer_group import MovedReference, TrainerGroup
+from streamrl.actors.coordination.evaluator import RunEvaluator
+from streamrl.actors.coordination.run_persistence import RunPersistence
+from streamrl.actors.coordination.step_reporter import RoleActors, StepReporter, StepSnapshot
+from streamrl.actors.liveness import PingableActor
+from streamrl.actors.trainer_group import EmaReferencePublisher, TrainerGroup
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S
-from streamrl.algorithms.adaptive_params import Dials
-from streamrl.buffer import Admission, Books, ExperienceQueue, StepAssembler
-from streamrl.buffer.admission.oversampling import Oversampling
-from streamrl.buffer.leases import Overdue
+from streamrl.algorithms.adaptive_params import AdaptiveParams
+from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAssembler
+from streamrl.buffer.admission.oversampling import OversamplingController
+from streamrl.buffer.leases import OverdueLease
 from streamrl.data import PromptStream
-from streamrl.dataflow import GENERATE, MOVED, POLICY, REWARD, Kind
-from streamrl.errors import DataError, DropError, FilterError, NoSpaceError, StreamError
-from streamrl.messages import Ended, Prompt
-from streamrl.pipeline import admit, train, watch_stalls
-from streamrl.run_dir.crash_stacks import record_stacks
-from streamrl.stream.device_lease import Pulse
-from streamrl.stream.protocols import Stage, StepOutcome
-from streamrl.stream.run_state import SURPLUS, Control
-from streamrl.stream.weight_publisher import Publishing, Source, is_due
+from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, REWARD_CALL, CallKind
+from streamrl.errors import DataError, DropLimitError, FilterLimitError, NoSpaceError, StreamError
+from streamrl.messages import GroupOutcome, Prompt
+from streamrl.pipeline import admit_prompts, train_policy, watch_stalls
+from streamrl.run_dir.crash_stacks import record_crash_stacks
+from streamrl.stream.device_lease import ProgressClock
+from streamrl.stream.protocols import StageContext, StepResult
+from streamrl.stream.run_state import SURPLUS_CAUSE, RunState
+from streamrl.stream.weight_publisher import WeightPublisher, WeightSource, is_publish_due
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 from streamrl.weights.metrics import weight_metrics
-from streamrl.weights.version_registry import REFUSED, Fault, ReaderState, WeightRegistry
+from streamrl.weights.version_registry import LOAD_REFUSED, ReaderState, WeightFault, WeightRegistry
 
-REFUSALS = 2
+REFUSALS_PER_RESEND = 2
 """After so many refusals each time a version is sent again: it may be damaged where it lies."""
 
 
 @dataclass(frozen=True)
-class Cast:
+class RoleActorMap:
     """The actors of a run, by role; the trainers' ranks among them."""
 
     roles: Sequence[RoleActors]
 
-    def of(self, role: str) -> RoleActors:
+    def get_role(self, role: str) -> RoleActors:
         """The actors of one role."""
         return next(r for r in self.roles if r.role == role)
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """Where the run starts: prompts, and the state of the checkpoint it goes on from, if any."""
 
     prompts: PromptStream
@@ -69,88 +69,100 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Finish:
+class RunResult:
     """How the run ended. `ledger` is the conservation law in words."""
 
     version: int
     ledger: str
-    interrupted: bool
+    is_interrupted: bool
     checkpoint: str
 
 
-class CoordinatorActor(Living):
+class CoordinatorActor(PingableActor):
     """Hosts the admitting and the training loop, and answers those who follow the weights."""
 
     def __init__(self) -> None:
-        self._feed = Feed()
+        self._driver_events = DriverEvents()
         self._loop_spans = SpanRecorder("train-loop")
 
-    async def start(self, wiring: Wiring, cast: Cast, start: Start) -> None:
+    async def start(self, wiring: ActorContext, cast: RoleActorMap, start: RunStart) -> None:
         """Open the books, see to what was in flight, publish the version the run starts from."""
         config = self._config = wiring.config
-        record_stacks(wiring.run_dir, "coordinator")
+        record_crash_stacks(wiring.run_dir, "coordinator")
         self._prompts = start.prompts
         version = 0 if start.state is None else int(start.state["version"])
-        self._durability = Durability(config, wiring.run_dir, wiring.shards, start.state)
-        books = await self._durability.open_books(self._prompts)
-        self._dials = Dials(config.algorithm.row, config.settings)
-        self._dials.load_state_dict(start.state["dials"] if start.state else {})
-        self._travel = wiring.travel
-        self._pulse = Pulse()
-        self._arbiter = make_arbiter(config, self._pulse)
-        self._lease = share(config, self._arbiter, TRAINERS, TRAINERS)
+        self._persistence = RunPersistence(config, wiring.run_dir, wiring.shards, start.state)
+        books = await self._persistence.open_run_log(self._prompts)
+        self._adaptive_params = AdaptiveParams(config.algorithm.spec, config.algorithm_settings)
+        self._adaptive_params.load_state_dict(start.state["dials"] if start.state else {})
+        self._transport = wiring.transport
+        self._progress_clock = ProgressClock()
+        self._arbiter = make_arbiter(config, self._progress_clock)
+        self._lease = make_lease(config, self._arbiter, TRAINER_PHASE, TRAINER_PHASE)
         self._publisher_node = start.publisher_node
-        self._feed.post(EventReport("note", {"text": wiring.travel.choice.reason}))
-        trained = [role for role in cast.roles if role.kind is Kind.TRAIN]
+        self._driver_events.post_report(
+            EventReport("note", {"text": wiring.transport.decision.reason})
+        )
+        trained = [role for role in cast.roles if role.kind is CallKind.TRAIN]
         self._trainers = {
-            role.role: self._trainer_of(role, has_critic=len(trained) > 1) for role in trained
+            role.role: self._make_trainer_group(role, has_critic=len(trained) > 1)
+            for role in trained
         }
-        self._control = self._make_control(books, version)
+        self._run_state = self._make_run_state(books, version)
         self._queue = ExperienceQueue(wiring.shards, "coordinator")
-        self._evaluator = Evaluator(
-            config, cast.of(GENERATE.role), cast.of(REWARD.role), self._pulse
+        self._evaluator = RunEvaluator(
+            config,
+            cast.get_role(GENERATE_CALL.role),
+            cast.get_role(REWARD_CALL.role),
+            self._progress_clock,
         )
         self._eval_prompts = start.eval_prompts
-        self._cast = cast
+        self._role_actors = cast
         self._checkpoint = start.checkpoint
         self._saved_version = version
-        if books.steps:
-            steps = f"{min(books.steps)} to {max(books.steps)}"
+        if books.steps_to_replay:
+            steps = f"{min(books.steps_to_replay)} to {max(books.steps_to_replay)}"
             text = f"steps {steps} were made after the checkpoint; they are made again as they were"
-            self._feed.post(EventReport("note", {"text": text}))
-        await self._control.reconcile(self._queue)
-        await self._control.publishing.begin(version, first=True)
-        await self._control.publishing.settle()
+            self._driver_events.post_report(EventReport("note", {"text": text}))
+        await self._run_state.reconcile_queue(self._queue)
+        await self._run_state.publisher.begin_publish(version, first=True)
+        await self._run_state.publisher.wait_until_published()
 
-    def _trainer_of(self, role: RoleActors, *, has_critic: bool) -> TrainerGroup:
+    def _make_trainer_group(self, role: RoleActors, *, has_critic: bool) -> TrainerGroup:
         config = self._config
         waits = has_critic and role.role == POLICY
         return TrainerGroup(
             role,
-            settings=config.settings,
-            config=config.trainer_of(role.role),
-            publishes_together=role.role == POLICY and config.fills_generators,
+            settings=config.algorithm_settings,
+            config=config.get_trainer_config(role.role),
+            publishes_together=role.role == POLICY and config.needs_resharding,
             rests_until=config.critic.warmup_alone if waits else 0,
             probe_every=config.weights.probe_every if role.role == POLICY else 0,
         )
 
-    def _make_control(self, books: Books, version: int) -> Control:
+    def _make_run_state(self, books: RunLog, version: int) -> RunState:
         config, pipeline = self._config, self._config.pipeline
         per_step = pipeline.groups_per_step
-        sources: dict[str, Source] = {**self._trainers}
-        sources |= {MOVED: MovedReference(self._trainers[POLICY])} if config.reference.every else {}
-        registries = {role: self._registry(role) for role in sources}
-        publishing = Publishing(
+        sources: dict[str, WeightSource] = {**self._trainers}
+        sources |= (
+            {EMA_REFERENCE: EmaReferencePublisher(self._trainers[POLICY])}
+            if config.reference.every
+            else {}
+        )
+        registries = {role: self._make_registry(role) for role in sources}
+        publishing = WeightPublisher(
             sources,
             registries,
-            due=self._publishes,
+            due=self._should_publish,
             lease=None if config.placement.is_hybrid else self._lease,
-            on_fault=lambda role, fault: self._report("publish_failed", role, fault),
+            on_fault=lambda role, fault: self._post_fault("publish_failed", role, fault),
         )
-        oversampling = Oversampling(config.filter.oversampling, groups_per_step=per_step)
-        admission = Admission(
+        oversampling = OversamplingController(
+            config.filter.oversample_factor, groups_per_step=per_step
+        )
+        admission = AdmissionController(
             books.ledger,
-            depth=pipeline.lead,
+            depth=pipeline.max_steps_ahead,
             groups_per_step=per_step,
             capacity_groups=config.capacity_groups,
             total_groups=config.run.steps * per_step,
@@ -163,76 +175,83 @@ class CoordinatorActor(Living):
             drops_stale=pipeline.on_stale == "drop",
             oversampling=oversampling,
         )
-        return Control(
+        return RunState(
             admission,
             assembler,
             books,
             publishing,
-            self._dials,
+            self._adaptive_params,
             self._prompts,
             max_attempts=config.queue.max_attempts,
-            readmits=config.queue.on_failed_group == "readmit",
+            should_readmit_failed=config.queue.on_failed_group == "readmit",
             max_filtered=config.filter.max_filter_rounds * per_step,
             max_dropped=config.queue.max_drop_rounds * per_step,
-            on_end=lambda uid, how: self._tell(end_reports(uid, how)),
-            on_stall=lambda found: self._tell(stall_reports(found, pipeline.on_stall)),
-            pulse=self._pulse,
+            on_group_finished=lambda uid, how: self._post_reports(make_drop_reports(uid, how)),
+            on_stall=lambda found: self._post_reports(make_stall_reports(found, pipeline.on_stall)),
+            progress_clock=self._progress_clock,
         )
 
-    def _registry(self, role: str) -> WeightRegistry:
+    def _make_registry(self, role: str) -> WeightRegistry:
         refusals: Counter[int] = Counter()
 
-        def told(kind: str, reader: str, fault: Fault) -> None:
-            self._report(kind, reader, fault)
-            if kind == REFUSED:
+        def told(kind: str, reader: str, fault: WeightFault) -> None:
+            self._post_fault(kind, reader, fault)
+            if kind == LOAD_REFUSED:
                 refusals[fault.version] += 1
-                if refusals[fault.version] % REFUSALS == 0:
-                    self._control.publishing.resend(role, fault.version)
+                if refusals[fault.version] % REFUSALS_PER_RESEND == 0:
+                    self._run_state.publisher.resend_version(role, fault.version)
 
         keep = self._config.weights.keep_versions
-        spread = self._travel.spread(self._publisher_node)
+        spread = self._transport.make_broadcast_tree(self._publisher_node)
         return WeightRegistry(keep_versions=keep, on_trouble=told, spread=spread)
 
-    def _report(self, kind: str, who: str, fault: Fault) -> None:
+    def _post_fault(self, kind: str, who: str, fault: WeightFault) -> None:
         """An event about a version and the actor, or the role, that it gives trouble."""
         fields: dict[str, str | int] = {"actor": who, "version": fault.version}
-        self._feed.post(EventReport(kind, {**fields, "reason": fault.reason}))
+        self._driver_events.post_report(EventReport(kind, {**fields, "reason": fault.reason}))
 
-    def _publishes(self, role: str, version: int) -> bool:
+    def _should_publish(self, role: str, version: int) -> bool:
         """Looked at are the last version, and what is evaluated."""
         config, steps = self._config, self._config.run.steps
         evaluated = bool(self._eval_prompts) and config.evaluation.is_due(version, num_steps=steps)
         every, looked_at = config.weights.publish_every, version == steps or evaluated
-        return is_due(role, version, every=every, reference=config.reference, looked_at=looked_at)
+        return is_publish_due(
+            role, version, every=every, reference=config.reference, looked_at=looked_at
+        )
 
-    async def run(self) -> Finish:
+    async def run(self) -> RunResult:
         """Evaluate, stream until the last step or until stopped, evaluate, save."""
-        control, config = self._control, self._config
-        self._reporter = Reporter(config, self._cast.roles, self._feed, start_s=time.time())
-        reporting = asyncio.create_task(self._reporter.run())
+        control, config = self._run_state, self._config
+        self._step_reporter = StepReporter(
+            config, self._role_actors.roles, self._driver_events, start_s=time.time()
+        )
+        reporting = asyncio.create_task(self._step_reporter.report_steps())
         try:
-            await self._stream(reporting)
-        except (FilterError, DropError, DataError):
-            await self._save_of_failed()
+            await self._run_stream(reporting)
+        except (FilterLimitError, DropLimitError, DataError):
+            await self._save_after_failure()
             raise
-        await self._reporter.finish(reporting)
-        interrupted = not control.admission.finished
-        if control.torn:
-            text = f"stopped between two updates: not saved; a resume goes on from {self._kept}"
-            self._feed.post(EventReport("note", {"text": text}))
+        await self._step_reporter.finish_reporting(reporting)
+        interrupted = not control.admission.is_finished
+        if control.has_partial_update:
+            text = (
+                f"stopped between two updates: not saved; a resume goes on from"
+                f" {self._last_checkpoint_name}"
+            )
+            self._driver_events.post_report(EventReport("note", {"text": text}))
         elif interrupted or config.checkpoint.at_end:
-            await self._save()
-        left = await self._queue.stats()
-        await self._durability.close()
-        counts = control.admission.ledger.check(left.uids, booked=control.booked)
-        return Finish(control.admission.version, str(counts), interrupted, self._checkpoint)
+            await self._save_checkpoint()
+        left = await self._queue.get_stats()
+        await self._persistence.close()
+        counts = control.admission.ledger.check_balance(left.uids, booked=control.inserted_uids)
+        return RunResult(control.admission.version, str(counts), interrupted, self._checkpoint)
 
-    async def _stream(self, reporting: "asyncio.Task[None]") -> None:
+    async def _run_stream(self, reporting: "asyncio.Task[None]") -> None:
         """Admit and train side by side; the first error of either, or of reporting, ends both."""
-        training = asyncio.create_task(self._train())
-        admitting = asyncio.create_task(admit(self._control, self._queue))
+        training = asyncio.create_task(self._run_training())
+        admitting = asyncio.create_task(admit_prompts(self._run_state, self._queue))
         watching = asyncio.create_task(
-            watch_stalls(self._control, self._queue, self._config.pipeline)
+            watch_stalls(self._run_state, self._queue, self._config.pipeline)
         )
         loops = {training, admitting, reporting, watching}
         while not training.done():
@@ -243,161 +262,181 @@ class CoordinatorActor(Living):
             for task in done:
                 task.result()
         training.result()
-        self._control.stop()
+        self._run_state.request_stop()
         # Admission may wait for room that nobody makes any more.
         for task in (watching, admitting):
             task.cancel()
         await asyncio.wait([watching, admitting])
 
-    async def _train(self) -> None:
+    async def _run_training(self) -> None:
         """Train; what the run starts from is evaluated first, while the first step is sampled."""
-        if self._control.admission.version == 0 and (row := await self._evaluate_if_due()):
-            self._feed.post(StepReport(0, row))
-        self._reporter.begin_step(time.time())
-        stage = Stage("train", self._queue, self._lease, self._loop_spans)
-        await train(stage, self._control, self._trainers, self._config.pipeline, report=self._step)
+        if self._run_state.admission.version == 0 and (row := await self._evaluate_if_due()):
+            self._driver_events.post_report(StepReport(0, row))
+        self._step_reporter.begin_step(time.time())
+        stage = StageContext("train", self._queue, self._lease, self._loop_spans)
+        await train_policy(
+            stage, self._run_state, self._trainers, self._config.pipeline, report=self._finish_step
+        )
 
-    async def _step(self, outcome: StepOutcome) -> None:
+    async def _finish_step(self, outcome: StepResult) -> None:
         """After each step: evaluate if it is time, note the step, maybe save."""
-        admission = self._control.admission
+        admission = self._run_state.admission
         # The ranks' own spans are reported; those of the loop around them only take memory.
-        self._loop_spans.drain()
+        self._loop_spans.drain_spans()
         evaluation = await self._evaluate_if_due()
-        registries = self._control.publishing.registries
-        traffic = {role: registry.drain() for role, registry in registries.items()}
+        registries = self._run_state.publisher.registries
+        traffic = {role: registry.drain_stats() for role, registry in registries.items()}
         weights = weight_metrics(traffic.pop(POLICY), list(traffic.values()))
         row = {**weights, "weights/version": admission.version}
-        row |= report_skipped(self._prompts, self._feed)
-        self._reporter.note(Snapshot(outcome, row, evaluation))
-        if self._durability.is_due(admission.version, outcome.queue.journal_bytes):
-            await self._save(goes_on=True)
+        row |= post_skipped_rows(self._prompts, self._driver_events)
+        self._step_reporter.add_step(StepSnapshot(outcome, row, evaluation))
+        if self._persistence.is_due(admission.version, outcome.queue_stats.journal_bytes):
+            await self._save_checkpoint(goes_on=True)
 
-    def _tell(self, reports: Iterable[Report]) -> None:
+    def _post_reports(self, reports: Iterable[DriverReport]) -> None:
         for report in reports:
-            self._feed.post(report)
+            self._driver_events.post_report(report)
 
     async def _evaluate_if_due(self) -> dict[str, float]:
         """Score the evaluation prompts under the current weights, outside the stream."""
-        version, steps = self._control.admission.version, self._config.run.steps
+        version, steps = self._run_state.admission.version, self._config.run.steps
         if not self._eval_prompts or not self._config.evaluation.is_due(version, num_steps=steps):
             return {}
         # A version that could not be published is told of here, not waited for.
-        await self._control.publishing.settle()
-        self._feed.post(StatusReport(f"evaluating version {version}"))
-        evaluation = asyncio.create_task(self._evaluator.run(self._eval_prompts, version))
-        stopping = asyncio.create_task(self._control.stopping.wait())
+        await self._run_state.publisher.wait_until_published()
+        self._driver_events.post_report(StatusReport(f"evaluating version {version}"))
+        evaluation = asyncio.create_task(
+            self._evaluator.run_evaluation(self._eval_prompts, version)
+        )
+        stopping = asyncio.create_task(self._run_state.stop_requested.wait())
         await asyncio.wait({evaluation, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
-        self._feed.post(StatusReport(""))
+        self._driver_events.post_report(StatusReport(""))
         if not evaluation.done():
             evaluation.cancel()
             return {}
         result = evaluation.result()
         if result.num_unscored:
             fields = {"version": version, "prompts": result.num_unscored}
-            self._feed.post(EventReport("unscored", {**fields, "reason": result.problem}))
-        return result.metrics()
+            self._driver_events.post_report(
+                EventReport("unscored", {**fields, "reason": result.unscored_reason})
+            )
+        return result.to_metrics()
 
     @property
-    def _kept(self) -> str:
+    def _last_checkpoint_name(self) -> str:
         return Path(self._checkpoint).name if self._checkpoint else "the beginning"
 
-    async def _save(self, *, goes_on: bool = False) -> None:
+    async def _save_checkpoint(self, *, goes_on: bool = False) -> None:
         """Write a checkpoint of the current version, unless there is one, or no space for it."""
-        version = self._control.admission.version
+        version = self._run_state.admission.version
         if self._checkpoint and version == self._saved_version:
             return
         # What is saved is as it was published.
-        await self._control.publishing.settle()
+        await self._run_state.publisher.wait_until_published()
         trainers = list(self._trainers.values())
         try:
-            path = await self._durability.save(self._control, trainers, self._reported)
+            path = await self._persistence.save_checkpoint(
+                self._run_state, trainers, self._wait_until_reported
+            )
         except NoSpaceError as error:
             if not goes_on:
                 raise
-            text = f"{error}; kept: {self._kept}; the run goes on, and tries again later"
-            self._feed.post(EventReport("no_space", {"version": version, "text": text}))
+            text = (
+                f"{error}; kept: {self._last_checkpoint_name}; the run goes on, and tries"
+                f" again later"
+            )
+            self._driver_events.post_report(
+                EventReport("no_space", {"version": version, "text": text})
+            )
             return
         if path is not None:
             self._checkpoint, self._saved_version = str(path), version
             event = EventReport("checkpoint", {"version": version, "path": self._checkpoint})
-            self._feed.post(event)
+            self._driver_events.post_report(event)
 
-    async def _save_of_failed(self) -> None:
+    async def _save_after_failure(self) -> None:
         """Save what was made, if that can be, and see that the driver has all reports."""
         try:
-            if self._control.admission.version > self._saved_version and not self._control.torn:
-                await self._save()
-            await self._reported()
+            if (
+                self._run_state.admission.version > self._saved_version
+                and not self._run_state.has_partial_update
+            ):
+                await self._save_checkpoint()
+            await self._wait_until_reported()
         except StreamError as error:
-            self._feed.post(EventReport("note", {"text": f"the end was not saved: {error}"}))
+            self._driver_events.post_report(
+                EventReport("note", {"text": f"the end was not saved: {error}"})
+            )
 
-    async def _reported(self) -> None:
+    async def _wait_until_reported(self) -> None:
         """The driver has the row of every step: a step that is not made again has no other."""
-        await self._reporter.idle()
-        await self._feed.delivered(CALL_TIMEOUT_S)
+        await self._step_reporter.wait_until_idle()
+        await self._driver_events.wait_until_delivered(CALL_TIMEOUT_S)
 
-    async def lost(self, name: str) -> None:
+    async def handle_actor_death(self, name: str) -> None:
         """An actor has died and is started again: what it held is free, and it reads nothing."""
-        self._forget(name)
-        await self._queue.release(name)
+        self._forget_actor(name)
+        await self._queue.release_holder(name)
 
-    async def joined(self, role: str, name: str, actor: Any) -> None:
+    async def add_replica(self, role: str, name: str, actor: Any) -> None:
         """A replica has joined: from now on it is asked whatever the others of its role are."""
-        self._cast.of(role).join(name, actor)
+        self._role_actors.get_role(role).add_replica(name, actor)
 
-    async def leaving(self, role: str, name: str) -> None:
+    async def start_replica_drain(self, role: str, name: str) -> None:
         """A replica is about to leave: it is asked nothing any more."""
-        self._cast.of(role).leave(name)
+        self._role_actors.get_role(role).remove_replica(name)
 
-    async def left(self, name: str) -> None:
+    async def remove_replica(self, name: str) -> None:
         """A replica has left: what it may still hold is free, and it reads no weights."""
-        self._forget(name)
-        await self._queue.release(name, died=False)
+        self._forget_actor(name)
+        await self._queue.release_holder(name, died=False)
 
-    def _forget(self, name: str) -> None:
-        self._arbiter.forget(name)
-        for registry in self._control.publishing.registries.values():
-            registry.forget(name)
+    def _forget_actor(self, name: str) -> None:
+        self._arbiter.remove_holder(name)
+        for registry in self._run_state.publisher.registries.values():
+            registry.remove_reader(name)
 
     async def request_stop(self) -> None:
         """End the stream after the micro-batch under way, or a step that has begun to update."""
-        self._control.stop()
+        self._run_state.request_stop()
 
-    async def reports(self, after: int, wait_s: float) -> list[Report]:
+    async def read_reports(self, after: int, wait_s: float) -> list[DriverReport]:
         """See Feed.after."""
-        return await self._feed.after(after, wait_s)
+        return await self._driver_events.read_after(after, wait_s)
 
-    async def newest(
+    async def wait_for_manifest(
         self, role: str, reader: str, held: ReaderState, wait_s: float
     ) -> WeightManifest | None:
         """See WeightRegistry.newest; `role` is whose weights they are."""
-        return await self._control.publishing.registries[role].newest(reader, held, wait_s=wait_s)
+        return await self._run_state.publisher.registries[role].wait_for_newer(
+            reader, held, wait_s=wait_s
+        )
 
-    async def lease(self, method: str, *arguments: str) -> Any:
+    async def call_arbiter(self, method: str, *arguments: str) -> Any:
         """Call a method of the arbiter, see ArbiterFace."""
         found = methodcaller(method, *arguments)(self._arbiter)
         return await found if asyncio.iscoroutine(found) else found
 
 
-def report_skipped(prompts: PromptStream, feed: Feed) -> Mapping[str, int]:
+def post_skipped_rows(prompts: PromptStream, feed: DriverEvents) -> Mapping[str, int]:
     """Tell of rows that gave no prompt since the last call; their counts, as metrics."""
     skipped = prompts.take_skipped()
     for problem in skipped.problems:
-        feed.post(EventReport("bad_row", {"reason": problem}))
+        feed.post_report(EventReport("bad_row", {"reason": problem}))
     return skipped.metrics
 
 
-def end_reports(uid: str, how: Ended) -> list[EventReport]:
+def make_drop_reports(uid: str, how: GroupOutcome) -> list[EventReport]:
     """The event of a drop; none of what is no fault, and may happen more often than a step."""
-    if how.filtered or how.cause == SURPLUS:
+    if how.filtered or how.cause == SURPLUS_CAUSE:
         return []
     return [EventReport("drop", {"uid": uid, "cause": how.cause, "reason": how.reason})]
 
 
-def stall_reports(found: Sequence[Overdue], action: str) -> list[EventReport]:
+def make_stall_reports(found: Sequence[OverdueLease], action: str) -> list[EventReport]:
     """One event per holder and stage, however many groups it has."""
-    by_holder: dict[tuple[str, str], list[Overdue]] = {}
+    by_holder: dict[tuple[str, str], list[OverdueLease]] = {}
     for one in found:
         by_holder.setdefault((one.stage, one.holder), []).append(one)
     reports = []

@@ -9,25 +9,34 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from streamrl.actors.protocols import HostedGenerator, HostedPart, HostedScorer
+from streamrl.actors.protocols import HostedFollowerRank, HostedGenerator, HostedScorer
 from streamrl.config import RunConfig
-from streamrl.config.cross_checks import trained_steps
-from streamrl.dataflow import BASELINE, COST, COST_VALUE, POLICY, REFERENCE, REWARD, VALUE, Call
-from streamrl.engines.memory.gc_paused import uncollected
+from streamrl.config.cross_checks import count_trained_steps
+from streamrl.dataflow import (
+    BASELINE_CALL,
+    COST_CALL,
+    COST_VALUE_CALL,
+    POLICY,
+    REFERENCE_CALL,
+    REWARD_CALL,
+    VALUE_CALL,
+    ModelCall,
+)
+from streamrl.engines.memory.gc_paused import pause_gc
 from streamrl.messages import Array, Columns, Experience
-from streamrl.stream.stage_worker import Result
-from streamrl.weights import Loaded
+from streamrl.stream.stage_worker import StageResult
+from streamrl.weights import WeightLoadStats
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from streamrl.engines.training.pretraining import Pretraining
-    from streamrl.engines.training.tasks import Task
+    from streamrl.engines.training.pretraining import PretrainingLoss
+    from streamrl.engines.training.tasks import TrainingTask
     from streamrl.engines.training.trainer import ModelTrainer
     from streamrl.engines.vllm.engine import EngineSpec
 
 
-class Shadow:
+class FollowerScorer:
     """A stage that scores with a model kept elsewhere, under the newest version that has come."""
 
     def __init__(
@@ -36,96 +45,108 @@ class Shadow:
         load: Callable[[Mapping[str, "Tensor"]], None],
     ) -> None:
         """`compute` makes the columns of a group; `load` takes another version."""
-        self._compute = compute
-        self._load = load
+        self._compute_columns = compute
+        self._load_tensors = load
         self._lock = asyncio.Lock()
 
-    async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
+    async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
         """The columns of each group, computed beside the event loop."""
         async with self._lock:
             return [
-                await asyncio.to_thread(self._compute, experience.columns)
+                await asyncio.to_thread(self._compute_columns, experience.columns)
                 for experience in experiences
             ]
 
-    async def load_weights(self, tensors: Mapping[str, "Tensor"], version: int) -> Loaded:
+    async def load_weights(self, tensors: Mapping[str, "Tensor"], version: int) -> WeightLoadStats:
         """Go over to another version, between two batches."""
         async with self._lock:
             started = time.perf_counter()
-            await asyncio.to_thread(self._load, tensors)
-            return Loaded(pause_s=time.perf_counter() - started)
+            await asyncio.to_thread(self._load_tensors, tensors)
+            return WeightLoadStats(pause_s=time.perf_counter() - started)
 
-    async def probe(self, sequences: Sequence[Array]) -> None:
+    async def compute_logprobs(self, sequences: Sequence[Array]) -> None:
         """It is asked about rollouts, not about sequences."""
 
 
-class RealEngines:
+class RealEngineFactory:
     """vLLM, transformers, DeepSpeed or torch: what a run is made of."""
 
-    async def generator(self, config: RunConfig, max_length: int, replica: int) -> HostedGenerator:
+    async def make_generator(
+        self, config: RunConfig, max_length: int, replica: int
+    ) -> HostedGenerator:
         """A vLLM engine of its own per replica, which others compute with where they share it."""
-        with uncollected():
+        with pause_gc():
             from streamrl.engines.generation.generator import GenerationEngine
             from streamrl.engines.generation.group_generator import GroupGenerator
 
-            engine = await GenerationEngine.of(_engine_spec(config, max_length, replica))
+            engine = await GenerationEngine.start_from_spec(
+                _make_engine_spec(config, max_length, replica)
+            )
         return GroupGenerator(
             engine, group_size=config.algorithm.group_size, run_seed=config.run.seed
         )
 
-    async def generator_part(self, config: RunConfig, max_length: int, rank: int) -> HostedPart:
+    async def make_follower_rank(
+        self, config: RunConfig, max_length: int, rank: int
+    ) -> HostedFollowerRank:
         """vLLM's worker with a part of the engine that the leader of the rank's team has."""
-        with uncollected():
-            from streamrl.engines.vllm.follower_rank import GeneratorPart
+        with pause_gc():
+            from streamrl.engines.vllm.follower_rank import FollowerRank
 
-            return await GeneratorPart.start(_engine_spec(config, max_length, rank))
+            return await FollowerRank.start(_make_engine_spec(config, max_length, rank))
 
-    async def scorer(self, config: RunConfig, max_length: int, role: str) -> HostedScorer:
+    async def make_scorer(self, config: RunConfig, max_length: int, role: str) -> HostedScorer:
         """The scorer of a role of the dataflow: reward, cost, reference or a critic's shadow."""
-        with uncollected():
-            scorer = SCORERS[role](config, max_length)
+        with pause_gc():
+            scorer = SCORER_FACTORIES[role](config, max_length)
             await scorer.start()
             return scorer
 
-    def trainer(self, config: RunConfig, max_length: int, rank: int, role: str) -> "ModelTrainer":
+    def make_trainer(
+        self, config: RunConfig, max_length: int, rank: int, role: str
+    ) -> "ModelTrainer":
         """One rank of a model's trainer."""
         has_texts = role == POLICY and bool(config.data.pretrain)
-        with uncollected():
+        with pause_gc():
             from streamrl.engines.training.trainer import ModelTrainer
 
             return ModelTrainer(
-                _task(config, max_length, role),
-                config=config.trainer_of(role),
+                _make_task(config, max_length, role),
+                config=config.get_trainer_config(role),
                 rank=rank,
-                pretraining=_pretraining(config) if has_texts else None,
-                num_steps=trained_steps(config, role),
+                pretraining=_make_pretraining(config) if has_texts else None,
+                num_steps=count_trained_steps(config, role),
             )
 
 
-def _engine_spec(config: RunConfig, max_length: int, replica: int) -> "EngineSpec":
+def _make_engine_spec(config: RunConfig, max_length: int, replica: int) -> "EngineSpec":
     from streamrl.engines.vllm.engine import EngineSpec
-    from streamrl.engines.vllm.rank_groups import team_of
+    from streamrl.engines.vllm.rank_groups import make_rank_group
 
     size = config.generator.tensor_parallel
     is_shared = config.placement.is_hybrid and size > 1
-    team = team_of(replica, config.trainer, size) if is_shared else None
+    team = make_rank_group(replica, config.trainer, size) if is_shared else None
     return EngineSpec(
         config.model.path,
         config.generator,
-        seed=config.run.seed + (team.leader if team else replica),
+        seed=config.run.seed + (team.leader_rank if team else replica),
         max_length=max_length,
-        drains=config.weights.on_update == "drain",
-        keeps_kv=config.weights.kv == "keep",
-        team=team,
+        should_drain=config.weights.on_update == "drain",
+        should_keep_kv=config.weights.kv == "keep",
+        rank_group=team,
     )
 
 
-def _task(config: RunConfig, max_length: int, role: str) -> "Task":
-    from streamrl.engines.models.forward import ModelOptions
+def _make_task(config: RunConfig, max_length: int, role: str) -> "TrainingTask":
+    from streamrl.engines.models.forward import ModelLoadOptions
     from streamrl.engines.training.tasks import CriticTask, PolicyTask, TwoHeadedTask
 
-    path, row, settings = config.model_of(role), config.algorithm.row, config.settings
-    options = ModelOptions(config.trainer_of(role).attention, max_length)
+    path, row, settings = (
+        config.get_model_path(role),
+        config.algorithm.spec,
+        config.algorithm_settings,
+    )
+    options = ModelLoadOptions(config.get_trainer_config(role).attention, max_length)
     temperature, clip = config.generator.temperature, config.critic.value_clip
     if role == POLICY and config.critic.shared_coef is not None:
         coef = config.critic.shared_coef
@@ -137,31 +158,33 @@ def _task(config: RunConfig, max_length: int, role: str) -> "Task":
     return CriticTask(path, row, settings, clip, role, options)
 
 
-def _pretraining(config: RunConfig) -> "Pretraining":
+def _make_pretraining(config: RunConfig) -> "PretrainingLoss":
     from streamrl.data import TextStream, load_texts, load_tokenizer
-    from streamrl.engines.training.pretraining import Pretraining
-    from streamrl.files.hf_config import model_length
+    from streamrl.engines.training.pretraining import PretrainingLoss
+    from streamrl.files.hf_config import read_model_length
 
     budget = config.pipeline.micro_batch_tokens
-    return Pretraining(
+    return PretrainingLoss(
         TextStream(load_texts(config.data.pretrain), seed=config.run.seed),
         load_tokenizer(config.model.path),
         coef=config.algorithm.ptx_coef,
-        rows=config.algorithm.ptx_rows,
-        max_tokens=min(budget, model_length(config.model.path, limit=config.model.max_length)),
+        num_texts=config.algorithm.ptx_rows,
+        max_tokens=min(budget, read_model_length(config.model.path, limit=config.model.max_length)),
         micro_batch_tokens=budget,
     )
 
 
-def _rewards(config: RunConfig, max_length: int) -> HostedScorer:
+def _make_reward_scorer(config: RunConfig, max_length: int) -> HostedScorer:
     from streamrl.data import load_tokenizer
-    from streamrl.rewards import Surroundings, build_rewards
-    from streamrl.rewards.group_filter import build_filter
+    from streamrl.rewards import RewardContext, build_rewards
+    from streamrl.rewards.group_filter import build_group_filter
     from streamrl.rewards.scorer import RewardScorer
 
-    rewards = build_rewards(config.rewards, Surroundings(config.scorer, config.sandbox))
-    scorer = RewardScorer(rewards, load_tokenizer(config.model.path), build_filter(config.filter))
-    stages = {REWARD.stage: scorer.score, BASELINE.stage: scorer.baseline}
+    rewards = build_rewards(config.rewards, RewardContext(config.scorer, config.sandbox))
+    scorer = RewardScorer(
+        rewards, load_tokenizer(config.model.path), build_group_filter(config.filter)
+    )
+    stages = {REWARD_CALL.stage: scorer.score, BASELINE_CALL.stage: scorer.score_baseline}
     return HostedScorer(
         stages,
         drain_samples=scorer.drain_samples,
@@ -171,24 +194,24 @@ def _rewards(config: RunConfig, max_length: int) -> HostedScorer:
     )
 
 
-def _costs(config: RunConfig, max_length: int) -> HostedScorer:
+def _make_cost_scorer(config: RunConfig, max_length: int) -> HostedScorer:
     from streamrl.data import load_tokenizer
-    from streamrl.rewards import COSTS, Surroundings, build_rewards
+    from streamrl.rewards import COSTS, RewardContext, build_rewards
     from streamrl.rewards.scorer import CostScorer
 
-    around = Surroundings(config.scorer, config.sandbox)
+    around = RewardContext(config.scorer, config.sandbox)
     costs = build_rewards(config.costs, around, judged=COSTS)
     scorer = CostScorer(costs, load_tokenizer(config.model.path))
     return HostedScorer(
-        {COST.stage: scorer.score},
+        {COST_CALL.stage: scorer.score},
         drain_counts=costs.drain_counts,
         start=costs.start,
         close=costs.close,
     )
 
 
-def _reference(config: RunConfig, max_length: int) -> HostedScorer:
-    from streamrl.engines.models.forward import ModelOptions
+def _make_reference_scorer(config: RunConfig, max_length: int) -> HostedScorer:
+    from streamrl.engines.models.forward import ModelLoadOptions
     from streamrl.engines.training.forward_scorers import LogprobScorer
 
     model = LogprobScorer(
@@ -197,35 +220,37 @@ def _reference(config: RunConfig, max_length: int) -> HostedScorer:
         micro_batch_tokens=config.pipeline.micro_batch_tokens,
         threads=config.trainer.threads,
         dtype=config.trainer.dtype,
-        options=ModelOptions(config.trainer.attention, max_length),
+        options=ModelLoadOptions(config.trainer.attention, max_length),
     )
-    shadow = Shadow(model.ref_logprobs, model.load_weights)
-    return HostedScorer({REFERENCE.stage: shadow.score}, shadow)
+    shadow = FollowerScorer(model.compute_ref_logprobs, model.load_weights)
+    return HostedScorer({REFERENCE_CALL.stage: shadow.score}, shadow)
 
 
-def _shadow(call: Call, config: RunConfig, max_length: int) -> HostedScorer:
-    from streamrl.engines.models.forward import ModelOptions
+def _make_value_scorer(call: ModelCall, config: RunConfig, max_length: int) -> HostedScorer:
+    from streamrl.engines.models.forward import ModelLoadOptions
     from streamrl.engines.training.forward_scorers import ValueScorer
 
     shares = config.critic.shared_coef is not None
-    role, (column,) = POLICY if shares else call.follows, call.produces
-    trainer = config.trainer_of(role)
+    role, (column,) = POLICY if shares else call.followed_role, call.produces
+    trainer = config.get_trainer_config(role)
     model = ValueScorer(
-        config.model_of(role),
+        config.get_model_path(role),
         micro_batch_tokens=config.pipeline.micro_batch_tokens,
         threads=trainer.threads,
         dtype=trainer.dtype,
         shares_policy=shares,
-        options=ModelOptions(trainer.attention, max_length),
+        options=ModelLoadOptions(trainer.attention, max_length),
     )
-    shadow = Shadow(lambda columns: {column: model.values(columns)}, model.load_weights)
+    shadow = FollowerScorer(
+        lambda columns: {column: model.compute_values(columns)}, model.load_weights
+    )
     return HostedScorer({call.stage: shadow.score}, shadow)
 
 
-SCORERS: Mapping[str, Callable[[RunConfig, int], HostedScorer]] = {
-    "reward": _rewards,
-    "cost": _costs,
-    "reference": _reference,
-    "value": partial(_shadow, VALUE),
-    "cost_value": partial(_shadow, COST_VALUE),
+SCORER_FACTORIES: Mapping[str, Callable[[RunConfig, int], HostedScorer]] = {
+    "reward": _make_reward_scorer,
+    "cost": _make_cost_scorer,
+    "reference": _make_reference_scorer,
+    "value": partial(_make_value_scorer, VALUE_CALL),
+    "cost_value": partial(_make_value_scorer, COST_VALUE_CALL),
 }

@@ -2,64 +2,66 @@
 
 from collections.abc import Sequence
 
-from streamrl.actors.actor_context import ActorReport, Wiring
-from streamrl.actors.liveness import LifeSign
-from streamrl.actors.protocols import HostedGenerator, HostedPart
-from streamrl.actors.replica import Replica
+from streamrl.actors.actor_context import ActorContext, ActorReport
+from streamrl.actors.liveness import ProcessLocation
+from streamrl.actors.protocols import HostedFollowerRank, HostedGenerator
+from streamrl.actors.replica import ReplicaActor
 from streamrl.actors.shared_weights import (
-    PartFollower,
-    Residence,
-    ResidentChannel,
-    ResidentFollower,
+    PrefilledFollower,
+    SharedWeights,
+    SharedWeightsChannel,
+    SharedWeightsFollower,
 )
-from streamrl.dataflow import GENERATE, POLICY, Call
-from streamrl.engines.generator_config import Sampling
+from streamrl.dataflow import GENERATE_CALL, POLICY, ModelCall
+from streamrl.engines.generator_config import SamplingSettings
 from streamrl.errors import ActorLostError
 from streamrl.messages import Prompt, Rollout
-from streamrl.pipeline import generate
-from streamrl.stream.stage_worker import nothing_begun, shared_places
+from streamrl.pipeline import generate_rollouts
+from streamrl.stream.stage_worker import read_no_partials, split_slots
 
 
-class GeneratorActor(Replica):
+class GeneratorActor(ReplicaActor):
     """Long-lived: engine and loops live as long as the run, or as the process does."""
 
-    def __init__(self, residence: Residence | None = None) -> None:
+    def __init__(self, residence: SharedWeights | None = None) -> None:
         """`residence` is there if a trainer shares this process, and the weights."""
         self._generator: HostedGenerator | None = None
-        self._residence = residence
+        self._shared_weights = residence
 
-    async def start(self, wiring: Wiring, replica: int, calls: Sequence[Call]) -> None:
+    async def start(self, wiring: ActorContext, replica: int, calls: Sequence[ModelCall]) -> None:
         """Load the engine. It serves nothing until `run` has pulled the current version."""
         self._config = wiring.config
-        self._take_place(wiring, calls, f"generator-{replica}", follows=POLICY, suspendable=self)
-        make = wiring.engines.generator
-        if self._residence is None:
+        self._join_stream(wiring, calls, f"generator-{replica}", follows=POLICY, suspendable=self)
+        make = wiring.engines.make_generator
+        if self._shared_weights is None:
             self._generator = await make(wiring.config, wiring.max_length, replica)
             return
         assert self._channel is not None
-        self._channel = ResidentChannel(self._channel, self._residence)
+        self._channel = SharedWeightsChannel(self._channel, self._shared_weights)
         # The engine takes its place among the ranks that are there.
-        await self._residence.wait_for_trainer(wiring.config.generator.start_timeout_s)
+        await self._shared_weights.wait_for_trainer(wiring.config.generator.start_timeout_s)
         self._generator = await make(wiring.config, wiring.max_length, replica)
-        await self._residence.let_in(self._generator, fills=wiring.config.fills_generators)
+        await self._shared_weights.attach_generator(
+            self._generator, fills=wiring.config.needs_resharding
+        )
 
     async def suspend(self) -> None:
         """Sample nothing while others have the pool."""
         assert self._generator is not None
-        await self._generator.suspend("lease")
-        self._stages[0].spans.rest([stage.name for stage in self._stages])
+        await self._generator.pause("lease")
+        self._stages[0].spans.pause_spans([stage.name for stage in self._stages])
 
     async def resume(self) -> None:
         """Go on with what was under way."""
         assert self._generator is not None
-        self._stages[0].spans.go_on()
+        self._stages[0].spans.resume_spans()
         await self._generator.resume("lease")
 
     async def run(self) -> None:
         """The loops of the stages, until the actor is killed or has left."""
-        config, generator, held = self._config, self._generator, self._held
+        config, generator, held = self._config, self._generator, self._held_version
         assert generator is not None and held is not None
-        places = shared_places(
+        places = split_slots(
             config.generator.max_concurrent_rollouts,
             [stage.name for stage in self._stages],
             group_size=config.algorithm.group_size,
@@ -67,56 +69,66 @@ class GeneratorActor(Replica):
         loops = []
         for stage in self._stages:
             sample = generator.stages[stage.name]
-            begun = generator.begun if stage.name == GENERATE.stage else nothing_begun
-            loops.append(generate(stage, sample, held, places=places[stage.name], begun=begun))
-        if self._residence is None:
-            await self._serve(loops, generator)
+            begun = (
+                generator.collect_partial_rollouts
+                if stage.name == GENERATE_CALL.stage
+                else read_no_partials
+            )
+            loops.append(
+                generate_rollouts(stage, sample, held, places=places[stage.name], begun=begun)
+            )
+        if self._shared_weights is None:
+            await self._run_loops(loops, generator)
         else:
-            await self._serve(loops, ResidentFollower(generator, self._residence))
+            await self._run_loops(loops, SharedWeightsFollower(generator, self._shared_weights))
 
     async def sample(
-        self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling, version: int
+        self, prompt: Prompt, seeds: Sequence[int], sampling: SamplingSettings, version: int
     ) -> list[Rollout]:
         """Rollouts for an evaluation of `version` (or a newer one)."""
         if self._generator is None:
             raise ActorLostError("this generator has died and is not yet back")
-        assert self._held is not None
-        await self._held.at_least(version)
-        async with self._stages[0].lease.hold("evaluate"):
+        assert self._held_version is not None
+        await self._held_version.wait_for_version(version)
+        async with self._stages[0].device_lease.hold("evaluate"):
             return await self._generator.sample(prompt, seeds, sampling=sampling)
 
-    async def life(self) -> LifeSign:
+    async def ping(self) -> ProcessLocation:
         """Answer once the engine has, which it does between two steps: a wedged one is silent."""
         if self._generator is not None:
-            await self._generator.begun()
-        return LifeSign.here()
+            await self._generator.collect_partial_rollouts()
+        return ProcessLocation.from_this_process()
 
-    async def drain(self) -> ActorReport:
+    async def collect_report(self) -> ActorReport:
         """What this replica did since the last call."""
         if self._generator is None:
             return ActorReport("", ())
         spans = self._stages[0].spans
-        return ActorReport(spans.process, spans.drain())
+        return ActorReport(spans.process, spans.drain_spans())
 
 
-class PartActor(Replica):
+class FollowerRankActor(ReplicaActor):
     """Has a part of a generator that another process leads, and the trainer that fills it."""
 
-    def __init__(self, residence: Residence) -> None:
-        self._residence = residence
-        self._part: HostedPart | None = None
+    def __init__(self, residence: SharedWeights) -> None:
+        self._shared_weights = residence
+        self._follower_rank: HostedFollowerRank | None = None
 
-    async def start(self, wiring: Wiring, rank: int, calls: Sequence[Call]) -> None:
+    async def start(self, wiring: ActorContext, rank: int, calls: Sequence[ModelCall]) -> None:
         """Load the part, as the leader loads the engine."""
         config = wiring.config
-        self._take_place(wiring, calls, f"generator-{rank}", follows=POLICY)
+        self._join_stream(wiring, calls, f"generator-{rank}", follows=POLICY)
         assert self._channel is not None
-        self._channel = ResidentChannel(self._channel, self._residence)
-        await self._residence.wait_for_trainer(config.generator.start_timeout_s)
-        self._part = await wiring.engines.generator_part(config, wiring.max_length, rank)
-        await self._residence.let_in_part(self._part)
+        self._channel = SharedWeightsChannel(self._channel, self._shared_weights)
+        await self._shared_weights.wait_for_trainer(config.generator.start_timeout_s)
+        self._follower_rank = await wiring.engines.make_follower_rank(
+            config, wiring.max_length, rank
+        )
+        await self._shared_weights.attach_follower_rank(self._follower_rank)
 
     async def run(self) -> None:
         """Compute along, until the actor is killed or the leader is gone."""
-        assert self._part is not None
-        await self._serve([self._part.serve()], PartFollower(self._residence))
+        assert self._follower_rank is not None
+        await self._run_loops(
+            [self._follower_rank.run_rank()], PrefilledFollower(self._shared_weights)
+        )

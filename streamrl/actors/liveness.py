@@ -17,28 +17,31 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from streamrl.errors import DeadlineError, DropError, GenerationError, WeightsError
+from streamrl.errors import DeadlineError, DropLimitError, GenerationError, WeightsError
 
-ANSWER_S = 5.0
+PING_TIMEOUT_S = 5.0
 """How long a process has to answer, s: it has nothing to do for it."""
-WAITED = (DeadlineError, DropError, GenerationError, WeightsError)
+WAIT_ERRORS = (DeadlineError, DropLimitError, GenerationError, WeightsError)
 """Errors that may come of a process that does nothing any more."""
 
 
 @contextmanager
-def naming_silent(processes: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
-    """What fails in here, and may have failed of a silent process, names it; see `silent`."""
+def name_unresponsive(processes: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+    """What fails in here, and may have failed of a silent process, names it;
+
+    see `find_unresponsive`.
+    """
     try:
         yield
-    except WAITED as error:
-        names = silent(processes())
+    except WAIT_ERRORS as error:
+        names = find_unresponsive(processes())
         if not names:
             raise
         told = "; ".join(f"the process of {name} does not answer" for name in names)
         raise type(error)(f"{told}; {error}") from error
 
 
-def silent(processes: Mapping[str, Any], within_s: float = ANSWER_S) -> list[str]:
+def find_unresponsive(processes: Mapping[str, Any], within_s: float = PING_TIMEOUT_S) -> list[str]:
     """The names of the processes that do not answer: stopped, or out of reach.
 
     Each value is an async actor in the process. One that waits for another answers, as its loop is
@@ -49,110 +52,118 @@ def silent(processes: Mapping[str, Any], within_s: float = ANSWER_S) -> list[str
     return sorted(replies[reply] for reply in late)
 
 
-LOOK_S = 1.0
+MAX_POLL_GAP_S = 1.0
 """A longer time between two looks counts as this: who looks may have been stopped itself, s."""
-ASKED_PER_DEADLINE = 6
+PINGS_PER_DEADLINE = 6
 """How often a process is asked within the time that it may be silent."""
 
 
 @dataclass(frozen=True)
-class LifeSign:
+class ProcessLocation:
     """Where a process is: its node, and its number there."""
 
     node: str
     pid: int
 
     @classmethod
-    def here(cls) -> "LifeSign":
+    def from_this_process(cls) -> "ProcessLocation":
         """Of the calling process."""
         return cls(ray.get_runtime_context().get_node_id(), os.getpid())
 
 
-class Living:
+class PingableActor:
     """What every actor of a run is asked; no method of one that is async holds its loop up."""
 
-    async def life(self) -> LifeSign:
+    async def ping(self) -> ProcessLocation:
         """Answer at once, as long as this process does anything at all."""
-        return LifeSign.here()
+        return ProcessLocation.from_this_process()
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _PendingPing:
     reply: Any
-    at_s: float
+    sent_at_s: float
 
 
-class Vigil:
+class LivenessMonitor:
     """Asks actors, each a Living, for signs of life; says which have given none for `silent_s`.
 
     Nothing here waits.
     """
 
     def __init__(self, silent_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._silent_s = silent_s
+        self._timeout_s = silent_s
         self._clock = clock
-        self._looked_at = clock()
+        self._polled_at_s = clock()
         self._now_s = 0.0
-        self._asked: dict[str, _Asked] = {}
-        self._silent: set[str] = set()
-        self._heard_s: dict[str, float] = {}
-        self._signs: dict[str, LifeSign] = {}
+        self._pending_pings: dict[str, _PendingPing] = {}
+        self._unresponsive: set[str] = set()
+        self._answered_at_s: dict[str, float] = {}
+        self._locations: dict[str, ProcessLocation] = {}
 
-    def look(self, actors: Mapping[str, Any]) -> list[str]:
+    def ping_actors(self, actors: Mapping[str, Any]) -> list[str]:
         """Ask whoever is due of these actors; the names of those that are silent.
 
         Each once, until it has answered again or was ended.
         """
         now = self._clock()
-        self._now_s += min(now - self._looked_at, LOOK_S)
-        self._looked_at = now
-        self._asked = {name: asked for name, asked in self._asked.items() if name in actors}
-        self._hear()
-        late = [n for n, one in self._asked.items() if self._now_s - one.at_s >= self._silent_s]
-        found = [name for name in late if name not in self._silent]
-        self._silent = set(late)
-        every_s = self._silent_s / ASKED_PER_DEADLINE
+        self._now_s += min(now - self._polled_at_s, MAX_POLL_GAP_S)
+        self._polled_at_s = now
+        self._pending_pings = {
+            name: asked for name, asked in self._pending_pings.items() if name in actors
+        }
+        self._collect_pings()
+        late = [
+            n
+            for n, one in self._pending_pings.items()
+            if self._now_s - one.sent_at_s >= self._timeout_s
+        ]
+        found = [name for name in late if name not in self._unresponsive]
+        self._unresponsive = set(late)
+        every_s = self._timeout_s / PINGS_PER_DEADLINE
         for name, actor in actors.items():
-            due_s = self._heard_s.get(name, -every_s) + every_s
-            if name not in self._asked and self._now_s >= due_s:
-                self._asked[name] = _Asked(actor.life.remote(), self._now_s)
+            due_s = self._answered_at_s.get(name, -every_s) + every_s
+            if name not in self._pending_pings and self._now_s >= due_s:
+                self._pending_pings[name] = _PendingPing(actor.ping.remote(), self._now_s)
         return found
 
-    def _hear(self) -> None:
+    def _collect_pings(self) -> None:
         """Take in what has been answered."""
-        if not self._asked:
+        if not self._pending_pings:
             return
-        names = {one.reply: name for name, one in self._asked.items()}
+        names = {one.reply: name for name, one in self._pending_pings.items()}
         ready, _ = ray.wait(list(names), num_returns=len(names), timeout=0)
         for reply in ready:
             name = names[reply]
-            del self._asked[name]
-            self._heard_s[name] = self._now_s
+            del self._pending_pings[name]
+            self._answered_at_s[name] = self._now_s
             # Whoever died is not silent: Ray says so, and others see to it.
             with contextlib.suppress(RayError):
-                self._signs[name] = ray.get(reply, timeout=0)
+                self._locations[name] = ray.get(reply, timeout=0)
 
-    def pid_of(self, name: str) -> str:
+    def find_pid(self, name: str) -> str:
         """The number of an actor's process on its machine, as text; empty if it never answered."""
-        sign = self._signs.get(name)
+        sign = self._locations.get(name)
         return "" if sign is None else str(sign.pid)
 
-    def end(self, name: str, actor: Any) -> None:
+    def kill_actor(self, name: str, actor: Any) -> None:
         """End the process of a silent actor; Ray starts it again as it does any that dies.
 
         By a signal: one that is stopped would not hear of anything else.
         """
-        self._asked.pop(name, None)
-        sign = self._signs.pop(name, None)
+        self._pending_pings.pop(name, None)
+        sign = self._locations.pop(name, None)
         if sign is None:
             ray.kill(actor, no_restart=False)
         elif sign.node == ray.get_runtime_context().get_node_id():
-            _end(sign.pid)
+            _kill_process(sign.pid)
         else:
             there = NodeAffinitySchedulingStrategy(sign.node, soft=False)
-            ray.remote(_end).options(num_cpus=0, scheduling_strategy=there).remote(sign.pid)
+            ray.remote(_kill_process).options(num_cpus=0, scheduling_strategy=there).remote(
+                sign.pid
+            )
 
 
-def _end(pid: int) -> None:
+def _kill_process(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)

@@ -2,30 +2,34 @@
 
 from collections.abc import Sequence
 
-from streamrl.actors.actor_context import ActorReport, Wiring
+from streamrl.actors.actor_context import ActorContext, ActorReport
 from streamrl.actors.protocols import HostedScorer
-from streamrl.actors.replica import Replica, same
-from streamrl.dataflow import MOVED, REWARD, Call
+from streamrl.actors.replica import ReplicaActor, identity_version
+from streamrl.dataflow import EMA_REFERENCE, REWARD_CALL, ModelCall
 from streamrl.errors import ActorLostError
 from streamrl.messages import Experience
-from streamrl.pipeline import Serving, score
-from streamrl.stream.stage_worker import Result
+from streamrl.pipeline import ScoringLimits, score_groups
+from streamrl.stream.stage_worker import StageResult
 
 
-class ScorerActor(Replica):
+class ScorerActor(ReplicaActor):
     """Long-lived: models and reward workers live as long as the run, or as the process does."""
 
     def __init__(self) -> None:
         self._scorer: HostedScorer | None = None
 
-    async def start(self, wiring: Wiring, replica: int, calls: Sequence[Call]) -> None:
+    async def start(self, wiring: ActorContext, replica: int, calls: Sequence[ModelCall]) -> None:
         """Load what the stages score with."""
         self._config = wiring.config
         self._calls = calls
-        role, follows = calls[0].role, calls[0].follows
-        due = self._config.reference.version_for if follows == MOVED else same
-        self._take_place(wiring, calls, f"{role}-{replica}", follows=follows, due=due)
-        self._scorer = await wiring.engines.scorer(wiring.config, wiring.max_length, role)
+        role, follows = calls[0].role, calls[0].followed_role
+        due = (
+            self._config.reference.find_reference_version
+            if follows == EMA_REFERENCE
+            else identity_version
+        )
+        self._join_stream(wiring, calls, f"{role}-{replica}", follows=follows, due=due)
+        self._scorer = await wiring.engines.make_scorer(wiring.config, wiring.max_length, role)
 
     async def run(self) -> None:
         """The loops of the stages, until the actor is killed or has left."""
@@ -33,23 +37,25 @@ class ScorerActor(Replica):
         assert scorer is not None
         loops = []
         for stage, call in zip(self._stages, self._calls, strict=True):
-            serving = Serving(call.needs, 2 * batch, batch)
-            loops.append(score(stage, scorer.stages[stage.name], serving, held=self._held))
+            serving = ScoringLimits(call.needs, 2 * batch, batch)
+            loops.append(
+                score_groups(stage, scorer.stages[stage.name], serving, held=self._held_version)
+            )
         try:
-            await self._serve(loops, scorer.follower)
+            await self._run_loops(loops, scorer.follower)
         finally:
             await scorer.close()
 
-    async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
+    async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
         """Score groups that are not in the queue: those of an evaluation."""
         if self._scorer is None:
             raise ActorLostError("this scorer has died and is not yet back")
-        return await self._scorer.stages[REWARD.stage](experiences)
+        return await self._scorer.stages[REWARD_CALL.stage](experiences)
 
-    async def drain(self) -> ActorReport:
+    async def collect_report(self) -> ActorReport:
         """What this replica did since the last call, with a few scored texts."""
         if self._scorer is None:
             return ActorReport("", ())
         spans = self._stages[0].spans
         samples, counts = self._scorer.drain_samples(), self._scorer.drain_counts()
-        return ActorReport(spans.process, spans.drain(), samples, counts)
+        return ActorReport(spans.process, spans.drain_spans(), samples, counts)

@@ -10,114 +10,114 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from streamrl.actors.protocols import HostedRank
-from streamrl.engines.memory.peak_memory import PeakMemory
-from streamrl.errors import DeadlineError, SupersededError
+from streamrl.actors.protocols import HostedTrainerRank
+from streamrl.engines.memory.peak_memory import PeakMemoryTracker
+from streamrl.errors import DeadlineError, VersionSupersededError
 from streamrl.messages import Array
-from streamrl.stream.protocols import ClosableChannel, Fetched, Follower
-from streamrl.weights import Loaded, WeightManifest
+from streamrl.stream.protocols import ClosableWeightChannel, FetchedWeights, FollowerProtocol
+from streamrl.weights import WeightLoadStats, WeightManifest
 from streamrl.weights.version_registry import ReaderState
 
 if TYPE_CHECKING:
-    from streamrl.resharding.storage import Storage
+    from streamrl.resharding.storage import ShardStorage
 
-UPDATE = "update"
+PAUSE_FOR_UPDATE = "update"
 """Why a generator stands still while its weights change."""
-SAVE = "save"
+PAUSE_FOR_SAVE = "save"
 """Why it stands still while all there is of the trainer is written."""
 
 
-class Sampler(Protocol):
+class PausableSampler(Protocol):
     """What samples from the weights, and can stand still."""
 
-    async def storage(self) -> "Storage | None": ...
+    async def get_storage(self) -> "ShardStorage | None": ...
 
-    async def release_kv(self) -> None: ...
+    async def sleep(self) -> None: ...
 
-    async def suspend(self, reason: str) -> None: ...
+    async def pause(self, reason: str) -> None: ...
 
     async def resume(self, reason: str) -> None: ...
 
 
-class SplitOff(Protocol):
+class FollowerRankWeights(Protocol):
     """A part of a generator that another process has."""
 
-    async def storage(self) -> "Storage | None": ...
+    async def get_storage(self) -> "ShardStorage | None": ...
 
-    async def release_kv(self) -> None: ...
+    async def sleep(self) -> None: ...
 
-    def put(self, tensors: Mapping[str, Any]) -> int: ...
+    def fill_shard(self, tensors: Mapping[str, Any]) -> int: ...
 
 
-class ResidentGenerator(Follower, Protocol):
+class SharedWeightsGenerator(FollowerProtocol, Protocol):
     """Takes a version up that lies in its own parameters, too."""
 
-    async def take_up(self, version: int) -> Loaded: ...
+    async def activate_version(self, version: int) -> WeightLoadStats: ...
 
 
-class Residence:
+class SharedWeights:
     """What the two engines of a process share."""
 
     def __init__(self) -> None:
-        self._trainer_is_in = asyncio.Event()
-        self._sampler: Sampler | None = None
-        self._part: SplitOff | None = None
-        self._fills = False
-        self._served: Storage | None = None
+        self._trainer_ready = asyncio.Event()
+        self._sampler: PausableSampler | None = None
+        self._follower_rank: FollowerRankWeights | None = None
+        self._should_fill_storage = False
+        self._generator_storage: ShardStorage | None = None
         self._version = -1
         self._tensors: Mapping[str, Any] | None = {}
         self._moved_bytes = self._copied_bytes = 0
-        self.memory = PeakMemory()
+        self.peak_memory = PeakMemoryTracker()
 
-    def trainer_is_in(self) -> None:
+    def mark_trainer_ready(self) -> None:
         """The trainer has joined the other ranks, and a generator may come into their group."""
-        self._trainer_is_in.set()
+        self._trainer_ready.set()
 
     async def wait_for_trainer(self, timeout_s: float) -> None:
         """Raises DeadlineError if the trainer is not there in time."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._trainer_is_in.wait()
+                await self._trainer_ready.wait()
         except TimeoutError:
             raise DeadlineError(
                 f"the generator waited {timeout_s:g} s for the trainer of its process to start"
             ) from None
 
-    async def let_in(self, sampler: Sampler, *, fills: bool) -> None:
+    async def attach_generator(self, sampler: PausableSampler, *, fills: bool) -> None:
         """The generator is there; the trainer `fills` its parameters, if it cannot lend its own."""
         self._sampler = sampler
-        self._fills = fills
+        self._should_fill_storage = fills
         if fills:
-            self._served = await sampler.storage()
+            self._generator_storage = await sampler.get_storage()
 
-    async def let_in_part(self, part: SplitOff) -> None:
+    async def attach_follower_rank(self, part: FollowerRankWeights) -> None:
         """A part of a generator is there, which the trainer fills.
 
         It is computed with by whoever leads the generator, in another process. That one stands
         still from before the ranks update, all together, until it takes a version up that all of
         them have published.
         """
-        self._part = part
-        self._fills = True
-        self._served = await part.storage()
+        self._follower_rank = part
+        self._should_fill_storage = True
+        self._generator_storage = await part.get_storage()
 
     @asynccontextmanager
-    async def training(self, *, releases_kv: bool) -> AsyncIterator[None]:
+    async def run_training_phase(self, *, releases_kv: bool) -> AsyncIterator[None]:
         """Inside the trainer computes; the generator's keys and values make room for it, or stay.
 
         What is before and after is the generator's, and counted as its memory.
         """
-        keeper = self._sampler or self._part
+        keeper = self._sampler or self._follower_rank
         if releases_kv and keeper is not None:
-            await keeper.release_kv()
-        self.memory.ends("generate")
+            await keeper.sleep()
+        self.peak_memory.record_phase("generate")
         try:
             yield
         finally:
-            self.memory.ends("train")
+            self.peak_memory.record_phase("train")
 
     @asynccontextmanager
-    async def at_rest(self) -> AsyncIterator[bool]:
+    async def pause_generator(self) -> AsyncIterator[bool]:
         """Inside the generator of this process stands still; its rollouts go on afterwards.
 
         Gives whether it does: a part of one can be told so only by its leader.
@@ -125,27 +125,27 @@ class Residence:
         if self._sampler is None:
             yield False
             return
-        await self._sampler.suspend(SAVE)
+        await self._sampler.pause(PAUSE_FOR_SAVE)
         try:
             yield True
         finally:
-            await self._sampler.resume(SAVE)
+            await self._sampler.resume(PAUSE_FOR_SAVE)
 
-    async def about_to_change(self) -> None:
+    async def invalidate_weights(self) -> None:
         """The weights are about to change: nothing is sampled until they are taken up.
 
         Who calls it has the pool until they have changed, as has who takes a version up.
         """
         self._version = -1
         if self._sampler is not None:
-            await self._sampler.suspend(UPDATE)
+            await self._sampler.pause(PAUSE_FOR_UPDATE)
 
     @property
     def is_changing(self) -> bool:
         """Whether the weights are no version that may be sampled with."""
         return self._version < 0
 
-    def publish(self, trainer: HostedRank, version: int) -> WeightManifest:
+    def publish_version(self, trainer: HostedTrainerRank, version: int) -> WeightManifest:
         """The weights are `version` as they lie. The manifest has nothing to fetch.
 
         Where a rank has other parts of them than its generator they come to lie there now, from
@@ -153,13 +153,17 @@ class Residence:
         """
         self._tensors = None  # two sets at once would be one too many
         self._copied_bytes = 0
-        moved = trainer.switch(self._served, version) if self._fills else None
+        moved = (
+            trainer.reshard_to_generator(self._generator_storage, version)
+            if self._should_fill_storage
+            else None
+        )
         if moved is None:
             self._tensors = dict(trainer.full_state())
-            self._moved_bytes = trainer.received_bytes(self._tensors)
-            if self._part is not None:
+            self._moved_bytes = trainer.count_received_bytes(self._tensors)
+            if self._follower_rank is not None:
                 # Nobody tells it to later, and its leader waits for all ranks.
-                self._copied_bytes = self._part.put(self._tensors)
+                self._copied_bytes = self._follower_rank.fill_shard(self._tensors)
                 self._tensors = None
         else:
             self._moved_bytes = moved.received_bytes
@@ -167,83 +171,90 @@ class Residence:
         self._version = version
         return WeightManifest(version, (), ())
 
-    def fetched(self, version: int) -> Fetched:
+    def fetch_version(self, version: int) -> FetchedWeights:
         """The weights where they lie, what came from other ranks for them, and what was copied.
 
         There are none to be had where they lie in the generator already. Raises SupersededError
         once they are no longer that version: the trainer may have made the next one before a
         generator has come to take this one up.
         """
-        self.check(version)
-        return Fetched(
+        self.validate_version(version)
+        return FetchedWeights(
             self._tensors or {}, num_bytes=self._moved_bytes, copied_bytes=self._copied_bytes
         )
 
-    async def take_up(self, generator: ResidentGenerator, version: int) -> Loaded:
-        """Have the generator serve a version, and sample again. Raises as `fetched` does."""
-        self.check(version)
+    async def activate_version(
+        self, generator: SharedWeightsGenerator, version: int
+    ) -> WeightLoadStats:
+        """Have the generator serve a version, and sample again. Raises as `fetch_version` does."""
+        self.validate_version(version)
         if self._tensors is None:
-            loaded = await generator.take_up(version)
+            loaded = await generator.activate_version(version)
         else:
             loaded = await generator.load_weights(self._tensors, version)
             # What was gathered for it alone is of no use to anybody else.
             self._tensors = None
         if self._sampler is not None:
-            await self._sampler.resume(UPDATE)
+            await self._sampler.resume(PAUSE_FOR_UPDATE)
         return loaded
 
-    def check(self, version: int) -> None:
+    def validate_version(self, version: int) -> None:
         """Raise SupersededError unless the weights are that version."""
         if version != self._version:
-            raise SupersededError(f"weights version {version} is gone: they have been updated")
+            raise VersionSupersededError(
+                f"weights version {version} is gone: they have been updated"
+            )
 
 
-class PartFollower:
+class PrefilledFollower:
     """A part of a generator that has each version in it by the time it is offered."""
 
-    def __init__(self, residence: Residence) -> None:
-        self._residence = residence
+    def __init__(self, residence: SharedWeights) -> None:
+        self._shared_weights = residence
 
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
-        """Nothing is left to be done. Raises SupersededError as `Residence.fetched` does."""
-        self._residence.check(version)
-        return Loaded()
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
+        """Nothing is left to be done.
 
-    async def probe(self, sequences: Sequence[Array]) -> None:
+        Raises SupersededError as `SharedWeights.fetch_version` does.
+        """
+        self._shared_weights.validate_version(version)
+        return WeightLoadStats()
+
+    async def compute_logprobs(self, sequences: Sequence[Array]) -> None:
         """The leader of the generator is asked."""
 
 
-class ResidentChannel:
+class SharedWeightsChannel:
     """The readers' end of weight sync in a process that has the trainer, too."""
 
-    def __init__(self, channel: ClosableChannel, residence: Residence) -> None:
+    def __init__(self, channel: ClosableWeightChannel, residence: SharedWeights) -> None:
         self._channel = channel
-        self._residence = residence
+        self._shared_weights = residence
 
-    async def newest(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
+    async def wait_for_newer(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
         """See RemoteChannel.newest."""
-        return await self._channel.newest(held, wait_s=wait_s)
+        return await self._channel.wait_for_newer(held, wait_s=wait_s)
 
-    async def fetch(self, manifest: WeightManifest) -> Fetched:
+    async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
         """The weights where they lie."""
-        return self._residence.fetched(manifest.version)
+        return self._shared_weights.fetch_version(manifest.version)
 
     async def close(self) -> None:
         """Nothing is followed any more."""
         await self._channel.close()
 
 
-class ResidentFollower:
+class SharedWeightsFollower:
     """A generator that takes versions up where they lie, and may sample again once it has."""
 
-    def __init__(self, generator: ResidentGenerator, residence: Residence) -> None:
+    def __init__(self, generator: SharedWeightsGenerator, residence: SharedWeights) -> None:
         self._generator = generator
-        self._residence = residence
+        self._shared_weights = residence
 
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
         """See Follower.load_weights. Raises SupersededError if they have changed meanwhile."""
-        return await self._residence.take_up(self._generator, version)
+        return await self._shared_weights.activate_version(self._generator, version)
 
-    async def probe(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
+    async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
         """See Follower.probe."""
-        return await self._generator.probe(sequences)
+        return await self._generator.compute_logprobs(sequences)

@@ -6,45 +6,47 @@ from typing import Any
 
 import ray
 
-from streamrl.actors.transport.endpoints import make_inlet
-from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, call
-from streamrl.actors.transport.transport_spec import WeightTravel
-from streamrl.stream.protocols import Fetched
+from streamrl.actors.transport.endpoints import make_transport_reader
+from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, await_reply
+from streamrl.actors.transport.transport_spec import TransportSpec
+from streamrl.stream.protocols import FetchedWeights
 from streamrl.weights import WeightManifest
-from streamrl.weights.unpack import unpack
+from streamrl.weights.unpack import unpack_tensors
 from streamrl.weights.version_registry import ReaderState
 
 
-class RemoteChannel:
+class RemoteWeightChannel:
     """The readers' end of weight sync: manifests from the coordinator, buckets as they travel.
 
     `role` is whose weights they are.
     """
 
-    def __init__(self, coordinator: Any, travel: WeightTravel, reader: str, role: str) -> None:
+    def __init__(self, coordinator: Any, travel: TransportSpec, reader: str, role: str) -> None:
         self._coordinator = coordinator
-        self._reader = reader
+        self._reader_name = reader
         self._role = role
-        self._inlet = make_inlet(travel, role, reader)
+        self._transport_reader = make_transport_reader(travel, role, reader)
         self._node = ray.get_runtime_context().get_node_id()
 
-    async def newest(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
+    async def wait_for_newer(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
         """The newest version if it is newer than the one held, if it comes within `wait_s`."""
         here = replace(held, node=self._node)
-        reply = self._coordinator.newest.remote(self._role, self._reader, here, wait_s)
-        manifest = await call(reply, "coordinator.newest", wait_s + CALL_TIMEOUT_S)
+        reply = self._coordinator.wait_for_manifest.remote(
+            self._role, self._reader_name, here, wait_s
+        )
+        manifest = await await_reply(reply, "coordinator.newest", wait_s + CALL_TIMEOUT_S)
         assert manifest is None or isinstance(manifest, WeightManifest)
         return manifest
 
-    async def fetch(self, manifest: WeightManifest) -> Fetched:
+    async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
         """The tensors of a version, verified: views of its buckets."""
-        return await asyncio.to_thread(self._fetch, manifest)
+        return await asyncio.to_thread(self._fetch_version, manifest)
 
     async def close(self) -> None:
         """Nothing is followed any more."""
-        await asyncio.to_thread(self._inlet.close)
+        await asyncio.to_thread(self._transport_reader.close)
 
-    def _fetch(self, manifest: WeightManifest) -> Fetched:
-        inlet, before = self._inlet, self._inlet.bytes_fetched
-        tensors = unpack(manifest, inlet.fetch(manifest))
-        return Fetched(tensors, inlet.bytes_fetched - before, inlet.failure or "")
+    def _fetch_version(self, manifest: WeightManifest) -> FetchedWeights:
+        inlet, before = self._transport_reader, self._transport_reader.bytes_fetched
+        tensors = unpack_tensors(manifest, inlet.fetch_buckets(manifest))
+        return FetchedWeights(tensors, inlet.bytes_fetched - before, inlet.fallback_reason or "")

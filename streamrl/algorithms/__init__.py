@@ -1,23 +1,27 @@
 """Advantages, losses and divergences as pure tensor functions; an algorithm is a row of a table."""
 
-from streamrl.algorithms.algorithm import Algorithm, Settings, Tokens
-from streamrl.algorithms.columns import columns_derived_from, columns_needed
+from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings, TokenLossInput
+from streamrl.algorithms.columns import list_derivation_columns, list_required_columns
 from streamrl.algorithms.config import AlgorithmConfig
-from streamrl.algorithms.math.kl import adapt_coefficient, kl_estimate
-from streamrl.algorithms.math.step_metrics import normaliser, step_normaliser, summarise
+from streamrl.algorithms.math.kl import adapt_kl_coef, kl_estimate
+from streamrl.algorithms.math.step_metrics import (
+    loss_denominator,
+    step_loss_denominator,
+    summarise_policy,
+)
 from streamrl.algorithms.table import ALGORITHMS
 
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
     "AlgorithmConfig",
-    "Settings",
-    "Tokens",
-    "adapt_coefficient",
-    "columns_derived_from",
-    "columns_needed",
+    "AlgorithmSettings",
+    "TokenLossInput",
+    "adapt_kl_coef",
     "kl_estimate",
-    "normaliser",
-    "step_normaliser",
-    "summarise",
+    "list_derivation_columns",
+    "list_required_columns",
+    "loss_denominator",
+    "step_loss_denominator",
+    "summarise_policy",
 ]

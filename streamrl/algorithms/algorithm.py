@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.errors import AlgorithmError
-from streamrl.files.python_module import failure_place
-from streamrl.messages import SCHEMA
+from streamrl.files.python_module import format_failure
+from streamrl.messages import COLUMN_SPECS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SCOPES = ("group", "step")
-TAKEN = SCHEMA.keys() | {
+RESERVED_COLUMNS = COLUMN_SPECS.keys() | {
     *("attention_mask", "advantages", "group_tokens", "proximal_logprobs", "near"),
     *("num_tokens", "token_rewards", "token_costs"),
 }
@@ -27,7 +27,7 @@ TAKEN = SCHEMA.keys() | {
 
 
 @dataclass(frozen=True)
-class Settings:
+class AlgorithmSettings:
     """What the user chose, filled up from the row: `AlgorithmConfig` with nothing left open.
 
     max_length: the longest completion there can be, tokens.
@@ -69,21 +69,21 @@ class Settings:
         """Optimizer updates per step."""
         return self.epochs * self.mini_batches
 
-    def turned(self, dials: Mapping[str, float]) -> "Settings":
+    def with_adaptive_params(self, dials: Mapping[str, float]) -> "AlgorithmSettings":
         """The same with dials in the place of the fields, or the row's numbers, of their names."""
         own = {name: value for name, value in dials.items() if name in self.params}
         fields: dict[str, Any] = {name: dials[name] for name in dials if name not in own}
         return replace(self, **fields, params={**self.params, **own})
 
     @property
-    def looks_ahead(self) -> bool:
+    def should_recompute_logprobs(self) -> bool:
         """Whether the policy has to see a step's tokens before it is updated with them."""
         from_start = self.correction.proximal == "trainer" and self.num_updates > 1
         return from_start or self.correction.second_moment_threshold is not None
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenLossInput:
     """What a token loss sees of a micro-batch; all [B, T] and 0 where `loss_mask` is false.
 
     log_ratio: trained policy minus the policy it is clipped against, with the gradient.
@@ -98,10 +98,10 @@ class Tokens:
     derived: Mapping[str, "Tensor"] = field(default_factory=dict)
 
 
-Columns = Mapping[str, "Tensor"]
-FromGroups = Callable[[Columns, "Tensor", Settings], "Tensor"]
-TokenLoss = Callable[[Tokens, Settings], tuple["Tensor", "Tensor"]]
-Dial = Callable[[float, Mapping[str, float], Settings], float]
+ColumnTensors = Mapping[str, "Tensor"]
+GroupFunction = Callable[[ColumnTensors, "Tensor", AlgorithmSettings], "Tensor"]
+TokenLossFunction = Callable[[TokenLossInput, AlgorithmSettings], tuple["Tensor", "Tensor"]]
+AdaptFunction = Callable[[float, Mapping[str, float], AlgorithmSettings], float]
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,14 @@ class Algorithm:
     name: str
     paper: str
     columns: tuple[str, ...]
-    advantages: FromGroups
-    token_loss: TokenLoss
+    advantages: GroupFunction
+    token_loss: TokenLossFunction
     defaults: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     scope: str = "group"
-    derived: Mapping[str, FromGroups] = field(default_factory=dict)
-    dials: Mapping[str, Dial] = field(default_factory=dict)
+    derived: Mapping[str, GroupFunction] = field(default_factory=dict)
+    dials: Mapping[str, AdaptFunction] = field(default_factory=dict)
     min_group_size: int = 1
 
     def __post_init__(self) -> None:
@@ -143,11 +143,11 @@ class Algorithm:
         for function in (self.advantages, self.token_loss, *functions):
             if not inspect.isfunction(function):
                 raise ValueError(f"algorithm {self.name}: {function!r} must be a plain function")
-        if taken := self.derived.keys() & TAKEN:
+        if taken := self.derived.keys() & RESERVED_COLUMNS:
             raise ValueError(f"algorithm {self.name}: derived {sorted(taken)} is streamrl's own")
-        self._check_params()
+        self._validate_params()
 
-    def _check_params(self) -> None:
+    def _validate_params(self) -> None:
         for what, names in {"dials": self.dials, "limits": self.limits}.items():
             if alien := names.keys() - self.params.keys():
                 raise ValueError(f"algorithm {self.name}: {what} {sorted(alien)} are not in params")
@@ -160,21 +160,21 @@ class Algorithm:
                 limits = f"limits {least}, {largest}"
                 raise ValueError(f"algorithm {self.name}: {name}={value} is outside its {limits}")
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call_function(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What one of the row's functions gives. Raises AlgorithmError naming it and the line."""
         try:
             return function(*arguments)
         # Whatever a user's function does wrong, exit() included.
         except (Exception, SystemExit) as error:
             who = f"algorithm {self.name}: {function.__name__}"
-            place = failure_place(function.__code__.co_filename, error)
+            place = format_failure(function.__code__.co_filename, error)
             raise AlgorithmError(f"{who} at {place}") from error
 
-    def turn(
-        self, dial: str, value: float, shown: Mapping[str, float], settings: Settings
+    def adapt_param(
+        self, dial: str, value: float, shown: Mapping[str, float], settings: AlgorithmSettings
     ) -> float:
         """A dial's next value. Raises AlgorithmError if its function gives no finite number."""
-        found = self.call(self.dials[dial], value, shown, settings)
+        found = self.call_function(self.dials[dial], value, shown, settings)
         if not isinstance(found, int | float) or not math.isfinite(found):
             raise AlgorithmError(f"algorithm {self.name}: dial {dial} became {found!r}")
         return float(found)

@@ -6,13 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.algorithm import Algorithm, Settings, Tokens
+from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings, TokenLossInput
 from streamrl.errors import AlgorithmError
 
 
-def losses_of(row: Algorithm, tokens: Tokens, settings: Settings) -> tuple[Tensor, Tensor]:
+def compute_token_losses(
+    row: Algorithm, tokens: TokenLossInput, settings: AlgorithmSettings
+) -> tuple[Tensor, Tensor]:
     """Loss and where it stops the gradient, [B, T]. Raises AlgorithmError for anything else."""
-    found = row.call(row.token_loss, tokens, settings)
+    found = row.call_function(row.token_loss, tokens, settings)
     who = f"algorithm {row.name}: {row.token_loss.__name__}"
     try:
         losses, stopped = found
@@ -22,13 +24,13 @@ def losses_of(row: Algorithm, tokens: Tokens, settings: Settings) -> tuple[Tenso
             f"{who} gave a {gave}, wanted a loss and where it stops the gradient"
         ) from None
     for one in (losses, stopped):
-        check(row, row.token_loss, one, [tuple(tokens.loss_mask.shape)])
+        validate_tensor(row, row.token_loss, one, [tuple(tokens.loss_mask.shape)])
     if stopped.dtype != torch.bool:
         raise AlgorithmError(f"{who}: where it stops the gradient is {stopped.dtype}, not bool")
     return losses, stopped
 
 
-def check(
+def validate_tensor(
     row: Algorithm,
     function: Callable[..., Any],
     found: object,

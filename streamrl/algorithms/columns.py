@@ -1,20 +1,20 @@
 """Which columns a row needs under the settings of a run."""
 
-from streamrl.algorithms.algorithm import Algorithm, Settings
+from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings
 from streamrl.messages import COMPONENT_PREFIX, ROLLOUT_COLUMNS
 
 ALL_COMPONENTS = COMPONENT_PREFIX + "*"
 
 
-def columns_needed(row: Algorithm, settings: Settings) -> tuple[str, ...]:
+def list_required_columns(row: Algorithm, settings: AlgorithmSettings) -> tuple[str, ...]:
     """The columns a group must have before it is trained on; reward components come with scores."""
     named = [name for name in row.columns if name != ALL_COMPONENTS]
     reference = ("ref_logprobs",) if settings.kl_coef else ()
     return tuple(dict.fromkeys((*ROLLOUT_COLUMNS, "scores", *named, *reference)))
 
 
-def columns_derived_from(row: Algorithm, settings: Settings) -> tuple[str, ...]:
-    """The columns `derive` reads, of all groups of its scope."""
+def list_derivation_columns(row: Algorithm, settings: AlgorithmSettings) -> tuple[str, ...]:
+    """The columns `derive_group_columns` reads, of all groups of its scope."""
     named: list[str] = []
     for name in row.columns:
         is_all = name == ALL_COMPONENTS

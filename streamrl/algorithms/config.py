@@ -7,15 +7,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from streamrl.algorithms.algorithm import Algorithm, Settings
+from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings
 from streamrl.algorithms.correction_config import CorrectionConfig
-from streamrl.algorithms.math.kl import KINDS
-from streamrl.algorithms.options import MODES, SCALES, SINGLES
-from streamrl.algorithms.table import ALGORITHMS, DEFAULTS
+from streamrl.algorithms.math.kl import KL_KINDS
+from streamrl.algorithms.options import ADVANTAGE_SCALES, LOSS_AGGREGATIONS, SINGLE_ROLLOUT_MODES
+from streamrl.algorithms.table import ALGORITHMS, DEFAULT_SETTINGS
 from streamrl.errors import ConfigError
 from streamrl.files.python_module import import_file
 
-_LEFT_TO_ROWS = (
+_SPEC_SETTINGS = (
     "clip_low",
     "clip_high",
     "dual_clip",
@@ -91,7 +91,7 @@ class AlgorithmConfig:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
     def __post_init__(self) -> None:
-        row = self.row
+        row = self.spec
         if self.group_size < row.min_group_size:
             raise ConfigError(
                 f"algorithm.group_size={self.group_size}: {self.name} compares the rollouts of a"
@@ -114,30 +114,30 @@ class AlgorithmConfig:
         bounds = {"clip_low": 0, "clip_high": 0, "dual_clip": 1, "advantage_eps": 0}
         bounds |= {"kl_target": 0, "kl_horizon": 0}
         for key, bound in bounds.items():
-            value = self._chosen(key) if key in DEFAULTS else vars(self)[key]
+            value = self._resolve_setting(key) if key in DEFAULT_SETTINGS else vars(self)[key]
             if value is not None and value <= bound:
                 raise ConfigError(f"algorithm.{key}={value}: must be above {bound}")
 
     def _check_choices(self) -> None:
         choices: Mapping[str, tuple[str, ...]] = {
-            "loss_aggregation": MODES,
-            "advantage_scale": SCALES,
-            "single_rollout": SINGLES,
-            "kl_kind": KINDS,
+            "loss_aggregation": LOSS_AGGREGATIONS,
+            "advantage_scale": ADVANTAGE_SCALES,
+            "single_rollout": SINGLE_ROLLOUT_MODES,
+            "kl_kind": KL_KINDS,
             "kl_in": ("loss", "reward"),
         }
-        if alien := self.row.defaults.keys() - DEFAULTS.keys():
+        if alien := self.spec.defaults.keys() - DEFAULT_SETTINGS.keys():
             raise ConfigError(
                 f"algorithm {self.name}: defaults have {', '.join(sorted(alien))}; a row may set"
-                f" {', '.join(DEFAULTS)}"
+                f" {', '.join(DEFAULT_SETTINGS)}"
             )
         for key, allowed in choices.items():
-            value = self._chosen(key) if key in DEFAULTS else vars(self)[key]
+            value = self._resolve_setting(key) if key in DEFAULT_SETTINGS else vars(self)[key]
             if value not in allowed:
                 raise ConfigError(f"algorithm.{key}={value}: must be one of {', '.join(allowed)}")
 
     def _check_params(self) -> None:
-        known = self.row.params
+        known = self.spec.params
         for key, value in self.params.items():
             if key not in known:
                 has = ", ".join(known) or "none"
@@ -145,13 +145,13 @@ class AlgorithmConfig:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not math.isfinite(value):
                 raise ConfigError(f"algorithm.params.{key}={value!r}: must be a number")
-            least, largest = self.row.limits.get(key, (-math.inf, math.inf))
+            least, largest = self.spec.limits.get(key, (-math.inf, math.inf))
             if not least <= value <= largest:
                 most = f" and at most {largest}" if largest < math.inf else ""
                 raise ConfigError(f"algorithm.params.{key}={value}: must be at least {least}{most}")
 
     def _check_combinations(self) -> None:
-        kind, place = self._chosen("kl_kind"), self._chosen("kl_in")
+        kind, place = self._resolve_setting("kl_kind"), self._resolve_setting("kl_in")
         if place == "reward" and kind.endswith("+"):
             raise ConfigError(
                 f"algorithm.kl_kind={kind}: has a gradient of its own, which kl_in=reward never"
@@ -162,7 +162,7 @@ class AlgorithmConfig:
                 f"algorithm.kl_target={self.kl_target}: algorithm.kl_coef=0 is no weight to begin"
                 " with"
             )
-        if any(name.endswith("/*") for name in self.row.columns):
+        if any(name.endswith("/*") for name in self.spec.columns):
             shaped: dict[str, float] = {"overlong_buffer": self.overlong_buffer}
             shaped |= {"kl_coef": self.kl_coef} if place == "reward" else {}
             for key, value in shaped.items():
@@ -171,25 +171,25 @@ class AlgorithmConfig:
                         f"algorithm.{key}={value}: {self.name} takes every reward by itself, there"
                         " is no one score to be lowered"
                     )
-        aggregation = self._chosen("loss_aggregation")
+        aggregation = self._resolve_setting("loss_aggregation")
         if aggregation == "prompt-mean" and not self.correction.count_rejected:
             raise ConfigError(
                 "algorithm.correction.count_rejected=False: prompt-mean divides by all tokens of"
                 " a group, before it is known which of them are rejected"
             )
 
-    def check_read(self, read: Collection[str]) -> None:
+    def check_unused_settings(self, read: Collection[str]) -> None:
         """Raise ConfigError if a setting was changed that is not among those the row reads."""
         defaults = {one.name: one.default for one in fields(self)}
-        for key in _LEFT_TO_ROWS:
+        for key in _SPEC_SETTINGS:
             value = vars(self)[key]
             if value != defaults[key] and key not in read:
                 raise ConfigError(f"algorithm.{key}={value}: {self.name} does not use it")
 
     @property
-    def row(self) -> Algorithm:
+    def spec(self) -> Algorithm:
         """The algorithm. Raises ConfigError if there is none of that name."""
-        rows = {**ALGORITHMS, **(load_rows(self.path) if self.path else {})}
+        rows = {**ALGORITHMS, **(load_specs(self.path) if self.path else {})}
         if self.name not in rows:
             near = difflib.get_close_matches(self.name.lower(), rows, n=1, cutoff=0.0)
             raise ConfigError(
@@ -200,29 +200,36 @@ class AlgorithmConfig:
     @property
     def scope(self) -> str:
         """Group if a group may be trained as it comes, step if its advantages need the step."""
-        whole = self._chosen("whiten_advantages") or self._chosen("advantage_scale") == "batch"
+        whole = (
+            self._resolve_setting("whiten_advantages")
+            or self._resolve_setting("advantage_scale") == "batch"
+        )
         several = self.epochs * self.mini_batches > 1
         ranked = self.correction.second_moment_threshold is not None
-        return "step" if whole or several or ranked else self.row.scope
+        return "step" if whole or several or ranked else self.spec.scope
 
-    def _chosen(self, key: str) -> Any:
+    def _resolve_setting(self, key: str) -> Any:
         value = vars(self)[key]
-        return {**DEFAULTS, **self.row.defaults}[key] if value is None else value
+        return {**DEFAULT_SETTINGS, **self.spec.defaults}[key] if value is None else value
 
-    def settings(self, *, max_length: int, reward_weights: Mapping[str, float]) -> Settings:
+    def to_settings(
+        self, *, max_length: int, reward_weights: Mapping[str, float]
+    ) -> AlgorithmSettings:
         """The settings with the row's defaults filled in.
 
         `max_length`: the longest completion there can be. `reward_weights`: of each component.
         """
-        filled = {**vars(self), **DEFAULTS, **self.row.defaults}
+        filled = {**vars(self), **DEFAULT_SETTINGS, **self.spec.defaults}
         filled |= {key: value for key, value in vars(self).items() if value is not None}
-        filled |= {"params": {**self.row.params, **self.params}, "scope": self.scope}
+        filled |= {"params": {**self.spec.params, **self.params}, "scope": self.scope}
         filled |= {"max_length": max_length, "reward_weights": dict(reward_weights)}
-        return Settings(**{one.name: filled[one.name] for one in fields(Settings)})
+        return AlgorithmSettings(
+            **{one.name: filled[one.name] for one in fields(AlgorithmSettings)}
+        )
 
 
 @functools.cache
-def load_rows(path: str) -> dict[str, Algorithm]:
+def load_specs(path: str) -> dict[str, Algorithm]:
     """The rows of a user's Python file, by name. Raises ConfigError if there are none."""
     module = import_file(path, setting="algorithm.path")
     rows = {row.name: row for row in vars(module).values() if isinstance(row, Algorithm)}

@@ -10,8 +10,8 @@ from streamrl.algorithms.options import (
 )
 from streamrl.errors import ConfigError
 
-NONE = "none"
-PROXIMALS = ("generator", "trainer", "interpolated")
+NO_CORRECTION = "none"
+PROXIMAL_POLICIES = ("generator", "trainer", "interpolated")
 
 
 @dataclass
@@ -22,7 +22,7 @@ class CorrectionConfig:
     #: at the start of the step (decoupled PPO); interpolated, between that and the current one.
     proximal: str = "generator"
     #: Weights proximal over generator, unless that is the same: none, token, sequence or geometric.
-    weights: str = NONE
+    weights: str = NO_CORRECTION
     #: What happens to a weight out of bounds: truncate (TIS) or mask (IcePop).
     weight_mode: str = "truncate"
     #: Least weight; null for no bound.
@@ -30,7 +30,7 @@ class CorrectionConfig:
     #: Largest weight; null for no bound.
     weight_high: float | None = 2.0
     #: What is bounded, or else rejected: none, k1 (the ratio), k2 or k3 (divergences).
-    reject: str = NONE
+    reject: str = NO_CORRECTION
     #: Whose it is: token, or the rollout's sum, mean or max.
     reject_level: str = "token"
     #: Least ratio (k1).
@@ -47,18 +47,21 @@ class CorrectionConfig:
 
     def __post_init__(self) -> None:
         choices = {
-            "proximal": PROXIMALS,
-            "weights": (NONE, *WEIGHT_LEVELS),
+            "proximal": PROXIMAL_POLICIES,
+            "weights": (NO_CORRECTION, *WEIGHT_LEVELS),
             "weight_mode": WEIGHT_MODES,
-            "reject": (NONE, *REJECTION_KINDS),
+            "reject": (NO_CORRECTION, *REJECTION_KINDS),
             "reject_level": REJECTION_LEVELS,
         }
         for key, allowed in choices.items():
             if vars(self)[key] not in allowed:
-                raise ConfigError(f"{_at(self, key)}: must be one of {', '.join(allowed)}")
-        if self.weights != NONE and self.proximal == "generator":
+                raise ConfigError(
+                    f"{_format_setting(self, key)}: must be one of {', '.join(allowed)}"
+                )
+        if self.weights != NO_CORRECTION and self.proximal == "generator":
             raise ConfigError(
-                f"{_at(self, 'weights')}: under correction.proximal=generator the loss's own ratio"
+                f"{_format_setting(self, 'weights')}: under"
+                f" correction.proximal=generator the loss's own ratio"
                 " is that weight already; set proximal=trainer"
             )
         self._check_bounds()
@@ -67,29 +70,34 @@ class CorrectionConfig:
         for key in ("weight_low", "reject_low", "off_policy_threshold"):
             value = vars(self)[key]
             if value is not None and value < 0:
-                raise ConfigError(f"{_at(self, key)}: must be 0 or more")
+                raise ConfigError(f"{_format_setting(self, key)}: must be 0 or more")
         for key in ("weight_high", "reject_high", "second_moment_threshold"):
             value = vars(self)[key]
             if value is not None and value <= 0:
-                raise ConfigError(f"{_at(self, key)}: must be above 0")
+                raise ConfigError(f"{_format_setting(self, key)}: must be above 0")
         for kind in ("weight", "reject"):
             low, high = vars(self)[f"{kind}_low"], vars(self)[f"{kind}_high"]
             if low is not None and high is not None and low >= high:
-                raise ConfigError(f"{_at(self, f'{kind}_low')}: must be below {kind}_high={high}")
+                raise ConfigError(
+                    f"{_format_setting(self, f'{kind}_low')}: must be below {kind}_high={high}"
+                )
         self._check_rejection()
 
     def _check_rejection(self) -> None:
         for key in ("reject_low", "reject_high"):
-            if self.reject == NONE and vars(self)[key] is not None:
-                raise ConfigError(f"{_at(self, key)}: nothing is rejected under reject=none")
-        if self.reject != NONE and self.reject_low is None and self.reject_high is None:
-            raise ConfigError(f"{_at(self, 'reject')}: needs reject_low or reject_high")
-        if self.reject not in (NONE, "k1") and self.reject_low is not None:
+            if self.reject == NO_CORRECTION and vars(self)[key] is not None:
+                raise ConfigError(
+                    f"{_format_setting(self, key)}: nothing is rejected under reject=none"
+                )
+        if self.reject != NO_CORRECTION and self.reject_low is None and self.reject_high is None:
+            raise ConfigError(f"{_format_setting(self, 'reject')}: needs reject_low or reject_high")
+        if self.reject not in (NO_CORRECTION, "k1") and self.reject_low is not None:
             raise ConfigError(
-                f"{_at(self, 'reject_low')}: {self.reject} is a divergence, which only reject_high"
+                f"{_format_setting(self, 'reject_low')}: {self.reject} is a divergence,"
+                f" which only reject_high"
                 " bounds"
             )
 
 
-def _at(config: CorrectionConfig, key: str) -> str:
+def _format_setting(config: CorrectionConfig, key: str) -> str:
     return f"algorithm.correction.{key}={vars(config)[key]}"

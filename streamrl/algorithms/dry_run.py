@@ -7,29 +7,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.algorithm import Algorithm, Settings
-from streamrl.algorithms.columns import columns_derived_from
-from streamrl.algorithms.objective import derive, policy_loss
-from streamrl.dataflow import CRITICS, RETURNS
+from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings
+from streamrl.algorithms.columns import list_derivation_columns
+from streamrl.algorithms.objective import derive_group_columns, policy_loss
+from streamrl.dataflow import CRITIC_BY_COLUMN, RETURNS_BY_CRITIC
 from streamrl.errors import AlgorithmError
-from streamrl.messages import Per, column_spec
+from streamrl.messages import ColumnAxis, get_column_spec
 
-GROUPS = 2
-GROUP_SIZE = 4096
+NUM_GROUPS = 2
+MAX_GROUP_SIZE = 4096
 """Rollouts of a group at most: more are no run's, and would be a wait."""
-WIDTH = 4
-SHOWN: Mapping[str, float] = {"score": 0.5, "cost": 0.5}
+NUM_POSITIONS = 4
+REPORTED_MEANS: Mapping[str, float] = {"score": 0.5, "cost": 0.5}
 """What the step shows to dials, of what its columns have."""
 
 
-def rehearse(row: Algorithm, settings: Settings) -> None:
+def dry_run_algorithm(row: Algorithm, settings: AlgorithmSettings) -> None:
     """Derive and train two groups of tokens that say nothing, and turn the dials.
 
     Raises AlgorithmError for a row that fails, gives numbers that are not finite, or does not say
     what a critic is to learn.
     """
     try:
-        _play(row, settings)
+        _run_step(row, settings)
     except AlgorithmError:
         raise
     # What no check has foreseen, as a tensor of another kind.
@@ -38,31 +38,32 @@ def rehearse(row: Algorithm, settings: Settings) -> None:
         raise AlgorithmError(f"algorithm {row.name}: {what}") from error
 
 
-def settings_read(row: Algorithm, settings: Settings) -> frozenset[str]:
+def find_read_settings(row: Algorithm, settings: AlgorithmSettings) -> frozenset[str]:
     """The names of the settings that a row of the table reads: the others change nothing under it.
 
     Its functions read what they read whatever the data is; those of a user may not.
     """
     read: set[str] = set()
 
-    class Watched(Settings):
+    class Watched(AlgorithmSettings):
         def __getattribute__(self, name: str) -> Any:
             read.add(name)
             return super().__getattribute__(name)
 
-    _play(row, Watched(**vars(settings)))
+    _run_step(row, Watched(**vars(settings)))
     return frozenset(read)
 
 
-def _play(row: Algorithm, settings: Settings) -> None:
+def _run_step(row: Algorithm, settings: AlgorithmSettings) -> None:
     """The step: from columns to the gradient of the loss, and to the next value of the dials."""
-    size = min(settings.group_size, GROUP_SIZE)
-    step = _made_up(row, settings, size)
-    derived = derive(row, settings, step, torch.arange(GROUPS * size) // size)
-    for column, role in CRITICS.items():
-        if column in row.columns and RETURNS[role] not in derived:
+    size = min(settings.group_size, MAX_GROUP_SIZE)
+    step = _make_columns(row, settings, size)
+    derived = derive_group_columns(row, settings, step, torch.arange(NUM_GROUPS * size) // size)
+    for column, role in CRITIC_BY_COLUMN.items():
+        if column in row.columns and RETURNS_BY_CRITIC[role] not in derived:
             raise AlgorithmError(
-                f"algorithm {row.name}: derived has no {RETURNS[role]} for the {role} to learn"
+                f"algorithm {row.name}: derived has no {RETURNS_BY_CRITIC[role]} for the"
+                f" {role} to learn"
             )
     logprobs = step["generator_logprobs"].clone().requires_grad_()
     versions = {"policy_version": torch.zeros_like(logprobs, dtype=torch.int32)}
@@ -77,23 +78,23 @@ def _play(row: Algorithm, settings: Settings) -> None:
             raise AlgorithmError(
                 f"algorithm {row.name}: {what} is not finite with params {dict(settings.params)}"
             )
-    shown = {name: value for name, value in SHOWN.items() if f"{name}s" in step}
+    shown = {name: value for name, value in REPORTED_MEANS.items() if f"{name}s" in step}
     for name in row.dials:
-        row.turn(name, settings.params[name], shown, settings)
+        row.adapt_param(name, settings.params[name], shown, settings)
 
 
-def _made_up(row: Algorithm, settings: Settings, size: int) -> dict[str, Tensor]:
+def _make_columns(row: Algorithm, settings: AlgorithmSettings, size: int) -> dict[str, Tensor]:
     """Columns of two groups: numbers from 0 to 1, of logprobs the negative ones."""
-    rows = GROUPS * size
+    rows = NUM_GROUPS * size
     random = torch.Generator().manual_seed(0)
-    mask = (torch.arange(WIDTH) > 0).expand(rows, WIDTH)
-    step = {"loss_mask": mask, "lengths": torch.full((rows,), WIDTH)}
+    mask = (torch.arange(NUM_POSITIONS) > 0).expand(rows, NUM_POSITIONS)
+    step = {"loss_mask": mask, "lengths": torch.full((rows,), NUM_POSITIONS)}
     known = ("generator_logprobs", "ref_logprobs")
-    for name in dict.fromkeys((*columns_derived_from(row, settings), *known)):
-        spec = column_spec(name)
-        if spec.per is Per.GROUP:
+    for name in dict.fromkeys((*list_derivation_columns(row, settings), *known)):
+        spec = get_column_spec(name)
+        if spec.axis is ColumnAxis.GROUP:
             raise AlgorithmError(f"algorithm {row.name}: column {name} is of no single rollout")
-        shape = (rows, WIDTH) if spec.per is Per.TOKEN else (rows,)
+        shape = (rows, NUM_POSITIONS) if spec.axis is ColumnAxis.TOKEN else (rows,)
         made = torch.rand(shape, generator=random)
         blank = torch.from_numpy(np.zeros(shape, spec.dtype))
         made = -made if name.endswith("logprobs") else made

@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 
-class Deferred:
+class LazyModule:
     """Stands for a module in one that names its functions long before they are called."""
 
     def __init__(self, name: str) -> None:

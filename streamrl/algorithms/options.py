@@ -1,8 +1,8 @@
 """What the user may choose of what the functions of this room do, by name."""
 
-SCALES = ("std", "batch", "mean", "none")
-SINGLES = ("zero", "keep")
-MODES = (
+ADVANTAGE_SCALES = ("std", "batch", "mean", "none")
+SINGLE_ROLLOUT_MODES = ("zero", "keep")
+LOSS_AGGREGATIONS = (
     "token-mean",
     "seq-mean-token-sum",
     "seq-mean-token-mean",
@@ -15,7 +15,9 @@ REJECTION_KINDS = ("k1", "k2", "k3")
 REJECTION_LEVELS = ("token", "sum", "mean", "max")
 
 
-def check_mode(mode: str) -> None:
+def validate_aggregation(mode: str) -> None:
     """Raise ValueError on an unknown way to add losses up."""
-    if mode not in MODES:
-        raise ValueError(f"loss aggregation {mode!r}: must be one of {', '.join(MODES)}")
+    if mode not in LOSS_AGGREGATIONS:
+        raise ValueError(
+            f"loss aggregation {mode!r}: must be one of {', '.join(LOSS_AGGREGATIONS)}"
+        )

@@ -12,7 +12,7 @@ from typing import Any
 from streamrl.algorithms import bindings as functions
 from streamrl.algorithms.algorithm import Algorithm
 
-DEFAULTS: Mapping[str, Any] = {
+DEFAULT_SETTINGS: Mapping[str, Any] = {
     "clip_low": 0.2,
     "clip_high": 0.2,
     "dual_clip": None,
@@ -23,15 +23,15 @@ DEFAULTS: Mapping[str, Any] = {
     "kl_kind": "k3",
 }
 KL_IN_REWARD: Mapping[str, Any] = {"kl_in": "reward", "kl_kind": "k1"}
-SCORES = ("scores",)
-FRACTION = (0.0, 1.0)
-NOT_NEGATIVE = (0.0, math.inf)
+SCORE_COLUMNS = ("scores",)
+FRACTION_LIMITS = (0.0, 1.0)
+NON_NEGATIVE_LIMITS = (0.0, math.inf)
 # What multiplies itself and is to grow must not start at 0.
-POSITIVE = (1e-6, math.inf)
+POSITIVE_LIMITS = (1e-6, math.inf)
 GRPO = Algorithm(
     name="grpo",
     paper="Shao et al. 2024, DeepSeekMath, arXiv:2402.03300",
-    columns=SCORES,
+    columns=SCORE_COLUMNS,
     advantages=functions.group_relative,
     token_loss=functions.clipped_surrogate,
     # The paper's mean over rollouts of the mean over their tokens.
@@ -46,17 +46,17 @@ def variant(name: str, paper: str, base: Algorithm = GRPO, **changes: Any) -> Al
     return dataclasses.replace(base, name=name, paper=paper, defaults=defaults, **changes)
 
 
-ROWS = (
+ALGORITHM_SPECS = (
     Algorithm(
         name="ppo",
         paper="Schulman et al. 2017, PPO, arXiv:1707.06347",
-        columns=(*SCORES, "values"),
+        columns=(*SCORE_COLUMNS, "values"),
         advantages=functions.generalized_advantages,
         token_loss=functions.clipped_surrogate,
         derived={"returns": functions.returns},
         defaults={"whiten_advantages": True, **KL_IN_REWARD},
         params={"lam": 0.95},
-        limits={"lam": FRACTION},
+        limits={"lam": FRACTION_LIMITS},
     ),
     GRPO,
     variant(
@@ -93,28 +93,28 @@ ROWS = (
         "Gao et al. 2025, SAPO, arXiv:2511.20347",
         token_loss=functions.soft_adaptive,
         params={"temperature_positive": 1.0, "temperature_negative": 1.05},
-        limits={"temperature_positive": POSITIVE, "temperature_negative": POSITIVE},
+        limits={"temperature_positive": POSITIVE_LIMITS, "temperature_negative": POSITIVE_LIMITS},
     ),
     variant(
         "clip_cov",
         "Cui et al. 2025, The Entropy Mechanism, arXiv:2505.22617",
-        columns=(*SCORES, "generator_logprobs"),
+        columns=(*SCORE_COLUMNS, "generator_logprobs"),
         token_loss=functions.covariance_clip,
         derived={"chosen": functions.covariance_band},
         defaults={"loss_aggregation": "token-mean"},
         params={"covariance_fraction": 2e-4, "covariance_low": 1.0, "covariance_high": 5.0},
-        limits={"covariance_fraction": FRACTION},
+        limits={"covariance_fraction": FRACTION_LIMITS},
         scope="step",
     ),
     variant(
         "kl_cov",
         "Cui et al. 2025, The Entropy Mechanism, arXiv:2505.22617",
-        columns=(*SCORES, "generator_logprobs"),
+        columns=(*SCORE_COLUMNS, "generator_logprobs"),
         token_loss=functions.covariance_kl,
         derived={"chosen": functions.covariance_top},
         defaults={"loss_aggregation": "token-mean"},
         params={"covariance_fraction": 2e-4, "covariance_coef": 1.0},
-        limits={"covariance_fraction": FRACTION, "covariance_coef": NOT_NEGATIVE},
+        limits={"covariance_fraction": FRACTION_LIMITS, "covariance_coef": NON_NEGATIVE_LIMITS},
         scope="step",
     ),
     variant(
@@ -152,7 +152,7 @@ ROWS = (
     variant(
         "remax",
         "Li et al. 2024, ReMax, arXiv:2310.10505",
-        columns=(*SCORES, "baseline_scores"),
+        columns=(*SCORE_COLUMNS, "baseline_scores"),
         advantages=functions.greedy_baseline,
         defaults={
             "loss_aggregation": "seq-mean-token-sum",
@@ -164,7 +164,7 @@ ROWS = (
     Algorithm(
         name="safe_rlhf",
         paper="Dai et al. 2024, Safe RLHF, arXiv:2310.12773",
-        columns=(*SCORES, "costs", "values", "cost_values"),
+        columns=(*SCORE_COLUMNS, "costs", "values", "cost_values"),
         advantages=functions.constrained_advantages,
         token_loss=functions.clipped_surrogate,
         derived={"returns": functions.clipped_returns, "cost_returns": functions.cost_returns},
@@ -179,11 +179,11 @@ ROWS = (
             "token_clip": 50.0,
         },
         limits={
-            "lam": FRACTION,
-            "lagrange": POSITIVE,
-            "lagrange_lr": NOT_NEGATIVE,
-            "lagrange_max": POSITIVE,
-            "token_clip": POSITIVE,
+            "lam": FRACTION_LIMITS,
+            "lagrange": POSITIVE_LIMITS,
+            "lagrange_lr": NON_NEGATIVE_LIMITS,
+            "lagrange_max": POSITIVE_LIMITS,
+            "token_clip": POSITIVE_LIMITS,
         },
     ),
     variant(
@@ -209,7 +209,7 @@ ROWS = (
     variant(
         "gdpo",
         "Liu et al. 2026, GDPO, arXiv:2601.05242",
-        columns=(*SCORES, "reward/*"),
+        columns=(*SCORE_COLUMNS, "reward/*"),
         advantages=functions.decoupled_rewards,
         defaults={"whiten_advantages": True, "loss_aggregation": "token-mean"},
     ),
@@ -235,4 +235,4 @@ ROWS = (
         },
     ),
 )
-ALGORITHMS: Mapping[str, Algorithm] = {row.name: row for row in ROWS}
+ALGORITHMS: Mapping[str, Algorithm] = {row.name: row for row in ALGORITHM_SPECS}

@@ -18,16 +18,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
-from streamrl.buffer.codec import Blob, decode, encode
-from streamrl.buffer.leases import Overdue, Request
+from streamrl.buffer.codec import Blob, decode_columns, encode_columns
+from streamrl.buffer.leases import LeaseRequest, OverdueLease
 from streamrl.buffer.prompt_codec import decode_prompt, encode_prompt
 from streamrl.buffer.wire_types import (
-    Commit,
-    Farewell,
-    Grant,
+    ColumnCommit,
+    FinishedGroup,
+    LeaseGrant,
     ShardStats,
+    get_shard_index,
     merge_stats,
-    shard_of,
 )
 from streamrl.errors import ContractError, DeadlineError, StreamError
 from streamrl.messages import (
@@ -35,64 +35,70 @@ from streamrl.messages import (
     Array,
     Columns,
     Experience,
-    Filtered,
+    FilteredGroup,
     GroupInfo,
-    Lease,
+    GroupLease,
     Prompt,
-    column_sizes,
+    measure_columns,
 )
 
 T = TypeVar("T")
-ROOM_WAIT_S = 600.0
+CAPACITY_WAIT_S = 600.0
 """Longest that an admitted prompt waits for room in its shard, and one request for it, s."""
-REQUEST_WAIT_S = 20.0
+LEASE_REQUEST_WAIT_S = 20.0
 """How long a request for groups waits at a shard before it is made anew, s."""
-_ROLLOUTS = set(ROLLOUT_COLUMNS)
+_ROLLOUT_COLUMN_NAMES = set(ROLLOUT_COLUMNS)
 """Who puts these columns has generated the group, and says its facts."""
 
 
-class ShardFace(Protocol):
+class ShardProtocol(Protocol):
     """What the client calls on a shard, wherever it lives. Blobs arrive as bytes."""
 
-    async def admit(
+    async def admit_prompts(
         self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float
     ) -> list[str]: ...
 
-    async def add(
-        self, entries: Sequence[tuple[str, bytes, int]], commits: Sequence[Commit], *, wait_s: float
+    async def add_groups(
+        self,
+        entries: Sequence[tuple[str, bytes, int]],
+        commits: Sequence[ColumnCommit],
+        *,
+        wait_s: float,
     ) -> list[str]: ...
 
-    async def take(self, request: Request, *, wait_s: float) -> list[Grant]: ...
+    async def lease_groups(self, request: LeaseRequest, *, wait_s: float) -> list[LeaseGrant]: ...
 
-    async def put(self, commits: Sequence[Commit]) -> list[str]: ...
+    async def commit_columns(self, commits: Sequence[ColumnCommit]) -> list[str]: ...
 
-    async def note(self, commits: Sequence[Commit]) -> None: ...
+    async def save_partials(self, commits: Sequence[ColumnCommit]) -> None: ...
 
-    async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None: ...
+    async def fail_groups(self, entries: Sequence[tuple[GroupLease, StreamError]]) -> None: ...
 
-    async def filter(self, entries: Sequence[tuple[Lease, Filtered]]) -> None: ...
+    async def filter_groups(self, entries: Sequence[tuple[GroupLease, FilteredGroup]]) -> None: ...
 
-    async def renew(self, leases: Sequence[Lease]) -> list[Lease]: ...
+    async def renew_leases(self, leases: Sequence[GroupLease]) -> list[GroupLease]: ...
 
-    async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Blob]]: ...
+    async def read_columns(
+        self, uids: Sequence[str], columns: Sequence[str]
+    ) -> list[Sequence[Blob]]: ...
 
-    async def uids_with(self, column: str) -> list[str]: ...
+    async def find_uids_with(self, column: str) -> list[str]: ...
 
-    async def ended(self, *, wait_s: float) -> list[Farewell]: ...
+    async def wait_for_finished(self, *, wait_s: float) -> list[FinishedGroup]: ...
 
-    async def leave(self, uids: Sequence[str], version: int) -> None: ...
+    async def remove_groups(self, uids: Sequence[str], version: int) -> None: ...
 
     async def end_step(self, uids: Sequence[str], version: int) -> ShardStats: ...
 
-    async def stats(self) -> ShardStats: ...
+    async def get_stats(self) -> ShardStats: ...
 
-    async def release(self, holder: str, *, died: bool = True) -> int: ...
+    async def release_holder(self, holder: str, *, died: bool = True) -> int: ...
 
-    async def overdue(self, age_s: float) -> list[Overdue]: ...
+    async def find_overdue(self, age_s: float) -> list[OverdueLease]: ...
 
-    async def take_back(self, found: Sequence[Overdue]) -> None: ...
+    async def requeue_overdue(self, found: Sequence[OverdueLease]) -> None: ...
 
-    async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]: ...
+    async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]: ...
 
 
 class ExperienceQueue:
@@ -105,31 +111,31 @@ class ExperienceQueue:
     """
 
     def __init__(
-        self, shards: Sequence[ShardFace], holder: str, *, hears_s: float = math.inf
+        self, shards: Sequence[ShardProtocol], holder: str, *, hears_s: float = math.inf
     ) -> None:
         self.shards = shards
         self._holder = holder
-        self._hears_s = hears_s
-        self._requests: dict[tuple[str, int], asyncio.Future[list[Grant]]] = {}
+        self._max_renew_interval_s = hears_s
+        self._requests: dict[tuple[str, int], asyncio.Future[list[LeaseGrant]]] = {}
         # A successor of the same name must not be taken for this one.
         client = f"{holder}/{uuid.uuid4().hex[:8]}"
-        self._ids = (f"{client}/{n}" for n in itertools.count())
-        self._pending: dict[str, deque[Grant]] = {}
-        self._held: dict[tuple[str, int], Lease] = {}
+        self._request_ids = (f"{client}/{n}" for n in itertools.count())
+        self._pending_grants: dict[str, deque[LeaseGrant]] = {}
+        self._active_leases: dict[tuple[str, int], GroupLease] = {}
         self._renewed_at = 0.0
-        self._renewal: asyncio.Future[list[Lease]] | None = None
-        self._lost: dict[tuple[str, int], Lease] = {}
+        self._renewal: asyncio.Future[list[GroupLease]] | None = None
+        self._lost_leases: dict[tuple[str, int], GroupLease] = {}
 
-    def shard_of(self, uid: str) -> int:
+    def get_shard_index(self, uid: str) -> int:
         """Index of the shard that owns `uid`; the same in every process."""
-        return shard_of(uid, len(self.shards))
+        return get_shard_index(uid, len(self.shards))
 
-    async def admit(
+    async def admit_prompts(
         self,
         prompts: Sequence[Prompt],
         version: int,
         *,
-        wait_s: float = ROOM_WAIT_S,
+        wait_s: float = CAPACITY_WAIT_S,
         on_entered: Callable[[Collection[str]], None] = lambda uids: None,
     ) -> None:
         """Put prompts in, admitted at `version`. Blocks while a shard is full.
@@ -138,17 +144,19 @@ class ExperienceQueue:
         lets none in for `wait_s`; some may be in then. It may be infinite where somebody else's
         wait for these groups has an end.
         """
-        entries = [_entry(prompt, version) for prompt in prompts]
-        parts = self._route([(entry[0], entry) for entry in entries])
-        await _all(_admit(self.shards[i], p, wait_s, on_entered) for i, p in parts.items())
+        entries = [_encode_entry(prompt, version) for prompt in prompts]
+        parts = self._route_entries([(entry[0], entry) for entry in entries])
+        await _gather_all(
+            _admit_entries(self.shards[i], p, wait_s, on_entered) for i, p in parts.items()
+        )
 
-    async def add(
+    async def add_groups(
         self,
         groups: Sequence[tuple[Prompt, Columns]],
         version: int,
         *,
         stage: str,
-        wait_s: float = ROOM_WAIT_S,
+        wait_s: float = CAPACITY_WAIT_S,
     ) -> None:
         """Put prompts in together with the columns that `stage` makes; blocks as `admit` does.
 
@@ -157,13 +165,16 @@ class ExperienceQueue:
         the stage declared, or badly shaped.
         """
         entries = [
-            (_entry(prompt, version), _commit(Lease(0, prompt.uid, stage, 0, 0.0), columns))
+            (
+                _encode_entry(prompt, version),
+                _make_commit(GroupLease(0, prompt.uid, stage, 0, 0.0), columns),
+            )
             for prompt, columns in groups
         ]
-        parts = self._route([(entry[0], (entry, commit)) for entry, commit in entries])
-        await _all(_add(self.shards[i], part, wait_s) for i, part in parts.items())
+        parts = self._route_entries([(entry[0], (entry, commit)) for entry, commit in entries])
+        await _gather_all(_add_entries(self.shards[i], part, wait_s) for i, part in parts.items())
 
-    async def take(
+    async def lease_groups(
         self,
         stage: str,
         *,
@@ -184,14 +195,14 @@ class ExperienceQueue:
         for name, most in (("max_groups", max_groups), ("max_tokens", max_tokens)):
             if most is not None and most < 1:
                 raise ContractError(f"stage {stage} takes {name}={most}: must be at least 1")
-        pending = self._pending.setdefault(stage, deque())
-        deadline = _now() + wait_s
-        if not await self._keep_held(wait_s):
+        pending = self._pending_grants.setdefault(stage, deque())
+        deadline = _loop_time() + wait_s
+        if not await self._renew_if_due(wait_s):
             return []
         if not pending:
-            wanted = Request(stage, self._holder, max_groups, tuple(columns), max_tokens)
-            await self._await_any(wanted, deadline - _now())
-        taken: list[Grant] = []
+            wanted = LeaseRequest(stage, self._holder, max_groups, tuple(columns), max_tokens)
+            await self._await_grants(wanted, deadline - _loop_time())
+        taken: list[LeaseGrant] = []
         tokens = 0
         while pending and len(taken) < max_groups:
             info = pending[0].info
@@ -200,46 +211,50 @@ class ExperienceQueue:
                 break
             taken.append(pending.popleft())
         try:
-            return await self._open(taken, columns)
+            return await self._open_grants(taken, columns)
         except BaseException:
             pending.extendleft(reversed(taken))  # they are held, and must not be lost
             raise
 
-    async def _keep_held(self, wait_s: float) -> bool:
+    async def _renew_if_due(self, wait_s: float) -> bool:
         """Renew what is held, if it is time to; whether that was done within `wait_s`."""
-        if self._renewal is None and _now() - self._renewed_at >= self.renew_every_s:
-            self._renewal = asyncio.ensure_future(self._renew())
+        if self._renewal is None and _loop_time() - self._renewed_at >= self.renew_interval_s:
+            self._renewal = asyncio.ensure_future(self._renew_active())
         if self._renewal is not None:
             await asyncio.wait([self._renewal], timeout=wait_s)
             if not self._renewal.done():
                 return False
             renewal, self._renewal = self._renewal, None
-            self._lost.update((_key(lease), lease) for lease in renewal.result())
+            self._lost_leases.update((_lease_key(lease), lease) for lease in renewal.result())
         return True
 
-    async def _open(self, grants: Sequence[Grant], columns: Sequence[str]) -> list[Experience]:
+    async def _open_grants(
+        self, grants: Sequence[LeaseGrant], columns: Sequence[str]
+    ) -> list[Experience]:
         """What was granted as the user sees it."""
-        found = [_decode(grant.blobs) for grant in grants]
+        found = [_decode_blobs(grant.blobs) for grant in grants]
         # What an earlier call for other columns has asked for may have been answered since.
         short = [
             grant.lease.uid
             for grant, own in zip(grants, found, strict=True)
-            if not (grant.ended or all(name in own for name in columns))
+            if not (grant.outcome or all(name in own for name in columns))
         ]
-        more = await self.read(short, columns) if short else {}
+        more = await self.read_columns(short, columns) if short else {}
         return [
-            _experience(grant, more.get(grant.lease.uid, own), columns)
+            _make_experience(grant, more.get(grant.lease.uid, own), columns)
             for grant, own in zip(grants, found, strict=True)
         ]
 
-    async def _await_any(self, wanted: Request, wait_s: float) -> None:
+    async def _await_grants(self, wanted: LeaseRequest, wait_s: float) -> None:
         """Wait until a shard has answered; put what came into the stage's pending groups."""
         stage = wanted.stage
         share = -(-wanted.max_groups // len(self.shards))
         for i, shard in enumerate(self.shards):
             if (stage, i) not in self._requests:
-                request = replace(wanted, max_groups=share, id=next(self._ids))
-                self._requests[stage, i] = asyncio.ensure_future(self._ask(shard, request))
+                request = replace(wanted, max_groups=share, request_id=next(self._request_ids))
+                self._requests[stage, i] = asyncio.ensure_future(
+                    self._request_grants(shard, request)
+                )
         mine = {i: self._requests[stage, i] for i in range(len(self.shards))}
         done, _ = await asyncio.wait(
             mine.values(), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
@@ -248,23 +263,25 @@ class ExperienceQueue:
         for i, asked in mine.items():
             if asked in done:
                 del self._requests[stage, i]
-                self._pending[stage] += self._still_held(asked.result())
+                self._pending_grants[stage] += self._select_active(asked.result())
 
-    def withdraw(self) -> None:
+    def cancel_requests(self) -> None:
         """Ask for nothing any more: what a shard still grants is its to take back by `release`."""
         for asked in self._requests.values():
             asked.cancel()
         self._requests.clear()
 
-    async def _ask(self, shard: ShardFace, request: Request) -> list[Grant]:
+    async def _request_grants(
+        self, shard: ShardProtocol, request: LeaseRequest
+    ) -> list[LeaseGrant]:
         """What is granted is held from here on, also while nobody has come to fetch it."""
-        grants = await shard.take(request, wait_s=REQUEST_WAIT_S)
-        if not self._held:
-            self._renewed_at = _now()
-        self._held.update((_key(grant.lease), grant.lease) for grant in grants)
+        grants = await shard.lease_groups(request, wait_s=LEASE_REQUEST_WAIT_S)
+        if not self._active_leases:
+            self._renewed_at = _loop_time()
+        self._active_leases.update((_lease_key(grant.lease), grant.lease) for grant in grants)
         return grants
 
-    async def put(self, entries: Sequence[tuple[Lease, Columns]]) -> list[str]:
+    async def commit_columns(self, entries: Sequence[tuple[GroupLease, Columns]]) -> list[str]:
         """Commit finished work; returns uids refused because their lease was no longer good.
 
         Once it returns, what was not refused survives the death of this process and of the shard;
@@ -272,132 +289,143 @@ class ExperienceQueue:
         written is refused when it is repeated: it was accepted the first time. Raises ContractError
         for columns that are not those the stage declared, or badly shaped.
         """
-        commits = [_commit(lease, columns) for lease, columns in entries]
-        parts = self._route([(commit.lease.uid, commit) for commit in commits])
-        refused = await _all(self.shards[i].put(part) for i, part in parts.items())
-        self._forget(lease for lease, _ in entries)
+        commits = [_make_commit(lease, columns) for lease, columns in entries]
+        parts = self._route_entries([(commit.lease.uid, commit) for commit in commits])
+        refused = await _gather_all(
+            self.shards[i].commit_columns(part) for i, part in parts.items()
+        )
+        self._forget_leases(lease for lease, _ in entries)
         return [uid for part in refused for uid in part]
 
-    async def note(self, entries: Sequence[tuple[Lease, Columns]]) -> None:
+    async def save_partials(self, entries: Sequence[tuple[GroupLease, Columns]]) -> None:
         """Leave what was begun of leased work with the queue, in the place of what it had of it.
 
         It is in `Experience.begun` of who is handed the group next, unless the shard died over it.
         """
-        parts = self._route([(lease.uid, _commit(lease, columns)) for lease, columns in entries])
-        await _all(self.shards[i].note(part) for i, part in parts.items())
+        parts = self._route_entries(
+            [(lease.uid, _make_commit(lease, columns)) for lease, columns in entries]
+        )
+        await _gather_all(self.shards[i].save_partials(part) for i, part in parts.items())
 
-    async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
+    async def fail_groups(self, entries: Sequence[tuple[GroupLease, StreamError]]) -> None:
         """Give groups back that could not be worked on, each with the error."""
-        parts = self._route([(lease.uid, (lease, error)) for lease, error in entries])
-        await _all(self.shards[i].fail(part) for i, part in parts.items())
-        self._forget(lease for lease, _ in entries)
+        parts = self._route_entries([(lease.uid, (lease, error)) for lease, error in entries])
+        await _gather_all(self.shards[i].fail_groups(part) for i, part in parts.items())
+        self._forget_leases(lease for lease, _ in entries)
 
-    async def filter(self, entries: Sequence[tuple[Lease, Filtered]]) -> None:
+    async def filter_groups(self, entries: Sequence[tuple[GroupLease, FilteredGroup]]) -> None:
         """Take scored groups out of the stream, each for a reason."""
-        parts = self._route([(lease.uid, (lease, why)) for lease, why in entries])
-        await _all(self.shards[i].filter(part) for i, part in parts.items())
-        self._forget(lease for lease, _ in entries)
+        parts = self._route_entries([(lease.uid, (lease, why)) for lease, why in entries])
+        await _gather_all(self.shards[i].filter_groups(part) for i, part in parts.items())
+        self._forget_leases(lease for lease, _ in entries)
 
-    async def renew(self) -> list[Lease]:
+    async def renew_leases(self) -> list[GroupLease]:
         """Keep all that is held; returns the leases that were lost, whose work is in vain."""
-        gone = await self._renew()
-        lost, self._lost = self._lost, {}
+        gone = await self._renew_active()
+        lost, self._lost_leases = self._lost_leases, {}
         return [*lost.values(), *gone]
 
-    async def _renew(self) -> list[Lease]:
-        self._renewed_at = _now()
-        parts = self._route([(lease.uid, lease) for lease in self._held.values()])
-        lost = await _all(self.shards[i].renew(part) for i, part in parts.items())
+    async def _renew_active(self) -> list[GroupLease]:
+        self._renewed_at = _loop_time()
+        parts = self._route_entries([(lease.uid, lease) for lease in self._active_leases.values()])
+        lost = await _gather_all(self.shards[i].renew_leases(part) for i, part in parts.items())
         gone = [lease for part in lost for lease in part]
-        self._forget(gone)
-        for pending in self._pending.values():
-            kept = self._still_held(pending)
+        self._forget_leases(gone)
+        for pending in self._pending_grants.values():
+            kept = self._select_active(pending)
             pending.clear()
             pending.extend(kept)
         return gone
 
     @property
-    def renew_every_s(self) -> float:
+    def renew_interval_s(self) -> float:
         """How often to renew what is held, s; infinite if nothing that can expire is."""
-        terms = (lease.expires_at - lease.taken_at for lease in self._held.values())
-        return min(min(terms, default=math.inf) / 3, self._hears_s if self._held else math.inf)
+        terms = (lease.expires_at - lease.granted_at for lease in self._active_leases.values())
+        return min(
+            min(terms, default=math.inf) / 3,
+            self._max_renew_interval_s if self._active_leases else math.inf,
+        )
 
-    async def read(self, uids: Iterable[str], columns: Sequence[str]) -> dict[str, Columns]:
+    async def read_columns(self, uids: Iterable[str], columns: Sequence[str]) -> dict[str, Columns]:
         """Columns of groups by uid, without a lease: for the ranks that train a leased group."""
-        parts = self._route([(uid, uid) for uid in uids])
-        found = await _all(self.shards[i].read(part, columns) for i, part in parts.items())
+        parts = self._route_entries([(uid, uid) for uid in uids])
+        found = await _gather_all(
+            self.shards[i].read_columns(part, columns) for i, part in parts.items()
+        )
         return {
-            uid: _select(blobs, columns)
+            uid: _select_columns(blobs, columns)
             for part, groups in zip(parts.values(), found, strict=True)
             for uid, blobs in zip(part, groups, strict=True)
         }
 
-    async def uids_with(self, column: str) -> list[str]:
+    async def find_uids_with(self, column: str) -> list[str]:
         """The groups that have a column."""
-        parts = await _all(shard.uids_with(column) for shard in self.shards)
+        parts = await _gather_all(shard.find_uids_with(column) for shard in self.shards)
         return [uid for part in parts for uid in part]
 
-    async def ended(self, *, wait_s: float) -> list[Farewell]:
+    async def wait_for_finished(self, *, wait_s: float) -> list[FinishedGroup]:
         """Groups that have ended and not left yet; none if there is none within `wait_s`."""
-        return await _first(shard.ended(wait_s=wait_s) for shard in self.shards)
+        return await _gather_first(shard.wait_for_finished(wait_s=wait_s) for shard in self.shards)
 
-    async def leave(self, uids: Sequence[str], version: int) -> None:
+    async def remove_groups(self, uids: Sequence[str], version: int) -> None:
         """These groups are trained or ended, and leave; `version` is trained from now on."""
-        parts = self._route([(uid, uid) for uid in uids])
-        await _all(self.shards[i].leave(part, version) for i, part in parts.items())
+        parts = self._route_entries([(uid, uid) for uid in uids])
+        await _gather_all(self.shards[i].remove_groups(part, version) for i, part in parts.items())
         self._forget_groups(uids)
 
     async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
         """As `leave`, at the end of a step; returns its figures over all shards."""
-        parts = self._route([(uid, uid) for uid in uids])
+        parts = self._route_entries([(uid, uid) for uid in uids])
         steps = (shard.end_step(parts.get(i, []), version) for i, shard in enumerate(self.shards))
-        figures = merge_stats(await _all(steps))
+        figures = merge_stats(await _gather_all(steps))
         self._forget_groups(uids)
         return figures
 
-    async def stats(self) -> ShardStats:
+    async def get_stats(self) -> ShardStats:
         """The figures of the step under way over all shards, and what they hold."""
-        return merge_stats(await _all(shard.stats() for shard in self.shards))
+        return merge_stats(await _gather_all(shard.get_stats() for shard in self.shards))
 
-    async def release(self, holder: str, *, died: bool = True) -> int:
+    async def release_holder(self, holder: str, *, died: bool = True) -> int:
         """A holder has died, or left: hand its work out again. Returns how many groups it had."""
-        return sum(await _all(shard.release(holder, died=died) for shard in self.shards))
+        return sum(
+            await _gather_all(shard.release_holder(holder, died=died) for shard in self.shards)
+        )
 
-    async def overdue(self, age_s: float) -> list[Overdue]:
+    async def find_overdue(self, age_s: float) -> list[OverdueLease]:
         """Work that one holder has had for over `age_s`."""
-        parts = await _all(shard.overdue(age_s) for shard in self.shards)
+        parts = await _gather_all(shard.find_overdue(age_s) for shard in self.shards)
         return [one for part in parts for one in part]
 
-    async def take_back(self, found: Sequence[Overdue]) -> None:
+    async def requeue_overdue(self, found: Sequence[OverdueLease]) -> None:
         """Work that is overdue is handed out anew, if it is where it was."""
-        parts = self._route([(one.uid, one) for one in found])
-        await _all(self.shards[i].take_back(part) for i, part in parts.items())
+        parts = self._route_entries([(one.uid, one) for one in found])
+        await _gather_all(self.shards[i].requeue_overdue(part) for i, part in parts.items())
 
-    async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
+    async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
         """Who holds these groups and for how long, for the message of a stall."""
-        parts = await _all(shard.whereabouts(uids) for shard in self.shards)
+        parts = await _gather_all(shard.locate_groups(uids) for shard in self.shards)
         return {uid: phrase for part in parts for uid, phrase in part.items()}
 
-    def _still_held(self, grants: Iterable[Grant]) -> list[Grant]:
-        return [grant for grant in grants if _key(grant.lease) in self._held]
+    def _select_active(self, grants: Iterable[LeaseGrant]) -> list[LeaseGrant]:
+        return [grant for grant in grants if _lease_key(grant.lease) in self._active_leases]
 
-    def _forget(self, leases: Iterable[Lease]) -> None:
+    def _forget_leases(self, leases: Iterable[GroupLease]) -> None:
         for lease in leases:
-            self._held.pop(_key(lease), None)
-            self._lost.pop(_key(lease), None)
+            self._active_leases.pop(_lease_key(lease), None)
+            self._lost_leases.pop(_lease_key(lease), None)
 
     def _forget_groups(self, uids: Sequence[str]) -> None:
         gone = set(uids)
-        self._forget([lease for lease in self._held.values() if lease.uid in gone])
+        self._forget_leases([lease for lease in self._active_leases.values() if lease.uid in gone])
 
-    def _route(self, entries: Sequence[tuple[str, T]]) -> Mapping[int, list[T]]:
+    def _route_entries(self, entries: Sequence[tuple[str, T]]) -> Mapping[int, list[T]]:
         parts: dict[int, list[T]] = {}
         for uid, entry in entries:
-            parts.setdefault(self.shard_of(uid), []).append(entry)
+            parts.setdefault(self.get_shard_index(uid), []).append(entry)
         return parts
 
 
-async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def _gather_all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """What several calls return. If one fails its error is raised, but not before all have ended:
     a call that goes on alone would send what the caller believes to be its own again."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -407,7 +435,7 @@ async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return cast(list[T], answers)
 
 
-async def _first(calls: Iterable[Coroutine[Any, Any, list[T]]]) -> list[T]:
+async def _gather_first(calls: Iterable[Coroutine[Any, Any, list[T]]]) -> list[T]:
     """What those of several calls return that are the first to do so; the others are given up."""
     asked = [asyncio.ensure_future(call) for call in calls]
     try:
@@ -418,82 +446,86 @@ async def _first(calls: Iterable[Coroutine[Any, Any, list[T]]]) -> list[T]:
             reply.cancel()
 
 
-async def _admit(
-    shard: ShardFace,
+async def _admit_entries(
+    shard: ShardProtocol,
     entries: list[tuple[str, bytes, int]],
     wait_s: float,
     on_entered: Callable[[Collection[str]], None],
 ) -> None:
     while entries:
-        enter = partial(shard.admit, entries)
-        entered = set(await _for_room(wait_s, enter))
+        enter = partial(shard.admit_prompts, entries)
+        entered = set(await _retry_until_capacity(wait_s, enter))
         on_entered(entered)
         entries = [entry for entry in entries if entry[0] not in entered]
 
 
-async def _add(
-    shard: ShardFace, pairs: list[tuple[tuple[str, bytes, int], Commit]], wait_s: float
+async def _add_entries(
+    shard: ShardProtocol, pairs: list[tuple[tuple[str, bytes, int], ColumnCommit]], wait_s: float
 ) -> None:
     while pairs:
         entries, commits = [e for e, _ in pairs], [c for _, c in pairs]
-        entered = set(await _for_room(wait_s, partial(shard.add, entries, commits)))
+        entered = set(
+            await _retry_until_capacity(wait_s, partial(shard.add_groups, entries, commits))
+        )
         pairs = [pair for pair in pairs if pair[0][0] not in entered]
 
 
-async def _for_room(wait_s: float, enter: Callable[..., Awaitable[list[str]]]) -> list[str]:
+async def _retry_until_capacity(
+    wait_s: float, enter: Callable[..., Awaitable[list[str]]]
+) -> list[str]:
     """Ask for room again and again, as long as that may take."""
     deadline = asyncio.get_running_loop().time() + wait_s
     while True:
         left_s = deadline - asyncio.get_running_loop().time()
         try:
-            return await enter(wait_s=min(left_s, ROOM_WAIT_S))
+            return await enter(wait_s=min(left_s, CAPACITY_WAIT_S))
         except DeadlineError:
-            if left_s <= ROOM_WAIT_S:
+            if left_s <= CAPACITY_WAIT_S:
                 raise
 
 
-def _now() -> float:
+def _loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _key(lease: Lease) -> tuple[str, int]:
+def _lease_key(lease: GroupLease) -> tuple[str, int]:
     return lease.uid, lease.token
 
 
-def _entry(prompt: Prompt, version: int) -> tuple[str, bytes, int]:
+def _encode_entry(prompt: Prompt, version: int) -> tuple[str, bytes, int]:
     return prompt.uid, encode_prompt(prompt), version
 
 
-def _commit(lease: Lease, columns: Columns) -> Commit:
-    sizes = column_sizes(columns)
-    info = GroupInfo.of(columns) if columns.keys() >= _ROLLOUTS else None
-    return Commit(lease, encode(columns), sizes, info)
+def _make_commit(lease: GroupLease, columns: Columns) -> ColumnCommit:
+    sizes = measure_columns(columns)
+    info = GroupInfo.from_columns(columns) if columns.keys() >= _ROLLOUT_COLUMN_NAMES else None
+    return ColumnCommit(lease, encode_columns(columns), sizes, info)
 
 
-def _experience(grant: Grant, found: Columns, columns: Sequence[str]) -> Experience:
+def _make_experience(grant: LeaseGrant, found: Columns, columns: Sequence[str]) -> Experience:
     return Experience(
         lease=grant.lease,
         admitted_version=grant.admitted_version,
         prompt=None if grant.prompt is None else decode_prompt(grant.prompt),
-        columns={} if grant.ended else {name: found[name] for name in columns},
+        columns={} if grant.outcome else {name: found[name] for name in columns},
         info=grant.info,
         ready_version=grant.ready_version,
-        ended=grant.ended,
-        begun=_decode(grant.begun) if grant.begun else None,
+        outcome=grant.outcome,
+        partial_rollouts=_decode_blobs(grant.partial_rollouts) if grant.partial_rollouts else None,
     )
 
 
-def _decode(blobs: Sequence[Blob]) -> dict[str, Array]:
+def _decode_blobs(blobs: Sequence[Blob]) -> dict[str, Array]:
     """The columns of some blobs."""
     found: dict[str, Array] = {}
     for blob in blobs:
-        found |= decode(blob)
+        found |= decode_columns(blob)
     return found
 
 
-def _select(blobs: Sequence[Blob], columns: Sequence[str]) -> Columns:
+def _select_columns(blobs: Sequence[Blob], columns: Sequence[str]) -> Columns:
     """The named columns among those of some blobs."""
-    found = _decode(blobs)
+    found = _decode_blobs(blobs)
     if missing := [name for name in columns if name not in found]:
         raise ContractError(f"columns {missing} are not there, only {sorted(found)}")
     return {name: found[name] for name in columns}

@@ -16,7 +16,7 @@ from streamrl.messages import Array, Columns
 Buffer = bytes | bytearray | memoryview
 Blob = Buffer | tuple[Buffer, ...]
 """Bytes, in one piece or in several that follow each other."""
-LARGE_BYTES = 100 * 1024
+LARGE_BLOB_BYTES = 100 * 1024
 """A blob of more than this comes in pieces: its header, and each column."""
 
 _DTYPES: Mapping[str, np.dtype[np.generic]] = {
@@ -26,12 +26,12 @@ _DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "F32": np.dtype(np.float32),
     "BOOL": np.dtype(np.bool_),
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 
 
-class _Place(msgspec.Struct):
+class _TensorHeader(msgspec.Struct):
     """A column's line in the header."""
 
     dtype: str
@@ -40,33 +40,33 @@ class _Place(msgspec.Struct):
 
 
 _to_json = msgspec.json.Encoder().encode
-_from_json = msgspec.json.Decoder(dict[str, _Place]).decode
+_from_json = msgspec.json.Decoder(dict[str, _TensorHeader]).decode
 
 
-def encode(columns: Columns) -> Blob:
+def encode_columns(columns: Columns) -> Blob:
     """One safetensors blob of some columns [n]; the pieces of a large one are views of them.
 
     Raises KeyError for a dtype no column may have.
     """
-    header: dict[str, _Place] = {}
+    header: dict[str, _TensorHeader] = {}
     offset = 0
     # The widest first, so that every column starts at a multiple of its own item size.
     ordered = sorted(columns.items(), key=lambda item: -item[1].itemsize)
     for name, column in ordered:
         end = offset + column.nbytes
-        header[name] = _Place(_NAMES[column.dtype], (column.size,), (offset, end))
+        header[name] = _TensorHeader(_DTYPE_NAMES[column.dtype], (column.size,), (offset, end))
         offset = end
     text = _to_json(header)
     text += b" " * (-len(text) % _ALIGNMENT)
     head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    if offset <= LARGE_BYTES:
+    if offset <= LARGE_BLOB_BYTES:
         return b"".join([head, *(column.tobytes() for _, column in ordered)])
     return (head, *(np.ascontiguousarray(column).view(np.uint8).data for _, column in ordered))
 
 
-def decode(blob: Blob) -> dict[str, Array]:
+def decode_columns(blob: Blob) -> dict[str, Array]:
     """The columns of a blob: views of its bytes, which are not copied."""
-    first, *pieces = pieces_of(blob)
+    first, *pieces = split_pieces(blob)
     start = _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES], "little")
     header = _from_json(first[_LENGTH_BYTES:start])
     if pieces:
@@ -82,16 +82,16 @@ def decode(blob: Blob) -> dict[str, Array]:
     }
 
 
-def pieces_of(blob: Blob) -> tuple[Buffer, ...]:
+def split_pieces(blob: Blob) -> tuple[Buffer, ...]:
     """The pieces of a blob, or the blob as its only one."""
     return blob if isinstance(blob, tuple) else (blob,)
 
 
-def size_of(blob: Blob) -> int:
+def count_blob_bytes(blob: Blob) -> int:
     """Bytes of a blob."""
     return sum(map(len, blob)) if isinstance(blob, tuple) else len(blob)
 
 
-def join(blob: Blob) -> bytes:
+def join_pieces(blob: Blob) -> bytes:
     """A blob as bytes of its own."""
-    return b"".join(pieces_of(blob))
+    return b"".join(split_pieces(blob))

@@ -61,7 +61,7 @@ class QueueConfig:
 
 
 @dataclass(frozen=True)
-class Ports:
+class StageSchema:
     """Columns a stage needs to see a group and columns it puts."""
 
     needs: tuple[str, ...]
@@ -69,23 +69,25 @@ class Ports:
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """What one shard may hold. `group_bytes` are set aside for each group at its admission.
+class ShardCapacity:
+    """What one shard may hold. `reserved_group_bytes` are set aside for each group at its
+    admission.
 
-    What is set aside is what makes a put never wait: only admission does. With `group_bytes` the
-    most a group can take, a shard never holds more than `num_bytes`; with less, as much more as its
-    groups turn out larger. Raises ConfigError for bounds that let no group in.
+    What is set aside is what makes a put never wait: only admission does. With
+    `reserved_group_bytes` the most a group can take, a shard never holds more than `num_bytes`;
+    with less, as much more as its groups turn out larger. Raises ConfigError for bounds that let no
+    group in.
     """
 
-    groups: int
-    num_bytes: float = float("inf")
-    group_bytes: int = 0
+    max_groups: int
+    max_bytes: float = float("inf")
+    reserved_group_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if not self.groups >= 1:
-            raise ConfigError(f"a shard of at most groups={self.groups}: must be at least 1")
-        if not self.num_bytes >= max(self.group_bytes, 1):
+        if not self.max_groups >= 1:
+            raise ConfigError(f"a shard of at most groups={self.max_groups}: must be at least 1")
+        if not self.max_bytes >= max(self.reserved_group_bytes, 1):
             raise ConfigError(
-                f"a shard of at most num_bytes={self.num_bytes:g}: must have room for one group"
-                f" of group_bytes={self.group_bytes}"
+                f"a shard of at most num_bytes={self.max_bytes:g}: must have room for one group"
+                f" of group_bytes={self.reserved_group_bytes}"
             )

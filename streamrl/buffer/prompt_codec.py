@@ -19,10 +19,10 @@ import numpy as np
 from streamrl.errors import JournalError
 from streamrl.messages import Prompt, prompt_from_parts
 
-_PICKLED = b"\x80"
+_PICKLE_PREFIX = b"\x80"
 """First byte of a pickle; msgpack has it for an empty map, which no prompt is."""
-_BITS_64 = range(-(1 << 63), 1 << 64)
-_WRITTEN: Mapping[type, tuple[int, Callable[[Any], bytes]]] = {
+_MSGPACK_INTEGERS = range(-(1 << 63), 1 << 64)
+_EXTENSION_ENCODERS: Mapping[type, tuple[int, Callable[[Any], bytes]]] = {
     int: (1, lambda value: hex(value).encode()),
     Decimal: (2, lambda value: str(value).encode()),
     datetime.datetime: (3, lambda value: value.isoformat().encode()),
@@ -34,7 +34,7 @@ _WRITTEN: Mapping[type, tuple[int, Callable[[Any], bytes]]] = {
     ),
     str: (7, lambda value: value.encode("utf-8", "surrogatepass")),
 }
-_READ: Mapping[int, Callable[[bytes], Any]] = {
+_EXTENSION_DECODERS: Mapping[int, Callable[[bytes], Any]] = {
     1: lambda data: int(data, 16),
     2: lambda data: Decimal(data.decode()),
     3: lambda data: datetime.datetime.fromisoformat(data.decode()),
@@ -48,14 +48,14 @@ _READ: Mapping[int, Callable[[bytes], Any]] = {
 def encode_prompt(prompt: Prompt) -> bytes:
     """Return a prompt as bytes. Raises TypeError naming a value that no data row may hold."""
     rest = (prompt.messages, prompt.data_source, prompt.ground_truth, prompt.extra_info)
-    parts = (prompt.uid, prompt.token_ids.tobytes(), *map(_plain, rest))
-    return _to_msgpack((*parts, _plain(prompt.place), prompt.is_chat))
+    parts = (prompt.uid, prompt.token_ids.tobytes(), *map(_to_plain, rest))
+    return _to_msgpack((*parts, _to_plain(prompt.row_location), prompt.is_chat))
 
 
 def decode_prompt(data: bytes) -> Prompt:
     """Return the prompt that `encode_prompt` made. Raises JournalError for any other bytes."""
-    if data[:1] == _PICKLED:
-        return _unpickle(data)
+    if data[:1] == _PICKLE_PREFIX:
+        return _unpickle_prompt(data)
     try:
         uid, tokens, *rest = _from_msgpack(data)
         return prompt_from_parts(uid, tokens, *rest)
@@ -63,24 +63,28 @@ def decode_prompt(data: bytes) -> Prompt:
         raise JournalError(f"a prompt in the journal cannot be read: {error}") from error
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """A value with everything that msgpack would change, or refuse, in an extension type."""
     kind = type(value)
-    if value is None or kind in (bool, float, bytes) or (kind is int and value in _BITS_64):
+    if (
+        value is None
+        or kind in (bool, float, bytes)
+        or (kind is int and value in _MSGPACK_INTEGERS)
+    ):
         return value
     if kind is str and _is_utf8(value):
         return value
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(each) for key, each in value.items()}
+        return {_to_plain(key): _to_plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(each) for each in value]
+        return [_to_plain(each) for each in value]
     if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
-    return _extension(value)
+        return _to_plain(value.tolist())
+    return _encode_extension(value)
 
 
-def _extension(value: Any) -> msgspec.msgpack.Ext:
-    for known, (code, write) in _WRITTEN.items():
+def _encode_extension(value: Any) -> msgspec.msgpack.Ext:
+    for known, (code, write) in _EXTENSION_ENCODERS.items():
         if isinstance(value, known):
             return msgspec.msgpack.Ext(code, write(value))
     kind = type(value)
@@ -98,22 +102,22 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _read_extension(code: int, data: memoryview) -> Any:
-    if code not in _READ:
+def _decode_extension(code: int, data: memoryview) -> Any:
+    if code not in _EXTENSION_DECODERS:
         raise ValueError(f"extension type {code}")
-    return _READ[code](bytes(data))
+    return _EXTENSION_DECODERS[code](bytes(data))
 
 
 _to_msgpack = msgspec.msgpack.Encoder().encode
 _from_msgpack: Callable[[bytes], Sequence[Any]] = msgspec.msgpack.Decoder(
-    list[Any], ext_hook=_read_extension
+    list[Any], ext_hook=_decode_extension
 ).decode
 
 
-class _PromptReader(pickle.Unpickler):
+class _PromptUnpickler(pickle.Unpickler):
     """Reads pickles that streamrl has written: prompts, and dates or decimals in their rows."""
 
-    _known: Mapping[tuple[str, str], Any] = {
+    _allowed_globals: Mapping[tuple[str, str], Any] = {
         ("streamrl.messages", "_prompt"): prompt_from_parts,
         ("decimal", "Decimal"): Decimal,
         **{
@@ -127,15 +131,15 @@ class _PromptReader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what a pickle may call; raises UnpicklingError for anything else."""
-        found = self._known.get((module, name))
+        found = self._allowed_globals.get((module, name))
         if found is None:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return found
 
 
-def _unpickle(data: bytes) -> Prompt:
+def _unpickle_prompt(data: bytes) -> Prompt:
     try:
-        found = _PromptReader(io.BytesIO(data)).load()
+        found = _PromptUnpickler(io.BytesIO(data)).load()
     # There is nothing that a garbled pickle cannot raise.
     except Exception as error:
         raise JournalError(

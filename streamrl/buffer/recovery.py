@@ -11,73 +11,77 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.buffer.codec import Blob
-from streamrl.buffer.config import Ports
+from streamrl.buffer.config import StageSchema
 from streamrl.buffer.group import (
-    Group,
-    GroupBook,
-    Part,
-    Spot,
-    admitted,
-    committed,
-    ended,
-    given_back,
-    leased,
-    left,
-    opened,
-    sealed,
+    GroupState,
+    RecordLocation,
+    ShardState,
+    StageColumns,
+    make_admit_record,
+    make_commit_record,
+    make_finish_record,
+    make_lease_record,
+    make_nack_record,
+    make_open_record,
+    make_remove_record,
+    make_seal_record,
 )
 from streamrl.buffer.log.segment_file import (
-    Corrupt,
-    Record,
-    check_begins_at,
+    CorruptRecord,
+    JournalRecord,
+    check_first_segment,
     read_record,
-    replay,
+    replay_segments,
     segment_path,
     write_segment,
 )
 from streamrl.errors import JournalError
-from streamrl.files.atomic_write import checkpoint_errors
-from streamrl.messages import Lease
+from streamrl.files.atomic_write import wrap_checkpoint_errors
+from streamrl.messages import GroupLease
 
 
 @dataclass(frozen=True)
-class Base:
+class SnapshotBase:
     """What a journal continues: the folder of a snapshot, and the first segment behind it."""
 
     folder: Path | None = None
-    first: int = 0
+    first_segment: int = 0
 
 
-def recover(
-    stages: Mapping[str, Ports], journal: Path | None, base: Base, *, before: int | None = None
-) -> tuple[GroupBook, list[Corrupt]]:
+def recover_state(
+    stages: Mapping[str, StageSchema],
+    journal: Path | None,
+    base: SnapshotBase,
+    *,
+    before: int | None = None,
+) -> tuple[ShardState, list[CorruptRecord]]:
     """The groups as the files have them, and the records that could not be read.
 
     Without a `journal` they are those of the base; `before` is the cut up to which it is read. No
     payload is loaded: see `load`. Raises JournalError if a file is missing or the snapshot is not
     whole.
     """
-    book, corrupt = GroupBook(stages), []
-    book.keeps_retired = True
+    book, corrupt = ShardState(stages), []
+    book.should_keep_retired = True
     sources: list[tuple[Path, int, int | None]]
     sources = [(base.folder, 0, None)] if base.folder is not None else []
     if journal is not None:
-        check_begins_at(journal, base.first)
-        sources.append((journal, base.first, before))
+        check_first_segment(journal, base.first_segment)
+        sources.append((journal, base.first_segment, before))
     for folder, first, end in sources:
-        for item in replay(folder, first=first, before=end):
-            if isinstance(item, Corrupt):
+        for item in replay_segments(folder, first=first, before=end):
+            if isinstance(item, CorruptRecord):
                 corrupt.append(item)
             else:
                 position, record = item
                 try:
-                    book.apply(record, spot=Spot(folder, position))
+                    book.apply_record(record, spot=RecordLocation(folder, position))
                 except (LookupError, TypeError, ValueError, AttributeError) as error:
                     place = f"{segment_path(folder, position.segment)}, byte {position.offset}"
                     raise JournalError(f"{place}: not a record of a shard: {error!r}") from error
         if folder == base.folder and not book.is_sealed and not corrupt:
             raise JournalError(f"{folder}: the snapshot has lost its end")
-    book.keeps_retired = False
+    book.should_keep_retired = False
     book.is_damaged = bool(corrupt)
     if book.is_damaged:
         book.forget_incomplete()
@@ -86,68 +90,70 @@ def recover(
     return book, corrupt
 
 
-def load(book: GroupBook, store: Callable[[Blob], Any]) -> None:
+def load_columns(book: ShardState, store: Callable[[Blob], Any]) -> None:
     """Bring the columns of the groups in the queue back into the store."""
     for group in book.groups.values():
-        for part in group.parts.values():
-            part.data = store(payload(part))
+        for part in group.stage_columns.values():
+            part.data = store(read_blob(part))
 
 
-def payload(part: Part) -> Blob:
+def read_blob(part: StageColumns) -> Blob:
     """The blob of a part, from the disk. Raises JournalError if it cannot be read."""
-    assert part.spot is not None, "only what was recovered is on the disk"
-    return read_record(part.spot.folder, part.spot.position).payload
+    assert part.location is not None, "only what was recovered is on the disk"
+    return read_record(part.location.folder, part.location.position).payload
 
 
-def snapshot(
-    stages: Mapping[str, Ports],
+def write_snapshot(
+    stages: Mapping[str, StageSchema],
     journal: Path,
-    base: Base,
+    base: SnapshotBase,
     *,
     before: int,
     out: Path,
-    known: Sequence[Corrupt] = (),
+    known: Sequence[CorruptRecord] = (),
 ) -> None:
-    """Write the groups as they were at a cut into a folder that `recover` takes as a base.
+    """Write the groups as they were at a cut into a folder that `recover_state` takes as a base.
 
     `known` are the damaged records without which the shard was opened. Raises JournalError for any
     other: the shard may still have what the disk has lost. NoSpaceError if there is no room.
     """
-    book, corrupt = recover(stages, journal, base, before=before)
+    book, corrupt = recover_state(stages, journal, base, before=before)
     for bad in corrupt:
         if bad not in known:
             raise JournalError(f"{bad.file}, byte {bad.position.offset}: {bad.reason}")
-    with checkpoint_errors(out):
+    with wrap_checkpoint_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        write_segment(out / SNAPSHOT_FILE, _records(book))
+        write_segment(out / SNAPSHOT_FILE, _state_records(book))
 
 
 SNAPSHOT_FILE = "00000000.journal"
 
 
-def _records(book: GroupBook) -> Iterator[Record]:
+def _state_records(book: ShardState) -> Iterator[JournalRecord]:
     """The transitions that lead to a book's state."""
-    yield opened(book.session, book.incarnation)
-    yield left([], book.version)
-    for group in sorted(book.groups.values(), key=lambda group: group.order):
-        yield admitted(group.uid, group.prompt, group.admitted_version)
-        yield from _progress(group)
-    yield sealed()
+    yield make_open_record(book.session, book.incarnation)
+    yield make_remove_record([], book.version)
+    for group in sorted(book.groups.values(), key=lambda group: group.admission_order):
+        yield make_admit_record(group.uid, group.prompt, group.admitted_version)
+        yield from _group_records(group)
+    yield make_seal_record()
 
 
-def _progress(group: Group) -> Iterator[Record]:
-    for stage, part in group.parts.items():
+def _group_records(group: GroupState) -> Iterator[JournalRecord]:
+    for stage, part in group.stage_columns.items():
         assert group.info is not None
-        lease = Lease(0, group.uid, stage, 0, 0.0)
+        lease = GroupLease(0, group.uid, stage, 0, 0.0)
         version = group.admitted_version if group.ready_version is None else group.ready_version
-        yield committed(lease, payload(part), names=part.names, info=group.info, version=version)
+        yield make_commit_record(
+            lease, read_blob(part), names=part.column_names, info=group.info, version=version
+        )
     for stage, count in group.failures.items():
         for _ in range(count):
-            yield given_back(Lease(0, group.uid, stage, 0, 0.0), failed=True)
-    if group.ended is not None:
-        yield ended(group.uid, group.ended)
+            yield make_nack_record(GroupLease(0, group.uid, stage, 0, 0.0), failed=True)
+    if group.outcome is not None:
+        yield make_finish_record(group.uid, group.outcome)
     for stage, leases in group.leases.items():
         for held in leases:
             lease = held.lease
             grants = [(group.uid, lease.token, lease.attempt)]
-            yield leased(stage, lease.holder, request=held.request, grants=grants)
+            yield make_lease_record(stage, lease.holder, request=held.request_id, grants=grants)

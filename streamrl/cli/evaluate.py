@@ -13,34 +13,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamrl.cli.arguments.arg_types import named, named_path
-from streamrl.cli.data import add_file_arguments, named_files
+from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
+from streamrl.cli.data import add_file_arguments, parse_named_files
 from streamrl.config import load_config
 from streamrl.data import (
     DataConfig,
     DataFile,
-    Limits,
+    PromptLimits,
     load_prompts,
     load_tokenizer,
     load_vocab_size,
 )
-from streamrl.data.files import check_evaluated
+from streamrl.data.files import check_eval_files
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.vllm.environment import generation_env
+from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.errors import ConfigError
-from streamrl.evaluation import EvaluationConfig, EvaluationResult, evaluate
-from streamrl.evaluation.metrics import Interval
-from streamrl.files.hf_config import model_length, trusted_env
+from streamrl.evaluation import EvaluationConfig, EvaluationResult, evaluate_policy
+from streamrl.evaluation.metrics import ConfidenceInterval
+from streamrl.files.hf_config import make_trusted_env, read_model_length
 from streamrl.messages import Columns, Prompt, Rollout
-from streamrl.rewards import RewardConfig, Surroundings, build_rewards, decode_completions
-from streamrl.rewards.scorer import answer_hashes
+from streamrl.rewards import RewardConfig, RewardContext, build_rewards, decode_completions
+from streamrl.rewards.scorer import hash_answers
 from streamrl.run_dir.checkpoint import find_resume_point
 
 if TYPE_CHECKING:
     from streamrl.engines.generation.generator import GenerationEngine
 
 
-SAMPLING: Mapping[str, tuple[type, str]] = {
+SAMPLING_OPTIONS: Mapping[str, tuple[type, str]] = {
     "samples": (int, "completions per prompt, k"),
     "temperature": (float, "0 takes the likeliest"),
     "top_p": (float, "the likeliest, of this probability"),
@@ -53,25 +53,25 @@ SAMPLING: Mapping[str, tuple[type, str]] = {
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluationSubject:
     """What is evaluated, and the settings it was trained with, if it is of a run."""
 
     model_dir: Path
     rewards: Sequence[RewardConfig]
     generator: GeneratorConfig
     data: DataConfig
-    around: Surroundings
+    reward_context: RewardContext
     evaluation: EvaluationConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `streamrl evaluate`."""
     parser.add_argument(
-        "model", type=named_path, help="model directory, checkpoint or run directory"
+        "model", type=parse_path, help="model directory, checkpoint or run directory"
     )
     parser.add_argument(
         "--data",
-        type=named,
+        type=parse_nonempty,
         action="append",
         default=[],
         metavar="FILE",
@@ -81,11 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling = parser.add_argument_group(
         "sampling", "unless given, the evaluation.* of the run or recipe, or their defaults"
     )
-    for name, (kind, said) in SAMPLING.items():
+    for name, (kind, said) in SAMPLING_OPTIONS.items():
         sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, help=said)
     parser.add_argument(
         "--config",
-        type=named_path,
+        type=parse_path,
         help="evaluate as this recipe does: its rewards, longest completion and evaluation.*",
     )
     parser.add_argument(
@@ -99,27 +99,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
-    subject = _subject(arguments)
+    subject = _resolve_subject(arguments)
     config = choose_sampling(arguments, subject.evaluation)
-    named = named_files(arguments, arguments.data, subject.data)
+    named = parse_named_files(arguments, arguments.data, subject.data)
     # There is no place for a name of theirs, and two folders may both have a test.parquet.
     files = tuple(replace(file, name=file.path) for file in named) or subject.data.eval_files
     if not files:
         raise ConfigError("evaluate: --data names a file of prompts, or a recipe's data.eval does")
-    check_evaluated(files, key="--data")
+    check_eval_files(files, key="--data")
     started = time.monotonic()
-    result = asyncio.run(_evaluate(subject, files, config))
-    _print(result, subject, time.monotonic() - started, as_json=arguments.json)
+    result = asyncio.run(_evaluate_files(subject, files, config))
+    _print_result(result, subject, time.monotonic() - started, as_json=arguments.json)
     return 0
 
 
 def choose_sampling(arguments: argparse.Namespace, config: EvaluationConfig) -> EvaluationConfig:
     """Return a run's or recipe's settings of evaluation with those that the command line gives."""
-    given = {name: vars(arguments)[name] for name in SAMPLING}
+    given = {name: vars(arguments)[name] for name in SAMPLING_OPTIONS}
     return replace(config, **{name: value for name, value in given.items() if value is not None})
 
 
-def _subject(arguments: argparse.Namespace) -> Subject:
+def _resolve_subject(arguments: argparse.Namespace) -> EvaluationSubject:
     """The model itself, or the newest checkpoint of a run, or the checkpoint named."""
     path: Path = arguments.model
     recipe: Path | None = arguments.config
@@ -131,73 +131,77 @@ def _subject(arguments: argparse.Namespace) -> Subject:
             raise ConfigError(f"{path}: a run without a checkpoint")
         path, recipe = found.checkpoint.model_dir, recipe or found.run_dir / "config.yaml"
     if recipe is None:
-        tokens = min(256, model_length(str(path), limit=None) // 2)
+        tokens = min(256, read_model_length(str(path), limit=None) // 2)
         rewards = [RewardConfig(kind="exact")]
         generator = GeneratorConfig(max_new_tokens=tokens)
-        around, how = Surroundings(), EvaluationConfig()
-        subject = Subject(path, rewards, generator, DataConfig(), around, how)
+        around, how = RewardContext(), EvaluationConfig()
+        subject = EvaluationSubject(path, rewards, generator, DataConfig(), around, how)
     else:
         config = load_config(recipe)
         if config.model.trust_remote_code:
-            os.environ.update(trusted_env(str(path)))
+            os.environ.update(make_trusted_env(str(path)))
         generator = GeneratorConfig(
             max_new_tokens=config.generator.max_new_tokens,
             stop=config.generator.stop,
             stop_token_ids=config.generator.stop_token_ids,
         )
-        around = Surroundings(config.scorer, config.sandbox)
+        around = RewardContext(config.scorer, config.sandbox)
         how = config.evaluation
-        subject = Subject(path, config.rewards, generator, config.data, around, how)
+        subject = EvaluationSubject(path, config.rewards, generator, config.data, around, how)
     if arguments.reward is not None:
         # One reward is not combined with any.
-        around = replace(subject.around, scorer=replace(subject.around.scorer, combine=""))
+        around = replace(
+            subject.reward_context, scorer=replace(subject.reward_context.scorer, combine="")
+        )
         rewards = [RewardConfig(kind=arguments.reward)]
-        subject = replace(subject, rewards=rewards, around=around)
+        subject = replace(subject, rewards=rewards, reward_context=around)
     if arguments.max_new_tokens is not None:
         generator = replace(subject.generator, max_new_tokens=arguments.max_new_tokens)
         subject = replace(subject, generator=generator)
     return subject
 
 
-async def _evaluate(
-    subject: Subject, files: Sequence[DataFile], config: EvaluationConfig
+async def _evaluate_files(
+    subject: EvaluationSubject, files: Sequence[DataFile], config: EvaluationConfig
 ) -> EvaluationResult:
-    from streamrl.engines.models.supported_models import check_weights
+    from streamrl.engines.models.supported_models import check_weight_files
 
-    rewards = build_rewards(subject.rewards, subject.around)
+    rewards = build_rewards(subject.rewards, subject.reward_context)
     model = str(subject.model_dir)
-    check_weights(model, "model.path")
+    check_weight_files(model, "model.path")
     tokenizer = load_tokenizer(model)
-    limit = subject.data.prompt_limit(
-        model_tokens=model_length(model, limit=None),
+    limit = subject.data.compute_prompt_limit(
+        model_tokens=read_model_length(model, limit=None),
         max_new_tokens=subject.generator.max_new_tokens,
     )
-    limits = Limits(limit, load_vocab_size(model), subject.data.on_long_prompt)
+    limits = PromptLimits(limit, load_vocab_size(model), subject.data.on_long_prompt)
     loaded = load_prompts(files, tokenizer, limits, most=config.limit)
-    for note in await rewards.preflight():
+    for note in await rewards.run_preflight():
         print(f"streamrl: {note}", file=sys.stderr)
     for file in loaded.files:
-        rewards.check(file.prompts)
-    prompts = loaded.by_name
+        rewards.check_prompts(file.prompts)
+    prompts = loaded.prompts_by_name
     longest = max(len(prompt.token_ids) for found in prompts.values() for prompt in found)
-    engine = await _engine(subject, config.seed, longest + subject.generator.max_new_tokens)
+    engine = await _start_engine(subject, config.seed, longest + subject.generator.max_new_tokens)
 
     async def generate(prompt: Prompt, seeds: Sequence[int]) -> list[Rollout]:
         return await engine.generate(prompt.token_ids, seeds=seeds, sampling=config.sampling)
 
     async def score(prompt: Prompt, rollouts: list[Rollout]) -> Columns:
-        judgement = await rewards.judge(prompt, decode_completions(tokenizer, rollouts))
-        return {**rewards.columns_of(judgement), "answers": answer_hashes(judgement)}
+        judgement = await rewards.judge_group(prompt, decode_completions(tokenizer, rollouts))
+        return {**rewards.to_columns(judgement), "answers": hash_answers(judgement)}
 
     try:
         await rewards.start()
-        return await evaluate(prompts, generate=generate, score=score, config=config)
+        return await evaluate_policy(prompts, generate=generate, score=score, config=config)
     finally:
         await rewards.close()
         await engine.close()
 
 
-async def _engine(subject: Subject, seed: int, max_length: int) -> "GenerationEngine":
+async def _start_engine(
+    subject: EvaluationSubject, seed: int, max_length: int
+) -> "GenerationEngine":
     """An engine that serves the model directory's own weights."""
     import torch
 
@@ -209,7 +213,7 @@ async def _engine(subject: Subject, seed: int, max_length: int) -> "GenerationEn
     logging.getLogger("vllm").setLevel(logging.ERROR)
     # vLLM reads these when it is imported, which the engine does when it starts.
     os.environ.update(
-        generation_env("cuda" if torch.cuda.is_available() else "cpu", threads=threads)
+        make_vllm_env("cuda" if torch.cuda.is_available() else "cpu", threads=threads)
     )
     config = replace(subject.generator, threads=threads)
     engine = await GenerationEngine.start(
@@ -219,38 +223,44 @@ async def _engine(subject: Subject, seed: int, max_length: int) -> "GenerationEn
     return engine
 
 
-def _print(result: EvaluationResult, subject: Subject, seconds: float, *, as_json: bool) -> None:
+def _print_result(
+    result: EvaluationResult, subject: EvaluationSubject, seconds: float, *, as_json: bool
+) -> None:
     model, rewards = subject.model_dir, [reward.kind for reward in subject.rewards]
     if as_json:
         facts = {"model": str(model), "rewards": rewards, "seconds": seconds}
-        facts |= {"unscored": result.num_unscored, **_as_dict(result)}
-        facts |= {"by_source": {name: _as_dict(one) for name, one in result.by_source.items()}}
-        facts |= {"by_file": {name: _as_dict(one) for name, one in result.by_file.items()}}
+        facts |= {"unscored": result.num_unscored, **_result_to_dict(result)}
+        facts |= {
+            "by_source": {name: _result_to_dict(one) for name, one in result.by_source.items()}
+        }
+        facts |= {"by_file": {name: _result_to_dict(one) for name, one in result.by_file.items()}}
         print(json.dumps(facts))
         return
     print(f"{model}: {result.num_prompts} prompts x {result.samples} samples in {seconds:.1f} s")
     print(
         f"  scored by {', '.join(rewards)}; at most {subject.generator.max_new_tokens} new tokens"
     )
-    intervals = _intervals(result)
-    for name, value in _numbers(result).items():
+    intervals = _collect_intervals(result)
+    for name, value in _collect_scores(result).items():
         ends = intervals.get(name)
         sure = f"  (95 %: {ends[0]:.4f} to {ends[1]:.4f})" if ends else ""
         print(f"  {name:<12} {value:.4f}{sure}")
     if result.num_unscored:
-        print(f"  {result.num_unscored} prompts more have no score: {result.problem}")
+        print(f"  {result.num_unscored} prompts more have no score: {result.unscored_reason}")
     for kind, parts in (("source", result.by_source), ("file", result.by_file)):
         for name, part in parts.items() if len(parts) > 1 else ():
-            figures = ", ".join(f"{key} {value:.4f}" for key, value in _numbers(part).items())
+            figures = ", ".join(
+                f"{key} {value:.4f}" for key, value in _collect_scores(part).items()
+            )
             print(f"  {kind} {name or '(none)'}: {figures} over {part.num_prompts} prompts")
 
 
-def _as_dict(result: EvaluationResult) -> dict[str, Any]:
-    intervals = {f"{name}_interval": ends for name, ends in _intervals(result).items()}
-    return {"prompts": result.num_prompts, **_numbers(result), **intervals}
+def _result_to_dict(result: EvaluationResult) -> dict[str, Any]:
+    intervals = {f"{name}_interval": ends for name, ends in _collect_intervals(result).items()}
+    return {"prompts": result.num_prompts, **_collect_scores(result), **intervals}
 
 
-def _numbers(result: EvaluationResult) -> dict[str, float]:
+def _collect_scores(result: EvaluationResult) -> dict[str, float]:
     found = {f"pass@{k}": chance for k, chance in result.pass_at.items()}
     found[f"mean@{result.samples}"] = result.mean_at_k
     if result.maj_at_k is not None:
@@ -258,7 +268,7 @@ def _numbers(result: EvaluationResult) -> dict[str, float]:
     return found
 
 
-def _intervals(result: EvaluationResult) -> dict[str, Interval | None]:
+def _collect_intervals(result: EvaluationResult) -> dict[str, ConfidenceInterval | None]:
     """The 95 % intervals of some of the numbers."""
     intervals = (result.pass_at_1_interval, result.mean_at_k_interval)
     return dict(zip(("pass@1", f"mean@{result.samples}"), intervals, strict=True))

@@ -17,7 +17,7 @@ from streamrl import __version__
 from streamrl.cli.run_setup.signals import interrupt_on_signals
 from streamrl.errors import ConfigError, StreamError
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 COMMANDS = {
     "train": "train a model from a config, or go on with a run",
     "scale": "let replicas join or leave a run that is under way",
@@ -34,7 +34,7 @@ COMMANDS = {
     "doctor": "what this machine has and what would run on it",
 }
 
-FORKING = ("train",)
+FORKING_COMMANDS = ("train",)
 """Commands whose workers are forked, see `streamrl.actors.launch.fork_server`."""
 
 
@@ -43,7 +43,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the rule and where help is, then exit with 2."""
-        self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(EXIT_BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
@@ -71,20 +71,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Ray prints a death into whatever is on the screen; it is an event of the run already.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     # Whoever calls this with words of its own has a process of its own.
-    check_interrupted = _take_process() if argv is None else lambda: None
+    check_interrupted = _install_handlers() if argv is None else lambda: None
     command = next((a for a in arguments if a in COMMANDS), None)
-    _open_closed_files()
+    _reopen_standard_streams()
     if sys.stdout is None:
         # It was closed before the start, as by >&-.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    if command in FORKING and not {"-h", "--help"} & set(arguments):
+    if command in FORKING_COMMANDS and not {"-h", "--help"} & set(arguments):
         # First of all: it imports the workers' libraries while this process imports its own.
         from streamrl.actors.launch.fork_server import start_fork_server
 
         start_fork_server()
     try:
         try:
-            parsed = _parse(build_parser(command), arguments)
+            parsed = _parse_arguments(build_parser(command), arguments)
             code = int(parsed.run(parsed))
         except Exception:
             # What was interrupted may have made another error of it.
@@ -93,24 +93,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except ConfigError as error:
-        return _say(str(error), BAD_INPUT)
+        return _print_error(str(error), EXIT_BAD_INPUT)
     except StreamError as error:
-        return _say(str(error), FAILED)
+        return _print_error(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
-        return _say("interrupted", INTERRUPTED)
+        return _print_error("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
         # Whoever read our output is gone; there is nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        return EXIT_FAILED
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename:
             raise
         # What is left to be written goes nowhere either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _say("standard output: no space left", FAILED)
+        return _print_error("standard output: no space left", EXIT_FAILED)
 
 
-def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+def _parse_arguments(
+    parser: argparse.ArgumentParser, arguments: Sequence[str]
+) -> argparse.Namespace:
     """Parse; a command's overrides may stand behind its options, which argparse refuses."""
     parsed, rest = parser.parse_known_args(arguments)
     if "overrides" in parsed:
@@ -122,7 +124,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
     return parsed
 
 
-def _take_process() -> Callable[[], None]:
+def _install_handlers() -> Callable[[], None]:
     """See to signals; that of a crash, here or in what is started, prints all threads' stacks.
 
     Returns what raises KeyboardInterrupt if there has been Ctrl-C or SIGTERM.
@@ -132,7 +134,7 @@ def _take_process() -> Callable[[], None]:
     return interrupt_on_signals()
 
 
-def _open_closed_files() -> None:
+def _reopen_standard_streams() -> None:
     """Open the standard streams that the caller has closed, as by <&-, before others take them."""
     for file in range(3):
         try:
@@ -141,7 +143,7 @@ def _open_closed_files() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
-def _say(message: str, code: int) -> int:
+def _print_error(message: str, code: int) -> int:
     sys.stdout.flush()
     print(f"streamrl: {message}", file=sys.stderr)
     return code

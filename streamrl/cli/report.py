@@ -11,21 +11,21 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.books.ledger_audit import Account, take_account
-from streamrl.buffer.books.run_log import history
-from streamrl.calibration.advice import advise
+from streamrl.buffer.books.ledger_audit import LedgerAudit, audit_run_log
+from streamrl.buffer.books.run_log import read_history
+from streamrl.calibration.advice import recommend_settings
 from streamrl.calibration.prediction import PlannedRun
-from streamrl.calibration.run_trace import no_run, read_run
-from streamrl.cli.arguments.arg_types import named, named_path
+from streamrl.calibration.run_trace import describe_missing_run, load_run_trace
+from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.output import advice_report
 from streamrl.errors import ConfigError
 from streamrl.messages import parse_uid
 from streamrl.placement import Cluster
-from streamrl.run_dir.checkpoint import BOOKS, journal_dir
+from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.telemetry.sinks import EVENTS_FILE, read_jsonl
 
-Entry = Mapping[str, Any]
-MOST_SHOWN = 20
+LogEntry = Mapping[str, Any]
+MAX_SHOWN_UIDS = 20
 """Most uids that one part of the text names; --json has all."""
 
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "run_dir",
-        type=named_path,
+        type=parse_path,
         nargs="?",
         metavar="RUN",
         help="a run directory: which stage bounds it",
@@ -48,18 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cluster",
-        type=named,
+        type=parse_nonempty,
         help="what it was made on, as in 8xH100; not needed on one machine's CPU cores",
     )
     parser.add_argument(
         "--ledger",
-        type=named_path,
+        type=parse_path,
         metavar="RUN",
         help="the accounts of a run directory: where every admitted prompt is",
     )
     parser.add_argument(
         "--uid",
-        type=named,
+        type=parse_nonempty,
         help="the history of one prompt, epoch:index:attempt, and of its later attempts",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -67,27 +67,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command: 0; of books 1 if they do not balance."""
-    _check(arguments)
+    _check_options(arguments)
     if arguments.run_dir is not None:
-        return _describe_run(arguments)
+        return _print_run_report(arguments)
     run_dir: Path = arguments.ledger
-    entries = list(_read_log(run_dir))
-    account = take_account(entries)
+    entries = list(_read_run_log(run_dir))
+    account = audit_run_log(entries)
     events = []
     if arguments.uid is not None:
-        _check_known(arguments.uid, account)
-        events = trace(arguments.uid, entries, _read_events(run_dir))
+        _check_uid(arguments.uid, account)
+        events = trace_uid(arguments.uid, entries, _read_events(run_dir))
     if arguments.json:
-        found = as_json(account)
+        found = to_json(account)
         print(json.dumps(found if arguments.uid is None else {**found, "history": events}))
     elif arguments.uid is None:
-        print("\n".join(describe(run_dir, account, entries)))
+        print("\n".join(describe_ledger(run_dir, account, entries)))
     else:
-        print("\n".join(map(_line, events)))
+        print("\n".join(map(_format_entry, events)))
     return 1 if account.problems else 0
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check_options(arguments: argparse.Namespace) -> None:
     """Raise ConfigError unless the options belong together."""
     if (arguments.run_dir is None) == (arguments.ledger is None):
         raise ConfigError("report: name a RUN for what bounds it, or --ledger RUN for its books")
@@ -99,32 +99,32 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("report: --uid goes with --ledger RUN")
 
 
-def _describe_run(arguments: argparse.Namespace) -> int:
+def _print_run_report(arguments: argparse.Namespace) -> int:
     """Print what bounds the run, and what would help if that is asked for."""
-    measured = read_run(arguments.run_dir)
-    cluster = None if arguments.cluster is None else Cluster.parse(arguments.cluster)
+    measured = load_run_trace(arguments.run_dir)
+    cluster = None if arguments.cluster is None else Cluster.from_text(arguments.cluster)
     if arguments.what_if:
         # A cluster that the run does not fit is refused before anything is printed.
-        PlannedRun.of(measured, measured.config, cluster)
+        PlannedRun.from_trace(measured, measured.config, cluster)
     if arguments.json:
-        found = advice_report.run_as_json(measured)
+        found = advice_report.run_to_json(measured)
         if arguments.what_if:
-            found |= advice_report.advice_as_json(advise(measured, cluster))
+            found |= advice_report.advice_to_json(recommend_settings(measured, cluster))
         print(json.dumps(found))
         return 0
     print("\n".join(advice_report.describe_run(measured)), flush=True)
     if not arguments.what_if:
         print("what other settings would make of it: --what-if, which takes some seconds")
         return 0
-    print("\n".join(advice_report.describe_advice(measured, advise(measured, cluster))))
+    print("\n".join(advice_report.describe_advice(measured, recommend_settings(measured, cluster))))
     return 0
 
 
-def trace(uid: str, entries: Iterable[Entry], events: Iterable[Entry]) -> list[Entry]:
+def trace_uid(uid: str, entries: Iterable[LogEntry], events: Iterable[LogEntry]) -> list[LogEntry]:
     """What concerns a uid or a later attempt of its prompt, in the order of time.
 
     Each names the uid it concerns and its `source`: the books, or events.jsonl. That the books were
-    opened anew, by a resume, concerns what is in flight then and what is trained `again`.
+    opened anew, by a resume, concerns what is in flight then and what is trained `surplus_uids`.
     """
     epoch, index, attempt = parse_uid(uid)
 
@@ -132,16 +132,21 @@ def trace(uid: str, entries: Iterable[Entry], events: Iterable[Entry]) -> list[E
         prefix, _, number = other.rpartition(":")
         return prefix == f"{epoch}:{index}" and int(number) >= attempt
 
-    found = [*_from_log(entries, is_meant), *_from_events(events, is_meant)]
+    found = [*_select_log_entries(entries, is_meant), *_select_events(events, is_meant)]
     return sorted(found, key=lambda entry: float(entry["time"]))
 
 
-def _from_log(entries: Iterable[Entry], is_meant: Callable[[str], bool]) -> Iterator[Entry]:
+def _select_log_entries(
+    entries: Iterable[LogEntry], is_meant: Callable[[str], bool]
+) -> Iterator[LogEntry]:
     in_flight: set[str] = set()
     trained: dict[str, int] = {}
     for entry in entries:
         kind, again = entry["kind"], set[str]()
-        facts = {"source": BOOKS, **{k: v for k, v in entry.items() if k not in ("uid", "uids")}}
+        facts = {
+            "source": RUN_LOG_FOLDER,
+            **{k: v for k, v in entry.items() if k not in ("uid", "uids")},
+        }
         if kind == "open":
             again = {uid for uid, version in trained.items() if version >= entry["version"]}
             meant = sorted(in_flight | again)
@@ -155,7 +160,9 @@ def _from_log(entries: Iterable[Entry], is_meant: Callable[[str], bool]) -> Iter
             yield {**facts, "uid": uid, **({"again": uid in again} if kind == "open" else {})}
 
 
-def _from_events(events: Iterable[Entry], is_meant: Callable[[str], bool]) -> Iterator[Entry]:
+def _select_events(
+    events: Iterable[LogEntry], is_meant: Callable[[str], bool]
+) -> Iterator[LogEntry]:
     for event in events:
         # A stall names the first few of its groups in one field.
         named = f"{event.get('uid', '')} {event.get('uids', '')}".split()
@@ -164,12 +171,12 @@ def _from_events(events: Iterable[Entry], is_meant: Callable[[str], bool]) -> It
             yield {"source": EVENTS_FILE, "kind": event["event"], **facts, "uid": uid}
 
 
-def as_json(account: Account) -> dict[str, Any]:
+def to_json(account: LedgerAudit) -> dict[str, Any]:
     """The account for scripts."""
     counts = account.counts
     return {
         "ledger": {**vars(counts), "drops": dict(counts.drops)},
-        "epochs": account.epochs,
+        "epochs": account.counts_by_epoch,
         "trained": account.trained,
         "in_flight": account.in_flight,
         "problems": account.problems,
@@ -178,37 +185,37 @@ def as_json(account: Account) -> dict[str, Any]:
     }
 
 
-def describe(run_dir: Path, account: Account, entries: Sequence[Entry]) -> list[str]:
+def describe_ledger(run_dir: Path, account: LedgerAudit, entries: Sequence[LogEntry]) -> list[str]:
     """The lines a person reads."""
     counts, problems = account.counts, account.problems
     law = f"{counts}{', which does not add up' if problems else ''}"
-    last = f", the last entry at {_at(entries[-1]['time'])}" if entries else ""
+    last = f", the last entry at {_format_time(entries[-1]['time'])}" if entries else ""
     drops = ", ".join(f"{cause} {count}" for cause, count in counts.drops)
     lines = [
         f"{run_dir}: {account.num_steps} steps, {account.num_starts} starts{last}",
         f"ledger      {law}",
         f"drops       {drops or 'none'}",
     ]
-    for epoch, parts in account.epochs.items():
+    for epoch, parts in account.counts_by_epoch.items():
         trained, in_flight = parts["trained"], parts["in_flight"]
         lines.append(f"epoch {epoch:<6}{trained} prompts trained, {in_flight} in flight")
     if account.in_flight:
-        lines.append(f"in flight   {' '.join(_some(account.in_flight))}")
+        lines.append(f"in flight   {' '.join(_truncate_list(account.in_flight))}")
     once = f"{counts.trained} uids, each exactly once"
     lines.append(f"trained     {'not each uid exactly once:' if problems else once}")
-    return [*lines, *(f"problem     {problem}" for problem in _some(problems))]
+    return [*lines, *(f"problem     {problem}" for problem in _truncate_list(problems))]
 
 
-def _some(items: Sequence[str]) -> list[str]:
-    more = [f"and {len(items) - MOST_SHOWN} more"] if len(items) > MOST_SHOWN else []
-    return [*items[:MOST_SHOWN], *more]
+def _truncate_list(items: Sequence[str]) -> list[str]:
+    more = [f"and {len(items) - MAX_SHOWN_UIDS} more"] if len(items) > MAX_SHOWN_UIDS else []
+    return [*items[:MAX_SHOWN_UIDS], *more]
 
 
-def _line(entry: Entry) -> str:
-    return f"{_at(entry['time'])}  {entry['uid']}  {_what(entry)}"
+def _format_entry(entry: LogEntry) -> str:
+    return f"{_format_time(entry['time'])}  {entry['uid']}  {_describe_entry(entry)}"
 
 
-def _what(entry: Entry) -> str:
+def _describe_entry(entry: LogEntry) -> str:
     """What an entry says, in words."""
     if entry["source"] == EVENTS_FILE:
         facts = (f"{k}={v}" for k, v in entry.items() if k not in ("source", "kind", "time", "uid"))
@@ -225,21 +232,22 @@ def _what(entry: Entry) -> str:
     return f"{how}: {entry['reason']}"
 
 
-def _at(time_s: float) -> str:
+def _format_time(time_s: float) -> str:
     return datetime.fromtimestamp(time_s).isoformat(sep=" ", timespec="milliseconds")
 
 
-def _read_log(run_dir: Path) -> Iterator[Entry]:
+def _read_run_log(run_dir: Path) -> Iterator[LogEntry]:
     """Every entry of the books' log. Raises ConfigError if there is none."""
     if not os.path.isfile(run_dir / "config.yaml"):
-        raise ConfigError(f"--ledger {run_dir}: no run: {no_run(run_dir)}")
-    folder = journal_dir(run_dir, BOOKS)
+        raise ConfigError(f"--ledger {run_dir}: no run: {describe_missing_run(run_dir)}")
+    folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
     if not os.path.isdir(folder):
         raise ConfigError(
-            f"--ledger {run_dir}: no log in journal/{BOOKS}/: the run has not begun to stream, or"
+            f"--ledger {run_dir}: no log in journal/{RUN_LOG_FOLDER}/: the run has not"
+            f" begun to stream, or"
             " has queue.journal.enabled=false"
         )
-    return history(folder)
+    return read_history(folder)
 
 
 def _read_events(run_dir: Path) -> list[dict[str, Any]]:
@@ -249,16 +257,18 @@ def _read_events(run_dir: Path) -> list[dict[str, Any]]:
         raise ConfigError(str(error)) from None
 
 
-def _check_known(uid: str, account: Account) -> None:
+def _check_uid(uid: str, account: LedgerAudit) -> None:
     """Raise ConfigError, naming the nearest one, for a uid that the log does not have."""
     if uid in account.admitted:
         return
-    nearest = min(account.admitted, key=lambda known: _distance(known, uid), default=None)
+    nearest = min(
+        account.admitted, key=lambda known: _compute_uid_distance(known, uid), default=None
+    )
     hint = f"the nearest is {nearest}" if nearest else "it has none yet"
     raise ConfigError(f"--uid {uid}: not in the log, which has epoch:index:attempt; {hint}")
 
 
-def _distance(known: str, uid: str) -> tuple[int, ...]:
+def _compute_uid_distance(known: str, uid: str) -> tuple[int, ...]:
     """How far a uid is from one that may be no uid at all: by epoch, then index, then attempt."""
     given = [int(part) for part in uid.split(":") if part.isdecimal()]
     return tuple(abs(a - b) for a, b in zip(parse_uid(known), given, strict=False))

@@ -15,16 +15,16 @@ import yaml
 from omegaconf import MISSING
 
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import nearest
-from streamrl.rewards import KINDS, RewardConfig
+from streamrl.files.typed_settings import suggest_nearest
+from streamrl.rewards import REWARD_KINDS, RewardConfig
 from streamrl.rewards.kinds.function import FunctionOptions
-from streamrl.rewards.user_code.plugins import installed, registered_in
+from streamrl.rewards.user_code.plugins import list_installed_kinds, load_registered_kinds
 
 REQUIRED = "required"
 
 
 @dataclass(frozen=True)
-class Option:
+class RewardOption:
     """A key of an entry: its default in YAML, or REQUIRED, and what it means."""
 
     default: str
@@ -32,12 +32,12 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Entry:
+class RewardKindEntry:
     """A kind as it is listed: in one line, where it is from, and its options by name."""
 
     summary: str
     source: str
-    options: Mapping[str, Option]
+    options: Mapping[str, RewardOption]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,72 +51,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the kinds. Raises ConfigError if there is none of that name."""
-    kinds = own_kinds()
-    for name, entry in others(arguments.path).items():
+    kinds = list_builtin_kinds()
+    for name, entry in list_plugin_kinds(arguments.path).items():
         if name in kinds:
             said = f"{name}: {entry.source}: hidden by streamrl's own kind of that name"
             print(f"streamrl: {said}", file=sys.stderr)
         kinds.setdefault(name, entry)
     if arguments.kind is not None:
         if arguments.kind not in kinds:
-            hint = nearest(arguments.kind, kinds).replace("key", "kind")
+            hint = suggest_nearest(arguments.kind, kinds).replace("key", "kind")
             raise ConfigError(f"{arguments.kind}: no such kind of reward; {hint}")
         kinds = {arguments.kind: kinds[arguments.kind]}
     if arguments.json:
         print(json.dumps({name: dataclasses.asdict(entry) for name, entry in kinds.items()}))
     elif arguments.markdown:
-        print(markdown(kinds), end="")
+        print(format_markdown(kinds), end="")
     else:
-        print("\n\n".join(describe(name, entry) for name, entry in kinds.items()))
+        print("\n\n".join(describe_kind(name, entry) for name, entry in kinds.items()))
     return 0
 
 
-def own_kinds() -> dict[str, Entry]:
+def list_builtin_kinds() -> dict[str, RewardKindEntry]:
     """The kinds that come with streamrl."""
     return {
-        name: Entry(kind.summary, "streamrl", options_of(kind.options))
-        for name, kind in KINDS.items()
+        name: RewardKindEntry(kind.summary, "streamrl", read_options(kind.options_type))
+        for name, kind in REWARD_KINDS.items()
     }
 
 
-def others(path: str) -> dict[str, Entry]:
+def list_plugin_kinds(path: str) -> dict[str, RewardKindEntry]:
     """The kinds that installed packages bring, and those that a Python file registers.
 
     Raises ConfigError if the file cannot be imported.
     """
-    options = options_of(FunctionOptions)
+    options = read_options(FunctionOptions)
     del options["function"]
-    brought = {kind: ("of an installed package", value) for kind, value in installed().items()}
-    for kind, function in (registered_in(path, setting="--path") if path else {}).items():
+    brought = {
+        kind: ("of an installed package", value) for kind, value in list_installed_kinds().items()
+    }
+    for kind, function in (load_registered_kinds(path, setting="--path") if path else {}).items():
         brought[kind] = (inspect.getdoc(function) or "of a file").splitlines()[0], path
-    return {kind: Entry(summary, source, options) for kind, (summary, source) in brought.items()}
+    return {
+        kind: RewardKindEntry(summary, source, options)
+        for kind, (summary, source) in brought.items()
+    }
 
 
-def options_of(settings: type) -> dict[str, Option]:
+def read_options(settings: type) -> dict[str, RewardOption]:
     """The fields of a dataclass whose docstring, or that of a class above it, explains them.
 
     Its own come first.
     """
     meanings: dict[str, str] = {}
     for above in settings.__mro__:
-        for key, meaning in _explained(above).items():
+        for key, meaning in _parse_docstring_keys(above).items():
             meanings.setdefault(key, meaning)
     fields = {field.name: field for field in dataclasses.fields(settings)}
     return {
-        name: Option(_default(fields[name]), meaning)
+        name: RewardOption(_format_default(fields[name]), meaning)
         for name, meaning in meanings.items()
         if name in fields
     }
 
 
-def _explained(settings: type) -> dict[str, str]:
+def _parse_docstring_keys(settings: type) -> dict[str, str]:
     """The `key: meaning` lines of a docstring, with the indented ones that go on."""
     text = inspect.cleandoc(vars(settings).get("__doc__") or "")
     found = re.findall(r"^(\w+): (.+(?:\n[ ]+\S.*)*)", text, flags=re.MULTILINE)
     return {key: " ".join(meaning.split()).removesuffix(".") for key, meaning in found}
 
 
-def _default(field: "dataclasses.Field[Any]") -> str:
+def _format_default(field: "dataclasses.Field[Any]") -> str:
     """The default as it would be written in a config."""
     made = field.default_factory
     value = field.default if made is dataclasses.MISSING else made()
@@ -126,7 +131,7 @@ def _default(field: "dataclasses.Field[Any]") -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
 
 
-def describe(name: str, entry: Entry) -> str:
+def describe_kind(name: str, entry: RewardKindEntry) -> str:
     """A kind as a paragraph."""
     source = "" if entry.source == "streamrl" else f" ({entry.source})"
     width = max((len(key) for key in entry.options), default=0)
@@ -137,33 +142,34 @@ def describe(name: str, entry: Entry) -> str:
     return "\n".join([f"{name}: {entry.summary}{source}", *lines])
 
 
-def markdown(kinds: Mapping[str, Entry]) -> str:
+def format_markdown(kinds: Mapping[str, RewardKindEntry]) -> str:
     """A table of the kinds, and one of all options; those of every entry lead it."""
     lines = ["| kind | what it is | options |", "| --- | --- | --- |"]
-    users: dict[tuple[str, Option], list[str]] = {
+    users: dict[tuple[str, RewardOption], list[str]] = {
         (key, option): ["all"]
-        for key, option in options_of(RewardConfig).items()
+        for key, option in read_options(RewardConfig).items()
         if key not in ("kind", "options")
     }
     for name, entry in kinds.items():
         keys = ", ".join(f"`{key}`" for key in entry.options)
-        lines.append(f"| `{name}` | {_cell(entry.summary)} | {keys} |")
+        lines.append(f"| `{name}` | {_escape_cell(entry.summary)} | {keys} |")
         for key, option in entry.options.items():
             users.setdefault((key, option), []).append(f"`{name}`")
     lines += ["", "| option | of | default | meaning |", "| --- | --- | --- | --- |"]
     lines += [
-        f"| `{key}` | {', '.join(names)} | {_code(option.default)} | {_cell(option.meaning)} |"
+        f"| `{key}` | {', '.join(names)} | {_format_code(option.default)} |"
+        f" {_escape_cell(option.meaning)} |"
         for (key, option), names in users.items()
     ]
     return "\n".join(lines) + "\n"
 
 
-def _code(text: str) -> str:
+def _format_code(text: str) -> str:
     """As code, between more backticks than it has in a row."""
     most = max(map(len, re.findall("`+", text)), default=0)
     fence, space = "`" * (most + 1), " " if most else ""
     return fence + space + text.replace("|", "\\|") + space + fence
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "\\<")

@@ -4,12 +4,17 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from streamrl.cli.arguments.arg_types import named_path
+from streamrl.cli.arguments.arg_types import parse_path
 from streamrl.config import load_config
 from streamrl.errors import ConfigError
-from streamrl.run_dir.control_requests import LEAVE_S, PLACE_S, SPARE_S, ask
+from streamrl.run_dir.control_requests import (
+    LEAVE_TIMEOUT_S,
+    PLACE_TIMEOUT_S,
+    START_MARGIN_S,
+    request_scale,
+)
 
-ROLES = {
+OPTION_ROLES = {
     "generators": "generator",
     "scorers": "reward",
     "cost": "cost",
@@ -22,8 +27,8 @@ ROLES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `streamrl scale`."""
-    parser.add_argument("run_dir", type=named_path, metavar="RUN", help="directory of the run")
-    for option, role in ROLES.items():
+    parser.add_argument("run_dir", type=parse_path, metavar="RUN", help="directory of the run")
+    for option, role in OPTION_ROLES.items():
         parser.add_argument(
             f"--{option.replace('_', '-')}",
             type=int,
@@ -41,31 +46,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     given = vars(arguments)
-    counts = {option: given[option] for option in ROLES if given[option] is not None}
+    counts = {option: given[option] for option in OPTION_ROLES if given[option] is not None}
     if not counts:
         raise ConfigError("scale: say what is wanted, such as --generators 4")
     for option, count in counts.items():
         if count < 1:
             raise ConfigError(f"--{option.replace('_', '-')} {count}: must be 1 or more")
-    timeout_s = _timeout_s(arguments.run_dir, counts, arguments.timeout)
-    wanted = {ROLES[option]: count for option, count in counts.items()}
-    answer = ask(arguments.run_dir, wanted, timeout_s=timeout_s)
+    timeout_s = _choose_timeout_s(arguments.run_dir, counts, arguments.timeout)
+    wanted = {OPTION_ROLES[option]: count for option, count in counts.items()}
+    answer = request_scale(arguments.run_dir, wanted, timeout_s=timeout_s)
     if not answer.is_done:
         raise ConfigError("; ".join(answer.lines))
     print("\n".join(answer.lines))
     return 0
 
 
-def _timeout_s(run_dir: Path, counts: Mapping[str, int], given: float | None) -> float:
+def _choose_timeout_s(run_dir: Path, counts: Mapping[str, int], given: float | None) -> float:
     """How long the answer may take. Raises ConfigError for what is no run, or lacks a role."""
     if not (run_dir / "config.yaml").is_file():
         rule = "holds no config.yaml" if run_dir.is_dir() else "no such directory"
         raise ConfigError(f"scale {run_dir}: no run: {rule}")
     config = load_config(run_dir / "config.yaml", is_rehearsed=True)
     for option in counts:
-        if ROLES[option] not in config.dataflow.roles:
-            raise ConfigError(f"--{option.replace('_', '-')}: this run has no {ROLES[option]}")
+        if OPTION_ROLES[option] not in config.dataflow.calls_by_role:
+            raise ConfigError(
+                f"--{option.replace('_', '-')}: this run has no {OPTION_ROLES[option]}"
+            )
     if given is not None:
         return given
-    start_s = config.generator.start_timeout_s + SPARE_S
-    return PLACE_S + start_s + config.pipeline.stall_s + LEAVE_S
+    start_s = config.generator.start_timeout_s + START_MARGIN_S
+    return PLACE_TIMEOUT_S + start_s + config.pipeline.stall_s + LEAVE_TIMEOUT_S

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
-from streamrl.cli.arguments.arg_types import named, named_path
-from streamrl.cli.arguments.completion_files import Group, read_groups
-from streamrl.cli.output.score_summary import summary
-from streamrl.config import RunConfig, configure, load_config
+from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
+from streamrl.cli.arguments.completion_files import CompletionGroup, read_completion_groups
+from streamrl.cli.output.score_summary import summarize_scores
+from streamrl.config import RunConfig, build_config, load_config
 from streamrl.data import DataFile
 from streamrl.errors import ConfigError, RewardError
 from streamrl.files.python_module import split_reference
@@ -26,18 +26,20 @@ from streamrl.messages import parse_uid
 from streamrl.rewards import (
     COSTS,
     RewardConfig,
+    RewardContext,
+    RewardOutcome,
     RewardSet,
-    Surroundings,
-    Verdict,
     build_rewards,
 )
-from streamrl.rewards.scorer import told
+from streamrl.rewards.scorer import describe_completion
 
-FAILED = 1
-PASS, WRONG, INFRA = (one.value for one in (Verdict.PASS, Verdict.WRONG, Verdict.INFRA_ERROR))
-ABSENT = Verdict.NOT_JUDGED.value
-Line = dict[str, Any]
-Judged = TypeVar("Judged")
+EXIT_FAILED = 1
+PASS, WRONG, INFRA_ERROR = (
+    one.value for one in (RewardOutcome.PASS, RewardOutcome.WRONG, RewardOutcome.INFRA_ERROR)
+)
+NOT_JUDGED = RewardOutcome.NOT_JUDGED.value
+ScoreLine = dict[str, Any]
+GroupT = TypeVar("GroupT")
 """What is said of one completion, as it is printed."""
 
 
@@ -47,13 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "streamrl score ROWS --completions FILE (--reward REWARD ... | --config RECIPE)"
         " [--jsonl] [key=value ...]"
     )
-    parser.add_argument("rows", type=named, metavar="ROWS", help="rows, as data.train has them")
+    parser.add_argument(
+        "rows", type=parse_nonempty, metavar="ROWS", help="rows, as data.train has them"
+    )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings, e.g. scorer.timeout_s=5"
     )
     parser.add_argument(
         "--completions",
-        type=named,
+        type=parse_nonempty,
         required=True,
         metavar="FILE",
         help='JSONL of {"index": row from 0, "completion": text}; lines of one index are a group;'
@@ -67,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--config",
-        type=named_path,
+        type=parse_path,
         metavar="RECIPE",
         help="judge as this recipe or run directory does",
     )
@@ -81,22 +85,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command: 0, or 1 if there is a completion that could not be scored."""
-    config = _config(arguments.config, arguments.reward, arguments.overrides)
+    config = _load_score_config(arguments.config, arguments.reward, arguments.overrides)
     # What a user's file prints while it is imported is none of the lines.
     with contextlib.redirect_stdout(sys.stderr):
-        judges = _judges(config)
-        groups = read_groups(_file(arguments, config), arguments.completions)
-    began, lines = time.monotonic(), asyncio.run(_score(judges, groups, config))
+        judges = _build_reward_sets(config)
+        groups = read_completion_groups(_choose_data_file(arguments, config), arguments.completions)
+    began, lines = time.monotonic(), asyncio.run(_score_groups(judges, groups, config))
     if not arguments.jsonl:
-        sources = {i: group.prompt.data_source for group in groups for i in group.places}
+        sources = {i: group.prompt.data_source for group in groups for i in group.line_indices}
         in_order = [sources[i] for i in range(len(lines))]
-        killed = sum((Counter(one.drain_counts()) for one in judges.sets), Counter[str]())
-        text = summary(lines, in_order, killed, time.monotonic() - began)
+        killed = sum((Counter(one.drain_counts()) for one in judges.reward_sets), Counter[str]())
+        text = summarize_scores(lines, in_order, killed, time.monotonic() - began)
         print("\n".join(text), file=sys.stderr)
-    return FAILED if any(line["score"] is None for line in lines) else 0
+    return EXIT_FAILED if any(line["score"] is None for line in lines) else 0
 
 
-def _file(arguments: argparse.Namespace, config: RunConfig) -> DataFile:
+def _choose_data_file(arguments: argparse.Namespace, config: RunConfig) -> DataFile:
     """How the rows are read: as the recipe reads that file, but for what is said otherwise."""
     files = {file.path: file for file in (*config.data.train_files, *config.data.eval_files)}
     other = DataFile(arguments.rows, prompt_key=config.data.prompt_key)
@@ -105,9 +109,11 @@ def _file(arguments: argparse.Namespace, config: RunConfig) -> DataFile:
     return replace(files.get(str(Path(arguments.rows).absolute()), other), **said)
 
 
-def _config(recipe: Path | None, rewards: Sequence[str], overrides: Sequence[str]) -> RunConfig:
+def _load_score_config(
+    recipe: Path | None, rewards: Sequence[str], overrides: Sequence[str]
+) -> RunConfig:
     """The recipe's settings, or the defaults, with other rewards where some are named."""
-    entries = ", ".join(_entry(reward) for reward in rewards)
+    entries = ", ".join(_make_reward_entry(reward) for reward in rewards)
     # What combines a recipe's own components knows no others.
     named = [f"rewards=[{entries}]", "scorer.combine=''"] if rewards else []
     changes = [*named, *overrides]
@@ -117,10 +123,10 @@ def _config(recipe: Path | None, rewards: Sequence[str], overrides: Sequence[str
         raise ConfigError("score: name a --reward (`streamrl rewards` lists them), or a --config")
     # A run cannot do without these two, and a score has no use for them.
     unused = OmegaConf.create({"model": {"path": "."}, "data": {"train": "."}})
-    return configure(unused, changes, place="score")
+    return build_config(unused, changes, place="score")
 
 
-def _entry(reward: str) -> str:
+def _make_reward_entry(reward: str) -> str:
     """An entry of the list `rewards`, in YAML."""
     if reward.lstrip().startswith("{"):
         return reward
@@ -132,54 +138,56 @@ def _entry(reward: str) -> str:
 
 
 @dataclass(frozen=True)
-class Judges:
+class RunRewardSets:
     """What a run says of completions: its rewards, and its costs where it has some."""
 
     rewards: RewardSet
     costs: RewardSet | None
 
     @property
-    def sets(self) -> list[RewardSet]:
+    def reward_sets(self) -> list[RewardSet]:
         """Those there are."""
         return [self.rewards, *([self.costs] if self.costs else [])]
 
 
-def _judges(config: RunConfig) -> Judges:
-    around = Surroundings(config.scorer, config.sandbox)
+def _build_reward_sets(config: RunConfig) -> RunRewardSets:
+    around = RewardContext(config.scorer, config.sandbox)
     costs = build_rewards(config.costs, around, judged=COSTS) if config.costs else None
-    return Judges(build_rewards(config.rewards, around), costs)
+    return RunRewardSets(build_rewards(config.rewards, around), costs)
 
 
-async def _score(judges: Judges, groups: Sequence[Group], config: RunConfig) -> list[Line]:
+async def _score_groups(
+    judges: RunRewardSets, groups: Sequence[CompletionGroup], config: RunConfig
+) -> list[ScoreLine]:
     """Judge all groups; print each line once all before it are there."""
-    done: dict[int, Line] = {}
-    lines: list[Line] = []
+    done: dict[int, ScoreLine] = {}
+    lines: list[ScoreLine] = []
 
-    def tell(group: Group, found: Sequence[Line]) -> None:
-        done.update(zip(group.places, found, strict=True))
+    def tell(group: CompletionGroup, found: Sequence[ScoreLine]) -> None:
+        done.update(zip(group.line_indices, found, strict=True))
         while len(lines) in done:
             lines.append(done.pop(len(lines)))
             print(json.dumps(lines[-1]), flush=True)
 
-    async def judge(group: Group) -> tuple[Group, Sequence[Line]]:
-        return group, await judged(judges, group, config.rewards)
+    async def judge(group: CompletionGroup) -> tuple[CompletionGroup, Sequence[ScoreLine]]:
+        return group, await score_group(judges, group, config.rewards)
 
     try:
-        for one in judges.sets:
-            for note in await one.preflight():
+        for one in judges.reward_sets:
+            for note in await one.run_preflight():
                 print(f"streamrl: {note}", file=sys.stderr)
-            one.check([group.prompt for group in groups])
+            one.check_prompts([group.prompt for group in groups])
             await one.start()
-        await side_by_side(judge, groups, most=config.scorer.max_groups, tell=tell)
+        await score_concurrently(judge, groups, most=config.scorer.max_groups, tell=tell)
     finally:
-        for one in judges.sets:
+        for one in judges.reward_sets:
             await one.close()
     return lines
 
 
-async def side_by_side(
-    judge: Callable[[Judged], Any],
-    groups: Sequence[Judged],
+async def score_concurrently(
+    judge: Callable[[GroupT], Any],
+    groups: Sequence[GroupT],
     *,
     most: int,
     tell: Callable[..., None],
@@ -200,46 +208,57 @@ async def side_by_side(
             task.cancel()
 
 
-async def judged(judges: Judges, group: Group, configs: Sequence[RewardConfig]) -> Sequence[Line]:
+async def score_group(
+    judges: RunRewardSets, group: CompletionGroup, configs: Sequence[RewardConfig]
+) -> Sequence[ScoreLine]:
     """A line for each completion of a group; `seconds` is of the group, waiting included."""
     index, began = parse_uid(group.prompt.uid)[1], time.perf_counter()
     try:
-        found = await judges.rewards.judge(group.prompt, group.completions)
-        costs = judges.costs and await judges.costs.judge(group.prompt, group.completions)
+        found = await judges.rewards.judge_group(group.prompt, group.completions)
+        costs = judges.costs and await judges.costs.judge_group(group.prompt, group.completions)
     except RewardError as error:
-        line = {"index": index, "score": None, "components": {}, "verdict": INFRA, "verdicts": {}}
-        line |= {"seconds": _since(began), "cause": error.cause, "error": str(error)}
+        line = {
+            "index": index,
+            "score": None,
+            "components": {},
+            "verdict": INFRA_ERROR,
+            "verdicts": {},
+        }
+        line |= {"seconds": _measure_elapsed(began), "cause": error.cause, "error": str(error)}
         return [line] * len(group.completions)
-    seconds = _since(began)
+    seconds = _measure_elapsed(began)
     lines = []
     for i, score in enumerate(found.totals.tolist()):
-        said = told(found, i)
-        verdict = verdict_of(said["verdicts"], configs)
+        said = describe_completion(found, i)
+        verdict = combine_verdicts(said["verdicts"], configs)
         line = {"index": index, "score": score, "components": said["components"]}
         line |= {"verdict": verdict, "verdicts": said["verdicts"], "seconds": seconds}
         line |= {"numbers": said["numbers"]} if "numbers" in said else {}
         if costs:
-            line |= {"cost": costs.totals[i].item(), "costs": told(costs, i)["components"]}
+            line |= {
+                "cost": costs.totals[i].item(),
+                "costs": describe_completion(costs, i)["components"],
+            }
         details = {name: parts[i].detail for name, parts in found.components.items()}
         detail = "; ".join(f"{name}: {text}" for name, text in details.items() if text)
         lines.append(line | ({"detail": detail} if detail else {}))
     return lines
 
 
-def _since(began: float) -> float:
+def _measure_elapsed(began: float) -> float:
     return round(time.perf_counter() - began, 6)
 
 
-def verdict_of(verdicts: Mapping[str, str], configs: Sequence[RewardConfig]) -> str:
+def combine_verdicts(verdicts: Mapping[str, str], configs: Sequence[RewardConfig]) -> str:
     """One word for all components: the first that is neither pass nor wrong, if there is one.
 
     Else pass, if all that count in the score pass; where none counts, if all pass. Components that
     say nothing of the completion are left out.
     """
-    judged = {name: word for name, word in verdicts.items() if word != ABSENT}
+    judged = {name: word for name, word in verdicts.items() if word != NOT_JUDGED}
     odd = [word for word in judged.values() if word not in (PASS, WRONG)]
     if odd:
         return odd[0]
-    counts = {one.component for one in configs if one.weight or one.gate}
+    counts = {one.component_name for one in configs if one.weight or one.gate}
     counted = [word for name, word in judged.items() if name in counts]
     return PASS if all(word == PASS for word in counted or judged.values()) else WRONG

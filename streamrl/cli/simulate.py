@@ -6,30 +6,41 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from streamrl.cli.arguments.arg_types import named_path
+from streamrl.cli.arguments.arg_types import parse_path
 from streamrl.cli.arguments.planner_args import (
     HOUR_S,
     add_problem_arguments,
-    check_time,
-    problem_line,
+    check_simulation_time,
+    describe_problem,
     read_config,
     read_problem,
 )
-from streamrl.cli.output.output_files import check_folder
-from streamrl.cli.output.text_table import count, percent, seconds, table
+from streamrl.cli.output.output_files import check_output_dir
+from streamrl.cli.output.text_table import (
+    format_count,
+    format_percent,
+    format_seconds,
+    format_table,
+)
 from streamrl.config import RunConfig
-from streamrl.config.to_placement import run_placement
-from streamrl.dataflow import GENERATE, Kind
+from streamrl.config.to_placement import build_run_placement
+from streamrl.dataflow import GENERATE_CALL, CallKind
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_json
-from streamrl.files.typed_settings import unreadable
-from streamrl.placement import Placement, Problem
+from streamrl.files.typed_settings import describe_read_error
+from streamrl.placement import Placement, PlacementProblem
 from streamrl.placement.costs import CostModel
-from streamrl.simulator import Failures, Simulated, simulate, simulated_s, steps_of
+from streamrl.simulator import (
+    FailureModel,
+    SimulationResult,
+    choose_num_steps,
+    estimate_simulation_s,
+    run_simulation,
+)
 from streamrl.telemetry.sinks import check_no_run
 
-STEPS = 20
-MOST_STEPS = 10_000
+DEFAULT_STEPS = 20
+MAX_STEPS = 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_problem_arguments(parser)
     parser.add_argument(
         "--placement",
-        type=named_path,
+        type=parse_path,
         metavar="FILE",
         help="a placement that plan has written (-o plan.json); by default the config's own",
     )
@@ -46,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         metavar="N",
-        help=f"optimizer steps ({STEPS}, and more where generation is far ahead)",
+        help=f"optimizer steps ({DEFAULT_STEPS}, and more where generation is far ahead)",
     )
     parser.add_argument(
         "--mttf-h", type=float, metavar="HOURS", help="mean time to failure of a node"
@@ -56,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         *("-o", "--output"),
-        type=named_path,
+        type=parse_path,
         metavar="DIR",
         help="write trace.json and metrics.jsonl there, as a run does",
     )
@@ -65,30 +76,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
-    if arguments.steps is not None and not 1 <= arguments.steps <= MOST_STEPS:
-        raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MOST_STEPS}")
+    if arguments.steps is not None and not 1 <= arguments.steps <= MAX_STEPS:
+        raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MAX_STEPS}")
     if arguments.output is not None:
-        check_folder("-o", arguments.output)
+        check_output_dir("-o", arguments.output)
         check_no_run(arguments.output)
-    failures = _failures(arguments)
+    failures = _parse_failures(arguments)
     given = _read_placement(arguments.placement) if arguments.placement is not None else None
     config = read_config(arguments.config, arguments.overrides)
     problem, constants = read_problem(arguments, config)
-    placement = _placement(arguments, config, problem, given)
+    placement = _choose_placement(arguments, config, problem, given)
     costs = CostModel(problem, constants)
-    if why := costs.unfit(placement):
+    if why := costs.explain_infeasible(placement):
         raise ConfigError(f"{problem.cluster}: {why}")
     steps = arguments.steps
     if steps is None:
-        lead = problem.manner.lead(placement.max_staleness)
-        steps = max(STEPS, steps_of(problem.workload.groups_per_step, lead))
-    timings = costs.timings(placement)
-    takes_s = simulated_s(problem.workload, steps=steps, generator=timings.generator)
-    check_time(takes_s, problem.workload, place=f"--steps {steps}, ")
+        lead = problem.run_options.max_steps_ahead(placement.max_staleness)
+        steps = max(DEFAULT_STEPS, choose_num_steps(problem.workload.groups_per_step, lead))
+    timings = costs.predict_timings(placement)
+    takes_s = estimate_simulation_s(problem.workload, steps=steps, generator=timings.generator)
+    check_simulation_time(takes_s, problem.workload, place=f"--steps {steps}, ")
     if failures is not None:
-        failures = _failures_of(failures, config, problem)
+        failures = _complete_failures(failures, config, problem)
         _check_progress(failures, placement, costs, steps)
-    found = simulate(
+    found = run_simulation(
         problem.dataflow,
         placement,
         timings,
@@ -96,14 +107,18 @@ def run(arguments: argparse.Namespace) -> int:
         steps=steps,
         seed=arguments.seed,
         failures=failures,
-        manner=problem.manner,
+        manner=problem.run_options,
     )
     if arguments.output is not None:
-        found.write(arguments.output)
+        found.write_run_files(arguments.output)
     if arguments.json:
-        print(json.dumps(as_json(found)))
+        print(json.dumps(to_json(found)))
     else:
-        print("\n".join([problem_line(config, problem), f"{placement}", "", *described(found)]))
+        print(
+            "\n".join(
+                [describe_problem(config, problem), f"{placement}", "", *describe_simulation(found)]
+            )
+        )
     return 0
 
 
@@ -112,24 +127,27 @@ def _read_placement(path: Path) -> Placement:
     try:
         loaded = read_small_json(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--placement {path}: {unreadable(error)}") from None
-    return Placement.of_dict(loaded, place=f"--placement {path}")
+        raise ConfigError(f"--placement {path}: {describe_read_error(error)}") from None
+    return Placement.from_dict(loaded, place=f"--placement {path}")
 
 
-def _placement(
-    arguments: argparse.Namespace, config: RunConfig, problem: Problem, given: Placement | None
+def _choose_placement(
+    arguments: argparse.Namespace,
+    config: RunConfig,
+    problem: PlacementProblem,
+    given: Placement | None,
 ) -> Placement:
     """The one that is given, or the config's own; checked against the cluster."""
-    placement = given or run_placement(config, problem.models)
+    placement = given or build_run_placement(config, problem.models)
     place = f"{arguments.config}, as it is placed" if given is None else f"{arguments.placement}"
     try:
-        placement.check(problem.dataflow, problem.cluster)
+        placement.check_valid(problem.dataflow, problem.cluster)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
     return placement
 
 
-def _failures(arguments: argparse.Namespace) -> Failures | None:
+def _parse_failures(arguments: argparse.Namespace) -> FailureModel | None:
     """How often nodes die, if they do; checkpoints and nodes are yet to be said."""
     mttf_h, restart_s = arguments.mttf_h, arguments.restart_s
     told = f"--restart-s {restart_s:g}"
@@ -138,26 +156,30 @@ def _failures(arguments: argparse.Namespace) -> Failures | None:
     if mttf_h is not None:
         mttf_s, told = mttf_h * HOUR_S, f"--mttf-h {mttf_h:g}, {told}"
     try:
-        found = Failures(mttf_s, restart_s)
+        found = FailureModel(mttf_s, restart_s)
     except ConfigError as error:
         raise ConfigError(f"{told}: {error}") from None
     return None if mttf_h is None else found
 
 
-def _failures_of(failures: Failures, config: RunConfig, problem: Problem) -> Failures:
+def _complete_failures(
+    failures: FailureModel, config: RunConfig, problem: PlacementProblem
+) -> FailureModel:
     """As a run has them: its checkpoints, and the cluster's largest nodes."""
     # Without checkpoints a run starts again from its beginning.
-    every = config.checkpoint.every or MOST_STEPS
-    devices = max(group.devices for group in problem.cluster.groups)
+    every = config.checkpoint.every or MAX_STEPS
+    devices = max(group.devices_per_node for group in problem.cluster.node_groups)
     return replace(failures, checkpoint_every=every, node_devices=devices)
 
 
-def _check_progress(failures: Failures, placement: Placement, costs: CostModel, steps: int) -> None:
+def _check_progress(
+    failures: FailureModel, placement: Placement, costs: CostModel, steps: int
+) -> None:
     """Raise ConfigError if nodes die too often for a run so placed."""
-    calls = costs.problem.dataflow.of_kind(Kind.TRAIN)
-    trained = {call.stage: placement.calls[call.stage] for call in calls}
-    step_s = max(costs.call_s(stage, each) for stage, each in trained.items())
-    first_s = costs.first_s(placement.calls[GENERATE.stage])
+    calls = costs.problem.dataflow.select_calls(CallKind.TRAIN)
+    trained = {call.stage: placement.assignments[call.stage] for call in calls}
+    step_s = max(costs.call_duration_s(stage, each) for stage, each in trained.items())
+    first_s = costs.first_rollouts_s(placement.assignments[GENERATE_CALL.stage])
     meshes = [each.mesh for each in trained.values()]
     try:
         failures.check_progress(meshes, first_s=first_s, step_s=step_s, steps=steps)
@@ -165,40 +187,45 @@ def _check_progress(failures: Failures, placement: Placement, costs: CostModel, 
         raise ConfigError(f"--mttf-h {failures.mttf_s / HOUR_S:g}: {error}") from None
 
 
-def described(found: Simulated) -> list[str]:
+def describe_simulation(found: SimulationResult) -> list[str]:
     """What came of it, for a person."""
     rows = [["stage", "idle", "groups waiting"]]
-    for stage, idle in found.idle.items():
-        depth = _mean_depth(found, stage)
-        rows.append([stage, percent(idle), f"{depth:.1f}"])
+    for stage, idle in found.idle_fractions.items():
+        depth = _compute_mean_depth(found, stage)
+        rows.append([stage, format_percent(idle), f"{depth:.1f}"])
     ages = " ".join(
-        f"{age}: {tokens / found.staleness.total():.0%}"
-        for age, tokens in sorted(found.staleness.items())
+        f"{age}: {tokens / found.tokens_by_staleness.total():.0%}"
+        for age, tokens in sorted(found.tokens_by_staleness.items())
     )
     lines = [
-        f"step        {seconds(found.step_s)} s, median {seconds(found.step_s_median)} s"
-        f" ({len(found.step_ends)} steps, {found.warm_up} of them to warm up{_last(found)})",
-        f"throughput  {count(found.tokens_per_s)} tokens/s",
+        f"step        {format_seconds(found.mean_step_s)} s, median"
+        f" {format_seconds(found.median_step_s)} s"
+        f" ({len(found.step_ends)} steps, {found.warm_up_steps} of them to warm"
+        f" up{_describe_cool_down(found)})",
+        f"throughput  {format_count(found.tokens_per_s)} tokens/s",
         f"staleness   {found.staleness_mean:.2f} on average, at most {found.staleness_max}"
         f" ({ages})",
         f"ledger      {found.ledger}",
     ]
     if found.crashes:
         lines.append(
-            f"crashes     {len(found.crashes)}: {count(found.lost_tokens)} tokens sampled in vain,"
-            f" {found.steps_again} steps made again"
+            f"crashes     {len(found.crashes)}: {format_count(found.lost_tokens)} tokens"
+            f" sampled in vain,"
+            f" {found.repeated_steps} steps made again"
         )
-    return [*lines, "", *table(rows)]
+    return [*lines, "", *format_table(rows)]
 
 
-def _last(found: Simulated) -> str:
+def _describe_cool_down(found: SimulationResult) -> str:
     """How many at the end are left out as well."""
-    return f", the last {found.cool_down} without new prompts" if found.cool_down else ""
+    return (
+        f", the last {found.cool_down_steps} without new prompts" if found.cool_down_steps else ""
+    )
 
 
-def _mean_depth(found: Simulated, stage: str) -> float:
+def _compute_mean_depth(found: SimulationResult, stage: str) -> float:
     """Groups that waited for a stage, on average over time."""
-    changes = found.depths.get(stage, ())
+    changes = found.queue_depths.get(stage, ())
     if not changes:
         return 0.0
     end = found.step_ends[-1]
@@ -207,20 +234,22 @@ def _mean_depth(found: Simulated, stage: str) -> float:
     return sum((b - a) * depth for a, b, depth in waits) / max(end - changes[0][0], 1e-12)
 
 
-def as_json(found: Simulated) -> dict[str, Any]:
+def to_json(found: SimulationResult) -> dict[str, Any]:
     """What came of it, for scripts."""
     return {
-        "step_s": found.step_s,
-        "step_s_median": found.step_s_median,
+        "step_s": found.mean_step_s,
+        "step_s_median": found.median_step_s,
         "tokens_per_s": found.tokens_per_s,
-        "idle": dict(found.idle),
+        "idle": dict(found.idle_fractions),
         "staleness_mean": found.staleness_mean,
         "staleness_max": found.staleness_max,
-        "staleness": {str(age): tokens for age, tokens in sorted(found.staleness.items())},
-        "queue_depth": {stage: _mean_depth(found, stage) for stage in found.depths},
+        "staleness": {
+            str(age): tokens for age, tokens in sorted(found.tokens_by_staleness.items())
+        },
+        "queue_depth": {stage: _compute_mean_depth(found, stage) for stage in found.queue_depths},
         "step_ends_s": list(found.step_ends),
         "ledger": vars(found.ledger) | {"drops": dict(found.ledger.drops)},
         "crashes": len(found.crashes),
         "lost_tokens": found.lost_tokens,
-        "steps_again": found.steps_again,
+        "steps_again": found.repeated_steps,
     }

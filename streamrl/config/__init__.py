@@ -4,11 +4,11 @@ from streamrl.config.run_config import (
     ModelConfig,
     RunConfig,
     RunSettings,
-    configure,
+    build_config,
+    config_to_dict,
     dump_config,
     load_config,
-    resolve,
-    to_dict,
+    parse_settings,
     with_settings,
 )
 
@@ -16,10 +16,10 @@ __all__ = [
     "ModelConfig",
     "RunConfig",
     "RunSettings",
-    "configure",
+    "build_config",
+    "config_to_dict",
     "dump_config",
     "load_config",
-    "resolve",
-    "to_dict",
+    "parse_settings",
     "with_settings",
 ]

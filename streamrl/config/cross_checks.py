@@ -6,10 +6,10 @@ Each check raises ConfigError naming the setting, its value and the rule.
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from streamrl.algorithms.columns import columns_needed
+from streamrl.algorithms.columns import list_required_columns
 from streamrl.algorithms.table import ALGORITHMS
-from streamrl.buffer.admission.oversampling import MOST as MOST_OVERSAMPLED
-from streamrl.dataflow import CRITIC, CRITICS, POLICY, dataflow_for
+from streamrl.buffer.admission.oversampling import MAX_FACTOR as MOST_OVERSAMPLED
+from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY, build_dataflow
 from streamrl.engines.trainer_config import CriticConfig
 from streamrl.errors import AlgorithmError, ConfigError
 from streamrl.weights.config import AUTO, DISK
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from streamrl.config.run_config import RunConfig
 
 
-def check_agreement(config: "RunConfig") -> None:
+def check_consistency(config: "RunConfig") -> None:
     """Raise ConfigError for the first disagreement."""
-    _check_group(config)
-    _check_critics_trainer(config)
+    _check_group_sizes(config)
+    _check_critic_trainer(config)
     _check_publishing(config)
-    if config.placement.is_hybrid and (reason := apart(config)):
+    if config.placement.is_hybrid and (reason := find_colocation_conflict(config)):
         raise ConfigError(reason)
     _check_costs(config)
     _check_critic(config)
@@ -37,7 +37,7 @@ def check_agreement(config: "RunConfig") -> None:
         )
 
 
-def _check_group(config: "RunConfig") -> None:
+def _check_group_sizes(config: "RunConfig") -> None:
     longest, buffer = config.generator.max_new_tokens, config.algorithm.overlong_buffer
     if buffer > longest:
         raise ConfigError(
@@ -60,7 +60,7 @@ def _check_group(config: "RunConfig") -> None:
             "filter.kind=equal_rewards: takes out none of algorithm.group_size=1, as there is"
             " nothing to be equal to"
         )
-    if (config.filter.oversampling or 1) > MOST_OVERSAMPLED:
+    if (config.filter.oversample_factor or 1) > MOST_OVERSAMPLED:
         raise ConfigError(
             f"filter.oversample={config.filter.oversample}: must be at most {MOST_OVERSAMPLED:g}"
         )
@@ -71,7 +71,7 @@ def _check_publishing(config: "RunConfig") -> None:
     every = config.weights.publish_every
     for key, bound in (
         ("max_staleness", config.pipeline.max_staleness),
-        ("depth", config.pipeline.lead),
+        ("depth", config.pipeline.max_steps_ahead),
     ):
         if every > bound + 1:
             raise ConfigError(
@@ -82,8 +82,8 @@ def _check_publishing(config: "RunConfig") -> None:
 
 
 def _check_pools(config: "RunConfig") -> None:
-    roles, split = config.dataflow.roles, config.generator.tensor_parallel
-    shares = any("generator" in pool for pool in config.placement.shared)
+    roles, split = config.dataflow.calls_by_role, config.generator.tensor_parallel
+    shares = any("generator" in pool for pool in config.placement.shared_pools)
     if split > 1 and shares and not config.placement.is_hybrid:
         raise ConfigError(
             f"generator.tensor_parallel={split}: needs devices of its own, or those of a trainer's"
@@ -98,7 +98,7 @@ def _check_pools(config: "RunConfig") -> None:
                 )
 
 
-def apart(config: "RunConfig") -> str:
+def find_colocation_conflict(config: "RunConfig") -> str:
     """Why trainer and generators cannot share processes, if so: setting, value and reason."""
     generator, ranks = config.generator, config.trainer.world_size
     split = generator.tensor_parallel
@@ -111,13 +111,16 @@ def apart(config: "RunConfig") -> str:
         (
             generator.replicas not in (1, ranks // split),
             "generator.replicas",
-            f"{_sharers(split)} of trainer.world_size={ranks} ranks has a generator",
+            f"{_describe_generator_hosts(split)} of trainer.world_size={ranks} ranks has"
+            f" a generator",
         ),
     )
-    return apart_at_any_size(config, config.pipeline.max_staleness) or _first_of(config, sizes)
+    return find_conflict_at_any_size(
+        config, config.pipeline.max_staleness
+    ) or _format_first_conflict(config, sizes)
 
 
-def apart_at_any_size(config: "RunConfig", max_staleness: int) -> str:
+def find_conflict_at_any_size(config: "RunConfig", max_staleness: int) -> str:
     """The same under another bound of staleness, whatever numbers of ranks and replicas are."""
     weights = config.weights
     drains = weights.on_update == "drain" and max_staleness > 0
@@ -136,10 +139,10 @@ def apart_at_any_size(config: "RunConfig", max_staleness: int) -> str:
             f"it computes with the trainer.threads={config.trainer.threads} of its process",
         ),
     )
-    return _first_of(config, reasons)
+    return _format_first_conflict(config, reasons)
 
 
-def _first_of(config: "RunConfig", reasons: Iterable[tuple[bool, str, str]]) -> str:
+def _format_first_conflict(config: "RunConfig", reasons: Iterable[tuple[bool, str, str]]) -> str:
     for applies, setting, reason in reasons:
         if applies:
             section, key = setting.split(".")
@@ -148,13 +151,15 @@ def _first_of(config: "RunConfig", reasons: Iterable[tuple[bool, str, str]]) -> 
     return ""
 
 
-def _sharers(split: int) -> str:
+def _describe_generator_hosts(split: int) -> str:
     return "each" if split == 1 else f"every team of generator.tensor_parallel={split}"
 
 
 def _check_reference(config: "RunConfig") -> None:
     every, decay = config.reference.every, config.reference.decay
-    if every and "ref_logprobs" not in columns_needed(config.algorithm.row, config.settings):
+    if every and "ref_logprobs" not in list_required_columns(
+        config.algorithm.spec, config.algorithm_settings
+    ):
         raise ConfigError(
             f"reference.every={every}: {config.algorithm.name} with"
             f" algorithm.kl_coef={config.algorithm.kl_coef} has no reference"
@@ -166,20 +171,20 @@ def _check_reference(config: "RunConfig") -> None:
         )
 
 
-def _critics(config: "RunConfig") -> list[str]:
-    columns = config.algorithm.row.columns
-    return [role for column, role in CRITICS.items() if column in columns]
+def _list_critic_roles(config: "RunConfig") -> list[str]:
+    columns = config.algorithm.spec.columns
+    return [role for column, role in CRITIC_BY_COLUMN.items() if column in columns]
 
 
-def _check_critics_trainer(config: "RunConfig") -> None:
+def _check_critic_trainer(config: "RunConfig") -> None:
     """What a critic takes over from the policy is wrong only where there is one, apart from it."""
     is_said = config.critic.trainer != CriticConfig().trainer
-    if is_said or (_critics(config) and config.critic.shared_coef is None):
-        config.trainer_of(CRITIC)
+    if is_said or (_list_critic_roles(config) and config.critic.shared_coef is None):
+        config.get_trainer_config(CRITIC)
 
 
 def _check_critic(config: "RunConfig") -> None:
-    critics = _critics(config)
+    critics = _list_critic_roles(config)
     for key, default in vars(CriticConfig()).items():
         if not critics and vars(config.critic)[key] != default:
             raise ConfigError(
@@ -206,7 +211,7 @@ def _check_critic(config: "RunConfig") -> None:
 def _check_columns(config: "RunConfig") -> None:
     try:
         # A column that nobody makes is told here.
-        dataflow_for(columns_needed(config.algorithm.row, config.settings))
+        build_dataflow(list_required_columns(config.algorithm.spec, config.algorithm_settings))
     except (AlgorithmError, ValueError) as error:
         raise ConfigError(str(error)) from error
 
@@ -214,18 +219,20 @@ def _check_columns(config: "RunConfig") -> None:
 def check_algorithm(config: "RunConfig") -> None:
     """Raise ConfigError if the algorithm fails on a made-up step, or ignores a setting."""
     # It computes, and torch takes a second to import.
-    from streamrl.algorithms.dry_run import rehearse, settings_read
+    from streamrl.algorithms.dry_run import dry_run_algorithm, find_read_settings
 
     try:
-        rehearse(config.algorithm.row, config.settings)
+        dry_run_algorithm(config.algorithm.spec, config.algorithm_settings)
     except (AlgorithmError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    if config.algorithm.row is ALGORITHMS.get(config.algorithm.name):
-        config.algorithm.check_read(settings_read(config.algorithm.row, config.settings))
+    if config.algorithm.spec is ALGORITHMS.get(config.algorithm.name):
+        config.algorithm.check_unused_settings(
+            find_read_settings(config.algorithm.spec, config.algorithm_settings)
+        )
 
 
 def _check_costs(config: "RunConfig") -> None:
-    wanted = "costs" in config.algorithm.row.columns
+    wanted = "costs" in config.algorithm.spec.columns
     if wanted and not config.costs:
         raise ConfigError(
             f"costs: empty; {config.algorithm.name} needs at least one, written as a reward is"
@@ -236,7 +243,11 @@ def _check_costs(config: "RunConfig") -> None:
         )
 
 
-def trained_steps(config: "RunConfig", role: str) -> int:
+def count_trained_steps(config: "RunConfig", role: str) -> int:
     """The steps of a run in which the model of a role is trained: in some the policy may rest."""
-    rests = config.critic.warmup_alone if role == POLICY and len(config.dataflow.trained) > 1 else 0
+    rests = (
+        config.critic.warmup_alone
+        if role == POLICY and len(config.dataflow.trained_roles) > 1
+        else 0
+    )
     return max(1, config.run.steps - rests)

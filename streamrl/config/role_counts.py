@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY
-from streamrl.placement import SlotMap, lay_out
+from streamrl.placement import SlotMap, lay_out_slots
 
 
-def placed(config: RunConfig, mode: str) -> RunConfig:
+def with_placement_mode(config: RunConfig, mode: str) -> RunConfig:
     """The config of the same run in a mode; a budget for workers goes where there are none."""
     there = config.placement
     has_workers = not (there.mode == "auto" and mode == "disaggregated")
@@ -15,7 +15,7 @@ def placed(config: RunConfig, mode: str) -> RunConfig:
     return replace(config, placement=replace(there, mode=mode, memory_mb=budget_mb))
 
 
-def counts(config: RunConfig) -> dict[str, tuple[str, int]]:
+def count_actors(config: RunConfig) -> dict[str, tuple[str, int]]:
     """How many actors each role of a run has, in flow order, and the setting that says so."""
     judges = ("scorer.replicas", config.scorer.replicas)
     shadows = ("critic.replicas", config.critic.replicas)
@@ -30,18 +30,18 @@ def counts(config: RunConfig) -> dict[str, tuple[str, int]]:
         "cost_value": shadows,
         POLICY: policy,
     }
-    roles = config.dataflow.roles
+    roles = config.dataflow.calls_by_role
     for role in {CRITIC, COST_CRITIC} & roles.keys():
-        known[role] = ("critic.trainer.world_size", config.trainer_of(role).world_size)
+        known[role] = ("critic.trainer.world_size", config.get_trainer_config(role).world_size)
     return {role: known[role] for role in roles}
 
 
-def placement_of(config: RunConfig) -> SlotMap:
+def assign_slots(config: RunConfig) -> SlotMap:
     """The slots of every actor of a run, by role."""
-    numbers = {role: count for role, (_, count) in counts(config).items()}
-    return lay_out(config.placement.shared, numbers)
+    numbers = {role: count for role, (_, count) in count_actors(config).items()}
+    return lay_out_slots(config.placement.shared_pools, numbers)
 
 
-def sharing(config: RunConfig) -> str:
+def describe_shared_slots(config: RunConfig) -> str:
     """Which roles share which slots, in one line; empty where none do."""
-    return placement_of(config).describe() if config.placement.shared else ""
+    return assign_slots(config).describe() if config.placement.shared_pools else ""

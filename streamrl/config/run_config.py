@@ -12,24 +12,33 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from streamrl.algorithms.algorithm import Settings
-from streamrl.algorithms.columns import columns_needed
+from streamrl.algorithms.algorithm import AlgorithmSettings
+from streamrl.algorithms.columns import list_required_columns
 from streamrl.algorithms.config import AlgorithmConfig
-from streamrl.buffer.admission.oversampling import MOST as MOST_OVERSAMPLED
+from streamrl.buffer.admission.oversampling import MAX_FACTOR as MOST_OVERSAMPLED
 from streamrl.buffer.admission.staleness_credits import check_capacity
 from streamrl.buffer.config import QueueConfig
-from streamrl.config.cross_checks import apart, check_agreement, check_algorithm
+from streamrl.config.cross_checks import (
+    check_algorithm,
+    check_consistency,
+    find_colocation_conflict,
+)
 from streamrl.data import DataConfig
-from streamrl.data.files import KEYS as FILE_KEYS
-from streamrl.data.files import absolute
-from streamrl.dataflow import CRITIC, POLICY, Dataflow, dataflow_for
+from streamrl.data.files import FILE_KEYS as FILE_KEYS
+from streamrl.data.files import make_paths_absolute
+from streamrl.dataflow import CRITIC, POLICY, Dataflow, build_dataflow
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.reference_config import ReferenceConfig
 from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.evaluation import MAX_SEED, EvaluationConfig
 from streamrl.files.bounded_read import read_small_yaml
-from streamrl.files.typed_settings import as_list, taken_over, unreadable, with_empty_text
+from streamrl.files.typed_settings import (
+    describe_read_error,
+    fill_empty_text,
+    format_as_list,
+    rename_error_section,
+)
 from streamrl.placement import PlacementConfig
 from streamrl.rewards import (
     COSTS,
@@ -135,7 +144,7 @@ class RunConfig:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
-        _check_plain(to_dict(self), "")
+        _check_values(config_to_dict(self), "")
         if not self.model.path:
             raise ConfigError("model.path: missing; it names a Hugging Face model directory")
         if not self.data.train:
@@ -144,26 +153,26 @@ class RunConfig:
             raise ConfigError("rewards: empty; a run needs at least one, e.g. [{kind: exact}]")
         check_options(self.rewards, REWARDS)
         check_options(self.costs, COSTS)
-        check_agreement(self)
+        check_consistency(self)
         check_capacity(
             self.capacity_groups,
-            depth=self.pipeline.lead,
+            depth=self.pipeline.max_steps_ahead,
             groups_per_step=self.pipeline.groups_per_step,
         )
 
     @property
-    def apart(self) -> str:
+    def colocation_conflict(self) -> str:
         """Why trainer and generators cannot share processes, if so: setting, value and reason."""
-        return apart(self)
+        return find_colocation_conflict(self)
 
     @property
-    def fills_generators(self) -> bool:
+    def needs_resharding(self) -> bool:
         """Whether ranks lay each version down in the generators of their processes, all together.
 
         A rank may train another part of the policy than its generator serves.
         """
         splits = self.generator.tensor_parallel > 1
-        return self.placement.is_hybrid and (self.trainer.gathers or splits)
+        return self.placement.is_hybrid and (self.trainer.has_sharded_params or splits)
 
     @property
     def run_dir(self) -> Path:
@@ -171,44 +180,46 @@ class RunConfig:
         return Path(self.run.dir) / self.run.name
 
     @property
-    def settings(self) -> Settings:
+    def algorithm_settings(self) -> AlgorithmSettings:
         """The algorithm's settings, with nothing left open."""
-        return self.algorithm.settings(
+        return self.algorithm.to_settings(
             max_length=self.generator.max_new_tokens,
-            reward_weights={reward.component: reward.weight for reward in self.rewards},
+            reward_weights={reward.component_name: reward.weight for reward in self.rewards},
         )
 
     @property
     def dataflow(self) -> Dataflow:
         """The model calls of the algorithm, and what flows between them."""
-        columns = columns_needed(self.algorithm.row, self.settings)
-        return dataflow_for(
+        columns = list_required_columns(self.algorithm.spec, self.algorithm_settings)
+        return build_dataflow(
             columns,
             shares_critic=self.critic.shared_coef is not None,
             moves_reference=bool(self.reference.every),
-            has_filter=self.filter.is_on,
+            has_filter=self.filter.is_enabled,
         )
 
-    def trainer_of(self, role: str) -> TrainerConfig:
+    def get_trainer_config(self, role: str) -> TrainerConfig:
         """How the model of a role is trained. Raises ConfigError for a wrong `critic.trainer`."""
         if role == POLICY:
             return self.trainer
-        return _overlaid(self.trainer, self.critic.trainer, section="critic.trainer")
+        return _overlay_settings(self.trainer, self.critic.trainer, section="critic.trainer")
 
-    def model_of(self, role: str) -> str:
+    def get_model_path(self, role: str) -> str:
         """The directory the model of a role starts from."""
         return self.model.path if role == POLICY else self.critic.path or self.model.path
 
     @property
     def trusted_models(self) -> list[str]:
         """The model directories whose own code may be run."""
-        return [self.model.path, self.model_of(CRITIC)] if self.model.trust_remote_code else []
+        return (
+            [self.model.path, self.get_model_path(CRITIC)] if self.model.trust_remote_code else []
+        )
 
     @property
     def capacity_groups(self) -> int:
         """Groups the queue may hold; by default what the depth keeps in flight."""
-        places = (self.pipeline.lead + 1) * self.pipeline.groups_per_step
-        needed = math.ceil(places * (self.filter.oversampling or MOST_OVERSAMPLED))
+        places = (self.pipeline.max_steps_ahead + 1) * self.pipeline.groups_per_step
+        needed = math.ceil(places * (self.filter.oversample_factor or MOST_OVERSAMPLED))
         return needed if self.queue.capacity_groups is None else self.queue.capacity_groups
 
 
@@ -221,10 +232,12 @@ def load_config(
 
     Raises ConfigError: one line with the key, the value and the rule, or the nearest right key.
     """
-    return configure(_read_config(path), overrides, place=str(path), is_rehearsed=is_rehearsed)
+    return build_config(
+        _read_config_file(path), overrides, place=str(path), is_rehearsed=is_rehearsed
+    )
 
 
-def configure(
+def build_config(
     settings: DictConfig,
     overrides: Sequence[str] = (),
     *,
@@ -234,7 +247,7 @@ def configure(
     """The same of settings that are read already; `place` is where they come from."""
     for override in overrides:
         _apply_override(settings, override)
-    config = resolve(settings, place=place)
+    config = parse_settings(settings, place=place)
     if not is_rehearsed:
         check_algorithm(config)
     _make_paths_absolute(config)
@@ -246,12 +259,12 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
 
     Raises ConfigError if they disagree with others.
     """
-    changed = _replaced(config, settings)
+    changed = _replace_settings(config, settings)
     assert isinstance(changed, RunConfig)
     return changed
 
 
-def _replaced(part: Any, settings: Mapping[str, Any]) -> Any:
+def _replace_settings(part: Any, settings: Mapping[str, Any]) -> Any:
     """A dataclass, or a mapping of overrides, with some of its values changed at once."""
     values: dict[str, Any] = {}
     inside: dict[str, dict[str, Any]] = {}
@@ -263,21 +276,21 @@ def _replaced(part: Any, settings: Mapping[str, Any]) -> Any:
             values[name] = value
     if isinstance(part, Mapping):
         return {**part, **values}
-    values |= {name: _replaced(vars(part)[name], own) for name, own in inside.items()}
+    values |= {name: _replace_settings(vars(part)[name], own) for name, own in inside.items()}
     return dataclasses.replace(part, **values)
 
 
-def resolve(settings: DictConfig, *, place: str) -> RunConfig:
+def parse_settings(settings: DictConfig, *, place: str) -> RunConfig:
     """Check loose settings against the structure of RunConfig; `place` is where they come from."""
-    loose = with_empty_text(_with_options(OmegaConf.to_container(settings)), RunConfig)
-    for key, value, inside in _walk(loose, RunConfig, ""):
+    loose = fill_empty_text(_fold_kind_options(OmegaConf.to_container(settings)), RunConfig)
+    for key, value, inside in _iter_settings(loose, RunConfig, ""):
         _check_key(key, value, inside, place)
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), loose))
         OmegaConf.structured(config)  # looks into lists, which a merge does not
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{place}: {_key_of(error, loose)}: {reason}") from None
+        raise ConfigError(f"{place}: {_find_refused_key(error, loose)}: {reason}") from None
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -286,7 +299,7 @@ def resolve(settings: DictConfig, *, place: str) -> RunConfig:
     return config
 
 
-def _key_of(error: OmegaConfBaseException, loose: Mapping[str, Any]) -> str:
+def _find_refused_key(error: OmegaConfBaseException, loose: Mapping[str, Any]) -> str:
     """Which setting has the value that is refused.
 
     Of what is in a list OmegaConf may know only where it is in its entry, or the entry's number.
@@ -295,7 +308,7 @@ def _key_of(error: OmegaConfBaseException, loose: Mapping[str, Any]) -> str:
     if error.object_type is not RewardConfig and inside and not inside.isdigit():
         return inside
     kind = OmegaConf.structured(RunConfig)
-    for path, number, entry in _entries(loose, ()):
+    for path, number, entry in _iter_list_entries(loose, ()):
         alone: Any = [entry]
         for name in reversed(path):
             alone = {name: alone}
@@ -307,20 +320,20 @@ def _key_of(error: OmegaConfBaseException, loose: Mapping[str, Any]) -> str:
     return inside or "config"
 
 
-def _entries(
+def _iter_list_entries(
     settings: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], int, Any]]:
     """What is in a list that is in none itself: the names that lead there, and its number."""
     for name, value in settings.items():
         if isinstance(value, dict):
-            yield from _entries(value, (*path, name))
+            yield from _iter_list_entries(value, (*path, name))
         elif isinstance(value, list):
             yield from (((*path, name), i, entry) for i, entry in enumerate(value))
 
 
-def _with_options(loose: Any) -> Any:
+def _fold_kind_options(loose: Any) -> Any:
     """The settings, with the options of rewards, costs and filter under their key."""
-    own = {key: set(get_type_hints(kind)) for key, kind in _OPEN.items()}
+    own = {key: set(get_type_hints(kind)) for key, kind in _OPTION_SECTIONS.items()}
     found = dict(loose)
     for key in found.keys() & own.keys():
         value = found[key]
@@ -335,10 +348,12 @@ def _with_options(loose: Any) -> Any:
 
 
 #: What has options that depend on its kind.
-_OPEN = {"rewards": RewardConfig, "costs": RewardConfig, "filter": FilterConfig}
+_OPTION_SECTIONS = {"rewards": RewardConfig, "costs": RewardConfig, "filter": FilterConfig}
 
 
-def _overlaid(config: TrainerConfig, changes: Mapping[str, Any], *, section: str) -> TrainerConfig:
+def _overlay_settings(
+    config: TrainerConfig, changes: Mapping[str, Any], *, section: str
+) -> TrainerConfig:
     """The settings with some changed; a wrong one is named as part of `section`."""
     if not changes:
         return config
@@ -347,38 +362,38 @@ def _overlaid(config: TrainerConfig, changes: Mapping[str, Any], *, section: str
             near = difflib.get_close_matches(name, vars(config), n=1, cutoff=0.0)[0]
             raise ConfigError(f"{section}.{name}={value!r}: unknown; the nearest key is {near}")
     try:
-        given = with_empty_text(dict(changes), TrainerConfig)
+        given = fill_empty_text(dict(changes), TrainerConfig)
         merged = OmegaConf.merge(OmegaConf.structured(config), given)
         overlaid = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(f"{section}.{error.full_key}: {reason}") from None
     except ConfigError as error:
-        raise taken_over(error, changes, section=section) from None
+        raise rename_error_section(error, changes, section=section) from None
     assert isinstance(overlaid, TrainerConfig)
-    _check_plain(vars(overlaid), section)
+    _check_values(vars(overlaid), section)
     return overlaid
 
 
-def _check_plain(settings: Any, place: str) -> None:
+def _check_values(settings: Any, place: str) -> None:
     """Raise ConfigError for a number that is none, or text that no file name may hold."""
-    for key, value in _leaves(settings, place):
+    for key, value in _iter_leaves(settings, place):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{key}={value}: must be a finite number")
         if isinstance(value, str) and "\0" in value:
             raise ConfigError(f"{key}={value!r}: must not hold a zero byte")
 
 
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def _iter_leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     """Every setting that is not made of others, with its full key."""
     if isinstance(value, dict):
         for name, inner in value.items():
             # The options of a reward or a filter are written beside its other keys.
             place = key if name == "options" else f"{key}.{name}"
-            yield from _leaves(inner, place.removeprefix("."))
+            yield from _iter_leaves(inner, place.removeprefix("."))
     elif isinstance(value, list):
         for i, inner in enumerate(value):
-            yield from _leaves(inner, f"{key}[{i}]")
+            yield from _iter_leaves(inner, f"{key}[{i}]")
     else:
         yield key, value
 
@@ -389,7 +404,7 @@ def _make_paths_absolute(config: RunConfig) -> None:
     if config.critic.path:
         config.critic.path = str(Path(config.critic.path).absolute())
     for key in ("train", "eval", "pretrain"):
-        setattr(config.data, key, absolute(vars(config.data)[key]))
+        setattr(config.data, key, make_paths_absolute(vars(config.data)[key]))
     owners = [*config.rewards, *config.costs]
     for options in (*(owner.options for owner in owners), config.filter.options):
         if path := options.get("path"):
@@ -405,19 +420,19 @@ def dump_config(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def to_dict(config: RunConfig) -> dict[str, Any]:
+def config_to_dict(config: RunConfig) -> dict[str, Any]:
     """The configuration as plain nested dicts and lists."""
     return dataclasses.asdict(config)
 
 
-def _read_config(path: Path) -> DictConfig:
+def _read_config_file(path: Path) -> DictConfig:
     """The settings of a file, in which ${...} may stand for others."""
     try:
         loaded = read_small_yaml(path)
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror or error}") from None
     except ValueError as error:
-        raise ConfigError(f"config {path}: {unreadable(error)}") from None
+        raise ConfigError(f"config {path}: {describe_read_error(error)}") from None
     if not isinstance(loaded, dict | None):
         raise ConfigError(f"config {path}: {loaded!r:.40}: must be a mapping of settings")
     try:
@@ -429,7 +444,7 @@ def _read_config(path: Path) -> DictConfig:
         raise ConfigError(f"config {path}: nested too deeply") from None
 
 
-NO_SUCH_VALUE = (TypeError, ValueError, LookupError, AttributeError)
+YAML_VALUE_ERRORS = (TypeError, ValueError, LookupError, AttributeError)
 """What a value comes to that is not what its tag says, as in `!!int x`."""
 
 
@@ -443,24 +458,24 @@ def _apply_override(settings: DictConfig, override: str) -> None:
         OmegaConf.update(settings, key, parsed, merge=False, force_add=True)
     except RecursionError:
         raise ConfigError(f"{override!r:.80}: nested too deeply") from None
-    except (YAMLError, OmegaConfBaseException, *NO_SUCH_VALUE) as error:
+    except (YAMLError, OmegaConfBaseException, *YAML_VALUE_ERRORS) as error:
         raise ConfigError(f"{override!r:.200}: {' '.join(str(error).split())}") from None
 
 
-def _walk(loose: Any, kind: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+def _iter_settings(loose: Any, kind: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
     """Every setting given, as (full key, value, dataclass that should have it)."""
     if get_origin(kind) is list and isinstance(loose, list):
         for i, item in enumerate(loose):
-            yield from _walk(item, get_args(kind)[0], f"{prefix.removesuffix('.')}[{i}].")
+            yield from _iter_settings(item, get_args(kind)[0], f"{prefix.removesuffix('.')}[{i}].")
     elif is_dataclass(kind) and isinstance(loose, dict):
         hints = get_type_hints(kind)
         for name, value in loose.items():
             yield f"{prefix}{name}", value, kind
-            yield from _walk(value, hints.get(str(name)), f"{prefix}{name}.")
+            yield from _iter_settings(value, hints.get(str(name)), f"{prefix}{name}.")
 
 
 #: Settings of other systems that are left out on purpose, and why.
-REFUSED = dict.fromkeys(
+UNSUPPORTED_SETTINGS = dict.fromkeys(
     ("generator.top_p", "generator.top_k", "generator.min_p"),
     "is refused in training: the tokens would come from another distribution than the one whose"
     " log-probabilities are trained; evaluation.top_p and evaluation.top_k exist",
@@ -473,17 +488,19 @@ def _check_key(key: str, value: Any, inside: Any, place: str) -> None:
     if inside is DataConfig and name in FILE_KEYS and name not in hints:
         hint = f"it belongs to a file, as in data.train={{path: ..., {name}: ...}}"
         raise ConfigError(f"{place}: unknown key {key}={value!r}; {hint}")
-    if key in REFUSED:
-        raise ConfigError(f"{place}: {key}={value!r}: {REFUSED[key]}")
+    if key in UNSUPPORTED_SETTINGS:
+        raise ConfigError(f"{place}: {key}={value!r}: {UNSUPPORTED_SETTINGS[key]}")
     if name not in hints:
-        near = difflib.get_close_matches(key, list(_all_keys(RunConfig)), n=1, cutoff=0.0)
+        near = difflib.get_close_matches(key, list(_iter_keys(RunConfig)), n=1, cutoff=0.0)
         local = difflib.get_close_matches(name, hints, n=1)
         right = f"{parent}.{local[0]}".removeprefix(".") if local else near[0]
         raise ConfigError(f"{place}: unknown key {key}={value!r}; the nearest key is {right}")
     if is_dataclass(hints[name]) and not isinstance(value, dict):
         raise ConfigError(f"{place}: {key}={value!r}: must be a mapping of settings")
     if get_origin(hints[name]) is list and not isinstance(value, list):
-        raise ConfigError(f"{place}: {key}={value!r}: must be a list, as in {as_list(key, value)}")
+        raise ConfigError(
+            f"{place}: {key}={value!r}: must be a list, as in {format_as_list(key, value)}"
+        )
     if isinstance(value, bool) and str in (hints[name], *get_args(hints[name])):
         also = "on, yes and true" if value else "off, no and false"
         raise ConfigError(
@@ -491,9 +508,9 @@ def _check_key(key: str, value: Any, inside: Any, place: str) -> None:
         )
 
 
-def _all_keys(kind: Any, prefix: str = "") -> Iterator[str]:
+def _iter_keys(kind: Any, prefix: str = "") -> Iterator[str]:
     for name, hint in get_type_hints(kind).items():
         item = get_args(hint)[0] if get_origin(hint) is list else hint
         yield f"{prefix}{name}"
         if is_dataclass(item):
-            yield from _all_keys(item, f"{prefix}{name}.")
+            yield from _iter_keys(item, f"{prefix}{name}.")

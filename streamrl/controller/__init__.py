@@ -1,27 +1,27 @@
 """One controller, groups of workers, and how data gets from one to the other."""
 
-from streamrl.controller.batches import Batch, BatchRef, Part, join
-from streamrl.controller.register import Place, transfers
+from streamrl.controller.batches import Batch, BatchRef, RowSlice, join_batches
+from streamrl.controller.register import WorkerContext, transfers
 from streamrl.controller.transfer_protocols import (
     PROTOCOLS,
-    Handed,
-    Kind,
-    Mesh,
-    Protocol,
+    AnswerKind,
+    RankCalls,
+    TransferProtocol,
+    WorkerMesh,
     add_protocol,
 )
 
 __all__ = [
     "PROTOCOLS",
+    "AnswerKind",
     "Batch",
     "BatchRef",
-    "Handed",
-    "Kind",
-    "Mesh",
-    "Part",
-    "Place",
-    "Protocol",
+    "RankCalls",
+    "RowSlice",
+    "TransferProtocol",
+    "WorkerContext",
+    "WorkerMesh",
     "add_protocol",
-    "join",
+    "join_batches",
     "transfers",
 ]

@@ -9,26 +9,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamrl.data.files import MODEL, PLAIN
-from streamrl.data.reading.rows import Row
+from streamrl.data.files import MODEL_TEMPLATE, PLAIN_TEMPLATE
+from streamrl.data.reading.rows import DataRow
 from streamrl.errors import ConfigError
-from streamrl.files.bounded_read import read_small
+from streamrl.files.bounded_read import read_small_text
 from streamrl.files.hf_config import (
-    MOST_DESCRIPTION_BYTES,
-    check_regular,
+    MAX_DESCRIPTION_BYTES,
+    check_regular_files,
     is_trusted,
+    make_untrusted_error,
     read_model_config,
-    untrusted,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 """Files of which a tokenizer has at least one."""
-WHOLE = ("PreTrainedTokenizerFast", "TokenizersBackend")
+FAST_TOKENIZER_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """What tokenizer_config.json calls a tokenizer that is whole in its tokenizer.json."""
-RENDER_ARGUMENTS = (
+RESERVED_ARGUMENTS = (
     "messages",
     "tools",
     "documents",
@@ -51,10 +51,10 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
     """
     _check_model_directory(model_path)
     # Without a file to read, transformers makes up a tokenizer that knows no token.
-    if not any(path for name in VOCABULARIES for path in Path(model_path).glob(name)):
+    if not any(path for name in VOCABULARY_FILES for path in Path(model_path).glob(name)):
         raise ConfigError(f"{model_path}: holds no tokenizer (tokenizer.json or the like)")
     try:
-        if _is_whole(Path(model_path)):
+        if _has_complete_tokenizer_json(Path(model_path)):
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(model_path, local_files_only=True)
@@ -65,26 +65,28 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
         )
     # The tokenizers library raises bare Exception for a damaged tokenizer.json.
     except Exception as error:
-        reason = f"{model_path}: its tokenizer cannot be loaded: {_why(error)}"
-        raise untrusted(model_path, error) or ConfigError(reason) from error
+        reason = f"{model_path}: its tokenizer cannot be loaded: {_format_error(error)}"
+        raise make_untrusted_error(model_path, error) or ConfigError(reason) from error
 
 
-def _is_whole(path: Path) -> bool:
+def _has_complete_tokenizer_json(path: Path) -> bool:
     """Whether tokenizer.json says all there is to know of a tokenizer."""
     file, settings = path / "tokenizer.json", path / "tokenizer_config.json"
     if not file.is_file():
         return False
-    found = _read(settings) if settings.is_file() else {}
+    found = _read_json(settings) if settings.is_file() else {}
     # Mistral's library goes before the file, and so does code of the model's own, where it is run
     # or nothing else is named.
     has_class = "tokenizer_class" in found and not is_trusted(str(path))
     if ("auto_map" in found and not has_class) or (path / "tekken.json").exists():
         return False
-    return found.get("tokenizer_class") in WHOLE or _is_byte_level(_read(file))
+    return found.get("tokenizer_class") in FAST_TOKENIZER_CLASSES or _is_byte_level(
+        _read_json(file)
+    )
 
 
-def _read(path: Path) -> Any:
-    return json.loads(read_small(path, most_bytes=MOST_DESCRIPTION_BYTES))
+def _read_json(path: Path) -> Any:
+    return json.loads(read_small_text(path, most_bytes=MAX_DESCRIPTION_BYTES))
 
 
 def _is_byte_level(content: Mapping[str, Any]) -> bool:
@@ -99,11 +101,13 @@ def load_vocab_size(model_path: str) -> int:
     try:
         return int(read_model_config(model_path).get_text_config().vocab_size)
     except (ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{model_path}: config.json cannot be used: {_why(error)}") from error
+        raise ConfigError(
+            f"{model_path}: config.json cannot be used: {_format_error(error)}"
+        ) from error
 
 
 @dataclass(frozen=True)
-class Template:
+class ChatTemplate:
     """How chat messages become text: a jinja `source`, or None for contents joined by newlines.
 
     `name` is what errors call it; `arguments` are passed to it besides messages and tools. Rows
@@ -115,54 +119,55 @@ class Template:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     tools_source: str | None = None
 
-    def source_for(self, row: Row) -> str | None:
+    def select_source(self, row: DataRow) -> str | None:
         """Tell by what a row is rendered."""
         return self.tools_source if self.tools_source and row.tools else self.source
 
 
-def load_template(
+def load_chat_template(
     name: str,
     tokenizer: "PreTrainedTokenizerBase",
     *,
     setting: str = "template",
     arguments: Mapping[str, Any] | None = None,
-) -> Template:
+) -> ChatTemplate:
     """The template that `setting` names: model, plain, or a path.
 
     Raises ConfigError if it cannot be read, is no template, or does not read an argument.
 
     model is the model's own chat template; for a tokenizer without one it is plain.
     """
-    if name == PLAIN:
-        return Template(None, name)
-    if name == MODEL:
+    if name == PLAIN_TEMPLATE:
+        return ChatTemplate(None, name)
+    if name == MODEL_TEMPLATE:
         has_own = tokenizer.chat_template is not None
         try:
             source = tokenizer.get_chat_template() if has_own else None
             for_tools = tokenizer.get_chat_template(tools=[]) if has_own else None
         except ValueError as error:  # of several templates none is the default
-            raise ConfigError(f"{setting}={MODEL}: {_why(error)}") from error
+            raise ConfigError(f"{setting}={MODEL_TEMPLATE}: {_format_error(error)}") from error
         said = "the model's chat template" if has_own else "plain, for a model without a template,"
-        template = Template(source, said, arguments or {}, for_tools)
+        template = ChatTemplate(source, said, arguments or {}, for_tools)
     else:
         try:
-            template = Template(read_small(Path(name)), name, arguments or {})
+            template = ChatTemplate(read_small_text(Path(name)), name, arguments or {})
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{setting}={name}: must be {MODEL}, {PLAIN} or a jinja file: {_why(error)}"
+                f"{setting}={name}: must be {MODEL_TEMPLATE}, {PLAIN_TEMPLATE} or a"
+                f" jinja file: {_format_error(error)}"
             ) from error
     sources = {source for source in (template.source, template.tools_source) if source is not None}
     for source in sources:
-        _check_syntax(source, f"{setting}={name}")
+        _check_template_syntax(source, f"{setting}={name}")
     if sources:
         # Which rows have tools is not known here: for each, `render` checks the one that it uses.
-        _check_arguments(
+        _check_template_arguments(
             "data.chat_template_kwargs", template.arguments, sources, f"{setting}={name}"
         )
     return template
 
 
-def _check_syntax(source: str, said: str) -> None:
+def _check_template_syntax(source: str, said: str) -> None:
     """Raise ConfigError, with the line, for what is no template whatever the messages are."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -172,10 +177,10 @@ def _check_syntax(source: str, said: str) -> None:
         render_jinja_template([], chat_template=source)
     except Exception as error:
         line = f":{error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-        raise ConfigError(f"{said}{line}: {_why(error)}") from error
+        raise ConfigError(f"{said}{line}: {_format_error(error)}") from error
 
 
-def _check_arguments(
+def _check_template_arguments(
     place: str, arguments: Iterable[str], sources: Iterable[str], said: str
 ) -> None:
     """Raise ConfigError for an argument that no template of these reads, as a misspelt one.
@@ -183,28 +188,28 @@ def _check_arguments(
     `place` is where the arguments come from, `said` what the templates are called.
     """
     for name in arguments:
-        read = _variables(*sources)
-        if name in RENDER_ARGUMENTS:
+        read = _list_template_variables(*sources)
+        if name in RESERVED_ARGUMENTS:
             raise ConfigError(f"{place}.{name}: is set by the rows themselves")
         if name not in read:
-            known = ", ".join(sorted(read.difference(RENDER_ARGUMENTS)))
+            known = ", ".join(sorted(read.difference(RESERVED_ARGUMENTS)))
             rule = f"{known}: name one of these, or" if known else "none:"
             raise ConfigError(
                 f"{place}.{name}: {said} reads no such argument; it reads {rule} remove it"
             )
 
 
-def _check_row(row: Row, template: Template) -> None:
+def _check_row_arguments(row: DataRow, template: ChatTemplate) -> None:
     """Raise ConfigError for what a row, or the setting, gives to a template that never reads it."""
-    source = template.source_for(row)
+    source = template.select_source(row)
     sources = [] if source is None else [source]
     place = f"{row.place}: chat_template_kwargs"
-    _check_arguments(place, row.template_arguments, sources, template.name)
+    _check_template_arguments(place, row.template_arguments, sources, template.name)
     if sources:
         rest = template.arguments.keys() - row.template_arguments
         place = f"{row.place}: data.chat_template_kwargs"
-        _check_arguments(place, rest, sources, template.name)
-    if row.tools and "tools" not in _variables(*sources):
+        _check_template_arguments(place, rest, sources, template.name)
+    if row.tools and "tools" not in _list_template_variables(*sources):
         raise ConfigError(
             f"{row.place}: tools: {template.name} does not read them; remove them from the row, or"
             " name a template that does, as in data.train={path: ..., template: mine.jinja}"
@@ -212,7 +217,7 @@ def _check_row(row: Row, template: Template) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def _variables(*sources: str) -> frozenset[str]:
+def _list_template_variables(*sources: str) -> frozenset[str]:
     """Name what templates read."""
     from jinja2 import meta
     from transformers.utils import chat_template_utils
@@ -224,8 +229,10 @@ def _variables(*sources: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def render(
-    tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row], template: Template | None = None
+def render_prompts(
+    tokenizer: "PreTrainedTokenizerBase",
+    rows: Sequence[DataRow],
+    template: ChatTemplate | None = None,
 ) -> list[list[int]]:
     """Token ids of each row's prompt, ending where the policy is to write.
 
@@ -234,12 +241,12 @@ def render(
     assistant is left open, to be continued. Raises ConfigError naming the row that the template
     refuses, or of whose text the tokenizer loses a part.
     """
-    template = template or load_template(MODEL, tokenizer)
-    texts = [_text(tokenizer, row, template) for row in rows]
+    template = template or load_chat_template(MODEL_TEMPLATE, tokenizer)
+    texts = [_render_text(tokenizer, row, template) for row in rows]
     _check_round_trip(tokenizer, rows, texts)
     # A template writes its special tokens itself. One call for all: it is far faster than a loop.
-    encoded = _encode(tokenizer, texts)
-    opening = _opening_tokens(tokenizer) if template.source is None else []
+    encoded = _encode_texts(tokenizer, texts)
+    opening = _get_opening_tokens(tokenizer) if template.source is None else []
     for row, token_ids in zip(rows, encoded, strict=True):
         if token_ids and token_ids[-1] == tokenizer.eos_token_id:
             raise ConfigError(
@@ -250,7 +257,7 @@ def render(
     return [opening + token_ids for token_ids in encoded]
 
 
-def _encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
+def _encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
     """Encode texts without special tokens around them."""
     encoded: Mapping[str, Any] = tokenizer(
         list(texts), add_special_tokens=False, return_attention_mask=False
@@ -258,12 +265,12 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[
     return list(encoded["input_ids"])
 
 
-def _opening_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+def _get_opening_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Return the special tokens that the tokenizer puts before a text.
 
     Those that it puts behind one, as an end of sequence, would end what the policy is to continue.
     """
-    (content,) = _encode(tokenizer, ["a"])
+    (content,) = _encode_texts(tokenizer, ["a"])
     around: list[int] = list(tokenizer("a")["input_ids"])
     starts = range(len(around) - len(content) + 1)
     start = next(i for i in starts if around[i : i + len(content)] == content)
@@ -271,7 +278,7 @@ def _opening_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
 
 
 def _check_round_trip(
-    tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row], texts: Sequence[str]
+    tokenizer: "PreTrainedTokenizerBase", rows: Sequence[DataRow], texts: Sequence[str]
 ) -> None:
     """Raise ConfigError naming the first row whose text does not come back from its tokens.
 
@@ -289,12 +296,12 @@ def _check_round_trip(
     ]
     if not pieces:
         return
-    encoded = _encode(tokenizer, [piece for _, piece in pieces])
+    encoded = _encode_texts(tokenizer, [piece for _, piece in pieces])
     decoded = tokenizer.batch_decode(encoded, clean_up_tokenization_spaces=False)
     for (row, piece), text in zip(pieces, decoded, strict=True):
         wanted, found = (unicodedata.normalize("NFC", each) for each in (piece, str(text)))
         if found.removeprefix(" ") != wanted.removeprefix(" "):
-            before, after = _difference(wanted, found)
+            before, after = _cut_to_difference(wanted, found)
             raise ConfigError(
                 f"{row.place}: the model's tokenizer does not keep the text: {before!r} comes back"
                 f" as {after!r}; its tokenizer.json does not fit its tokenizer_config.json, or it"
@@ -302,7 +309,7 @@ def _check_round_trip(
             )
 
 
-def _difference(wanted: str, found: str, *, width: int = 12) -> tuple[str, str]:
+def _cut_to_difference(wanted: str, found: str, *, width: int = 12) -> tuple[str, str]:
     """Cut both texts to what lies around the first character in which they differ."""
     pairs = zip(wanted, found, strict=False)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(wanted), len(found)))
@@ -310,9 +317,9 @@ def _difference(wanted: str, found: str, *, width: int = 12) -> tuple[str, str]:
     return wanted[start : place + width], found[start : place + width]
 
 
-def _text(tokenizer: "PreTrainedTokenizerBase", row: Row, template: Template) -> str:
-    _check_row(row, template)
-    source = template.source_for(row)
+def _render_text(tokenizer: "PreTrainedTokenizerBase", row: DataRow, template: ChatTemplate) -> str:
+    _check_row_arguments(row, template)
+    source = template.select_source(row)
     if source is None:
         return "\n".join(message["content"] for message in row.messages)
     is_open = row.messages[-1]["role"] == "assistant"
@@ -329,7 +336,7 @@ def _text(tokenizer: "PreTrainedTokenizerBase", row: Row, template: Template) ->
     # A template is a program: its expressions may raise whatever Python does.
     except Exception as error:
         raise ConfigError(
-            f"{row.place}: {template.name} refuses the prompt: {_why(error)}"
+            f"{row.place}: {template.name} refuses the prompt: {_format_error(error)}"
         ) from error
     return str(text)
 
@@ -341,8 +348,8 @@ def _check_model_directory(model_path: str) -> None:
         raise ConfigError(f"{model_path}: {fact}; the model must be a directory on this machine")
     if not (path / "config.json").is_file():
         raise ConfigError(f"{model_path}: not a model directory: it has no config.json")
-    check_regular(path)
+    check_regular_files(path)
 
 
-def _why(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 
-from streamrl.data.chat_template import Template, load_template, render
+from streamrl.data.chat_template import ChatTemplate, load_chat_template, render_prompts
 from streamrl.data.files import DataFile
-from streamrl.data.filtering import Keep, load_filter
-from streamrl.data.reading.rows import BadRow, Row
+from streamrl.data.filtering import PromptFilter, load_prompt_filter
+from streamrl.data.reading.rows import BadRow, DataRow
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt, make_uid
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BATCH = 512
+RENDER_BATCH_ROWS = 512
 """Rows that are rendered together: one call of the tokenizer for all of them."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class PromptLimits:
     """What a prompt may be: `max_tokens`, of ids below `vocab_size`; `on_long` says what else."""
 
     max_tokens: int
@@ -31,7 +31,7 @@ class Limits:
     on_long: str = "error"
 
 
-class Fate(Enum):
+class RowStatus(Enum):
     """What becomes of a row."""
 
     KEPT = "kept"
@@ -42,21 +42,21 @@ class Fate(Enum):
 
 
 @dataclass(frozen=True)
-class Examined:
+class ClassifiedRow:
     """A row of a file. `prompt` is None unless it is used; `problem` says why a bad one cannot be.
 
     `index` is the row's in the file, from 0; `num_tokens` the prompt's length before anything is
     cut off, 0 for a row without one.
     """
 
-    fate: Fate
+    status: RowStatus
     index: int
     num_tokens: int = 0
     prompt: Prompt | None = None
     problem: ConfigError | None = None
 
 
-class Examiner:
+class RowClassifier:
     """Makes prompts of the rows of a file, some at a time; a bad row is told of, never raised.
 
     The uid of a prompt is `make_uid(0, first + index)`. Making one raises ConfigError if the file's
@@ -67,12 +67,12 @@ class Examiner:
         self,
         file: DataFile,
         tokenizer: "PreTrainedTokenizerBase",
-        limits: Limits,
+        limits: PromptLimits,
         *,
         first: int = 0,
     ) -> None:
-        self._keep = load_filter(file.filter, setting=f"{file.key}.filter")
-        self._template = load_template(
+        self._prompt_filter = load_prompt_filter(file.filter, setting=f"{file.key}.filter")
+        self._template = load_chat_template(
             file.template,
             tokenizer,
             setting=f"{file.key}.template",
@@ -80,35 +80,35 @@ class Examiner:
         )
         self._tokenizer = tokenizer
         self._limits = limits
-        self._first = first
+        self._first_index = first
 
-    def examine(self, rows: Sequence[Row | BadRow]) -> Iterator[Examined]:
+    def classify_rows(self, rows: Sequence[DataRow | BadRow]) -> Iterator[ClassifiedRow]:
         """Yield what becomes of each row, in their order."""
-        good = [row for row in rows if isinstance(row, Row)]
-        rendered = iter(_token_ids(self._tokenizer, good, self._template))
+        good = [row for row in rows if isinstance(row, DataRow)]
+        rendered = iter(_render_token_ids(self._tokenizer, good, self._template))
         for row in rows:
             if isinstance(row, BadRow):
-                yield Examined(Fate.BAD, row.index, problem=row.problem)
+                yield ClassifiedRow(RowStatus.BAD, row.index, problem=row.problem)
             elif isinstance(token_ids := next(rendered), ConfigError):
-                yield Examined(Fate.BAD, row.index, problem=token_ids)
+                yield ClassifiedRow(RowStatus.BAD, row.index, problem=token_ids)
             else:
-                prompt = _prompt(row, token_ids, self._first)
-                yield _examined(row, prompt, self._keep, self._limits)
+                prompt = _make_prompt(row, token_ids, self._first_index)
+                yield _classify_prompt(row, prompt, self._prompt_filter, self._limits)
 
 
-def _token_ids(
-    tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row], template: Template
+def _render_token_ids(
+    tokenizer: "PreTrainedTokenizerBase", rows: Sequence[DataRow], template: ChatTemplate
 ) -> Sequence[list[int] | ConfigError]:
     """Those of each row, or why there are none."""
     try:
-        return render(tokenizer, rows, template) if rows else []
+        return render_prompts(tokenizer, rows, template) if rows else []
     except ConfigError as error:
         if len(rows) == 1:
             return [error]
-    return [found for row in rows for found in _token_ids(tokenizer, [row], template)]
+    return [found for row in rows for found in _render_token_ids(tokenizer, [row], template)]
 
 
-def _prompt(row: Row, token_ids: Sequence[int], first: int) -> Prompt:
+def _make_prompt(row: DataRow, token_ids: Sequence[int], first: int) -> Prompt:
     return Prompt(
         uid=make_uid(0, first + row.index),
         token_ids=np.array(token_ids, np.int32),
@@ -116,33 +116,35 @@ def _prompt(row: Row, token_ids: Sequence[int], first: int) -> Prompt:
         data_source=row.data_source,
         ground_truth=row.ground_truth,
         extra_info=row.extra_info,
-        place=row.place,
+        row_location=row.place,
         is_chat=row.is_chat,
     )
 
 
-def _examined(row: Row, prompt: Prompt, keep: Keep, limits: Limits) -> Examined:
+def _classify_prompt(
+    row: DataRow, prompt: Prompt, keep: PromptFilter, limits: PromptLimits
+) -> ClassifiedRow:
     length = len(prompt.token_ids)
     try:
-        _check_tokens(row, prompt, limits.vocab_size)
+        _check_token_ids(row, prompt, limits.vocab_size)
         if not keep(prompt, row.place):
-            return Examined(Fate.FILTERED, row.index, length)
+            return ClassifiedRow(RowStatus.FILTERED, row.index, length)
         if length <= limits.max_tokens:
-            return Examined(Fate.KEPT, row.index, length, prompt)
+            return ClassifiedRow(RowStatus.KEPT, row.index, length, prompt)
         if limits.on_long == "truncate":
             cut = replace(prompt, token_ids=prompt.token_ids[-limits.max_tokens :])
-            return Examined(Fate.TRUNCATED, row.index, length, cut)
+            return ClassifiedRow(RowStatus.TRUNCATED, row.index, length, cut)
         if limits.on_long == "skip":
-            return Examined(Fate.TOO_LONG, row.index, length)
+            return ClassifiedRow(RowStatus.TOO_LONG, row.index, length)
         raise ConfigError(
             f"{row.place}: the prompt has {length} tokens, the limit is {limits.max_tokens} "
             "(data.on_long_prompt=skip or truncate lets it pass)"
         )
     except ConfigError as problem:
-        return Examined(Fate.BAD, row.index, length, problem=problem)
+        return ClassifiedRow(RowStatus.BAD, row.index, length, problem=problem)
 
 
-def _check_tokens(row: Row, prompt: Prompt, vocab_size: int) -> None:
+def _check_token_ids(row: DataRow, prompt: Prompt, vocab_size: int) -> None:
     if not prompt.token_ids.size:
         raise ConfigError(f"{row.place}: the prompt has no tokens")
     largest = int(prompt.token_ids.max())

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from streamrl.data.files import DataFile, check_evaluated, check_mixed, data_files
+from streamrl.data.files import DataFile, check_eval_files, check_stream_weights, parse_data_files
 from streamrl.errors import ConfigError
 
-_ON_LONG_PROMPT = ("error", "skip", "truncate")
+_LONG_PROMPT_ACTIONS = ("error", "skip", "truncate")
 
 
 @dataclass
@@ -38,10 +38,10 @@ class DataConfig:
     max_bad_share: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.on_long_prompt not in _ON_LONG_PROMPT:
+        if self.on_long_prompt not in _LONG_PROMPT_ACTIONS:
             raise ConfigError(
                 f"data.on_long_prompt={self.on_long_prompt}: must be one of "
-                + ", ".join(_ON_LONG_PROMPT)
+                + ", ".join(_LONG_PROMPT_ACTIONS)
             )
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ConfigError(f"data.max_prompt_tokens={self.max_prompt_tokens}: must be 1 or more")
@@ -49,25 +49,25 @@ class DataConfig:
             raise ConfigError(f"data.max_bad_share={self.max_bad_share}: must be from 0 to 1")
         if not self.prompt_key:
             raise ConfigError("data.prompt_key=: must name a column")
-        check_mixed(self.train_files, key="data.train")
-        check_evaluated(self.eval_files, key="data.eval")
+        check_stream_weights(self.train_files, key="data.train")
+        check_eval_files(self.eval_files, key="data.eval")
 
     @property
     def train_files(self) -> tuple[DataFile, ...]:
         """The files of training prompts."""
-        return self.read_files(self.train, key="data.train")
+        return self.parse_files(self.train, key="data.train")
 
     @property
     def eval_files(self) -> tuple[DataFile, ...]:
         """The files of evaluation prompts."""
-        return self.read_files(self.eval, key="data.eval")
+        return self.parse_files(self.eval, key="data.eval")
 
-    def read_files(self, value: Any, *, key: str) -> tuple[DataFile, ...]:
+    def parse_files(self, value: Any, *, key: str) -> tuple[DataFile, ...]:
         """Return the files that a value of setting `key` names, read as `data` says."""
-        files = data_files(value, key=key, prompt_key=self.prompt_key)
+        files = parse_data_files(value, key=key, prompt_key=self.prompt_key)
         return tuple(replace(file, template_arguments=self.chat_template_kwargs) for file in files)
 
-    def prompt_limit(self, *, model_tokens: int, max_new_tokens: int) -> int:
+    def compute_prompt_limit(self, *, model_tokens: int, max_new_tokens: int) -> int:
         """Tokens a prompt may have in a model of `model_tokens` that writes `max_new_tokens`.
 
         Raises ConfigError if nothing is left for a prompt, or less than max_prompt_tokens.

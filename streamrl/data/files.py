@@ -11,7 +11,7 @@ from typing import Any
 from streamrl.errors import ConfigError
 from streamrl.files.python_module import split_reference
 
-MODEL, PLAIN = "model", "plain"
+MODEL_TEMPLATE, PLAIN_TEMPLATE = "model", "plain"
 """Templates that are no file: the model's own, and none."""
 
 
@@ -38,14 +38,14 @@ class DataFile:
     split: str = ""
     prompt_key: str = ""
     label_key: str = ""
-    template: str = MODEL
+    template: str = MODEL_TEMPLATE
     filter: str = ""
     name: str = ""
     key: str = "data"
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-KEYS = tuple(
+FILE_KEYS = tuple(
     setting.name
     for setting in dataclasses.fields(DataFile)
     if setting.name not in ("key", "template_arguments")
@@ -53,7 +53,7 @@ KEYS = tuple(
 """What a user may say of a file."""
 
 
-def data_files(value: Any, *, key: str, prompt_key: str) -> tuple[DataFile, ...]:
+def parse_data_files(value: Any, *, key: str, prompt_key: str) -> tuple[DataFile, ...]:
     """The files that setting `key` names: a path, a mapping of DataFile's keys, or a list of those.
 
     Raises ConfigError in one line with the key, the value and the rule, or the nearest right key.
@@ -61,11 +61,13 @@ def data_files(value: Any, *, key: str, prompt_key: str) -> tuple[DataFile, ...]
     if not value:
         return ()
     if not isinstance(value, list | tuple):
-        return (_data_file(value, key, prompt_key),)
-    return tuple(_data_file(entry, f"{key}[{i}]", prompt_key) for i, entry in enumerate(value))
+        return (_parse_data_file(value, key, prompt_key),)
+    return tuple(
+        _parse_data_file(entry, f"{key}[{i}]", prompt_key) for i, entry in enumerate(value)
+    )
 
 
-def check_mixed(files: Sequence[DataFile], *, key: str) -> None:
+def check_stream_weights(files: Sequence[DataFile], *, key: str) -> None:
     """Raise ConfigError if some of the files have a weight, and others none."""
     weighed = [file.weight is not None for file in files]
     if any(weighed) and not all(weighed):
@@ -73,7 +75,7 @@ def check_mixed(files: Sequence[DataFile], *, key: str) -> None:
         raise ConfigError(f"{key}[{place}].weight: missing; give all files a weight, or none")
 
 
-def check_evaluated(files: Sequence[DataFile], *, key: str) -> None:
+def check_eval_files(files: Sequence[DataFile], *, key: str) -> None:
     """Raise ConfigError unless results of each file have a name, and no file has a weight."""
     names: list[str] = []
     for i, file in enumerate(files):
@@ -87,47 +89,50 @@ def check_evaluated(files: Sequence[DataFile], *, key: str) -> None:
         names.append(file.name)
 
 
-def absolute(value: Any) -> Any:
+def make_paths_absolute(value: Any) -> Any:
     """A setting that names files, with every path in it absolute."""
     if isinstance(value, str) and value:
         return str(Path(value).absolute())
     if isinstance(value, dict):
-        return {name: _ABSOLUTE.get(name, _as_it_is)(entry) for name, entry in value.items()}
-    return [absolute(entry) for entry in value] if isinstance(value, list) else value
+        return {
+            name: _PATH_RESOLVERS.get(name, _keep_value)(entry) for name, entry in value.items()
+        }
+    return [make_paths_absolute(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _as_it_is(value: Any) -> Any:
+def _keep_value(value: Any) -> Any:
     return value
 
 
-def _absolute_template(value: str) -> str:
-    return value if value in (MODEL, PLAIN, "") else absolute(value)
+def _make_template_absolute(value: str) -> str:
+    return value if value in (MODEL_TEMPLATE, PLAIN_TEMPLATE, "") else make_paths_absolute(value)
 
 
-def _absolute_filter(value: str) -> str:
+def _make_filter_absolute(value: str) -> str:
     if not value:
         return ""
     path, colon, function = value.rpartition(":")
     # Another is refused where the file's key is known.
-    return f"{absolute(path)}:{function}" if colon else value
+    return f"{make_paths_absolute(path)}:{function}" if colon else value
 
 
-_ABSOLUTE: Mapping[str, Callable[[Any], Any]] = {
-    "path": absolute,
-    "template": _absolute_template,
-    "filter": _absolute_filter,
+_PATH_RESOLVERS: Mapping[str, Callable[[Any], Any]] = {
+    "path": make_paths_absolute,
+    "template": _make_template_absolute,
+    "filter": _make_filter_absolute,
 }
 
 
-def _data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
+def _parse_data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
     if isinstance(entry, str):
         entry = {"path": entry}
     if not isinstance(entry, dict):
         raise ConfigError(
-            f"{key}={entry!r}: must be a path, a mapping of {', '.join(KEYS)}, or a list of those"
+            f"{key}={entry!r}: must be a path, a mapping of {', '.join(FILE_KEYS)}, or a"
+            f" list of those"
         )
     for name, value in entry.items():
-        _check(f"{key}.{name}", str(name), value)
+        _check_entry(f"{key}.{name}", str(name), value)
     if not entry.get("path"):
         raise ConfigError(f"{key}.path: missing; it names a file of prompts")
     file = DataFile(**{name: value for name, value in entry.items() if value is not None})
@@ -137,10 +142,10 @@ def _data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
     )
 
 
-def _check(key: str, name: str, value: Any) -> None:
+def _check_entry(key: str, name: str, value: Any) -> None:
     """Raise ConfigError unless `value` may be what DataFile has under `name`."""
-    if name not in KEYS:
-        near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.0)[0]
+    if name not in FILE_KEYS:
+        near = difflib.get_close_matches(name, FILE_KEYS, n=1, cutoff=0.0)[0]
         raise ConfigError(f"{key}={value!r}: unknown; the nearest key is {near}")
     if value is None:
         return

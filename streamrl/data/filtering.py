@@ -6,14 +6,14 @@ from collections.abc import Callable
 import numpy as np
 
 from streamrl.errors import ConfigError
-from streamrl.files.python_module import find_reference
+from streamrl.files.python_module import load_referenced_function
 from streamrl.messages import Prompt
 
-Keep = Callable[[Prompt, str], bool]
+PromptFilter = Callable[[Prompt, str], bool]
 """Whether a prompt is kept; the second argument is its place, for errors."""
 
 
-def load_filter(reference: str, *, setting: str) -> Keep:
+def load_prompt_filter(reference: str, *, setting: str) -> PromptFilter:
     """The filter that `setting` names as file.py:function; empty: one that keeps all.
 
     Raises ConfigError if there is no such function. The filter itself raises ConfigError, with the
@@ -21,15 +21,15 @@ def load_filter(reference: str, *, setting: str) -> Keep:
     """
     if not reference:
         return _keep_all
-    code = find_reference(reference, setting=setting)
-    code.check_plain()
+    code = load_referenced_function(reference, setting=setting)
+    code.check_not_async()
 
     def keep(prompt: Prompt, place: str) -> bool:
         try:
             kept = code.function(prompt)
         # Whatever a user's function does wrong, exit() included.
         except (Exception, SystemExit) as error:
-            raise ConfigError(f"{place}: filter: {code.place_of(error)}") from error
+            raise ConfigError(f"{place}: filter: {code.describe_error(error)}") from error
         if not isinstance(kept, bool | np.bool_):
             found = " ".join(reprlib.repr(kept).split())
             raise ConfigError(

@@ -9,22 +9,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.data.classify_rows import Examined
+from streamrl.data.classify_rows import ClassifiedRow
 
-Examine = Callable[[Sequence[int]], Sequence[Examined]]
+ClassifyIndices = Callable[[Sequence[int]], Sequence[ClassifiedRow]]
 """Makes prompts of the rows of some indices."""
 
 
 @dataclass(frozen=True)
-class Part:
+class StreamFile:
     """The rows of one file in a stream: their indices in uids, and the file's share of the stream.
 
     `examine` makes prompts of the rows of some indices. `name` is what errors call the file.
     """
 
     indices: NDArray[np.int64]
-    share: float
-    examine: Examine
+    fraction: float
+    classify_indices: ClassifyIndices
     name: str = "data"
 
 
@@ -36,7 +36,7 @@ class FileOrder:
 
     def __init__(self, indices: NDArray[np.int64], *, part: int, seed: int, shuffle: bool) -> None:
         self._indices = indices
-        self._part = part
+        self._file_number = part
         self._seed = seed
         self._shuffle = shuffle
 
@@ -44,23 +44,23 @@ class FileOrder:
         """Rows of an epoch."""
         return len(self._indices)
 
-    def epoch(self, number: int) -> NDArray[np.int64]:
+    def get_epoch_order(self, number: int) -> NDArray[np.int64]:
         """Return the indices in the order of one epoch."""
         if not self._shuffle:
             return self._indices
-        return self._indices[_permutation(len(self), [self._seed, number, self._part])]
+        return self._indices[_make_permutation(len(self), [self._seed, number, self._file_number])]
 
-    def batches(self, start: int, size: int) -> Iterator[list[tuple[int, int]]]:
+    def iter_batches(self, start: int, size: int) -> Iterator[list[tuple[int, int]]]:
         """Yield (epoch, index) from place `start` of the order on, up to `size` at once."""
         number, at = divmod(start, len(self))
         while True:
-            order = self.epoch(number)
+            order = self.get_epoch_order(number)
             for first in range(at, len(self), size):
                 yield [(number, index) for index in order[first : first + size].tolist()]
             number, at = number + 1, 0
 
 
-def next_part(shares: Sequence[float], given: Sequence[int]) -> int:
+def choose_next_file(shares: Sequence[float], given: Sequence[int]) -> int:
     """Return the file that is furthest behind its share once `given` prompts of each are out.
 
     No file is ever a whole prompt ahead of its share, so that none comes in long runs.
@@ -70,7 +70,7 @@ def next_part(shares: Sequence[float], given: Sequence[int]) -> int:
     return behind.index(max(behind))
 
 
-def _permutation(size: int, seed: Sequence[int]) -> NDArray[np.int64]:
+def _make_permutation(size: int, seed: Sequence[int]) -> NDArray[np.int64]:
     """A permutation of range(size) by the seed, the same under every version of numpy.
 
     numpy keeps the raw numbers of a bit generator stable between versions, but not what

@@ -36,14 +36,14 @@ class TextStream:
         self._texts = texts
         self._seed = seed
 
-    def batch(self, number: int, size: int) -> list[str]:
+    def get_batch(self, number: int, size: int) -> list[str]:
         """The texts of batch `number`, counted from 0."""
         places = range(number * size, (number + 1) * size)
         epochs = {place // len(self._texts) for place in places}
-        orders = {epoch: self._order(epoch) for epoch in epochs}
+        orders = {epoch: self._shuffle_epoch(epoch) for epoch in epochs}
         found = [divmod(place, len(self._texts)) for place in places]
         return [self._texts[orders[epoch][index]] for epoch, index in found]
 
-    def _order(self, epoch: int) -> Sequence[int]:
+    def _shuffle_epoch(self, epoch: int) -> Sequence[int]:
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self._texts))
         return [int(index) for index in order]

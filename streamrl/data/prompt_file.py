@@ -9,24 +9,29 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from streamrl.data.chat_template import load_tokenizer
-from streamrl.data.classify_rows import BATCH, Examined, Examiner, Limits
-from streamrl.data.files import MODEL, PLAIN, DataFile
-from streamrl.data.reading.indexed_table import Table, open_table
+from streamrl.data.classify_rows import (
+    RENDER_BATCH_ROWS,
+    ClassifiedRow,
+    PromptLimits,
+    RowClassifier,
+)
+from streamrl.data.files import MODEL_TEMPLATE, PLAIN_TEMPLATE, DataFile
+from streamrl.data.reading.indexed_table import IndexedTable, open_table
 from streamrl.data.reading.rows import parse_record
-from streamrl.files.bounded_read import MOST_LINE_BYTES, open_regular
-from streamrl.files.hf_config import is_trusted, trusted_env
+from streamrl.files.bounded_read import MAX_LINE_BYTES, open_regular_file
+from streamrl.files.hf_config import is_trusted, make_trusted_env
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_rendering = threading.Lock()
+_render_lock = threading.Lock()
 """Neither tokenizers nor a user's filter may be called by several threads at once."""
 
 
-def _digest_of(path: str) -> str:
+def _hash_file(path: str) -> str:
     """What a file that the settings name has in it, of its first MOST_LINE_BYTES."""
-    with open_regular(path) as file:
-        return hashlib.blake2b(file.read(MOST_LINE_BYTES), digest_size=8).hexdigest()
+    with open_regular_file(path) as file:
+        return hashlib.blake2b(file.read(MAX_LINE_BYTES), digest_size=8).hexdigest()
 
 
 class LazyTokenizer:
@@ -34,18 +39,18 @@ class LazyTokenizer:
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._trusted = trusted_env(model) if is_trusted(model) else {}
-        self._loaded: PreTrainedTokenizerBase | None = None
+        self._trusted_env = make_trusted_env(model) if is_trusted(model) else {}
+        self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def __call__(self) -> "PreTrainedTokenizerBase":
         """The tokenizer. Raises ConfigError naming the path if there is none."""
-        if self._loaded is None:
-            os.environ.update({} if is_trusted(self._model) else self._trusted)
-            self._loaded = load_tokenizer(self._model)
-        return self._loaded
+        if self._tokenizer is None:
+            os.environ.update({} if is_trusted(self._model) else self._trusted_env)
+            self._tokenizer = load_tokenizer(self._model)
+        return self._tokenizer
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_loaded": None}
+        return {**vars(self), "_tokenizer": None}
 
 
 class PromptFile:
@@ -58,53 +63,59 @@ class PromptFile:
         self,
         file: DataFile,
         tokenizer: "Callable[[], PreTrainedTokenizerBase]",
-        limits: Limits,
+        limits: PromptLimits,
         *,
         first: int = 0,
-        table: Table | None = None,
+        table: IndexedTable | None = None,
     ) -> None:
         self.file = file
         self.limits = limits
         self.table = open_table(file.path, file.split) if table is None else table
-        self.indices = first + self.table.indices()
-        self._first = first
+        self.indices = first + self.table.get_indices()
+        self._first_index = first
         self._tokenizer = tokenizer
-        self._examiner: Examiner | None = None
+        self._classifier: RowClassifier | None = None
 
-    def examine(self, indices: Sequence[int]) -> list[Examined]:
+    def classify_indices(self, indices: Sequence[int]) -> list[ClassifiedRow]:
         """Make prompts of the rows of these indices. Raises DataError if they cannot be read."""
-        return self.examine_rows(np.searchsorted(self.indices, indices).tolist())
+        return self.classify_rows(np.searchsorted(self.indices, indices).tolist())
 
-    def examine_rows(self, rows: Sequence[int]) -> list[Examined]:
+    def classify_rows(self, rows: Sequence[int]) -> list[ClassifiedRow]:
         """Make prompts of rows by their place among all."""
         keys = {"prompt_key": self.file.prompt_key, "label_key": self.file.label_key}
-        read = self.table.records(rows)
+        read = self.table.read_rows(rows)
         parsed = [parse_record(record, place, index, **keys) for place, index, record in read]
-        with _rendering:
-            if self._examiner is None:
+        with _render_lock:
+            if self._classifier is None:
                 tokenizer = self._tokenizer()
-                self._examiner = Examiner(self.file, tokenizer, self.limits, first=self._first)
-            return list(self._examiner.examine(parsed))
+                self._classifier = RowClassifier(
+                    self.file, tokenizer, self.limits, first=self._first_index
+                )
+            return list(self._classifier.classify_rows(parsed))
 
-    def __iter__(self) -> Iterator[Examined]:
+    def __iter__(self) -> Iterator[ClassifiedRow]:
         """Yield what becomes of every row, in their order."""
-        for start in range(0, len(self.table), BATCH):
-            yield from self.examine_rows(range(start, min(start + BATCH, len(self.table))))
+        for start in range(0, len(self.table), RENDER_BATCH_ROWS):
+            yield from self.classify_rows(
+                range(start, min(start + RENDER_BATCH_ROWS, len(self.table)))
+            )
 
-    def with_limits(self, limits: Limits) -> "PromptFile":
+    def with_limits(self, limits: PromptLimits) -> "PromptFile":
         """The same file under other limits."""
-        return PromptFile(self.file, self._tokenizer, limits, first=self._first, table=self.table)
+        return PromptFile(
+            self.file, self._tokenizer, limits, first=self._first_index, table=self.table
+        )
 
     @property
-    def settings(self) -> str:
+    def settings_text(self) -> str:
         """What prompts follow from besides the rows: the settings, and the files that they name."""
         file, limits = self.file, self.limits
         facts: list[object] = [file.prompt_key, file.label_key, file.split, file.template]
         facts += [sorted(file.template_arguments.items()), limits.on_long]
-        named = [] if file.template in (MODEL, PLAIN) else [file.template]
+        named = [] if file.template in (MODEL_TEMPLATE, PLAIN_TEMPLATE) else [file.template]
         named += [file.filter.rpartition(":")[0]] if file.filter else []
-        code = [_digest_of(one) for one in named]
+        code = [_hash_file(one) for one in named]
         return repr((facts, file.filter.rpartition(":")[2], code))
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_examiner": None}
+        return {**vars(self), "_classifier": None}

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
 
-from streamrl.data.classify_rows import Examined, Fate
+from streamrl.data.classify_rows import ClassifiedRow, RowStatus
 from streamrl.errors import ConfigError, DataError
 from streamrl.messages import Prompt, make_uid, parse_uid
 
 if TYPE_CHECKING:
-    from streamrl.data.interleave import Part
-    from streamrl.data.prefetch import Drawn, SharesNode
+    from streamrl.data.interleave import StreamFile
+    from streamrl.data.prefetch import DrawnPrompt, InterleaveNode
 
-MOST_TOLD = 10
+MAX_REPORTED_ROWS = 10
 """Bad rows between two calls of `take_skipped` of which each is told; the others are counted."""
 
 
@@ -27,7 +27,7 @@ class StreamData(Protocol):
     """What a stream is of: its files, and what says that they are the same after a resume."""
 
     @property
-    def parts(self) -> "Sequence[Part]":
+    def stream_files(self) -> "Sequence[StreamFile]":
         """The files."""
         ...
 
@@ -37,11 +37,11 @@ class StreamData(Protocol):
         ...
 
     @property
-    def is_whole(self) -> bool:
+    def is_fully_classified(self) -> bool:
         """Whether every row has been examined: the parts have those alone that give prompts."""
         ...
 
-    def whole(self) -> "StreamData":
+    def classify_all_rows(self) -> "StreamData":
         """Examine every row. Raises ConfigError for one that cannot be used."""
         ...
 
@@ -69,57 +69,57 @@ class PromptStream(Iterator[Prompt]):
         self._shuffle = shuffle
         self._max_bad_share = max_bad_share
         self._skipped = SkippedRows()
-        self._hold(data)
+        self._set_data(data)
 
-    def _hold(self, data: StreamData) -> None:
+    def _set_data(self, data: StreamData) -> None:
         self._data = data
-        zeros = (0,) * len(data.parts)
-        self._drawn, self._given = zeros, zeros
-        self._ahead: deque[Drawn] = deque()
-        self._node: SharesNode | None = None
+        zeros = (0,) * len(data.stream_files)
+        self._num_drawn, self._num_prompts = zeros, zeros
+        self._prefetched: deque[DrawnPrompt] = deque()
+        self._node: InterleaveNode | None = None
 
     def __len__(self) -> int:
         """Rows per epoch, of all files."""
-        return sum(len(part.indices) for part in self._data.parts)
+        return sum(len(part.indices) for part in self._data.stream_files)
 
     def __next__(self) -> Prompt:
         """The next prompt; there always is one. Raises DataError if the data gives none."""
-        if not self._ahead:
-            self._fill(1)
-        drawn = self._ahead.popleft()
-        self._drawn, self._given = drawn.position.drawn, drawn.position.given
+        if not self._prefetched:
+            self._fill_buffer(1)
+        drawn = self._prefetched.popleft()
+        self._num_drawn, self._num_prompts = drawn.position.num_drawn, drawn.position.num_prompts
         self._skipped.add(drawn.skipped)
         return drawn.prompt
 
-    def draw(self, count: int) -> list[Prompt]:
+    def draw_prompts(self, count: int) -> list[Prompt]:
         """The next `count` prompts."""
         return [next(self) for _ in range(count)]
 
-    async def ready(self, count: int) -> None:
+    async def prefetch_prompts(self, count: int) -> None:
         """Have the next `count` prompts at hand: an event loop need not wait for what reads them.
 
         Nobody draws meanwhile.
         """
-        if len(self._ahead) < count:
-            await asyncio.to_thread(self._fill, count)
+        if len(self._prefetched) < count:
+            await asyncio.to_thread(self._fill_buffer, count)
 
-    def _fill(self, count: int) -> None:
-        while len(self._ahead) < count:
-            self._ahead.append(next(self._nodes()))
+    def _fill_buffer(self, count: int) -> None:
+        while len(self._prefetched) < count:
+            self._prefetched.append(next(self._get_node()))
 
-    def _nodes(self) -> "SharesNode":
+    def _get_node(self) -> "InterleaveNode":
         """The nodes that read the files, in the process that draws; they take torch."""
         if self._node is None:
-            from streamrl.data.prefetch import AHEAD, SharesNode
+            from streamrl.data.prefetch import PREFETCH_BATCHES, InterleaveNode
 
-            self._node = SharesNode(
-                self._data.parts,
+            self._node = InterleaveNode(
+                self._data.stream_files,
                 seed=self._seed,
                 shuffle=self._shuffle,
                 max_bad_share=self._max_bad_share,
-                ahead=AHEAD if self._reads_ahead else 0,
+                ahead=PREFETCH_BATCHES if self._reads_ahead else 0,
             )
-            self._node.reset({"drawn": self._drawn, "given": self._given})
+            self._node.reset({"drawn": self._num_drawn, "given": self._num_prompts})
         return self._node
 
     def take_skipped(self) -> "SkippedRows":
@@ -127,40 +127,44 @@ class PromptStream(Iterator[Prompt]):
         skipped, self._skipped = self._skipped, SkippedRows()
         return skipped
 
-    def prompt(self, uid: str) -> Prompt:
+    def get_prompt(self, uid: str) -> Prompt:
         """The prompt of a uid this stream gave out, now or before a resume; the place is kept.
 
         Any attempt will do. Raises ValueError for a uid whose index is not in the data, and
         DataError for one whose row gives no prompt any more.
         """
         _, index, _ = parse_uid(uid)
-        for part in self._data.parts:
+        for part in self._data.stream_files:
             at = int(part.indices.searchsorted(index))
             if at < len(part.indices) and part.indices[at] == index:
-                (found,) = part.examine([index])
+                (found,) = part.classify_indices([index])
                 if found.prompt is None:
-                    raise DataError(f"uid {uid}: {found.problem or found.fate.value}")
+                    raise DataError(f"uid {uid}: {found.problem or found.status.value}")
                 return replace(found.prompt, uid=uid)
         raise ValueError(f"uid {uid}: no prompt with index {index} among the {len(self)}")
 
-    def retry(self, uid: str) -> Prompt:
+    def retry_prompt(self, uid: str) -> Prompt:
         """The prompt of a dropped uid under the uid of its next attempt."""
         epoch, index, attempt = parse_uid(uid)
-        return self.prompt(make_uid(epoch, index, attempt + 1))
+        return self.get_prompt(make_uid(epoch, index, attempt + 1))
 
     @property
-    def _identity(self) -> dict[str, Any]:
+    def _stream_identity(self) -> dict[str, Any]:
         return {
             "num_prompts": len(self),
             "fingerprint": self._data.fingerprint,
-            "files": [[len(part.indices), part.share] for part in self._data.parts],
+            "files": [[len(part.indices), part.fraction] for part in self._data.stream_files],
             "shuffle": self._shuffle,
             "seed": self._seed,
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, as JSON: how much of each file has been drawn, and given out."""
-        return {"drawn": list(self._drawn), "given": list(self._given), **self._identity}
+        return {
+            "drawn": list(self._num_drawn),
+            "given": list(self._num_prompts),
+            **self._stream_identity,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where the stream that wrote `state` stood.
@@ -170,44 +174,45 @@ class PromptStream(Iterator[Prompt]):
         had all been examined: then they are, as the order is that of those that gave prompts.
         """
         data = self._data
-        if not data.is_whole and is_whole(str(state["fingerprint"])):
-            data = data.whole()
-        self._hold(data)
-        for name, now in self._identity.items():
+        if not data.is_fully_classified and is_full_fingerprint(str(state["fingerprint"])):
+            data = data.classify_all_rows()
+        self._set_data(data)
+        for name, now in self._stream_identity.items():
             if state[name] != now:
                 raise ConfigError(
-                    f"cannot resume the data stream: {_IDENTITY[name]} was {state[name]} when the "
+                    f"cannot resume the data stream: {_IDENTITY_TEXTS[name]} was"
+                    f" {state[name]} when the "
                     f"checkpoint was written and is {now} now; use the same, or start a new run"
                 )
         # Before, checkpoints had it as torchdata's loader wrote it.
         place = state["loader"]["_sampler_iter_state"] if "loader" in state else state
         drawn, given = place["drawn"], place.get("given", place["drawn"])
-        num_files = len(data.parts)
+        num_files = len(data.stream_files)
         pairs = list(zip(given, drawn, strict=False))
         fits = [isinstance(n, int) and isinstance(m, int) and 0 <= n <= m for n, m in pairs]
         if not all(fits) or not len(drawn) == len(given) == num_files:
             raise ValueError(f"{drawn} prompts drawn of {num_files} files, {given} given out")
-        self._drawn, self._given = tuple(drawn), tuple(given)
+        self._num_drawn, self._num_prompts = tuple(drawn), tuple(given)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_node": None, "_ahead": deque()}
+        return {**vars(self), "_node": None, "_prefetched": deque()}
 
 
 #: What must be the same on resume, in words for the user.
-_IDENTITY = {
+_IDENTITY_TEXTS = {
     "num_prompts": "the number of prompts in data.train",
     "fingerprint": "the content of data.train as tokens (fingerprint)",
     "files": "what each file of data.train has of prompts and of the stream",
     "shuffle": "data.shuffle",
     "seed": "the seed of the data order",
 }
-ROWS = "rows-"
+PARTIAL_PREFIX = "rows-"
 """Begins the fingerprint of data of which some rows only have been examined."""
 
 
-def is_whole(fingerprint: str) -> bool:
+def is_full_fingerprint(fingerprint: str) -> bool:
     """Whether a fingerprint is of data of which every row has been examined."""
-    return not fingerprint.startswith(ROWS)
+    return not fingerprint.startswith(PARTIAL_PREFIX)
 
 
 class SkippedRows:
@@ -217,19 +222,21 @@ class SkippedRows:
     """
 
     def __init__(self) -> None:
-        self._counts: Counter[Fate] = Counter()
+        self._counts: Counter[RowStatus] = Counter()
         self.problems: list[str] = []
 
-    def add(self, rows: Sequence[Examined]) -> None:
+    def add(self, rows: Sequence[ClassifiedRow]) -> None:
         """Count rows."""
-        self._counts.update(row.fate for row in rows)
+        self._counts.update(row.status for row in rows)
         told = [str(row.problem) for row in rows if row.problem is not None]
-        self.problems += told[: MOST_TOLD - len(self.problems)]
+        self.problems += told[: MAX_REPORTED_ROWS - len(self.problems)]
 
     @property
     def metrics(self) -> dict[str, int]:
         """A count for each way to be left out or cut, 0 too."""
-        return {f"data/{name}": self._counts[fate] for fate, name in _METRICS.items()}
+        return {f"data/{name}": self._counts[fate] for fate, name in _METRIC_NAMES.items()}
 
 
-_METRICS = {fate: fate.value.replace(" ", "_") for fate in Fate if fate is not Fate.KEPT}
+_METRIC_NAMES = {
+    fate: fate.value.replace(" ", "_") for fate in RowStatus if fate is not RowStatus.KEPT
+}

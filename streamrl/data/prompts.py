@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from streamrl.data.chat_template import load_tokenizer, load_vocab_size
-from streamrl.data.classify_rows import Fate, Limits
+from streamrl.data.classify_rows import PromptLimits, RowStatus
 from streamrl.data.files import DataFile
 from streamrl.data.prompt_file import PromptFile
 from streamrl.errors import ConfigError
@@ -26,14 +26,14 @@ class LoadedFile:
     """
 
     file: DataFile
-    first: int
+    first_index: int
     prompts: list[Prompt]
-    fates: Mapping[Fate, int]
+    status_counts: Mapping[RowStatus, int]
 
     @property
     def notes(self) -> list[str]:
         """What was not used as it is in the file, for the user."""
-        return notes_of(self.file, self.fates)
+        return describe_unused_rows(self.file, self.status_counts)
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,19 @@ class LoadedPrompts:
         return [prompt for file in self.files for prompt in file.prompts]
 
     @property
-    def by_name(self) -> dict[str, list[Prompt]]:
+    def prompts_by_name(self) -> dict[str, list[Prompt]]:
         """The prompts of each file by its name."""
         return {file.file.name: file.prompts for file in self.files}
 
 
-def notes_of(file: DataFile, fates: Mapping[Fate, int], more: str = "") -> list[str]:
+def describe_unused_rows(
+    file: DataFile, fates: Mapping[RowStatus, int], more: str = ""
+) -> list[str]:
     """Say what was not used as it is in a file, with `more` behind each count."""
     said = {
-        Fate.TOO_LONG: "skipped, too long",
-        Fate.TRUNCATED: "truncated",
-        Fate.FILTERED: f"left out by {file.filter}",
+        RowStatus.TOO_LONG: "skipped, too long",
+        RowStatus.TRUNCATED: "truncated",
+        RowStatus.FILTERED: f"left out by {file.filter}",
     }
     return [
         f"{file.path}: {fates[fate]} prompts {words}{more}"
@@ -67,21 +69,21 @@ def notes_of(file: DataFile, fates: Mapping[Fate, int], more: str = "") -> list[
     ]
 
 
-def load_files(
+def load_prompt_files(
     files: Sequence[DataFile], model: str, *, limit: int, on_long: str, most: int | None = None
 ) -> LoadedPrompts:
     """Load prompts as the model of a directory reads them, of at most `limit` tokens each.
 
     Raises ConfigError, as `load_prompts` does.
     """
-    limits = Limits(limit, load_vocab_size(model), on_long)
+    limits = PromptLimits(limit, load_vocab_size(model), on_long)
     return load_prompts(files, load_tokenizer(model), limits, most=most)
 
 
 def load_prompts(
     files: Sequence[DataFile],
     tokenizer: "PreTrainedTokenizerBase",
-    limits: Limits,
+    limits: PromptLimits,
     *,
     most: int | None = None,
 ) -> LoadedPrompts:
@@ -92,27 +94,29 @@ def load_prompts(
     """
     loaded, first = [], 0
     for file in files:
-        prompts, fates, index = [], Counter[Fate](), 0
+        prompts, fates, index = [], Counter[RowStatus](), 0
         for row in PromptFile(file, lambda: tokenizer, limits, first=first):
             if row.problem is not None:
                 raise row.problem
-            fates[row.fate] += 1
+            fates[row.status] += 1
             index = row.index
             if row.prompt is not None:
                 prompts.append(row.prompt)
             if len(prompts) == most:
                 break
         if not prompts:
-            raise no_prompt_left(file, fates, limits)
+            raise make_no_prompt_error(file, fates, limits)
         loaded.append(LoadedFile(file, first, prompts, fates))
         first += index + 1
     return LoadedPrompts(tuple(loaded))
 
 
-def no_prompt_left(file: DataFile, fates: Mapping[Fate, int], limits: Limits) -> ConfigError:
+def make_no_prompt_error(
+    file: DataFile, fates: Mapping[RowStatus, int], limits: PromptLimits
+) -> ConfigError:
     """Say that a file gives no prompt, and why."""
-    if fates[Fate.FILTERED]:
-        why = f"{fates[Fate.FILTERED]} filtered, {fates[Fate.TOO_LONG]} too long"
+    if fates[RowStatus.FILTERED]:
+        why = f"{fates[RowStatus.FILTERED]} filtered, {fates[RowStatus.TOO_LONG]} too long"
     else:
-        why = f"all {fates[Fate.TOO_LONG]} prompts are longer than {limits.max_tokens} tokens"
+        why = f"all {fates[RowStatus.TOO_LONG]} prompts are longer than {limits.max_tokens} tokens"
     return ConfigError(f"{file.path}: no prompt is left: {why}")

@@ -3,7 +3,7 @@
 import hashlib
 
 
-def rollout_seeds(run_seed: int, uid: str, count: int) -> list[int]:
+def make_rollout_seeds(run_seed: int, uid: str, count: int) -> list[int]:
     """One sampling seed (0 to 2^31 - 1) per rollout of the prompt `uid`."""
     digests = (
         hashlib.blake2b(f"{run_seed}/{uid}/{i}".encode(), digest_size=4) for i in range(count)

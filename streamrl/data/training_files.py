@@ -16,26 +16,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.data.chat_template import load_vocab_size
-from streamrl.data.classify_rows import BATCH, Examined, Fate, Limits
+from streamrl.data.classify_rows import RENDER_BATCH_ROWS, ClassifiedRow, PromptLimits, RowStatus
 from streamrl.data.files import DataFile
-from streamrl.data.interleave import Part
+from streamrl.data.interleave import StreamFile
 from streamrl.data.prompt_file import LazyTokenizer, PromptFile
-from streamrl.data.prompt_stream import ROWS
-from streamrl.data.prompts import no_prompt_left, notes_of
+from streamrl.data.prompt_stream import PARTIAL_PREFIX
+from streamrl.data.prompts import describe_unused_rows, make_no_prompt_error
 from streamrl.messages import Prompt, parse_uid
 
-WHOLE = 10_000
+MAX_FULLY_CLASSIFIED_ROWS = 10_000
 """Rows of a file up to which all are examined before a run."""
-FIRST, SPREAD, LONGEST = 2048, 1024, 1024
+NUM_FIRST_ROWS, NUM_SPREAD_ROWS, NUM_LONGEST_ROWS = 2048, 1024, 1024
 """Rows of a larger file that are examined: its first, others all over it, and its longest."""
-MARGIN = 1.25
+LENGTH_MARGIN = 1.25
 """Prompts of a run may be longer than the longest that was examined by this factor."""
 
-Inspect = Callable[[Sequence[Prompt]], None]
+PromptInspector = Callable[[Sequence[Prompt]], None]
 
 
 @dataclass(frozen=True)
-class OpenedFile:
+class TrainingFile:
     """A file, and what its examined rows are like.
 
     rows: the indices of the rows that a stream draws: of a file that was examined whole, those that
@@ -43,77 +43,89 @@ class OpenedFile:
     prompts.
     """
 
-    prompts: PromptFile
-    rows: NDArray[np.int64]
-    is_whole: bool
-    fates: Mapping[Fate, int]
-    longest: int
-    mean: float
+    prompt_file: PromptFile
+    row_indices: NDArray[np.int64]
+    is_fully_classified: bool
+    status_counts: Mapping[RowStatus, int]
+    max_prompt_tokens: int
+    mean_prompt_tokens: float
 
     @property
     def notes(self) -> list[str]:
         """What the user should know of the rows that were examined."""
-        file, examined = self.prompts.file, sum(self.fates.values())
-        if self.is_whole:
-            return notes_of(file, self.fates)
+        file, examined = self.prompt_file.file, sum(self.status_counts.values())
+        if self.is_fully_classified:
+            return describe_unused_rows(file, self.status_counts)
         more = f", of {examined} that were examined"
         begun = (
-            f"{file.path}: {examined} of {len(self.rows)} rows were examined, the others are as"
-            f" they are drawn; prompts may have {self.prompts.limits.max_tokens} tokens"
+            f"{file.path}: {examined} of {len(self.row_indices)} rows were examined, the"
+            f" others are as"
+            f" they are drawn; prompts may have {self.prompt_file.limits.max_tokens} tokens"
         )
-        return [begun, *notes_of(file, self.fates, more)]
+        return [begun, *describe_unused_rows(file, self.status_counts, more)]
 
 
 @dataclass(frozen=True)
-class OpenedFiles:
+class TrainingFiles:
     """The files of a stream. No two prompts have the same index in their uid."""
 
-    files: tuple[OpenedFile, ...]
+    files: tuple[TrainingFile, ...]
     fingerprint: str
 
     @property
-    def parts(self) -> list[Part]:
+    def stream_files(self) -> list[StreamFile]:
         """The files, each with its share: as its weight is, else as its rows are many."""
         weights = [
-            float(len(one.rows)) if one.prompts.file.weight is None else one.prompts.file.weight
+            float(len(one.row_indices))
+            if one.prompt_file.file.weight is None
+            else one.prompt_file.file.weight
             for one in self.files
         ]
         return [
-            Part(one.rows, weight / sum(weights), one.prompts.examine, one.prompts.file.path)
+            StreamFile(
+                one.row_indices,
+                weight / sum(weights),
+                one.prompt_file.classify_indices,
+                one.prompt_file.file.path,
+            )
             for one, weight in zip(self.files, weights, strict=True)
         ]
 
     @property
-    def is_whole(self) -> bool:
+    def is_fully_classified(self) -> bool:
         """Whether every row was examined."""
-        return all(one.is_whole for one in self.files)
+        return all(one.is_fully_classified for one in self.files)
 
     @property
-    def longest(self) -> int:
+    def max_prompt_tokens(self) -> int:
         """Most tokens that a prompt has, or may have where rows are not known yet."""
         return max(
-            one.longest if one.is_whole else one.prompts.limits.max_tokens for one in self.files
+            one.max_prompt_tokens if one.is_fully_classified else one.prompt_file.limits.max_tokens
+            for one in self.files
         )
 
     @property
-    def mean_tokens(self) -> float:
+    def mean_prompt_tokens(self) -> float:
         """Tokens of a prompt, on average over the stream."""
-        return sum(part.share * one.mean for part, one in zip(self.parts, self.files, strict=True))
+        return sum(
+            part.fraction * one.mean_prompt_tokens
+            for part, one in zip(self.stream_files, self.files, strict=True)
+        )
 
-    def whole(self) -> "OpenedFiles":
+    def classify_all_rows(self) -> "TrainingFiles":
         """Examine every row of all files. Raises ConfigError for one that cannot be used."""
-        return open_prompts([one.prompts for one in self.files], whole=math.inf)
+        return classify_training_files([one.prompt_file for one in self.files], whole=math.inf)
 
 
-def open_files(
+def open_training_files(
     files: Sequence[DataFile],
     model: str,
     *,
     limit: int,
     on_long: str,
     room: float | None = math.inf,
-    inspect: Inspect = lambda prompts: None,
-) -> OpenedFiles:
+    inspect: PromptInspector = lambda prompts: None,
+) -> TrainingFiles:
     """Open training files as the model of a directory reads them, of at most `limit` tokens each.
 
     A prompt of a large file may be longer than the longest that was examined by MARGIN, as far as
@@ -122,79 +134,83 @@ def open_files(
     examined row that is bad, a file, template or filter that cannot be used, and a file that gives
     no prompt.
     """
-    tokenizer, limits = LazyTokenizer(model), Limits(limit, load_vocab_size(model), on_long)
+    tokenizer, limits = LazyTokenizer(model), PromptLimits(limit, load_vocab_size(model), on_long)
     opened, first = [], 0
     for file in files:
         prompts = PromptFile(file, tokenizer, limits, first=first)
         opened.append(prompts)
         first = int(prompts.indices[-1]) + 1
-    return open_prompts(opened, inspect, room=room)
+    return classify_training_files(opened, inspect, room=room)
 
 
-def open_prompts(
+def classify_training_files(
     files: Sequence[PromptFile],
-    inspect: Inspect = lambda prompts: None,
+    inspect: PromptInspector = lambda prompts: None,
     *,
-    whole: float = WHOLE,
+    whole: float = MAX_FULLY_CLASSIFIED_ROWS,
     room: float | None = math.inf,
-) -> OpenedFiles:
+) -> TrainingFiles:
     """Examine files before a run; those of up to `whole` rows wholly. See `open_files`."""
     digest = hashlib.blake2b(digest_size=8)
-    found = [_examined(file, inspect, digest, whole=whole, room=room) for file in files]
+    found = [_classify_file(file, inspect, digest, whole=whole, room=room) for file in files]
     fingerprint = digest.hexdigest()
-    if not all(one.is_whole for one in found):
+    if not all(one.is_fully_classified for one in found):
         for one in found:
-            digest.update(f"{one.prompts.table.digest} {one.prompts.settings}".encode())
-        fingerprint = ROWS + digest.hexdigest()
-    return OpenedFiles(tuple(found), fingerprint)
+            digest.update(
+                f"{one.prompt_file.table.digest} {one.prompt_file.settings_text}".encode()
+            )
+        fingerprint = PARTIAL_PREFIX + digest.hexdigest()
+    return TrainingFiles(tuple(found), fingerprint)
 
 
-def _examined(
+def _classify_file(
     file: PromptFile,
-    inspect: Inspect,
+    inspect: PromptInspector,
     digest: "hashlib.blake2b",
     *,
     whole: float,
     room: float | None,
-) -> OpenedFile:
-    rows, is_typical = chosen_rows(file, whole)
+) -> TrainingFile:
+    rows, is_typical = choose_rows(file, whole)
     is_whole = len(rows) == len(file.table)
-    fates, kept, lengths, typical = Counter[Fate](), array("q"), array("i"), array("i")
-    for start in range(0, len(rows), BATCH):
-        found = file.examine_rows(rows[start : start + BATCH].tolist())
-        _raise_first(found)
+    fates, kept, lengths, typical = Counter[RowStatus](), array("q"), array("i"), array("i")
+    for start in range(0, len(rows), RENDER_BATCH_ROWS):
+        found = file.classify_rows(rows[start : start + RENDER_BATCH_ROWS].tolist())
+        _raise_first_problem(found)
         inspect([one.prompt for one in found if one.prompt is not None])
-        for one, stands_for_others in zip(found, is_typical[start : start + BATCH], strict=True):
-            fates[one.fate] += 1
+        for one, stands_for_others in zip(
+            found, is_typical[start : start + RENDER_BATCH_ROWS], strict=True
+        ):
+            fates[one.status] += 1
             if one.prompt is not None:
                 kept.append(parse_uid(one.prompt.uid)[1])
                 lengths.append(len(one.prompt.token_ids))
                 if stands_for_others:
                     typical.append(lengths[-1])
-                add_prompt(digest, one.prompt)
+                hash_prompt(digest, one.prompt)
     if not kept and not is_whole:
         # Among the others there may be one.
-        return _examined(file, inspect, digest, whole=math.inf, room=room)
+        return _classify_file(file, inspect, digest, whole=math.inf, room=room)
     if not kept:
-        raise no_prompt_left(file.file, fates, file.limits)
+        raise make_no_prompt_error(file.file, fates, file.limits)
     longest, mean = max(lengths), fmean(typical or lengths)
     if is_whole:
-        return OpenedFile(file, np.array(kept), True, fates, longest, mean)
+        return TrainingFile(file, np.array(kept), True, fates, longest, mean)
     most = file.limits.max_tokens
     if room is not None:
-        most = min(most, max(longest, int(min(math.ceil(longest * MARGIN), room))))
+        most = min(most, max(longest, int(min(math.ceil(longest * LENGTH_MARGIN), room))))
     limited = file.with_limits(replace(file.limits, max_tokens=most))
-    return OpenedFile(limited, limited.indices, False, fates, longest, mean)
+    return TrainingFile(limited, limited.indices, False, fates, longest, mean)
 
 
-def _raise_first(found: Sequence[Examined]) -> None:
+def _raise_first_problem(found: Sequence[ClassifiedRow]) -> None:
     """Raise the problem of the first row that is bad."""
     for one in found:
         if one.problem is not None:
             raise one.problem
 
 
-def chosen_rows(file: PromptFile, whole: float) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def choose_rows(file: PromptFile, whole: float) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Choose the rows of a file that are examined before a run, in their order.
 
     Returned beside them: whether each is one of those that stand for the others.
@@ -202,15 +218,19 @@ def chosen_rows(file: PromptFile, whole: float) -> tuple[NDArray[np.int64], NDAr
     size = len(file.table)
     if size <= whole:
         return np.arange(size), np.ones(size, np.bool_)
-    typical = np.union1d(np.arange(FIRST), np.linspace(0, size - 1, SPREAD).astype(np.int64))
-    sizes = file.table.prompt_sizes(file.file.prompt_key)
+    typical = np.union1d(
+        np.arange(NUM_FIRST_ROWS), np.linspace(0, size - 1, NUM_SPREAD_ROWS).astype(np.int64)
+    )
+    sizes = file.table.get_prompt_sizes(file.file.prompt_key)
     if sizes is None:
         return typical, np.ones(len(typical), np.bool_)
-    rows = np.union1d(typical, np.argpartition(sizes, size - LONGEST)[size - LONGEST :])
+    rows = np.union1d(
+        typical, np.argpartition(sizes, size - NUM_LONGEST_ROWS)[size - NUM_LONGEST_ROWS :]
+    )
     return rows, np.isin(rows, typical)
 
 
-def add_prompt(digest: "hashlib.blake2b", prompt: Prompt) -> None:
+def hash_prompt(digest: "hashlib.blake2b", prompt: Prompt) -> None:
     """Add what a run learns from to a hash: index, tokens, source and ground truth of a prompt."""
     facts = (parse_uid(prompt.uid)[1], prompt.data_source, prompt.ground_truth)
     digest.update(repr((facts, len(prompt.token_ids))).encode("utf-8", "backslashreplace"))

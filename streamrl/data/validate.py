@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from streamrl.data.classify_rows import Examined, Fate, Limits
+from streamrl.data.classify_rows import ClassifiedRow, PromptLimits, RowStatus
 from streamrl.data.files import DataFile
 from streamrl.data.prompt_file import PromptFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_PROBLEMS = 1000
+MAX_KEPT_PROBLEMS = 1000
 """Bad rows of a file whose problems are kept; the others are counted."""
 
 
 @dataclass(frozen=True)
-class Lengths:
+class PromptLengths:
     """How long prompts are, in tokens."""
 
     min: int
@@ -30,12 +30,12 @@ class Lengths:
     max: int
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> "Lengths":
+    def from_lengths(cls, lengths: Sequence[int]) -> "PromptLengths":
         """Those of at least one prompt; median and p95 are lengths that occur."""
         low, median, p95, high = np.quantile(lengths, [0, 0.5, 0.95, 1], method="nearest").tolist()
         return cls(low, median, p95, high)
 
-    def text(self, limit: int) -> str:
+    def to_text(self, limit: int) -> str:
         """In words, beside the limit."""
         return (
             f"{self.min} to {self.max} tokens, median {self.median}, 95 % up to {self.p95}"
@@ -44,7 +44,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Problem:
+class RowProblem:
     """Why a row cannot be used: its number in the file, from 1."""
 
     row: int
@@ -55,42 +55,44 @@ class Problem:
 class FileReport:
     """What was found in a file, over all rows that could be read.
 
-    `fates` counts rows by what a run does with them; `lengths` are of all prompts but those of bad
-    rows, before anything is cut off; the other figures are of the prompts that a run uses. A
+    `status_counts` counts rows by what a run does with them; `lengths` are of all prompts but those
+    of bad rows, before anything is cut off; the other figures are of the prompts that a run uses. A
     duplicate has the tokens of an earlier prompt.
     """
 
     path: str
-    fates: Counter[Fate] = field(default_factory=Counter)
+    status_counts: Counter[RowStatus] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
-    lengths: Lengths | None = None
+    lengths: PromptLengths | None = None
     num_without_ground_truth: int = 0
     num_duplicates: int = 0
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[RowProblem] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
         """All rows, bad ones too."""
-        return self.fates.total()
+        return self.status_counts.total()
 
     @property
     def num_bad(self) -> int:
         """Rows that a run refuses to start with."""
-        return self.fates[Fate.BAD]
+        return self.status_counts[RowStatus.BAD]
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The report in plain values."""
-        fates = {fate.value.replace(" ", "_"): self.fates[fate] for fate in Fate}
-        rest = {name: value for name, value in asdict(self).items() if name != "fates"}
+        fates = {fate.value.replace(" ", "_"): self.status_counts[fate] for fate in RowStatus}
+        rest = {name: value for name, value in asdict(self).items() if name != "status_counts"}
         return {**rest, "rows": self.num_rows, **fates, "sources": dict(self.sources)}
 
 
-def check_file(
+def validate_file(
     file: DataFile,
     tokenizer: "PreTrainedTokenizerBase",
-    limits: Limits,
+    limits: PromptLimits,
     *,
-    track: Callable[[Iterable[Examined], int], Iterable[Examined]] = lambda rows, total: rows,
+    track: Callable[[Iterable[ClassifiedRow], int], Iterable[ClassifiedRow]] = lambda rows, total: (
+        rows
+    ),
 ) -> FileReport:
     """Read every row as a run would; a bad one is noted and passed over.
 
@@ -100,17 +102,17 @@ def check_file(
     report, lengths, seen = FileReport(file.path), array("i"), set[bytes]()
     prompts = PromptFile(file, lambda: tokenizer, limits)
     for row in track(prompts, len(prompts.table)):
-        _note(report, row, seen)
+        _add_row(report, row, seen)
         if row.problem is None:
             lengths.append(row.num_tokens)
-    report.lengths = Lengths.of(lengths) if lengths else None
+    report.lengths = PromptLengths.from_lengths(lengths) if lengths else None
     return report
 
 
-def _note(report: FileReport, row: Examined, seen: set[bytes]) -> None:
-    report.fates[row.fate] += 1
-    if row.problem is not None and len(report.problems) < MAX_PROBLEMS:
-        report.problems.append(Problem(row.index + 1, str(row.problem)))
+def _add_row(report: FileReport, row: ClassifiedRow, seen: set[bytes]) -> None:
+    report.status_counts[row.status] += 1
+    if row.problem is not None and len(report.problems) < MAX_KEPT_PROBLEMS:
+        report.problems.append(RowProblem(row.index + 1, str(row.problem)))
     if row.prompt is not None:
         report.sources[row.prompt.data_source] += 1
         report.num_without_ground_truth += row.prompt.ground_truth is None

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 
-def serve_store(
+def serve_tcp_store(
     host: str, port: int, timeout_s: float, *, world_size: int | None = None
 ) -> dist.TCPStore:
     """Serve a store at `host`:`port`; port 0 is any that is free.

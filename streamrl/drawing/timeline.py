@@ -6,73 +6,75 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from streamrl.dataflow import Dataflow
-from streamrl.drawing.dataflow_graph import BORDER, FILL
+from streamrl.drawing.dataflow_graph import KIND_BORDERS, KIND_FILLS
 from streamrl.drawing.svg import (
     LABEL_PX,
-    PAD,
-    PALE,
-    canvas,
-    rect,
-    text,
+    PADDING,
+    PALE_COLOR,
+    add_rect,
+    add_text,
+    create_canvas,
     text_width,
-    written,
+    to_svg_text,
 )
 from streamrl.placement import Mesh, Placement
-from streamrl.placement.problem import Interval
+from streamrl.placement.problem import DeviceInterval
 
-HEAD, FOOT, WIDTH = 46.0, 56.0, 960.0
-ROW = 34.0
+HEADER_HEIGHT, FOOTER_HEIGHT, CHART_WIDTH = 46.0, 56.0, 960.0
+ROW_HEIGHT = 34.0
 """Height of the devices of a row; calls that share one at the same time have lanes in it."""
-MARK = "#94a3b8"
-TICKS = 8
+TICK_COLOR = "#94a3b8"
+NUM_TICKS = 8
 """About so many marks of time."""
 
 
-def timeline_svg(
-    title: str, dataflow: Dataflow, placement: Placement, intervals: Sequence[Interval]
+def render_timeline(
+    title: str, dataflow: Dataflow, placement: Placement, intervals: Sequence[DeviceInterval]
 ) -> str:
     """A row for each run of devices that have the same calls, a box for each piece of work."""
-    rows = device_rows(placement)
+    rows = list_device_rows(placement)
     kinds = {call.stage: call.kind for call in dataflow.calls}
-    shown = [each for each in intervals if each.stage in placement.calls]
+    shown = [each for each in intervals if each.stage in placement.assignments]
     start = min((each.start_s for each in shown), default=0.0)
     end = max((each.end_s for each in shown), default=1.0)
-    left = PAD + max(text_width(f"devices {row}", LABEL_PX) for row in rows) + PAD
-    height = HEAD + ROW * len(rows) + FOOT
-    root = canvas(title, (left + WIDTH + PAD, height))
-    scale = WIDTH / max(end - start, 1e-12)
+    left = PADDING + max(text_width(f"devices {row}", LABEL_PX) for row in rows) + PADDING
+    height = HEADER_HEIGHT + ROW_HEIGHT * len(rows) + FOOTER_HEIGHT
+    root = create_canvas(title, (left + CHART_WIDTH + PADDING, height))
+    scale = CHART_WIDTH / max(end - start, 1e-12)
     for i, row in enumerate(rows):
-        top = HEAD + i * ROW
-        rect(root, (left, top + 2), (WIDTH, ROW - 4), fill=PALE)
-        text(root, f"devices {row}", (PAD, top + ROW / 2 + 4))
-        here = [e for e in shown if placement.calls[e.stage].mesh.overlaps(row)]
-        for interval, (lane, lanes) in in_lanes(here):
-            size = max((interval.end_s - interval.start_s) * scale, 1.0), (ROW - 4) / lanes
+        top = HEADER_HEIGHT + i * ROW_HEIGHT
+        add_rect(root, (left, top + 2), (CHART_WIDTH, ROW_HEIGHT - 4), fill=PALE_COLOR)
+        add_text(root, f"devices {row}", (PADDING, top + ROW_HEIGHT / 2 + 4))
+        here = [e for e in shown if placement.assignments[e.stage].mesh.overlaps(row)]
+        for interval, (lane, lanes) in assign_lanes(here):
+            size = max((interval.end_s - interval.start_s) * scale, 1.0), (ROW_HEIGHT - 4) / lanes
             place = left + (interval.start_s - start) * scale, top + 2 + lane * size[1]
-            fill, border = FILL[kinds[interval.stage]], BORDER[kinds[interval.stage]]
-            box = rect(root, place, size, fill=fill, stroke=border)
+            fill, border = KIND_FILLS[kinds[interval.stage]], KIND_BORDERS[kinds[interval.stage]]
+            box = add_rect(root, place, size, fill=fill, stroke=border)
             said = f"{interval.stage}, step {interval.step + 1}"
             lasts = f"{interval.start_s - start:.3g} to {interval.end_s - start:.3g} s"
             ET.SubElement(box, "title").text = f"{said}: {lasts}"
             if text_width(interval.stage, LABEL_PX) + 6 < size[0] and size[1] > LABEL_PX:
                 middle = place[1] + size[1] / 2 + 4
-                text(root, interval.stage, (place[0] + size[0] / 2, middle), anchor="middle")
-    _axis(root, (left, HEAD + ROW * len(rows)), end - start, scale)
-    return written(root)
+                add_text(root, interval.stage, (place[0] + size[0] / 2, middle), anchor="middle")
+    _draw_axis(root, (left, HEADER_HEIGHT + ROW_HEIGHT * len(rows)), end - start, scale)
+    return to_svg_text(root)
 
 
-def device_rows(placement: Placement) -> list[Mesh]:
+def list_device_rows(placement: Placement) -> list[Mesh]:
     """The runs of devices in which all have the same calls; none of devices that nobody has."""
-    meshes = [each.mesh for each in placement.calls.values()]
+    meshes = [each.mesh for each in placement.assignments.values()]
     edges = sorted({edge for mesh in meshes for edge in (mesh.first, mesh.first + mesh.size)})
     runs = [Mesh(a, b - a) for a, b in pairwise(edges)]
     return [run for run in runs if any(run.overlaps(mesh) for mesh in meshes)]
 
 
-def in_lanes(intervals: Sequence[Interval]) -> list[tuple[Interval, tuple[int, int]]]:
+def assign_lanes(
+    intervals: Sequence[DeviceInterval],
+) -> list[tuple[DeviceInterval, tuple[int, int]]]:
     """Each with its lane and the number of lanes: no two in one lane at the same time."""
     ends: list[float] = []
-    placed: list[tuple[Interval, int]] = []
+    placed: list[tuple[DeviceInterval, int]] = []
     for interval in sorted(intervals, key=lambda each: (each.start_s, each.end_s, each.stage)):
         # What begins as another ends may do so a rounding error before.
         slack = 1e-9 * max(abs(interval.start_s), 1.0)
@@ -83,13 +85,13 @@ def in_lanes(intervals: Sequence[Interval]) -> list[tuple[Interval, tuple[int, i
     return [(interval, (lane, len(ends))) for interval, lane in placed]
 
 
-def _axis(root: ET.Element, place: tuple[float, float], length_s: float, scale: float) -> None:
+def _draw_axis(root: ET.Element, place: tuple[float, float], length_s: float, scale: float) -> None:
     x, y = place
-    tick = round_tick(length_s / TICKS)
+    tick = round_tick(length_s / NUM_TICKS)
     for i in range(math.floor(length_s / tick + 1e-9) + 1):
         at = x + i * tick * scale
-        rect(root, (at, y), (1, 5), fill=MARK)
-        text(root, f"{i * tick:.4g} s", (at, y + 18), anchor="middle")
+        add_rect(root, (at, y), (1, 5), fill=TICK_COLOR)
+        add_text(root, f"{i * tick:.4g} s", (at, y + 18), anchor="middle")
 
 
 def round_tick(least: float) -> float:

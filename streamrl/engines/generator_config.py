@@ -4,18 +4,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamrl.errors import ConfigError
-from streamrl.files.hf_config import is_trusted, max_positions, read_model_config
+from streamrl.files.hf_config import compute_max_positions, is_trusted, read_model_config
 from streamrl.weights.logprob_probe import NUM_SEQUENCES
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+GENERATOR_DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_MB_ON_CPU = 64
-LEAST_TEMPERATURE = 0.01
+MIN_TEMPERATURE = 0.01
 #: Tokens of one engine step on a CPU; a step takes whole prompts, so a long one may exceed it.
 STEP_TOKENS_ON_CPU = 4096
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingSettings:
     """How tokens are drawn: at 0 the likeliest; among the top_k likeliest, 0 for all of them, and
     the fewest that have the probability top_p together."""
 
@@ -77,9 +77,9 @@ class GeneratorConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"generator.{name}={value}: must be above 0")
-        if self.temperature < LEAST_TEMPERATURE:
+        if self.temperature < MIN_TEMPERATURE:
             raise ConfigError(
-                f"generator.temperature={self.temperature}: must be at least {LEAST_TEMPERATURE};"
+                f"generator.temperature={self.temperature}: must be at least {MIN_TEMPERATURE};"
                 " vLLM samples no sharper than that"
             )
         if "" in self.stop:
@@ -91,27 +91,29 @@ class GeneratorConfig:
             raise ConfigError(
                 f"generator.gpu_memory_utilization={self.gpu_memory_utilization}: must be at most 1"
             )
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"generator.dtype={self.dtype}: must be one of {', '.join(DTYPES)}")
+        if self.dtype not in GENERATOR_DTYPES:
+            raise ConfigError(
+                f"generator.dtype={self.dtype}: must be one of {', '.join(GENERATOR_DTYPES)}"
+            )
 
 
-def _config_for_vllm(model_path: str, max_length: int) -> dict[str, Any]:
+def _make_hf_overrides(model_path: str, max_length: int) -> dict[str, Any]:
     """Return what a config.json has to say for vLLM to build what transformers builds of it."""
     config, changes = read_model_config(model_path).get_text_config(), dict[str, Any]()
     if max_length > config.max_position_embeddings:
         # vLLM takes this number for one that includes the scaling of YaRN.
-        changes["max_position_embeddings"] = max_positions(config)
+        changes["max_position_embeddings"] = compute_max_positions(config)
     if config.model_type == "deepseek_v3":
         # To transformers the family says as much.
         changes |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     return changes
 
 
-NEXT_TO_NOTHING = 0.01
+MIN_GPU_FRACTION = 0.01
 """A part of a GPU."""
 
 
-def engine_arguments(
+def make_engine_args(
     model_path: str, config: GeneratorConfig, *, seed: int, max_length: int, on_cpu: bool
 ) -> dict[str, Any]:
     """vLLM's EngineArgs for one replica; `max_length` is in tokens, prompt and completion."""
@@ -133,7 +135,7 @@ def engine_arguments(
         "load_format": "hf",
         "config_format": "hf",
     }
-    if changes := _config_for_vllm(model_path, max_length):
+    if changes := _make_hf_overrides(model_path, max_length):
         arguments["hf_overrides"] = changes
     if config.tensor_parallel > 1:
         arguments |= {
@@ -163,5 +165,5 @@ def engine_arguments(
         if not on_cpu:
             # vLLM would not start unless this part of the GPU were free, which it then has no use
             # for.
-            arguments["gpu_memory_utilization"] = NEXT_TO_NOTHING
+            arguments["gpu_memory_utilization"] = MIN_GPU_FRACTION
     return arguments

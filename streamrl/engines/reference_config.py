@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
 
-STATE_FILE, PICKLED_FILE = "reference.safetensors", "reference.pt"
+REFERENCE_FILE, LEGACY_REFERENCE_FILE = "reference.safetensors", "reference.pt"
 """Of a reference that moves, in the trainer's state; the second is what it once was."""
 
 
@@ -31,10 +31,10 @@ class ReferenceConfig:
                 f"reference.decay={self.decay}: the reference does not move with reference.every=0"
             )
 
-    def moves_at(self, version: int) -> bool:
+    def is_updated_at(self, version: int) -> bool:
         """Whether the reference moves when the policy reaches this version."""
         return bool(self.every) and version > 0 and version % self.every == 0
 
-    def version_for(self, version: int) -> int:
+    def find_reference_version(self, version: int) -> int:
         """The policy's version at which the reference moved last, as of this one."""
         return version - version % self.every if self.every else version

@@ -7,9 +7,9 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 
-BACKENDS = ("deepspeed", "torch")
-DTYPES = ("auto", "float32", "bfloat16")
-ATTENTIONS = {
+TRAINER_BACKENDS = ("deepspeed", "torch")
+TRAINER_DTYPES = ("auto", "float32", "bfloat16")
+ATTENTION_IMPLEMENTATIONS = {
     "auto": None,
     "eager": "eager",
     "sdpa": "sdpa",
@@ -17,7 +17,7 @@ ATTENTIONS = {
     "flash": "flash_attention_2",
 }
 """How attention may be computed, by transformers' names; auto is chosen by the model."""
-FALLS_TO = {
+DECAY_SCHEDULES = {
     "linear": ("polynomial", "lr_end"),
     "cosine": ("cosine_with_min_lr", "min_lr"),
     "polynomial": ("polynomial", "lr_end"),
@@ -26,16 +26,16 @@ FALLS_TO = {
     "warmup_stable_decay": ("warmup_stable_decay", "min_lr_ratio"),
 }
 """For schedules that end above 0: transformers' name of those, and of what they fall to."""
-SCHEDULES = (
+LR_SCHEDULES = (
     *("constant", "constant_with_warmup", "inverse_sqrt", "cosine_with_restarts"),
-    *FALLS_TO,
+    *DECAY_SCHEDULES,
 )
 """transformers' names but for those that ask for a loss, which a step of RL has not."""
 BUCKET_ELEMENTS = 50_000_000
 """Elements in one of DeepSpeed's reductions, for which it allocates that much; its own default is
 ten times it."""
 
-SHARDS_PARAMETERS = 3
+PARAMETER_SHARDING_STAGE = 3
 """The ZeRO stage in which a rank holds only its part of the parameters."""
 
 
@@ -115,15 +115,17 @@ class TrainerConfig:
             self._check_tensor_parallel()
 
     def _check_choices(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ConfigError(f"trainer.backend={self.backend}: must be {' or '.join(BACKENDS)}")
+        if self.backend not in TRAINER_BACKENDS:
+            raise ConfigError(
+                f"trainer.backend={self.backend}: must be {' or '.join(TRAINER_BACKENDS)}"
+            )
         if self.zero_stage not in (0, 1, 2, 3):
             raise ConfigError(f"trainer.zero_stage={self.zero_stage}: must be 0, 1, 2 or 3")
-        if self.dtype not in DTYPES:
-            allowed = ", ".join(DTYPES)
+        if self.dtype not in TRAINER_DTYPES:
+            allowed = ", ".join(TRAINER_DTYPES)
             raise ConfigError(f"trainer.dtype={self.dtype}: must be one of {allowed}")
-        if self.attention not in ATTENTIONS:
-            allowed = ", ".join(ATTENTIONS)
+        if self.attention not in ATTENTION_IMPLEMENTATIONS:
+            allowed = ", ".join(ATTENTION_IMPLEMENTATIONS)
             raise ConfigError(f"trainer.attention={self.attention}: must be one of {allowed}")
         if self.dtype == "bfloat16" and not self.has_master_weights:
             raise ConfigError(
@@ -142,8 +144,8 @@ class TrainerConfig:
                 f" trainer.warmup_steps={self.warmup_steps}"
             )
         said = f"trainer.lr_schedule={self.lr_schedule}"
-        if self.lr_schedule not in SCHEDULES:
-            raise ConfigError(f"{said}: must be one of {', '.join(SCHEDULES)}")
+        if self.lr_schedule not in LR_SCHEDULES:
+            raise ConfigError(f"{said}: must be one of {', '.join(LR_SCHEDULES)}")
         if self.lr_schedule_options and self.lr_schedule == "constant":
             raise ConfigError(
                 f"trainer.lr_schedule_options={self.lr_schedule_options}: {said} has none"
@@ -154,8 +156,8 @@ class TrainerConfig:
             raise ConfigError(
                 f"trainer.lr_min={self.lr_min}: must be 0 or more, below trainer.lr={self.lr}"
             )
-        if self.lr_schedule not in FALLS_TO:
-            falling = ", ".join(FALLS_TO)
+        if self.lr_schedule not in DECAY_SCHEDULES:
+            falling = ", ".join(DECAY_SCHEDULES)
             raise ConfigError(f"trainer.lr_min={self.lr_min}: {said} has none; {falling} have one")
 
     def _check_tensor_parallel(self) -> None:
@@ -168,11 +170,11 @@ class TrainerConfig:
             raise ConfigError(f"{said}: trains all of a model; trainer.lora_rank must be 0")
 
     @property
-    def num_shares(self) -> int:
+    def dp_size(self) -> int:
         """Parts the data of a step is dealt out in."""
         return self.world_size // self.tensor_parallel
 
-    def share_of(self, rank: int) -> int:
+    def get_dp_rank(self, rank: int) -> int:
         """Which of these parts a rank trains: neighbours are tensor parallel."""
         return rank // self.tensor_parallel
 
@@ -182,14 +184,14 @@ class TrainerConfig:
         return self.backend == "deepspeed" and self.zero_stage > 0
 
     @property
-    def gathers(self) -> bool:
+    def has_sharded_params(self) -> bool:
         """Whether a rank has only its part of the parameters."""
-        shards = self.zero_stage == SHARDS_PARAMETERS
+        shards = self.zero_stage == PARAMETER_SHARDING_STAGE
         if self.backend == "deepspeed":
             return shards
         return self.tensor_parallel > 1 or (shards and self.world_size > 1)
 
-    def lr_at(self, step: int, num_steps: int | None = None) -> float:
+    def compute_lr(self, step: int, num_steps: int | None = None) -> float:
         """Learning rate of a step, counted from 0, of so many in all.
 
         Raises ConfigError for settings that transformers' schedule does not take.
@@ -200,16 +202,16 @@ class TrainerConfig:
             warmup = math.ceil(self.warmup_ratio * num_steps)
         if self.lr_schedule == "constant":
             return self.lr * min(1.0, (step + 1) / max(1, warmup))
-        return self.lr * self._schedule(warmup, num_steps)(step)
+        return self.lr * self._make_lr_schedule(warmup, num_steps)(step)
 
-    def _schedule(self, warmup: int, num_steps: int | None) -> Callable[[int], float]:
+    def _make_lr_schedule(self, warmup: int, num_steps: int | None) -> Callable[[int], float]:
         """The factor of a step, as transformers has it: a function of the step alone."""
         import torch
         from transformers import get_scheduler
 
         name, options = self.lr_schedule, dict(self.lr_schedule_options)
         if self.lr_min is not None:
-            name, key = FALLS_TO[name]
+            name, key = DECAY_SCHEDULES[name]
             options[key] = self.lr_min / self.lr if key.endswith("ratio") else self.lr_min
         # A schedule asks an optimizer for its learning rate, and changes it; this one updates none.
         asked = torch.optim.SGD([torch.zeros(1)], lr=self.lr)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from streamrl.engines.generator_config import Sampling
+from streamrl.engines.generator_config import SamplingSettings
 from streamrl.errors import ConfigError
 
 MAX_SEED = 2**32 - 1
@@ -58,9 +58,9 @@ class EvaluationConfig:
             raise ConfigError(f"evaluation.limit={self.limit}: must be 1 or more, or null")
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingSettings:
         """How completions are sampled."""
-        return Sampling(self.temperature, self.top_p, max(self.top_k, 0))
+        return SamplingSettings(self.temperature, self.top_p, max(self.top_k, 0))
 
     def is_due(self, step: int, *, num_steps: int) -> bool:
         """Whether to evaluate when `step` of `num_steps` optimizer steps have been made."""

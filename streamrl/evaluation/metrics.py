@@ -15,11 +15,11 @@ import numpy as np
 
 from streamrl.messages import Array
 
-Interval = tuple[float, float]
+ConfidenceInterval = tuple[float, float]
 
-_Z = 1.959964
+_NORMAL_QUANTILE_95 = 1.959964
 """The normal quantile that 95 % lie within."""
-_RESERVED = {"": "none", "none": "%6Eone"}
+_RESERVED_SEGMENTS = {"": "none", "none": "%6Eone"}
 """What metrics call the source of rows that have none, and a source that is called so."""
 
 
@@ -42,10 +42,10 @@ class EvaluationResult:
     pass_at: Mapping[int, float]
     mean_at_k: float
     maj_at_k: float | None
-    pass_at_1_interval: Interval
-    mean_at_k_interval: Interval | None
+    pass_at_1_interval: ConfidenceInterval
+    mean_at_k_interval: ConfidenceInterval | None
     num_unscored: int = 0
-    problem: str = ""
+    unscored_reason: str = ""
     by_source: Mapping[str, "EvaluationResult"] = field(default_factory=dict)
     by_file: Mapping[str, "EvaluationResult"] = field(default_factory=dict)
 
@@ -59,40 +59,42 @@ class EvaluationResult:
         """Fraction of prompts of which any completion passes, k = samples."""
         return self.pass_at[self.samples]
 
-    def metrics(self) -> dict[str, float]:
+    def to_metrics(self) -> dict[str, float]:
         """The figures under the names of the metrics contract; those of parts if there are two."""
         row = {"eval/pass_at_1": self.pass_at_1, "eval/pass_at_k": self.pass_at_k}
         row |= {f"eval/pass_at_{k}": p for k, p in self.pass_at.items() if k < self.samples}
-        row |= self._values("eval/")
+        row |= self._mean_metrics("eval/")
         intervals = {"pass_at_1": self.pass_at_1_interval, "mean_at_k": self.mean_at_k_interval}
         for name, interval in intervals.items():
             for end, value in zip(("low", "high"), interval or (), strict=False):
                 row[f"eval/interval/{name}_{end}"] = value
         for kind, parts in (("source", self.by_source), ("file", self.by_file)):
             for name, part in parts.items() if len(parts) > 1 else ():
-                prefix = f"eval/{kind}/{segment(name)}/"
+                prefix = f"eval/{kind}/{to_metric_segment(name)}/"
                 row |= {f"{prefix}pass_at_1": part.pass_at_1, f"{prefix}pass_at_k": part.pass_at_k}
-                row |= part._values(prefix)
+                row |= part._mean_metrics(prefix)
         return row
 
-    def _values(self, prefix: str) -> dict[str, float]:
+    def _mean_metrics(self, prefix: str) -> dict[str, float]:
         maj = {} if self.maj_at_k is None else {f"{prefix}maj_at_k": self.maj_at_k}
         return {f"{prefix}mean_at_k": self.mean_at_k, **maj}
 
 
-def segment(name: str) -> str:
+def to_metric_segment(name: str) -> str:
     """Any name as one segment of a metric's name; two of them never have the same.
 
     Letters, digits and `_ . -` stand for themselves, `~` for a slash, `none` for no name; anything
     else, and the name none itself, is percent-encoded.
     """
-    if name in _RESERVED:
-        return _RESERVED[name]
+    if name in _RESERVED_SEGMENTS:
+        return _RESERVED_SEGMENTS[name]
     plain = re.sub(r"[^\w./-]", lambda found: quote(found[0], "", errors="surrogatepass"), name)
     return plain.replace("~", "%7E").replace("/", "~")
 
 
-def figures(scores: Array, answers: Array | None, *, pass_score: float) -> EvaluationResult:
+def summarize_scores(
+    scores: Array, answers: Array | None, *, pass_score: float
+) -> EvaluationResult:
     """The figures of scores [prompts, samples].
 
     `answers`, int64 of the same shape, has a number for each completion that is the same for equal
@@ -105,15 +107,15 @@ def figures(scores: Array, answers: Array | None, *, pass_score: float) -> Evalu
     return EvaluationResult(
         num_prompts=num_prompts,
         samples=samples,
-        pass_at={k: pass_at(passed, k) for k in ks},
+        pass_at={k: compute_pass_at_k(passed, k) for k in ks},
         mean_at_k=float(means.mean()),
-        maj_at_k=None if answers is None else maj_at(passed, answers),
-        pass_at_1_interval=fraction_interval(passed),
-        mean_at_k_interval=mean_interval(means),
+        maj_at_k=None if answers is None else compute_maj_at_k(passed, answers),
+        pass_at_1_interval=compute_fraction_interval(passed),
+        mean_at_k_interval=compute_mean_interval(means),
     )
 
 
-def pass_at(passed: Array, k: int) -> float:
+def compute_pass_at_k(passed: Array, k: int) -> float:
     """Chance that one of k tries passes, for bool [prompts, samples]; k is at most samples.
 
     Without bias: over the ways to take k of the n completions of a prompt, c of which pass, 1 -
@@ -125,24 +127,24 @@ def pass_at(passed: Array, k: int) -> float:
     return (ways - failing) / ways
 
 
-def maj_at(passed: Array, answers: Array) -> float:
+def compute_maj_at_k(passed: Array, answers: Array) -> float:
     """Chance that a prompt's majority answer passes, for bool and int64 [prompts, samples].
 
     Completions without an answer (0) have no vote; of answers with equally many votes, each is
     taken equally often. A prompt without any answer fails (Wang et al. 2022, arXiv:2203.11171).
     """
-    chances = [_majority(*row) for row in zip(passed, answers, strict=True)]
+    chances = [_majority_pass_rate(*row) for row in zip(passed, answers, strict=True)]
     return math.fsum(chances) / len(chances)
 
 
-def _majority(passed: Array, answers: Array) -> float:
+def _majority_pass_rate(passed: Array, answers: Array) -> float:
     votes = Counter(answers[answers != 0].tolist())
     most = max(votes.values(), default=0)
     tied = [answer for answer, count in votes.items() if count == most]
     return math.fsum(passed[answers == a].mean() for a in tied) / max(len(tied), 1)
 
 
-def mean_interval(means: Array) -> Interval | None:
+def compute_mean_interval(means: Array) -> ConfidenceInterval | None:
     """95 % interval of the mean of `means` [prompts], each the mean of a prompt's completions.
 
     mean +- 1.96 SE, SE^2 = sum (m_i - mean)^2 / (n (n - 1)): the standard error clustered by prompt
@@ -150,22 +152,26 @@ def mean_interval(means: Array) -> Interval | None:
     """
     if len(means) == 1:
         return None
-    half = _Z * float(means.std(ddof=1)) / math.sqrt(len(means))
+    half = _NORMAL_QUANTILE_95 * float(means.std(ddof=1)) / math.sqrt(len(means))
     return float(means.mean()) - half, float(means.mean()) + half
 
 
-def fraction_interval(passed: Array) -> Interval:
+def compute_fraction_interval(passed: Array) -> ConfidenceInterval:
     """95 % interval of the fraction of bool [prompts, samples] that is true, within 0 and 1.
 
     Wilson's score interval at the effective sample size n* = p (1 - p) / SE^2, SE as in
-    `mean_interval`, and at most all completions; where all pass or none does, or there is but one
-    prompt, n* is the number of prompts (Wilson 1927; Korn and Graubard 1998).
+    `compute_mean_interval`, and at most all completions; where all pass or none does, or there is
+    but one prompt, n* is the number of prompts (Wilson 1927; Korn and Graubard 1998).
     """
     p, count = float(passed.mean()), float(len(passed))
     if 0 < p < 1 and len(passed) > 1:
         variance = float(passed.mean(axis=1).var(ddof=1)) / len(passed)
         count = min(p * (1 - p) / variance, passed.size) if variance else float(passed.size)
-    scale = 1 + _Z**2 / count
-    center = (p + _Z**2 / (2 * count)) / scale
-    half = _Z / scale * math.sqrt(p * (1 - p) / count + (_Z / (2 * count)) ** 2)
+    scale = 1 + _NORMAL_QUANTILE_95**2 / count
+    center = (p + _NORMAL_QUANTILE_95**2 / (2 * count)) / scale
+    half = (
+        _NORMAL_QUANTILE_95
+        / scale
+        * math.sqrt(p * (1 - p) / count + (_NORMAL_QUANTILE_95 / (2 * count)) ** 2)
+    )
     return max(center - half, 0.0), min(center + half, 1.0)

@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from streamrl.data.rollout_seeds import rollout_seeds
+from streamrl.data.rollout_seeds import make_rollout_seeds
 from streamrl.errors import DeadlineError, RewardError
 from streamrl.evaluation.config import EvaluationConfig
-from streamrl.evaluation.metrics import EvaluationResult, figures
+from streamrl.evaluation.metrics import EvaluationResult, summarize_scores
 from streamrl.messages import Array, Columns, Prompt, Rollout
 
-Generate = Callable[[Prompt, Sequence[int]], Awaitable[list[Rollout]]]
-Score = Callable[[Prompt, list[Rollout]], Awaitable[Columns]]
+GenerateFn = Callable[[Prompt, Sequence[int]], Awaitable[list[Rollout]]]
+ScoreFn = Callable[[Prompt, list[Rollout]], Awaitable[Columns]]
 #: A deadline after so many seconds.
-Patience = Callable[[float], AbstractAsyncContextManager[asyncio.Timeout]]
+DeadlineFactory = Callable[[float], AbstractAsyncContextManager[asyncio.Timeout]]
 
 
 @dataclass(frozen=True)
-class _Scored:
+class _PromptScores:
     """A prompt's scores [samples] and its completions' answers, all 0 if the scorer tells none."""
 
     data_source: str
@@ -28,14 +28,14 @@ class _Scored:
     answers: Array
 
 
-async def evaluate(
+async def evaluate_policy(
     prompts: Mapping[str, Sequence[Prompt]],
     *,
-    generate: Generate,
-    score: Score,
+    generate: GenerateFn,
+    score: ScoreFn,
     config: EvaluationConfig,
     timeout_s: float = 600.0,
-    patience: Patience = asyncio.timeout,
+    patience: DeadlineFactory = asyncio.timeout,
 ) -> EvaluationResult:
     """Sample and score the first `config.limit` prompts of each file, by its name.
 
@@ -55,10 +55,10 @@ async def evaluate(
         raise ValueError("evaluation: no prompts")
     slots = asyncio.Semaphore(config.concurrency)
 
-    async def sampled(prompt: Prompt) -> _Scored:
+    async def sampled(prompt: Prompt) -> _PromptScores:
         try:
             async with patience(timeout_s) as deadline:
-                seeds = rollout_seeds(config.seed, prompt.uid, config.samples)
+                seeds = make_rollout_seeds(config.seed, prompt.uid, config.samples)
                 rollouts = await generate(prompt, seeds)
                 columns = await score(prompt, rollouts)
         except TimeoutError as error:
@@ -67,9 +67,9 @@ async def evaluate(
             raise DeadlineError(
                 f"evaluation of uid {prompt.uid}: no scores in {timeout_s:g} s"
             ) from error
-        return _scored(columns, prompt, config.samples)
+        return _to_prompt_scores(columns, prompt, config.samples)
 
-    async def scores_of(prompt: Prompt) -> _Scored | RewardError:
+    async def scores_of(prompt: Prompt) -> _PromptScores | RewardError:
         async with slots:
             try:
                 return await sampled(prompt)
@@ -81,22 +81,22 @@ async def evaluate(
             tasks = [group.create_task(scores_of(prompt)) for _, prompt in chosen]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return _result(chosen, [task.result() for task in tasks], config.pass_score)
+    return _summarize_outcomes(chosen, [task.result() for task in tasks], config.pass_score)
 
 
-def _scored(columns: Columns, prompt: Prompt, samples: int) -> _Scored:
+def _to_prompt_scores(columns: Columns, prompt: Prompt, samples: int) -> _PromptScores:
     found = {"answers": np.zeros(samples, np.int64), **columns}
     for name in ("scores", "answers"):
         if found[name].shape != (samples,):
             raise ValueError(
                 f"evaluation of uid {prompt.uid}: {found[name].shape} {name}, wanted {samples}"
             )
-    return _Scored(prompt.data_source, found["scores"], found["answers"])
+    return _PromptScores(prompt.data_source, found["scores"], found["answers"])
 
 
-def _result(
+def _summarize_outcomes(
     chosen: Sequence[tuple[str, Prompt]],
-    outcomes: Sequence[_Scored | RewardError],
+    outcomes: Sequence[_PromptScores | RewardError],
     pass_score: float,
 ) -> EvaluationResult:
     """The figures over the prompts that have scores, in all, by source and by file."""
@@ -104,28 +104,30 @@ def _result(
     found = [
         (name, outcome)
         for (name, _), outcome in zip(chosen, outcomes, strict=True)
-        if isinstance(outcome, _Scored)
+        if isinstance(outcome, _PromptScores)
     ]
     if not found:
         raise problems[0]
     return replace(
-        _figures([row for _, row in found], pass_score),
+        _summarize_prompts([row for _, row in found], pass_score),
         by_source={
-            source: _figures([row for _, row in found if row.data_source == source], pass_score)
+            source: _summarize_prompts(
+                [row for _, row in found if row.data_source == source], pass_score
+            )
             for source in sorted({row.data_source for _, row in found})
         },
         by_file={
-            name: _figures([row for file, row in found if file == name], pass_score)
+            name: _summarize_prompts([row for file, row in found if file == name], pass_score)
             for name in dict.fromkeys(name for name, _ in found)
         },
         num_unscored=len(problems),
-        problem=str(problems[0]) if problems else "",
+        unscored_reason=str(problems[0]) if problems else "",
     )
 
 
-def _figures(rows: Sequence[_Scored], pass_score: float) -> EvaluationResult:
+def _summarize_prompts(rows: Sequence[_PromptScores], pass_score: float) -> EvaluationResult:
     sources = {row.data_source for row in rows}
     telling = {row.data_source for row in rows if row.answers.any()}
     # Of some sources only, a majority would be another measure than that of the rest.
     answers = np.stack([row.answers for row in rows]) if telling == sources else None
-    return figures(np.stack([row.scores for row in rows]), answers, pass_score=pass_score)
+    return summarize_scores(np.stack([row.scores for row in rows]), answers, pass_score=pass_score)

@@ -15,7 +15,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
-def system_error(error: BaseException) -> OSError | None:
+def find_system_error(error: BaseException) -> OSError | None:
     """The system's error behind an exception: libraries written in Rust have it in their text."""
     if isinstance(error, OSError):
         return error
@@ -24,7 +24,7 @@ def system_error(error: BaseException) -> OSError | None:
 
 
 @contextlib.contextmanager
-def named_errors(what: str, kind: type[StreamError]) -> Iterator[None]:
+def wrap_os_errors(what: str, kind: type[StreamError]) -> Iterator[None]:
     """The system's errors as one of ours, which says `what`, with its file, went wrong."""
     try:
         yield
@@ -33,7 +33,7 @@ def named_errors(what: str, kind: type[StreamError]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def checkpoint_errors(path: Path) -> Iterator[None]:
+def wrap_checkpoint_errors(path: Path) -> Iterator[None]:
     """The system's errors over a part of a checkpoint, also those that libraries tell.
 
     NoSpaceError where there is no space, CheckpointError otherwise; both name the path.
@@ -41,25 +41,25 @@ def checkpoint_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        system = system_error(error)
+        system = find_system_error(error)
         if system is None:
             raise
         kind = NoSpaceError if system.errno in NO_SPACE else CheckpointError
         raise kind(f"{path} cannot be written: {system.strerror or system}") from error
 
 
-def disk_errors(path: Path) -> AbstractContextManager[None]:
+def wrap_disk_errors(path: Path) -> AbstractContextManager[None]:
     """The system's errors over a file of the run directory, as DiskError naming it."""
-    return named_errors(f"{path} cannot be written", DiskError)
+    return wrap_os_errors(f"{path} cannot be written", DiskError)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Put `text` into a file at once: readers and crashes see the old file or the new one."""
-    partial = partial_of(path)
+    partial = get_partial_path(path)
     try:
-        with open(open_new(partial), "w", encoding="utf-8") as file:
+        with open(open_new_file(partial), "w", encoding="utf-8") as file:
             file.write(text)
-        move_whole(partial, path)
+        sync_and_rename(partial, path)
     except OSError:
         # On a full disk half a file would take what others need.
         with contextlib.suppress(OSError):
@@ -67,7 +67,7 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
-def open_new(path: Path) -> int:
+def open_new_file(path: Path) -> int:
     """Open a new file for writing, in the place of what is there; returns its descriptor.
 
     A link that stands there, as in a directory of a stranger's, is never followed. Raises OSError.
@@ -77,21 +77,21 @@ def open_new(path: Path) -> int:
     return os.open(path, flags, 0o666)
 
 
-def partial_of(path: Path) -> Path:
+def get_partial_path(path: Path) -> Path:
     """What a file is called until it is whole."""
     return path.with_name(f".{path.name}.partial")
 
 
-def move_whole(partial: Path, final: Path) -> None:
+def sync_and_rename(partial: Path, final: Path) -> None:
     """Give a finished file or directory its name, once everything in it is on the disk."""
     inside = partial.rglob("*") if partial.is_dir() else ()
     for path in (*inside, partial):
-        _fsync(path)
+        _fsync_path(path)
     partial.replace(final)
-    _fsync(final.parent)
+    _fsync_path(final.parent)
 
 
-def _fsync(path: Path) -> None:
+def _fsync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

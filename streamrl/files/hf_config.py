@@ -11,26 +11,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamrl.errors import ConfigError
-from streamrl.files.bounded_read import MIB, file_errors, read_small, read_small_json
+from streamrl.files.bounded_read import MIB, read_small_json, read_small_text, wrap_file_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-TRUST_VARIABLE = "STREAMRL_TRUSTED_MODELS"
+TRUSTED_MODELS_ENV = "STREAMRL_TRUSTED_MODELS"
 """Names the model directories whose own code may be run, for all processes of a run."""
 GENERATION_CONFIG = "generation_config.json"
-MOST_DESCRIPTION_BYTES = 512 * MIB
+MAX_DESCRIPTION_BYTES = 512 * MIB
 """Of a file that says what a model is; the largest are tokenizers."""
-DESCRIPTION = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
-MOST_LAYERS = 10_000
-MOST_INDEX_BYTES = 256 << 20
-NOT_SCALED = ("default", "llama3", "longrope", "su", "dynamic")
+DESCRIPTION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+MAX_LAYERS = 10_000
+MAX_INDEX_BYTES = 256 << 20
+PRESCALED_ROPE_TYPES = ("default", "llama3", "longrope", "su", "dynamic")
 """Kinds of rotary positions whose scaling max_position_embeddings includes, or that scale by the
 length at hand in transformers, and by the longest there may be in vLLM."""
 
 
-def _config_errors() -> tuple[type[Exception], ...]:
+def _get_config_error_types() -> tuple[type[Exception], ...]:
     """Return what transformers may raise of a config.json that is wrong."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -38,15 +38,15 @@ def _config_errors() -> tuple[type[Exception], ...]:
     return (*wrong, RecursionError, StrictDataclassError)
 
 
-def trusted_env(*paths: str) -> dict[str, str]:
+def make_trusted_env(*paths: str) -> dict[str, str]:
     """Return what lets a process run the code that these model directories bring, if any."""
     trusted = os.pathsep.join(str(Path(path).absolute()) for path in paths)
-    return {TRUST_VARIABLE: trusted} if trusted else {}
+    return {TRUSTED_MODELS_ENV: trusted} if trusted else {}
 
 
 def is_trusted(path: str) -> bool:
     """Whether code that a model directory brings (`auto_map`) may be run in this process."""
-    trusted = os.environ.get(TRUST_VARIABLE, "").split(os.pathsep)
+    trusted = os.environ.get(TRUSTED_MODELS_ENV, "").split(os.pathsep)
     return str(Path(path).absolute()) in trusted
 
 
@@ -60,23 +60,25 @@ def read_model_config(path: str, **changes: Any) -> "PreTrainedConfig":
 
     if not Path(path).is_dir():
         raise ConfigError(f"{path}: no such directory")
-    check_regular(Path(path))
-    num_layers = num_layers_of(Path(path))
-    if num_layers > MOST_LAYERS:
-        raise ConfigError(f"{path}: config.json says {num_layers} layers: at most {MOST_LAYERS}")
+    check_regular_files(Path(path))
+    num_layers = read_num_layers(Path(path))
+    if num_layers > MAX_LAYERS:
+        raise ConfigError(f"{path}: config.json says {num_layers} layers: at most {MAX_LAYERS}")
     try:
-        with _without_model_classes():
+        with _skip_model_classes():
             return AutoConfig.from_pretrained(
                 path, local_files_only=True, trust_remote_code=is_trusted(path), **changes
             )
-    except _config_errors() as error:
+    except _get_config_error_types() as error:
         reason = " ".join(str(error).split())
-        raise untrusted(path, error) or ConfigError(f"{path}: config.json: {reason}") from None
+        raise make_untrusted_error(path, error) or ConfigError(
+            f"{path}: config.json: {reason}"
+        ) from None
 
 
-def check_regular(path: Path) -> None:
+def check_regular_files(path: Path) -> None:
     """Raise ConfigError for what libraries would read for ever in a model's directory."""
-    with file_errors(path):
+    with wrap_file_errors(path):
         files = sorted(path.iterdir())
     for file in files:
         try:
@@ -85,12 +87,12 @@ def check_regular(path: Path) -> None:
             continue  # a link to nowhere, of which the one that reads it tells
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
             raise ConfigError(f"{file}: not a regular file")
-        if file.suffix in DESCRIPTION and found.st_size > MOST_DESCRIPTION_BYTES:
-            most = MOST_DESCRIPTION_BYTES // MIB
+        if file.suffix in DESCRIPTION_SUFFIXES and found.st_size > MAX_DESCRIPTION_BYTES:
+            most = MAX_DESCRIPTION_BYTES // MIB
             raise ConfigError(f"{file}: more than {most} MiB: must be at most that")
 
 
-def untrusted(path: str, error: Exception) -> ConfigError | None:
+def make_untrusted_error(path: str, error: Exception) -> ConfigError | None:
     """Say in one line that a directory brings code that is not run, if that is the error."""
     if "trust_remote_code" not in str(error):
         return None
@@ -100,15 +102,15 @@ def untrusted(path: str, error: Exception) -> ConfigError | None:
     )
 
 
-def model_length(path: str, *, limit: int | None) -> int:
+def read_model_length(path: str, *, limit: int | None) -> int:
     """Tokens a model takes, or `limit` if that is less. Raises ConfigError for what is no model."""
     try:
         config = read_model_config(path)
     except ConfigError as error:
         raise ConfigError(f"model.path={error}") from None
     try:
-        tokens = max_positions(config)
-    except _config_errors() as error:
+        tokens = compute_max_positions(config)
+    except _get_config_error_types() as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.path={path}: config.json: {reason}") from None
     _check_generation_config(Path(path), int(config.get_text_config().vocab_size))
@@ -127,9 +129,9 @@ def _check_generation_config(path: Path, vocab_size: int) -> None:
     from transformers import GenerationConfig
 
     try:
-        with quiet_transformers():
+        with silence_transformers():
             found = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
-    except _config_errors() as error:
+    except _get_config_error_types() as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.path={path}: {GENERATION_CONFIG}: {reason}") from None
     ends = found if isinstance(found, list) else [found]
@@ -140,34 +142,34 @@ def _check_generation_config(path: Path, vocab_size: int) -> None:
         )
 
 
-def max_positions(config: "PreTrainedConfig") -> int:
+def compute_max_positions(config: "PreTrainedConfig") -> int:
     """Return the most tokens a model takes, the scaling of its rotary positions included."""
     settings = config.get_text_config()
     tokens = int(settings.max_position_embeddings)
     scaled = [
-        int(float(rope["factor"]) * _original_positions(rope, tokens))
-        for rope in _rope_parameters(settings)
-        if rope.get("rope_type") not in NOT_SCALED and rope.get("factor")
+        int(float(rope["factor"]) * _get_original_positions(rope, tokens))
+        for rope in _list_rope_parameters(settings)
+        if rope.get("rope_type") not in PRESCALED_ROPE_TYPES and rope.get("factor")
     ]
     # The positions of Gemma-3 are given scaled, whatever their kind.
     return tokens if "gemma3" in settings.model_type else max([tokens, *scaled])
 
 
-def _rope_parameters(settings: Any) -> list[Mapping[str, Any]]:
+def _list_rope_parameters(settings: Any) -> list[Mapping[str, Any]]:
     """Return the rotary parameters of all kinds of layers."""
     found = settings.to_dict().get("rope_parameters") or {}
     return [found] if "rope_type" in found else [one for one in found.values() if one]
 
 
-def _original_positions(rope: Mapping[str, Any], tokens: int) -> int:
+def _get_original_positions(rope: Mapping[str, Any], tokens: int) -> int:
     """Return the positions before scaling: YaRN names them, other kinds scale all there are."""
     return int(rope.get("original_max_position_embeddings") or tokens)
 
 
-def num_layers_of(path: Path) -> int:
+def read_num_layers(path: Path) -> int:
     """Read how many layers a config.json says, before transformers lists each; 0 if it does not."""
     try:
-        config = json.loads(read_small(path / "config.json"))
+        config = json.loads(read_small_text(path / "config.json"))
         settings = {**config, **config.get("text_config", {})}
     except (OSError, ValueError, RecursionError, TypeError, AttributeError):
         return 0
@@ -175,15 +177,15 @@ def num_layers_of(path: Path) -> int:
     return max((count for count in counts if isinstance(count, int)), default=0)
 
 
-LAYER_NUMBER = re.compile(r"\.(\d+)\.")
+LAYER_NUMBER_PATTERN = re.compile(r"\.(\d+)\.")
 """The number of a layer in the name of a parameter."""
 
 
-COMPUTED = re.compile(r"rotary_emb\.|\.(attention|attn)\.(masked_)?bias$")
+RECOMPUTED_TENSORS = re.compile(r"rotary_emb\.|\.(attention|attn)\.(masked_)?bias$")
 """Tensors in files of older versions that a model computes anew, whatever the files say."""
 
 
-def weight_files(path: Path) -> list[Path]:
+def list_weight_files(path: Path) -> list[Path]:
     """Name the files that a directory's weights are in: those of its index, or the only one.
 
     Others beside an index may hold the same weights once more, as the consolidated file of
@@ -193,7 +195,7 @@ def weight_files(path: Path) -> list[Path]:
     files = sorted(path.glob("*.safetensors"))
     if index.is_file():
         try:
-            found = read_small_json(index, most_bytes=MOST_INDEX_BYTES)["weight_map"].values()
+            found = read_small_json(index, most_bytes=MAX_INDEX_BYTES)["weight_map"].values()
             named = [path / name for name in sorted({*found})]
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(f"{index}: no index of weights: {error}") from None
@@ -221,7 +223,7 @@ class StoredTensor(NamedTuple):
     dtype: str
 
 
-def stored_tensors(path: Path, key: str) -> dict[str, StoredTensor]:
+def read_stored_tensors(path: Path, key: str) -> dict[str, StoredTensor]:
     """Read what the headers of a directory's safetensors files say of all their tensors.
 
     Raises ConfigError, beginning with `key`, if there are none or a header cannot be read.
@@ -230,8 +232,8 @@ def stored_tensors(path: Path, key: str) -> dict[str, StoredTensor]:
 
     if not path.is_dir():
         raise ConfigError(f"{key}={path}: no such directory")
-    check_regular(path)
-    files = weight_files(path)
+    check_regular_files(path)
+    files = list_weight_files(path)
     if not files:
         raise ConfigError(f"{key}={path}: holds no .safetensors file")
     tensors: dict[str, StoredTensor] = {}
@@ -246,13 +248,13 @@ def stored_tensors(path: Path, key: str) -> dict[str, StoredTensor]:
     return tensors
 
 
-def stored_shapes(path: Path, key: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes alone, and raise as `stored_tensors` does."""
-    return {name: tensor.shape for name, tensor in stored_tensors(path, key).items()}
+def read_stored_shapes(path: Path, key: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes alone, and raise as `read_stored_tensors` does."""
+    return {name: tensor.shape for name, tensor in read_stored_tensors(path, key).items()}
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Have transformers say nothing of what it finds, and show no bar, for the moment."""
     from transformers.utils import logging
 
@@ -268,7 +270,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 @contextmanager
-def _without_model_classes() -> Iterator[None]:
+def _skip_model_classes() -> Iterator[None]:
     """Have transformers load no model's class with its config's.
 
     It does to name the class in a docstring, and what all models have in common takes two seconds.

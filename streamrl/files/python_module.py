@@ -18,11 +18,11 @@ from typing import Any
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import MIB
 
-MOST_BYTES = 64 * MIB
+MAX_FILE_BYTES = 64 * MIB
 """Of a user's file, all of which is read before any of it runs."""
 IMPORT_TIMEOUT_S = 100.0
 """Deadline of importing a user's file, s: it may load a model of its own."""
-MAX_WORDS = 500
+MAX_MESSAGE_CHARS = 500
 """Characters of what an error of a user's says that are told."""
 
 
@@ -37,7 +37,7 @@ class FileFunction:
     name: str
     function: Callable[..., Any]
     parameters: Mapping[str, Parameter]
-    said: str
+    label: str
 
     @property
     def is_async(self) -> bool:
@@ -47,18 +47,18 @@ class FileFunction:
         )
 
     @property
-    def takes_any(self) -> bool:
+    def has_var_keyword(self) -> bool:
         """Whether it takes names that it does not list."""
         return any(p.kind is Parameter.VAR_KEYWORD for p in self.parameters.values())
 
     @property
-    def named(self) -> set[str]:
+    def keyword_names(self) -> set[str]:
         """The parameters that a call can give by name."""
         unnamed = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD, Parameter.POSITIONAL_ONLY)
         return {name for name, p in self.parameters.items() if p.kind not in unnamed}
 
     @property
-    def required(self) -> set[str]:
+    def required_names(self) -> set[str]:
         """The parameters that a call must give."""
         rest = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
         return {
@@ -68,39 +68,39 @@ class FileFunction:
         }
 
     @property
-    def written(self) -> str:
+    def signature_text(self) -> str:
         """Its parameters as they stand in the file."""
         return str(inspect.Signature([*self.parameters.values()]))[1:-1]
 
-    def asks(self, offered: Sequence[str]) -> tuple[str, ...]:
+    def select_arguments(self, offered: Sequence[str]) -> tuple[str, ...]:
         """Those of `offered` that it takes by name.
 
         Raises ConfigError if it must be given another, or is async.
         """
-        self.check_plain()
+        self.check_not_async()
         only_by_place = {
             name for name, p in self.parameters.items() if p.kind is Parameter.POSITIONAL_ONLY
         }
-        beyond = only_by_place | (self.required - {*offered})
+        beyond = only_by_place | (self.required_names - {*offered})
         refused = [name for name in self.parameters if name in beyond]
         if refused:
             raise ConfigError(
-                f"{self.said}: in {self.file} it asks for {', '.join(refused)};"
+                f"{self.label}: in {self.file} it asks for {', '.join(refused)};"
                 f" it is given, by name, any of {', '.join(offered)}"
             )
-        return tuple(name for name in offered if self.takes_any or name in self.named)
+        return tuple(name for name in offered if self.has_var_keyword or name in self.keyword_names)
 
-    def check_plain(self) -> None:
+    def check_not_async(self) -> None:
         """Raise ConfigError if it is async."""
         if self.is_async:
-            raise ConfigError(f"{self.said}: in {self.file} it is async")
+            raise ConfigError(f"{self.label}: in {self.file} it is async")
 
-    def place_of(self, error: BaseException) -> str:
+    def describe_error(self, error: BaseException) -> str:
         """What it raised, with the innermost line of the user's file."""
-        return f"{self.name} at {failure_place(self.file, error)}"
+        return f"{self.name} at {format_failure(self.file, error)}"
 
 
-def find_function(path: str, name: str, *, setting: str, said: str) -> FileFunction:
+def load_function(path: str, name: str, *, setting: str, said: str) -> FileFunction:
     """Function `name` of the Python file `path`, which `setting` names.
 
     Raises ConfigError as `import_file` does, or if the file has no such function; `said` is how
@@ -113,16 +113,18 @@ def find_function(path: str, name: str, *, setting: str, said: str) -> FileFunct
     function = vars(module)[name]
     if not callable(function) or inspect.isclass(function):
         raise ConfigError(f"{said}: in {path} it is no function")
-    return file_function(str(Path(path).resolve()), name, function, said=said)
+    return make_file_function(str(Path(path).resolve()), name, function, said=said)
 
 
-def find_reference(reference: str, *, setting: str) -> FileFunction:
+def load_referenced_function(reference: str, *, setting: str) -> FileFunction:
     """The function that `setting` names as file.py:function. Raises ConfigError likewise."""
     path, name = split_reference(reference, setting=setting)
-    return find_function(path, name, setting=setting, said=f"{setting}={reference}")
+    return load_function(path, name, setting=setting, said=f"{setting}={reference}")
 
 
-def file_function(file: str, name: str, function: Callable[..., Any], *, said: str) -> FileFunction:
+def make_file_function(
+    file: str, name: str, function: Callable[..., Any], *, said: str
+) -> FileFunction:
     """A function that is loaded already. Raises ConfigError if it does not tell its parameters."""
     try:
         parameters = inspect.signature(function).parameters
@@ -144,9 +146,9 @@ def import_file(path: str, *, setting: str) -> ModuleType:
         raise ConfigError(f"{setting}={path}: {problem}")
     if file.suffix != ".py":
         raise ConfigError(f"{setting}={file}: must be a .py file")
-    if file.stat().st_size > MOST_BYTES:
+    if file.stat().st_size > MAX_FILE_BYTES:
         raise ConfigError(
-            f"{setting}={file}: more than {MOST_BYTES // MIB} MiB: is this a program?"
+            f"{setting}={file}: more than {MAX_FILE_BYTES // MIB} MiB: is this a program?"
         )
     # A name of its own per file: two tasks may both have a reward.py.
     name = f"streamrl_user_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
@@ -158,17 +160,17 @@ def import_file(path: str, *, setting: str) -> ModuleType:
         sys.path.append(str(file.parent))
     sys.modules[name] = module
     try:
-        with in_time():
+        with limit_import_time():
             spec.loader.exec_module(module)
     # Whatever a user's module does wrong while it is imported, exit() included.
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ConfigError(f"{setting}={failure_place(str(file), error)}") from error
+        raise ConfigError(f"{setting}={format_failure(str(file), error)}") from error
     return module
 
 
 @contextmanager
-def in_time() -> Iterator[None]:
+def limit_import_time() -> Iterator[None]:
     """For imports of a user's: TimeoutError after IMPORT_TIMEOUT_S, if this is the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
@@ -195,7 +197,7 @@ def split_reference(reference: str, *, setting: str) -> tuple[str, str]:
     return path, name
 
 
-def failure_place(path: str, error: BaseException) -> str:
+def format_failure(path: str, error: BaseException) -> str:
     """`path:line: type: message`, the line being the innermost of that file.
 
     Of a long message it is the beginning; without one it is `path:line: type`.
@@ -209,6 +211,6 @@ def failure_place(path: str, error: BaseException) -> str:
         words = " ".join(str(error).split())
     except Exception:  # noqa: BLE001 - it is the user's own, and may be broken too
         words = "what it says cannot be read"
-    if len(words) > MAX_WORDS:
-        words = f"{words[:MAX_WORDS]}..."
+    if len(words) > MAX_MESSAGE_CHARS:
+        words = f"{words[:MAX_MESSAGE_CHARS]}..."
     return f"{place}: {type(error).__name__}" + (f": {words}" if words else "")

@@ -26,9 +26,11 @@ def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> 
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name, value in values.items():
         if name not in names:
-            raise ConfigError(f"{section}.{name}={value!r}: unknown; {nearest(str(name), names)}")
+            raise ConfigError(
+                f"{section}.{name}={value!r}: unknown; {suggest_nearest(str(name), names)}"
+            )
     try:
-        given = with_empty_text(dict(values), kind)
+        given = fill_empty_text(dict(values), kind)
         found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), given))
     except MissingMandatoryValue as error:
         raise ConfigError(f"{section}.{error.full_key}: missing") from None
@@ -41,22 +43,22 @@ def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> 
     return found
 
 
-def with_empty_text(loose: Any, kind: Any) -> Any:
+def fill_empty_text(loose: Any, kind: Any) -> Any:
     """The settings, where text that is left empty, as in `key=` or `key:`, is empty text.
 
     YAML has nothing there; for settings that may be null it stays so.
     """
     if get_origin(kind) is list and isinstance(loose, list):
-        return [with_empty_text(entry, get_args(kind)[0]) for entry in loose]
+        return [fill_empty_text(entry, get_args(kind)[0]) for entry in loose]
     if kind is str and loose is None:
         return ""
     if not (dataclasses.is_dataclass(kind) and isinstance(loose, dict)):
         return loose
     hints = get_type_hints(kind)
-    return {name: with_empty_text(value, hints.get(str(name))) for name, value in loose.items()}
+    return {name: fill_empty_text(value, hints.get(str(name))) for name, value in loose.items()}
 
 
-def unreadable(error: Exception) -> str:
+def describe_read_error(error: Exception) -> str:
     """Why a file cannot be read, or is not what it should be, in one line."""
     if isinstance(error, FileNotFoundError):
         return "no such file"
@@ -65,19 +67,21 @@ def unreadable(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
+def suggest_nearest(name: str, names: Iterable[str]) -> str:
     """Which of `names` may have been meant, in words."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)
     return f"the nearest key is {close[0]}" if close else "there is nothing to set"
 
 
-def as_list(key: str, value: Any) -> str:
+def format_as_list(key: str, value: Any) -> str:
     """Write on a command line the list that a setting may be where a value was given alone."""
     entries = [] if value is None else [value]
     return shlex.quote(f"{key}={json.dumps(entries, ensure_ascii=False, default=str)}")
 
 
-def taken_over(error: ConfigError, changes: Mapping[str, Any], *, section: str) -> ConfigError:
+def rename_error_section(
+    error: ConfigError, changes: Mapping[str, Any], *, section: str
+) -> ConfigError:
     """An error of `trainer` as one of a section that has its settings, but for some changes."""
     name = str(error).removeprefix("trainer.").partition("=")[0]
     said = str(error).replace("trainer.", f"{section}.")

@@ -1,80 +1,85 @@
 """Which actors a run needs, which devices its calls have, and what a placement would cost. Pure."""
 
-from streamrl.placement.clusters import DEVICES, Cluster, Device, NodeGroup
+from streamrl.placement.clusters import DEVICES, Cluster, DeviceSpec, NodeGroup
 from streamrl.placement.colocated_memory import WorkerMemory
 from streamrl.placement.config import PlacementConfig
-from streamrl.placement.constructors import of_meshes, of_ratios, of_sets, owner
-from streamrl.placement.meshes import Mesh
-from streamrl.placement.model_shapes import SHAPES, ModelShape, shape_of
-from streamrl.placement.placements import Assignment, Mode, Placement
-from streamrl.placement.pools import STRATEGIES, SlotMap, lay_out
-from streamrl.placement.problem import Estimate, Problem
-from streamrl.placement.resource_demand import (
-    SLOTS,
-    Capacity,
-    Demand,
-    Settled,
-    Way,
-    check_fits,
-    settle,
-    total_cpus,
+from streamrl.placement.constructors import (
+    find_model_role,
+    placement_from_meshes,
+    placement_from_ratios,
+    placement_from_sets,
 )
-from streamrl.placement.run_options import Manner
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.model_shapes import MODEL_SHAPES, ModelShape, load_model_shape
+from streamrl.placement.placements import CallAssignment, Placement, PlacementMode
+from streamrl.placement.pools import POOL_STRATEGIES, SlotMap, lay_out_slots
+from streamrl.placement.problem import PlacementEstimate, PlacementProblem
+from streamrl.placement.resource_demand import (
+    SHARED_SLOTS,
+    ClusterCapacity,
+    PlacementDecision,
+    PlacementOption,
+    ResourceDemand,
+    check_fits,
+    choose_mode,
+    sum_cpus,
+)
+from streamrl.placement.run_options import RunOptions
 from streamrl.placement.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
-    Timings,
+    StageTimings,
     TrainTiming,
     WeightsTiming,
 )
 from streamrl.placement.workload import (
     EmpiricalLengths,
     FixedLength,
-    Lengths,
+    LengthDistribution,
     LognormalLengths,
     Workload,
 )
 
 __all__ = [
     "DEVICES",
-    "SHAPES",
-    "SLOTS",
-    "STRATEGIES",
-    "Assignment",
-    "Capacity",
+    "MODEL_SHAPES",
+    "POOL_STRATEGIES",
+    "SHARED_SLOTS",
+    "CallAssignment",
     "Cluster",
-    "Demand",
-    "Device",
+    "ClusterCapacity",
+    "DeviceSpec",
     "EmpiricalLengths",
-    "Estimate",
     "FixedLength",
     "GeneratorTiming",
-    "Lengths",
+    "LengthDistribution",
     "LognormalLengths",
-    "Manner",
     "Mesh",
-    "Mode",
     "ModelShape",
     "NodeGroup",
     "Placement",
     "PlacementConfig",
-    "Problem",
+    "PlacementDecision",
+    "PlacementEstimate",
+    "PlacementMode",
+    "PlacementOption",
+    "PlacementProblem",
+    "ResourceDemand",
+    "RunOptions",
     "ScoreTiming",
-    "Settled",
     "SlotMap",
-    "Timings",
+    "StageTimings",
     "TrainTiming",
-    "Way",
     "WeightsTiming",
     "WorkerMemory",
     "Workload",
     "check_fits",
-    "lay_out",
-    "of_meshes",
-    "of_ratios",
-    "of_sets",
-    "owner",
-    "settle",
-    "shape_of",
-    "total_cpus",
+    "choose_mode",
+    "find_model_role",
+    "lay_out_slots",
+    "load_model_shape",
+    "placement_from_meshes",
+    "placement_from_ratios",
+    "placement_from_sets",
+    "sum_cpus",
 ]

@@ -13,20 +13,20 @@ from itertools import accumulate
 from typing import Any
 
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import nearest, read_settings
+from streamrl.files.typed_settings import read_settings, suggest_nearest
 
 GIB = 1 << 30
 GB = 1e9
-MOST_DEVICES = 1 << 14
+MAX_DEVICES = 1 << 14
 CPU_DEVICE = "CPU"
 PCIE_3, PCIE_4, PCIE_5 = 16 * GB, 32 * GB, 64 * GB
 """Of sixteen lanes, each way."""
-LEAST_FIGURE, MOST_FIGURE = 1e-3, 1e6
+MIN_QUANTITY, MAX_QUANTITY = 1e-3, 1e6
 """Of a device or a network in a file, in the file's unit: a slip, as of the unit, beyond them."""
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSpec:
     """One accelerator, as its maker states it; what a model gets of it is a matter of constants.
 
     flops_per_s: dense, of bfloat16 (float16 where there is none; float32 on a CPU). memory_bytes
@@ -41,11 +41,11 @@ class Device:
     memory_bytes_per_s: float
     link_bytes_per_s: float
     network_bytes_per_s: float
-    per_node: int = 8
+    devices_per_node: int = 8
     host_bytes_per_s: float = PCIE_4
 
 
-def _device(
+def _make_device(
     name: str,
     teraflops: float,
     memory: tuple[float, float],
@@ -53,33 +53,34 @@ def _device(
     link: float,
     network: float,
     host: float = PCIE_4,
-) -> Device:
+) -> DeviceSpec:
     """Of FLOP/s in 1e12, and bytes and bytes/s in 1e9, of its memory both; a node has eight."""
     held, reads = memory
     sizes = (teraflops * 1e12, held * GB, reads * GB, link * GB, network * GB)
-    return Device(name, *sizes, host_bytes_per_s=host)
+    return DeviceSpec(name, *sizes, host_bytes_per_s=host)
 
 
 DEVICES = {
     device.name: device
     for device in (
-        _device("V100", 125, (32, 900), link=150, network=12.5, host=PCIE_3),
-        _device("A100-40GB", 312, (40, 1555), link=300, network=200),
-        _device("A100", 312, (80, 2039), link=300, network=200),
-        _device("A800", 312, (80, 2039), link=200, network=200),
-        _device("H20", 148, (96, 4000), link=450, network=400, host=PCIE_5),
-        _device("H100", 989, (80, 3350), link=450, network=400, host=PCIE_5),
-        _device("H800", 989, (80, 3350), link=200, network=400, host=PCIE_5),
-        _device("H200", 989, (141, 4800), link=450, network=400, host=PCIE_5),
-        _device("B200", 2250, (180, 8000), link=900, network=400, host=PCIE_5),
+        _make_device("V100", 125, (32, 900), link=150, network=12.5, host=PCIE_3),
+        _make_device("A100-40GB", 312, (40, 1555), link=300, network=200),
+        _make_device("A100", 312, (80, 2039), link=300, network=200),
+        _make_device("A800", 312, (80, 2039), link=200, network=200),
+        _make_device("H20", 148, (96, 4000), link=450, network=400, host=PCIE_5),
+        _make_device("H100", 989, (80, 3350), link=450, network=400, host=PCIE_5),
+        _make_device("H800", 989, (80, 3350), link=200, network=400, host=PCIE_5),
+        _make_device("H200", 989, (141, 4800), link=450, network=400, host=PCIE_5),
+        _make_device("B200", 2250, (180, 8000), link=900, network=400, host=PCIE_5),
         # Four of them share a tray; seventy-two are one NVLink domain.
         replace(
-            _device("GB200", 2500, (186, 8000), link=900, network=3600, host=450 * GB),
-            per_node=4,
+            _make_device("GB200", 2500, (186, 8000), link=900, network=3600, host=450 * GB),
+            devices_per_node=4,
         ),
         # One core of a server.
         replace(
-            _device(CPU_DEVICE, 0.1, (4, 10), link=5, network=1.25, host=10 * GB), per_node=1 << 10
+            _make_device(CPU_DEVICE, 0.1, (4, 10), link=5, network=1.25, host=10 * GB),
+            devices_per_node=1 << 10,
         ),
     )
 }
@@ -93,15 +94,15 @@ class NodeGroup:
     network_bytes_per_s: of a node, each way; its devices share it.
     """
 
-    device: Device
-    devices: int
-    count: int = 1
+    device: DeviceSpec
+    devices_per_node: int
+    num_nodes: int = 1
     network_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.devices < 1 or self.count < 1:
+        if self.devices_per_node < 1 or self.num_nodes < 1:
             raise ConfigError(
-                f"{self.count} nodes of {self.devices} {self.device.name}:"
+                f"{self.num_nodes} nodes of {self.devices_per_node} {self.device.name}:"
                 " must be at least 1 of each"
             )
         if not 0 <= self.network_bytes_per_s < math.inf:
@@ -110,45 +111,45 @@ class NodeGroup:
             )
 
     @property
-    def size(self) -> int:
+    def num_devices(self) -> int:
         """Number of devices."""
-        return self.devices * self.count
+        return self.devices_per_node * self.num_nodes
 
     @property
-    def network(self) -> float:
+    def node_bytes_per_s(self) -> float:
         """Bytes/s of a node, each way; as such nodes usually come if nothing is said."""
         return self.network_bytes_per_s or self.device.network_bytes_per_s
 
     def __str__(self) -> str:
-        nodes = f"{self.count}x" if self.count > 1 else ""
+        nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
         gigabits = f"@{self.network_bytes_per_s * 8 / GB:g}Gb" if self.network_bytes_per_s else ""
-        return f"{nodes}{self.devices}x{self.device.name}{gigabits}"
+        return f"{nodes}{self.devices_per_node}x{self.device.name}{gigabits}"
 
 
 @dataclass(frozen=True)
 class Cluster:
     """Nodes, group by group. `str` and `parse` write it as 16x8xA100@200Gb,8xV100."""
 
-    groups: tuple[NodeGroup, ...]
+    node_groups: tuple[NodeGroup, ...]
 
     def __post_init__(self) -> None:
-        if not self.groups:
+        if not self.node_groups:
             raise ConfigError("it has no nodes")
-        if self.size > MOST_DEVICES:
-            raise ConfigError(f"{self.size} devices: must be at most {MOST_DEVICES}")
+        if self.num_devices > MAX_DEVICES:
+            raise ConfigError(f"{self.num_devices} devices: must be at most {MAX_DEVICES}")
 
     @classmethod
-    def parse(cls, text: str) -> "Cluster":
+    def from_text(cls, text: str) -> "Cluster":
         """Of NxDEVICE or NODESxNxDEVICE, with @GIGABITSGb of a node, separated by commas.
 
         Without NODES, N devices fill nodes of the usual size. Raises ConfigError.
         """
         groups = tuple(_parse_group(part.strip(), text) for part in text.split(","))
-        with _placed(f"cluster {text}"):
+        with _prefix_errors(f"cluster {text}"):
             return cls(groups)
 
     @classmethod
-    def of_dict(cls, loose: Mapping[str, Any], *, place: str) -> "Cluster":
+    def from_dict(cls, loose: Mapping[str, Any], *, place: str) -> "Cluster":
         """Of {nodes: [{device: NAME or a mapping, devices: N, count: N, network_gbps: X}]}.
 
         A device that is not in the table is a mapping of name, tflops, memory_gb, memory_gbps (GB
@@ -158,80 +159,83 @@ class Cluster:
         nodes = loose.get("nodes") if isinstance(loose, Mapping) else None
         if not isinstance(nodes, Sequence) or isinstance(nodes, str) or set(loose) != {"nodes"}:
             raise ConfigError(f"{place}: must be a mapping with `nodes`, a list, and nothing else")
-        groups = tuple(_group_of(entry, f"{place}: nodes[{i}]") for i, entry in enumerate(nodes))
-        with _placed(place):
+        groups = tuple(_read_group(entry, f"{place}: nodes[{i}]") for i, entry in enumerate(nodes))
+        with _prefix_errors(place):
             return cls(groups)
 
     @property
-    def size(self) -> int:
+    def num_devices(self) -> int:
         """Number of devices."""
-        return sum(group.size for group in self.groups)
+        return sum(group.num_devices for group in self.node_groups)
 
     @property
     def num_nodes(self) -> int:
         """Number of nodes."""
-        return sum(group.count for group in self.groups)
+        return sum(group.num_nodes for group in self.node_groups)
 
     @property
     def is_cpu(self) -> bool:
         """Whether any of its devices are cores."""
-        return any(group.device.name == CPU_DEVICE for group in self.groups)
+        return any(group.device.name == CPU_DEVICE for group in self.node_groups)
 
     @property
     def is_uniform(self) -> bool:
         """Whether all nodes are alike."""
-        return len(set(self._kinds)) == 1
+        return len(set(self._node_kinds)) == 1
 
     @property
-    def starts(self) -> list[int]:
+    def group_starts(self) -> list[int]:
         """The first device of each group."""
-        return [0, *accumulate(group.size for group in self.groups)][:-1]
+        return [0, *accumulate(group.num_devices for group in self.node_groups)][:-1]
 
-    def group_of(self, device: int) -> NodeGroup:
+    def find_node_group(self, device: int) -> NodeGroup:
         """The group a device is in. Raises IndexError if there is no such device."""
-        if not 0 <= device < self.size:
-            raise IndexError(f"device {device} of {self.size}")
-        return self.groups[bisect_right(self.starts, device) - 1]
+        if not 0 <= device < self.num_devices:
+            raise IndexError(f"device {device} of {self.num_devices}")
+        return self.node_groups[bisect_right(self.group_starts, device) - 1]
 
-    def node_of(self, device: int) -> int:
+    def find_node(self, device: int) -> int:
         """The number of the node a device is on, counted over all groups."""
-        at = bisect_right(self.starts, device) - 1
-        before = sum(group.count for group in self.groups[:at])
-        return before + (device - self.starts[at]) // self.groups[at].devices
+        at = bisect_right(self.group_starts, device) - 1
+        before = sum(group.num_nodes for group in self.node_groups[:at])
+        return before + (device - self.group_starts[at]) // self.node_groups[at].devices_per_node
 
-    def first(self, size: int) -> "Cluster":
+    def take_first(self, size: int) -> "Cluster":
         """The first `size` devices: whole nodes, or a part of one node.
 
         Raises ConfigError if there are not so many, or they end within a later node.
         """
         groups: list[NodeGroup] = []
         left = size
-        for group in self.groups:
+        for group in self.node_groups:
             if left <= 0:
                 break
-            whole, rest = divmod(min(left, group.size), group.devices)
+            whole, rest = divmod(min(left, group.num_devices), group.devices_per_node)
             if rest and (whole or groups):
                 raise ConfigError(
-                    f"--gpus {size}: must be whole nodes of {group.devices}, or a part of one"
+                    f"--gpus {size}: must be whole nodes of {group.devices_per_node}, or"
+                    f" a part of one"
                 )
             groups.append(
-                replace(group, devices=rest, count=1) if rest else replace(group, count=whole)
+                replace(group, devices_per_node=rest, num_nodes=1)
+                if rest
+                else replace(group, num_nodes=whole)
             )
-            left -= min(left, group.size)
+            left -= min(left, group.num_devices)
         if left or size < 1:
-            raise ConfigError(f"--gpus {size}: must be from 1 to the cluster's {self.size}")
+            raise ConfigError(f"--gpus {size}: must be from 1 to the cluster's {self.num_devices}")
         return Cluster(tuple(groups))
 
     @property
-    def _kinds(self) -> list[NodeGroup]:
-        return [replace(group, count=1) for group in self.groups]
+    def _node_kinds(self) -> list[NodeGroup]:
+        return [replace(group, num_nodes=1) for group in self.node_groups]
 
     def __str__(self) -> str:
-        return ",".join(map(str, self.groups))
+        return ",".join(map(str, self.node_groups))
 
 
 @contextlib.contextmanager
-def _placed(place: str) -> Iterator[None]:
+def _prefix_errors(place: str) -> Iterator[None]:
     """Says where it was read what is no cluster."""
     try:
         yield
@@ -239,42 +243,45 @@ def _placed(place: str) -> Iterator[None]:
         raise ConfigError(f"{place}: {error}") from None
 
 
-_GROUP = re.compile(r"(?:(\d{1,18})x)?(\d{1,18})x([A-Za-z][\w-]*)(?:@(\d+(?:\.\d+)?)Gb)?")
+_GROUP_PATTERN = re.compile(r"(?:(\d{1,18})x)?(\d{1,18})x([A-Za-z][\w-]*)(?:@(\d+(?:\.\d+)?)Gb)?")
 
 
-def device_named(name: str, place: str) -> Device:
+def find_device(name: str, place: str) -> DeviceSpec:
     """A device of the table. Raises ConfigError with the nearest one."""
     known = {key.lower(): device for key, device in DEVICES.items()}
     if name.lower() in known:
         return known[name.lower()]
-    raise ConfigError(f"{place}: device {name}: not in the table; {nearest(name, DEVICES)}")
+    raise ConfigError(f"{place}: device {name}: not in the table; {suggest_nearest(name, DEVICES)}")
 
 
 def _parse_group(part: str, text: str) -> NodeGroup:
     place = f"cluster {text}"
-    found = _GROUP.fullmatch(part)
+    found = _GROUP_PATTERN.fullmatch(part)
     if found is None:
         raise ConfigError(f"{place}: {part!r:.60} is not written like 8xH100 or 16x8xA100@200Gb")
     nodes, devices, name, gigabits = found.groups()
-    device, count = device_named(name, place), int(devices)
+    device, count = find_device(name, place), int(devices)
     network = float(gigabits or 0)
     if gigabits:
-        _check_figure(f"{place}: network_gbps", network)
+        _check_quantity(f"{place}: network_gbps", network)
     network *= GB / 8
-    if nodes is not None or count <= device.per_node:
-        with _placed(place):
+    if nodes is not None or count <= device.devices_per_node:
+        with _prefix_errors(place):
             return NodeGroup(device, count, 1 if nodes is None else int(nodes), network)
-    if count > MOST_DEVICES:
-        raise ConfigError(f"{place}: {count} devices: must be at most {MOST_DEVICES}")
-    if count % device.per_node:
+    if count > MAX_DEVICES:
+        raise ConfigError(f"{place}: {count} devices: must be at most {MAX_DEVICES}")
+    if count % device.devices_per_node:
         nodes = next(
-            n for n in range(2, count + 1) if count % n == 0 and count // n < device.per_node
+            n
+            for n in range(2, count + 1)
+            if count % n == 0 and count // n < device.devices_per_node
         )
         raise ConfigError(
-            f"{place}: {count} {name} do not fill nodes of {device.per_node}; say how many nodes,"
+            f"{place}: {count} {name} do not fill nodes of {device.devices_per_node};"
+            f" say how many nodes,"
             f" as in {nodes}x{count // nodes}x{name}"
         )
-    return NodeGroup(device, device.per_node, count // device.per_node, network)
+    return NodeGroup(device, device.devices_per_node, count // device.devices_per_node, network)
 
 
 @dataclass
@@ -288,11 +295,11 @@ class _DeviceEntry:
     link_gbps: float
     host_gbps: float = PCIE_4 / GB
 
-    def device(self, place: str) -> Device:
+    def to_device(self, place: str) -> DeviceSpec:
         """The device. Raises ConfigError for what no device has."""
         for key in ("tflops", "memory_gb", "memory_gbps", "link_gbps", "host_gbps"):
-            _check_figure(f"{place}.{key}", vars(self)[key])
-        return _device(
+            _check_quantity(f"{place}.{key}", vars(self)[key])
+        return _make_device(
             self.name,
             self.tflops,
             (self.memory_gb, self.memory_gbps),
@@ -311,26 +318,26 @@ class _GroupEntry:
     network_gbps: float = 0.0
 
 
-def _check_figure(name: str, value: float) -> None:
-    if not LEAST_FIGURE <= value <= MOST_FIGURE:
+def _check_quantity(name: str, value: float) -> None:
+    if not MIN_QUANTITY <= value <= MAX_QUANTITY:
         raise ConfigError(
-            f"{name}={value:g}: must be at least {LEAST_FIGURE:g} and at most {MOST_FIGURE:g}"
+            f"{name}={value:g}: must be at least {MIN_QUANTITY:g} and at most {MAX_QUANTITY:g}"
         )
 
 
-def _group_of(entry: Any, place: str) -> NodeGroup:
+def _read_group(entry: Any, place: str) -> NodeGroup:
     if not isinstance(entry, Mapping) or "device" not in entry:
         raise ConfigError(f"{place}: must be a mapping with device and devices")
     named = entry["device"]
     if isinstance(named, Mapping):
-        device = read_settings(_DeviceEntry, named, section=f"{place}.device").device(
+        device = read_settings(_DeviceEntry, named, section=f"{place}.device").to_device(
             f"{place}.device"
         )
     else:
-        device = device_named(str(named), f"{place}.device")
+        device = find_device(str(named), f"{place}.device")
     rest = {key: value for key, value in entry.items() if key != "device"}
     group = read_settings(_GroupEntry, rest, section=place)
     if group.network_gbps:
-        _check_figure(f"{place}.network_gbps", group.network_gbps)
-    with _placed(place):
+        _check_quantity(f"{place}.network_gbps", group.network_gbps)
+    with _prefix_errors(place):
         return NodeGroup(device, group.devices, group.count, group.network_gbps * GB / 8)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from streamrl.errors import ConfigError
 
-MB = 1 << 20
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -19,27 +19,33 @@ class WorkerMemory:
     """
 
     weights: int
-    served: int
+    serving_weights: int
     optimizer: int
     gradients: int
     activations: int
-    update: int
-    kv: int
+    update_buffers: int
+    kv_cache: int
     releases_kv: bool = False
     offloads_optimizer: bool = False
 
     @property
-    def generate(self) -> int:
+    def generate_bytes(self) -> int:
         """While it samples, and while others score."""
-        return self._always + self.kv + (0 if self.offloads_optimizer else self.optimizer)
+        return (
+            self._resident_bytes
+            + self.kv_cache
+            + (0 if self.offloads_optimizer else self.optimizer)
+        )
 
     @property
-    def train(self) -> int:
+    def train_bytes(self) -> int:
         """While it trains: in a micro-batch or in an update, whichever takes more."""
-        kv = 0 if self.releases_kv else self.kv
-        return self._always + self.optimizer + max(self.activations, self.update) + kv
+        kv = 0 if self.releases_kv else self.kv_cache
+        return (
+            self._resident_bytes + self.optimizer + max(self.activations, self.update_buffers) + kv
+        )
 
-    def within(self, budget_mb: int | None) -> "WorkerMemory":
+    def fit_budget(self, budget_mb: int | None) -> "WorkerMemory":
         """With the KV cache released while it trains, and the optimizer's state offloaded while it
         generates, where it has to be; None is no bound.
 
@@ -49,51 +55,53 @@ class WorkerMemory:
             return self
         least = replace(
             self,
-            releases_kv=self.train > budget_mb * MB,
-            offloads_optimizer=self.generate > budget_mb * MB,
+            releases_kv=self.train_bytes > budget_mb * MIB,
+            offloads_optimizer=self.generate_bytes > budget_mb * MIB,
         )
-        for phase, needed in (("train", least.train), ("generate", least.generate)):
-            if needed > budget_mb * MB:
+        for phase, needed in (("train", least.train_bytes), ("generate", least.generate_bytes)):
+            if needed > budget_mb * MIB:
                 raise ConfigError(
                     f"placement.memory_mb={budget_mb}: to {phase}, a worker holds"
-                    f" {_mb(needed)} MB = {least.sum(phase)}"
+                    f" {_format_mb(needed)} MB = {least.format_sum(phase)}"
                 )
         return least
 
-    def sum(self, phase: str) -> str:
+    def format_sum(self, phase: str) -> str:
         """What is held to generate, or to train, as a sum in MB."""
         parts = {
             "weights": self.weights,
-            "the generator's weights": self.served,
+            "the generator's weights": self.serving_weights,
             "optimizer": self.optimizer,
             "gradients": self.gradients,
         }
         if phase == "generate" and self.offloads_optimizer:
             del parts["optimizer"]
         if phase == "train":
-            updates = self.update > self.activations
-            most = max(self.activations, self.update)
+            updates = self.update_buffers > self.activations
+            most = max(self.activations, self.update_buffers)
             parts["for the update" if updates else "activations"] = most
         if phase == "generate" or not self.releases_kv:
-            parts["KV cache"] = self.kv
-        return " + ".join(f"{_mb(size)} {what}" for what, size in parts.items() if size)
+            parts["KV cache"] = self.kv_cache
+        return " + ".join(f"{_format_mb(size)} {what}" for what, size in parts.items() if size)
 
     @property
-    def line(self) -> str:
+    def summary_line(self) -> str:
         """All of it for the user to read."""
         given_up = ["", "; the KV cache is released while it trains"][self.releases_kv]
         if self.offloads_optimizer:
             given_up += "; the optimizer's state is offloaded while it generates"
         return (
-            f"memory: a worker holds {_mb(self.generate)} MB to generate = {self.sum('generate')},"
-            f" and about {_mb(self.train)} MB to train = {self.sum('train')}{given_up}"
+            f"memory: a worker holds {_format_mb(self.generate_bytes)} MB to generate ="
+            f" {self.format_sum('generate')},"
+            f" and about {_format_mb(self.train_bytes)} MB to train ="
+            f" {self.format_sum('train')}{given_up}"
         )
 
     @property
-    def _always(self) -> int:
-        return self.weights + self.served + self.gradients
+    def _resident_bytes(self) -> int:
+        return self.weights + self.serving_weights + self.gradients
 
 
-def _mb(num_bytes: int) -> str:
+def _format_mb(num_bytes: int) -> str:
     """Whole MB, rounded up, as the sum must not look smaller than it is."""
-    return str(-(-num_bytes // MB))
+    return str(-(-num_bytes // MIB))

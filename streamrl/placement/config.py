@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from streamrl.errors import ConfigError
-from streamrl.placement.pools import ROLES, STRATEGIES, Pool, hosts_actor
+from streamrl.placement.pools import POOL_ROLES, POOL_STRATEGIES, RolePool, has_colocated_actor
 
-LEAST_STORE_MB = 80
-SLICE_S = 1.0
+MIN_OBJECT_STORE_MB = 80
+DEFAULT_SLICE_S = 1.0
 """How long a stage has devices that it shares, where nothing is said, s."""
 SEQUENTIAL = "sequential"
 MIXED = "mixed"
-LEAST_PART = 1 / 1024
+MIN_POOL_FRACTION = 1 / 1024
 """Of a pool, for a role."""
-MODES = ("auto", "disaggregated", *STRATEGIES, MIXED, SEQUENTIAL)
+MODES = ("auto", "disaggregated", *POOL_STRATEGIES, MIXED, SEQUENTIAL)
 
 
 @dataclass
@@ -45,7 +45,7 @@ class PlacementConfig:
     address: str = ""
     cpus: int | None = None
     object_store_mb: int = 512
-    slice_s: float = SLICE_S
+    slice_s: float = DEFAULT_SLICE_S
     memory_mb: int | None = None
 
     def __post_init__(self) -> None:
@@ -64,10 +64,10 @@ class PlacementConfig:
                 f"placement.memory_mb={self.memory_mb}: of workers that both train and generate;"
                 f" with placement.mode={self.mode} there are none"
             )
-        if self.object_store_mb < LEAST_STORE_MB:
+        if self.object_store_mb < MIN_OBJECT_STORE_MB:
             raise ConfigError(
                 f"placement.object_store_mb={self.object_store_mb}: must be at least"
-                f" {LEAST_STORE_MB} MiB"
+                f" {MIN_OBJECT_STORE_MB} MiB"
             )
 
     def _check_pools(self) -> None:
@@ -80,25 +80,25 @@ class PlacementConfig:
         for i, pool in enumerate(self.pools):
             for role, part in pool.items():
                 place = f"placement.pools[{i}].{role}={part:g}"
-                if role not in ROLES:
-                    raise ConfigError(f"{place}: must be one of {', '.join(ROLES)}")
-                if not LEAST_PART <= part <= 1:
+                if role not in POOL_ROLES:
+                    raise ConfigError(f"{place}: must be one of {', '.join(POOL_ROLES)}")
+                if not MIN_POOL_FRACTION <= part <= 1:
                     raise ConfigError(f"{place}: must be at least 1/1024 and at most 1")
         roles = Counter(role for pool in self.pools for role in pool)
         if twice := [role for role, times in roles.items() if times > 1]:
             raise ConfigError(f"placement.pools: {twice[0]} is in {roles[twice[0]]} of them")
 
     @property
-    def shared(self) -> Sequence[Pool]:
+    def shared_pools(self) -> Sequence[RolePool]:
         """The pools of roles that share devices; none where every role has its own."""
-        return STRATEGIES.get(self.mode, self.pools)
+        return POOL_STRATEGIES.get(self.mode, self.pools)
 
     @property
-    def in_turn(self) -> bool:
+    def is_sequential(self) -> bool:
         """Whether one actor computes at a time, wherever it is."""
         return self.mode == SEQUENTIAL
 
     @property
     def is_hybrid(self) -> bool:
         """Whether trainer and generator of a rank share a process, and the weights in it."""
-        return hosts_actor(self.shared)
+        return has_colocated_actor(self.shared_pools)

@@ -11,7 +11,7 @@ from streamrl.errors import ConfigError
 from streamrl.placement.model_shapes import ModelShape
 
 
-def adapted(
+def add_lora_adapters(
     shape: ModelShape, rank: int, targets: Sequence[str] = (), *, setting: str = "lora_targets"
 ) -> ModelShape:
     """The shape, of which such adapters are trained, and a scalar head; all of it for rank 0.
@@ -20,37 +20,37 @@ def adapted(
     setting, if one of them means no layer.
     """
     if not rank:
-        return replace(shape, trained=0)
-    sizes = dict(linear_layers(shape))
+        return replace(shape, adapter_params=0)
+    sizes = dict(iter_linear_layers(shape))
     for target in targets:
-        if not any(is_meant(name, target) for name in sizes):
+        if not any(is_lora_target(name, target) for name in sizes):
             raise ConfigError(f"{setting}: {target}: no linear layer of {shape.name}")
     meant = [
         size
         for name, size in sizes.items()
-        if not targets or any(is_meant(name, target) for target in targets)
+        if not targets or any(is_lora_target(name, target) for target in targets)
     ]
-    head = shape.hidden if shape.scalar_head else 0
-    return replace(shape, trained=rank * sum(meant) + head)
+    head = shape.hidden if shape.has_scalar_head else 0
+    return replace(shape, adapter_params=rank * sum(meant) + head)
 
 
-def linear_layers(shape: ModelShape) -> Iterator[tuple[str, int]]:
+def iter_linear_layers(shape: ModelShape) -> Iterator[tuple[str, int]]:
     """Every linear layer but the head, and its features, in and out, added up."""
     hidden, wide = shape.hidden, shape.heads * shape.head_dim
     narrow = shape.kv_heads * shape.head_dim
     attention = {"q_proj": hidden + wide, "o_proj": wide + hidden}
-    if shape.kv_lora:
-        attention["kv_a_proj_with_mqa"] = hidden + shape.kv_lora
-        attention["kv_b_proj"] = shape.kv_lora + 2 * wide
+    if shape.kv_latent_width:
+        attention["kv_a_proj_with_mqa"] = hidden + shape.kv_latent_width
+        attention["kv_b_proj"] = shape.kv_latent_width + 2 * wide
     else:
         attention |= {"k_proj": hidden + narrow, "v_proj": hidden + narrow}
     for layer in range(shape.layers):
         place = f"model.layers.{layer}"
         yield from ((f"{place}.self_attn.{name}", size) for name, size in attention.items())
-        yield from ((f"{place}.mlp.{name}", size) for name, size in _mlps(shape, layer))
+        yield from ((f"{place}.mlp.{name}", size) for name, size in _iter_mlp_layers(shape, layer))
 
 
-def _mlps(shape: ModelShape, layer: int) -> Iterator[tuple[str, int]]:
+def _iter_mlp_layers(shape: ModelShape, layer: int) -> Iterator[tuple[str, int]]:
     has_experts = bool(shape.experts) and layer >= shape.dense_layers
     width = shape.intermediate if has_experts else shape.dense_intermediate or shape.intermediate
     widths = {"": width}
@@ -64,6 +64,6 @@ def _mlps(shape: ModelShape, layer: int) -> Iterator[tuple[str, int]]:
             yield f"{place}{name}", shape.hidden + wide
 
 
-def is_meant(name: str, target: str) -> bool:
+def is_lora_target(name: str, target: str) -> bool:
     """Whether trainer.lora_targets mean the layer of this name: they are the ends of names."""
     return name == target or name.endswith(f".{target}")

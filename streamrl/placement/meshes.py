@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
-from streamrl.placement.clusters import Cluster, Device, NodeGroup
+from streamrl.placement.clusters import Cluster, DeviceSpec, NodeGroup
 
 
 @dataclass(frozen=True, order=True)
@@ -23,7 +23,7 @@ class Mesh:
             raise ConfigError(f"mesh of {self.size} devices from {self.first}: there is none")
 
     @classmethod
-    def parse(cls, text: str) -> "Mesh":
+    def from_text(cls, text: str) -> "Mesh":
         """The mesh of "0-7" or "3". Raises ConfigError."""
         first, _, last = text.partition("-")
         numbers = (first, last or first)
@@ -40,52 +40,56 @@ class Mesh:
         """Whether both have a device in common."""
         return self.first < other.first + other.size and other.first < self.first + self.size
 
-    def check(self, cluster: Cluster, place: str) -> None:
+    def check_on_cluster(self, cluster: Cluster, place: str) -> None:
         """Raise ConfigError, naming `place`, unless the cluster has it and the rules hold."""
-        if self.first + self.size > cluster.size:
-            raise ConfigError(f"{place}: devices {self}; the cluster has {cluster.size}")
+        if self.first + self.size > cluster.num_devices:
+            raise ConfigError(f"{place}: devices {self}; the cluster has {cluster.num_devices}")
         at = self.first
         while at < self.first + self.size:
-            group = cluster.group_of(at)
-            start = _start_of(cluster, at)
-            inside = (at - start) % group.devices
+            group = cluster.find_node_group(at)
+            start = _find_group_start(cluster, at)
+            inside = (at - start) % group.devices_per_node
             left = self.first + self.size - at
-            if self.size < group.devices:
-                fits = group.devices % self.size == 0 and inside % self.size == 0
+            if self.size < group.devices_per_node:
+                fits = group.devices_per_node % self.size == 0 and inside % self.size == 0
                 if not fits:
                     raise ConfigError(
-                        f"{place}: devices {self}: a part of a node of {group.devices} must divide"
+                        f"{place}: devices {self}: a part of a node of"
+                        f" {group.devices_per_node} must divide"
                         " it, and begin at a multiple of its size"
                     )
                 return
-            if inside or left < group.devices:
+            if inside or left < group.devices_per_node:
                 raise ConfigError(
                     f"{place}: devices {self}: more than a part of a node must be whole nodes of"
-                    f" {group.devices}"
+                    f" {group.devices_per_node}"
                 )
-            at += min(left - left % group.devices, start + group.size - at)
+            at += min(left - left % group.devices_per_node, start + group.num_devices - at)
 
-    def num_nodes(self, cluster: Cluster) -> int:
+    def count_nodes(self, cluster: Cluster) -> int:
         """How many nodes it has devices on."""
-        return cluster.node_of(self.first + self.size - 1) - cluster.node_of(self.first) + 1
+        return cluster.find_node(self.first + self.size - 1) - cluster.find_node(self.first) + 1
 
-    def groups(self, cluster: Cluster) -> list[NodeGroup]:
+    def find_node_groups(self, cluster: Cluster) -> list[NodeGroup]:
         """The kinds of nodes it has devices on, in order."""
         ends = (self.first, self.first + self.size)
         return [
             group
-            for group, start in zip(cluster.groups, cluster.starts, strict=True)
-            if start < ends[1] and ends[0] < start + group.size
+            for group, start in zip(cluster.node_groups, cluster.group_starts, strict=True)
+            if start < ends[1] and ends[0] < start + group.num_devices
         ]
 
-    def per_node(self, cluster: Cluster) -> int:
+    def count_devices_per_node(self, cluster: Cluster) -> int:
         """Its devices on one node, where all its nodes are alike."""
-        return min(self.size, min(group.devices for group in self.groups(cluster)))
+        return min(
+            self.size, min(group.devices_per_node for group in self.find_node_groups(cluster))
+        )
 
-    def slowest(self, cluster: Cluster) -> Device:
+    def find_slowest_device(self, cluster: Cluster) -> DeviceSpec:
         """Of its devices the one with the fewest FLOP/s: work in step goes at its pace."""
         return min(
-            (group.device for group in self.groups(cluster)), key=lambda kind: kind.flops_per_s
+            (group.device for group in self.find_node_groups(cluster)),
+            key=lambda kind: kind.flops_per_s,
         )
 
     def __str__(self) -> str:
@@ -93,25 +97,25 @@ class Mesh:
         return f"{self.first}-{last}" if last > self.first else f"{self.first}"
 
 
-def _start_of(cluster: Cluster, device: int) -> int:
-    return max(start for start in cluster.starts if start <= device)
+def _find_group_start(cluster: Cluster, device: int) -> int:
+    return max(start for start in cluster.group_starts if start <= device)
 
 
-def meshes(cluster: Cluster, *, uniform: bool = True) -> Iterator[Mesh]:
+def iter_meshes(cluster: Cluster, *, uniform: bool = True) -> Iterator[Mesh]:
     """Every mesh of a cluster, the small ones first; with `uniform`, none of unlike nodes."""
-    for group, start in zip(cluster.groups, cluster.starts, strict=True):
-        for size in range(1, group.devices):
-            if group.devices % size == 0:
-                yield from (Mesh(start + at, size) for at in range(0, group.size, size))
-    runs = node_runs(cluster)
+    for group, start in zip(cluster.node_groups, cluster.group_starts, strict=True):
+        for size in range(1, group.devices_per_node):
+            if group.devices_per_node % size == 0:
+                yield from (Mesh(start + at, size) for at in range(0, group.num_devices, size))
+    runs = list_node_runs(cluster)
     for mesh in sorted(runs, key=lambda mesh: (mesh.size, mesh.first)):
-        if not uniform or len({group.device.name for group in mesh.groups(cluster)}) == 1:
+        if not uniform or len({group.device.name for group in mesh.find_node_groups(cluster)}) == 1:
             yield mesh
 
 
-def node_runs(cluster: Cluster) -> list[Mesh]:
+def list_node_runs(cluster: Cluster) -> list[Mesh]:
     """Every run of whole nodes."""
     edges = [0]
-    for group in cluster.groups:
-        edges += [edges[-1] + group.devices * (i + 1) for i in range(group.count)]
+    for group in cluster.node_groups:
+        edges += [edges[-1] + group.devices_per_node * (i + 1) for i in range(group.num_nodes)]
     return [Mesh(first, last - first) for i, first in enumerate(edges) for last in edges[i + 1 :]]

@@ -56,7 +56,7 @@ class GeneratorTiming:
         compute = self.compute_rollout_s * running
         return np.maximum(memory, compute) + self.step_s + self.rollout_s * running
 
-    def decoding_s(self, running: int, kv_tokens: float, steps: int) -> float:
+    def decode_run_s(self, running: int, kv_tokens: float, steps: int) -> float:
         """So many steps of the same rollouts, which have so many tokens together at the beginning.
 
         The sum in closed form: tokens grow by one a rollout and step, so that steps are bound by
@@ -72,7 +72,7 @@ class GeneratorTiming:
         reading = rest * (first + grows * (bound + (rest - 1) / 2))
         return steps * (self.step_s + self.rollout_s * running) + bound * computing + reading
 
-    def reading_s(self, steps: Array, tokens: Array, kv_tokens: Array) -> Array:
+    def memory_bound_s(self, steps: Array, tokens: Array, kv_tokens: Array) -> Array:
         """Steps that sample so many tokens and read so many in all, where reading bounds each."""
         per_step = self.weights_s + self.step_s
         return steps * per_step + tokens * self.rollout_s + kv_tokens * self.kv_token_s
@@ -88,7 +88,7 @@ class ScoreTiming:
     rollout_s: float
     token_s: float
 
-    def slower(self, times: float) -> "ScoreTiming":
+    def scale_duration(self, times: float) -> "ScoreTiming":
         """Where all takes so many times as long."""
         return replace(
             self,
@@ -97,7 +97,7 @@ class ScoreTiming:
             token_s=self.token_s * times,
         )
 
-    def batch_of(self, rollouts: float, tokens: float) -> float:
+    def batch_duration_s(self, rollouts: float, tokens: float) -> float:
         """Seconds for a batch of so many rollouts with so many tokens, prompts included."""
         return self.batch_s + self.rollout_s * rollouts + self.token_s * tokens
 
@@ -111,7 +111,7 @@ class TrainTiming:
     before each round of micro-batches and each update, to ask for it: nothing is computed.
     """
 
-    shares: int
+    dp_size: int
     micro_batch_s: float
     token_s: float
     update_s: float
@@ -120,7 +120,7 @@ class TrainTiming:
 
     def passes_s(self, micro_batches: float, tokens: float) -> float:
         """Forward and backward of so many micro-batches, with so many tokens, over all shares."""
-        return (self.micro_batch_s * micro_batches + self.token_s * tokens) / self.shares
+        return (self.micro_batch_s * micro_batches + self.token_s * tokens) / self.dp_size
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class WeightsTiming:
     pause_s: float = 0.0
 
 
-def speed_on(cores: float, busy: float, *, crowding: float) -> float:
+def process_speed(cores: float, busy: float, *, crowding: float) -> float:
     """Of each of so many processes that are busy, where one alone has a speed of 1.
 
     All have the same part of a core. crowding: each slows all others down by this part, also where
@@ -147,14 +147,14 @@ def speed_on(cores: float, busy: float, *, crowding: float) -> float:
 
 
 @dataclass(frozen=True)
-class Timings:
+class StageTimings:
     """All stages of a placement: `score` and `weights` by stage, `train` by role.
 
     Stages of one role share its replicas. hop_s: from one stage's commit to where the next begins.
     step_s: between a step's last update and the next one's beginning, for the books. cores: of a
     machine that all of them share, where they compute on its cores and slow one another down, less
     what others take of them; 0 where they do not. books_s: work of the queue and the books on these
-    cores, for each group. crowding: as `speed_on` has it.
+    cores, for each group. crowding: as `process_speed` has it.
     """
 
     generator: GeneratorTiming
@@ -164,5 +164,5 @@ class Timings:
     hop_s: float = 0.0
     step_s: float = 0.0
     cores: float = 0
-    books_s: float = 0.0
+    bookkeeping_s: float = 0.0
     crowding: float = 0.0

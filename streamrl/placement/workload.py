@@ -12,11 +12,11 @@ import numpy as np
 from streamrl.errors import ConfigError
 from streamrl.messages import Array
 
-MOST_FILTERED = 0.995
+MAX_FILTERED_FRACTION = 0.995
 """Of all groups that are sampled: two hundred for each that is trained."""
 
 
-class Lengths(Protocol):
+class LengthDistribution(Protocol):
     """How many tokens completions have, and what the longest may have."""
 
     @property
@@ -25,7 +25,7 @@ class Lengths(Protocol):
         ...
 
     @property
-    def most(self) -> int:
+    def max_tokens(self) -> int:
         """The most a completion has."""
         ...
 
@@ -42,15 +42,15 @@ class Lengths(Protocol):
         ...
 
 
-_NORMAL = NormalDist()
-_POINTS = 64
-MOST_SIGMA = 5
+_STANDARD_NORMAL = NormalDist()
+_NUM_QUANTILES = 64
+MAX_SIGMA = 5
 """Of a logarithm: with more, completions have one token or the limit."""
 
 
-def _ranks_of_longest(count: int) -> list[float]:
+def _longest_quantile_ranks(count: int) -> list[float]:
     """At which parts of all lengths, in order, the longest of so many is, each as likely."""
-    return [((i + 0.5) / _POINTS) ** (1 / count) for i in range(_POINTS)]
+    return [((i + 0.5) / _NUM_QUANTILES) ** (1 / count) for i in range(_NUM_QUANTILES)]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class FixedLength:
         return float(self.tokens)
 
     @property
-    def most(self) -> int:
+    def max_tokens(self) -> int:
         """The most."""
         return self.tokens
 
@@ -95,22 +95,24 @@ class LognormalLengths:
     limit: int
 
     def __post_init__(self) -> None:
-        sane = 1 <= self.median < math.inf and 0 < self.sigma <= MOST_SIGMA
+        sane = 1 <= self.median < math.inf and 0 < self.sigma <= MAX_SIGMA
         if not sane or self.limit < 1:
             raise ConfigError(
                 f"lengths: lognormal:{self.median:g}:{self.sigma:g}: the median must be at least 1,"
-                f" sigma above 0 and at most {MOST_SIGMA}, the limit {self.limit} at least 1"
+                f" sigma above 0 and at most {MAX_SIGMA}, the limit {self.limit} at least 1"
             )
 
     @property
     def mean(self) -> float:
         """The mean of what is cut off at the limit, in closed form."""
         edge = (math.log(self.limit) - math.log(self.median)) / self.sigma
-        below = math.exp(math.log(self.median) + self.sigma**2 / 2) * _NORMAL.cdf(edge - self.sigma)
-        return below + self.limit * (1 - _NORMAL.cdf(edge))
+        below = math.exp(math.log(self.median) + self.sigma**2 / 2) * _STANDARD_NORMAL.cdf(
+            edge - self.sigma
+        )
+        return below + self.limit * (1 - _STANDARD_NORMAL.cdf(edge))
 
     @property
-    def most(self) -> int:
+    def max_tokens(self) -> int:
         """The limit."""
         return self.limit
 
@@ -130,8 +132,8 @@ class LognormalLengths:
     def expected_longest(self, count: int) -> float:
         """About the mean of the longest."""
         found = [
-            self.median * math.exp(self.sigma * _NORMAL.inv_cdf(rank))
-            for rank in _ranks_of_longest(count)
+            self.median * math.exp(self.sigma * _STANDARD_NORMAL.inv_cdf(rank))
+            for rank in _longest_quantile_ranks(count)
         ]
         return float(np.minimum(found, self.limit).mean())
 
@@ -140,40 +142,40 @@ class LognormalLengths:
 class EmpiricalLengths:
     """Drawn, with repetition, from lengths that were seen, in ascending order."""
 
-    seen: tuple[int, ...]
+    samples: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.seen or min(self.seen) < 1:
+        if not self.samples or min(self.samples) < 1:
             raise ConfigError("lengths: must be one length or more, each at least 1")
-        assert list(self.seen) == sorted(self.seen)
+        assert list(self.samples) == sorted(self.samples)
 
     @classmethod
-    def of(cls, seen: Sequence[int]) -> "EmpiricalLengths":
+    def from_samples(cls, seen: Sequence[int]) -> "EmpiricalLengths":
         """Of these."""
         return cls(tuple(sorted(int(length) for length in seen)))
 
     @property
     def mean(self) -> float:
         """The mean."""
-        return float(np.mean(self.seen))
+        return float(np.mean(self.samples))
 
     @property
-    def most(self) -> int:
+    def max_tokens(self) -> int:
         """The most."""
-        return max(self.seen)
+        return max(self.samples)
 
     def sample(self, count: int, rng: np.random.Generator) -> Array:
         """Independent ones."""
-        return rng.choice(np.asarray(self.seen, np.int64), count)
+        return rng.choice(np.asarray(self.samples, np.int64), count)
 
     def quantiles(self, parts: Array) -> Array:
         """Of those that were seen, interpolated."""
-        return np.asarray(np.quantile(self.seen, parts), np.float64)
+        return np.asarray(np.quantile(self.samples, parts), np.float64)
 
     def expected_longest(self, count: int) -> float:
         """About the mean of the longest."""
-        at = np.multiply(_ranks_of_longest(count), len(self.seen)).astype(int)
-        return float(np.asarray(self.seen)[at].mean())
+        at = np.multiply(_longest_quantile_ranks(count), len(self.samples)).astype(int)
+        return float(np.asarray(self.samples)[at].mean())
 
 
 @dataclass(frozen=True)
@@ -192,19 +194,19 @@ class Workload:
     groups_per_step: int
     group_size: int
     prompt_tokens: float
-    lengths: Lengths
+    lengths: LengthDistribution
     epochs: int = 1
     mini_batches: int = 1
     micro_batch_tokens: int = 16384
-    whole_steps: bool = False
-    filtered: float = 0.0
-    longest: tuple[int, int] | None = None
+    requires_whole_step: bool = False
+    filtered_fraction: float = 0.0
+    longest_rollout: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.filtered <= MOST_FILTERED:
+        if not 0 <= self.filtered_fraction <= MAX_FILTERED_FRACTION:
             raise ConfigError(
-                f"workload: filtered={self.filtered:g}: must be 0 or more, and at most"
-                f" {MOST_FILTERED:g}"
+                f"workload: filtered={self.filtered_fraction:g}: must be 0 or more, and at most"
+                f" {MAX_FILTERED_FRACTION:g}"
             )
         for key in ("groups_per_step", "group_size", "epochs", "mini_batches"):
             if vars(self)[key] < 1:
@@ -215,12 +217,12 @@ class Workload:
                 f" micro_batch_tokens={self.micro_batch_tokens}: must be above 0 and finite"
             )
 
-    def check_room(self, setting: str = "workload.micro_batch_tokens") -> None:
+    def check_micro_batch_tokens(self, setting: str = "workload.micro_batch_tokens") -> None:
         """Raise ConfigError unless a micro-batch holds the longest rollout.
 
         setting: what whoever reads the error knows micro_batch_tokens by.
         """
-        prompt, most = self.longest or (self.whole_prompt_tokens, self.lengths.most)
+        prompt, most = self.longest_rollout or (self.rounded_prompt_tokens, self.lengths.max_tokens)
         if self.micro_batch_tokens < prompt + most:
             raise ConfigError(
                 f"{setting}={self.micro_batch_tokens}: must hold one rollout, {prompt + most}"
@@ -228,40 +230,40 @@ class Workload:
             )
 
     @property
-    def whole_prompt_tokens(self) -> int:
+    def rounded_prompt_tokens(self) -> int:
         """Of a prompt, where it is a whole number: at least 1."""
         return max(1, round(self.prompt_tokens))
 
     @property
-    def most_tokens(self) -> int:
+    def max_rollout_tokens(self) -> int:
         """Of the longest rollout there may be, its prompt included."""
-        return sum(self.longest or (self.whole_prompt_tokens, self.lengths.most))
+        return sum(self.longest_rollout or (self.rounded_prompt_tokens, self.lengths.max_tokens))
 
     @property
-    def rollouts(self) -> int:
+    def num_rollouts(self) -> int:
         """Rollouts in a step."""
         return self.groups_per_step * self.group_size
 
     @cached_property
-    def packed(self) -> dict[int, tuple[int, float]]:
-        """What `micro_batch_rounds.of_mini_batch` remembers."""
+    def packing_cache(self) -> dict[int, tuple[int, float]]:
+        """What `micro_batch_rounds.pack_mini_batch` remembers."""
         return {}
 
     @property
-    def varied(self) -> bool:
+    def has_varied_lengths(self) -> bool:
         """Whether some completions are longer than others."""
-        return self.lengths.mean < self.lengths.most
+        return self.lengths.mean < self.lengths.max_tokens
 
     @property
-    def sampled(self) -> "Workload":
+    def sampled_workload(self) -> "Workload":
         """With all groups that are sampled for a step, those that are filtered included."""
-        if not self.filtered:
+        if not self.filtered_fraction:
             return self
-        groups = math.ceil(self.groups_per_step / (1 - self.filtered))
-        return replace(self, groups_per_step=groups, filtered=0.0)
+        groups = math.ceil(self.groups_per_step / (1 - self.filtered_fraction))
+        return replace(self, groups_per_step=groups, filtered_fraction=0.0)
 
     @property
-    def updates(self) -> int:
+    def num_updates(self) -> int:
         """Optimizer updates in a step."""
         return self.epochs * self.mini_batches
 
@@ -271,6 +273,6 @@ class Workload:
         return self.prompt_tokens + self.lengths.mean
 
     @property
-    def tokens(self) -> float:
+    def num_tokens(self) -> float:
         """Mean tokens of all rollouts of a step, prompts included."""
-        return self.rollouts * self.rollout_tokens
+        return self.num_rollouts * self.rollout_tokens

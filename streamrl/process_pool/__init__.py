@@ -5,7 +5,7 @@ from streamrl.process_pool.pool import (
     WorkerError,
     WorkerMemoryError,
     WorkerPool,
-    WorkerSettings,
+    WorkerPoolSettings,
     WorkerTimeoutError,
 )
 
@@ -14,6 +14,6 @@ __all__ = [
     "WorkerError",
     "WorkerMemoryError",
     "WorkerPool",
-    "WorkerSettings",
+    "WorkerPoolSettings",
     "WorkerTimeoutError",
 ]

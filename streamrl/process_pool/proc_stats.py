@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 #: How old the list of processes may be, s, and how many times longer it is kept than it took to
 #: make: on a machine with very many processes a look at all of them must not be most of the work.
-_FRESH_S = 0.04
-_SHARE = 4
-_COUNTED = (b"RssAnon:", b"RssShmem:", b"VmPTE:")
+_MAX_AGE_S = 0.04
+_AGE_PER_SCAN_TIME = 4
+_MEMORY_FIELDS = (b"RssAnon:", b"RssShmem:", b"VmPTE:")
 #: The kernel gives no more than a page of a list of mappings at a time.
-_PAGE = 4096
+_PAGE_BYTES = 4096
 
 
 class ProcessTable:
@@ -24,54 +24,54 @@ class ProcessTable:
 
     def __init__(self, *, mapping_bytes: int = 0) -> None:
         self._mapping_bytes = mapping_bytes
-        self._children: Mapping[int, Sequence[int]] = {}
-        self._good_until = 0.0
-        self._renewing = threading.Lock()
+        self._children_by_pid: Mapping[int, Sequence[int]] = {}
+        self._valid_until = 0.0
+        self._refresh_lock = threading.Lock()
 
-    def memory_of_tree(self, root: int, *, enough: float = math.inf) -> int:
+    def measure_tree_memory(self, root: int, *, enough: float = math.inf) -> int:
         """Bytes that process `root` and all below it hold for themselves, as of now.
 
         enough: it does not look further once it has found more than so many. From any thread.
         """
-        children = self._fresh_children()
+        children = self._refresh_children()
         total = 0
         pending = [root]
         while pending and total <= enough:
             pid = pending.pop()
-            total += self._memory(pid, enough - total)
+            total += self._measure_process_memory(pid, enough - total)
             pending += children.get(pid, ())
         return total
 
-    def _fresh_children(self) -> Mapping[int, Sequence[int]]:
-        with self._renewing:
+    def _refresh_children(self) -> Mapping[int, Sequence[int]]:
+        with self._refresh_lock:
             started = time.monotonic()
-            if started > self._good_until:
-                self._children = _children_by_parent()
+            if started > self._valid_until:
+                self._children_by_pid = _list_children_by_parent()
                 took_s = time.monotonic() - started
-                self._good_until = started + max(_FRESH_S, _SHARE * took_s)
-            return self._children
+                self._valid_until = started + max(_MAX_AGE_S, _AGE_PER_SCAN_TIME * took_s)
+            return self._children_by_pid
 
-    def _memory(self, pid: int, enough: float) -> int:
+    def _measure_process_memory(self, pid: int, enough: float) -> int:
         """Bytes of its own, of shared memory, page tables and mappings; mapped files are none."""
-        for place in _places(pid):
-            found = sum(_sizes(f"{place}/status"))
+        for place in _iter_proc_dirs(pid):
+            found = sum(_read_memory_sizes(f"{place}/status"))
             if found and self._mapping_bytes:
                 most = (enough - found) / self._mapping_bytes
-                found += self._mapping_bytes * _mappings(f"{place}/maps", most)
+                found += self._mapping_bytes * _count_mappings(f"{place}/maps", most)
             if found:
                 return found
         return 0
 
 
-def _children_by_parent() -> Mapping[int, Sequence[int]]:
+def _list_children_by_parent() -> Mapping[int, Sequence[int]]:
     children = defaultdict(list)
     for name in os.listdir("/proc"):
         if name.isdigit():
-            children[_parent(name)].append(int(name))
+            children[_read_parent_pid(name)].append(int(name))
     return children
 
 
-def _parent(pid: str) -> int:
+def _read_parent_pid(pid: str) -> int:
     """Its parent's id; 0 for a process that has gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -81,7 +81,7 @@ def _parent(pid: str) -> int:
         return 0
 
 
-def _places(pid: int) -> Iterator[str]:
+def _iter_proc_dirs(pid: int) -> Iterator[str]:
     """Where the kernel tells of a process: of its first thread, and if that has ended of others.
 
     All threads share one memory.
@@ -95,7 +95,7 @@ def _places(pid: int) -> Iterator[str]:
         yield f"/proc/{pid}/task/{thread}"
 
 
-def _mappings(path: str, most: float) -> int:
+def _count_mappings(path: str, most: float) -> int:
     """How many mappings a process has, counted until there are more than `most`.
 
     None of what has gone, nor of another user's process without the right to look into it.
@@ -103,14 +103,14 @@ def _mappings(path: str, most: float) -> int:
     count = 0
     try:
         with open(path, "rb", buffering=0) as file:
-            while count <= most and (part := file.read(_PAGE)):
+            while count <= most and (part := file.read(_PAGE_BYTES)):
                 count += part.count(b"\n")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         pass
     return count
 
 
-def _sizes(path: str) -> list[int]:
+def _read_memory_sizes(path: str) -> list[int]:
     """The sizes in a status file, bytes; none of what has gone or holds no memory."""
     try:
         with open(path, "rb") as file:
@@ -118,4 +118,4 @@ def _sizes(path: str) -> list[int]:
             lines = file.read().split(b"\n")
     except (FileNotFoundError, ProcessLookupError):
         return []
-    return [int(line.split()[1]) * 1024 for line in lines if line.startswith(_COUNTED)]
+    return [int(line.split()[1]) * 1024 for line in lines if line.startswith(_MEMORY_FIELDS)]

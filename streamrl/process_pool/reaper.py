@@ -17,7 +17,7 @@ import sys
 import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-END_S = 5.0
+KILL_TIMEOUT_S = 5.0
 """Longest that the keeper goes on killing what forks faster than it is killed, s."""
 
 
@@ -36,19 +36,19 @@ def main() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != keeper:
             os._exit(1)
-        from streamrl.process_pool.worker import work
+        from streamrl.process_pool.worker import run_worker
 
-        work(channel, target)
+        run_worker(channel, target)
     # Ctrl-C on a terminal reaches the whole group; the pool decides when this ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.close(0)
-    status = watch(channel, worker)
+    status = wait_for_worker(channel, worker)
     channel.close()
-    end_descendants()
+    kill_descendants()
     os._exit(status)
 
 
-def watch(channel: socket.socket, worker: int) -> int:
+def wait_for_worker(channel: socket.socket, worker: int) -> int:
     """Wait until the worker ends or is to end; its exit code, 128 + signal where one ended it."""
     poll = select.poll()
     poll.register(channel, select.POLLRDHUP)
@@ -62,11 +62,11 @@ def watch(channel: socket.socket, worker: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def end_descendants() -> None:
+def kill_descendants() -> None:
     """Kill everything below this process, orphans included, which came to it."""
     import psutil
 
-    own, deadline = psutil.Process(), time.monotonic() + END_S
+    own, deadline = psutil.Process(), time.monotonic() + KILL_TIMEOUT_S
     while (left := own.children(recursive=True)) and time.monotonic() < deadline:
         for process in left:
             with contextlib.suppress(psutil.Error):

@@ -1,60 +1,60 @@
 """Layouts of a model over ranks, and what has to move from one to another."""
 
-from streamrl.resharding.boxes import Box
-from streamrl.resharding.byte_report import BytesReport, Nodes, RankBytes, table_2
-from streamrl.resharding.grids import ORDERS, Coordinates, Grid, Seating
+from streamrl.resharding.boxes import TensorBox
+from streamrl.resharding.byte_report import BytesReport, NodeTopology, RankBytes, compute_table_2
+from streamrl.resharding.grids import RANK_ORDERS, RankAssignment, RankCoordinates, RankGrid
 from streamrl.resharding.grouping import (
     GROUPINGS,
     GenerationSizes,
-    max_overlap,
-    micro_groups,
-    seat,
-    vanilla,
-    zero_redundancy,
+    assign_generation_ranks,
+    assign_max_overlap,
+    assign_vanilla,
+    assign_zero_redundancy,
+    list_micro_dp_groups,
 )
 from streamrl.resharding.layouts import (
-    Layout,
-    Shard,
-    chunked,
-    seated_layout,
-    tensor_shard,
-    whole_shard,
-    zero_partitioned,
+    ModelLayout,
+    TensorShard,
+    create_layout,
+    create_tensor_shard,
+    create_whole_shard,
+    partition_fsdp2,
+    partition_zero3,
 )
-from streamrl.resharding.plans import Copy, CopyPlan, GatherPlan, plan_copies, plan_gather
-from streamrl.resharding.tensor_specs import Component, ModelSpec, TensorSpec, merged_stages
+from streamrl.resharding.plans import BoxCopy, CopyPlan, GatherPlan, plan_copies, plan_gather
+from streamrl.resharding.tensor_specs import FusedComponent, ModelSpec, TensorSpec, merge_stages
 
 __all__ = [
     "GROUPINGS",
-    "ORDERS",
-    "Box",
+    "RANK_ORDERS",
+    "BoxCopy",
     "BytesReport",
-    "Component",
-    "Coordinates",
-    "Copy",
     "CopyPlan",
+    "FusedComponent",
     "GatherPlan",
     "GenerationSizes",
-    "Grid",
-    "Layout",
+    "ModelLayout",
     "ModelSpec",
-    "Nodes",
+    "NodeTopology",
+    "RankAssignment",
     "RankBytes",
-    "Seating",
-    "Shard",
+    "RankCoordinates",
+    "RankGrid",
+    "TensorBox",
+    "TensorShard",
     "TensorSpec",
-    "chunked",
-    "max_overlap",
-    "merged_stages",
-    "micro_groups",
+    "assign_generation_ranks",
+    "assign_max_overlap",
+    "assign_vanilla",
+    "assign_zero_redundancy",
+    "compute_table_2",
+    "create_layout",
+    "create_tensor_shard",
+    "create_whole_shard",
+    "list_micro_dp_groups",
+    "merge_stages",
+    "partition_fsdp2",
+    "partition_zero3",
     "plan_copies",
     "plan_gather",
-    "seat",
-    "seated_layout",
-    "table_2",
-    "tensor_shard",
-    "vanilla",
-    "whole_shard",
-    "zero_partitioned",
-    "zero_redundancy",
 ]

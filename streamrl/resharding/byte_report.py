@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 #: What may lie between two ranks: one rank's own memory, a node's, or the network.
-LINKS = ("local", "node", "network")
+LINK_KINDS = ("local", "node", "network")
 
 
 @dataclass(frozen=True)
-class Nodes:
+class NodeTopology:
     """Consecutive ranks share a node, so many on each."""
 
     ranks_per_node: int = 8
@@ -19,15 +19,15 @@ class Nodes:
         if self.ranks_per_node < 1:
             raise ValueError(f"{self.ranks_per_node} ranks per node: must be at least 1")
 
-    def node(self, rank: int) -> int:
+    def get_node(self, rank: int) -> int:
         """The node a rank is on."""
         return rank // self.ranks_per_node
 
-    def link(self, one: int, other: int) -> str:
+    def get_link(self, one: int, other: int) -> str:
         """Which of LINKS lies between two ranks."""
         if one == other:
             return "local"
-        return "node" if self.node(one) == self.node(other) else "network"
+        return "node" if self.get_node(one) == self.get_node(other) else "network"
 
 
 @dataclass
@@ -41,21 +41,21 @@ class RankBytes:
     executor's buffers come on top.
     """
 
-    received: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINKS, 0))
-    sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINKS, 0))
-    peak: int = 0
-    redundant: int = 0
-    memory: int = 0
+    received_by_link: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINK_KINDS, 0))
+    sent_by_link: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINK_KINDS, 0))
+    peak_bytes: int = 0
+    redundant_bytes: int = 0
+    memory_bytes: int = 0
 
     @property
     def received_bytes(self) -> int:
         """What comes from other ranks."""
-        return self.received["node"] + self.received["network"]
+        return self.received_by_link["node"] + self.received_by_link["network"]
 
     @property
     def sent_bytes(self) -> int:
         """What goes to other ranks, once for each of them."""
-        return self.sent["node"] + self.sent["network"]
+        return self.sent_by_link["node"] + self.sent_by_link["network"]
 
 
 @dataclass(frozen=True)
@@ -63,28 +63,28 @@ class BytesReport:
     """The bytes of a plan: of the whole model (M) and of every rank."""
 
     model_bytes: int
-    ranks: Mapping[int, RankBytes]
+    rank_bytes: Mapping[int, RankBytes]
 
-    def received(self, rank: int) -> Fraction:
+    def received_fraction(self, rank: int) -> Fraction:
         """What a rank receives, as a fraction of M."""
-        return Fraction(self.ranks[rank].received_bytes, self.model_bytes)
+        return Fraction(self.rank_bytes[rank].received_bytes, self.model_bytes)
 
-    def peak(self, rank: int) -> Fraction:
+    def peak_fraction(self, rank: int) -> Fraction:
         """What a rank holds of the model at once, as a fraction of M."""
-        return Fraction(self.ranks[rank].peak, self.model_bytes)
+        return Fraction(self.rank_bytes[rank].peak_bytes, self.model_bytes)
 
-    def redundant(self, rank: int) -> Fraction:
+    def redundant_fraction(self, rank: int) -> Fraction:
         """What a rank keeps twice, as a fraction of M."""
-        return Fraction(self.ranks[rank].redundant, self.model_bytes)
+        return Fraction(self.rank_bytes[rank].redundant_bytes, self.model_bytes)
 
-    def link_bytes(self, link: str) -> int:
+    def count_link_bytes(self, link: str) -> int:
         """What all ranks together receive over a link."""
-        return sum(rank.received[link] for rank in self.ranks.values())
+        return sum(rank.received_by_link[link] for rank in self.rank_bytes.values())
 
 
-def count(
+def count_transfers(
     ranks: Mapping[int, RankBytes],
-    cluster: Nodes,
+    cluster: NodeTopology,
     amounts: Mapping[int, int],
     takers: Collection[int],
 ) -> None:
@@ -92,26 +92,28 @@ def count(
 
     Takes a step for each giver and each taker, not for each two of them.
     """
-    nodes = Counter(cluster.node(rank) for rank in takers)
+    nodes = Counter(cluster.get_node(rank) for rank in takers)
     from_node: Counter[int] = Counter()
     for giver, amount in amounts.items():
-        node = cluster.node(giver)
+        node = cluster.get_node(giver)
         from_node[node] += amount
         own = int(giver in takers)
-        _add(ranks[giver].sent, amount, (own, nodes[node] - own, len(takers) - nodes[node]))
+        _add_link_bytes(
+            ranks[giver].sent_by_link, amount, (own, nodes[node] - own, len(takers) - nodes[node])
+        )
     everything = from_node.total()
     for taker in takers:
-        own, near = amounts.get(taker, 0), from_node[cluster.node(taker)]
-        _add(ranks[taker].received, 1, (own, near - own, everything - near))
+        own, near = amounts.get(taker, 0), from_node[cluster.get_node(taker)]
+        _add_link_bytes(ranks[taker].received_by_link, 1, (own, near - own, everything - near))
 
 
-def _add(counts: dict[str, int], num_bytes: int, times: tuple[int, int, int]) -> None:
-    for link, often in zip(LINKS, times, strict=True):
+def _add_link_bytes(counts: dict[str, int], num_bytes: int, times: tuple[int, int, int]) -> None:
+    for link, often in zip(LINK_KINDS, times, strict=True):
         counts[link] += num_bytes * often
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedFractions:
     """One column of Table 2 of arXiv:2409.19256, per rank, as fractions of M."""
 
     received: Fraction
@@ -119,9 +121,9 @@ class Expected:
     redundant: Fraction
 
 
-def table_2(
+def compute_table_2(
     stages: int, tensor: int, replicas: int, *, serving_stages: int, serving_tensor: int
-) -> dict[str, Expected]:
+) -> dict[str, ExpectedFractions]:
     """What each scheme costs for a model that divides evenly.
 
     full_gather is DeepSpeed-Chat's, vanilla HybridFlow-V's; `redundant` of vanilla is that of a
@@ -131,11 +133,13 @@ def table_2(
     world = model_ranks * replicas
     serving = serving_stages * serving_tensor
     return {
-        "full_gather": Expected(Fraction(world - 1, world), Fraction(1), Fraction(1, world)),
-        "vanilla": Expected(
+        "full_gather": ExpectedFractions(
+            Fraction(world - 1, world), Fraction(1), Fraction(1, world)
+        ),
+        "vanilla": ExpectedFractions(
             Fraction(model_ranks - 1, model_ranks), Fraction(1), Fraction(1, model_ranks)
         ),
-        "zero": Expected(
+        "zero": ExpectedFractions(
             Fraction(model_ranks - serving, serving * model_ranks),
             Fraction(1, serving),
             Fraction(0),

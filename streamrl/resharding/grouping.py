@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from streamrl.resharding.grids import Coordinates, Grid, Seating
-from streamrl.resharding.layouts import Layout, Shard, seated_layout
+from streamrl.resharding.grids import RankAssignment, RankCoordinates, RankGrid
+from streamrl.resharding.layouts import ModelLayout, TensorShard, create_layout
 
 GROUPINGS = ("zero", "vanilla", "overlap")
 
@@ -26,17 +26,17 @@ GROUPINGS = ("zero", "vanilla", "overlap")
 class GenerationSizes:
     """Pg-Tg-Dg-D: stages, tensor ranks, micro-DP replicas, and training replicas."""
 
-    stages: int
-    tensor: int
-    micro: int
-    replicas: int
+    pp_size: int
+    tp_size: int
+    micro_dp_size: int
+    dp_size: int
 
     def __post_init__(self) -> None:
-        if min(self.stages, self.tensor, self.micro, self.replicas) < 1:
+        if min(self.pp_size, self.tp_size, self.micro_dp_size, self.dp_size) < 1:
             raise ValueError(f"generation {self}: must be at least 1 in each")
 
     @classmethod
-    def parse(cls, text: str) -> "GenerationSizes":
+    def from_text(cls, text: str) -> "GenerationSizes":
         """The sizes of "Pg-Tg-Dg-D". Raises ValueError."""
         parts = text.split("-")
         if len(parts) != len("PTGD") or not all(part.isdecimal() for part in parts):
@@ -44,101 +44,102 @@ class GenerationSizes:
         return cls(*map(int, parts))
 
     @property
-    def size(self) -> int:
+    def num_ranks(self) -> int:
         """Number of ranks."""
-        return self.stages * self.tensor * self.micro * self.replicas
+        return self.pp_size * self.tp_size * self.micro_dp_size * self.dp_size
 
     @property
-    def all_replicas(self) -> int:
+    def num_replicas(self) -> int:
         """Replicas of the model in generation."""
-        return self.micro * self.replicas
+        return self.micro_dp_size * self.dp_size
 
     def __str__(self) -> str:
-        return f"{self.stages}-{self.tensor}-{self.micro}-{self.replicas}"
+        return f"{self.pp_size}-{self.tp_size}-{self.micro_dp_size}-{self.dp_size}"
 
 
 @dataclass(frozen=True)
-class _Ratio:
+class _SplitRatio:
     """How many training tensor ranks (a) and stages (c) make one of generation."""
 
-    tensor: int
-    stages: int
+    tp_ratio: int
+    pp_ratio: int
 
     @classmethod
-    def of(cls, train: Grid, generate: GenerationSizes, grouping: str) -> "_Ratio":
-        check_sizes(train, generate)
-        divide = not (train.tensor % generate.tensor or train.stages % generate.stages)
-        if not divide or train.replicas != generate.replicas:
+    def from_sizes(cls, train: RankGrid, generate: GenerationSizes, grouping: str) -> "_SplitRatio":
+        validate_sizes(train, generate)
+        divide = not (train.tp_size % generate.tp_size or train.pp_size % generate.pp_size)
+        if not divide or train.dp_size != generate.dp_size:
             raise ValueError(
                 f"grouping {grouping}: {generate} must divide {train} in stages and tensor ranks"
                 " and have as many data replicas; grouping overlap takes any sizes"
             )
-        return cls(train.tensor // generate.tensor, train.stages // generate.stages)
+        return cls(train.tp_size // generate.tp_size, train.pp_size // generate.pp_size)
 
 
-def check_sizes(train: Grid, generate: GenerationSizes) -> None:
+def validate_sizes(train: RankGrid, generate: GenerationSizes) -> None:
     """Raises ValueError unless both use the same number of ranks."""
-    if train.size != generate.size:
+    if train.num_ranks != generate.num_ranks:
         raise ValueError(
-            f"training {train} has {train.size} ranks, generation {generate} has {generate.size}"
+            f"training {train} has {train.num_ranks} ranks, generation {generate} has"
+            f" {generate.num_ranks}"
         )
 
 
-def vanilla(train: Grid, generate: GenerationSizes) -> Seating:
+def assign_vanilla(train: RankGrid, generate: GenerationSizes) -> RankAssignment:
     """Consecutive ranks of a replica serve consecutive tensor shards, then stages."""
-    _Ratio.of(train, generate, "vanilla")
+    _SplitRatio.from_sizes(train, generate, "vanilla")
 
-    def seat(at: Coordinates) -> Coordinates:
-        within = at.stage * train.tensor + at.tensor
-        stage, tensor = divmod(within, generate.tensor)
-        micro, stage = divmod(stage, generate.stages)
-        return Coordinates(stage, tensor, at.replica * generate.micro + micro)
+    def seat(at: RankCoordinates) -> RankCoordinates:
+        within = at.pp_rank * train.tp_size + at.tp_rank
+        stage, tensor = divmod(within, generate.tp_size)
+        micro, stage = divmod(stage, generate.pp_size)
+        return RankCoordinates(stage, tensor, at.dp_rank * generate.micro_dp_size + micro)
 
-    return _seated(train, generate, seat)
+    return _assign_ranks(train, generate, seat)
 
 
-def zero_redundancy(train: Grid, generate: GenerationSizes) -> Seating:
+def assign_zero_redundancy(train: RankGrid, generate: GenerationSizes) -> RankAssignment:
     """Tensor ranks at intervals of T/Tg, stages at intervals of P/Pg."""
-    ratio = _Ratio.of(train, generate, "zero")
+    ratio = _SplitRatio.from_sizes(train, generate, "zero")
 
-    def seat(at: Coordinates) -> Coordinates:
-        micro = at.stage % ratio.stages * ratio.tensor + at.tensor % ratio.tensor
-        return Coordinates(
-            at.stage // ratio.stages,
-            at.tensor // ratio.tensor,
-            at.replica * generate.micro + micro,
+    def seat(at: RankCoordinates) -> RankCoordinates:
+        micro = at.pp_rank % ratio.pp_ratio * ratio.tp_ratio + at.tp_rank % ratio.tp_ratio
+        return RankCoordinates(
+            at.pp_rank // ratio.pp_ratio,
+            at.tp_rank // ratio.tp_ratio,
+            at.dp_rank * generate.micro_dp_size + micro,
         )
 
-    return _seated(train, generate, seat)
+    return _assign_ranks(train, generate, seat)
 
 
-def _seated(
-    train: Grid, generate: GenerationSizes, seat: Callable[[Coordinates], Coordinates]
-) -> Seating:
-    seats = tuple(seat(train.coordinates(rank)) for rank in range(train.size))
-    return Seating(generate.stages, generate.tensor, generate.all_replicas, seats)
+def _assign_ranks(
+    train: RankGrid, generate: GenerationSizes, seat: Callable[[RankCoordinates], RankCoordinates]
+) -> RankAssignment:
+    seats = tuple(seat(train.get_coordinates(rank)) for rank in range(train.num_ranks))
+    return RankAssignment(generate.pp_size, generate.tp_size, generate.num_replicas, seats)
 
 
-def max_overlap(held: Layout, generate: GenerationSizes) -> Seating:
+def assign_max_overlap(held: ModelLayout, generate: GenerationSizes) -> RankAssignment:
     """The seating whose ranks together keep the most bytes of what they hold in training.
 
     held: the training layout, of ranks 0, 1, ... Of several such seatings one is taken where the
     ranks of a replica are near each other. Raises ValueError if the sizes do not fit.
     """
     ranks = held.ranks
-    if ranks != list(range(generate.size)):
-        raise ValueError(f"generation {generate} has {generate.size} ranks, not {len(ranks)}")
+    if ranks != list(range(generate.num_ranks)):
+        raise ValueError(f"generation {generate} has {generate.num_ranks} ranks, not {len(ranks)}")
     parts = [
-        Coordinates(stage, tensor, 0)
-        for stage in range(generate.stages)
-        for tensor in range(generate.tensor)
+        RankCoordinates(stage, tensor, 0)
+        for stage in range(generate.pp_size)
+        for tensor in range(generate.tp_size)
     ]
-    alone = Grid(generate.stages, generate.tensor, 1)
-    whole = seated_layout(held.model, alone.seating())
-    kept = _kept_bytes(held, [whole.shards[alone.rank(part)] for part in parts])
+    alone = RankGrid(generate.pp_size, generate.tp_size, 1)
+    whole = create_layout(held.model, alone.assign_ranks())
+    kept = _count_kept_bytes(held, [whole.shards[alone.get_rank(part)] for part in parts])
     per_replica = len(parts)
     away = np.abs(
-        np.arange(len(ranks))[:, None] // per_replica - np.arange(generate.all_replicas)[None, :]
+        np.arange(len(ranks))[:, None] // per_replica - np.arange(generate.num_replicas)[None, :]
     )
     # One byte more kept outweighs any distance; whole numbers keep ties exact.
     scale = np.gcd.reduce(kept, axis=None) or 1
@@ -153,12 +154,12 @@ def max_overlap(held: Layout, generate: GenerationSizes) -> Seating:
         part = column % per_replica
         seats.append(replace(parts[part], replica=served[part]))
         served[part] += 1
-    return Seating(generate.stages, generate.tensor, generate.all_replicas, tuple(seats))
+    return RankAssignment(generate.pp_size, generate.tp_size, generate.num_replicas, tuple(seats))
 
 
-def _kept_bytes(held: Layout, parts: Sequence[Mapping[str, Shard]]) -> np.ndarray:
+def _count_kept_bytes(held: ModelLayout, parts: Sequence[Mapping[str, TensorShard]]) -> np.ndarray:
     """Bytes of every part (columns) that every rank (rows) has already; equal ranks once."""
-    specs = held.model.by_name()
+    specs = held.model.specs_by_name()
     rows: dict[int, list[int]] = {}
     for rank in held.ranks:
         shards = held.shards[rank]
@@ -169,30 +170,32 @@ def _kept_bytes(held: Layout, parts: Sequence[Mapping[str, Shard]]) -> np.ndarra
                     for name in shards.keys() & part.keys()
                     for mine in shards[name].boxes
                     for wanted in part[name].boxes
-                    if (common := mine.meet(wanted))
+                    if (common := mine.intersect(wanted))
                 )
                 for part in parts
             ]
     return np.array([rows[id(held.shards[rank])] for rank in held.ranks])
 
 
-def seat(grouping: str, train: Grid, generate: GenerationSizes, held: Layout) -> Seating:
+def assign_generation_ranks(
+    grouping: str, train: RankGrid, generate: GenerationSizes, held: ModelLayout
+) -> RankAssignment:
     """The seating of a grouping by its name in GROUPINGS. Raises ValueError."""
     if grouping == "zero":
-        return zero_redundancy(train, generate)
+        return assign_zero_redundancy(train, generate)
     if grouping == "vanilla":
-        return vanilla(train, generate)
+        return assign_vanilla(train, generate)
     if grouping == "overlap":
-        check_sizes(train, generate)
-        return max_overlap(held, generate)
+        validate_sizes(train, generate)
+        return assign_max_overlap(held, generate)
     raise ValueError(f"grouping {grouping}: must be one of {', '.join(GROUPINGS)}")
 
 
-def micro_groups(train: Grid, serving: Seating) -> list[list[int]]:
+def list_micro_dp_groups(train: RankGrid, serving: RankAssignment) -> list[list[int]]:
     """The ranks of each training replica that serve the same part: the micro-DP groups."""
     found: dict[tuple[int, int, int], list[int]] = {}
     for rank in serving.ranks:
-        at = serving.of(rank)
-        key = (train.coordinates(rank).replica, at.stage, at.tensor)
+        at = serving.get_coordinates(rank)
+        key = (train.get_coordinates(rank).dp_rank, at.pp_rank, at.tp_rank)
         found.setdefault(key, []).append(rank)
     return sorted(found.values())

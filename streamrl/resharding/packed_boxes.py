@@ -5,47 +5,51 @@ from dataclasses import dataclass
 
 import torch
 
-from streamrl.resharding.plans import Gift
-from streamrl.resharding.storage import Storage, part
+from streamrl.resharding.plans import NamedBox
+from streamrl.resharding.storage import ShardStorage, narrow_view
 
 
 @dataclass(frozen=True)
-class Packer:
+class BoxPacker:
     """Packs and unpacks; itemsizes: bytes of an element, by tensor name."""
 
     itemsizes: Mapping[str, int]
 
-    def in_order(self, gifts: Sequence[Gift]) -> list[Gift]:
+    def sort_boxes(self, gifts: Sequence[NamedBox]) -> list[NamedBox]:
         """The order in a parcel: wider elements first, so that each lies where it can be viewed."""
         return sorted(gifts, key=lambda gift: -self.itemsizes[gift[0]])
 
-    def num_bytes(self, gifts: Sequence[Gift]) -> int:
+    def count_bytes(self, gifts: Sequence[NamedBox]) -> int:
         """Size of their parcel."""
         return sum(box.numel * self.itemsizes[tensor] for tensor, box in gifts)
 
-    def packed(self, source: Storage, gifts: Sequence[Gift]) -> torch.Tensor:
+    def create_packed(self, source: ShardStorage, gifts: Sequence[NamedBox]) -> torch.Tensor:
         """A parcel with the gifts."""
-        size = self.num_bytes(gifts)
+        size = self.count_bytes(gifts)
         parcel = torch.empty(size, dtype=torch.uint8, device=source.device)
-        self.pack(source, gifts, parcel)
+        self.pack_boxes(source, gifts, parcel)
         return parcel
 
-    def pack(self, source: Storage, gifts: Sequence[Gift], parcel: torch.Tensor) -> None:
+    def pack_boxes(
+        self, source: ShardStorage, gifts: Sequence[NamedBox], parcel: torch.Tensor
+    ) -> None:
         """Put the gifts into the front of a parcel, which may be longer."""
         begin = 0
         for tensor, box in gifts:
-            view = source.view(tensor, box)
+            view = source.get_view(tensor, box)
             end = begin + view.nbytes
             parcel[begin:end].view(view.dtype).view(box.shape).copy_(view)
             begin = end
 
-    def unpack(self, parcel: torch.Tensor, gifts: Sequence[Gift], target: Storage) -> None:
+    def unpack_boxes(
+        self, parcel: torch.Tensor, gifts: Sequence[NamedBox], target: ShardStorage
+    ) -> None:
         """Put into the target what it holds of the gifts; the rest is passed over."""
         begin = 0
         for tensor, box in gifts:
             end = begin + box.numel * self.itemsizes[tensor]
-            for held, view in target.pieces(tensor):
-                if common := held.meet(box):
+            for held, view in target.get_pieces(tensor):
+                if common := held.intersect(box):
                     given = parcel[begin:end].view(view.dtype).view(box.shape)
-                    part(view, held, common).copy_(part(given, box, common))
+                    narrow_view(view, held, common).copy_(narrow_view(given, box, common))
             begin = end

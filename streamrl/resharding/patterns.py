@@ -11,17 +11,17 @@ from typing import TypeVar
 
 import numpy as np
 
-from streamrl.resharding.boxes import Box, remainder, total
-from streamrl.resharding.layouts import Layout, Shard
+from streamrl.resharding.boxes import TensorBox, count_elements, subtract_boxes
+from streamrl.resharding.layouts import ModelLayout, TensorShard
 
 Key = TypeVar("Key", bound=Hashable)
 
 #: A box, and the ranks that hold all of it.
-Fragment = tuple[Box, tuple[int, ...]]
+BoxFragment = tuple[TensorBox, tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
-class Pattern:
+class ShardPattern:
     """Tensors of one shape and element size, cut alike on every rank.
 
     held, wanted: the boxes of each rank that has any, in the source and in the target.
@@ -29,142 +29,167 @@ class Pattern:
 
     tensors: tuple[str, ...]
     itemsize: int
-    held: Mapping[int, tuple[Box, ...]]
-    wanted: Mapping[int, tuple[Box, ...]]
+    source_boxes: Mapping[int, tuple[TensorBox, ...]]
+    target_boxes: Mapping[int, tuple[TensorBox, ...]]
 
     @property
-    def bytes_each(self) -> int:
+    def element_bytes(self) -> int:
         """Bytes of one element of all of the tensors."""
         return self.itemsize * len(self.tensors)
 
-    def takers(self, ranks: Iterable[int]) -> dict[tuple[Box, ...], list[int]]:
+    def group_receivers(self, ranks: Iterable[int]) -> dict[tuple[TensorBox, ...], list[int]]:
         """Of these ranks those that want any, by the boxes that they want."""
-        return _same({rank: self.wanted[rank] for rank in ranks if rank in self.wanted})
+        return _group_by_value(
+            {rank: self.target_boxes[rank] for rank in ranks if rank in self.target_boxes}
+        )
 
     @property
-    def pairs(self) -> Mapping[tuple[tuple[Box, ...], tuple[Box, ...]], list[int]]:
+    def ranks_by_boxes(
+        self,
+    ) -> Mapping[tuple[tuple[TensorBox, ...], tuple[TensorBox, ...]], list[int]]:
         """The ranks by what they hold and what they want."""
-        ranks = sorted({*self.held, *self.wanted})
-        return _same({rank: (self.held.get(rank, ()), self.wanted.get(rank, ())) for rank in ranks})
+        ranks = sorted({*self.source_boxes, *self.target_boxes})
+        return _group_by_value(
+            {
+                rank: (self.source_boxes.get(rank, ()), self.target_boxes.get(rank, ()))
+                for rank in ranks
+            }
+        )
 
-    def fragments(self, ranks: Iterable[int] | None = None) -> "Fragments":
+    def find_fragments(self, ranks: Iterable[int] | None = None) -> "FragmentSet":
         """What these ranks hold, or all."""
-        holders: dict[Box, tuple[int, ...]] = {}
-        for rank in self.held if ranks is None else ranks:
-            for box in self.held.get(rank, ()):
+        holders: dict[TensorBox, tuple[int, ...]] = {}
+        for rank in self.source_boxes if ranks is None else ranks:
+            for box in self.source_boxes.get(rank, ()):
                 holders[box] = (*holders.get(box, ()), rank)
-        if _overlap(list(holders)):
-            holders = _apart(holders)
-        return Fragments(tuple(holders.items()))
+        if _has_overlap(list(holders)):
+            holders = _split_overlaps(holders)
+        return FragmentSet(tuple(holders.items()))
 
 
 @dataclass(frozen=True, eq=False)
-class Fragments:
+class FragmentSet:
     """Disjoint boxes of a tensor, each with all the ranks that hold it."""
 
-    held: tuple[Fragment, ...]
+    fragments: tuple[BoxFragment, ...]
 
-    def within(self, wanted: Sequence[Box]) -> list[Fragment]:
+    def find_within(self, wanted: Sequence[TensorBox]) -> list[BoxFragment]:
         """The parts of them that lie in the wanted boxes, which are disjoint."""
-        if not self.held:
+        if not self.fragments:
             return []
-        start, stop = self._limits
-        meets = np.zeros((len(self.held), len(wanted)), dtype=bool)
+        start, stop = self._corners
+        meets = np.zeros((len(self.fragments), len(wanted)), dtype=bool)
         for column, box in enumerate(wanted):
             meets[:, column] = ((start < box.stop) & (stop > box.start)).all(axis=1)
         return [
-            (common, self.held[row][1])
+            (common, self.fragments[row][1])
             for row, column in np.argwhere(meets).tolist()
-            if (common := self.held[row][0].meet(wanted[column]))
+            if (common := self.fragments[row][0].intersect(wanted[column]))
         ]
 
-    def lacking(self, wanted: Sequence[Box], found: Sequence[Fragment]) -> list[Box]:
+    def find_missing(
+        self, wanted: Sequence[TensorBox], found: Sequence[BoxFragment]
+    ) -> list[TensorBox]:
         """What of the wanted boxes nobody holds, where `found` is what lies within them."""
-        if total(box for box, _ in found) == total(wanted):
+        if count_elements(box for box, _ in found) == count_elements(wanted):
             return []
-        return remainder(wanted, [box for box, _ in found])
+        return subtract_boxes(wanted, [box for box, _ in found])
 
     @cached_property
-    def _limits(self) -> tuple[np.ndarray, np.ndarray]:
-        return _limits([box for box, _ in self.held])
+    def _corners(self) -> tuple[np.ndarray, np.ndarray]:
+        return _stack_corners([box for box, _ in self.fragments])
 
 
-def patterns(source: Layout, target: Layout) -> list[Pattern]:
+def find_patterns(source: ModelLayout, target: ModelLayout) -> list[ShardPattern]:
     """The patterns of the target's model, in the order of their first tensors."""
-    forms = _Forms()
+    forms = _ShardForms()
     found: dict[Hashable, list[str]] = {}
     sizes = {}
     for spec in target.model.tensors:
         sizes[spec.name] = spec.itemsize
-        key = (spec.shape, spec.itemsize, forms.of(source, spec.name), forms.of(target, spec.name))
+        key = (
+            spec.shape,
+            spec.itemsize,
+            forms.list_forms(source, spec.name),
+            forms.list_forms(target, spec.name),
+        )
         found.setdefault(key, []).append(spec.name)
     return [
-        Pattern(tuple(tensors), sizes[first], _boxes(source, first), _boxes(target, first))
+        ShardPattern(
+            tuple(tensors),
+            sizes[first],
+            _boxes_by_rank(source, first),
+            _boxes_by_rank(target, first),
+        )
         for tensors in found.values()
         for first in tensors[:1]
     ]
 
 
-class _Forms:
+class _ShardForms:
     """Numbers for how shards are cut, whatever their tensors are called."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Hashable, int] = {}
+        self._form_ids: dict[Hashable, int] = {}
         # By identity, as the replicas of a layout share their shards.
-        self._seen: dict[int, int] = {}
+        self._ids_by_shard: dict[int, int] = {}
 
-    def of(self, layout: Layout, tensor: str) -> tuple[tuple[int, int], ...]:
+    def list_forms(self, layout: ModelLayout, tensor: str) -> tuple[tuple[int, int], ...]:
         """Of each rank that holds some of a tensor, the form of its shard."""
         return tuple(
-            (rank, self._form(shard))
+            (rank, self._get_form_id(shard))
             for rank, shards in layout.shards.items()
             if (shard := shards.get(tensor))
         )
 
-    def _form(self, shard: Shard) -> int:
-        if id(shard) not in self._seen:
-            form = (shard.shape, shard.parts, shard.run)
-            self._seen[id(shard)] = self._numbers.setdefault(form, len(self._numbers))
-        return self._seen[id(shard)]
+    def _get_form_id(self, shard: TensorShard) -> int:
+        if id(shard) not in self._ids_by_shard:
+            form = (shard.shape, shard.box_origins, shard.flat_range)
+            self._ids_by_shard[id(shard)] = self._form_ids.setdefault(form, len(self._form_ids))
+        return self._ids_by_shard[id(shard)]
 
 
-def _boxes(layout: Layout, tensor: str) -> dict[int, tuple[Box, ...]]:
-    return {rank: tuple(boxes) for rank in layout.ranks if (boxes := layout.boxes(rank, tensor))}
+def _boxes_by_rank(layout: ModelLayout, tensor: str) -> dict[int, tuple[TensorBox, ...]]:
+    return {
+        rank: tuple(boxes) for rank in layout.ranks if (boxes := layout.get_boxes(rank, tensor))
+    }
 
 
-def _same(kinds: Mapping[int, Key]) -> dict[Key, list[int]]:
+def _group_by_value(kinds: Mapping[int, Key]) -> dict[Key, list[int]]:
     found: dict[Key, list[int]] = {}
     for rank, kind in kinds.items():
         found.setdefault(kind, []).append(rank)
     return found
 
 
-def _limits(boxes: Sequence[Box]) -> tuple[np.ndarray, np.ndarray]:
+def _stack_corners(boxes: Sequence[TensorBox]) -> tuple[np.ndarray, np.ndarray]:
     start = np.array([box.start for box in boxes], dtype=np.int64)
     stop = np.array([box.stop for box in boxes], dtype=np.int64)
     return start, stop
 
 
-def _overlap(boxes: Sequence[Box]) -> bool:
+def _has_overlap(boxes: Sequence[TensorBox]) -> bool:
     """Whether any two of them do."""
     if not boxes:
         return False
-    start, stop = _limits(boxes)
+    start, stop = _stack_corners(boxes)
     return any(
         bool(((start[index + 1 :] < high) & (stop[index + 1 :] > low)).all(axis=1).any())
         for index, (low, high) in enumerate(zip(start, stop, strict=True))
     )
 
 
-def _apart(holders: Mapping[Box, tuple[int, ...]]) -> dict[Box, tuple[int, ...]]:
+def _split_overlaps(
+    holders: Mapping[TensorBox, tuple[int, ...]],
+) -> dict[TensorBox, tuple[int, ...]]:
     """The same, cut where boxes overlap."""
-    apart: dict[Box, tuple[int, ...]] = {}
+    apart: dict[TensorBox, tuple[int, ...]] = {}
     for box, ranks in holders.items():
-        cut: dict[Box, tuple[int, ...]] = {}
+        cut: dict[TensorBox, tuple[int, ...]] = {}
         for other, others in apart.items():
-            if common := other.meet(box):
+            if common := other.intersect(box):
                 cut[common] = (*others, *ranks)
-            cut.update(dict.fromkeys(other.without(box), others))
-        cut.update(dict.fromkeys(remainder([box], apart), ranks))
+            cut.update(dict.fromkeys(other.subtract_box(box), others))
+        cut.update(dict.fromkeys(subtract_boxes([box], apart), ranks))
         apart = cut
     return apart

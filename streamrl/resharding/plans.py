@@ -10,31 +10,31 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from streamrl.resharding.boxes import Box, nested, remainder, total
-from streamrl.resharding.byte_report import BytesReport, Nodes, RankBytes, count
-from streamrl.resharding.layouts import Layout
-from streamrl.resharding.patterns import Fragment, Fragments, Pattern, patterns
+from streamrl.resharding.boxes import TensorBox, count_elements, is_nested, subtract_boxes
+from streamrl.resharding.byte_report import BytesReport, NodeTopology, RankBytes, count_transfers
+from streamrl.resharding.layouts import ModelLayout
+from streamrl.resharding.patterns import BoxFragment, FragmentSet, ShardPattern, find_patterns
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 #: A box of a tensor, named.
-Gift = tuple[str, Box]
+NamedBox = tuple[str, TensorBox]
 
 
 @dataclass(frozen=True)
-class Copy:
+class BoxCopy:
     """A box of a tensor, from the rank that has it to one that needs it; or it stays."""
 
-    gift: Gift
+    named_box: NamedBox
     source: int
     destination: int
 
 
 #: The boxes of a tensor that one rank gets, and who gives each.
-Gifts = tuple[tuple[Box, int], ...]
+BoxSources = tuple[tuple[TensorBox, int], ...]
 #: What every rank gets of a tensor; those that get the same from the same have one object.
-Moves = Mapping[int, Gifts]
+MovesByRank = Mapping[int, BoxSources]
 
 
 @dataclass(frozen=True)
@@ -44,32 +44,32 @@ class CopyPlan:
     moves: by tensor; tensors that are cut alike may have one object.
     """
 
-    source: Layout
-    target: Layout
-    cluster: Nodes
-    moves: Mapping[str, Moves]
+    source: ModelLayout
+    target: ModelLayout
+    cluster: NodeTopology
+    moves: Mapping[str, MovesByRank]
 
     @property
-    def copies(self) -> Iterator[Copy]:
+    def copies(self) -> Iterator[BoxCopy]:
         """Every copy: by tensors, then by ranks, and of each first what stays where it is."""
         for tensor, moves in self.moves.items():
             for rank, gifts in moves.items():
                 for at_home in (True, False):
                     for box, giver in gifts:
                         if (giver == rank) is at_home:
-                            yield Copy((tensor, box), giver, rank)
+                            yield BoxCopy((tensor, box), giver, rank)
 
-    def bytes_report(self) -> BytesReport:
+    def report_bytes(self) -> BytesReport:
         """What moves between the ranks, exactly the copies."""
-        ranks = _held_bytes(self.source, self.target)
-        sizes = _sizes(self.target)
-        for moves, tensors in _by_identity(self.moves):
+        ranks = _count_held_bytes(self.source, self.target)
+        sizes = _get_itemsizes(self.target)
+        for moves, tensors in _group_by_identity(self.moves):
             each = sum(sizes[tensor] for tensor in tensors)
-            for gifts, takers in _by_identity(moves):
+            for gifts, takers in _group_by_identity(moves):
                 amounts: dict[int, int] = defaultdict(int)
                 for box, giver in gifts:
                     amounts[giver] += box.numel * each
-                count(ranks, self.cluster, amounts, set(takers))
+                count_transfers(ranks, self.cluster, amounts, set(takers))
         return BytesReport(self.target.model.num_bytes, ranks)
 
 
@@ -81,69 +81,71 @@ class GatherPlan:
     them gives. keeps_copy: the ranks keep what they gave beside the result, instead of a view.
     """
 
-    source: Layout
-    target: Layout
-    cluster: Nodes
+    source: ModelLayout
+    target: ModelLayout
+    cluster: NodeTopology
     groups: tuple[tuple[int, ...], ...]
-    gives: Mapping[int, tuple[Gift, ...]]
+    contributions: Mapping[int, tuple[NamedBox, ...]]
     keeps_copy: bool = False
 
     @property
-    def copies(self) -> Iterator[Copy]:
+    def copies(self) -> Iterator[BoxCopy]:
         """Everything that reaches a rank, needed there or not."""
         for group in self.groups:
             for source in group:
-                for tensor, box in self.gives[source]:
+                for tensor, box in self.contributions[source]:
                     for destination in group:
-                        yield Copy((tensor, box), source, destination)
+                        yield BoxCopy((tensor, box), source, destination)
 
-    def bytes_report(self) -> BytesReport:
+    def report_bytes(self) -> BytesReport:
         """What moves between the ranks: each receives all that the others of its group give."""
-        ranks = _held_bytes(self.source, self.target, keeps_copy=self.keeps_copy)
-        sizes = _sizes(self.target)
+        ranks = _count_held_bytes(self.source, self.target, keeps_copy=self.keeps_copy)
+        sizes = _get_itemsizes(self.target)
         for group in self.groups:
             amounts = {
-                rank: sum(box.numel * sizes[tensor] for tensor, box in self.gives[rank])
+                rank: sum(box.numel * sizes[tensor] for tensor, box in self.contributions[rank])
                 for rank in group
             }
-            count(ranks, self.cluster, amounts, set(group))
+            count_transfers(ranks, self.cluster, amounts, set(group))
             for rank in group:
                 # All that any of them holds; what they want is among it.
-                ranks[rank].peak = sum(amounts.values())
+                ranks[rank].peak_bytes = sum(amounts.values())
         return BytesReport(self.target.model.num_bytes, ranks)
 
 
-def plan_copies(source: Layout, target: Layout, cluster: Nodes) -> CopyPlan:
+def plan_copies(source: ModelLayout, target: ModelLayout, cluster: NodeTopology) -> CopyPlan:
     """The fewest bytes that turn `source` into `target`; the layouts may be of other ranks.
 
     What a rank holds already stays. The rest comes from a rank of the same node where one has it,
     and from the one that has sent least so far. Raises ValueError if nobody holds what is needed.
     """
     sent: Counter[int] = Counter()
-    found = patterns(source, target)
+    found = find_patterns(source, target)
     of_tensor = {tensor: pattern for pattern in found for tensor in pattern.tensors}
-    wants: dict[Pattern, Mapping[int, list[Fragment]]] = {}
-    settled: dict[Pattern, tuple[Moves, Counter[int]]] = {}
-    moves: dict[str, Moves] = {}
+    wants: dict[ShardPattern, Mapping[int, list[BoxFragment]]] = {}
+    settled: dict[ShardPattern, tuple[MovesByRank, Counter[int]]] = {}
+    moves: dict[str, MovesByRank] = {}
     for spec in target.model.tensors:
         pattern = of_tensor[spec.name]
         if pattern not in wants:
-            wants[pattern] = _wants(pattern, pattern.fragments(), target.ranks, "no rank")
+            wants[pattern] = _find_wanted(
+                pattern, pattern.find_fragments(), target.ranks, "no rank"
+            )
             if not _has_choice(wants[pattern]):
                 own: Counter[int] = Counter()
-                settled[pattern] = _moves(wants[pattern], spec.itemsize, cluster, own), own
+                settled[pattern] = _assign_sources(wants[pattern], spec.itemsize, cluster, own), own
         if pattern in settled:
             moves[spec.name], own = settled[pattern]
             sent.update(own)
         else:
-            moves[spec.name] = _moves(wants[pattern], spec.itemsize, cluster, sent)
+            moves[spec.name] = _assign_sources(wants[pattern], spec.itemsize, cluster, sent)
     return CopyPlan(source, target, cluster, moves)
 
 
 def plan_gather(
-    source: Layout,
-    target: Layout,
-    cluster: Nodes,
+    source: ModelLayout,
+    target: ModelLayout,
+    cluster: NodeTopology,
     groups: Sequence[Sequence[int]],
     *,
     keeps_copy: bool = False,
@@ -152,20 +154,20 @@ def plan_gather(
 
     Raises ValueError if a rank needs what its group does not hold, or is in no group or in several.
     """
-    sizes = _sizes(target)
-    found = patterns(source, target)
+    sizes = _get_itemsizes(target)
+    found = find_patterns(source, target)
     times = Counter(rank for group in groups for rank in group)
     wrong = [rank for rank in {*times, *target.shards} if times[rank] != 1]
     if wrong:
         raise ValueError(f"rank {min(wrong)}: is {times[min(wrong)]} times in the groups, not once")
-    gives: dict[int, list[Gift]] = {rank: [] for group in groups for rank in group}
+    gives: dict[int, list[NamedBox]] = {rank: [] for group in groups for rank in group}
     given: Counter[int] = Counter()
     for group in groups:
         held = {}
         for pattern in found:
-            fragments = pattern.fragments(group)
-            _wants(pattern, fragments, group, f"no rank of its group {list(group)}")
-            held.update(dict.fromkeys(pattern.tensors, fragments.held))
+            fragments = pattern.find_fragments(group)
+            _find_wanted(pattern, fragments, group, f"no rank of its group {list(group)}")
+            held.update(dict.fromkeys(pattern.tensors, fragments.fragments))
         for tensor, itemsize in sizes.items():
             for box, ranks in held[tensor]:
                 giver = min(ranks, key=lambda rank: (given[rank], rank))
@@ -181,23 +183,25 @@ def plan_gather(
     )
 
 
-def _wants(
-    pattern: Pattern, fragments: Fragments, ranks: Collection[int], nobody: str
-) -> dict[int, list[Fragment]]:
+def _find_wanted(
+    pattern: ShardPattern, fragments: FragmentSet, ranks: Collection[int], nobody: str
+) -> dict[int, list[BoxFragment]]:
     """Of each of these ranks, the fragments that make up what it wants, in the order of the ranks.
 
     Ranks that want the same have the same list. Raises ValueError where there are not enough.
     """
-    found = {boxes: fragments.within(boxes) for boxes in pattern.takers(ranks)}
-    for boxes, takers in pattern.takers(ranks).items():
-        for lack in fragments.lacking(boxes, found[boxes]):
+    found = {boxes: fragments.find_within(boxes) for boxes in pattern.group_receivers(ranks)}
+    for boxes, takers in pattern.group_receivers(ranks).items():
+        for lack in fragments.find_missing(boxes, found[boxes]):
             raise ValueError(
                 f"{pattern.tensors[0]}{lack}, needed by rank {takers[0]}: {nobody} holds it"
             )
-    return {rank: found[pattern.wanted[rank]] for rank in ranks if rank in pattern.wanted}
+    return {
+        rank: found[pattern.target_boxes[rank]] for rank in ranks if rank in pattern.target_boxes
+    }
 
 
-def _has_choice(wants: Mapping[int, list[Fragment]]) -> bool:
+def _has_choice(wants: Mapping[int, list[BoxFragment]]) -> bool:
     """Whether any rank may get something from one or another."""
     return any(
         len(holders) > 1 and rank not in holders
@@ -206,16 +210,16 @@ def _has_choice(wants: Mapping[int, list[Fragment]]) -> bool:
     )
 
 
-def _moves(
-    wants: Mapping[int, list[Fragment]], itemsize: int, cluster: Nodes, sent: Counter[int]
-) -> Moves:
+def _assign_sources(
+    wants: Mapping[int, list[BoxFragment]], itemsize: int, cluster: NodeTopology, sent: Counter[int]
+) -> MovesByRank:
     """Who gives what; `sent`, the bytes that each rank has sent so far, goes up."""
-    made: dict[tuple[int, tuple[int, ...]], Gifts] = {}
+    made: dict[tuple[int, tuple[int, ...]], BoxSources] = {}
     moves = {}
     for rank, fragments in wants.items():
         givers = []
         for box, holders in fragments:
-            giver = _giver(holders, rank, cluster, sent)
+            giver = _choose_source(holders, rank, cluster, sent)
             if giver != rank:
                 sent[giver] += box.numel * itemsize
             givers.append(giver)
@@ -227,38 +231,42 @@ def _moves(
     return moves
 
 
-def _giver(holders: Sequence[int], rank: int, cluster: Nodes, sent: Mapping[int, int]) -> int:
+def _choose_source(
+    holders: Sequence[int], rank: int, cluster: NodeTopology, sent: Mapping[int, int]
+) -> int:
     if rank in holders:
         return rank
     if len(holders) == 1:
         return holders[0]
-    return min(holders, key=lambda r: (cluster.link(r, rank) == "network", sent[r], r))
+    return min(holders, key=lambda r: (cluster.get_link(r, rank) == "network", sent[r], r))
 
 
-def _held_bytes(
-    source: Layout, target: Layout, *, keeps_copy: bool = False
+def _count_held_bytes(
+    source: ModelLayout, target: ModelLayout, *, keeps_copy: bool = False
 ) -> dict[int, RankBytes]:
     """What every rank holds of both layouts and what it keeps twice; nothing has moved yet."""
     ranks = {rank: RankBytes() for rank in sorted({*source.ranks, *target.ranks})}
-    for pattern in patterns(source, target):
-        for (held, wanted), alike in pattern.pairs.items():
-            beside = total(remainder(held, wanted))
-            memory = total(held) + total(wanted)
-            if not keeps_copy and (nested(held, wanted) or nested(wanted, held)):
-                memory = max(total(held), total(wanted))
+    for pattern in find_patterns(source, target):
+        for (held, wanted), alike in pattern.ranks_by_boxes.items():
+            beside = count_elements(subtract_boxes(held, wanted))
+            memory = count_elements(held) + count_elements(wanted)
+            if not keeps_copy and (is_nested(held, wanted) or is_nested(wanted, held)):
+                memory = max(count_elements(held), count_elements(wanted))
             for rank in alike:
                 counts = ranks[rank]
-                counts.peak += (beside + total(wanted)) * pattern.bytes_each
-                counts.redundant += (total(held) if keeps_copy else beside) * pattern.bytes_each
-                counts.memory += memory * pattern.bytes_each
+                counts.peak_bytes += (beside + count_elements(wanted)) * pattern.element_bytes
+                counts.redundant_bytes += (
+                    count_elements(held) if keeps_copy else beside
+                ) * pattern.element_bytes
+                counts.memory_bytes += memory * pattern.element_bytes
     return ranks
 
 
-def _sizes(layout: Layout) -> dict[str, int]:
+def _get_itemsizes(layout: ModelLayout) -> dict[str, int]:
     return {spec.name: spec.itemsize for spec in layout.model.tensors}
 
 
-def _by_identity(objects: Mapping[Key, Value]) -> list[tuple[Value, list[Key]]]:
+def _group_by_identity(objects: Mapping[Key, Value]) -> list[tuple[Value, list[Key]]]:
     """Every object, with the keys it has."""
     found: dict[int, tuple[Value, list[Key]]] = {}
     for key, each in objects.items():

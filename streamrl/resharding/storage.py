@@ -4,18 +4,21 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from streamrl.resharding.boxes import Box, nested
-from streamrl.resharding.layouts import Layout, Shard
+from streamrl.resharding.boxes import TensorBox, is_nested
+from streamrl.resharding.layouts import ModelLayout, TensorShard
 
 
-class Storage:
+class ShardStorage:
     """The pieces one rank holds of every tensor, as views; whoever made them owns the memory.
 
     version: the policy_version of what is in them, None while they are being filled or before.
     """
 
     def __init__(
-        self, views: Mapping[str, Sequence[tuple[Box, torch.Tensor]]], *, version: int | None = None
+        self,
+        views: Mapping[str, Sequence[tuple[TensorBox, torch.Tensor]]],
+        *,
+        version: int | None = None,
     ) -> None:
         for tensor, pieces in views.items():
             for box, view in pieces:
@@ -30,60 +33,60 @@ class Storage:
         views = (view for pieces in self._views.values() for _, view in pieces)
         return next((view.device for view in views), torch.device("cpu"))
 
-    def __iter__(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[str, TensorBox, torch.Tensor]]:
         """Every piece: its tensor, its box and its view."""
         for tensor, pieces in self._views.items():
             for box, view in pieces:
                 yield tensor, box, view
 
-    def pieces(self, tensor: str) -> Sequence[tuple[Box, torch.Tensor]]:
+    def get_pieces(self, tensor: str) -> Sequence[tuple[TensorBox, torch.Tensor]]:
         """What is held of a tensor; nothing if none of it."""
         return self._views.get(tensor, ())
 
-    def beside(self, other: "Storage") -> "Storage":
+    def merge_with(self, other: "ShardStorage") -> "ShardStorage":
         """The pieces of both, which are of different tensors."""
-        return Storage({**self._views, **other._views}, version=self.version)
+        return ShardStorage({**self._views, **other._views}, version=self.version)
 
-    def view(self, tensor: str, box: Box) -> torch.Tensor:
+    def get_view(self, tensor: str, box: TensorBox) -> torch.Tensor:
         """The elements of a box that lies within one piece, to read or to fill."""
-        for held, view in self.pieces(tensor):
-            if held.meet(box) == box:
-                return part(view, held, box)
+        for held, view in self.get_pieces(tensor):
+            if held.intersect(box) == box:
+                return narrow_view(view, held, box)
         raise KeyError(f"{tensor}{box}: not in one piece of this storage")
 
 
-def part(view: torch.Tensor, held: Box, box: Box) -> torch.Tensor:
+def narrow_view(view: torch.Tensor, held: TensorBox, box: TensorBox) -> torch.Tensor:
     """Of a view of `held`, that of a box inside."""
-    steps = zip(box.spans, held.start, strict=True)
+    steps = zip(box.dim_ranges, held.start, strict=True)
     return view[tuple(slice(low - own, high - own) for (low, high), own in steps)]
 
 
-def allocate(
-    layout: Layout, rank: int, dtypes: Mapping[str, torch.dtype], *, device: str = "cpu"
-) -> Storage:
+def allocate_storage(
+    layout: ModelLayout, rank: int, dtypes: Mapping[str, torch.dtype], *, device: str = "cpu"
+) -> ShardStorage:
     """New memory for a rank's shards, one buffer for each, not yet filled.
 
     dtypes: by tensor name; their sizes must be those of the layout's specs.
     """
     buffers = {}
-    specs = layout.model.by_name()
+    specs = layout.model.specs_by_name()
     shards = layout.shards.get(rank, {})
     for tensor, shard in shards.items():
         dtype = dtypes[tensor]
         if dtype.itemsize != specs[tensor].itemsize:
             raise ValueError(f"{tensor}: {dtype} has not {specs[tensor].itemsize} bytes")
         buffers[tensor] = torch.empty(shard.numel, dtype=dtype, device=device)
-    return lying_in(buffers, shards)
+    return create_from_buffers(buffers, shards)
 
 
-def allocate_both(
-    source: Layout,
-    target: Layout,
+def allocate_overlapping(
+    source: ModelLayout,
+    target: ModelLayout,
     rank: int,
     dtypes: Mapping[str, torch.dtype],
     *,
     device: str = "cpu",
-) -> tuple[Storage, Storage]:
+) -> tuple[ShardStorage, ShardStorage]:
     """New memory for a rank's shards of two layouts.
 
     Tensor by tensor, those of the one are views into those of the other where they lie inside.
@@ -91,42 +94,50 @@ def allocate_both(
     in_target = {
         name
         for name, shard in source.shards.get(rank, {}).items()
-        if nested(shard.boxes, target.boxes(rank, name))
+        if is_nested(shard.boxes, target.get_boxes(rank, name))
     }
     in_source = {
         name
         for name, shard in target.shards.get(rank, {}).items()
-        if name not in in_target and nested(shard.boxes, source.boxes(rank, name))
+        if name not in in_target and is_nested(shard.boxes, source.get_boxes(rank, name))
     }
     held, wanted = (
-        allocate(_some(layout, rank, elsewhere, without=True), rank, dtypes, device=device)
+        allocate_storage(
+            _select_tensors(layout, rank, elsewhere, without=True), rank, dtypes, device=device
+        )
         for layout, elsewhere in ((source, in_target), (target, in_source))
     )
     return (
-        held.beside(inside(_some(source, rank, in_target), rank, wanted)),
-        wanted.beside(inside(_some(target, rank, in_source), rank, held)),
+        held.merge_with(
+            create_from_storage(_select_tensors(source, rank, in_target), rank, wanted)
+        ),
+        wanted.merge_with(
+            create_from_storage(_select_tensors(target, rank, in_source), rank, held)
+        ),
     )
 
 
-def _some(layout: Layout, rank: int, names: set[str], *, without: bool = False) -> Layout:
+def _select_tensors(
+    layout: ModelLayout, rank: int, names: set[str], *, without: bool = False
+) -> ModelLayout:
     """One rank's shards of these tensors, or of all others."""
     shards = layout.shards.get(rank, {})
-    return Layout(
+    return ModelLayout(
         layout.model, {rank: {n: shards[n] for n in shards if (n in names) is not without}}
     )
 
 
-def lying_in(
+def create_from_buffers(
     buffers: Mapping[str, torch.Tensor],
-    shards: Mapping[str, Shard],
+    shards: Mapping[str, TensorShard],
     *,
     version: int | None = None,
-) -> Storage:
+) -> ShardStorage:
     """A rank's shards as views of the contiguous tensors that hold them, each from its beginning.
 
     A buffer may be longer than its shard, as where it is padded.
     """
-    return Storage(
+    return ShardStorage(
         {
             tensor: [
                 (
@@ -145,21 +156,21 @@ def lying_in(
     )
 
 
-def inside(layout: Layout, rank: int, host: Storage) -> Storage:
+def create_from_storage(layout: ModelLayout, rank: int, host: ShardStorage) -> ShardStorage:
     """A rank's shards of a layout as views into what `host` holds: no memory of their own.
 
     Raises ValueError if a piece does not lie within one of the host's.
     """
-    views: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+    views: dict[str, list[tuple[TensorBox, torch.Tensor]]] = {}
     for tensor, shard in layout.shards.get(rank, {}).items():
         try:
-            views[tensor] = [(box, host.view(tensor, box)) for box in shard.boxes]
+            views[tensor] = [(box, host.get_view(tensor, box)) for box in shard.boxes]
         except KeyError as error:
             raise ValueError(f"rank {rank} cannot share its memory: {error.args[0]}") from None
-    return Storage(views, version=host.version)
+    return ShardStorage(views, version=host.version)
 
 
-def memory_bytes(*storages: Storage) -> int:
+def count_memory_bytes(*storages: ShardStorage) -> int:
     """Bytes of the buffers behind some storages, each buffer once."""
     buffers = {}
     for storage in storages:

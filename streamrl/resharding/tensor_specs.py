@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from streamrl.resharding.boxes import Box
+from streamrl.resharding.boxes import TensorBox
 
 ITEMSIZES = (1, 2, 4, 8, 16)
 """Bytes of an element."""
 
 
 @dataclass(frozen=True)
-class Component:
+class FusedComponent:
     """One of the matrices that are fused into a tensor, one behind the other in `split_dim`.
 
     size: its elements in that dimension. units: what it must not be split below, as the heads of
@@ -25,24 +25,26 @@ class Component:
     """
 
     size: int
-    units: int | None = None
+    num_units: int | None = None
 
     def __post_init__(self) -> None:
-        units = 1 if self.units is None else self.units
+        units = 1 if self.num_units is None else self.num_units
         if self.size < 1 or units < 1 or self.size % units:
-            raise ValueError(f"component of size {self.size}: must be a multiple of {self.units}")
+            raise ValueError(
+                f"component of size {self.size}: must be a multiple of {self.num_units}"
+            )
 
-    def part(self, index: int, count: int) -> tuple[int, int]:
+    def get_split_range(self, index: int, count: int) -> tuple[int, int]:
         """Start and stop of rank `index` of `count`, within the component.
 
         Raises ValueError where it cannot be split so evenly.
         """
-        units = self.size if self.units is None else self.units
+        units = self.size if self.num_units is None else self.num_units
         unit = self.size // units
         if units % count == 0:
             share = units // count * unit
             return index * share, (index + 1) * share
-        if self.units is not None and count % units == 0:
+        if self.num_units is not None and count % units == 0:
             first = index * units // count * unit
             return first, first + unit
         raise ValueError(f"{units} do not divide among {count}")
@@ -59,9 +61,9 @@ class TensorSpec:
 
     name: str
     shape: tuple[int, ...]
-    places: tuple[int, ...]
+    pipeline_positions: tuple[int, ...]
     split_dim: int | None = None
-    components: tuple[Component, ...] = ()
+    components: tuple[FusedComponent, ...] = ()
     itemsize: int = 4
 
     def __post_init__(self) -> None:
@@ -88,19 +90,19 @@ class TensorSpec:
         """Size in bytes."""
         return self.numel * self.itemsize
 
-    def part(self, index: int, count: int) -> list[Box]:
+    def split_tensor(self, index: int, count: int) -> list[TensorBox]:
         """What rank `index` of `count` tensor-parallel ranks holds: a box for each component.
 
         Raises ValueError with the tensor's name where it does not divide.
         """
-        whole = Box.whole(self.shape)
+        whole = TensorBox.from_shape(self.shape)
         if self.split_dim is None or count == 1:
             return [whole]
         boxes = []
         begin = 0
-        for component in self.components or (Component(self.shape[self.split_dim]),):
+        for component in self.components or (FusedComponent(self.shape[self.split_dim]),):
             try:
-                start, stop = component.part(index, count)
+                start, stop = component.get_split_range(index, count)
             except ValueError as error:
                 raise ValueError(f"{self.name}, dimension {self.split_dim}: {error}") from None
             boxes.append(whole.narrow(self.split_dim, begin + start, begin + stop))
@@ -113,27 +115,32 @@ class ModelSpec:
     """The tensors of a model, by name in order, and the number of its places."""
 
     tensors: tuple[TensorSpec, ...]
-    num_places: int
+    num_pipeline_positions: int
 
     def __post_init__(self) -> None:
         names = [spec.name for spec in self.tensors]
         if len(set(names)) != len(names):
             raise ValueError("two tensors of one name")
         for spec in self.tensors:
-            if not spec.places or not all(0 <= at < self.num_places for at in spec.places):
-                raise ValueError(f"{spec.name}: places {spec.places} of {self.num_places}")
+            if not spec.pipeline_positions or not all(
+                0 <= at < self.num_pipeline_positions for at in spec.pipeline_positions
+            ):
+                raise ValueError(
+                    f"{spec.name}: places {spec.pipeline_positions} of"
+                    f" {self.num_pipeline_positions}"
+                )
 
     @property
     def num_bytes(self) -> int:
         """M, the bytes of the model, each tensor once."""
         return sum(spec.num_bytes for spec in self.tensors)
 
-    def by_name(self) -> dict[str, TensorSpec]:
+    def specs_by_name(self) -> dict[str, TensorSpec]:
         """The tensors by their names."""
         return {spec.name: spec for spec in self.tensors}
 
 
-def even_stages(num_places: int, stages: int) -> tuple[int, ...]:
+def split_stages_evenly(num_places: int, stages: int) -> tuple[int, ...]:
     """How many places each stage holds: as many in each, or one more in some.
 
     Those spread so that fewer stages are made of whole ones wherever the numbers of stages divide:
@@ -145,7 +152,7 @@ def even_stages(num_places: int, stages: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in pairwise(ends))
 
 
-def merged_stages(counts: Sequence[int], stages: int) -> tuple[int, ...]:
+def merge_stages(counts: Sequence[int], stages: int) -> tuple[int, ...]:
     """The places of so many stages, each made of as many consecutive ones of these.
 
     For the generation stages of training stages that are listed, which zero redundancy needs whole.
@@ -157,7 +164,7 @@ def merged_stages(counts: Sequence[int], stages: int) -> tuple[int, ...]:
     return tuple(sum(counts[at : at + ratio]) for at in range(0, len(counts), ratio))
 
 
-def stage_places(counts: Sequence[int]) -> list[range]:
+def list_stage_positions(counts: Sequence[int]) -> list[range]:
     """The places of every stage, for that many in each."""
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]

@@ -14,14 +14,14 @@ import numpy as np
 from omegaconf import MISSING
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.files.python_module import find_function
+from streamrl.files.python_module import load_function
 from streamrl.files.typed_settings import read_settings
 from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt, describe_prompt
-from streamrl.rewards.interface.checks import shown
+from streamrl.rewards.interface.checks import format_value
 
-AUTO = "auto"
+AUTO_OVERSAMPLE = "auto"
 #: What a user's function may ask for, by name.
-OFFERED = ("prompt", "scores", "rewards")
+FILTER_PARAMETERS = ("prompt", "scores", "rewards")
 
 
 @dataclass
@@ -43,14 +43,14 @@ class FilterConfig:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"filter.kind={self.kind}: must be one of {', '.join(KINDS)}")
+        if self.kind not in FILTER_KINDS:
+            raise ConfigError(f"filter.kind={self.kind}: must be one of {', '.join(FILTER_KINDS)}")
         if self.kind == "none" and self.options:
             raise ConfigError(
                 f"filter.{next(iter(self.options))}: means nothing to filter.kind=none;"
                 " mean_outside takes low and high, function takes path and function"
             )
-        read_settings(KINDS[self.kind].options, self.options, section="filter")
+        read_settings(FILTER_KINDS[self.kind].options_type, self.options, section="filter")
         if self.max_filter_rounds < 1:
             raise ConfigError(
                 f"filter.max_filter_rounds={self.max_filter_rounds}: must be 1 or more"
@@ -60,32 +60,34 @@ class FilterConfig:
     def _check_oversample(self) -> None:
         value = self.oversample
         is_number = not isinstance(value, str) and math.isfinite(value) and value >= 1
-        if value != AUTO and not is_number:
-            raise ConfigError(f"filter.oversample={value}: must be a number from 1 on, or {AUTO}")
-        if value != 1 and not self.is_on:
+        if value != AUTO_OVERSAMPLE and not is_number:
+            raise ConfigError(
+                f"filter.oversample={value}: must be a number from 1 on, or {AUTO_OVERSAMPLE}"
+            )
+        if value != 1 and not self.is_enabled:
             raise ConfigError(
                 f"filter.oversample={value}: means nothing to filter.kind=none: all groups that"
                 " are sampled are trained"
             )
 
     @property
-    def is_on(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether groups may be taken out."""
         return self.kind != "none"
 
     @property
-    def oversampling(self) -> float | None:
+    def oversample_factor(self) -> float | None:
         """Prompts for a place; None for auto."""
         return None if isinstance(self.oversample, str) else float(self.oversample)
 
 
 @dataclass
-class NoOptions:
+class EmptyFilterOptions:
     """Of a kind that has none."""
 
 
 @dataclass
-class IntervalOptions:
+class MeanOutsideOptions:
     """Options of kind mean_outside.
 
     low: where the interval begins.
@@ -104,7 +106,7 @@ class IntervalOptions:
 
 
 @dataclass
-class KeepOptions:
+class FunctionFilterOptions:
     """Options of kind function.
 
     path: the Python file.
@@ -118,7 +120,7 @@ class KeepOptions:
 class GroupFilter(Protocol):
     """Says of a scored group whether it is taken out."""
 
-    def reason(self, prompt: Prompt, columns: Columns) -> str | None:
+    def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
         """Why the group is taken out, in words, or None: it stays.
 
         `columns` holds `scores` and `reward/<name>`, float32 [G], and may hold others. Raises
@@ -127,10 +129,10 @@ class GroupFilter(Protocol):
         ...
 
 
-class NoFilter:
+class KeepAllFilter:
     """Kind `none`: every group stays."""
 
-    def reason(self, prompt: Prompt, columns: Columns) -> str | None:
+    def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
         """Never any."""
         return None
 
@@ -138,7 +140,7 @@ class NoFilter:
 class EqualRewardsFilter:
     """Kind `equal_rewards`: takes out a group of two or more whose scores are exactly equal."""
 
-    def reason(self, prompt: Prompt, columns: Columns) -> str | None:
+    def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
         """Such as "all 8 rewards are 1"."""
         scores = columns["scores"]
         if len(scores) == 1 or (scores != scores[0]).any():
@@ -149,10 +151,10 @@ class EqualRewardsFilter:
 class MeanOutsideFilter:
     """Kind `mean_outside`: takes out a group whose mean score is not inside (low, high)."""
 
-    def __init__(self, options: IntervalOptions) -> None:
+    def __init__(self, options: MeanOutsideOptions) -> None:
         self._low, self._high = options.low, options.high
 
-    def reason(self, prompt: Prompt, columns: Columns) -> str | None:
+    def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
         """Such as "mean reward 0 is not inside (0, 1)". The mean is float64."""
         # fmean adds exactly, so the order of the rollouts never decides.
         mean = statistics.fmean(columns["scores"].tolist())
@@ -170,26 +172,29 @@ class FunctionFilter:
     quick: no model, no network.
     """
 
-    def __init__(self, options: KeepOptions) -> None:
+    def __init__(self, options: FunctionFilterOptions) -> None:
         said = f"filter.function={options.function}"
-        self._code = find_function(options.path, options.function, setting="filter.path", said=said)
-        self._asked = self._code.asks(OFFERED)
+        self._file_function = load_function(
+            options.path, options.function, setting="filter.path", said=said
+        )
+        self._parameters = self._file_function.select_arguments(FILTER_PARAMETERS)
 
-    def reason(self, prompt: Prompt, columns: Columns) -> str | None:
+    def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
         """That the function said so. Raises RewardError if it fails, or returns no bool."""
-        kept = self._call(prompt, columns)
+        kept = self._call_function(prompt, columns)
         if not isinstance(kept, bool | np.bool_):
             raise RewardError(
-                f"filter, {describe_prompt(prompt)}: {self._where} returned {shown(kept)},"
+                f"filter, {describe_prompt(prompt)}: {self._function_location} returned"
+                f" {format_value(kept)},"
                 " not True or False"
             )
-        return None if kept else f"{self._where} returned False"
+        return None if kept else f"{self._function_location} returned False"
 
     @property
-    def _where(self) -> str:
-        return f"{self._code.name} in {self._code.file}"
+    def _function_location(self) -> str:
+        return f"{self._file_function.name} in {self._file_function.file}"
 
-    def _call(self, prompt: Prompt, columns: Columns) -> Any:
+    def _call_function(self, prompt: Prompt, columns: Columns) -> Any:
         rewards = {
             name.removeprefix(COMPONENT_PREFIX): [
                 None if math.isnan(x) else x for x in column.tolist()
@@ -199,33 +204,35 @@ class FunctionFilter:
         }
         offered = {"prompt": prompt, "scores": columns["scores"].tolist(), "rewards": rewards}
         try:
-            return self._code.function(**{name: offered[name] for name in self._asked})
+            return self._file_function.function(
+                **{name: offered[name] for name in self._parameters}
+            )
         # Whatever a user's function does wrong, exit() included.
         except (Exception, SystemExit) as error:
             where = f"filter, {describe_prompt(prompt)}"
-            raise RewardError(f"{where}: {self._code.place_of(error)}") from error
+            raise RewardError(f"{where}: {self._file_function.describe_error(error)}") from error
 
 
 @dataclass(frozen=True)
-class Kind:
+class FilterKind:
     """How a filter of a kind is made of its options."""
 
-    make: Callable[[Any], GroupFilter]
-    options: type
+    create_filter: Callable[[Any], GroupFilter]
+    options_type: type
 
 
-KINDS: Mapping[str, Kind] = {
-    "none": Kind(lambda _: NoFilter(), NoOptions),
-    "equal_rewards": Kind(lambda _: EqualRewardsFilter(), NoOptions),
-    "mean_outside": Kind(MeanOutsideFilter, IntervalOptions),
-    "function": Kind(FunctionFilter, KeepOptions),
+FILTER_KINDS: Mapping[str, FilterKind] = {
+    "none": FilterKind(lambda _: KeepAllFilter(), EmptyFilterOptions),
+    "equal_rewards": FilterKind(lambda _: EqualRewardsFilter(), EmptyFilterOptions),
+    "mean_outside": FilterKind(MeanOutsideFilter, MeanOutsideOptions),
+    "function": FilterKind(FunctionFilter, FunctionFilterOptions),
 }
 
 
-def build_filter(config: FilterConfig) -> GroupFilter:
+def build_group_filter(config: FilterConfig) -> GroupFilter:
     """The filter of a run.
 
     Raises ConfigError, for kind function, if the file or the function cannot be used.
     """
-    kind = KINDS[config.kind]
-    return kind.make(read_settings(kind.options, config.options, section="filter"))
+    kind = FILTER_KINDS[config.kind]
+    return kind.create_filter(read_settings(kind.options_type, config.options, section="filter"))

@@ -24,37 +24,37 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from streamrl.errors import ConfigError, StreamError
-from streamrl.files.bounded_read import file_errors, open_regular, read_small_json
+from streamrl.files.bounded_read import open_regular_file, read_small_json, wrap_file_errors
 
 LOCK_FILE = "owner.lock"
-HEARTBEAT_S = 4.0
-WATCH_S = 5 * HEARTBEAT_S
+HEARTBEAT_INTERVAL_S = 4.0
+HEARTBEAT_TIMEOUT_S = 5 * HEARTBEAT_INTERVAL_S
 """A heartbeat that stays away for so long is that of a dead owner, s."""
-FORKS_S = 5.0
+FORK_CLOSE_TIMEOUT_S = 5.0
 """A fork of an owner that was just killed has so long to close the lock it was born with, s."""
-_POLL_S = 0.5
-_LARGEST = 1e12
+_POLL_INTERVAL_S = 0.5
+_MAX_NUMBER = 1e12
 """No pid, tick or second of an owner is as large."""
-_NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+_NO_FLOCK_ERRNOS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 """What a file system without flock answers."""
-_TAKEN = (errno.EAGAIN, errno.EACCES)
-_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+_LOCKED_ERRNOS = (errno.EAGAIN, errno.EACCES)
+_OPEN_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 """A link would have a file elsewhere overwritten, and a pipe never be opened."""
-WANDB_LINK = "wandb/*run-*/logs/debug-core.log"
+WANDB_LINK_PATTERN = "wandb/*run-*/logs/debug-core.log"
 """To the log of wandb's service, elsewhere: made in a new folder with each start, never opened."""
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 
 
 class InUseError(ConfigError):
     """A live command has the run directory."""
 
 
-def _ignore(text: str) -> None:
+def _ignore_status(text: str) -> None:
     """Tell nobody."""
 
 
 @dataclass(frozen=True)
-class Owner:
+class RunOwner:
     """A command that owns a run directory.
 
     boot, processes: which kernel and which set of process ids it lives in, empty where the system
@@ -70,11 +70,11 @@ class Owner:
     since: float
 
     @classmethod
-    def this_process(cls) -> "Owner":
+    def from_this_process(cls) -> "RunOwner":
         """Describe this process, as an owner from now on."""
         pid, boot, processes = os.getpid(), "", ""
         with contextlib.suppress(OSError):
-            boot = _BOOT_ID.read_text().strip()
+            boot = _BOOT_ID_PATH.read_text().strip()
         with contextlib.suppress(OSError):
             processes = os.readlink("/proc/self/ns/pid")
         return cls(
@@ -83,7 +83,7 @@ class Owner:
             boot=boot,
             processes=processes,
             pid=pid,
-            start=_start_of(pid),
+            start=_read_start_ticks(pid),
             since=time.time(),
         )
 
@@ -95,66 +95,66 @@ class Owner:
 class RunLock:
     """The ownership of a run directory, held until `release` or the end of the process."""
 
-    def __init__(self, file: int, path: Path, owner: Owner) -> None:
+    def __init__(self, file: int, path: Path, owner: RunOwner) -> None:
         self._file, self._path, self._owner = file, path, owner
-        self._released = threading.Event()
-        _held.add(self)
-        threading.Thread(target=self._beat, name="run-lock", daemon=True).start()
+        self._release_event = threading.Event()
+        _held_locks.add(self)
+        threading.Thread(target=self._run_heartbeat, name="run-lock", daemon=True).start()
 
-    def _beat(self) -> None:
-        while not self._released.wait(HEARTBEAT_S):
+    def _run_heartbeat(self) -> None:
+        while not self._release_event.wait(HEARTBEAT_INTERVAL_S):
             # By the file, not by its name: an overwritten run is moved away with its lock.
             with contextlib.suppress(OSError):
                 os.utime(self._file)
 
-    def check(self) -> None:
+    def verify_owner(self) -> None:
         """Raise StreamError if another command has taken the directory over, from a node to which
         neither flock nor the heartbeat got through in time."""
-        found = self._other_owner()
+        found = self._find_other_owner()
         if found is not None:
             raise StreamError(
                 f"run directory {self._path.parent} was taken over {found}: this run ends, and"
                 " leaves it to that one"
             )
 
-    def _other_owner(self) -> Owner | None:
+    def _find_other_owner(self) -> RunOwner | None:
         found = read_owner(self._path.parent)
         return None if found is None or found.id == self._owner.id else found
 
-    def moved_to(self, folder: Path) -> None:
+    def set_folder(self, folder: Path) -> None:
         """Note that the directory has another name now."""
         self._path = folder / LOCK_FILE
 
     def release(self) -> None:
         """Let others have the directory. The file stays: to remove it would be a race."""
-        if self._released.is_set():
+        if self._release_event.is_set():
             return
-        self._released.set()
+        self._release_event.set()
         with contextlib.suppress(OSError):
-            if self._other_owner() is None:
+            if self._find_other_owner() is None:
                 os.ftruncate(self._file, 0)
         self.close()
 
     def close(self) -> None:
         """Close the file; the lock ends with its last holder, and this process is one."""
-        _held.discard(self)
+        _held_locks.discard(self)
         with contextlib.suppress(OSError):
             os.close(self._file)
 
 
-_held: set[RunLock] = set()
+_held_locks: set[RunLock] = set()
 
 
-def _leave_locks() -> None:
+def _close_inherited_locks() -> None:
     """Close the locks in a fork, which would hold them beyond the life of the command."""
-    for lock in list(_held):
+    for lock in list(_held_locks):
         lock.close()
 
 
-os.register_at_fork(after_in_child=_leave_locks)
+os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
-def own_run(folder: Path, *, status: Callable[[str], None] = _ignore) -> RunLock:
+def acquire_run_lock(folder: Path, *, status: Callable[[str], None] = _ignore_status) -> RunLock:
     """Own a run directory that exists.
 
     Raises ConfigError in one line if a live command owns it, or it cannot be owned, as one with
@@ -163,12 +163,12 @@ def own_run(folder: Path, *, status: Callable[[str], None] = _ignore) -> RunLock
     """
     check_links(folder)
     path = folder / LOCK_FILE
-    with _disk_errors(path):
-        file = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
+    with _translate_disk_errors(path):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o644)
     try:
-        with _disk_errors(path):
+        with _translate_disk_errors(path):
             _check_free(folder, file, fcntl.LOCK_EX, status)
-            owner = Owner.this_process()
+            owner = RunOwner.from_this_process()
             text = json.dumps(asdict(owner)).encode() + b"\n"
             os.pwrite(file, text, 0)
             os.ftruncate(file, len(text))
@@ -190,12 +190,12 @@ def check_links(folder: Path) -> None:
         here = left.pop()
         entries: list[os.DirEntry[str]] = []
         # Of a run that goes on, a folder may be gone meanwhile.
-        with file_errors(here), contextlib.suppress(FileNotFoundError):
+        with wrap_file_errors(here), contextlib.suppress(FileNotFoundError):
             entries = list(os.scandir(here))
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 left.append(Path(entry.path))
-            elif entry.is_symlink() and not _stays(Path(entry.path), folder, inside):
+            elif entry.is_symlink() and not _is_inside(Path(entry.path), folder, inside):
                 raise ConfigError(
                     f"run directory {folder}: {entry.path} is a link to"
                     f" {os.readlink(entry.path)!r}, which is not in it; remove the link, or put"
@@ -205,9 +205,9 @@ def check_links(folder: Path) -> None:
                 raise ConfigError(f"run directory {folder}: {entry.path}: not a regular file")
 
 
-def _stays(link: Path, folder: Path, inside: Path) -> bool:
+def _is_inside(link: Path, folder: Path, inside: Path) -> bool:
     """Whether a link leads into the run directory, or is the one of wandb's to its own log."""
-    if fnmatch(str(link.relative_to(folder)), WANDB_LINK):
+    if fnmatch(str(link.relative_to(folder)), WANDB_LINK_PATTERN):
         return True
     try:
         return inside in link.resolve().parents
@@ -217,7 +217,9 @@ def _stays(link: Path, folder: Path, inside: Path) -> bool:
 
 
 @contextlib.contextmanager
-def read_run(folder: Path, *, status: Callable[[str], None] = _ignore) -> Iterator[None]:
+def lock_for_reading(
+    folder: Path, *, status: Callable[[str], None] = _ignore_status
+) -> Iterator[None]:
     """Keep others from owning a run directory, while it is read; nothing is written there.
 
     Raises ConfigError in one line if a live command owns it.
@@ -227,29 +229,31 @@ def read_run(folder: Path, *, status: Callable[[str], None] = _ignore) -> Iterat
         # Nobody has owned it since there are owners.
         yield
         return
-    with _disk_errors(path):
-        file = os.open(path, os.O_RDONLY | _FLAGS)
+    with _translate_disk_errors(path):
+        file = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
     try:
-        with _disk_errors(path):
+        with _translate_disk_errors(path):
             _check_free(folder, file, fcntl.LOCK_SH, status)
         yield
     finally:
         os.close(file)
 
 
-def read_owner(folder: Path) -> Owner | None:
+def read_owner(folder: Path) -> RunOwner | None:
     """Return the command that owns a run directory, or owned it last; None if it has given it up.
 
     The text is read anew, as another node may have written it.
     """
     try:
         found = read_small_json(folder / LOCK_FILE)
-        owner = Owner(**found)
+        owner = RunOwner(**found)
     except (OSError, ValueError, TypeError):
         # Whoever is just about to own it has not written it yet.
         return None
     numbers, texts = (owner.pid, owner.start, owner.since), (owner.host, owner.boot, owner.id)
-    is_one = all(isinstance(number, int | float) and 0 <= number < _LARGEST for number in numbers)
+    is_one = all(
+        isinstance(number, int | float) and 0 <= number < _MAX_NUMBER for number in numbers
+    )
     return owner if is_one and all(str(text).isprintable() for text in texts) else None
 
 
@@ -258,26 +262,26 @@ def _lock_file(folder: Path, file: int, kind: int) -> bool:
 
     Raises ConfigError if another process has it, but for a fork of an owner that was just killed.
     """
-    until = time.monotonic() + FORKS_S
+    until = time.monotonic() + FORK_CLOSE_TIMEOUT_S
     while True:
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
             return True
         except OSError as error:
-            if error.errno in _NO_FLOCK:
+            if error.errno in _NO_FLOCK_ERRNOS:
                 return False
-            if error.errno not in _TAKEN:
+            if error.errno not in _LOCKED_ERRNOS:
                 raise
         owner = read_owner(folder)
-        if owner is None or not _has_ended(owner) or time.monotonic() > until:
-            raise _in_use(folder, owner)
-        time.sleep(_POLL_S / 10)
+        if owner is None or not _has_exited(owner) or time.monotonic() > until:
+            raise _make_in_use_error(folder, owner)
+        time.sleep(_POLL_INTERVAL_S / 10)
 
 
 def _check_free(folder: Path, file: int, kind: int, status: Callable[[str], None]) -> None:
     """Raise ConfigError if a live command owns the directory; lock the file if it can be."""
     reaches = _lock_file(folder, file, kind)
-    owner, this = read_owner(folder), Owner.this_process()
+    owner, this = read_owner(folder), RunOwner.from_this_process()
     if owner is None:
         return
     if owner.boot and owner.boot == this.boot:
@@ -285,39 +289,39 @@ def _check_free(folder: Path, file: int, kind: int, status: Callable[[str], None
         if reaches:
             return
         if owner.processes == this.processes:
-            if _start_of(owner.pid) == owner.start:
-                raise _in_use(folder, owner)
+            if _read_start_ticks(owner.pid) == owner.start:
+                raise _make_in_use_error(folder, owner)
             return
-    if _beats(folder, owner, status):
-        raise _in_use(folder, owner)
+    if _has_heartbeat(folder, owner, status):
+        raise _make_in_use_error(folder, owner)
 
 
-def _has_ended(owner: Owner) -> bool:
+def _has_exited(owner: RunOwner) -> bool:
     """Whether an owner in this set of process ids is known to have ended."""
-    this = Owner.this_process()
+    this = RunOwner.from_this_process()
     is_here = bool(owner.boot) and (owner.boot, owner.processes) == (this.boot, this.processes)
-    return is_here and _start_of(owner.pid) != owner.start
+    return is_here and _read_start_ticks(owner.pid) != owner.start
 
 
-def _beats(folder: Path, owner: Owner, status: Callable[[str], None]) -> bool:
+def _has_heartbeat(folder: Path, owner: RunOwner, status: Callable[[str], None]) -> bool:
     """Whether the owner's heartbeat is seen."""
-    status(f"watching for {WATCH_S:g} s whether {folder}, owned {owner}, is alive")
-    before, until = _beat_of(folder), time.monotonic() + WATCH_S
+    status(f"watching for {HEARTBEAT_TIMEOUT_S:g} s whether {folder}, owned {owner}, is alive")
+    before, until = _read_heartbeat(folder), time.monotonic() + HEARTBEAT_TIMEOUT_S
     while time.monotonic() < until:
-        time.sleep(_POLL_S)
-        if _beat_of(folder) != before:
+        time.sleep(_POLL_INTERVAL_S)
+        if _read_heartbeat(folder) != before:
             return True
     return False
 
 
-def _beat_of(folder: Path) -> int:
+def _read_heartbeat(folder: Path) -> int:
     """When the file was touched last, as its file system has it."""
     # Opened anew: NFS asks the server for what it knows of a file when it is opened.
-    with open_regular(folder / LOCK_FILE) as file:
+    with open_regular_file(folder / LOCK_FILE) as file:
         return os.fstat(file.fileno()).st_mtime_ns
 
 
-def _in_use(folder: Path, owner: Owner | None) -> InUseError:
+def _make_in_use_error(folder: Path, owner: RunOwner | None) -> InUseError:
     if owner is None:
         return InUseError(
             f"run directory {folder} is in use: another command is just taking it or reads it for"
@@ -329,7 +333,7 @@ def _in_use(folder: Path, owner: Owner | None) -> InUseError:
     )
 
 
-def _start_of(pid: int) -> int:
+def _read_start_ticks(pid: int) -> int:
     """When a process began, in ticks since the kernel did; 0 if there is none, or nobody knows."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -340,7 +344,7 @@ def _start_of(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
+def _translate_disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -1,26 +1,26 @@
 """A run in virtual time: what a placement would do, by the books and the loops of real runs."""
 
 from streamrl.simulator.quick_run import (
-    part_workload,
-    play,
-    played_groups,
-    played_s,
-    simulated_s,
-    steps_of,
+    choose_num_steps,
+    estimate_quick_run_groups,
+    estimate_quick_run_s,
+    estimate_simulation_s,
+    run_quick_simulation,
+    split_workload,
 )
-from streamrl.simulator.replicas.failures import Crash, Failures
-from streamrl.simulator.results import Simulated
-from streamrl.simulator.simulation import simulate
+from streamrl.simulator.replicas.failures import FailureModel, NodeCrash
+from streamrl.simulator.results import SimulationResult
+from streamrl.simulator.simulation import run_simulation
 
 __all__ = [
-    "Crash",
-    "Failures",
-    "Simulated",
-    "part_workload",
-    "play",
-    "played_groups",
-    "played_s",
-    "simulate",
-    "simulated_s",
-    "steps_of",
+    "FailureModel",
+    "NodeCrash",
+    "SimulationResult",
+    "choose_num_steps",
+    "estimate_quick_run_groups",
+    "estimate_quick_run_s",
+    "estimate_simulation_s",
+    "run_quick_simulation",
+    "run_simulation",
+    "split_workload",
 ]

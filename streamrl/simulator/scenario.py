@@ -4,99 +4,107 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from streamrl.buffer.assembly.micro_batch_schedule import Pace
-from streamrl.dataflow import GENERATE, POLICY, Dataflow, Kind
+from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
+from streamrl.dataflow import GENERATE_CALL, POLICY, CallKind, Dataflow
 from streamrl.engines.reference_config import ReferenceConfig
 from streamrl.placement.placements import Placement
-from streamrl.placement.run_options import Manner
-from streamrl.placement.stage_timings import Timings
+from streamrl.placement.run_options import RunOptions
+from streamrl.placement.stage_timings import StageTimings
 from streamrl.placement.workload import Workload
-from streamrl.simulator.replicas.failures import Failures
+from streamrl.simulator.replicas.failures import FailureModel
 from streamrl.stream.run_state import PipelineConfig
-from streamrl.stream.weight_publisher import is_due
+from streamrl.stream.weight_publisher import is_publish_due
 
 
 @dataclass(frozen=True)
-class Scenario:
+class SimulationScenario:
     """All that a simulation depends on."""
 
     dataflow: Dataflow
     placement: Placement
-    timings: Timings
+    timings: StageTimings
     workload: Workload
     steps: int
     seed: int
-    manner: Manner
-    failures: Failures | None
+    run_options: RunOptions
+    failures: FailureModel | None
 
     @property
-    def pace(self) -> Pace:
+    def pace(self) -> UpdatePlan:
         """How trainers take a step: whole where calls wait, or it is updated several times."""
         workload = self.workload
-        several = workload.updates > 1
-        whole = several or workload.whole_steps or not self.placement.streamed
-        return Pace(whole, workload.epochs, min(workload.mini_batches, workload.groups_per_step))
+        several = workload.num_updates > 1
+        whole = several or workload.requires_whole_step or not self.placement.is_streamed
+        return UpdatePlan(
+            whole, workload.epochs, min(workload.mini_batches, workload.groups_per_step)
+        )
 
     @property
-    def pipeline(self) -> PipelineConfig:
+    def pipeline_config(self) -> PipelineConfig:
         """How its stages are coupled."""
         return PipelineConfig(
             max_staleness=self.placement.max_staleness,
-            depth=self.manner.depth,
-            on_stale=self.manner.on_stale,
+            depth=self.run_options.depth,
+            on_stale=self.run_options.on_stale,
             groups_per_step=self.workload.groups_per_step,
             micro_batch_tokens=self.workload.micro_batch_tokens,
             stall_s=math.inf,
         )
 
     @property
-    def reference(self) -> ReferenceConfig:
+    def reference_config(self) -> ReferenceConfig:
         """When it moves, if it does."""
-        return ReferenceConfig(every=self.manner.reference_every)
+        return ReferenceConfig(every=self.run_options.reference_every)
 
     @property
-    def replicas(self) -> dict[str, int]:
+    def replica_counts(self) -> dict[str, int]:
         """How many of each role that is not trained."""
         timings = self.timings
         found = {}
-        for role, calls in self.dataflow.roles.items():
-            if calls[0].kind is Kind.GENERATE:
+        for role, calls in self.dataflow.calls_by_role.items():
+            if calls[0].kind is CallKind.GENERATE:
                 found[role] = timings.generator.replicas
-            elif calls[0].kind is Kind.SCORE:
+            elif calls[0].kind is CallKind.SCORE:
                 found[role] = timings.score[calls[0].stage].replicas
         return found
 
-    def publish_s(self, role: str) -> float:
+    def estimate_publish_s(self, role: str) -> float:
         """Until a version of a role is on its way to all who follow it."""
-        followers = [call.stage for call in self.dataflow.calls if call.follows == role]
+        followers = [call.stage for call in self.dataflow.calls if call.followed_role == role]
         weights = self.timings.weights
         return max((weights[s].publish_s for s in followers if s in weights), default=0.0)
 
-    def publishes(self, role: str, version: int) -> bool:
+    def is_publish_due(self, role: str, version: int) -> bool:
         """Looked at is the last version."""
-        return is_due(
+        return is_publish_due(
             role,
             version,
-            every=self.manner.publish_every,
-            reference=self.reference,
+            every=self.run_options.publish_every,
+            reference=self.reference_config,
             looked_at=version == self.steps,
         )
 
     @property
-    def resides(self) -> bool:
+    def is_colocated(self) -> bool:
         """Whether the generators have the very devices of the policy's trainer."""
-        calls = self.placement.calls
-        trained = [call for call in self.dataflow.of_kind(Kind.TRAIN) if call.role == POLICY]
-        stages = (GENERATE.stage, *(call.stage for call in trained))
+        calls = self.placement.assignments
+        trained = [
+            call for call in self.dataflow.select_calls(CallKind.TRAIN) if call.role == POLICY
+        ]
+        stages = (GENERATE_CALL.stage, *(call.stage for call in trained))
         return len({calls[stage].mesh if stage in calls else None for stage in stages}) == 1
 
 
-def devices_of(scenario: Scenario, processes: Mapping[str, Sequence[str]]) -> dict[str, range]:
+def assign_devices(
+    scenario: SimulationScenario, processes: Mapping[str, Sequence[str]]
+) -> dict[str, range]:
     """The devices of each process: of a replica its part of the mesh of its role."""
     found = {}
-    for role, calls in scenario.dataflow.roles.items():
+    for role, calls in scenario.dataflow.calls_by_role.items():
         placed = [
-            scenario.placement.calls[c.stage] for c in calls if c.stage in scenario.placement.calls
+            scenario.placement.assignments[c.stage]
+            for c in calls
+            if c.stage in scenario.placement.assignments
         ]
         devices = placed[0].mesh.devices if placed else range(0)
         count = len(processes[role])

@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from streamrl.buffer import ExperienceQueue, ShardStats
-from streamrl.buffer.assembly.micro_batch_schedule import Pace, Turn
+from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound, UpdatePlan
 from streamrl.buffer.assembly.packing import Round
 from streamrl.buffer.books.ledger import LedgerCounts
 from streamrl.buffer.books.run_log import TrainedGroup
 from streamrl.messages import Array, Columns, GroupInfo, Prompt
-from streamrl.telemetry.spans import ArgValue, SpanRecorder
-from streamrl.weights import Loaded, WeightManifest
+from streamrl.telemetry.spans import SpanArgValue, SpanRecorder
+from streamrl.weights import WeightLoadStats, WeightManifest
 from streamrl.weights.version_registry import ReaderState
 
 
-class Follower(Protocol):
+class FollowerProtocol(Protocol):
     """Holds a model that another trains."""
 
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
         """Go over to another version. Raises WeightsError if it cannot, and keeps the old one."""
         ...
 
-    async def probe(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
+    async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
         """The logprob of each token, float32 [T], of sequences, int32 [T]; 0 for the first.
 
         None if the model has no say in that.
@@ -33,32 +33,32 @@ class Follower(Protocol):
         ...
 
 
-Finished = Callable[[], None]
+FinishedCallback = Callable[[], None]
 """Called for each completion that is finished, on the event loop, before all of them are."""
-Sample = Callable[[Prompt, Columns | None, Finished], Awaitable[Columns]]
+SampleFunction = Callable[[Prompt, Columns | None, FinishedCallback], Awaitable[Columns]]
 """What a generate stage makes of a prompt: its columns. New weights may come while it does.
 
 It goes on from what another has begun of them, if that is given: columns of partial rollouts.
 """
-Begun = Callable[[], Awaitable[Mapping[str, Columns]]]
+ReadPartialRollouts = Callable[[], Awaitable[Mapping[str, Columns]]]
 """What has been begun: by uid, the groups under way of which a completion token exists."""
 
 
-class Trainer(Protocol):
-    """All ranks that train one model as one; a round has `num_shares` micro-batches."""
+class TrainerProtocol(Protocol):
+    """All ranks that train one model as one; a round has `dp_size` micro-batches."""
 
-    num_shares: int
-    pace: Pace
+    dp_size: int
+    update_plan: UpdatePlan
 
-    def adopt(self, version: int, dials: Mapping[str, float]) -> None:
+    def begin_step(self, version: int, dials: Mapping[str, float]) -> None:
         """Train the step of this version, with these in the place of settings of their names."""
         ...
 
-    def rests(self, version: int) -> bool:
+    def is_frozen(self, version: int) -> bool:
         """Whether it leaves the step of this version out."""
         ...
 
-    async def plan(self, uids: Sequence[str], turns: Sequence[Turn]) -> None:
+    async def plan_step(self, uids: Sequence[str], turns: Sequence[ScheduledRound]) -> None:
         """Told the groups of a step, all of them, and the turns to come, before they are made."""
         ...
 
@@ -66,14 +66,14 @@ class Trainer(Protocol):
         """Forward and backward of one micro-batch per share; sums to be added over the update."""
         ...
 
-    async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+    async def apply_update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         """Optimizer update from the gradients so far, and what it reports (gradient norm, ...).
 
         `sums` are those of all its micro-batches: they say what it is normalised by.
         """
         ...
 
-    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
+    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
         """Publish the model as it is to those who follow it now, `readers`, and to others later.
 
         It may train on meanwhile, but not update.
@@ -82,7 +82,7 @@ class Trainer(Protocol):
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchedWeights:
     """The tensors of a version, what came over for them, and why they took a detour if they did.
 
     copied_bytes: that were copied on their way without leaving a process; NaN if nobody knows.
@@ -90,21 +90,23 @@ class Fetched:
 
     tensors: Mapping[str, Any]
     num_bytes: int = 0
-    detour: str = ""
+    fallback_reason: str = ""
     copied_bytes: float = math.nan
 
 
 class WeightChannel(Protocol):
     """The readers' end of weight sync."""
 
-    async def newest(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None: ...
+    async def wait_for_newer(
+        self, held: ReaderState, *, wait_s: float
+    ) -> WeightManifest | None: ...
 
-    async def fetch(self, manifest: WeightManifest) -> "Fetched":
+    async def fetch_weights(self, manifest: WeightManifest) -> "FetchedWeights":
         """Its tensors, verified. Raises WeightsError if they cannot be had, or are not whole."""
         ...
 
 
-class ClosableChannel(WeightChannel, Protocol):
+class ClosableWeightChannel(WeightChannel, Protocol):
     """A channel that may be left."""
 
     async def close(self) -> None: ...
@@ -113,17 +115,17 @@ class ClosableChannel(WeightChannel, Protocol):
 class PromptSource(Protocol):
     """Where prompts come from, without end."""
 
-    async def ready(self, count: int) -> None:
+    async def prefetch_prompts(self, count: int) -> None:
         """Have the next `count` at hand, so that drawing them takes no time."""
         ...
 
-    def draw(self, count: int) -> list[Prompt]: ...
+    def draw_prompts(self, count: int) -> list[Prompt]: ...
 
-    def prompt(self, uid: str) -> Prompt:
+    def get_prompt(self, uid: str) -> Prompt:
         """The prompt of a uid that was drawn, now or before a resume."""
         ...
 
-    def retry(self, uid: str) -> Prompt:
+    def retry_prompt(self, uid: str) -> Prompt:
         """The prompt of a uid again, as its next attempt."""
         ...
 
@@ -137,17 +139,17 @@ class DeviceLease(Protocol):
 
     def hold(self, stage: str) -> AbstractAsyncContextManager[None]: ...
 
-    def progress(self) -> None:
+    def report_progress(self) -> None:
         """A part of what it is held for is done."""
         ...
 
 
 @dataclass(frozen=True)
-class Made:
+class TrainStepResult:
     """What a trainer made of a step: the sums of its micro-batches, and what its updates report."""
 
-    sums: Mapping[str, float]
-    updates: Sequence[Mapping[str, float]]
+    metric_sums: Mapping[str, float]
+    update_metrics: Sequence[Mapping[str, float]]
 
 
 @dataclass
@@ -157,21 +159,21 @@ class FilterTally:
     `oversample` is how many prompts were admitted for each place at its end.
     """
 
-    groups: int = 0
-    tokens: int = 0
-    sampled_tokens: int = 0
+    num_groups: int = 0
+    num_tokens: int = 0
+    num_sampled_tokens: int = 0
     oversample: float = 1.0
 
-    def add(self, info: GroupInfo | None) -> None:
+    def add_group(self, info: GroupInfo | None) -> None:
         """One more group, with what is known of it."""
-        self.groups += 1
+        self.num_groups += 1
         if info is not None:
-            self.tokens += info.num_tokens
-            self.sampled_tokens += info.num_loss_tokens
+            self.num_tokens += info.num_tokens
+            self.num_sampled_tokens += info.num_loss_tokens
 
 
 @dataclass(frozen=True)
-class StepOutcome:
+class StepResult:
     """A finished step of `version`; `made` is by the role that was trained, under `dials`.
 
     Times are epoch s.
@@ -181,32 +183,32 @@ class StepOutcome:
 
     version: int
     groups: Sequence[TrainedGroup]
-    made: Mapping[str, Made]
-    dials: Mapping[str, float]
-    queue: ShardStats
-    ledger: LedgerCounts
+    results_by_role: Mapping[str, TrainStepResult]
+    adaptive_params: Mapping[str, float]
+    queue_stats: ShardStats
+    ledger_counts: LedgerCounts
     started_at: float
     ended_at: float
-    filtered: FilterTally = field(default_factory=FilterTally)
+    filter_tally: FilterTally = field(default_factory=FilterTally)
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageContext:
     """A stage's place in the stream, given to its loop."""
 
     name: str
     queue: ExperienceQueue
-    lease: DeviceLease
+    device_lease: DeviceLease
     spans: SpanRecorder
-    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    leave_requested: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the stage is to take nothing more and to leave the run."""
 
     @asynccontextmanager
-    async def computing(self, **facts: ArgValue) -> AsyncIterator[dict[str, ArgValue]]:
+    async def record_compute(self, **facts: SpanArgValue) -> AsyncIterator[dict[str, SpanArgValue]]:
         """Hold the pool and record a span: what a stage does inside counts as busy.
 
         Gives the span's facts, for more to be added.
         """
-        async with self.lease.hold(self.name):
-            with self.spans.span(self.name, **facts) as known:
+        async with self.device_lease.hold(self.name):
+            with self.spans.record_span(self.name, **facts) as known:
                 yield known

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from streamrl.buffer.books.ledger import LedgerCounts
 from streamrl.buffer.books.run_log import TrainedGroup
 from streamrl.buffer.wire_types import ShardStats
-from streamrl.dataflow import GENERATE, REWARD
+from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.stream.protocols import FilterTally
 from streamrl.telemetry.metric_names import METRICS, STALENESS_HISTOGRAM, Histogram
-from streamrl.telemetry.spans import Span, busy_s, idle_fraction
+from streamrl.telemetry.spans import Span, compute_busy_s, compute_idle_fraction
 
 NAN = math.nan
 TRAINED_METRICS = tuple(
@@ -23,7 +23,7 @@ TRAINED_METRICS = tuple(
 
 
 @dataclass(frozen=True)
-class Activity:
+class StageActivity:
     """What the processes of one stage did: their spans, and how many processes there are.
 
     Several stages of one `role` are served by the same processes.
@@ -35,7 +35,7 @@ class Activity:
     spans: Sequence[Span]
 
     @property
-    def most_processes(self) -> int:
+    def max_processes(self) -> int:
         """With those that have left within the step."""
         return max(self.num_processes, len({span.process for span in self.spans}))
 
@@ -50,32 +50,32 @@ class StepFacts:
 
     version: int
     groups: Sequence[TrainedGroup]
-    sums: Mapping[str, float]
+    metric_sums: Mapping[str, float]
     metrics: Mapping[str, float]
-    queue: ShardStats
-    ledger: LedgerCounts
-    activity: Mapping[str, Activity]
+    queue_stats: ShardStats
+    ledger_counts: LedgerCounts
+    activity: Mapping[str, StageActivity]
     start_s: float
     end_s: float
     max_staleness: int
-    filtered: FilterTally = field(default_factory=FilterTally)
+    filter_tally: FilterTally = field(default_factory=FilterTally)
 
 
-def step_row(facts: StepFacts) -> dict[str, float | Histogram]:
+def compute_step_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     """The row of a step: every name of the contract; NaN where a step has nothing to measure."""
     row: dict[str, float | Histogram] = {
         **dict.fromkeys(TRAINED_METRICS, NAN),
     }
-    row |= _rewards(facts.sums)
-    row |= _rollouts(facts)
-    row |= _staleness(facts)
-    row |= _queue(facts)
-    row |= _filter(facts)
-    row |= _time(facts)
+    row |= _reward_metrics(facts.metric_sums)
+    row |= _rollout_metrics(facts)
+    row |= _staleness_metrics(facts)
+    row |= _queue_metrics(facts)
+    row |= _filter_metrics(facts)
+    row |= _time_metrics(facts)
     return {**row, **facts.metrics}
 
 
-def _rewards(sums: Mapping[str, float]) -> dict[str, float | Histogram]:
+def _reward_metrics(sums: Mapping[str, float]) -> dict[str, float | Histogram]:
     count = sums["rollouts"]
     row: dict[str, float | Histogram] = {}
     for name, value in sums.items():
@@ -89,9 +89,9 @@ def _rewards(sums: Mapping[str, float]) -> dict[str, float | Histogram]:
     return row | {"reward/mean": mean, "reward/std": math.sqrt(variance)}
 
 
-def _rollouts(facts: StepFacts) -> dict[str, float | Histogram]:
-    sums, generate = facts.sums, facts.activity["generate"]
-    busy = _busy(generate, facts) / generate.most_processes
+def _rollout_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
+    sums, generate = facts.metric_sums, facts.activity["generate"]
+    busy = _sum_busy_s(generate, facts) / generate.max_processes
     sampled = sums["sampled_sum"]
     return {
         "rollout/length_mean": sampled / sums["rollouts"],
@@ -101,7 +101,7 @@ def _rollouts(facts: StepFacts) -> dict[str, float | Histogram]:
     }
 
 
-def _staleness(facts: StepFacts) -> dict[str, float | Histogram]:
+def _staleness_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     tokens: Counter[int] = Counter()
     in_queue = 0
     for group in facts.groups:
@@ -116,62 +116,62 @@ def _staleness(facts: StepFacts) -> dict[str, float | Histogram]:
         "weights/tokens_per_version": total / len(tokens),
         "staleness/in_queue_mean": in_queue / total,
         "staleness/in_flight_mean": mean - in_queue / total,
-        STALENESS_HISTOGRAM: Histogram.of_integers(tokens, maximum=facts.max_staleness),
+        STALENESS_HISTOGRAM: Histogram.from_integer_counts(tokens, maximum=facts.max_staleness),
     }
 
 
-def _queue(facts: StepFacts) -> dict[str, float | Histogram]:
-    ledger = facts.ledger
+def _queue_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
+    ledger = facts.ledger_counts
     row: dict[str, float | Histogram] = {
-        f"queue/depth/{stage}": depth for stage, depth in facts.queue.depth.items()
+        f"queue/depth/{stage}": depth for stage, depth in facts.queue_stats.depth.items()
     }
     row |= {f"drops/{cause}": count for cause, count in ledger.drops}
     for name in ("admitted", "trained", "filtered", "dropped", "in_flight"):
         row[f"ledger/{name}"] = vars(ledger)[name]
     return row | {
-        "queue/bytes": facts.queue.num_bytes,
-        "queue/oldest_age_s": facts.queue.oldest_age_s,
-        **{f"queue/{name}": count for name, count in facts.queue.counts.items()},
-        "journal/bytes": facts.queue.journal_bytes,
-        "journal/fsync_s": facts.queue.fsync_s,
+        "queue/bytes": facts.queue_stats.num_bytes,
+        "queue/oldest_age_s": facts.queue_stats.oldest_age_s,
+        **{f"queue/{name}": count for name, count in facts.queue_stats.counts.items()},
+        "journal/bytes": facts.queue_stats.journal_bytes,
+        "journal/fsync_s": facts.queue_stats.fsync_s,
     }
 
 
-def _filter(facts: StepFacts) -> dict[str, float | Histogram]:
+def _filter_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     """What the filter took, and the time that went into it: by its share of the tokens.
 
     Spans do not say it: groups are sampled side by side, and scored in batches.
     """
-    tally, infos = facts.filtered, [group.info for group in facts.groups]
-    sampled = sum(info.num_loss_tokens for info in infos) + tally.sampled_tokens
-    tokens = sum(info.num_tokens for info in infos) + tally.tokens
+    tally, infos = facts.filter_tally, [group.info for group in facts.groups]
+    sampled = sum(info.num_loss_tokens for info in infos) + tally.num_sampled_tokens
+    tokens = sum(info.num_tokens for info in infos) + tally.num_tokens
     generate_s, score_s = (
-        _busy(facts.activity[stage], facts) / facts.activity[stage].most_processes
+        _sum_busy_s(facts.activity[stage], facts) / facts.activity[stage].max_processes
         if stage in facts.activity
         else 0.0
-        for stage in (GENERATE.stage, REWARD.stage)
+        for stage in (GENERATE_CALL.stage, REWARD_CALL.stage)
     )
     return {
-        "filter/share": tally.groups / (tally.groups + len(infos)),
-        "filter/generate_s": generate_s * tally.sampled_tokens / sampled,
-        "filter/score_s": score_s * tally.tokens / tokens,
+        "filter/share": tally.num_groups / (tally.num_groups + len(infos)),
+        "filter/generate_s": generate_s * tally.num_sampled_tokens / sampled,
+        "filter/score_s": score_s * tally.num_tokens / tokens,
         "filter/oversample": tally.oversample,
     }
 
 
-def _time(facts: StepFacts) -> dict[str, float | Histogram]:
+def _time_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     step_s = facts.end_s - facts.start_s
     busy = {"generate": 0.0, "score": 0.0, "train": 0.0}
     row: dict[str, float | Histogram] = {}
     for stage, activity in facts.activity.items():
-        row[f"idle/{stage}"] = idle_fraction(
+        row[f"idle/{stage}"] = compute_idle_fraction(
             activity.spans,
             start=facts.start_s,
             end=facts.end_s,
             num_processes=activity.num_processes,
         )
-    for activity in _by_role(facts.activity):
-        busy[activity.kind] += _busy(activity, facts) / activity.most_processes
+    for activity in _merge_by_role(facts.activity):
+        busy[activity.kind] += _sum_busy_s(activity, facts) / activity.max_processes
     tokens = sum(group.info.num_tokens for group in facts.groups)
     row |= {f"time/{kind}_s": seconds for kind, seconds in busy.items()}
     return row | {
@@ -181,9 +181,9 @@ def _time(facts: StepFacts) -> dict[str, float | Histogram]:
     }
 
 
-def _by_role(activity: Mapping[str, Activity]) -> list[Activity]:
+def _merge_by_role(activity: Mapping[str, StageActivity]) -> list[StageActivity]:
     """What the processes of each role did in all their stages together."""
-    found: dict[str, Activity] = {}
+    found: dict[str, StageActivity] = {}
     for one in activity.values():
         before = found.get(one.role)
         spans = [*before.spans, *one.spans] if before else one.spans
@@ -191,9 +191,11 @@ def _by_role(activity: Mapping[str, Activity]) -> list[Activity]:
     return list(found.values())
 
 
-def _busy(activity: Activity, facts: StepFacts) -> float:
+def _sum_busy_s(activity: StageActivity, facts: StepFacts) -> float:
     """Busy seconds in the step, added over the stage's processes."""
     by_process: dict[str, list[Span]] = {}
     for span in activity.spans:
         by_process.setdefault(span.process, []).append(span)
-    return sum(busy_s(own, start=facts.start_s, end=facts.end_s) for own in by_process.values())
+    return sum(
+        compute_busy_s(own, start=facts.start_s, end=facts.end_s) for own in by_process.values()
+    )

@@ -1,19 +1,19 @@
 """What a run reports: the metrics contract, spans, and the sinks they go to."""
 
 from streamrl.telemetry.config import TelemetryConfig, WandbConfig
-from streamrl.telemetry.metric_names import Histogram, Row, check_row
-from streamrl.telemetry.progress import RunFacts
-from streamrl.telemetry.sinks import Sink
+from streamrl.telemetry.metric_names import Histogram, MetricsRow, validate_row
+from streamrl.telemetry.progress import RunInfo
+from streamrl.telemetry.sinks import MetricsSink
 from streamrl.telemetry.spans import Span, SpanRecorder
 
 __all__ = [
     "Histogram",
-    "Row",
-    "RunFacts",
-    "Sink",
+    "MetricsRow",
+    "MetricsSink",
+    "RunInfo",
     "Span",
     "SpanRecorder",
     "TelemetryConfig",
     "WandbConfig",
-    "check_row",
+    "validate_row",
 ]

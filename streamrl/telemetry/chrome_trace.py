@@ -17,18 +17,24 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from streamrl.files.atomic_write import disk_errors, open_new
-from streamrl.files.bounded_read import file_errors, open_regular, parse_json, read_lines
-from streamrl.telemetry.metric_names import Histogram, Row, json_value
-from streamrl.telemetry.sinks import Fields, json_fields
+from streamrl.files.atomic_write import open_new_file, wrap_disk_errors
+from streamrl.files.bounded_read import open_regular_file, parse_json, read_lines, wrap_file_errors
+from streamrl.telemetry.metric_names import Histogram, MetricsRow, to_json_value
+from streamrl.telemetry.sinks import EventFields, to_json_fields
 from streamrl.telemetry.spans import Span
 
 TRACE_FILE = "trace.json"
-EARLIER_FILE = "trace.earlier.json"
-MOST_BYTES = 512_000_000
+EARLIER_TRACE_FILE = "trace.earlier.json"
+MAX_TRACE_BYTES = 512_000_000
 """Of a run's trace, both parts: as much as can still be opened, some 2 million groups."""
-COUNTERS = ("queue/depth/", "staleness/mean", "staleness/max", "weights/version", "reward/mean")
-_RUN = "run"
+COUNTER_METRICS = (
+    "queue/depth/",
+    "staleness/mean",
+    "staleness/max",
+    "weights/version",
+    "reward/mean",
+)
+_RUN_PROCESS = "run"
 _LANES_PER_PROCESS = 1000
 _OPENING, _CLOSING = b"[\n", b"\n]\n"
 
@@ -50,123 +56,129 @@ class TraceSink:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._path = run_dir / TRACE_FILE
-        self._part_bytes = most_bytes / 2
-        self._resume = resume
+        self._max_part_bytes = most_bytes / 2
+        self._is_resumed = resume
         self._clock = clock
         self._file: FileIO | None = None
-        self._end = 0
+        self._end_offset = 0
         self._pids: dict[str, int] = {}
         self._tids: set[int] = set()
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Open the file, and learn from an earlier part what its processes are called."""
-        kept = _complete_events(self._path) if self._resume else []
+        kept = _load_events(self._path) if self._is_resumed else []
         for event in kept:
             if event["name"] == "process_name":
                 self._pids[event["args"]["name"]] = event["pid"]
             elif event["name"] == "thread_name":
                 self._tids.add(event["tid"])
-        with disk_errors(self._path):
+        with wrap_disk_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if not self._resume:
-                self._path.with_name(EARLIER_FILE).unlink(missing_ok=True)
-        self._open(kept)
+            if not self._is_resumed:
+                self._path.with_name(EARLIER_TRACE_FILE).unlink(missing_ok=True)
+        self._open_file(kept)
 
-    def _open(self, kept: Sequence[dict[str, Any]] = ()) -> None:
+    def _open_file(self, kept: Sequence[dict[str, Any]] = ()) -> None:
         """Begin a file, with what is kept of the one that it takes the place of."""
         partial = self._path.with_suffix(".partial")
-        with disk_errors(self._path):
-            self._file, self._end = FileIO(open_new(partial), "w"), 0
-            self._append([*kept, *self._new_names(_RUN, 0)])
+        with wrap_disk_errors(self._path):
+            self._file, self._end_offset = FileIO(open_new_file(partial), "w"), 0
+            self._append_events([*kept, *self._make_name_events(_RUN_PROCESS, 0)])
             partial.replace(self._path)
 
-    def _turn_over(self) -> None:
+    def _rotate_file(self) -> None:
         """Make the file the earlier part, and begin a new one."""
         self.close({})
-        with disk_errors(self._path):
-            self._path.replace(self._path.with_name(EARLIER_FILE))
+        with wrap_disk_errors(self._path):
+            self._path.replace(self._path.with_name(EARLIER_TRACE_FILE))
         self._pids.clear()
         self._tids.clear()
-        self._open()
+        self._open_file()
 
-    def spans(self, spans: Iterable[Span]) -> None:
+    def write_spans(self, spans: Iterable[Span]) -> None:
         """Add spans; an open one is left out, as it comes whole with a later drain."""
-        if self._end > self._part_bytes:
-            self._turn_over()
+        if self._end_offset > self._max_part_bytes:
+            self._rotate_file()
         events: list[dict[str, Any]] = []
         for span in spans:
             if not span.is_open:
-                events += self._new_names(span.process, span.lane)
-                events.append(self._complete_event(span))
-        self._append(events)
+                events += self._make_name_events(span.process, span.lane)
+                events.append(self._make_span_event(span))
+        self._append_events(events)
 
-    def step(self, step: int, row: Row) -> None:
+    def log_step(self, step: int, row: MetricsRow) -> None:
         """Mark the step's end across all processes, and plot its counters."""
-        events = [self._mark(f"step {step}", "g", {})]
+        events = [self._make_instant_event(f"step {step}", "g", {})]
         for name, value in row.items():
-            if name.startswith(COUNTERS) and not isinstance(value, Histogram):
-                number = json_value(value)
+            if name.startswith(COUNTER_METRICS) and not isinstance(value, Histogram):
+                number = to_json_value(value)
                 if number is not None:
-                    events.append(self._event("C", name, {"args": {"value": number}}))
-        self._append(events)
+                    events.append(self._make_run_event("C", name, {"args": {"value": number}}))
+        self._append_events(events)
 
-    def event(self, name: str, fields: Fields) -> None:
+    def log_event(self, name: str, fields: EventFields) -> None:
         """Mark an event in the row of the run."""
-        self._append([self._mark(name, "p", fields)])
+        self._append_events([self._make_instant_event(name, "p", fields)])
 
-    def close(self, summary: Fields) -> None:
+    def close(self, summary: EventFields) -> None:
         """Make the file durable and close it."""
         file, self._file = self._file, None
         if file is not None:
-            with disk_errors(self._path), file:
+            with wrap_disk_errors(self._path), file:
                 os.fsync(file.fileno())
 
-    def _place(self, process: str, lane: int) -> dict[str, int]:
+    def _get_thread_ids(self, process: str, lane: int) -> dict[str, int]:
         # Perfetto takes pid and tid 0 for the kernel's, and a tid for unique across processes.
         pid = self._pids[process]
         return {"pid": pid, "tid": pid * _LANES_PER_PROCESS + lane}
 
-    def _new_names(self, process: str, lane: int) -> list[dict[str, Any]]:
+    def _make_name_events(self, process: str, lane: int) -> list[dict[str, Any]]:
         """Names for a process and a lane where they are met for the first time."""
         names: list[tuple[str, dict[str, Any]]] = []
         if process not in self._pids:
             self._pids[process] = len(self._pids) + 1
             names.append(("process_name", {"name": process}))
             names.append(("process_sort_index", {"sort_index": self._pids[process]}))
-        place = self._place(process, lane)
+        place = self._get_thread_ids(process, lane)
         if place["tid"] not in self._tids:
             self._tids.add(place["tid"])
             names.append(("thread_name", {"name": f"lane {lane}"}))
         return [{"ph": "M", "name": name, **place, "args": args} for name, args in names]
 
-    def _complete_event(self, span: Span) -> dict[str, Any]:
-        start_us = _us(span.start_s)
-        duration_us = _us(span.end_s) - start_us
-        place = self._place(span.process, span.lane)
+    def _make_span_event(self, span: Span) -> dict[str, Any]:
+        start_us = _to_microseconds(span.start_s)
+        duration_us = _to_microseconds(span.end_s) - start_us
+        place = self._get_thread_ids(span.process, span.lane)
         times = {"ts": start_us, "dur": duration_us}
-        return {"ph": "X", "name": span.name, **place, **times, "args": json_fields(span.args)}
+        return {"ph": "X", "name": span.name, **place, **times, "args": to_json_fields(span.args)}
 
-    def _mark(self, name: str, scope: str, args: Fields) -> dict[str, Any]:
-        return self._event("i", name, {"s": scope, "args": json_fields(args)})
+    def _make_instant_event(self, name: str, scope: str, args: EventFields) -> dict[str, Any]:
+        return self._make_run_event("i", name, {"s": scope, "args": to_json_fields(args)})
 
-    def _event(self, phase: str, name: str, more: Mapping[str, Any]) -> dict[str, Any]:
-        ts = _us(self._clock())
-        return {"ph": phase, "name": name, **self._place(_RUN, 0), "ts": ts, **more}
+    def _make_run_event(self, phase: str, name: str, more: Mapping[str, Any]) -> dict[str, Any]:
+        ts = _to_microseconds(self._clock())
+        return {
+            "ph": phase,
+            "name": name,
+            **self._get_thread_ids(_RUN_PROCESS, 0),
+            "ts": ts,
+            **more,
+        }
 
-    def _append(self, events: list[dict[str, Any]]) -> None:
+    def _append_events(self, events: list[dict[str, Any]]) -> None:
         assert self._file is not None, "the trace is not open"
         if not events:
             return
         body = b",\n".join(json.dumps(event).encode() for event in events)
-        left = memoryview((b",\n" if self._end else _OPENING) + body + _CLOSING)
-        with disk_errors(self._path):
-            self._file.seek(self._end)
+        left = memoryview((b",\n" if self._end_offset else _OPENING) + body + _CLOSING)
+        with wrap_disk_errors(self._path):
+            self._file.seek(self._end_offset)
             while left:  # a disk that fills up takes a part first
                 left = left[self._file.write(left) :]
-            self._end = self._file.tell() - len(_CLOSING)
+            self._end_offset = self._file.tell() - len(_CLOSING)
 
 
-def _us(seconds: float) -> int:
+def _to_microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
@@ -175,11 +187,11 @@ def read_spans(path: Path) -> list[Span]:
 
     What a crash tore off its end is left out.
     """
-    return [*_spans(path.with_name(EARLIER_FILE)), *_spans(path)]
+    return [*_load_spans(path.with_name(EARLIER_TRACE_FILE)), *_load_spans(path)]
 
 
-def _spans(path: Path) -> list[Span]:
-    events = _complete_events(path)
+def _load_spans(path: Path) -> list[Span]:
+    events = _load_events(path)
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     return [
         Span(
@@ -201,7 +213,7 @@ def check_trace(run_dir: Path) -> None:
         pass
 
 
-def _complete_events(path: Path) -> list[dict[str, Any]]:
+def _load_events(path: Path) -> list[dict[str, Any]]:
     return list(_read_events(path))
 
 
@@ -212,19 +224,19 @@ def _read_events(path: Path) -> Iterator[dict[str, Any]]:
     """
     if not path.exists():
         return
-    with file_errors(path), open_regular(path) as file:
+    with wrap_file_errors(path), open_regular_file(path) as file:
         for number, line in enumerate(read_lines(file), 1):
             try:
                 event = parse_json(line.decode().rstrip(",\r\n"))
             except json.JSONDecodeError:
                 continue
             if isinstance(event, dict):
-                if not _is_event(event):
+                if not _is_trace_event(event):
                     raise ValueError(f"line {number}: not an event of a trace")
                 yield event
 
 
-def _is_event(event: Mapping[str, Any]) -> bool:
+def _is_trace_event(event: Mapping[str, Any]) -> bool:
     """Whether it has what is read of its kind."""
     kinds: dict[str, type | tuple[type, ...]] = {"ph": str, "name": str, "pid": int, "tid": int}
     if event.get("ph") in ("X", "M"):

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from streamrl.errors import ConfigError
 
-MODES = ("offline", "online", "disabled")
-CONSOLES = ("auto", "live", "plain", "none")
+WANDB_MODES = ("offline", "online", "disabled")
+CONSOLE_MODES = ("auto", "live", "plain", "none")
 
 
 @dataclass
@@ -22,9 +22,9 @@ class WandbConfig:
     entity: str = ""
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
+        if self.mode not in WANDB_MODES:
             raise ConfigError(
-                f"telemetry.wandb.mode={self.mode}: must be one of {', '.join(MODES)}"
+                f"telemetry.wandb.mode={self.mode}: must be one of {', '.join(WANDB_MODES)}"
             )
         if self.mode != "disabled" and not self.project:
             raise ConfigError("telemetry.wandb.project=: must not be empty")
@@ -46,6 +46,6 @@ class TelemetryConfig:
     trace: bool = True
 
     def __post_init__(self) -> None:
-        if self.console not in CONSOLES:
-            rule = f"must be one of {', '.join(CONSOLES)}"
+        if self.console not in CONSOLE_MODES:
+            rule = f"must be one of {', '.join(CONSOLE_MODES)}"
             raise ConfigError(f"telemetry.console={self.console}: {rule}")

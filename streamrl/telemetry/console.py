@@ -15,18 +15,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.telemetry.metric_names import Row
+from streamrl.telemetry.metric_names import MetricsRow
 from streamrl.telemetry.progress import (
-    DEPTH,
-    FILTER_COSTS,
-    IDLE,
-    Progress,
-    RunFacts,
-    duration_text,
-    fields_text,
-    number_text,
+    DEPTH_PREFIX,
+    FILTER_COST_METRICS,
+    IDLE_PREFIX,
+    RunInfo,
+    RunProgress,
+    format_duration,
+    format_fields,
+    format_number,
 )
-from streamrl.telemetry.sinks import EVENTS_FILE, Fields
+from streamrl.telemetry.sinks import EVENTS_FILE, EventFields
 
 EVENTS_PER_STEP = 3
 EVENTS_EVERY_S = 30.0
@@ -36,22 +36,24 @@ _GAP = "  "
 
 
 @dataclass
-class _Told:
+class _EventCounter:
     """The events of one name since the last step: how many, for how many of them there is a line,
     and when the last line was printed, s.
     """
 
     count: int = 0
-    told: int = 0
-    at: float = 0.0
+    num_printed: int = 0
+    last_printed_s: float = 0.0
 
-    def add(self, now: float) -> bool:
+    def count_event(self, now: float) -> bool:
         """Count one more; whether it is to be printed, which is then taken as done."""
         self.count += 1
         is_round = self.count == 10 ** (len(str(self.count)) - 1)
-        due = self.count <= EVENTS_PER_STEP or is_round or now - self.at >= EVENTS_EVERY_S
+        due = (
+            self.count <= EVENTS_PER_STEP or is_round or now - self.last_printed_s >= EVENTS_EVERY_S
+        )
         if due:
-            self.told, self.at = self.count, now
+            self.num_printed, self.last_printed_s = self.count, now
         return due
 
 
@@ -64,72 +66,72 @@ class RunConsole:
 
     def __init__(
         self,
-        facts: RunFacts,
+        facts: RunInfo,
         console: Console,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.progress = Progress(facts)
+        self.progress = RunProgress(facts)
         self.console = console
         self.clock = clock
         self.started_at = clock()
-        self._events: dict[str, _Told] = {}
+        self._event_counters: dict[str, _EventCounter] = {}
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Begin the display."""
         self.started_at = self.clock()
 
-    def resume(self, rows: Iterable[tuple[int, Row]]) -> None:
+    def restore_rows(self, rows: Iterable[tuple[int, MetricsRow]]) -> None:
         """Take over the rows of the run's earlier part, so that first values stay the first."""
         for step, row in rows:
-            self.progress.add(step, row)
+            self.progress.add_row(step, row)
 
-    def status(self, text: str) -> None:
+    def show_status(self, text: str) -> None:
         """Say what is being waited for; an empty text ends it."""
 
-    def step(self, step: int, row: Row) -> None:
+    def log_step(self, step: int, row: MetricsRow) -> None:
         """Show a step."""
-        self._print_left_out()
-        evals = self.take(step, row)
+        self._print_omitted_events()
+        evals = self.add_row(step, row)
         if evals:
-            self.line("eval", fields_text([("step", step), *evals.items()]), style="green")
-        self.show()
+            self.print_line("eval", format_fields([("step", step), *evals.items()]), style="green")
+        self.show_progress()
 
-    def take(self, step: int, row: Row) -> Mapping[str, float]:
+    def add_row(self, step: int, row: MetricsRow) -> Mapping[str, float]:
         """Add the row to the progress; returns its evaluations."""
-        return self.progress.add(step, row)
+        return self.progress.add_row(step, row)
 
-    def show(self) -> None:
+    def show_progress(self) -> None:
         """Show the progress, which has just taken a step."""
 
-    def event(self, name: str, fields: Fields) -> None:
+    def log_event(self, name: str, fields: EventFields) -> None:
         """Print an event, unless this step had enough of its name for now."""
-        events = self._events.setdefault(name, _Told())
-        if events.add(self.clock()):
+        events = self._event_counters.setdefault(name, _EventCounter())
+        if events.count_event(self.clock()):
             so_far = f"{events.count:,} so far, the last: "
-            text = fields_text(fields.items())
+            text = format_fields(fields.items())
             text = text if events.count <= EVENTS_PER_STEP else so_far + text
-            self.line(name, text, style="yellow")
+            self.print_line(name, text, style="yellow")
 
-    def _print_left_out(self) -> None:
-        for name, events in self._events.items():
-            if events.count > events.told:
-                more = f"{events.count - events.told:,} more, see {EVENTS_FILE}"
-                self.line(name, more, style="yellow")
-        self._events.clear()
+    def _print_omitted_events(self) -> None:
+        for name, events in self._event_counters.items():
+            if events.count > events.num_printed:
+                more = f"{events.count - events.num_printed:,} more, see {EVENTS_FILE}"
+                self.print_line(name, more, style="yellow")
+        self._event_counters.clear()
 
-    def close(self, summary: Fields) -> None:
+    def close(self, summary: EventFields) -> None:
         """End the display and print the summary; of a run without a step, what it left behind."""
-        self._print_left_out()
-        if self.progress.latest:
+        self._print_omitted_events()
+        if self.progress.latest_values:
             wall_s = self.clock() - self.started_at
             self.console.print()
-            self.console.print(summary_table(self.progress, wall_s, summary))
+            self.console.print(build_summary_table(self.progress, wall_s, summary))
         elif summary.get("checkpoint"):
             for name in ("outcome", "written"):
-                self.line(name, str(summary[name]))
+                self.print_line(name, str(summary[name]))
 
-    def line(self, label: str, text: str, *, style: str = "") -> None:
+    def print_line(self, label: str, text: str, *, style: str = "") -> None:
         """Print one thing that happened; long text continues below its beginning."""
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(no_wrap=True, min_width=_LABEL_WIDTH)
@@ -150,24 +152,24 @@ class PlainConsole(RunConsole):
     def start(self, config: Mapping[str, Any]) -> None:
         """Print what the run is going to do."""
         super().start(config)
-        facts = self.progress.facts
+        facts = self.progress.run_info
         resumed = f", resumed after step {self.progress.step}" if facts.resume_step else ""
-        self.line(facts.name, f"{facts.num_steps} steps{resumed}, writing {facts.run_dir}")
+        self.print_line(facts.name, f"{facts.num_steps} steps{resumed}, writing {facts.run_dir}")
 
-    def status(self, text: str) -> None:
+    def show_status(self, text: str) -> None:
         """Print the status if it changed."""
         if text and text != self._last_status:
-            self.line(duration_text(self.clock() - self.started_at), text)
+            self.print_line(format_duration(self.clock() - self.started_at), text)
         self._last_status = text
 
-    def show(self) -> None:
+    def show_progress(self) -> None:
         """Print the line of the step; a row with nothing but evaluations has none."""
         progress = self.progress
         if progress.step == 0:
             return
-        columns = _columns(progress)
+        columns = _build_columns(progress)
         if self._steps_shown % _HEADER_EVERY == 0:
-            self.line("", f"queue and idle of: {', '.join(progress.stages)}")
+            self.print_line("", f"queue and idle of: {', '.join(progress.stages)}")
             self._print_cells([header for header, _, _ in columns], columns)
         self._print_cells([value for _, value, _ in columns], columns)
         self._steps_shown += 1
@@ -182,51 +184,55 @@ class PlainConsole(RunConsole):
         self.console.print(Text(text), no_wrap=True, overflow="crop")
 
 
-def _columns(progress: Progress) -> list[tuple[str, str, int]]:
+def _build_columns(progress: RunProgress) -> list[tuple[str, str, int]]:
     """Header, value and width of each column of a step's line."""
-    get, facts, stages = progress.get, progress.facts, progress.stages
+    get, facts, stages = progress.get, progress.run_info, progress.stages
     num_steps = str(facts.num_steps)
-    depths = " ".join(f"{number_text(get(DEPTH + stage), 0):>3}" for stage in stages)
-    idles = " ".join(f"{number_text(get(IDLE + stage) * 100, 0):>3}" for stage in stages)
-    staleness = f"{number_text(get('staleness/mean'), 1)}/{number_text(get('staleness/max'), 0)}"
-    filtered = [("filtered", " ".join(filter_texts(progress)), 11)] if facts.has_filter else []
+    depths = " ".join(f"{format_number(get(DEPTH_PREFIX + stage), 0):>3}" for stage in stages)
+    idles = " ".join(f"{format_number(get(IDLE_PREFIX + stage) * 100, 0):>3}" for stage in stages)
+    staleness = (
+        f"{format_number(get('staleness/mean'), 1)}/{format_number(get('staleness/max'), 0)}"
+    )
+    filtered = (
+        [("filtered", " ".join(format_filter_stats(progress)), 11)] if facts.has_filter else []
+    )
     return [
         ("step", f"{progress.step}/{num_steps}", 2 * len(num_steps) + 1),
-        ("reward", number_text(get("reward/mean")), 7),
+        ("reward", format_number(get("reward/mean")), 7),
         ("stale", staleness, 6),
         *filtered,
         ("queue", depths, max(len(depths), 5)),
         ("idle %", idles, max(len(idles), 6)),
-        ("tok/s", number_text(get("throughput/tokens_per_s"), 0), 6),
-        ("step s", number_text(get("time/step_s"), 1), 6),
-        ("left", duration_text(progress.left_s()), 7),
+        ("tok/s", format_number(get("throughput/tokens_per_s"), 0), 6),
+        ("step s", format_number(get("time/step_s"), 1), 6),
+        ("left", format_duration(progress.estimate_remaining_s()), 7),
     ]
 
 
-def filter_texts(progress: Progress) -> tuple[str, str]:
+def format_filter_stats(progress: RunProgress) -> tuple[str, str]:
     """The share that was filtered in the last step, and the time it took: "88%", "12.1s"."""
     share = progress.get("filter/share")
-    seconds = sum(progress.get(name) for name in FILTER_COSTS)
-    return f"{share:.0%}" if math.isfinite(share) else "-", f"{number_text(seconds, 1)}s"
+    seconds = sum(progress.get(name) for name in FILTER_COST_METRICS)
+    return f"{share:.0%}" if math.isfinite(share) else "-", f"{format_number(seconds, 1)}s"
 
 
-def summary_table(progress: Progress, wall_s: float, summary: Fields) -> Table:
+def build_summary_table(progress: RunProgress, wall_s: float, summary: EventFields) -> Table:
     """First and last reward and evaluations, totals, the ledger, and what the run's end says."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True, min_width=_LABEL_WIDTH)
     table.add_column(overflow="fold")
-    rewards, facts = progress.rewards, progress.facts
+    rewards, facts = progress.rewards, progress.run_info
     rows = [("steps", f"{progress.step} of {facts.num_steps}")]
     if rewards:
-        rows.append(("reward", f"{number_text(rewards[0])} -> {number_text(rewards[-1])}"))
+        rows.append(("reward", f"{format_number(rewards[0])} -> {format_number(rewards[-1])}"))
     for name, last in progress.last_evals.items():
         first = progress.first_evals[name]
-        rows.append(("eval", f"{name} {number_text(first)} -> {number_text(last)}"))
+        rows.append(("eval", f"{name} {format_number(first)} -> {format_number(last)}"))
     since = " since the resume" if facts.resume_step is not None else ""
-    rows.append(("wall time", duration_text(wall_s) + since))
-    rows.append(("tokens", f"{progress.tokens:,.0f}"))
-    rows.append(("filtered", progress.filter_line()))
-    rows.append(("ledger", progress.ledger_line()))
+    rows.append(("wall time", format_duration(wall_s) + since))
+    rows.append(("tokens", f"{progress.num_tokens:,.0f}"))
+    rows.append(("filtered", progress.format_filter_line()))
+    rows.append(("ledger", progress.format_ledger_line()))
     rows += [(name, str(value)) for name, value in summary.items()]
     for label, text in rows:
         if text:
@@ -244,4 +250,4 @@ class ConsoleLogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print the record as a line under its level."""
         style = "red" if record.levelno >= logging.ERROR else "yellow"
-        self._console.line(record.levelname.lower(), self.format(record), style=style)
+        self._console.print_line(record.levelname.lower(), self.format(record), style=style)

@@ -1,6 +1,7 @@
 """What the console shows of a run so far, computed from its rows; and how numbers are written.
 
-No terminal in here: everything returns plain values and strings, in ASCII but for `sparkline`.
+No terminal in here: everything returns plain values and strings, in ASCII but for
+`render_sparkline`.
 """
 
 import itertools
@@ -11,16 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from streamrl.telemetry.metric_names import Histogram, Row
+from streamrl.telemetry.metric_names import Histogram, MetricsRow
 
-DEPTH, IDLE, EVAL, LEDGER = "queue/depth/", "idle/", "eval/", "ledger/"
-FILTER_COSTS = ("filter/generate_s", "filter/score_s")
-BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+DEPTH_PREFIX, IDLE_PREFIX, EVAL_PREFIX, LEDGER_PREFIX = "queue/depth/", "idle/", "eval/", "ledger/"
+FILTER_COST_METRICS = ("filter/generate_s", "filter/score_s")
+SPARKLINE_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _RECENT_STEPS = 10
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunInfo:
     """What is known of a run before its first step.
 
     `num_steps` counts the steps of the whole run, `max_staleness` is in versions; `resume_step` is
@@ -37,34 +38,34 @@ class RunFacts:
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """The latest numbers of a run, its reward so far and its first and last evaluations.
 
     Metrics a row does not hold read as NaN.
     """
 
-    facts: RunFacts
+    run_info: RunInfo
     step: int = 0
-    latest: dict[str, float] = field(default_factory=dict)
+    latest_values: dict[str, float] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     first_evals: dict[str, float] = field(default_factory=dict)
     last_evals: dict[str, float] = field(default_factory=dict)
     stages: list[str] = field(default_factory=list)
-    tokens: float = 0.0
-    filtered_s: dict[str, float] = field(default_factory=dict)
+    num_tokens: float = 0.0
+    filter_costs_s: dict[str, float] = field(default_factory=dict)
     recent_step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
 
     def __post_init__(self) -> None:
-        self.step = self.facts.resume_step or 0
+        self.step = self.run_info.resume_step or 0
 
-    def add(self, step: int, row: Row) -> dict[str, float]:
+    def add_row(self, step: int, row: MetricsRow) -> dict[str, float]:
         """Take a step's row; returns its evaluations by name, without `eval/`.
 
         Intervals and what is of a part of the prompts only are left to the other sinks.
         """
         numbers = {n: float(v) for n, v in row.items() if not isinstance(v, Histogram)}
         self.step = step
-        self.latest.update(numbers)
+        self.latest_values.update(numbers)
         reward = numbers.get("reward/mean", math.nan)
         if math.isfinite(reward):
             self.rewards.append(reward)
@@ -72,21 +73,25 @@ class Progress:
         if math.isfinite(step_s):
             self.recent_step_s.append(step_s)
             tokens = numbers.get("throughput/tokens_per_s", 0.0) * step_s
-            self.tokens += tokens if math.isfinite(tokens) else 0.0
-        for name in FILTER_COSTS:
+            self.num_tokens += tokens if math.isfinite(tokens) else 0.0
+        for name in FILTER_COST_METRICS:
             seconds = numbers.get(name, 0.0)
             if math.isfinite(seconds):
-                self.filtered_s[name] = self.filtered_s.get(name, 0.0) + seconds
-        self._add_stages(numbers)
-        evals = {name: value for name, value in part(numbers, EVAL).items() if "/" not in name}
+                self.filter_costs_s[name] = self.filter_costs_s.get(name, 0.0) + seconds
+        self._collect_stages(numbers)
+        evals = {
+            name: value
+            for name, value in select_prefix(numbers, EVAL_PREFIX).items()
+            if "/" not in name
+        }
         self.last_evals.update(evals)
         self.first_evals = {**evals, **self.first_evals}
         return evals
 
-    def _add_stages(self, numbers: Mapping[str, float]) -> None:
+    def _collect_stages(self, numbers: Mapping[str, float]) -> None:
         # In the order of the row: a stage that idles and has no queue (generate) comes first.
-        for prefix in (IDLE, DEPTH):
-            for stage in part(numbers, prefix):
+        for prefix in (IDLE_PREFIX, DEPTH_PREFIX):
+            for stage in select_prefix(numbers, prefix):
                 if stage not in self.stages:
                     self.stages.append(stage)
 
@@ -97,35 +102,35 @@ class Progress:
 
     def get(self, name: str) -> float:
         """The latest value of a metric; NaN if it was never logged."""
-        return self.latest.get(name, math.nan)
+        return self.latest_values.get(name, math.nan)
 
-    def left_s(self, since_step_s: float = 0.0) -> float:
+    def estimate_remaining_s(self, since_step_s: float = 0.0) -> float:
         """Time to the last step: the median of recent steps times those left; NaN before the first.
 
         `since_step_s` is the time since the latest step ended.
         """
         if not self.recent_step_s:
             return math.nan
-        steps_left = max(self.facts.num_steps - self.step, 0)
+        steps_left = max(self.run_info.num_steps - self.step, 0)
         total_s = steps_left * statistics.median(self.recent_step_s)
         return max(total_s - since_step_s, 0.0)
 
-    def filter_line(self) -> str:
+    def format_filter_line(self) -> str:
         """What the filter has taken so far, and the time that went into it; empty for nothing."""
-        filtered, trained = (self.get(LEDGER + name) for name in ("filtered", "trained"))
+        filtered, trained = (self.get(LEDGER_PREFIX + name) for name in ("filtered", "trained"))
         if not filtered > 0:
             return ""
-        generate_s, score_s = (self.filtered_s.get(name, 0.0) for name in FILTER_COSTS)
+        generate_s, score_s = (self.filter_costs_s.get(name, 0.0) for name in FILTER_COST_METRICS)
         return (
             f"{filtered:,.0f} of {filtered + trained:,.0f} groups"
             f" ({filtered / (filtered + trained):.0%}), which took {generate_s:.1f} s of generation"
             f" and {score_s:.1f} s of scoring"
         )
 
-    def ledger_line(self) -> str:
+    def format_ledger_line(self) -> str:
         """The conservation law with its numbers; "!=" shows that it does not hold."""
         names = ("admitted", "trained", "filtered", "dropped", "in_flight")
-        values = [self.get(LEDGER + name) for name in names]
+        values = [self.get(LEDGER_PREFIX + name) for name in names]
         if not all(map(math.isfinite, values)):
             return ""
         terms = [f"{int(v)} {n.replace('_', ' ')}" for n, v in zip(names, values, strict=True)]
@@ -133,12 +138,12 @@ class Progress:
         return f"{terms[0]} {sign} {' + '.join(terms[1:])}"
 
 
-def part(numbers: Mapping[str, float], prefix: str) -> dict[str, float]:
+def select_prefix(numbers: Mapping[str, float], prefix: str) -> dict[str, float]:
     """The numbers whose names start with `prefix`, without it."""
     return {n.removeprefix(prefix): v for n, v in numbers.items() if n.startswith(prefix)}
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
+def render_sparkline(values: Sequence[float], width: int) -> str:
     """A row of at most `width` block characters; longer series show means of equal pieces.
 
     The lowest value is the lowest block; a constant series lies at the bottom.
@@ -147,11 +152,11 @@ def sparkline(values: Sequence[float], width: int) -> str:
     cuts = [i * len(values) // count for i in range(count + 1)] if count else [0]
     means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(cuts)]
     low, high = min(means, default=0.0), max(means, default=0.0)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
+    scale = (len(SPARKLINE_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARKLINE_BLOCKS[round((mean - low) * scale)] for mean in means)
 
 
-def number_text(value: float, digits: int = 3) -> str:
+def format_number(value: float, digits: int = 3) -> str:
     """A number in few characters: "0.412", "-1.250", "12.3k", "4.6M"; "-" for NaN."""
     if not math.isfinite(value):
         return "-"
@@ -161,7 +166,7 @@ def number_text(value: float, digits: int = 3) -> str:
     return f"{value:.{digits}f}"
 
 
-def duration_text(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as "0:07", "4:12" or "1:02:03"; "-" for NaN."""
     if not math.isfinite(seconds):
         return "-"
@@ -170,6 +175,6 @@ def duration_text(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def fields_text(fields: Iterable[tuple[str, object]]) -> str:
+def format_fields(fields: Iterable[tuple[str, object]]) -> str:
     """Names and values in one line: "step=3 cause=timeout"; floats with three digits."""
     return "  ".join(f"{n}={v:.3f}" if isinstance(v, float) else f"{n}={v}" for n, v in fields)

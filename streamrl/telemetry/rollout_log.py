@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.files.atomic_write import disk_errors, write_whole
+from streamrl.files.atomic_write import wrap_disk_errors, write_atomic
 
 
 class RolloutLog:
@@ -14,19 +14,19 @@ class RolloutLog:
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "rollouts"
 
-    def discard_after(self, step: int) -> None:
+    def discard_steps_after(self, step: int) -> None:
         """Remove the samples of later steps: the run goes on from `step` another way."""
         for path in self._folder.glob("step_*.jsonl"):
             number = path.stem.removeprefix("step_")
             if number.isdecimal() and int(number) > step:
                 path.unlink()
 
-    def write(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """The sampled groups of a step; nothing if there are none. Raises DiskError."""
         if not samples:
             return
         lines = [json.dumps(sample, default=str, ensure_ascii=False) for sample in samples]
         path = self._folder / f"step_{step:06d}.jsonl"
-        with disk_errors(path):
+        with wrap_disk_errors(path):
             self._folder.mkdir(exist_ok=True)
-            write_whole(path, "\n".join(lines) + "\n")
+            write_atomic(path, "\n".join(lines) + "\n")

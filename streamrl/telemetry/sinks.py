@@ -1,4 +1,7 @@
-"""Where metrics and events go: the `Sink` protocol, and the JSONL files of the run directory."""
+"""Where metrics and events go:
+
+the `MetricsSink` protocol, and the JSONL files of the run directory.
+"""
 
 import json
 import time
@@ -9,31 +12,31 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from streamrl.errors import ConfigError
-from streamrl.files.atomic_write import disk_errors, write_whole
-from streamrl.files.bounded_read import file_errors, open_regular, parse_json, read_lines
-from streamrl.files.typed_settings import unreadable
-from streamrl.telemetry.metric_names import Row, json_value
+from streamrl.files.atomic_write import wrap_disk_errors, write_atomic
+from streamrl.files.bounded_read import open_regular_file, parse_json, read_lines, wrap_file_errors
+from streamrl.files.typed_settings import describe_read_error
+from streamrl.telemetry.metric_names import MetricsRow, to_json_value
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 BASE_EVALUATION = "base_evaluation"
-FieldValue = str | int | float | bool
-Fields = Mapping[str, FieldValue]
+EventFieldValue = str | int | float | bool
+EventFields = Mapping[str, EventFieldValue]
 
 
-class Sink(Protocol):
+class MetricsSink(Protocol):
     """Receives what a run reports: one `start`, then steps and events, then one `close`."""
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Open what the sink writes to; `config` is the resolved configuration."""
 
-    def step(self, step: int, row: Row) -> None:
+    def log_step(self, step: int, row: MetricsRow) -> None:
         """Take the one row of a step; steps ascend."""
 
-    def event(self, name: str, fields: Fields) -> None:
+    def log_event(self, name: str, fields: EventFields) -> None:
         """Take something that happened between steps: a start, a death, a drop, a stall."""
 
-    def close(self, summary: Fields) -> None:
+    def close(self, summary: EventFields) -> None:
         """Write what is left; `summary` holds facts about the whole run."""
 
 
@@ -67,59 +70,59 @@ class JsonlSink:
     def start(self, config: Mapping[str, Any]) -> None:
         """Open both files. Raises ConfigError if they exist and the run is not resumed."""
         metrics, events = self._paths
-        with disk_errors(metrics.parent):
+        with wrap_disk_errors(metrics.parent):
             metrics.parent.mkdir(parents=True, exist_ok=True)
         if self._resume_step is not None:
             last = self._resume_step
             rows = [row for row in read_jsonl(metrics) if row["step"] <= last]
             for path, kept in ((metrics, rows), (events, read_jsonl(events))):
-                with disk_errors(path):
-                    write_whole(path, "".join(map(_dump, kept)))
+                with wrap_disk_errors(path):
+                    write_atomic(path, "".join(map(_format_line, kept)))
         else:
             check_no_run(metrics.parent)
-        with disk_errors(metrics.parent):
+        with wrap_disk_errors(metrics.parent):
             self._files = tuple(
                 path.open("a", encoding="utf-8", buffering=1) for path in self._paths
             )
 
-    def step(self, step: int, row: Row) -> None:
+    def log_step(self, step: int, row: MetricsRow) -> None:
         """Append the row to metrics.jsonl; the base model's evaluation, step 0, is an event.
 
         So every row of metrics.jsonl is a step that was trained.
         """
-        values = {name: json_value(value) for name, value in row.items()}
+        values = {name: to_json_value(value) for name, value in row.items()}
         if step == 0:
-            self._write(1, {"time": self._clock(), "event": BASE_EVALUATION, **values})
+            self._write_line(1, {"time": self._clock(), "event": BASE_EVALUATION, **values})
             return
-        self._write(0, {"step": step, "time": self._clock(), **values})
+        self._write_line(0, {"step": step, "time": self._clock(), **values})
 
-    def event(self, name: str, fields: Fields) -> None:
+    def log_event(self, name: str, fields: EventFields) -> None:
         """Append the event to events.jsonl."""
         assert not {"time", "event"} & set(fields), f"reserved field in event {name}"
-        self._write(1, {"time": self._clock(), "event": name, **json_fields(fields)})
+        self._write_line(1, {"time": self._clock(), "event": name, **to_json_fields(fields)})
 
-    def close(self, summary: Fields) -> None:
+    def close(self, summary: EventFields) -> None:
         """Append the summary as the event "close", and close both files."""
         if not self._files:
             return
         with ExitStack() as closing:  # both, also if one fails
             for path, file in zip(self._paths, self._files, strict=True):
-                closing.enter_context(disk_errors(path))
+                closing.enter_context(wrap_disk_errors(path))
                 closing.callback(file.close)
             try:
-                self.event("close", summary)
+                self.log_event("close", summary)
             finally:
                 self._files = ()
 
-    def _write(self, index: int, line: Mapping[str, Any]) -> None:
-        with disk_errors(self._paths[index]):
-            self._files[index].write(_dump(line))
+    def _write_line(self, index: int, line: Mapping[str, Any]) -> None:
+        with wrap_disk_errors(self._paths[index]):
+            self._files[index].write(_format_line(line))
 
 
-def json_fields(fields: Fields) -> dict[str, Any]:
-    """Fields as JSON: numbers as `json_value` has them, all else unchanged."""
+def to_json_fields(fields: EventFields) -> dict[str, Any]:
+    """Fields as JSON: numbers as `to_json_value` has them, all else unchanged."""
     return {
-        name: json_value(value)
+        name: to_json_value(value)
         if isinstance(value, Real) and not isinstance(value, bool)
         else value
         for name, value in fields.items()
@@ -136,7 +139,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         return []
     rows: list[dict[str, Any]] = []
     torn = offset = 0
-    with file_errors(path), open_regular(path) as file:
+    with wrap_file_errors(path), open_regular_file(path) as file:
         for number, line in enumerate(read_lines(file), start=1):
             if torn:
                 raise ConfigError(f"{path}:{torn}: not a line of JSON")
@@ -148,10 +151,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
                 byte = offset + error.start
                 raise ConfigError(f"{path}: byte {byte}: not text in UTF-8") from None
             except ValueError as error:
-                raise ConfigError(f"{path}:{number}: {unreadable(error)}") from None
+                raise ConfigError(f"{path}:{number}: {describe_read_error(error)}") from None
             offset += len(line)
     return rows
 
 
-def _dump(line: Mapping[str, Any]) -> str:
+def _format_line(line: Mapping[str, Any]) -> str:
     return json.dumps(line, allow_nan=False) + "\n"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-ArgValue = str | int | float | bool
+SpanArgValue = str | int | float | bool
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Span:
     lane: int
     start_s: float
     end_s: float
-    args: Mapping[str, ArgValue] = field(default_factory=dict, hash=False)
+    args: Mapping[str, SpanArgValue] = field(default_factory=dict, hash=False)
     is_open: bool = False
 
 
@@ -39,66 +39,68 @@ class SpanRecorder:
         self.process = process
         self._clock = clock
         self._lock = threading.Lock()
-        self._open: dict[int, Span] = {}
-        self._closed: list[Span] = []
-        self._resting: frozenset[str] = frozenset()
+        self._open_spans: dict[int, Span] = {}
+        self._closed_spans: list[Span] = []
+        self._paused_names: frozenset[str] = frozenset()
 
     @contextmanager
-    def span(self, name: str, **args: ArgValue) -> Iterator[dict[str, ArgValue]]:
+    def record_span(self, name: str, **args: SpanArgValue) -> Iterator[dict[str, SpanArgValue]]:
         """Record the block as one span, also if it raises; `args` are a few small facts.
 
         Gives them, for the block to add what it has found out.
         """
         with self._lock:
-            lane = next(lane for lane in itertools.count() if lane not in self._open)
+            lane = next(lane for lane in itertools.count() if lane not in self._open_spans)
             start_s = self._clock()
-            self._open[lane] = Span(self.process, name, lane, start_s, start_s, args)
+            self._open_spans[lane] = Span(self.process, name, lane, start_s, start_s, args)
         try:
             yield args
         finally:
             with self._lock:
-                span = self._open.pop(lane)
-                if not self._rests(span):
-                    self._closed.append(self._ended(span, self._clock()))
+                span = self._open_spans.pop(lane)
+                if not self._is_paused(span):
+                    self._closed_spans.append(self._close_span(span, self._clock()))
 
-    def rest(self, names: Collection[str]) -> None:
+    def pause_spans(self, names: Collection[str]) -> None:
         """Work of these names stands still until `go_on`: spans end here, and begin again there."""
         with self._lock:
-            now, self._resting = self._clock(), frozenset(names)
-            self._closed += [self._ended(s, now) for s in self._open.values() if self._rests(s)]
+            now, self._paused_names = self._clock(), frozenset(names)
+            self._closed_spans += [
+                self._close_span(s, now) for s in self._open_spans.values() if self._is_paused(s)
+            ]
 
-    def go_on(self) -> None:
+    def resume_spans(self) -> None:
         """The work that stood still goes on."""
         with self._lock:
             now = self._clock()
-            for lane, span in self._open.items():
-                if self._rests(span):
-                    self._open[lane] = replace(span, start_s=now)
-            self._resting = frozenset()
+            for lane, span in self._open_spans.items():
+                if self._is_paused(span):
+                    self._open_spans[lane] = replace(span, start_s=now)
+            self._paused_names = frozenset()
 
-    def _rests(self, span: Span) -> bool:
-        return span.name in self._resting
+    def _is_paused(self, span: Span) -> bool:
+        return span.name in self._paused_names
 
-    def drain(self, now: float | None = None) -> list[Span]:
+    def drain_spans(self, now: float | None = None) -> list[Span]:
         """Spans closed since the last drain, then those still open, marked so and ended at `now`.
 
         `now` is in the recorder's clock and defaults to its time.
         """
         with self._lock:
             end_s = self._clock() if now is None else now
-            closed, self._closed = self._closed, []
-            works = [span for span in self._open.values() if not self._rests(span)]
-            still_open = [replace(self._ended(s, end_s), is_open=True) for s in works]
+            closed, self._closed_spans = self._closed_spans, []
+            works = [span for span in self._open_spans.values() if not self._is_paused(span)]
+            still_open = [replace(self._close_span(s, end_s), is_open=True) for s in works]
         return closed + still_open
 
     @staticmethod
-    def _ended(span: Span, end_s: float) -> Span:
+    def _close_span(span: Span, end_s: float) -> Span:
         # A wall clock may be set back while a span is open; its length is then 0, not negative.
         # Facts may still be added to those of an open one.
         return replace(span, end_s=max(end_s, span.start_s), args=dict(span.args))
 
 
-def busy_s(spans: Iterable[Span], *, start: float, end: float) -> float:
+def compute_busy_s(spans: Iterable[Span], *, start: float, end: float) -> float:
     """Length of the union of the spans within [start, end], in seconds."""
     total, covered_until = 0.0, start
     for span in sorted(spans, key=lambda s: (s.start_s, s.end_s)):
@@ -109,7 +111,7 @@ def busy_s(spans: Iterable[Span], *, start: float, end: float) -> float:
     return min(total, max(end - start, 0.0))
 
 
-def idle_fraction(
+def compute_idle_fraction(
     spans: Iterable[Span], *, start: float, end: float, num_processes: int = 1
 ) -> float:
     """Part of [start, end] that a stage's processes did not work, averaged over them; 0 to 1.
@@ -122,6 +124,6 @@ def idle_fraction(
     by_process: dict[str, list[Span]] = {}
     for span in spans:
         by_process.setdefault(span.process, []).append(span)
-    busy = sum(busy_s(own, start=start, end=end) for own in by_process.values())
+    busy = sum(compute_busy_s(own, start=start, end=end) for own in by_process.values())
     idle = 1.0 - busy / (max(num_processes, len(by_process)) * (end - start))
     return min(max(idle, 0.0), 1.0)

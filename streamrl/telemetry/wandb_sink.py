@@ -19,35 +19,35 @@ import numpy as np
 import psutil
 
 from streamrl.errors import ConfigError
-from streamrl.files.atomic_write import disk_errors, write_whole
-from streamrl.files.bounded_read import file_errors, read_small
+from streamrl.files.atomic_write import wrap_disk_errors, write_atomic
+from streamrl.files.bounded_read import read_small_text, wrap_file_errors
 from streamrl.telemetry.config import WandbConfig
-from streamrl.telemetry.metric_names import Histogram, Row
-from streamrl.telemetry.sinks import Fields
+from streamrl.telemetry.metric_names import Histogram, MetricsRow
+from streamrl.telemetry.sinks import EventFields
 
 if TYPE_CHECKING:
     import wandb
 
 RUN_ID_FILE = "run_id.txt"
-FINISH_S = 10.0
-_GRACE_S = 2.0
-_INIT_S = 30.0
-_SERVICE = "wandb-core"
-_RUN_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
+FINISH_TIMEOUT_S = 10.0
+_GRACE_PERIOD_S = 2.0
+_INIT_TIMEOUT_S = 30.0
+_SERVICE_NAME = "wandb-core"
+_RUN_ID_PATTERN = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _log = logging.getLogger(__name__)
 
-ALERTS = ("stall", "silent", "died")
+ALERT_EVENTS = ("stall", "silent", "died")
 """Events that wandb is told of at once: a row comes only at the end of a step."""
 
 
-def saved_run_id(run_dir: Path) -> str | None:
+def load_run_id(run_dir: Path) -> str | None:
     """The wandb id of the run in this directory, if it ever had one. Raises ConfigError."""
     path = run_dir / "wandb" / RUN_ID_FILE
     if not path.exists():
         return None
-    with file_errors(path):
-        found = read_small(path).strip()
-    if not _RUN_ID.fullmatch(found):
+    with wrap_file_errors(path):
+        found = read_small_text(path).strip()
+    if not _RUN_ID_PATTERN.fullmatch(found):
         raise ConfigError(f"{path}: {found[:40]!r}: must be letters, digits, '.', '-' and '_'")
     return found
 
@@ -66,7 +66,7 @@ def preload_wandb(config: WandbConfig) -> None:
 class WandbSink:
     """Logs every row to one wandb run. Events stay in events.jsonl: wandb has no place for them.
 
-    With `resume_id` (see `saved_run_id`) the rows go to that run. Online, wandb ignores a step it
+    With `resume_id` (see `load_run_id`) the rows go to that run. Online, wandb ignores a step it
     already holds, so steps repeated after a crash keep their first values there; offline, each
     start writes a directory of its own under the same id.
     """
@@ -78,15 +78,15 @@ class WandbSink:
         *,
         run_name: str,
         resume_id: str | None = None,
-        finish_s: float = FINISH_S,
+        finish_s: float = FINISH_TIMEOUT_S,
     ) -> None:
         self._run_dir = run_dir
         self._config = config
         self._run_name = run_name
         self._run_id = resume_id or secrets.token_hex(4)
-        self._finish_s = finish_s
+        self._finish_timeout_s = finish_s
         self._run: wandb.Run | None = None
-        self._is_dead = False
+        self._has_failed = False
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Start the wandb run, with the run's configuration as its config.
@@ -96,10 +96,10 @@ class WandbSink:
         """
         mode = self._config.mode
         directory = self._run_dir / "wandb"
-        with disk_errors(directory):
+        with wrap_disk_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
         try:
-            self._run = self._init(config)
+            self._run = self._init_run(config)
         except ConfigError:
             raise
         except ImportError as error:
@@ -112,10 +112,10 @@ class WandbSink:
                 "telemetry.wandb.mode=disabled runs without it"
             ) from error
         path = directory / RUN_ID_FILE
-        with disk_errors(path):
-            write_whole(path, self._run_id + "\n")
+        with wrap_disk_errors(path):
+            write_atomic(path, self._run_id + "\n")
 
-    def _init(self, config: Mapping[str, Any]) -> "wandb.Run":
+    def _init_run(self, config: Mapping[str, Any]) -> "wandb.Run":
         import wandb
 
         # Else wandb loads pandas, a second, to see that a histogram is no data frame.
@@ -133,8 +133,8 @@ class WandbSink:
                 "save_code": False,
                 "disable_job_creation": True,
                 "use_dot_wandb": False,
-                "init_timeout": _INIT_S,
-                "finish_timeout": self._finish_s,
+                "init_timeout": _INIT_TIMEOUT_S,
+                "finish_timeout": self._finish_timeout_s,
             }
         )
         # For the whole process, before anything else: wandb 0.31 reports its own use over the
@@ -157,7 +157,7 @@ class WandbSink:
             config=dict(config),
         )
 
-    def step(self, step: int, row: Row) -> None:
+    def log_step(self, step: int, row: MetricsRow) -> None:
         """Log all of the row under wandb's own step.
 
         Should wandb's service have died, that is logged once and the run goes on without wandb:
@@ -166,7 +166,7 @@ class WandbSink:
         import wandb
 
         assert self._run is not None, "wandb is not started"
-        if self._is_dead:
+        if self._has_failed:
             return
         values = {
             name: wandb.Histogram(np_histogram=(np.asarray(value.counts), np.asarray(value.edges)))
@@ -177,23 +177,23 @@ class WandbSink:
         try:
             self._run.log(values, step=step)
         except OSError as error:
-            self._give_up(error)
+            self._disable_sink(error)
 
-    def _give_up(self, error: OSError) -> None:
+    def _disable_sink(self, error: OSError) -> None:
         _log.warning("wandb died (%s); metrics now go to metrics.jsonl only", error)
-        self._is_dead = True
+        self._has_failed = True
 
-    def event(self, name: str, fields: Fields) -> None:
+    def log_event(self, name: str, fields: EventFields) -> None:
         """Raise an alert for what somebody should know while it lasts: see ALERTS."""
-        if name not in ALERTS or self._run is None or self._is_dead:
+        if name not in ALERT_EVENTS or self._run is None or self._has_failed:
             return
         text = ", ".join(f"{key}={value}" for key, value in fields.items())
         try:
             self._run.alert(title=name, text=text, level="WARN", wait_duration=0)
         except OSError as error:
-            self._give_up(error)
+            self._disable_sink(error)
 
-    def close(self, summary: Fields) -> None:
+    def close(self, summary: EventFields) -> None:
         """Write the summary and finish the run; takes `finish_s` and a few seconds at most.
 
         Uploads that take longer are given up (`wandb sync` can repeat them). Should wandb's service
@@ -202,19 +202,22 @@ class WandbSink:
         run, self._run = self._run, None
         if run is None:
             return
-        finishing = threading.Thread(target=_finish, args=(run, summary), daemon=True)
+        finishing = threading.Thread(target=_finish_run, args=(run, summary), daemon=True)
         finishing.start()
-        finishing.join(self._finish_s + _GRACE_S)
+        finishing.join(self._finish_timeout_s + _GRACE_PERIOD_S)
         if finishing.is_alive():
-            _log.warning("wandb did not finish within %g s; ending it", self._finish_s + _GRACE_S)
-            services = [c for c in psutil.Process().children() if c.name() == _SERVICE]
+            _log.warning(
+                "wandb did not finish within %g s; ending it",
+                self._finish_timeout_s + _GRACE_PERIOD_S,
+            )
+            services = [c for c in psutil.Process().children() if c.name() == _SERVICE_NAME]
             for service in services:
                 service.kill()
-            psutil.wait_procs(services, timeout=_GRACE_S)
-            finishing.join(_GRACE_S)
+            psutil.wait_procs(services, timeout=_GRACE_PERIOD_S)
+            finishing.join(_GRACE_PERIOD_S)
 
 
-def _finish(run: "wandb.Run", summary: Fields) -> None:
+def _finish_run(run: "wandb.Run", summary: EventFields) -> None:
     """Finish the run and wandb's service with it, so that nothing of it is left at exit."""
     import wandb
     from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError

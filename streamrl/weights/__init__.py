@@ -1,25 +1,25 @@
 """Weights on their way from the trainer to those who follow it: versions, buckets, checks."""
 
 from streamrl.weights.config import WeightsConfig
-from streamrl.weights.held_version import Arrival, HeldVersion, Loaded
+from streamrl.weights.held_version import LoadVerification, ServedVersion, WeightLoadStats
 from streamrl.weights.manifest import (
-    Bucket,
+    TensorMetadata,
     TensorSlot,
-    TensorSpec,
+    WeightBucket,
     WeightManifest,
     plan_buckets,
 )
-from streamrl.weights.transport_protocol import Inlet, Outlet
+from streamrl.weights.transport_protocol import TransportReader, TransportWriter
 
 __all__ = [
-    "Arrival",
-    "Bucket",
-    "HeldVersion",
-    "Inlet",
-    "Loaded",
-    "Outlet",
+    "LoadVerification",
+    "ServedVersion",
+    "TensorMetadata",
     "TensorSlot",
-    "TensorSpec",
+    "TransportReader",
+    "TransportWriter",
+    "WeightBucket",
+    "WeightLoadStats",
     "WeightManifest",
     "WeightsConfig",
     "plan_buckets",

@@ -5,7 +5,7 @@ a time, so after k rounds (1 + fanout)**k nodes have it. Pure arithmetic on time
 """
 
 
-class Spread:
+class BroadcastTree:
     """Who may pull the newest version now. Nodes are known by any name, times are seconds.
 
     `origin` is the publisher's node; a pull that is not done within `deadline_s` counts no more.
@@ -17,36 +17,42 @@ class Spread:
         self._origin = origin
         self._fanout = fanout
         self._deadline_s = deadline_s
-        self._version = -1
-        self._have = {origin}
-        self._pulling: dict[str, float] = {}
+        self._newest_version = -1
+        self._ready_nodes = {origin}
+        self._pull_starts_s: dict[str, float] = {}
 
-    def may_pull(self, node: str, version: int, now_s: float) -> bool:
+    def try_start_pull(self, node: str, version: int, now_s: float) -> bool:
         """Whether a reader on `node` may pull `version` now; if so, the node is pulling.
 
         Others on a node that has it or pulls it may go at once: they share one copy. So may those
         who still want an older version: nobody waits for it.
         """
-        if version > self._version:
-            self._version, self._have, self._pulling = version, {self._origin}, {}
-        if version < self._version or node in self._have:
+        if version > self._newest_version:
+            self._newest_version, self._ready_nodes, self._pull_starts_s = (
+                version,
+                {self._origin},
+                {},
+            )
+        if version < self._newest_version or node in self._ready_nodes:
             return True
-        if node in self._pulling:  # one that has taken too long may go on, on nobody's account
+        if (
+            node in self._pull_starts_s
+        ):  # one that has taken too long may go on, on nobody's account
             return True
-        live = sum(now_s - since < self._deadline_s for since in self._pulling.values())
-        if live >= self._fanout * len(self._have):
+        live = sum(now_s - since < self._deadline_s for since in self._pull_starts_s.values())
+        if live >= self._fanout * len(self._ready_nodes):
             return False
-        self._pulling[node] = now_s
+        self._pull_starts_s[node] = now_s
         return True
 
-    def done(self, node: str, version: int) -> None:
+    def mark_pulled(self, node: str, version: int) -> None:
         """The node has the version, and others may pull it from there."""
-        if version == self._version:
-            self._pulling.pop(node, None)
-            self._have.add(node)
+        if version == self._newest_version:
+            self._pull_starts_s.pop(node, None)
+            self._ready_nodes.add(node)
 
-    def forget(self, node: str) -> None:
+    def remove_node(self, node: str) -> None:
         """The node is gone, or failed to pull: nobody waits for it and it serves nobody."""
-        self._pulling.pop(node, None)
+        self._pull_starts_s.pop(node, None)
         if node != self._origin:
-            self._have.discard(node)
+            self._ready_nodes.discard(node)

@@ -12,12 +12,12 @@ from types import TracebackType
 import xxhash
 
 from streamrl.messages import Array
-from streamrl.weights.manifest import checksum
+from streamrl.weights.manifest import compute_checksum
 
-PIECE_BYTES = 4 << 20
+HASH_CHUNK_BYTES = 4 << 20
 """What is handed to another thread at once: to hand it over costs as much as hashing 0.5 MB."""
 
-MOST_THREADS = 4
+MAX_HASH_THREADS = 4
 """Memory, not the processor, is the limit beyond these."""
 
 
@@ -28,10 +28,10 @@ class RunningChecksum(AbstractContextManager["RunningChecksum"]):
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "checksum")
-        self._running: Future[None] | None = None
+        self._executor = ThreadPoolExecutor(1, "checksum")
+        self._pending_hash: Future[None] | None = None
         self._digest = xxhash.xxh3_64()
-        self._hashed = 0
+        self._num_hashed = 0
 
     def __exit__(
         self,
@@ -39,33 +39,37 @@ class RunningChecksum(AbstractContextManager["RunningChecksum"]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._thread.shutdown()
+        self._executor.shutdown()
 
-    def laid(self, data: Array, end: int) -> None:
+    def hash_written(self, data: Array, end: int) -> None:
         """The first `end` bytes of the bucket, uint8, are what they will be."""
-        if end - self._hashed >= PIECE_BYTES and (self._running is None or self._running.done()):
-            self._running = self._thread.submit(self._update, data[self._hashed : end])
-            self._hashed = end
+        if end - self._num_hashed >= HASH_CHUNK_BYTES and (
+            self._pending_hash is None or self._pending_hash.done()
+        ):
+            self._pending_hash = self._executor.submit(
+                self._update_digest, data[self._num_hashed : end]
+            )
+            self._num_hashed = end
 
-    def finish(self, data: Array) -> str:
+    def finish_bucket(self, data: Array) -> str:
         """`checksum` of the whole bucket, and the next one begins."""
-        if self._running is not None:
-            self._running.result()
-        self._update(data[self._hashed :])
+        if self._pending_hash is not None:
+            self._pending_hash.result()
+        self._update_digest(data[self._num_hashed :])
         found = self._digest.hexdigest()
         self._digest.reset()
-        self._hashed = 0
-        self._running = None
+        self._num_hashed = 0
+        self._pending_hash = None
         return found
 
-    def _update(self, piece: Array) -> None:
+    def _update_digest(self, piece: Array) -> None:
         self._digest.update(piece.data)
 
 
-def checksums(arrays: Sequence[Array]) -> list[str]:
+def compute_checksums(arrays: Sequence[Array]) -> list[str]:
     """`checksum` of each, by as many threads as help."""
-    num_threads = min(len(arrays), os.cpu_count() or 1, MOST_THREADS)
-    if num_threads <= 1 or sum(array.nbytes for array in arrays) < PIECE_BYTES:
-        return [checksum(array) for array in arrays]
+    num_threads = min(len(arrays), os.cpu_count() or 1, MAX_HASH_THREADS)
+    if num_threads <= 1 or sum(array.nbytes for array in arrays) < HASH_CHUNK_BYTES:
+        return [compute_checksum(array) for array in arrays]
     with ThreadPoolExecutor(num_threads, "checksum") as threads:
-        return list(threads.map(checksum, arrays))
+        return list(threads.map(compute_checksum, arrays))

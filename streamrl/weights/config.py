@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from streamrl.errors import ConfigError
 
 AUTO = "auto"
-STORE = "store"
+OBJECT_STORE = "store"
 SHARED_MEMORY = "shared_memory"
 COLLECTIVE = "collective"
 DISK = "disk"
 DELTA = "delta"
-TRANSPORTS = (AUTO, STORE, SHARED_MEMORY, COLLECTIVE, DISK, DELTA)
-ON_UPDATE = ("interrupt", "drain")
-KV = ("recompute", "keep")
-LIMIT_EXACT = 1e-3
-LIMIT_ROUNDED = 1.0
-MOST_BUCKET_MB = 4096
+TRANSPORTS = (AUTO, OBJECT_STORE, SHARED_MEMORY, COLLECTIVE, DISK, DELTA)
+ON_UPDATE_MODES = ("interrupt", "drain")
+KV_CACHE_MODES = ("recompute", "keep")
+EXACT_LOGPROB_LIMIT = 1e-3
+ROUNDED_LOGPROB_LIMIT = 1.0
+MAX_BUCKET_MB = 4096
 
 
 @dataclass
@@ -47,7 +47,11 @@ class WeightsConfig:
     keep_versions: int = 2
 
     def __post_init__(self) -> None:
-        for key, allowed in (("transport", TRANSPORTS), ("on_update", ON_UPDATE), ("kv", KV)):
+        for key, allowed in (
+            ("transport", TRANSPORTS),
+            ("on_update", ON_UPDATE_MODES),
+            ("kv", KV_CACHE_MODES),
+        ):
             if vars(self)[key] not in allowed:
                 raise ConfigError(
                     f"weights.{key}={vars(self)[key]}: must be one of {', '.join(allowed)}"
@@ -55,9 +59,9 @@ class WeightsConfig:
         for key in ("publish_every", "bucket_mb", "keep_versions"):
             if vars(self)[key] < 1:
                 raise ConfigError(f"weights.{key}={vars(self)[key]}: must be at least 1")
-        if self.bucket_mb > MOST_BUCKET_MB:
+        if self.bucket_mb > MAX_BUCKET_MB:
             raise ConfigError(
-                f"weights.bucket_mb={self.bucket_mb}: must be at most {MOST_BUCKET_MB}"
+                f"weights.bucket_mb={self.bucket_mb}: must be at most {MAX_BUCKET_MB}"
             )
         if self.probe_every < 0:
             raise ConfigError(f"weights.probe_every={self.probe_every}: must be 0 or more")
@@ -73,11 +77,11 @@ class WeightsConfig:
                 "weights.kv=keep: nothing runs through an update under weights.on_update=drain"
             )
 
-    def limit(self, *, exact: bool) -> float:
+    def resolve_probe_limit(self, *, exact: bool) -> float:
         """What a probe lets pass; `exact` is whether both sides compute in float32."""
         if self.probe_limit is not None:
             return self.probe_limit
-        return LIMIT_EXACT if exact else LIMIT_ROUNDED
+        return EXACT_LOGPROB_LIMIT if exact else ROUNDED_LOGPROB_LIMIT
 
     @property
     def bucket_bytes(self) -> int:

@@ -16,31 +16,31 @@ import torch
 from torch import Tensor
 
 from streamrl.errors import WeightsError
-from streamrl.files.hf_config import is_trusted, weight_files
+from streamrl.files.hf_config import is_trusted, list_weight_files
 from streamrl.messages import Array
 from streamrl.weights.parameters import ParameterSet, as_tensor
 
-LORA_A = ".lora_A.default.weight"
-LORA_B = ".lora_B.default.weight"
+LORA_A_SUFFIX = ".lora_A.default.weight"
+LORA_B_SUFFIX = ".lora_B.default.weight"
 LORA_SCALE = "lora_scale"
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LoraAdapter:
     """What is added to the weight of a layer: `scale` B A, of A [rank, in] and B [out, rank]."""
 
-    a: Tensor
-    b: Tensor
+    lora_a: Tensor
+    lora_b: Tensor
     scale: float
 
-    def fits(self, weight: Tensor) -> bool:
+    def fits_weight(self, weight: Tensor) -> bool:
         """Whether it has the shape to be added to this."""
-        (rank, num_in), (num_out, inner) = self.a.shape, self.b.shape
+        (rank, num_in), (num_out, inner) = self.lora_a.shape, self.lora_b.shape
         return rank == inner and tuple(weight.shape) == (num_out, num_in)
 
-    def added_to(self, weight: Tensor) -> Tensor:
+    def compute_merged(self, weight: Tensor) -> Tensor:
         """W0 + scale B A in float32, whatever these come in; `weight` stays as it is."""
-        a, b = (part.to(weight.device, torch.float32) for part in (self.a, self.b))
+        a, b = (part.to(weight.device, torch.float32) for part in (self.lora_a, self.lora_b))
         return torch.addmm(weight.float(), b, a, alpha=self.scale)
 
 
@@ -52,21 +52,24 @@ class MergedWeights(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self, stored: Mapping[str, Tensor], adapters: Mapping[str, Adapter], device: torch.device
+        self,
+        stored: Mapping[str, Tensor],
+        adapters: Mapping[str, LoraAdapter],
+        device: torch.device,
     ) -> None:
         self._stored = stored
         self._adapters = adapters
         self._device = device
 
     @property
-    def merged(self) -> Set[str]:
+    def merged_names(self) -> Set[str]:
         """Names of those that are computed, and lie nowhere before they are asked for."""
         return self._adapters.keys()
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self._stored[name]
         adapter = self._adapters.get(name)
-        return weight if adapter is None else adapter.added_to(weight.to(self._device))
+        return weight if adapter is None else adapter.compute_merged(weight.to(self._device))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -75,7 +78,7 @@ class MergedWeights(Mapping[str, Tensor]):
         return len(self._stored)
 
 
-def full_weights(
+def build_full_weights(
     published: Mapping[str, Tensor | Array],
     parameters: ParameterSet,
     *,
@@ -88,30 +91,32 @@ def full_weights(
     WeightsError if parameters are missing or unknown, or a shape is not the model's.
     """
     if LORA_SCALE not in published:
-        return parameters.complete(published)
+        return parameters.expand_tied(published)
     adapters, whole = split_adapters(published)
     try:
-        full = parameters.complete({**_known(stored_weights(model_path), parameters), **whole})
+        full = parameters.expand_tied(
+            {**_drop_unknown(load_stored_weights(model_path), parameters), **whole}
+        )
     except WeightsError as error:
         try:
-            loaded = _loaded_parameters(model_path)
+            loaded = _load_parameters(model_path)
         except (OSError, ValueError):
             raise error from None
-        full = parameters.complete({**_known(loaded, parameters), **whole})
+        full = parameters.expand_tied({**_drop_unknown(loaded, parameters), **whole})
     for name, adapter in adapters.items():
-        if name not in full or not adapter.fits(full[name]):
-            shapes = f"A {tuple(adapter.a.shape)} and B {tuple(adapter.b.shape)}"
+        if name not in full or not adapter.fits_weight(full[name]):
+            shapes = f"A {tuple(adapter.lora_a.shape)} and B {tuple(adapter.lora_b.shape)}"
             raise WeightsError(f"{shapes} fit no weight of the model, came for {name}")
     return MergedWeights(full, adapters, device)
 
 
-def _known(stored: Mapping[str, Tensor], parameters: ParameterSet) -> dict[str, Tensor]:
+def _drop_unknown(stored: Mapping[str, Tensor], parameters: ParameterSet) -> dict[str, Tensor]:
     """Leave out what a model has not, as a critic the head of the language model it began as."""
     return {name: tensor for name, tensor in stored.items() if name in parameters.shapes}
 
 
 @functools.lru_cache(1)
-def _loaded_parameters(model_path: str) -> Mapping[str, Tensor]:
+def _load_parameters(model_path: str) -> Mapping[str, Tensor]:
     """Load the parameters of a model whose files keep them by other names, or in other shapes.
 
     They stay in memory: transformers makes them anew, as all experts' weights in one.
@@ -127,20 +132,22 @@ def _loaded_parameters(model_path: str) -> Mapping[str, Tensor]:
 
 def split_adapters(
     published: Mapping[str, Tensor | Array],
-) -> tuple[dict[str, Adapter], dict[str, Tensor]]:
+) -> tuple[dict[str, LoraAdapter], dict[str, Tensor]]:
     """The adapters, by the name of the weight each changes, and what was trained whole."""
     whole = {name: as_tensor(value) for name, value in published.items()}
     scale = whole.pop(LORA_SCALE).item()
-    layers = [name.removesuffix(LORA_A) for name in whole if name.endswith(LORA_A)]
+    layers = [name.removesuffix(LORA_A_SUFFIX) for name in whole if name.endswith(LORA_A_SUFFIX)]
     adapters = {
-        f"{layer}.weight": Adapter(whole.pop(layer + LORA_A), whole.pop(layer + LORA_B), scale)
+        f"{layer}.weight": LoraAdapter(
+            whole.pop(layer + LORA_A_SUFFIX), whole.pop(layer + LORA_B_SUFFIX), scale
+        )
         for layer in layers
-        if layer + LORA_B in whole
+        if layer + LORA_B_SUFFIX in whole
     }
     return adapters, whole
 
 
-def stored_weights(model_path: str) -> dict[str, Tensor]:
+def load_stored_weights(model_path: str) -> dict[str, Tensor]:
     """The tensors in a Hugging Face directory, mapped into memory: none is read before it is used.
 
     What is read lies in the system's file cache, which gives it up where memory is short.
@@ -148,6 +155,6 @@ def stored_weights(model_path: str) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = {}
-    for file in weight_files(Path(model_path)):
+    for file in list_weight_files(Path(model_path)):
         tensors |= load_file(file)
     return tensors

@@ -13,12 +13,12 @@ from typing import Any
 import xxhash
 
 from streamrl.messages import Array
-from streamrl.weights.logprob_probe import Probe
+from streamrl.weights.logprob_probe import LogprobCheck
 
 #: A tensor starts at a multiple of this, so that any dtype can be viewed in place.
 ALIGNMENT_BYTES = 64
 
-ITEMSIZES = {
+DTYPE_BYTES = {
     **{"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2},
     **{"float8_e4m3fn": 1, "float8_e5m2": 1},
     **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
@@ -27,7 +27,7 @@ ITEMSIZES = {
 
 
 @dataclass(frozen=True)
-class TensorSpec:
+class TensorMetadata:
     """Name, dtype (a key of ITEMSIZES) and shape of a tensor that has no place yet."""
 
     name: str
@@ -37,7 +37,7 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         """Size of the tensor in bytes."""
-        return math.prod(self.shape) * ITEMSIZES[self.dtype]
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TensorSlot:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class WeightBucket:
     """One run of bytes: the slots in it, its size and the checksum of all of it; gaps are zeros."""
 
     slots: tuple[TensorSlot, ...]
@@ -73,9 +73,9 @@ class WeightManifest:
     """
 
     version: int
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[WeightBucket, ...]
     handles: tuple[Any, ...]
-    probe: Probe | None = None
+    logprob_check: LogprobCheck | None = None
 
     def __post_init__(self) -> None:
         if len(self.handles) != len(self.buckets):
@@ -92,22 +92,22 @@ class SlotAllocator:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._bucket = 0
-        self._end = 0
+        self._bucket_index = 0
+        self._end_offset = 0
 
-    def place(self, spec: TensorSpec) -> tuple[int, TensorSlot]:
+    def place_tensor(self, spec: TensorMetadata) -> tuple[int, TensorSlot]:
         """The bucket (counted from 0) and the slot of the next tensor."""
-        offset = -(-self._end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        if self._end and offset + spec.num_bytes > self._max_bytes:
-            self._bucket += 1
+        offset = -(-self._end_offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if self._end_offset and offset + spec.num_bytes > self._max_bytes:
+            self._bucket_index += 1
             offset = 0
         slot = TensorSlot(spec.name, spec.dtype, spec.shape, offset, spec.num_bytes)
-        self._end = slot.end
-        return self._bucket, slot
+        self._end_offset = slot.end
+        return self._bucket_index, slot
 
 
 def plan_buckets(
-    specs: Iterable[TensorSpec], *, max_bytes: int
+    specs: Iterable[TensorMetadata], *, max_bytes: int
 ) -> tuple[tuple[TensorSlot, ...], ...]:
     """The slots of every bucket for tensors in this order; a bucket has at most `max_bytes`.
 
@@ -116,13 +116,13 @@ def plan_buckets(
     allocator = SlotAllocator(max_bytes)
     buckets: list[list[TensorSlot]] = []
     for spec in specs:
-        index, slot = allocator.place(spec)
+        index, slot = allocator.place_tensor(spec)
         if index == len(buckets):
             buckets.append([])
         buckets[index].append(slot)
     return tuple(tuple(slots) for slots in buckets)
 
 
-def checksum(data: Array) -> str:
+def compute_checksum(data: Array) -> str:
     """XXH3 (64 bits, hex) of a contiguous array's bytes."""
     return xxhash.xxh3_64_hexdigest(data.data)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Pull:
+class PullStats:
     """What it took a reader to serve a version.
 
     pull_s: from the news of it until it is held, s. pause_s: while nothing was sampled, s.
@@ -20,28 +20,28 @@ class Pull:
     pull_s: float = 0.0
     pause_s: float = 0.0
     num_bytes: int = 0
-    interrupted: int = 0
-    probe_diff: float = math.nan
-    detour: str = ""
+    num_interrupted: int = 0
+    logprob_diff: float = math.nan
+    fallback_reason: str = ""
     copied_bytes: float = math.nan
     warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
-class Traffic:
+class SyncStats:
     """What went on around the weights of one model in some time.
 
     publish_s: of the longest publish, s; NaN if there was none. skew: versions that the reader
     furthest behind has to go. num_faults: publishes and pulls that failed since the run began.
     """
 
-    pulls: Sequence[Pull]
+    pulls: Sequence[PullStats]
     publish_s: float
-    skew: int
+    max_version_lag: int
     num_faults: int
 
 
-def weight_metrics(policy: Traffic, others: Sequence[Traffic] = ()) -> Mapping[str, float]:
+def weight_metrics(policy: SyncStats, others: Sequence[SyncStats] = ()) -> Mapping[str, float]:
     """weights/* of a run, NaN where nothing was measured.
 
     What sampling suffers, and what is copied, is the policy's alone; critics and references count
@@ -53,16 +53,16 @@ def weight_metrics(policy: Traffic, others: Sequence[Traffic] = ()) -> Mapping[s
     moved = sum(pull.num_bytes for pull in pulls)
     copied = sum(pull.copied_bytes for pull in policy.pulls)
     published = [t.publish_s for t in everything if not math.isnan(t.publish_s)]
-    probed = [pull.probe_diff for pull in policy.pulls if not math.isnan(pull.probe_diff)]
+    probed = [pull.logprob_diff for pull in policy.pulls if not math.isnan(pull.logprob_diff)]
     return {
-        "weights/skew_max": max(traffic.skew for traffic in everything),
+        "weights/skew_max": max(traffic.max_version_lag for traffic in everything),
         "weights/publish_s": max(published, default=math.nan),
         "weights/pull_s": max((pull.pull_s for pull in pulls), default=0.0),
         "weights/pause_s": max((pull.pause_s for pull in policy.pulls), default=0.0),
         "weights/bytes": moved,
         "weights/copied_bytes": copied if policy.pulls else math.nan,
         "weights/bytes_per_s": moved / seconds if seconds else math.nan,
-        "weights/interrupted": sum(pull.interrupted for pull in policy.pulls),
+        "weights/interrupted": sum(pull.num_interrupted for pull in policy.pulls),
         "weights/probe_diff": max(probed, default=math.nan),
         "weights/faults": sum(traffic.num_faults for traffic in everything),
     }

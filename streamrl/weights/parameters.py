@@ -15,10 +15,10 @@ class ParameterSet:
     """Shapes by name, and the groups of names that share one tensor (tied embeddings)."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    tied: tuple[frozenset[str], ...]
+    tied_groups: tuple[frozenset[str], ...]
 
     @classmethod
-    def of(cls, module: torch.nn.Module) -> "ParameterSet":
+    def from_module(cls, module: torch.nn.Module) -> "ParameterSet":
         """The parameters of a module, which may be on the meta device."""
         named = list(module.named_parameters(remove_duplicate=False))
         groups: dict[int, set[str]] = {}
@@ -26,28 +26,32 @@ class ParameterSet:
             groups.setdefault(id(parameter), set()).add(name)
         return cls(
             shapes={name: tuple(parameter.shape) for name, parameter in named},
-            tied=tuple(frozenset(names) for names in groups.values() if len(names) > 1),
+            tied_groups=tuple(frozenset(names) for names in groups.values() if len(names) > 1),
         )
 
     @property
-    def once(self) -> list[str]:
+    def unique_names(self) -> list[str]:
         """The first name of each parameter, in the order of `side_by_side`."""
-        again = {name for names in self.tied for name in [n for n in self.shapes if n in names][1:]}
-        return side_by_side(name for name in self.shapes if name not in again)
+        again = {
+            name
+            for names in self.tied_groups
+            for name in [n for n in self.shapes if n in names][1:]
+        }
+        return order_for_fusion(name for name in self.shapes if name not in again)
 
-    def first_name(self, name: str) -> str:
+    def get_first_name(self, name: str) -> str:
         """The first of the names that a parameter goes by."""
-        tied = next((names for names in self.tied if name in names), frozenset([name]))
+        tied = next((names for names in self.tied_groups if name in names), frozenset([name]))
         return next(name for name in self.shapes if name in tied)
 
-    def complete(self, tensors: Mapping[str, torch.Tensor | Array]) -> dict[str, torch.Tensor]:
+    def expand_tied(self, tensors: Mapping[str, torch.Tensor | Array]) -> dict[str, torch.Tensor]:
         """The same tensors under every name of the set: one of several tied names is enough.
 
         Nothing is copied. Raises WeightsError if names are missing or unknown, or a shape is not
         the model's.
         """
         full = {name: as_tensor(value) for name, value in tensors.items()}
-        for names in self.tied:
+        for names in self.tied_groups:
             given = names & full.keys()
             if given:
                 full.update(dict.fromkeys(names - given, full[min(given)]))
@@ -64,7 +68,7 @@ class ParameterSet:
         return full
 
 
-def side_by_side(names: Iterable[str]) -> list[str]:
+def order_for_fusion(names: Iterable[str]) -> list[str]:
     """The names in the order they are best published in: of sister layers the weights, then the
     biases.
 
@@ -74,24 +78,24 @@ def side_by_side(names: Iterable[str]) -> list[str]:
     order = list(names)
     first: dict[str, int] = {}
     for index, name in enumerate(order):
-        first.setdefault(_parent(name), index)
+        first.setdefault(_parent_name(name), index)
     kinds = {"weight": 0, "bias": 1}
 
     def place(name: str) -> tuple[int, int]:
-        return first[_parent(name)], kinds.get(name.rpartition(".")[2], 2)
+        return first[_parent_name(name)], kinds.get(name.rpartition(".")[2], 2)
 
     return sorted(order, key=place)
 
 
-def sisters(names: Iterable[str]) -> list[list[str]]:
+def group_for_fusion(names: Iterable[str]) -> list[list[str]]:
     """The names in the order of `side_by_side`, those of sister layers together."""
     found: dict[str, list[str]] = {}
-    for name in side_by_side(names):
-        found.setdefault(_parent(name), []).append(name)
+    for name in order_for_fusion(names):
+        found.setdefault(_parent_name(name), []).append(name)
     return list(found.values())
 
 
-def _parent(name: str) -> str:
+def _parent_name(name: str) -> str:
     """What a layer is part of, together with its sisters."""
     return name.rpartition(".")[0].rpartition(".")[0]
 

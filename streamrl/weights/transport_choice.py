@@ -3,22 +3,22 @@
 from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
-from streamrl.weights.config import AUTO, SHARED_MEMORY, STORE, WeightsConfig
+from streamrl.weights.config import AUTO, OBJECT_STORE, SHARED_MEMORY, WeightsConfig
 
-NAMES = {SHARED_MEMORY: "shared memory", STORE: "the object store"}
+TRANSPORT_LABELS = {SHARED_MEMORY: "shared memory", OBJECT_STORE: "the object store"}
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedModel:
     """A model that is published: whose it is, bytes of a version, and how many follow it."""
 
     role: str
     num_bytes: int
-    readers: int
+    num_readers: int
 
 
 @dataclass(frozen=True)
-class Facts:
+class ClusterFacts:
     """What is known of a cluster and a run before anything moves.
 
     num_nodes: nodes on which publishers and readers may be. max_staleness: versions that tokens may
@@ -27,102 +27,110 @@ class Facts:
     """
 
     num_nodes: int
-    published: tuple[Published, ...]
+    models: tuple[PublishedModel, ...]
     max_staleness: int
     shm_free_bytes: int
-    store_bytes: int = 0
+    object_store_bytes: int = 0
 
     @property
-    def room_bytes(self) -> int:
+    def capacity_bytes(self) -> int:
         """What is left for versions of the weights."""
-        return max(0, self.shm_free_bytes - self.store_bytes)
+        return max(0, self.shm_free_bytes - self.object_store_bytes)
 
-    def lagging(self, model: Published) -> int:
+    def count_lagging_versions(self, model: PublishedModel) -> int:
         """Versions that are read though they are no longer kept.
 
         A reader has one in use. They may be as many versions apart as tokens may be old: who is
         further behind samples nothing that is trained.
         """
-        return min(model.readers, self.max_staleness + 1)
+        return min(model.num_readers, self.max_staleness + 1)
 
 
 @dataclass(frozen=True)
-class Choice:
+class TransportDecision:
     """A transport (one of TRANSPORTS, never auto) and, in one line for the user, why it is that."""
 
     transport: str
     reason: str
 
 
-def choose(config: WeightsConfig, facts: Facts) -> Choice:
+def choose_transport(config: WeightsConfig, facts: ClusterFacts) -> TransportDecision:
     """The transport that the settings ask for, or for auto the fastest that is possible.
 
     Raises ConfigError, with the arithmetic, if the one asked for is impossible.
     """
-    obstacle = _obstacle(config, facts)
+    obstacle = _find_obstacle(config, facts)
     if config.transport == SHARED_MEMORY and obstacle:
         raise ConfigError(f"weights.transport=shared_memory: {obstacle}")
     if config.transport != AUTO:
-        name = NAMES.get(config.transport, config.transport)
-        return Choice(config.transport, f"weights: {name}, as weights.transport says")
+        name = TRANSPORT_LABELS.get(config.transport, config.transport)
+        return TransportDecision(config.transport, f"weights: {name}, as weights.transport says")
     if obstacle:
-        return Choice(STORE, f"weights: {NAMES[STORE]}, as for shared memory {obstacle}")
-    num_readers = sum(model.readers for model in facts.published)
+        return TransportDecision(
+            OBJECT_STORE,
+            f"weights: {TRANSPORT_LABELS[OBJECT_STORE]}, as for shared memory {obstacle}",
+        )
+    num_readers = sum(model.num_readers for model in facts.models)
     readers = f"{num_readers} reader{'s' * (num_readers != 1)}"
-    return Choice(
+    return TransportDecision(
         SHARED_MEMORY,
-        f"weights: {NAMES[SHARED_MEMORY]}, as publisher and {readers} are on one node, "
-        f"{_has(facts)} and {_needs(config, facts)}",
+        f"weights: {TRANSPORT_LABELS[SHARED_MEMORY]}, as publisher and {readers} are on one node, "
+        f"{_describe_capacity(facts)} and {_describe_demand(config, facts)}",
     )
 
 
-def shares(config: WeightsConfig, facts: Facts) -> dict[str, int]:
+def divide_shared_memory(config: WeightsConfig, facts: ClusterFacts) -> dict[str, int]:
     """Bytes of shared memory that each published model may take: all there are, as they need."""
-    needs = _needed(config, facts)
+    needs = _count_needed_bytes(config, facts)
     total = sum(needs.values())
-    return {role: facts.room_bytes * need // total for role, need in needs.items()}
+    return {role: facts.capacity_bytes * need // total for role, need in needs.items()}
 
 
-def _obstacle(config: WeightsConfig, facts: Facts) -> str | None:
+def _find_obstacle(config: WeightsConfig, facts: ClusterFacts) -> str | None:
     """What keeps weights from going through shared memory, if anything."""
-    if why := many_nodes(facts.num_nodes):
+    if why := describe_node_obstacle(facts.num_nodes):
         return why
-    if sum(_needed(config, facts).values()) > facts.room_bytes:
-        return f"{_has(facts)} and {_needs(config, facts)}"
+    if sum(_count_needed_bytes(config, facts).values()) > facts.capacity_bytes:
+        return f"{_describe_capacity(facts)} and {_describe_demand(config, facts)}"
     return None
 
 
-def many_nodes(num_nodes: int) -> str:
+def describe_node_obstacle(num_nodes: int) -> str:
     """What keeps weights from going through shared memory on so many nodes; empty on one."""
     one = num_nodes == 1
     return "" if one else f"publisher and readers are on {num_nodes} nodes, and must be on one"
 
 
-def _needed(config: WeightsConfig, facts: Facts) -> dict[str, int]:
+def _count_needed_bytes(config: WeightsConfig, facts: ClusterFacts) -> dict[str, int]:
     """Bytes of all versions of each model that are there at once: kept, laid and still read."""
     return {
-        model.role: (config.keep_versions + 1 + facts.lagging(model)) * model.num_bytes
-        for model in facts.published
+        model.role: (config.keep_versions + 1 + facts.count_lagging_versions(model))
+        * model.num_bytes
+        for model in facts.models
     }
 
 
-def _has(facts: Facts) -> str:
-    has = f"/dev/shm has {_size(facts.room_bytes)}"
-    if not facts.store_bytes:
+def _describe_capacity(facts: ClusterFacts) -> str:
+    has = f"/dev/shm has {_format_size(facts.capacity_bytes)}"
+    if not facts.object_store_bytes:
         return has
-    return f"{has} = {_size(facts.shm_free_bytes)} - {_size(facts.store_bytes)} of Ray's own store"
-
-
-def _needs(config: WeightsConfig, facts: Facts) -> str:
-    terms = " + ".join(
-        f"(weights.keep_versions={config.keep_versions} + 1 laid + {facts.lagging(model)} read)"
-        f" x {_size(model.num_bytes)} of {model.role}"
-        for model in facts.published
+    return (
+        f"{has} = {_format_size(facts.shm_free_bytes)} -"
+        f" {_format_size(facts.object_store_bytes)} of Ray's own store"
     )
-    return f"{_size(sum(_needed(config, facts).values()))} are needed = {terms}"
 
 
-def _size(num_bytes: int) -> str:
+def _describe_demand(config: WeightsConfig, facts: ClusterFacts) -> str:
+    terms = " + ".join(
+        f"(weights.keep_versions={config.keep_versions} + 1 laid +"
+        f" {facts.count_lagging_versions(model)} read)"
+        f" x {_format_size(model.num_bytes)} of {model.role}"
+        for model in facts.models
+    )
+    return f"{_format_size(sum(_count_needed_bytes(config, facts).values()))} are needed = {terms}"
+
+
+def _format_size(num_bytes: int) -> str:
     """A size as people say it, in the unit in which it is neither long nor zero."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= factor:

@@ -9,32 +9,32 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from streamrl.messages import Array
-from streamrl.weights.manifest import Bucket, WeightManifest
+from streamrl.weights.manifest import WeightBucket, WeightManifest
 
 
-class Outlet(Protocol):
+class TransportWriter(Protocol):
     """The publisher's end. One version at a time, from one thread."""
 
     def set_readers(self, names: Sequence[str]) -> None:
         """Who follows from the next version on; others may join them at any time."""
         ...
 
-    def begin(self, version: int) -> None:
+    def begin_version(self, version: int) -> None:
         """The buckets of this version come next."""
         ...
 
-    def room(self, num_bytes: int) -> Array:
+    def allocate_buffer(self, num_bytes: int) -> Array:
         """Where to lay the next bucket: uint8 [num_bytes], writable; it may hold old bytes."""
         ...
 
-    def seal(self, bucket: Bucket, data: Array) -> Any:
+    def commit_bucket(self, bucket: WeightBucket, data: Array) -> Any:
         """The bucket is laid: `data`, uint8 [bucket.num_bytes], is the beginning of the last room.
 
         Returns the handle readers fetch it by, which must be picklable.
         """
         ...
 
-    def finish(self, manifest: WeightManifest) -> None:
+    def commit_version(self, manifest: WeightManifest) -> None:
         """The version is whole: it may be read from now on, older ones than are kept may go."""
         ...
 
@@ -43,7 +43,7 @@ class Outlet(Protocol):
         ...
 
 
-class Inlet(Protocol):
+class TransportReader(Protocol):
     """A reader's end. Called from a thread, one version at a time.
 
     `bytes_fetched` is what has come so far; `failure` is why the last version had to come another
@@ -51,9 +51,9 @@ class Inlet(Protocol):
     """
 
     bytes_fetched: int
-    failure: str | None
+    fallback_reason: str | None
 
-    def fetch(self, manifest: WeightManifest) -> Sequence[Array]:
+    def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
         """The buckets of a version, uint8 [num_bytes] each, read-only and not verified.
 
         They stay as they are for as long as the arrays live. Raises WeightsError if a bucket cannot
@@ -66,8 +66,8 @@ class Inlet(Protocol):
         ...
 
 
-def seal_copy(outlet: Outlet, bucket: Bucket, data: Array) -> Any:
+def commit_copy(outlet: TransportWriter, bucket: WeightBucket, data: Array) -> Any:
     """Send a bucket that was laid elsewhere, `data`, through an outlet; its handle there."""
-    room = outlet.room(data.nbytes)[: data.nbytes]
+    room = outlet.allocate_buffer(data.nbytes)[: data.nbytes]
     room[:] = data
-    return outlet.seal(bucket, room)
+    return outlet.commit_bucket(bucket, room)

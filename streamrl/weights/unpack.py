@@ -7,12 +7,12 @@ import torch
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.weights.checksum import checksums
-from streamrl.weights.manifest import Bucket, WeightManifest
-from streamrl.weights.tensor_views import tensor_view
+from streamrl.weights.checksum import compute_checksums
+from streamrl.weights.manifest import WeightBucket, WeightManifest
+from streamrl.weights.tensor_views import view_tensor
 
 
-def unpack(manifest: WeightManifest, arrays: Sequence[Array]) -> dict[str, torch.Tensor]:
+def unpack_tensors(manifest: WeightManifest, arrays: Sequence[Array]) -> dict[str, torch.Tensor]:
     """The tensors of a version as views of its buckets, uint8 [num_bytes] each; nothing is copied.
 
     The views are as read-only as the arrays are, though torch does not know it: copy before
@@ -24,22 +24,25 @@ def unpack(manifest: WeightManifest, arrays: Sequence[Array]) -> dict[str, torch
         raise WeightsError(
             f"weights version {manifest.version}: {len(arrays)} buckets came, wanted {num_buckets}"
         )
-    faults = [_misfit(bucket, data) for bucket, data in zip(manifest.buckets, arrays, strict=True)]
+    faults = [
+        _find_size_fault(bucket, data)
+        for bucket, data in zip(manifest.buckets, arrays, strict=True)
+    ]
     if not any(faults):
-        pairs = zip(manifest.buckets, checksums(arrays), strict=True)
-        faults = [_mismatch(bucket, found) for bucket, found in pairs]
+        pairs = zip(manifest.buckets, compute_checksums(arrays), strict=True)
+        faults = [_find_checksum_fault(bucket, found) for bucket, found in pairs]
     for index, fault in enumerate(faults):
         if fault:
             place = f"weights version {manifest.version}, bucket {index} of {num_buckets}"
             raise WeightsError(f"{place}: {fault}")
     return {
-        slot.name: tensor_view(data, slot)
+        slot.name: view_tensor(data, slot)
         for bucket, data in zip(manifest.buckets, arrays, strict=True)
         for slot in bucket.slots
     }
 
 
-def _misfit(bucket: Bucket, data: Array) -> str | None:
+def _find_size_fault(bucket: WeightBucket, data: Array) -> str | None:
     """What is wrong with the size of a bucket, if anything."""
     if data.dtype != np.uint8 or data.shape != (bucket.num_bytes,):
         return f"is {data.dtype}{list(data.shape)}, wanted uint8[{bucket.num_bytes}]"
@@ -49,6 +52,6 @@ def _misfit(bucket: Bucket, data: Array) -> str | None:
     return None
 
 
-def _mismatch(bucket: Bucket, found: str) -> str | None:
+def _find_checksum_fault(bucket: WeightBucket, found: str) -> str | None:
     """What is wrong with the bytes of a bucket, if anything, by their checksum."""
     return None if found == bucket.checksum else f"checksum is {found}, wanted {bucket.checksum}"

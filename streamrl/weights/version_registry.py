@@ -6,21 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from streamrl.errors import WeightsError
-from streamrl.weights.broadcast_tree import Spread
+from streamrl.weights.broadcast_tree import BroadcastTree
 from streamrl.weights.manifest import WeightManifest
-from streamrl.weights.metrics import Pull, Traffic
+from streamrl.weights.metrics import PullStats, SyncStats
 
-TURN_S = 0.01
+PULL_POLL_S = 0.01
 """How often a reader whose turn has not come looks again, s."""
 
 
-REFUSED = "weights_refused"
-DETOUR = "weights_detour"
+LOAD_REFUSED = "weights_refused"
+FALLBACK_USED = "weights_detour"
 NOT_LOADED = "weights_not_loaded"
 
 
 @dataclass(frozen=True)
-class Fault:
+class WeightFault:
     """Why a reader could not take up a version it was given."""
 
     version: int
@@ -35,8 +35,8 @@ class ReaderState:
     """
 
     version: int
-    pull: Pull | None = None
-    fault: Fault | None = None
+    pull: PullStats | None = None
+    fault: WeightFault | None = None
     node: str = ""
 
 
@@ -51,8 +51,8 @@ class WeightRegistry:
         self,
         *,
         keep_versions: int,
-        on_trouble: Callable[[str, str, Fault], None] = lambda kind, reader, fault: None,
-        spread: Spread | None = None,
+        on_trouble: Callable[[str, str, WeightFault], None] = lambda kind, reader, fault: None,
+        spread: BroadcastTree | None = None,
     ) -> None:
         """`on_trouble` is told of every pull that failed (REFUSED) or took another way (DETOUR),
         and of weights that an engine says it did not load (NOT_LOADED).
@@ -60,13 +60,13 @@ class WeightRegistry:
         `spread` says which nodes may pull at a time, where that matters.
         """
         self._keep_versions = keep_versions
-        self._on_trouble = on_trouble
-        self._spread = spread
+        self._on_fault = on_trouble
+        self._broadcast_tree = spread
         self._manifests: list[WeightManifest] = []
-        self._published = asyncio.Event()
-        self._held: dict[str, int] = {}
-        self._published_s: list[float] = []
-        self._pulls: list[Pull] = []
+        self._version_published = asyncio.Event()
+        self._reader_versions: dict[str, int] = {}
+        self._publish_durations_s: list[float] = []
+        self._pulls: list[PullStats] = []
         self._num_faults = 0
 
     @property
@@ -77,9 +77,9 @@ class WeightRegistry:
     @property
     def readers(self) -> list[str]:
         """Those who have asked for a version, sorted."""
-        return sorted(self._held)
+        return sorted(self._reader_versions)
 
-    def offer(self, manifest: WeightManifest, *, publish_s: float = 0.0) -> None:
+    def add_manifest(self, manifest: WeightManifest, *, publish_s: float = 0.0) -> None:
         """A version was published, for the first time or, if it is the newest, once more.
 
         Raises WeightsError if it is older than the newest.
@@ -88,58 +88,62 @@ class WeightRegistry:
             raise WeightsError(f"version {manifest.version} was published after {self.version}")
         others = [one for one in self._manifests if one.version < manifest.version]
         self._manifests = [*others, manifest][-self._keep_versions :]
-        self._published_s.append(publish_s)
-        self._published.set()
+        self._publish_durations_s.append(publish_s)
+        self._version_published.set()
 
     def count_fault(self) -> None:
         """A publish failed and is tried again."""
         self._num_faults += 1
 
-    async def newest(
+    async def wait_for_newer(
         self, reader: str, held: ReaderState, *, wait_s: float
     ) -> WeightManifest | None:
         """The newest manifest if it is newer than what `reader` holds, waiting up to `wait_s`."""
-        self._note(reader, held)
+        self._record_state(reader, held)
         try:
             async with asyncio.timeout(wait_s):
                 while self.version <= held.version:
-                    self._published.clear()
-                    await self._published.wait()
-                while not self._may_pull(held.node):
-                    await asyncio.sleep(TURN_S)
+                    self._version_published.clear()
+                    await self._version_published.wait()
+                while not self._try_start_pull(held.node):
+                    await asyncio.sleep(PULL_POLL_S)
         except TimeoutError:
             return None
         return self._manifests[-1]
 
-    def _may_pull(self, node: str) -> bool:
+    def _try_start_pull(self, node: str) -> bool:
         now_s = asyncio.get_running_loop().time()
-        return self._spread is None or self._spread.may_pull(node, self.version, now_s)
+        return self._broadcast_tree is None or self._broadcast_tree.try_start_pull(
+            node, self.version, now_s
+        )
 
-    def forget(self, reader: str) -> None:
+    def remove_reader(self, reader: str) -> None:
         """The reader has left: it counts as behind no more."""
-        self._held.pop(reader, None)
+        self._reader_versions.pop(reader, None)
 
-    def _note(self, reader: str, held: ReaderState) -> None:
-        self._held[reader] = held.version
+    def _record_state(self, reader: str, held: ReaderState) -> None:
+        self._reader_versions[reader] = held.version
         if held.pull is not None:
             self._pulls.append(held.pull)
-            if held.pull.detour:
-                self._on_trouble(DETOUR, reader, Fault(held.version, held.pull.detour))
+            if held.pull.fallback_reason:
+                self._on_fault(
+                    FALLBACK_USED, reader, WeightFault(held.version, held.pull.fallback_reason)
+                )
             for warning in held.pull.warnings:
-                self._on_trouble(NOT_LOADED, reader, Fault(held.version, warning))
+                self._on_fault(NOT_LOADED, reader, WeightFault(held.version, warning))
         if held.fault is not None:
             self._num_faults += 1
-            self._on_trouble(REFUSED, reader, held.fault)
-        if self._spread is not None and held.fault is not None:
-            self._spread.forget(held.node)
-        elif self._spread is not None:
-            self._spread.done(held.node, held.version)
+            self._on_fault(LOAD_REFUSED, reader, held.fault)
+        if self._broadcast_tree is not None and held.fault is not None:
+            self._broadcast_tree.remove_node(held.node)
+        elif self._broadcast_tree is not None:
+            self._broadcast_tree.mark_pulled(held.node, held.version)
 
-    def drain(self) -> Traffic:
+    def drain_stats(self) -> SyncStats:
         """What went on since the last call."""
         pulls, self._pulls = self._pulls, []
-        publish_s = max(self._published_s, default=math.nan)
-        self._published_s = []
-        served = [version for version in self._held.values() if version >= 0]
+        publish_s = max(self._publish_durations_s, default=math.nan)
+        self._publish_durations_s = []
+        served = [version for version in self._reader_versions.values() if version >= 0]
         skew = self.version - min(served, default=self.version)
-        return Traffic(pulls, publish_s, skew, self._num_faults)
+        return SyncStats(pulls, publish_s, skew, self._num_faults)

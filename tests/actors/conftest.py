@@ -28,4 +28,4 @@ def local_ray() -> None:
     """A Ray of five CPUs and a GPU; it takes our word for what there is."""
     if not ray.is_initialized():
         end_instance()
-        _instance.enter_context(local.local_ray(CPUS, 200 << 20, gpus=1))
+        _instance.enter_context(local.start_local_ray(CPUS, 200 << 20, gpus=1))

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.actors.actor_context import TRAINERS, phases, share
+from streamrl.actors.actor_context import TRAINER_PHASE, make_lease, map_phase_slots
 from streamrl.config import RunConfig, load_config
-from streamrl.stream.device_lease import Arbiter, FreeLease, SharedLease
+from streamrl.stream.device_lease import DedicatedDeviceLease, DeviceArbiter, SharedDeviceLease
 
 RULE = "{kind: math}"
 MODEL = "{kind: model, path: judge}"
@@ -32,9 +32,9 @@ def test_a_reward_that_may_compute_on_devices_takes_turns_for_them(
     tmp_path: Path, rewards: str
 ) -> None:
     shared = config(tmp_path, rewards)
-    assert set(phases(shared)) == {TRAINERS, "generator", "reward"}
-    lease = share(shared, Arbiter(timeout_s=1.0), "reward-0", "reward")
-    assert isinstance(lease, SharedLease)
+    assert set(map_phase_slots(shared)) == {TRAINER_PHASE, "generator", "reward"}
+    lease = make_lease(shared, DeviceArbiter(timeout_s=1.0), "reward-0", "reward")
+    assert isinstance(lease, SharedDeviceLease)
 
 
 @pytest.mark.parametrize("rewards", [RULE, f"{RULE}, {{kind: code}}"])
@@ -42,8 +42,8 @@ def test_rules_never_wait_for_a_slot_and_nobody_waits_for_them(
     tmp_path: Path, rewards: str
 ) -> None:
     shared = config(tmp_path, rewards)
-    assert set(phases(shared)) == {TRAINERS, "generator"}
-    arbiter = Arbiter(timeout_s=1.0)
-    assert isinstance(share(shared, arbiter, "reward-0", "reward"), FreeLease)
-    assert isinstance(share(shared, arbiter, "generator-0", "generator"), SharedLease)
-    assert isinstance(share(shared, arbiter, TRAINERS, TRAINERS), SharedLease)
+    assert set(map_phase_slots(shared)) == {TRAINER_PHASE, "generator"}
+    arbiter = DeviceArbiter(timeout_s=1.0)
+    assert isinstance(make_lease(shared, arbiter, "reward-0", "reward"), DedicatedDeviceLease)
+    assert isinstance(make_lease(shared, arbiter, "generator-0", "generator"), SharedDeviceLease)
+    assert isinstance(make_lease(shared, arbiter, TRAINER_PHASE, TRAINER_PHASE), SharedDeviceLease)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamrl.actors.shared_weights import PartFollower, Residence, ResidentFollower
-from streamrl.errors import SupersededError
+from streamrl.actors.shared_weights import PrefilledFollower, SharedWeights, SharedWeightsFollower
+from streamrl.errors import VersionSupersededError
 from streamrl.messages import Array
-from streamrl.resharding.executors import Moved
-from streamrl.resharding.storage import Storage
-from streamrl.weights import Loaded
+from streamrl.resharding.executors import ReshardingStats
+from streamrl.resharding.storage import ShardStorage
+from streamrl.weights import WeightLoadStats
 
 
 class Rank:
@@ -30,11 +30,11 @@ class Rank:
     def received_bytes(self, gathered: Mapping[str, Tensor]) -> int:
         return sum(tensor.nbytes for tensor in gathered.values()) // 2 if self.gathers else 0
 
-    def switch(self, served: Storage | None, version: int) -> Moved | None:
+    def switch(self, served: ShardStorage | None, version: int) -> ReshardingStats | None:
         if served is None or not self._fills:
             return None
         self.filled.append(version)
-        return Moved(version, 12, 12, 4, 100, 1, 0.1)
+        return ReshardingStats(version, 12, 12, 4, 100, 1, 0.1)
 
 
 class Generator:
@@ -43,40 +43,40 @@ class Generator:
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    async def storage(self) -> Storage:
+    async def get_storage(self) -> ShardStorage:
         self.told.append("storage")
-        return Storage({})
+        return ShardStorage({})
 
-    async def release_kv(self) -> None:
+    async def sleep(self) -> None:
         self.told.append("release_kv")
 
-    async def suspend(self, reason: str) -> None:
+    async def pause(self, reason: str) -> None:
         self.told.append("suspend")
 
     async def resume(self, reason: str) -> None:
         self.told.append("resume")
 
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
         self.told.append((sorted(tensors), version))
-        return Loaded()
+        return WeightLoadStats()
 
-    async def take_up(self, version: int) -> Loaded:
+    async def activate_version(self, version: int) -> WeightLoadStats:
         self.told.append(version)
-        return Loaded()
+        return WeightLoadStats()
 
-    async def probe(self, sequences: Sequence[Array]) -> None: ...
+    async def compute_logprobs(self, sequences: Sequence[Array]) -> None: ...
 
 
 async def updated(rank: Rank, generator: Generator) -> tuple[int, float]:
     """Let both in, and make version 3; what came from other ranks for it, and what was copied of
     what is here, bytes.
     """
-    residence = Residence()
-    await residence.let_in(generator, fills=rank.gathers)
-    await residence.about_to_change()
-    residence.publish(rank, 3)  # type: ignore[arg-type]
-    fetched = residence.fetched(3)
-    await ResidentFollower(generator, residence).load_weights(fetched.tensors, 3)
+    residence = SharedWeights()
+    await residence.attach_generator(generator, fills=rank.gathers)
+    await residence.invalidate_weights()
+    residence.publish_version(rank, 3)  # type: ignore[arg-type]
+    fetched = residence.fetch_version(3)
+    await SharedWeightsFollower(generator, residence).load_weights(fetched.tensors, 3)
     return fetched.num_bytes, fetched.copied_bytes
 
 
@@ -103,14 +103,14 @@ def test_what_cannot_be_filled_in_is_gathered() -> None:
 
 def test_a_version_that_has_been_updated_is_not_taken_up() -> None:
     async def late() -> None:
-        residence, generator = Residence(), Generator()
-        await residence.let_in(generator, fills=True)
-        residence.publish(Rank(gathers=True), 3)  # type: ignore[arg-type]
-        await residence.about_to_change()
-        with pytest.raises(SupersededError, match="version 3 is gone"):
-            residence.fetched(3)
-        with pytest.raises(SupersededError, match="version 3 is gone"):
-            await ResidentFollower(generator, residence).load_weights({}, 3)
+        residence, generator = SharedWeights(), Generator()
+        await residence.attach_generator(generator, fills=True)
+        residence.publish_version(Rank(gathers=True), 3)  # type: ignore[arg-type]
+        await residence.invalidate_weights()
+        with pytest.raises(VersionSupersededError, match="version 3 is gone"):
+            residence.fetch_version(3)
+        with pytest.raises(VersionSupersededError, match="version 3 is gone"):
+            await SharedWeightsFollower(generator, residence).load_weights({}, 3)
         assert generator.told == ["storage", "suspend"]
 
     asyncio.run(late())
@@ -122,13 +122,13 @@ class Part:
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    async def storage(self) -> Storage:
-        return Storage({})
+    async def get_storage(self) -> ShardStorage:
+        return ShardStorage({})
 
-    async def release_kv(self) -> None:
+    async def sleep(self) -> None:
         self.told.append("release_kv")
 
-    def put(self, tensors: Mapping[str, Any]) -> int:
+    def fill_shard(self, tensors: Mapping[str, Any]) -> int:
         self.told.append(sorted(tensors))
         return 6
 
@@ -136,19 +136,19 @@ class Part:
 @pytest.mark.parametrize("fills", [True, False])
 def test_a_part_has_a_version_in_it_by_the_time_it_is_published(fills: bool) -> None:
     async def told() -> list[Any]:
-        residence, part = Residence(), Part()
-        await residence.let_in_part(part)
-        await residence.about_to_change()
-        residence.publish(Rank(gathers=True, fills=fills), 3)  # type: ignore[arg-type]
-        fetched = residence.fetched(3)
+        residence, part = SharedWeights(), Part()
+        await residence.attach_follower_rank(part)
+        await residence.invalidate_weights()
+        residence.publish_version(Rank(gathers=True, fills=fills), 3)  # type: ignore[arg-type]
+        fetched = residence.fetch_version(3)
         assert (dict(fetched.tensors), fetched.num_bytes) == ({}, 12 if fills else 8)
         assert fetched.copied_bytes == (4 if fills else 6)
-        follower = PartFollower(residence)
+        follower = PrefilledFollower(residence)
         await follower.load_weights(fetched.tensors, 3)
-        await residence.about_to_change()
-        with pytest.raises(SupersededError, match="version 3 is gone"):
+        await residence.invalidate_weights()
+        with pytest.raises(VersionSupersededError, match="version 3 is gone"):
             await follower.load_weights({}, 3)
-        async with residence.training(releases_kv=True):
+        async with residence.run_training_phase(releases_kv=True):
             pass
         return part.told
 
@@ -157,9 +157,9 @@ def test_a_part_has_a_version_in_it_by_the_time_it_is_published(fills: bool) -> 
 
 def test_what_every_rank_has_whole_may_be_filled_into_parts_of_it() -> None:
     async def filled() -> list[int]:
-        residence, rank = Residence(), Rank(gathers=False)
-        await residence.let_in(Generator(), fills=True)
-        residence.publish(rank, 3)  # type: ignore[arg-type]
+        residence, rank = SharedWeights(), Rank(gathers=False)
+        await residence.attach_generator(Generator(), fills=True)
+        residence.publish_version(rank, 3)  # type: ignore[arg-type]
         return rank.filled
 
     assert asyncio.run(filled()) == [3]
@@ -168,12 +168,12 @@ def test_what_every_rank_has_whole_may_be_filled_into_parts_of_it() -> None:
 @pytest.mark.parametrize("releases", [True, False])
 def test_keys_and_values_make_room_for_training_if_they_are_to(releases: bool) -> None:
     async def trained() -> tuple[list[Any], dict[str, float]]:
-        residence, generator = Residence(), Generator()
-        await residence.let_in(generator, fills=False)
-        async with residence.training(releases_kv=releases):
+        residence, generator = SharedWeights(), Generator()
+        await residence.attach_generator(generator, fills=False)
+        async with residence.run_training_phase(releases_kv=releases):
             held = torch.ones(100 << 18)
         del held
-        return generator.told, residence.memory.drain()
+        return generator.told, residence.peak_memory.drain_peaks()
 
     told, peaks = asyncio.run(trained())
     assert told == (["release_kv"] if releases else [])

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from streamrl.actors.shared_weights import Residence
-from streamrl.actors.trainer import Meeting, TrainerActor
+from streamrl.actors.shared_weights import SharedWeights
+from streamrl.actors.trainer import RendezvousInfo, TrainerActor
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.data.config import DataConfig
-from streamrl.dataflow import POLICY, Call, Kind
+from streamrl.dataflow import POLICY, CallKind, ModelCall
 from streamrl.placement import WorkerMemory
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.telemetry.spans import SpanRecorder
@@ -69,10 +69,12 @@ def wiring(told: list[str]) -> Any:
 
 @pytest.fixture(autouse=True)
 def _tests_keep_their_own_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.actors.trainer.record_stacks", lambda run_dir, actor: None)
+    monkeypatch.setattr("streamrl.actors.trainer.record_crash_stacks", lambda run_dir, actor: None)
 
 
-MEETING = Meeting(Call("train", POLICY, Kind.TRAIN, (), ()), "trainer", "localhost", 1)
+MEETING = RendezvousInfo(
+    ModelCall("train", POLICY, CallKind.TRAIN, (), ()), "trainer", "localhost", 1
+)
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -80,7 +82,7 @@ def test_whoever_is_to_put_the_optimizer_aside_has_it_only_while_it_is_needed(le
     told: list[str] = []
 
     async def main() -> None:
-        residence = Residence()
+        residence = SharedWeights()
         actor = TrainerActor(residence)
         starting = asyncio.create_task(actor.start(wiring(told), 1, MEETING, Path("checkpoint")))
         await residence.wait_for_trainer(10.0)
@@ -88,8 +90,8 @@ def test_whoever_is_to_put_the_optimizer_aside_has_it_only_while_it_is_needed(le
         told.append("generator comes")
         await starting
         if leads:
-            await residence.let_in(Generator(told), fills=False)  # type: ignore[arg-type]
-        await actor.save(Path("model"), Path("state"))
+            await residence.attach_generator(Generator(told), fills=False)  # type: ignore[arg-type]
+        await actor.save_checkpoint(Path("model"), Path("state"))
 
     asyncio.run(main())
     begins = ["load", "offload_optimizer", "generator comes"]
@@ -103,14 +105,14 @@ def test_keys_and_values_are_not_taken_from_a_generator_that_may_sample() -> Non
     told: list[str] = []
 
     async def main() -> None:
-        residence = Residence()
+        residence = SharedWeights()
         actor = TrainerActor(residence)
         await actor.start(wiring(told), 1, MEETING, None)
-        await residence.let_in(Generator(told), fills=False)  # type: ignore[arg-type]
-        await residence.about_to_change()
+        await residence.attach_generator(Generator(told), fills=False)  # type: ignore[arg-type]
+        await residence.invalidate_weights()
         for what in ("changed", "sent again"):
             told.append(what)
-            await actor.publish(3, (), False)
+            await actor.publish_weights(3, (), False)
 
     asyncio.run(main())
     changed, again = told.index("changed"), told.index("sent again")

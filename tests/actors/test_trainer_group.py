@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from streamrl.actors.coordination.step_reporter import RoleActors
-from streamrl.actors.trainer_group import MovedReference, TrainerGroup
+from streamrl.actors.trainer_group import EmaReferencePublisher, TrainerGroup
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.dataflow import dataflow_for
+from streamrl.dataflow import build_dataflow
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import WeightsError
 from streamrl.messages import ROLLOUT_COLUMNS
@@ -45,10 +45,12 @@ class Rank:
 
 
 def group(ranks: list[Rank], *, zero_stage: int = 1, **trainer: Any) -> TrainerGroup:
-    settings = AlgorithmConfig().settings(max_length=8, reward_weights={})
+    settings = AlgorithmConfig().to_settings(max_length=8, reward_weights={})
     config = TrainerConfig(zero_stage=zero_stage, world_size=len(ranks), **trainer)
     names = [f"trainer-{i}" for i in range(len(ranks))]
-    actors = RoleActors(dataflow_for((*ROLLOUT_COLUMNS, "scores")).roles["policy"], names, ranks)
+    actors = RoleActors(
+        build_dataflow((*ROLLOUT_COLUMNS, "scores")).calls_by_role["policy"], names, ranks
+    )
     return TrainerGroup(actors, settings=settings, config=config, probe_every=4)
 
 
@@ -61,7 +63,9 @@ def test_a_model_and_the_reference_that_follows_it_are_published_in_turn(zero_st
     async def scenario() -> None:
         ranks = [Rank(), Rank()]
         trainer = group(ranks, zero_stage=zero_stage)
-        await asyncio.gather(trainer.publish(1, []), MovedReference(trainer).publish(1, []))
+        await asyncio.gather(
+            trainer.publish_weights(1, []), EmaReferencePublisher(trainer).publish_weights(1, [])
+        )
         assert [rank.log for rank in ranks] == [[*PUBLISHES, *MOVES]] * 2
 
     run_virtual(scenario())
@@ -72,7 +76,7 @@ def test_ranks_that_gather_to_publish_train_on_afterwards(zero_stage: int, waits
     async def scenario() -> None:
         ranks = [Rank(), Rank()]
         trainer = group(ranks, zero_stage=zero_stage)
-        publishing = asyncio.create_task(trainer.publish(1, []))
+        publishing = asyncio.create_task(trainer.publish_weights(1, []))
         await asyncio.sleep(0.5)
         await trainer.train_round(((), ()), epoch=0)
         await publishing
@@ -91,7 +95,7 @@ def test_the_first_versions_and_then_every_few_have_a_probe_and_all_ranks_know_w
         for version, reply in [(0, manifest), (4, manifest), *again, (10, manifest)]:
             ranks[0].publish.reply = reply
             try:
-                await trainer.publish(version, [])
+                await trainer.publish_weights(version, [])
             except WeightsError:
                 assert reply is broken
         for rank in ranks:
@@ -109,7 +113,7 @@ def test_what_is_sent_again_over_a_round_is_gathered_after_it(zero_stage: int, w
         trainer = group(ranks, zero_stage=zero_stage)
         training = asyncio.create_task(trainer.train_round(((), ()), epoch=0))
         await asyncio.sleep(0.5)
-        await trainer.publish(1, [])
+        await trainer.publish_weights(1, [])
         await training
         for rank in ranks:
             assert (rank.log.index("publish begins") > rank.log.index("train ends")) is waits
@@ -123,7 +127,7 @@ def test_neighbours_that_are_tensor_parallel_train_the_same_and_it_counts_once()
         for i, rank in enumerate(ranks):
             rank.train.reply = {"num_tokens": 10.0 ** (i // 2)}
         trainer = group(ranks, backend="torch", tensor_parallel=2)
-        assert trainer.num_shares == 2
+        assert trainer.dp_size == 2
         work = ((("a", 0), ("a", 1)), (("b", 0),))
         sums = await trainer.train_round(work, epoch=0)
         assert [rank.train.told[0][0] for rank in ranks] == [work[0], work[0], work[1], work[1]]

@@ -22,19 +22,26 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from streamrl.actors.launch import placement_groups
-from streamrl.actors.launch.actor_registry import Crew
-from streamrl.actors.launch.fork_server import TOKEN_MODE
-from streamrl.actors.launch.local_ray import TOKEN_VARIABLE, ray_environment
-from streamrl.actors.launch.placement_groups import give_back, reserve
-from streamrl.actors.launch.ray_cluster import NO_TOKEN
+from streamrl.actors.launch.actor_registry import ActorRegistry
+from streamrl.actors.launch.fork_server import TOKEN_AUTH_ENV
+from streamrl.actors.launch.local_ray import TOKEN_VARIABLE, override_ray_environment
+from streamrl.actors.launch.placement_groups import release_placement_groups, reserve_bundles
+from streamrl.actors.launch.ray_cluster import NO_TOKEN_MESSAGE
 from streamrl.actors.queue_shard import create_shards
-from streamrl.actors.transport.endpoints import make_inlet, make_outlet
+from streamrl.actors.transport.endpoints import make_transport_reader, make_transport_writer
 from streamrl.actors.transport.shard_proxy import RemoteShard
-from streamrl.actors.transport.transport_spec import WeightTravel
+from streamrl.actors.transport.transport_spec import TransportSpec
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, ShardPlan
+from streamrl.buffer import (
+    ExperienceQueue,
+    QueueConfig,
+    ShardCapacity,
+    ShardFiles,
+    ShardPlan,
+    StageSchema,
+)
 from streamrl.config import ModelConfig, RunConfig
-from streamrl.config.preflight import Prepared
+from streamrl.config.preflight import PreparedRun
 from streamrl.data import DataConfig
 from streamrl.dataflow import POLICY
 from streamrl.engines.generator_config import GeneratorConfig
@@ -44,16 +51,16 @@ from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Prompt
 from streamrl.placement import PlacementConfig
 from streamrl.rewards import RewardConfig
 from streamrl.weights import WeightManifest
-from streamrl.weights.config import COLLECTIVE, DELTA, DISK, STORE
-from streamrl.weights.pack import publish
-from streamrl.weights.transport_choice import Choice
-from streamrl.weights.unpack import unpack
+from streamrl.weights.config import COLLECTIVE, DELTA, DISK, OBJECT_STORE
+from streamrl.weights.pack import publish_version
+from streamrl.weights.transport_choice import TransportDecision
+from streamrl.weights.unpack import unpack_tensors
 from tests.e2e.launched import MARK, marked
 
 # The nodes' workers need not find the tests on their path.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-STAGES = {"generate": Ports((), ROLLOUT_COLUMNS), "train": Ports(ROLLOUT_COLUMNS, ())}
+STAGES = {"generate": StageSchema((), ROLLOUT_COLUMNS), "train": StageSchema(ROLLOUT_COLUMNS, ())}
 SIZES = {f"0:{i}:0": (100_000 if i < 4 else 10_000 if i < 6 else 50) for i in range(10)}
 """Tokens of each group: a MiB of columns goes through the object store, less in messages."""
 
@@ -97,8 +104,8 @@ class Member:
     async def produce(self, count: int) -> list[str]:
         done: list[str] = []
         while len(done) < count:
-            taken = await self.queue.take("generate", max_groups=2, columns=(), wait_s=5.0)
-            refused = await self.queue.put([(e.lease, columns_of(e.uid)) for e in taken])
+            taken = await self.queue.lease_groups("generate", max_groups=2, columns=(), wait_s=5.0)
+            refused = await self.queue.commit_columns([(e.lease, columns_of(e.uid)) for e in taken])
             assert not refused
             done += [experience.uid for experience in taken]
         return done
@@ -106,14 +113,14 @@ class Member:
     async def consume(self, count: int) -> dict[str, str]:
         found: dict[str, str] = {}
         while len(found) < count:
-            taken = await self.queue.take(
+            taken = await self.queue.lease_groups(
                 "train", max_groups=2, columns=ROLLOUT_COLUMNS, wait_s=5.0
             )
             found |= {experience.uid: digest(experience.columns) for experience in taken}
         return found
 
     async def read(self, uids: list[str]) -> dict[str, str]:
-        found = await self.queue.read(uids, ROLLOUT_COLUMNS)
+        found = await self.queue.read_columns(uids, ROLLOUT_COLUMNS)
         return {uid: digest(columns) for uid, columns in found.items()}
 
 
@@ -144,8 +151,8 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    token = {**TOKEN_MODE, TOKEN_VARIABLE: uuid.uuid4().hex}
-    with pytest.MonkeyPatch.context() as patch, ray_environment(token):
+    token = {**TOKEN_AUTH_ENV, TOKEN_VARIABLE: uuid.uuid4().hex}
+    with pytest.MonkeyPatch.context() as patch, override_ray_environment(token):
         yield from two_nodes(patch)
 
 
@@ -199,7 +206,7 @@ def test_a_cluster_of_the_users_is_joined_with_their_token_alone(nodes: Nodes) -
     ]
     joined, *refused = (script.communicate(timeout=120.0)[0] for script in scripts)
     assert joined == "token 2\n"
-    assert refused == [f"placement.address={nodes.address}: {NO_TOKEN}\n"] * 2
+    assert refused == [f"placement.address={nodes.address}: {NO_TOKEN_MESSAGE}\n"] * 2
 
 
 def node_of(actor: Any) -> str:
@@ -213,17 +220,17 @@ def test_who_publishes_or_follows_stays_on_one_node_also_when_hired_or_started_a
 ) -> None:
     here, there = nodes.ids
     crew = crew_of(ranks=2)
-    crew.fill(there, print)
+    crew.create_roles(there, print)
     try:
-        generator, _ = crew.hire("generator")
+        generator, _ = crew.spawn_replica("generator")
         bound = {name for name in crew.actors if not name.startswith("reward")}
         trained = {"trainer-0", "trainer-1", "critic-0", "critic-1"}
         assert bound == {"generator-0", "generator-1", "value-0", *trained}
         assert {name: node_of(crew.actors[name]) for name in bound} == dict.fromkeys(bound, there)
 
         place = "on the node whose memory weights travel through"
-        assert crew.asks_for("generator").startswith(f"asks for 1 CPU slot {place}; ")
-        assert crew.asks_for("reward").startswith("asks for 1 CPU slot; ")
+        assert crew.describe_demand("generator").startswith(f"asks for 1 CPU slot {place}; ")
+        assert crew.describe_demand("reward").startswith("asks for 1 CPU slot; ")
 
         actor = crew.actors[generator]
         pid = ray.get(actor.__ray_call__.remote(lambda _: psutil.Process().pid))
@@ -242,7 +249,7 @@ def test_ranks_leave_room_for_a_generator_of_many_devices(nodes: Nodes) -> None:
     # Two models of two ranks on a node each would leave no node with seven.
     crew = crew_of(ranks=2, tensor_parallel=7)
     try:
-        crew.fill("", print)
+        crew.create_roles("", print)
         assert {node_of(actor) for actor in crew.actors.values()} == set(nodes.ids)
     finally:
         crew.close()
@@ -256,7 +263,7 @@ def wait_until_free() -> None:
         time.sleep(0.1)
 
 
-def crew_of(*, ranks: int, tensor_parallel: int = 1) -> Crew:
+def crew_of(*, ranks: int, tensor_parallel: int = 1) -> ActorRegistry:
     """The actors of a run with PPO, none of which is made; each model has so many ranks."""
     config = RunConfig(
         model=ModelConfig(path="model"),
@@ -268,7 +275,9 @@ def crew_of(*, ranks: int, tensor_parallel: int = 1) -> Crew:
         generator=GeneratorConfig(tensor_parallel=tensor_parallel),
     )
     nothing: Any = None
-    return Crew(config, Prepared(config.dataflow, nothing, {}, (), 8, 0, ()), on_gpu=False)
+    return ActorRegistry(
+        config, PreparedRun(config.dataflow, nothing, {}, (), 8, 0, ()), on_gpu=False
+    )
 
 
 @pytest.mark.slow
@@ -276,17 +285,17 @@ def test_ranks_of_a_model_are_on_one_node_if_that_has_room_and_come_before_other
     nodes: Nodes,
 ) -> None:
     wait_until_free()
-    taken = reserve([{"CPU": 3.0}] * 2, strategy="STRICT_SPREAD", timeout_s=60.0)
+    taken = reserve_bundles([{"CPU": 3.0}] * 2, strategy="STRICT_SPREAD", timeout_s=60.0)
     crew = crew_of(ranks=3)
     try:
         # Five slots are free on each: who else there is would leave neither of them three.
-        crew.fill("", print)
+        crew.create_roles("", print)
         for role in ("trainer", "critic"):
             names = [f"{role}-{rank}" for rank in range(3)]
             assert len({node_of(crew.actors[name]) for name in names}) == 1
     finally:
         crew.close()
-        give_back(taken)
+        release_placement_groups(taken)
 
 
 @pytest.mark.slow
@@ -294,18 +303,18 @@ def test_where_one_model_finds_no_room_on_the_named_node_nothing_is_left(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, there = nodes.ids
-    monkeypatch.setattr(placement_groups, "ROOM_S", 2.0)
+    monkeypatch.setattr(placement_groups, "CAPACITY_WAIT_S", 2.0)
     wait_until_free()
     # The other model gets two of the three slots that are free.
-    taken, crew = reserve([{"CPU": 5.0}], node=there, timeout_s=60.0), crew_of(ranks=2)
+    taken, crew = reserve_bundles([{"CPU": 5.0}], node=there, timeout_s=60.0), crew_of(ranks=2)
     lacking = f"2 slots of 1 CPU each found no room on the node {there} in 2 s"
     words = f"^critic.trainer.world_size=2: {lacking}"
     with pytest.raises(ConfigError, match=words + r"; free in all are \S+ of 16 CPU$"):
-        crew.fill(there, print)
+        crew.create_roles(there, print)
     crew.close()
-    give_back(taken)
+    release_placement_groups(taken)
     assert not crew.actors
-    give_back(reserve([{"CPU": 8.0}], node=there, timeout_s=60.0))
+    release_placement_groups(reserve_bundles([{"CPU": 8.0}], node=there, timeout_s=60.0))
 
 
 def node_of_again(actor: Any) -> str:
@@ -324,13 +333,13 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
 class Publisher:
     """The publishing end of a transport, of one after the other."""
 
-    def open(self, travel: WeightTravel) -> None:
-        self._outlet = make_outlet(travel, POLICY, "")
+    def open(self, travel: TransportSpec) -> None:
+        self._outlet = make_transport_writer(travel, POLICY, "")
 
     def publish(self, version: int, readers: list[str]) -> WeightManifest:
         self._outlet.set_readers(readers)
         tensors = tensors_of(version).items()
-        return publish(tensors, version=version, bucket_bytes=1 << 20, outlet=self._outlet)
+        return publish_version(tensors, version=version, bucket_bytes=1 << 20, outlet=self._outlet)
 
 
 class Reader:
@@ -339,15 +348,15 @@ class Reader:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def open(self, travel: WeightTravel) -> None:
-        self._inlet = make_inlet(travel, POLICY, self._name)
+    def open(self, travel: TransportSpec) -> None:
+        self._inlet = make_transport_reader(travel, POLICY, self._name)
 
     def pull(self, manifest: WeightManifest) -> tuple[bool, str | None]:
         """Whether a version came as it was published, and why it took a detour if it did."""
-        found = unpack(manifest, self._inlet.fetch(manifest))
+        found = unpack_tensors(manifest, self._inlet.fetch_buckets(manifest))
         wanted = tensors_of(manifest.version)
         same = all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-        return same and found.keys() == wanted.keys(), self._inlet.failure
+        return same and found.keys() == wanted.keys(), self._inlet.fallback_reason
 
 
 @pytest.mark.slow
@@ -362,8 +371,8 @@ def test_versions_reach_readers_on_both_nodes(nodes: Nodes, tmp_path: Path) -> N
         for place, name in zip(places, names, strict=True)
     ]
     assert [node_of(reader) for reader in readers] == list(nodes.ids)
-    for transport in (STORE, DELTA, COLLECTIVE, DISK):
-        travel = WeightTravel(Choice(transport, ""), "run", tmp_path / transport, 2, {})
+    for transport in (OBJECT_STORE, DELTA, COLLECTIVE, DISK):
+        travel = TransportSpec(TransportDecision(transport, ""), "run", tmp_path / transport, 2, {})
         ray.get([actor.open.remote(travel) for actor in (publisher, *readers)], timeout=60.0)
         for version in range(3):
             manifest = ray.get(publisher.publish.remote(version, names), timeout=60.0)
@@ -382,7 +391,10 @@ def test_the_queue_spans_two_nodes_and_outlives_one(nodes: Nodes, tmp_path: Path
 
     plans = {
         f"shard-{i}": ShardPlan(
-            STAGES, QueueConfig(), Bounds(len(SIZES)), files=Files(tmp_path / f"shard-{i}")
+            STAGES,
+            QueueConfig(),
+            ShardCapacity(len(SIZES)),
+            files=ShardFiles(tmp_path / f"shard-{i}"),
         )
         for i in range(2)
     }
@@ -390,14 +402,14 @@ def test_the_queue_spans_two_nodes_and_outlives_one(nodes: Nodes, tmp_path: Path
     homes = [node_of(actor) for actor in actors.values()]
     assert sorted(homes) == sorted(nodes.ids), "a shard on each node"
     queue = ExperienceQueue(shards, "driver")
-    placed = {(queue.shard_of(uid), SIZES[uid] > 10_000) for uid in SIZES}
+    placed = {(queue.get_shard_index(uid), SIZES[uid] > 10_000) for uid in SIZES}
     assert len(placed) == 4, "each shard has small groups and large ones"
 
     here, there = nodes.ids
     producer, consumer = nodes.member(shards, "producer", there), nodes.member(shards, "eve", here)
     assert ray.get([producer.node.remote(), consumer.node.remote()]) == [there, here]
     prompts = [Prompt(uid, np.array([1], np.int32)) for uid in SIZES]
-    asyncio.run(queue.admit(prompts, 0))
+    asyncio.run(queue.admit_prompts(prompts, 0))
     assert sorted(ray.get(producer.produce.remote(len(SIZES)))) == sorted(SIZES)
     pid = ray.get(producer.__ray_call__.remote(lambda _: psutil.Process().pid))
     process = psutil.Process(pid)

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamrl.algorithms import AlgorithmConfig, Settings
-from streamrl.algorithms.objective import derive, policy_loss
+from streamrl.algorithms import AlgorithmConfig, AlgorithmSettings
+from streamrl.algorithms.objective import derive_group_columns, policy_loss
 from streamrl.messages import FinishReason
 
 WEIGHTS = {"right": 1.0, "short": 0.5}
 MAX_LENGTH = 9
 
 
-def settings_of(config: AlgorithmConfig) -> Settings:
-    return config.settings(max_length=MAX_LENGTH, reward_weights=WEIGHTS)
+def settings_of(config: AlgorithmConfig) -> AlgorithmSettings:
+    return config.to_settings(max_length=MAX_LENGTH, reward_weights=WEIGHTS)
 
 
 @dataclass
@@ -105,7 +105,7 @@ def made_up_step(
 
 
 def derived_of(config: AlgorithmConfig, step: Step) -> dict[str, Tensor]:
-    return derive(config.row, settings_of(config), step.columns, step.group_ids)
+    return derive_group_columns(config.spec, settings_of(config), step.columns, step.group_ids)
 
 
 def batch_of(step: Step, derived: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ def train(config: AlgorithmConfig, step: Step, derived: dict[str, Tensor]) -> Tr
     """Forward and backward of these rows, with what was derived for them."""
     leaf = step.logprobs.clone().requires_grad_()
     loss, sums = policy_loss(
-        config.row,
+        config.spec,
         settings_of(config),
         batch_of(step, derived),
         logprobs=leaf,

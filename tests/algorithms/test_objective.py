@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.algorithms import ALGORITHMS, AlgorithmConfig, step_normaliser, summarise
+from streamrl.algorithms import ALGORITHMS, AlgorithmConfig, step_loss_denominator, summarise_policy
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.algorithms.objective import policy_loss
-from streamrl.algorithms.options import MODES
+from streamrl.algorithms.options import LOSS_AGGREGATIONS
 from streamrl.errors import AlgorithmError
 from streamrl.messages import FinishReason
 from tests.algorithms.steps import (
@@ -33,7 +33,7 @@ EVERYTHING = CorrectionConfig(
 )
 CONFIGS = [
     *(AlgorithmConfig(name=name) for name in ALGORITHMS),
-    *(AlgorithmConfig(loss_aggregation=mode) for mode in MODES),
+    *(AlgorithmConfig(loss_aggregation=mode) for mode in LOSS_AGGREGATIONS),
     AlgorithmConfig(kl_coef=0.1, entropy_coef=0.02, mask_truncated=True, overlong_buffer=4),
     AlgorithmConfig(kl_coef=0.1, kl_in="reward", kl_kind="k1", advantage_scale="batch"),
     AlgorithmConfig(name="dapo", kl_coef=0.1, correction=EVERYTHING),
@@ -82,9 +82,11 @@ def test_cutting_a_step_into_parts_changes_nothing(config, seed, data):
     expected = {name: value.item() for name, value in whole.sums.items()}
     assert sums == pytest.approx(expected, rel=1e-6, abs=1e-6)
     chosen = settings_of(config)
-    divisor = step_normaliser(chosen, sums)
-    assert divisor == pytest.approx(step_normaliser(chosen, expected))
-    assert summarise(sums, divisor) == pytest.approx(summarise(expected, divisor), abs=1e-6)
+    divisor = step_loss_denominator(chosen, sums)
+    assert divisor == pytest.approx(step_loss_denominator(chosen, expected))
+    assert summarise_policy(sums, divisor) == pytest.approx(
+        summarise_policy(expected, divisor), abs=1e-6
+    )
 
 
 def test_off_policy_rollouts_are_judged_by_the_policy_in_training():
@@ -109,7 +111,7 @@ def test_off_policy_rollouts_are_judged_by_the_distance_to_the_policy_that_sampl
     )
     config, logprobs = AlgorithmConfig(name="dapo", correction=correction), torch.full((2, 4), -0.5)
     loss, sums = policy_loss(
-        config.row, settings_of(config), batch, logprobs=logprobs, entropy=torch.zeros(2, 4)
+        config.spec, settings_of(config), batch, logprobs=logprobs, entropy=torch.zeros(2, 4)
     )
     assert sums["num_kept"] == 1, "row 1 has one token, row 0 three"
     assert loss.item() == pytest.approx(0.8), "its ratio, exp(-0.5) = 0.61, is clipped"
@@ -168,8 +170,8 @@ def test_tokens_that_do_not_count_add_nothing(name):
     assert trained.gradient.abs().sum() == 0
     sums = {name: value.item() for name, value in trained.sums.items()}
     assert set(sums.values()) == {0.0}
-    assert step_normaliser(settings_of(config), sums) == 0
-    assert summarise(sums, 0.0) == {}
+    assert step_loss_denominator(settings_of(config), sums) == 0
+    assert summarise_policy(sums, 0.0) == {}
 
 
 def first_step_gradient(config):
@@ -242,7 +244,7 @@ def test_prompt_mean_by_hand():
     loss, sums = loss_by_hand(config)
     assert loss == pytest.approx((-1.28 - 1 - 0.5 + 2.0) / 4)
     assert sums["num_groups"] == 1
-    assert step_normaliser(settings_of(config), sums) == 1
+    assert step_loss_denominator(settings_of(config), sums) == 1
 
 
 def test_prompt_mean_divides_by_groups_as_they_were_before_a_rejection():
@@ -252,7 +254,7 @@ def test_prompt_mean_divides_by_groups_as_they_were_before_a_rejection():
     loss, sums = loss_by_hand(config)
     assert loss == pytest.approx((-1 + 2.0) / 4)
     assert sums["num_kept"] == 2
-    assert step_normaliser(settings_of(config), sums) == 1
+    assert step_loss_denominator(settings_of(config), sums) == 1
 
 
 def test_divergence_and_entropy_join_under_the_same_aggregation():
@@ -261,7 +263,7 @@ def test_divergence_and_entropy_join_under_the_same_aggregation():
     kl = 4 * 0.5 + math.log(1.5) + math.log(0.5)
     assert loss == pytest.approx(-0.78 + 0.1 * kl - 0.01 * 4 * 2.0)
     assert sums["kl_ref_sum"] == pytest.approx(kl)
-    metrics = summarise(sums, 4.0)
+    metrics = summarise_policy(sums, 4.0)
     parts = metrics["loss/policy"] + metrics["loss/kl"] + metrics["loss/entropy"]
     assert parts == pytest.approx(loss / 4)
 
@@ -270,13 +272,13 @@ def test_divergence_in_the_reward_is_measured_and_not_in_the_loss():
     config = AlgorithmConfig(name="dapo", kl_coef=0.1, kl_in="reward", kl_kind="k1")
     loss, sums = loss_by_hand(config)
     assert loss == pytest.approx(-0.78)
-    metrics = summarise(sums, 4.0)
+    metrics = summarise_policy(sums, 4.0)
     assert metrics["policy/kl_ref"] == pytest.approx((4 * 0.5 + math.log(0.75)) / 4)
     assert "loss/kl" not in metrics
 
 
 def test_metrics_by_hand():
-    metrics = summarise(loss_by_hand(AlgorithmConfig(name="dapo"))[1], 4.0)
+    metrics = summarise_policy(loss_by_hand(AlgorithmConfig(name="dapo"))[1], 4.0)
     chi2 = (2.25 + 1 + 0.25 + 1) / 4 - 1
     assert metrics == {
         "policy/clip_frac": pytest.approx(0.25),
@@ -294,7 +296,7 @@ def test_metrics_by_hand():
         "loss/policy": pytest.approx(-0.78 / 4),
         "loss/entropy": 0.0,
     }
-    assert summarise({}, 4.0) == {}
+    assert summarise_policy({}, 4.0) == {}
 
 
 def test_decoupled_weights_by_hand():
@@ -303,7 +305,7 @@ def test_decoupled_weights_by_hand():
     loss, sums = loss_by_hand(AlgorithmConfig(name="dapo", correction=correction))
     assert loss == pytest.approx(-1.2 - 1 - 0.5 + 2.0)
     assert sums["clipped_sum"] == 0
-    assert summarise(sums, 4.0)["correction/weight_mean"] == pytest.approx(3.7 / 4)
+    assert summarise_policy(sums, 4.0)["correction/weight_mean"] == pytest.approx(3.7 / 4)
 
 
 @pytest.mark.parametrize(("count_rejected", "divisor"), [(True, 4), (False, 2)])
@@ -314,8 +316,8 @@ def test_rejected_tokens_are_not_trained_and_count_if_they_are_to(count_rejected
     config = AlgorithmConfig(name="dapo", correction=correction)
     loss, sums = loss_by_hand(config)
     assert loss == pytest.approx(-1 + 2.0)  # the ratios 1.5 and 0.5 are out
-    assert step_normaliser(settings_of(config), sums) == divisor
-    assert summarise(sums, divisor)["correction/rejected_frac"] == 0.5
+    assert step_loss_denominator(settings_of(config), sums) == divisor
+    assert summarise_policy(sums, divisor)["correction/rejected_frac"] == 0.5
 
 
 def test_a_step_in_which_all_is_rejected_has_nothing_to_divide_by():
@@ -323,8 +325,8 @@ def test_a_step_in_which_all_is_rejected_has_nothing_to_divide_by():
     config = AlgorithmConfig(name="dapo", correction=correction)
     loss, sums = loss_by_hand(config)
     assert loss == 0
-    assert step_normaliser(settings_of(config), sums) == 0
-    assert summarise(sums, 0.0)["correction/rejected_frac"] == 1
+    assert step_loss_denominator(settings_of(config), sums) == 0
+    assert summarise_policy(sums, 0.0)["correction/rejected_frac"] == 1
 
 
 def test_a_truncated_rollout_is_left_out_but_its_score_counts_in_the_group():

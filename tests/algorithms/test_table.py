@@ -7,12 +7,17 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from streamrl.algorithms import ALGORITHMS, AlgorithmConfig, columns_derived_from, columns_needed
+from streamrl.algorithms import (
+    ALGORITHMS,
+    AlgorithmConfig,
+    list_derivation_columns,
+    list_required_columns,
+)
 from streamrl.algorithms.bindings import group_relative
-from streamrl.algorithms.dry_run import rehearse
+from streamrl.algorithms.dry_run import dry_run_algorithm
 from streamrl.algorithms.table import variant
 from streamrl.config import load_config
-from streamrl.dataflow import dataflow_for
+from streamrl.dataflow import build_dataflow
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS
 from tests.algorithms.steps import settings_of
@@ -60,16 +65,16 @@ def test_what_is_normalised_over_the_step_waits_for_the_step(config, scope):
 
 
 def needed(config):
-    return columns_needed(config.row, settings_of(config))
+    return list_required_columns(config.row, settings_of(config))
 
 
 def test_columns_feed_the_dataflow():
     plain = needed(AlgorithmConfig())
     assert plain == (*ROLLOUT_COLUMNS, "scores")
-    assert dataflow_for(plain).stages == ["generate", "reward", "train"]
+    assert build_dataflow(plain).stages == ["generate", "reward", "train"]
     with_reference = needed(AlgorithmConfig(kl_coef=0.01))
     assert with_reference == (*ROLLOUT_COLUMNS, "scores", "ref_logprobs")
-    assert "reference" in dataflow_for(with_reference).stages
+    assert "reference" in build_dataflow(with_reference).stages
     # Components come with the scores.
     assert needed(AlgorithmConfig(name="gdpo")) == plain
 
@@ -77,7 +82,7 @@ def test_columns_feed_the_dataflow():
 def test_advantages_are_derived_from_few_columns():
     def read(**config):
         chosen = AlgorithmConfig(**config)
-        return columns_derived_from(chosen.row, settings_of(chosen))
+        return list_derivation_columns(chosen.spec, settings_of(chosen))
 
     few = ("lengths", "loss_mask", "finish_reason", "scores")
     assert read() == read(kl_coef=0.1) == few
@@ -205,9 +210,9 @@ HALF = variant("half", "nobody, nowhere", ALGORITHMS["grpo"], advantages=half)
 def test_a_row_of_ones_own_comes_from_a_file(tmp_path: Path):
     (tmp_path / "own.py").write_text(OWN)
     config = AlgorithmConfig(name="half", path=str(tmp_path / "own.py"))
-    assert config.row.name == "half"
+    assert config.spec.name == "half"
     assert settings_of(config).loss_aggregation == "seq-mean-token-mean"
-    assert AlgorithmConfig(name="dapo", path=str(tmp_path / "own.py")).row.name == "dapo"
+    assert AlgorithmConfig(name="dapo", path=str(tmp_path / "own.py")).spec.name == "dapo"
 
 
 @pytest.mark.parametrize(
@@ -336,7 +341,7 @@ def test_a_row_that_cannot_be_trained_is_refused_before_a_run_is_started(tmp_pat
 def test_a_row_for_rewards_that_are_not_negative_may_read_its_settings_as_it_likes(tmp_path):
     (tmp_path / "own.py").write_text(BAD_ROWS)
     chosen = [f"algorithm.path={tmp_path}/own.py", "algorithm.name=rooted", "algorithm.gamma=0.9"]
-    assert load_config(GRPO_RECIPE, chosen).settings.gamma == 0.9
+    assert load_config(GRPO_RECIPE, chosen).algorithm_settings.gamma == 0.9
 
 
 @pytest.mark.parametrize(
@@ -417,4 +422,4 @@ def test_settings_a_row_cannot_work_with_are_refused_before_a_run_is_started(ove
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_row_passes_its_rehearsal(name):
     config = AlgorithmConfig(name=name)
-    rehearse(config.row, config.settings(max_length=8, reward_weights={"right": 1.0}))
+    dry_run_algorithm(config.spec, config.to_settings(max_length=8, reward_weights={"right": 1.0}))

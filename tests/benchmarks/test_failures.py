@@ -18,7 +18,7 @@ import ray
 from benchmarks import queue, queue_peers
 from benchmarks.actors import start_actor, wait_for_all
 from benchmarks.command import ROOT, BenchmarkError
-from streamrl.actors.launch.ray_cluster import cluster, nothing
+from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
 from streamrl.actors.queue_shard import create_shards
 from streamrl.actors.transport.shard_proxy import RemoteShard
 from streamrl.buffer import ShardPlan
@@ -31,7 +31,7 @@ WORKERS: dict[str, Any] = {"producers": 1, "consumers": 1, "batch": 8}
 
 @pytest.fixture(scope="module")
 def ray_is_up() -> Iterator[None]:
-    with cluster(PlacementConfig(cpus=4, object_store_mb=500), nothing):
+    with connect_cluster(PlacementConfig(cpus=4, object_store_mb=500), disaggregated_only):
         yield
 
 

@@ -13,7 +13,7 @@ from benchmarks import trl
 from benchmarks.process_tree import ProcessTree
 from benchmarks.trl import Launch, Length, RunError, Step
 from streamrl.data.chat_template import load_tokenizer
-from streamrl.data.classify_rows import Limits
+from streamrl.data.classify_rows import PromptLimits
 from streamrl.data.prompts import load_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ def test_the_long_tailed_task_is_one_model_and_one_file_of_rows_for_both(tmp_pat
     assert spec.model == config.model.path == str(tmp_path / "model")
     assert [spec.rows] == [file.path for file in config.data.train_files]
     assert (spec.groups * spec.group_size, spec.max_new_tokens) == (256, 256)
-    tokenizer, limits = load_tokenizer(spec.model), Limits(trl.PROMPT_TOKENS, trl.NUM_WORDS)
+    tokenizer, limits = load_tokenizer(spec.model), PromptLimits(trl.PROMPT_TOKENS, trl.NUM_WORDS)
     loaded = load_prompts(config.data.train_files, tokenizer, limits)
     prompts = [prompt.token_ids for prompt in loaded.prompts]
     assert len(prompts) == trl.NUM_ROWS

@@ -1,6 +1,6 @@
 """A queue under test over shards in the same process, and its users."""
 
-from streamrl.buffer import Bounds, ExperienceQueue, QueueConfig
+from streamrl.buffer import ExperienceQueue, QueueConfig, ShardCapacity
 from streamrl.messages import Columns, Experience
 from tests.buffer.shards import REFERENCE, SCORES, STAGES, rollouts
 from tests.fake_shards import LocalShard, MemoryLog
@@ -12,7 +12,9 @@ def local_shards(
     count: int, *, capacity: int = 100, hedge_s: float | None = None
 ) -> list[LocalShard]:
     config = QueueConfig(shards=count, lease_s=10.0, max_attempts=2, hedge_s=hedge_s)
-    return [LocalShard(STAGES, config, Bounds(capacity), log=MemoryLog()) for _ in range(count)]
+    return [
+        LocalShard(STAGES, config, ShardCapacity(capacity), log=MemoryLog()) for _ in range(count)
+    ]
 
 
 def queue_of(count: int) -> ExperienceQueue:
@@ -23,7 +25,9 @@ async def take_all(
     queue: ExperienceQueue, stage: str, columns: tuple[str, ...] = (), *, max_groups: int = 3
 ) -> list[Experience]:
     taken: list[Experience] = []
-    while found := await queue.take(stage, max_groups=max_groups, columns=columns, wait_s=1.0):
+    while found := await queue.lease_groups(
+        stage, max_groups=max_groups, columns=columns, wait_s=1.0
+    ):
         assert len(found) <= max_groups
         taken += found
     return taken
@@ -31,7 +35,7 @@ async def take_all(
 
 async def do(queue: ExperienceQueue, stage: str, columns: Columns) -> None:
     taken = await take_all(queue, stage)
-    assert await queue.put([(one.lease, columns) for one in taken]) == []
+    assert await queue.commit_columns([(one.lease, columns) for one in taken]) == []
 
 
 async def finish(queue: ExperienceQueue) -> None:

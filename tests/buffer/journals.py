@@ -8,32 +8,34 @@ from typing import Any
 from streamrl.buffer.codec import Blob
 from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.buffer.log.segment_file import (
-    Corrupt,
-    Position,
-    Record,
-    replay,
+    CorruptRecord,
+    JournalRecord,
+    RecordPosition,
+    replay_segments,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def note(i: int, payload: Blob = b"payload") -> Record:
-    return Record({"kind": "note", "i": i}, payload)
+def note(i: int, payload: Blob = b"payload") -> JournalRecord:
+    return JournalRecord({"kind": "note", "i": i}, payload)
 
 
 def numbers(folder: Path, **bounds: Any) -> list[int | None]:
     """The notes as they are replayed; None for a corrupt one."""
     return [
-        None if isinstance(item, Corrupt) else item[1].meta["i"]
-        for item in replay(folder, **bounds)
+        None if isinstance(item, CorruptRecord) else item[1].meta["i"]
+        for item in replay_segments(folder, **bounds)
     ]
 
 
-def intact(items: Iterable[tuple[Position, Record] | Corrupt]) -> list[tuple[Position, Record]]:
+def intact(
+    items: Iterable[tuple[RecordPosition, JournalRecord] | CorruptRecord],
+) -> list[tuple[RecordPosition, JournalRecord]]:
     """Fail if one of the records is corrupt."""
     found = []
     for item in items:
-        assert not isinstance(item, Corrupt), item
+        assert not isinstance(item, CorruptRecord), item
         found.append(item)
     return found
 
@@ -42,7 +44,7 @@ def opened(folder: Path, **config: Any) -> Journal:
     return Journal(folder, JournalConfig(**config))
 
 
-async def written(folder: Path, *rounds: range, **config: Any) -> list[Position]:
+async def written(folder: Path, *rounds: range, **config: Any) -> list[RecordPosition]:
     """A journal with one segment per round."""
     journal, places = opened(folder, **config), []
     for n, notes in enumerate(rounds):

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from streamrl.buffer import Shard
-from streamrl.buffer.group import Group, GroupBook
+from streamrl.buffer import QueueShard
+from streamrl.buffer.group import GroupState, ShardState
 from streamrl.errors import DeadlineError
-from streamrl.messages import Columns, Experience, Filtered, Lease
+from streamrl.messages import Columns, Experience, FilteredGroup, GroupLease
 from tests.buffer.shards import STAGES, admit, put, rollouts, take
 
 MOVES = {
@@ -48,7 +48,7 @@ class Life:
     that have left, `tokens` what each of those that were given is for.
     """
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: QueueShard) -> None:
         self.shard = shard
         self.uids: list[str] = []
         self.admitted: set[str] = set()
@@ -138,7 +138,7 @@ class Life:
 
     async def _go(self, uids: Sequence[str]) -> None:
         self.gone.update(uids)
-        await self.shard.leave(uids, self.version)
+        await self.shard.remove_groups(uids, self.version)
 
     async def _wait(self, rng: random.Random) -> None:
         await asyncio.sleep(rng.choice([0.001, 0.1, 3.0, 6.0, 11.0]))
@@ -146,19 +146,19 @@ class Life:
     def _at_once(self, move: str, rng: random.Random) -> None:
         one = rng.choice(list(self.held.values())).lease
         if move == "fail":
-            self.shard.fail([(one, DeadlineError("no verdict"))])
+            self.shard.fail_groups([(one, DeadlineError("no verdict"))])
         elif move == "filter":
-            self.shard.filter([(one, Filtered("all rewards are equal"))])
+            self.shard.filter_groups([(one, FilteredGroup("all rewards are equal"))])
         elif move == "renew":
-            self.shard.renew([held.lease for held in self.held.values()])
+            self.shard.renew_leases([held.lease for held in self.held.values()])
         elif move == "release":
-            self.shard.release(rng.choice(HOLDERS))
+            self.shard.release_holder(rng.choice(HOLDERS))
         else:
             assert move == "stall"
-            self.shard.take_back(self.shard.overdue(rng.choice([2.0, 8.0])))
+            self.shard.requeue_overdue(self.shard.find_overdue(rng.choice([2.0, 8.0])))
 
 
-def made(lease: Lease, rng: random.Random) -> Columns:
+def made(lease: GroupLease, rng: random.Random) -> Columns:
     """Columns that tell one commit from another."""
     if lease.stage == "generate":
         columns = rollouts()
@@ -169,25 +169,27 @@ def made(lease: Lease, rng: random.Random) -> Columns:
 
 
 def facts(
-    book: GroupBook, blob_of: Callable[[Any], bytes], *, leases: bool = True
+    book: ShardState, blob_of: Callable[[Any], bytes], *, leases: bool = True
 ) -> dict[str, Any]:
     """All of a book that must not be lost. `blob_of` gives the bytes of a part."""
-    groups = sorted(book.groups.values(), key=lambda group: group.order)
+    groups = sorted(book.groups.values(), key=lambda group: group.admission_order)
     return {
         "version": book.version,
         "groups": [_facts(group, blob_of, leases) for group in groups],
     }
 
 
-def _facts(group: Group, blob_of: Callable[[Any], bytes], leases: bool) -> tuple[Any, ...]:
+def _facts(group: GroupState, blob_of: Callable[[Any], bytes], leases: bool) -> tuple[Any, ...]:
     held = sorted(
-        (one.lease.token, stage, one.lease.holder, one.lease.attempt, one.request)
+        (one.lease.token, stage, one.lease.holder, one.lease.attempt, one.request_id)
         for stage, several in group.leases.items()
         for one in several
     )
-    begun = (group.uid, group.prompt, group.admitted_version, group.ended)
+    begun = (group.uid, group.prompt, group.admitted_version, group.outcome)
     common = (*begun, Counter(group.failures), held if leases else [])
-    if group.ended is not None:
+    if group.outcome is not None:
         return common
-    parts = {stage: (part.names, blob_of(part)) for stage, part in group.parts.items()}
+    parts = {
+        stage: (part.column_names, blob_of(part)) for stage, part in group.stage_columns.items()
+    }
     return (*common, group.info, group.ready_version, parts)

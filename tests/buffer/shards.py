@@ -6,40 +6,40 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.buffer import Bounds, Ports, QueueConfig, Shard
-from streamrl.buffer.codec import decode, encode
-from streamrl.buffer.group import GroupBook
-from streamrl.buffer.leases import Request
-from streamrl.buffer.log.journal import Log
-from streamrl.buffer.wire_types import Commit
+from streamrl.buffer import QueueConfig, QueueShard, ShardCapacity, StageSchema
+from streamrl.buffer.codec import decode_columns, encode_columns
+from streamrl.buffer.group import ShardState
+from streamrl.buffer.leases import LeaseRequest
+from streamrl.buffer.log.journal import RecordLog
+from streamrl.buffer.wire_types import ColumnCommit
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
     Columns,
     Experience,
     FinishReason,
     GroupInfo,
-    Lease,
+    GroupLease,
     Prompt,
     Rollout,
-    column_sizes,
-    group_columns,
+    measure_columns,
+    rollouts_to_columns,
 )
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 
 STAGES = {
-    "generate": Ports((), ROLLOUT_COLUMNS),
-    "reward": Ports(ROLLOUT_COLUMNS, ("scores",)),
-    "reference": Ports(("token_ids", "lengths"), ("ref_logprobs",)),
-    "train": Ports((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"), ()),
+    "generate": StageSchema((), ROLLOUT_COLUMNS),
+    "reward": StageSchema(ROLLOUT_COLUMNS, ("scores",)),
+    "reference": StageSchema(("token_ids", "lengths"), ("ref_logprobs",)),
+    "train": StageSchema((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"), ()),
 }
 WITH_A_GREEDY_ONE = {
     **STAGES,
-    "greedy": Ports((), ("greedy_ids",)),
-    "baseline": Ports(("greedy_ids", "lengths"), ("baseline_scores",)),
+    "greedy": StageSchema((), ("greedy_ids",)),
+    "baseline": StageSchema(("greedy_ids", "lengths"), ("baseline_scores",)),
 }
 SCORES: Columns = {"scores": np.ones(2, np.float32)}
 REFERENCE: Columns = {"ref_logprobs": np.zeros(10, np.float32)}
-ROOM = Bounds(8)
+ROOM = ShardCapacity(8)
 MAX_ATTEMPTS = 2
 QUICK: dict[str, Any] = {"lease_s": 10.0, "max_attempts": MAX_ATTEMPTS}
 
@@ -50,14 +50,14 @@ def prompt(uid: str) -> Prompt:
 
 def rollouts(version: int = 0) -> dict[str, Any]:
     """Two rollouts of two tokens and three sampled ones: 10 tokens, 6 in the loss."""
-    one = Rollout.single_turn(
+    one = Rollout.from_single_turn(
         np.array([1, 2], np.int32),
         [5, 6, 7],
         logprobs=[-1.0, -2.0, -3.0],
         versions=[version] * 3,
         finish_reason=FinishReason.STOP,
     )
-    return group_columns([one, one])
+    return rollouts_to_columns([one, one])
 
 
 WORK: Mapping[str, Columns] = {"generate": rollouts(), "reward": SCORES, "reference": REFERENCE}
@@ -66,19 +66,19 @@ WORK: Mapping[str, Columns] = {"generate": rollouts(), "reward": SCORES, "refere
 
 def make_shard(
     *,
-    bounds: Bounds = ROOM,
-    book: GroupBook | None = None,
-    log: Log | None = None,
+    bounds: ShardCapacity = ROOM,
+    book: ShardState | None = None,
+    log: RecordLog | None = None,
     session: str = "",
     **settings: Any,
-) -> Shard:
+) -> QueueShard:
     """A shard on the running loop; `settings` are those of the queue."""
     config = QueueConfig(**{**QUICK, **settings})
-    book = GroupBook(STAGES) if book is None else book
-    return Shard(book, config, bounds=bounds, session=session, log=log)
+    book = ShardState(STAGES) if book is None else book
+    return QueueShard(book, config, bounds=bounds, session=session, log=log)
 
 
-def on_shard(test: Callable[[Shard], Awaitable[None]], **facts: Any) -> None:
+def on_shard(test: Callable[[QueueShard], Awaitable[None]], **facts: Any) -> None:
     """Run a test of one shard on a virtual clock."""
 
     async def main() -> None:
@@ -92,16 +92,16 @@ def entry(uid: str, version: int = 0) -> tuple[str, bytes, int]:
     return uid, pickle.dumps(prompt(uid)), version
 
 
-async def admit(shard: Shard, *uids: str, version: int = 0, wait_s: float = 1.0) -> None:
+async def admit(shard: QueueShard, *uids: str, version: int = 0, wait_s: float = 1.0) -> None:
     """Part by part until all are in, as the client does."""
     waiting = [entry(uid, version) for uid in uids]
     while waiting:
-        entered = await shard.admit(waiting, wait_s=wait_s)
+        entered = await shard.admit_prompts(waiting, wait_s=wait_s)
         waiting = [one for one in waiting if one[0] not in entered]
 
 
 async def take(
-    shard: Shard,
+    shard: QueueShard,
     stage: str,
     columns: Sequence[str] = (),
     *,
@@ -112,17 +112,17 @@ async def take(
     request: str = "",
 ) -> list[Experience]:
     """Lease groups and open them, as the client does."""
-    wanted = Request(stage, holder, max_groups, tuple(columns), max_tokens, request)
+    wanted = LeaseRequest(stage, holder, max_groups, tuple(columns), max_tokens, request)
     found = []
-    for grant in await shard.take(wanted, wait_s=wait_s):
-        columns_of = {n: c for blob in grant.blobs for n, c in decode(blob).items()}
+    for grant in await shard.lease_groups(wanted, wait_s=wait_s):
+        columns_of = {n: c for blob in grant.blobs for n, c in decode_columns(blob).items()}
         found.append(
             Experience(
                 lease=grant.lease,
                 admitted_version=grant.admitted_version,
                 info=grant.info,
                 ready_version=grant.ready_version,
-                ended=grant.ended,
+                outcome=grant.outcome,
                 prompt=None if grant.prompt is None else pickle.loads(grant.prompt),
                 columns={name: columns_of[name] for name in columns if name in columns_of},
             )
@@ -130,22 +130,22 @@ async def take(
     return found
 
 
-def commit(lease: Lease, columns: Columns) -> Commit:
-    info = GroupInfo.of(columns) if "policy_version" in columns else None
-    return Commit(lease, encode(columns), column_sizes(columns), info)
+def commit(lease: GroupLease, columns: Columns) -> ColumnCommit:
+    info = GroupInfo.from_columns(columns) if "policy_version" in columns else None
+    return ColumnCommit(lease, encode_columns(columns), measure_columns(columns), info)
 
 
-async def put(shard: Shard, *entries: tuple[Lease, Columns]) -> list[str]:
-    return await shard.put([commit(lease, columns) for lease, columns in entries])
+async def put(shard: QueueShard, *entries: tuple[GroupLease, Columns]) -> list[str]:
+    return await shard.commit_columns([commit(lease, columns) for lease, columns in entries])
 
 
-async def do(shard: Shard, *stages: str, max_groups: int = 10) -> None:
+async def do(shard: QueueShard, *stages: str, max_groups: int = 10) -> None:
     """Let stages work off what is ready for them, one stage after the other."""
     for stage in stages:
         taken = await take(shard, stage, max_groups=max_groups)
         assert await put(shard, *((one.lease, WORK[stage]) for one in taken)) == []
 
 
-async def finish(shard: Shard, *, max_groups: int = 10) -> None:
+async def finish(shard: QueueShard, *, max_groups: int = 10) -> None:
     """All stages that add columns."""
     await do(shard, *WORK, max_groups=max_groups)

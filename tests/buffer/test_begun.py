@@ -5,47 +5,47 @@ import asyncio
 import numpy as np
 import pytest
 
-from streamrl.buffer import Shard
-from streamrl.buffer.codec import decode, encode, size_of
-from streamrl.buffer.group import GroupBook
-from streamrl.buffer.leases import Request
+from streamrl.buffer import QueueShard
+from streamrl.buffer.codec import count_blob_bytes, decode_columns, encode_columns
+from streamrl.buffer.group import ShardState
+from streamrl.buffer.leases import LeaseRequest
 from streamrl.errors import ContractError
-from streamrl.messages import Columns, FinishReason, Lease, Rollout, group_columns
+from streamrl.messages import Columns, FinishReason, GroupLease, Rollout, rollouts_to_columns
 from tests.buffer.shards import WITH_A_GREEDY_ONE, admit, commit, on_shard, rollouts, take
 
 
 def partial(tokens: int) -> Columns:
     """Two rollouts of a prompt of two tokens, as far as that."""
-    one = Rollout.single_turn(
+    one = Rollout.from_single_turn(
         np.array([1, 2], np.int32),
         [5] * tokens,
         logprobs=[-1.0] * tokens,
         versions=[0] * tokens,
         finish_reason=FinishReason.ABORT,
     )
-    return group_columns([one, one])
+    return rollouts_to_columns([one, one])
 
 
-async def leased(shard: Shard, holder: str = "a", stage: str = "generate") -> Lease:
+async def leased(shard: QueueShard, holder: str = "a", stage: str = "generate") -> GroupLease:
     (one,) = await take(shard, stage, holder=holder)
     return one.lease
 
 
-async def begun(shard: Shard, holder: str, stage: str = "generate") -> tuple[Lease, int]:
+async def begun(shard: QueueShard, holder: str, stage: str = "generate") -> tuple[GroupLease, int]:
     """The next lease, and how many tokens of each rollout come with it."""
-    (grant,) = await shard.take(Request(stage, holder, 1), wait_s=0.0)
-    found = [decode(blob)["lengths"] for blob in grant.begun]
+    (grant,) = await shard.lease_groups(LeaseRequest(stage, holder, 1), wait_s=0.0)
+    found = [decode_columns(blob)["lengths"] for blob in grant.partial_rollouts]
     return grant.lease, int(found[0][0]) - 2 if found else 0
 
 
 @pytest.mark.parametrize("died", [True, False])
 def test_the_next_holder_is_handed_the_last_note(died: bool) -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         lease = await leased(shard)
         for tokens in (1, 3):
-            shard.note([commit(lease, partial(tokens))])
-        assert shard.release("a", died=died) == 1
+            shard.save_partials([commit(lease, partial(tokens))])
+        assert shard.release_holder("a", died=died) == 1
         lease, tokens = await begun(shard, "b")
         assert (lease.attempt, tokens) == (1 + died, 3)
 
@@ -53,60 +53,60 @@ def test_the_next_holder_is_handed_the_last_note(died: bool) -> None:
 
 
 def test_a_note_counts_in_bytes_and_goes_with_the_commit() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         lease = await leased(shard)
-        assert shard.stats().num_bytes == 0
+        assert shard.get_stats().num_bytes == 0
         for tokens in (1, 2):
-            shard.note([commit(lease, partial(tokens))])
-            assert shard.stats().num_bytes == size_of(encode(partial(tokens)))
-        assert await shard.put([commit(lease, rollouts())]) == []
-        assert shard.stats().num_bytes == size_of(encode(rollouts()))
-        shard.note([commit(lease, partial(2))])
-        assert shard.stats().num_bytes == size_of(encode(rollouts()))
+            shard.save_partials([commit(lease, partial(tokens))])
+            assert shard.get_stats().num_bytes == count_blob_bytes(encode_columns(partial(tokens)))
+        assert await shard.commit_columns([commit(lease, rollouts())]) == []
+        assert shard.get_stats().num_bytes == count_blob_bytes(encode_columns(rollouts()))
+        shard.save_partials([commit(lease, partial(2))])
+        assert shard.get_stats().num_bytes == count_blob_bytes(encode_columns(rollouts()))
 
     on_shard(test)
 
 
 def test_a_note_that_comes_after_its_lease_is_passed_over() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         late = await leased(shard)
-        shard.release("a")
-        shard.note([commit(late, partial(3))])
+        shard.release_holder("a")
+        shard.save_partials([commit(late, partial(3))])
         lease, tokens = await begun(shard, "b")
         assert tokens == 0
-        shard.note([commit(lease, partial(2)), commit(late, partial(3))])
-        shard.release("b", died=False)
+        shard.save_partials([commit(lease, partial(2)), commit(late, partial(3))])
+        shard.release_holder("b", died=False)
         assert (await begun(shard, "a"))[1] == 2
 
     on_shard(test)
 
 
 def test_of_two_holders_the_one_that_is_further_along_counts() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         first = await leased(shard)
         await asyncio.sleep(2.0)
         second = (await begun(shard, "b"))[0]
-        shard.note([commit(first, partial(3))])
-        shard.note([commit(second, partial(1))])
-        shard.release("a")
-        shard.release("b")
+        shard.save_partials([commit(first, partial(3))])
+        shard.save_partials([commit(second, partial(1))])
+        shard.release_holder("a")
+        shard.release_holder("b")
         assert (await begun(shard, "c"))[1] == 3
 
     on_shard(test, hedge_s=1.0, max_attempts=9)
 
 
 def test_a_note_is_its_stages_own() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         lease, other = await leased(shard), await leased(shard, stage="greedy")
-        shard.note([commit(lease, partial(3))])
+        shard.save_partials([commit(lease, partial(3))])
         with pytest.raises(ContractError, match="stage greedy put no"):
-            shard.note([commit(other, partial(3))])
-        shard.release("a")
+            shard.save_partials([commit(other, partial(3))])
+        shard.release_holder("a")
         assert (await begun(shard, "b", "greedy"))[1] == 0
         assert (await begun(shard, "b"))[1] == 3
 
-    on_shard(test, book=GroupBook(WITH_A_GREEDY_ONE))
+    on_shard(test, book=ShardState(WITH_A_GREEDY_ONE))

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from streamrl.buffer import ExperienceQueue
-from streamrl.buffer.codec import LARGE_BYTES
-from streamrl.buffer.leases import Overdue
+from streamrl.buffer.codec import LARGE_BLOB_BYTES
+from streamrl.buffer.leases import OverdueLease
 from streamrl.errors import ContractError, DeadlineError
-from streamrl.messages import Columns, Ended, Filtered
+from streamrl.messages import Columns, FilteredGroup, GroupOutcome
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.buffer.clients import UIDS, do, finish, local_shards, queue_of, take_all
 from tests.buffer.shards import prompt, rollouts
@@ -19,7 +19,7 @@ from tests.buffer.shards import prompt, rollouts
 
 def large(value: int) -> Columns:
     """Rollouts of one long completion, whose blob is not in one piece."""
-    tokens = LARGE_BYTES // 4
+    tokens = LARGE_BLOB_BYTES // 4
     return {
         "token_ids": np.full(tokens, value, np.int32),
         "loss_mask": np.ones(tokens, np.bool_),
@@ -34,7 +34,7 @@ def test_large_columns_outlive_the_shard_that_took_them() -> None:
     async def main() -> None:
         (shard,) = shards = local_shards(1)
         queue = ExperienceQueue(shards, "me")
-        await queue.admit([prompt("0:0:0")], 0)
+        await queue.admit_prompts([prompt("0:0:0")], 0)
         await do(queue, "generate", large(7))
         shard.kill()
         shard.revive()
@@ -49,13 +49,15 @@ def test_a_put_that_one_shard_refuses_ends_when_it_has_ended_at_the_others() -> 
     async def main() -> None:
         shards = local_shards(2)
         queue = ExperienceQueue(shards, "me")
-        await queue.admit([prompt(uid) for uid in UIDS[:8]], 0)
-        leases = {queue.shard_of(one.uid): one.lease for one in await take_all(queue, "generate")}
+        await queue.admit_prompts([prompt(uid) for uid in UIDS[:8]], 0)
+        leases = {
+            queue.get_shard_index(one.uid): one.lease for one in await take_all(queue, "generate")
+        }
         shards[1].log.write_s = 5.0
         columns = large(7)
         bad = {**large(7), "lengths": np.array([3], np.int32)}
         with pytest.raises(ContractError, match="token_ids"):
-            await queue.put([(leases[0], bad), (leases[1], columns)])
+            await queue.commit_columns([(leases[0], bad), (leases[1], columns)])
         # From here on they are the caller's again.
         columns["token_ids"][:] = 99
         shards[1].log.write_s = 0.0
@@ -70,14 +72,14 @@ def test_a_put_that_one_shard_refuses_ends_when_it_has_ended_at_the_others() -> 
 def test_room_may_be_waited_for_longer_than_one_call_takes() -> None:
     async def main() -> None:
         queue = ExperienceQueue(local_shards(1, capacity=1), "me")
-        await queue.admit([prompt("a")], 0)
+        await queue.admit_prompts([prompt("a")], 0)
         with pytest.raises(DeadlineError, match="waited for room in a full shard"):
-            await queue.admit([prompt("b")], 0, wait_s=50.0)
+            await queue.admit_prompts([prompt("b")], 0, wait_s=50.0)
         assert asyncio.get_running_loop().time() == pytest.approx(50.0, abs=1.0)
-        waiting = asyncio.create_task(queue.admit([prompt("b")], 0, wait_s=math.inf))
+        waiting = asyncio.create_task(queue.admit_prompts([prompt("b")], 0, wait_s=math.inf))
         await asyncio.sleep(10_000.0)
         assert not waiting.done()
-        await queue.leave(["a"], 1)
+        await queue.remove_groups(["a"], 1)
         await waiting
 
     run_virtual(main())
@@ -90,13 +92,13 @@ def test_a_group_lives_in_the_shard_its_uid_hashes_to_in_every_process() -> None
     async def main() -> None:
         shards = local_shards(3)
         one, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
-        await one.admit([prompt(uid) for uid in UIDS], 0)
-        places = [one.shard_of(uid) for uid in UIDS]
-        assert places == [other.shard_of(uid) for uid in UIDS]
+        await one.admit_prompts([prompt(uid) for uid in UIDS], 0)
+        places = [one.get_shard_index(uid) for uid in UIDS]
+        assert places == [other.get_shard_index(uid) for uid in UIDS]
         assert places == [zlib.crc32(uid.encode()) % 3 for uid in UIDS]
         for i, shard in enumerate(shards):
             mine = {uid for uid, place in zip(UIDS, places, strict=True) if place == i}
-            assert set((await shard.stats()).uids) == mine != set()
+            assert set((await shard.get_stats()).uids) == mine != set()
 
     run_virtual(main())
 
@@ -105,7 +107,7 @@ def test_a_group_lives_in_the_shard_its_uid_hashes_to_in_every_process() -> None
 def test_every_group_is_taken_once_wherever_it_lives(shards: int) -> None:
     async def main() -> None:
         queue = queue_of(shards)
-        await queue.admit([prompt(uid) for uid in UIDS], 0)
+        await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
         taken = [experience.uid for experience in await take_all(queue, "generate")]
         assert sorted(taken) == sorted(UIDS)
 
@@ -116,8 +118,8 @@ def test_a_full_shard_blocks_the_others_only_until_its_deadline() -> None:
     async def main() -> None:
         queue = ExperienceQueue(local_shards(2, capacity=1), "me")
         with pytest.raises(DeadlineError, match="waited for room in a full shard"):
-            await queue.admit([prompt(uid) for uid in UIDS], 0)
-        assert len((await queue.stats()).uids) == 2
+            await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
+        assert len((await queue.get_stats()).uids) == 2
 
     run_virtual(main())
 
@@ -125,9 +127,9 @@ def test_a_full_shard_blocks_the_others_only_until_its_deadline() -> None:
 def test_columns_are_read_back_by_uid() -> None:
     async def main() -> None:
         queue, uids = queue_of(2), UIDS[:6]
-        await queue.admit([prompt(uid) for uid in uids], 0)
+        await queue.admit_prompts([prompt(uid) for uid in uids], 0)
         await do(queue, "generate", rollouts(version=3))
-        found = await queue.read(uids, ("policy_version", "lengths"))
+        found = await queue.read_columns(uids, ("policy_version", "lengths"))
         assert set(found) == set(uids)
         assert all(columns["lengths"].tolist() == [5, 5] for columns in found.values())
         assert all(columns.keys() == {"policy_version", "lengths"} for columns in found.values())
@@ -141,9 +143,9 @@ def test_columns_are_read_back_by_uid() -> None:
 def test_columns_of_several_stages_are_read_as_one() -> None:
     async def main() -> None:
         queue = queue_of(2)
-        await queue.admit([prompt("0:0:0")], 0)
+        await queue.admit_prompts([prompt("0:0:0")], 0)
         await finish(queue)
-        found = await queue.read(["0:0:0"], ("scores", "lengths", "ref_logprobs"))
+        found = await queue.read_columns(["0:0:0"], ("scores", "lengths", "ref_logprobs"))
         assert [len(column) for column in found["0:0:0"].values()] == [2, 2, 10]
 
     run_virtual(main())
@@ -152,7 +154,7 @@ def test_columns_of_several_stages_are_read_as_one() -> None:
 def test_the_figures_of_all_shards_are_added_up() -> None:
     async def main() -> None:
         queue = queue_of(3)
-        await queue.admit([prompt(uid) for uid in UIDS], 0)
+        await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
         await asyncio.sleep(5.0)
         stats = await queue.end_step(UIDS[:5], 1)
         assert sorted(stats.uids) == sorted(UIDS[5:])
@@ -167,7 +169,7 @@ def test_groups_come_in_with_what_was_made_of_them_elsewhere() -> None:
     async def main() -> None:
         queue = queue_of(2)
         made = [(prompt(uid), rollouts(version=2)) for uid in UIDS]
-        await queue.add(made, 2, stage="generate")
+        await queue.add_groups(made, 2, stage="generate")
         assert not await take_all(queue, "generate")
         taken = await take_all(queue, "reward", ("policy_version",))
         assert sorted(one.uid for one in taken) == sorted(UIDS)
@@ -183,16 +185,18 @@ def test_groups_come_in_with_what_was_made_of_them_elsewhere() -> None:
 def test_ended_groups_reach_the_coordinator_with_their_reasons_and_no_columns() -> None:
     async def main() -> None:
         queue = queue_of(2)
-        await queue.admit([prompt(uid) for uid in UIDS[:2]], 0)
+        await queue.admit_prompts([prompt(uid) for uid in UIDS[:2]], 0)
         await do(queue, "generate", rollouts())
         filtered, failed = await take_all(queue, "reward")
-        await queue.filter([(filtered.lease, Filtered("all 2 rewards are 1"))])
-        await queue.fail([(failed.lease, DeadlineError("no verdict"))])
+        await queue.filter_groups([(filtered.lease, FilteredGroup("all 2 rewards are 1"))])
+        await queue.fail_groups([(failed.lease, DeadlineError("no verdict"))])
         (again,) = await take_all(queue, "reward")
-        await queue.fail([(again.lease, DeadlineError("no verdict"))])
+        await queue.fail_groups([(again.lease, DeadlineError("no verdict"))])
         ended = {one.uid: one for one in await take_all(queue, "train", ("scores",))}
-        assert ended[filtered.uid].ended == Ended("filtered", "all 2 rewards are 1", filtered=True)
-        assert ended[failed.uid].ended == Ended("deadline", "no verdict")
+        assert ended[filtered.uid].outcome == GroupOutcome(
+            "filtered", "all 2 rewards are 1", filtered=True
+        )
+        assert ended[failed.uid].outcome == GroupOutcome("deadline", "no verdict")
         assert not ended[failed.uid].columns
 
     run_virtual(main())
@@ -201,11 +205,11 @@ def test_ended_groups_reach_the_coordinator_with_their_reasons_and_no_columns() 
 def test_refused_commits_are_named() -> None:
     async def main() -> None:
         queue = queue_of(3)
-        await queue.admit([prompt(uid) for uid in UIDS[:6]], 0)
+        await queue.admit_prompts([prompt(uid) for uid in UIDS[:6]], 0)
         taken = await take_all(queue, "generate")
         entries = [(one.lease, rollouts()) for one in taken]
-        assert await queue.put(entries[:4]) == []
-        assert sorted(await queue.put(entries)) == sorted(one.uid for one in taken[:4])
+        assert await queue.commit_columns(entries[:4]) == []
+        assert sorted(await queue.commit_columns(entries)) == sorted(one.uid for one in taken[:4])
 
     run_virtual(main())
 
@@ -217,10 +221,10 @@ def test_the_work_of_a_dead_holder_is_free_in_every_shard() -> None:
     async def main() -> None:
         shards = local_shards(3)
         dead, alive = ExperienceQueue(shards, "worker-0"), ExperienceQueue(shards, "worker-1")
-        await alive.admit([prompt(uid) for uid in UIDS], 0)
+        await alive.admit_prompts([prompt(uid) for uid in UIDS], 0)
         mine = await take_all(dead, "generate")
         assert len(mine) == 20
-        assert await alive.release("worker-0") == 20
+        assert await alive.release_holder("worker-0") == 20
         assert len(await take_all(alive, "generate")) == 20
 
     run_virtual(main())
@@ -230,17 +234,17 @@ def test_slow_work_is_named_and_where_groups_are_can_be_asked() -> None:
     async def main() -> None:
         shards = local_shards(3)
         slow, watcher = ExperienceQueue(shards, "worker-0"), ExperienceQueue(shards, "coordinator")
-        await watcher.admit([prompt(uid) for uid in UIDS[:5]], 0)
+        await watcher.admit_prompts([prompt(uid) for uid in UIDS[:5]], 0)
         taken = await take_all(slow, "generate")
         await asyncio.sleep(5.0)
-        found = await watcher.overdue(4.0)
+        found = await watcher.find_overdue(4.0)
         assert sorted(one.uid for one in found) == sorted(one.uid for one in taken)
-        assert all(isinstance(one, Overdue) and one.holder == "worker-0" for one in found)
-        places = await watcher.whereabouts([*UIDS[:2], "0:99:0"])
+        assert all(isinstance(one, OverdueLease) and one.holder == "worker-0" for one in found)
+        places = await watcher.locate_groups([*UIDS[:2], "0:99:0"])
         assert places.keys() == set(UIDS[:2])
         assert all("held by worker-0 for 6." in place for place in places.values())
-        await watcher.take_back(found)
-        assert len(await slow.renew()) == 5
+        await watcher.requeue_overdue(found)
+        assert len(await slow.renew_leases()) == 5
 
     run_virtual(main())
 
@@ -250,16 +254,16 @@ def test_what_is_no_version_is_refused_and_leaves_no_trace(version: object) -> N
     async def main() -> None:
         (shard,) = local_shards(1)
         queue = ExperienceQueue([shard], "me")
-        await queue.admit([prompt("0:0:0")], 0)
+        await queue.admit_prompts([prompt("0:0:0")], 0)
         before = list(shard.log.records)
         with pytest.raises(ContractError, match="version"):
-            await queue.admit([prompt("0:1:0")], version)  # type: ignore[arg-type]
+            await queue.admit_prompts([prompt("0:1:0")], version)  # type: ignore[arg-type]
         with pytest.raises(ContractError, match="version"):
             groups = [(prompt("0:1:0"), rollouts())]
-            await queue.add(groups, version, stage="generate")  # type: ignore[arg-type]
+            await queue.add_groups(groups, version, stage="generate")  # type: ignore[arg-type]
         with pytest.raises(ContractError, match="version"):
-            await queue.leave(["0:0:0"], version)  # type: ignore[arg-type]
+            await queue.remove_groups(["0:0:0"], version)  # type: ignore[arg-type]
         assert shard.log.records == before
-        await queue.admit([prompt("0:1:0")], 1)
+        await queue.admit_prompts([prompt("0:1:0")], 1)
 
     run_virtual(main())

@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.buffer import ExperienceQueue
 from streamrl.errors import DeadlineError, StreamError
-from streamrl.messages import Filtered
+from streamrl.messages import FilteredGroup
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.buffer.clients import UIDS, do, finish, local_shards, queue_of, take_all
 from tests.buffer.shards import prompt, rollouts
@@ -20,9 +20,11 @@ from tests.fake_shards import CALL_S
 def test_a_waiting_take_is_answered_when_a_prompt_arrives_anywhere() -> None:
     async def main() -> None:
         queue = queue_of(3)
-        waiting = asyncio.create_task(queue.take("generate", max_groups=4, columns=(), wait_s=60.0))
+        waiting = asyncio.create_task(
+            queue.lease_groups("generate", max_groups=4, columns=(), wait_s=60.0)
+        )
         await asyncio.sleep(5.0)
-        await queue.admit([prompt("0:7:0")], 0)
+        await queue.admit_prompts([prompt("0:7:0")], 0)
         (found,) = await waiting
         assert found.uid == "0:7:0"
         assert found.prompt is not None and found.prompt.token_ids.tolist() == [1, 2]
@@ -36,15 +38,17 @@ def test_a_request_outlives_the_call_so_that_nobody_asks_twice() -> None:
         shards = local_shards(1)
         queue = ExperienceQueue(shards, "me")
         for _ in range(5):
-            assert not await queue.take("generate", max_groups=2, columns=(), wait_s=1.0)
-        cancelled = asyncio.create_task(queue.take("generate", max_groups=2, columns=(), wait_s=9))
+            assert not await queue.lease_groups("generate", max_groups=2, columns=(), wait_s=1.0)
+        cancelled = asyncio.create_task(
+            queue.lease_groups("generate", max_groups=2, columns=(), wait_s=9)
+        )
         await asyncio.sleep(1.0)
         cancelled.cancel()
-        await queue.admit([prompt("0:0:0")], 0)
+        await queue.admit_prompts([prompt("0:0:0")], 0)
         await asyncio.sleep(1.0)
         # The request of the first call was answered while nobody waited for it.
         started = asyncio.get_running_loop().time()
-        (found,) = await queue.take("generate", max_groups=2, columns=(), wait_s=1.0)
+        (found,) = await queue.lease_groups("generate", max_groups=2, columns=(), wait_s=1.0)
         assert asyncio.get_running_loop().time() == started
         assert found.uid == "0:0:0"
 
@@ -54,12 +58,14 @@ def test_a_request_outlives_the_call_so_that_nobody_asks_twice() -> None:
 def test_what_was_given_beyond_what_was_asked_for_is_kept_for_the_next_call() -> None:
     async def main() -> None:
         queue = queue_of(3)
-        await queue.admit([prompt(uid) for uid in UIDS], 0)
+        await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
         counts = []
         for _ in range(6):
-            counts.append(len(await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)))
+            counts.append(
+                len(await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0))
+            )
         assert counts == [1] * 6
-        assert await queue.renew() == []
+        assert await queue.renew_leases() == []
 
     run_virtual(main())
 
@@ -67,10 +73,10 @@ def test_what_was_given_beyond_what_was_asked_for_is_kept_for_the_next_call() ->
 def test_together_the_groups_of_a_call_hold_so_many_tokens_or_are_one() -> None:
     async def main() -> None:
         queue = queue_of(3)
-        await queue.admit([prompt(uid) for uid in UIDS[:7]], 0)
+        await queue.admit_prompts([prompt(uid) for uid in UIDS[:7]], 0)
         await do(queue, "generate", rollouts())
         counts = []
-        while found := await queue.take(
+        while found := await queue.lease_groups(
             "reward", max_groups=9, columns=(), wait_s=1.0, max_tokens=20
         ):
             counts.append(len(found))
@@ -82,11 +88,15 @@ def test_together_the_groups_of_a_call_hold_so_many_tokens_or_are_one() -> None:
 def test_a_group_of_more_tokens_than_may_be_is_taken_by_itself() -> None:
     async def main() -> None:
         queue = queue_of(2)
-        await queue.admit([prompt(uid) for uid in UIDS[:3]], 0)
+        await queue.admit_prompts([prompt(uid) for uid in UIDS[:3]], 0)
         await do(queue, "generate", rollouts())
         for _ in range(3):
             assert (
-                len(await queue.take("reward", max_groups=9, columns=(), wait_s=1.0, max_tokens=1))
+                len(
+                    await queue.lease_groups(
+                        "reward", max_groups=9, columns=(), wait_s=1.0, max_tokens=1
+                    )
+                )
                 == 1
             )
 
@@ -97,8 +107,10 @@ def test_who_takes_few_holds_no_more_of_every_shard_than_its_share() -> None:
     async def main() -> None:
         shards = local_shards(2)
         mine, yours = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
-        await mine.admit([prompt(uid) for uid in UIDS], 0)
-        assert 0 < len(await mine.take("generate", max_groups=4, columns=(), wait_s=1.0)) <= 4
+        await mine.admit_prompts([prompt(uid) for uid in UIDS], 0)
+        assert (
+            0 < len(await mine.lease_groups("generate", max_groups=4, columns=(), wait_s=1.0)) <= 4
+        )
         await asyncio.sleep(1.0)
         assert len(await take_all(yours, "generate")) == len(UIDS) - 4
 
@@ -109,12 +121,12 @@ def test_groups_of_a_shard_that_is_started_again_count_their_age_from_then() -> 
     async def main() -> None:
         (shard,) = shards = local_shards(1)
         queue = ExperienceQueue(shards, "me")
-        await queue.admit([prompt("0:0:0")], 0)
+        await queue.admit_prompts([prompt("0:0:0")], 0)
         await asyncio.sleep(50.0)
         shard.kill()
         shard.revive()
         await asyncio.sleep(2.0)
-        assert (await queue.stats()).oldest_age_s == pytest.approx(2.0, abs=0.1)
+        assert (await queue.get_stats()).oldest_age_s == pytest.approx(2.0, abs=0.1)
 
     run_virtual(main())
 
@@ -123,8 +135,10 @@ def test_a_shard_that_is_started_again_is_asked_again_and_gives_the_same_leases(
     async def main() -> None:
         shards = local_shards(1)
         queue = ExperienceQueue(shards, "me")
-        await queue.admit([prompt(uid) for uid in UIDS], 0)
-        asking = asyncio.create_task(queue.take("generate", max_groups=3, columns=(), wait_s=60.0))
+        await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
+        asking = asyncio.create_task(
+            queue.lease_groups("generate", max_groups=3, columns=(), wait_s=60.0)
+        )
         # Granted and in the log, but the answer is still on its way.
         await asyncio.sleep(1.5 * CALL_S + 0.002)
         await shards[0].log.append([])
@@ -132,9 +146,9 @@ def test_a_shard_that_is_started_again_is_asked_again_and_gives_the_same_leases(
         shards[0].revive()
         first = await asking
         assert len(first) == 3
-        second = await queue.take("generate", max_groups=20, columns=(), wait_s=1.0)
+        second = await queue.lease_groups("generate", max_groups=20, columns=(), wait_s=1.0)
         assert len(second) == 17
-        assert await queue.put([(one.lease, rollouts()) for one in first]) == []
+        assert await queue.commit_columns([(one.lease, rollouts()) for one in first]) == []
 
     run_virtual(main())
 
@@ -146,15 +160,15 @@ def test_what_is_held_is_kept_by_renewing_even_before_it_is_handed_out() -> None
     async def main() -> None:
         shards = local_shards(2)
         queue, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
-        await queue.admit([prompt(uid) for uid in UIDS[:4]], 0)
-        assert queue.renew_every_s == float("inf"), "nothing is held"
-        (first,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
-        assert queue.renew_every_s == pytest.approx(10.0 / 3)
+        await queue.admit_prompts([prompt(uid) for uid in UIDS[:4]], 0)
+        assert queue.renew_interval_s == float("inf"), "nothing is held"
+        (first,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+        assert queue.renew_interval_s == pytest.approx(10.0 / 3)
         taken = {one.uid for one in await take_all(other, "generate")}
         for _ in range(5):
-            await asyncio.sleep(queue.renew_every_s)
-            assert await queue.renew() == []
-            await other.renew()
+            await asyncio.sleep(queue.renew_interval_s)
+            assert await queue.renew_leases() == []
+            await other.renew_leases()
         assert not await take_all(other, "generate")
         assert first.uid not in taken
 
@@ -165,19 +179,21 @@ def test_lost_leases_are_told_once_and_not_handed_out_any_more() -> None:
     async def main() -> None:
         shards = local_shards(2)
         queue, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
-        asking = asyncio.create_task(queue.take("generate", max_groups=2, columns=(), wait_s=5.0))
+        asking = asyncio.create_task(
+            queue.lease_groups("generate", max_groups=2, columns=(), wait_s=5.0)
+        )
         await asyncio.sleep(1.0)
         # One in each shard: the second answer comes when nobody waits for it any more.
-        await queue.admit([prompt("0:0:0")], 0)
+        await queue.admit_prompts([prompt("0:0:0")], 0)
         (held,) = await asking
-        await queue.admit([prompt(uid) for uid in UIDS[1:4]], 0)
+        await queue.admit_prompts([prompt(uid) for uid in UIDS[1:4]], 0)
         await asyncio.sleep(11.0)
         taken = [one.uid for one in await take_all(other, "generate")]
         assert held.uid in taken
-        lost = {lease.uid for lease in await queue.renew()}
+        lost = {lease.uid for lease in await queue.renew_leases()}
         assert held.uid in lost and lost <= set(taken) and len(lost) > 1
-        assert await queue.renew() == []
-        assert not await queue.take("generate", max_groups=2, columns=(), wait_s=1.0)
+        assert await queue.renew_leases() == []
+        assert not await queue.lease_groups("generate", max_groups=2, columns=(), wait_s=1.0)
 
     run_virtual(main())
 
@@ -186,15 +202,15 @@ def test_what_waits_for_the_next_call_is_not_handed_out_once_it_is_lost() -> Non
     async def main() -> None:
         shards = local_shards(2)
         queue, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
-        await queue.admit([prompt(uid) for uid in UIDS[:2]], 0)
-        assert {queue.shard_of(uid) for uid in UIDS[:2]} == {0, 1}
+        await queue.admit_prompts([prompt(uid) for uid in UIDS[:2]], 0)
+        assert {queue.get_shard_index(uid) for uid in UIDS[:2]} == {0, 1}
         # Both shards answer at once, and one group is enough.
-        (held,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+        (held,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
         await asyncio.sleep(11.0)
         taken = {one.uid for one in await take_all(other, "generate")}
-        assert taken == {lease.uid for lease in await queue.renew()} == set(UIDS[:2])
+        assert taken == {lease.uid for lease in await queue.renew_leases()} == set(UIDS[:2])
         assert held.uid in taken
-        assert not await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+        assert not await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
 
     run_virtual(main())
 
@@ -202,15 +218,15 @@ def test_what_waits_for_the_next_call_is_not_handed_out_once_it_is_lost() -> Non
 def test_settled_work_is_not_held_any_more() -> None:
     async def main() -> None:
         queue = queue_of(2)
-        await queue.admit([prompt(uid) for uid in UIDS[:3]], 0)
+        await queue.admit_prompts([prompt(uid) for uid in UIDS[:3]], 0)
         done, failed, filtered = await take_all(queue, "generate")
-        await queue.put([(done.lease, rollouts())])
-        await queue.filter([(filtered.lease, Filtered("not worth it"))])
-        await queue.fail([(failed.lease, DeadlineError("no"))])
+        await queue.commit_columns([(done.lease, rollouts())])
+        await queue.filter_groups([(filtered.lease, FilteredGroup("not worth it"))])
+        await queue.fail_groups([(failed.lease, DeadlineError("no"))])
         (again,) = await take_all(queue, "generate")
-        await queue.fail([(again.lease, DeadlineError("no"))])
-        assert queue.renew_every_s == float("inf")
-        assert await queue.renew() == []
+        await queue.fail_groups([(again.lease, DeadlineError("no"))])
+        assert queue.renew_interval_s == float("inf")
+        assert await queue.renew_leases() == []
 
     run_virtual(main())
 
@@ -218,13 +234,13 @@ def test_settled_work_is_not_held_any_more() -> None:
 def test_the_coordinator_has_nothing_to_renew_and_forgets_what_leaves() -> None:
     async def main() -> None:
         queue = queue_of(1)
-        await queue.admit([prompt("0:0:0")], 0)
+        await queue.admit_prompts([prompt("0:0:0")], 0)
         await finish(queue)
         (ready,) = await take_all(queue, "train")
-        assert queue.renew_every_s == float("inf")
+        assert queue.renew_interval_s == float("inf")
         left = weakref.ref(ready.lease)
         del ready
-        await queue.leave(["0:0:0"], 1)
+        await queue.remove_groups(["0:0:0"], 1)
         gc.collect()
         assert left() is None
 
@@ -237,12 +253,12 @@ def test_the_coordinator_has_nothing_to_renew_and_forgets_what_leaves() -> None:
 def test_a_group_granted_for_other_columns_is_not_lost() -> None:
     async def main() -> None:
         queue = queue_of(1)
-        assert not await queue.take("train", max_groups=1, columns=("scores",), wait_s=0.05)
-        await queue.admit([prompt("0:0:0")], 0)
+        assert not await queue.lease_groups("train", max_groups=1, columns=("scores",), wait_s=0.05)
+        await queue.admit_prompts([prompt("0:0:0")], 0)
         await finish(queue)
         await asyncio.sleep(1.0)  # the first request is answered while nobody waits
         wanted = ("scores", "token_ids")
-        (one,) = await queue.take("train", max_groups=1, columns=wanted, wait_s=1.0)
+        (one,) = await queue.lease_groups("train", max_groups=1, columns=wanted, wait_s=1.0)
         assert one.columns.keys() == set(wanted)
         assert one.columns["token_ids"].tolist() == rollouts()["token_ids"].tolist()
 
@@ -252,18 +268,18 @@ def test_a_group_granted_for_other_columns_is_not_lost() -> None:
 def test_what_cannot_be_opened_is_still_there_for_the_next_call() -> None:
     async def main() -> None:
         queue = queue_of(2)
-        await queue.admit([prompt(uid) for uid in UIDS], 0)
+        await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
         await do(queue, "generate", rollouts())
         columns = ("token_ids",)
-        (first,) = await queue.take("reward", max_groups=1, columns=columns, wait_s=1.0)
+        (first,) = await queue.lease_groups("reward", max_groups=1, columns=columns, wait_s=1.0)
         await asyncio.sleep(1.0)  # the other shard has handed one out as well
         with pytest.raises(StreamError, match=r"no \['nope'\] are in the queue"):
-            await queue.take("reward", max_groups=1, columns=("nope",), wait_s=1.0)
-        (second,) = await queue.take("reward", max_groups=1, columns=columns, wait_s=1.0)
-        held = await queue.whereabouts([first.uid, second.uid])
+            await queue.lease_groups("reward", max_groups=1, columns=("nope",), wait_s=1.0)
+        (second,) = await queue.lease_groups("reward", max_groups=1, columns=columns, wait_s=1.0)
+        held = await queue.locate_groups([first.uid, second.uid])
         assert all(phrase.startswith("held by me") for phrase in held.values())
         others = set(UIDS) - {first.uid, second.uid}
-        phrases = (await queue.whereabouts(sorted(others))).values()
+        phrases = (await queue.locate_groups(sorted(others))).values()
         assert not any(phrase.startswith("held") for phrase in phrases)
 
     run_virtual(main())
@@ -273,12 +289,12 @@ def test_groups_that_wait_in_the_client_do_not_expire_while_it_works_on_others()
     async def main() -> None:
         queue = queue_of(4)
         uids = {f"0:{i}:0" for i in range(12)}
-        await queue.admit([prompt(uid) for uid in uids], 0)
+        await queue.admit_prompts([prompt(uid) for uid in uids], 0)
         done = []
         for _ in range(12):
-            (one,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+            (one,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
             await asyncio.sleep(6.0)  # each well within its lease
-            assert await queue.put([(one.lease, rollouts())]) == []
+            assert await queue.commit_columns([(one.lease, rollouts())]) == []
             done.append((one.uid, one.lease.attempt))
         assert sorted(done) == sorted((uid, 1) for uid in uids)
 
@@ -288,13 +304,13 @@ def test_groups_that_wait_in_the_client_do_not_expire_while_it_works_on_others()
 def test_a_lease_that_a_take_finds_lost_is_told_by_the_next_renewal() -> None:
     async def main() -> None:
         queue = queue_of(1)
-        await queue.admit([prompt("0:0:0")], 0)
-        (one,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+        await queue.admit_prompts([prompt("0:0:0")], 0)
+        (one,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
         await asyncio.sleep(30.0)
-        (again,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
-        assert await queue.renew() == [one.lease]
-        assert await queue.renew() == []
-        assert await queue.put([(again.lease, rollouts())]) == []
+        (again,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+        assert await queue.renew_leases() == [one.lease]
+        assert await queue.renew_leases() == []
+        assert await queue.commit_columns([(again.lease, rollouts())]) == []
 
     run_virtual(main())
 
@@ -302,13 +318,13 @@ def test_a_lease_that_a_take_finds_lost_is_told_by_the_next_renewal() -> None:
 def test_of_a_lost_lease_whose_work_was_refused_no_renewal_tells() -> None:
     async def main() -> None:
         queue = queue_of(1)
-        await queue.admit([prompt("0:0:0")], 0)
-        (one,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+        await queue.admit_prompts([prompt("0:0:0")], 0)
+        (one,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
         await asyncio.sleep(30.0)
-        (again,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
-        assert await queue.put([(one.lease, rollouts())]) == ["0:0:0"]
-        assert await queue.renew() == []
-        assert await queue.put([(again.lease, rollouts())]) == []
+        (again,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+        assert await queue.commit_columns([(one.lease, rollouts())]) == ["0:0:0"]
+        assert await queue.renew_leases() == []
+        assert await queue.commit_columns([(again.lease, rollouts())]) == []
 
     run_virtual(main())
 
@@ -317,17 +333,17 @@ def test_what_a_shard_granted_is_not_handed_on_before_its_lease_is_known_to_be_g
     async def main() -> None:
         shards = local_shards(2)
         queue = ExperienceQueue(shards, "me")
-        uids = [next(uid for uid in UIDS if queue.shard_of(uid) == i) for i in range(2)]
-        await queue.admit([prompt(uid) for uid in uids], 0)
-        (one,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+        uids = [next(uid for uid in UIDS if queue.get_shard_index(uid) == i) for i in range(2)]
+        await queue.admit_prompts([prompt(uid) for uid in uids], 0)
+        (one,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
         await asyncio.sleep(6.0)  # the other shard has answered as well, and leases are due
-        await queue.admit([prompt(uid) for uid in UIDS], 0)  # and they are in the logs
+        await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)  # and they are in the logs
         for shard in shards:
             shard.kill()
-        assert await queue.take("generate", max_groups=1, columns=(), wait_s=1.0) == []
+        assert await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0) == []
         for shard in shards:
             shard.revive()
-        (two,) = await queue.take("generate", max_groups=1, columns=(), wait_s=10.0)
+        (two,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=10.0)
         assert {one.uid, two.uid} == set(uids)
 
     run_virtual(main())
@@ -337,17 +353,17 @@ def test_a_take_ends_in_time_though_a_shard_is_away_when_leases_are_due() -> Non
     async def main() -> None:
         shards = local_shards(1)
         queue, clock = ExperienceQueue(shards, "me"), asyncio.get_running_loop().time
-        await queue.admit([prompt("0:0:0")], 0)
-        (one,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
-        await queue.admit([prompt("0:1:0")], 0)  # and the lease is in the log
+        await queue.admit_prompts([prompt("0:0:0")], 0)
+        (one,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+        await queue.admit_prompts([prompt("0:1:0")], 0)  # and the lease is in the log
         await asyncio.sleep(6.0)
         shards[0].kill()
         before = clock()
-        assert await queue.take("generate", max_groups=1, columns=(), wait_s=1.0) == []
+        assert await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0) == []
         assert clock() == before + 1.0
         shards[0].revive()
-        (two,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
-        assert await queue.put([(one.lease, rollouts()), (two.lease, rollouts())]) == []
+        (two,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+        assert await queue.commit_columns([(one.lease, rollouts()), (two.lease, rollouts())]) == []
 
     run_virtual(main())
 
@@ -355,10 +371,10 @@ def test_a_take_ends_in_time_though_a_shard_is_away_when_leases_are_due() -> Non
 def test_a_lease_that_ended_over_a_long_silence_is_not_handed_out() -> None:
     async def main() -> None:
         queue = queue_of(2)
-        await queue.admit([prompt(f"0:{i}:0") for i in range(8)], 0)
-        assert await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+        await queue.admit_prompts([prompt(f"0:{i}:0") for i in range(8)], 0)
+        assert await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
         await asyncio.sleep(30.0)
-        (one,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
-        assert await queue.put([(one.lease, rollouts())]) == []
+        (one,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+        assert await queue.commit_columns([(one.lease, rollouts())]) == []
 
     run_virtual(main())

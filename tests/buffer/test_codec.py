@@ -7,13 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from streamrl.buffer.codec import LARGE_BYTES, decode, encode, join, size_of
-from streamrl.messages import SCHEMA, Columns
+from streamrl.buffer.codec import (
+    LARGE_BLOB_BYTES,
+    count_blob_bytes,
+    decode_columns,
+    encode_columns,
+    join_pieces,
+)
+from streamrl.messages import COLUMN_SPECS, Columns
 from tests.buffer.shards import rollouts
 
 DTYPES = ("int32", "int8", "float32", "bool", "int64")
 columns = st.dictionaries(
-    st.sampled_from([*SCHEMA, "reward/exact", "reward/na\u00efve"]),
+    st.sampled_from([*COLUMN_SPECS, "reward/exact", "reward/na\u00efve"]),
     st.sampled_from(DTYPES).flatmap(
         lambda dtype: arrays.arrays(np.dtype(dtype), st.integers(0, 40))
     ),
@@ -29,20 +35,20 @@ def same(found: Columns, wanted: Columns) -> None:
 
 @given(columns)
 def test_what_is_read_is_what_was_written(written: Columns) -> None:
-    same(decode(encode(written)), written)
+    same(decode_columns(encode_columns(written)), written)
 
 
 @given(columns)
 def test_the_safetensors_library_reads_our_blobs_and_we_read_its(written: Columns) -> None:
-    same(safetensors.numpy.load(join(encode(written))), written)
-    same(decode(safetensors.numpy.save(dict(written))), written)
+    same(safetensors.numpy.load(join_pieces(encode_columns(written))), written)
+    same(decode_columns(safetensors.numpy.save(dict(written))), written)
 
 
 @given(columns)
 def test_every_column_begins_at_a_multiple_of_its_item_size(written: Columns) -> None:
-    blob = join(encode(written))
+    blob = join_pieces(encode_columns(written))
     start = np.frombuffer(blob, np.uint8).__array_interface__["data"][0]
-    for column in decode(blob).values():
+    for column in decode_columns(blob).values():
         if column.size:
             offset = column.__array_interface__["data"][0] - start
             assert offset % column.itemsize == 0
@@ -50,30 +56,30 @@ def test_every_column_begins_at_a_multiple_of_its_item_size(written: Columns) ->
 
 
 LARGE = {
-    "token_ids": np.arange(LARGE_BYTES // 4, dtype=np.int32),
-    "loss_mask": np.ones(LARGE_BYTES // 4, np.bool_),
+    "token_ids": np.arange(LARGE_BLOB_BYTES // 4, dtype=np.int32),
+    "loss_mask": np.ones(LARGE_BLOB_BYTES // 4, np.bool_),
     "lengths": np.zeros(0, np.int32),
 }
 
 
 def test_a_large_blob_is_not_put_together_until_it_is_sent() -> None:
-    blob = encode(LARGE)
+    blob = encode_columns(LARGE)
     assert isinstance(blob, tuple)
-    same(decode(blob), LARGE)
-    assert np.shares_memory(decode(blob)["token_ids"], LARGE["token_ids"])
-    whole = join(blob)
-    assert len(whole) == size_of(blob) > LARGE_BYTES
-    same(decode(whole), LARGE)
+    same(decode_columns(blob), LARGE)
+    assert np.shares_memory(decode_columns(blob)["token_ids"], LARGE["token_ids"])
+    whole = join_pieces(blob)
+    assert len(whole) == count_blob_bytes(blob) > LARGE_BLOB_BYTES
+    same(decode_columns(whole), LARGE)
     same(safetensors.numpy.load(whole), LARGE)
 
 
 def test_a_small_blob_is_in_one_piece() -> None:
-    assert isinstance(encode(rollouts()), bytes)
+    assert isinstance(encode_columns(rollouts()), bytes)
 
 
 def test_columns_are_views_of_the_blob_and_of_nothing_else() -> None:
-    blob = bytearray(join(encode(rollouts())))
-    found = decode(blob)
+    blob = bytearray(join_pieces(encode_columns(rollouts())))
+    found = decode_columns(blob)
     for column in found.values():
         assert np.shares_memory(column, np.frombuffer(blob, np.uint8))
     blob[-1] ^= 0xFF
@@ -82,18 +88,20 @@ def test_columns_are_views_of_the_blob_and_of_nothing_else() -> None:
 
 @pytest.mark.parametrize("buffer", [bytes, bytearray, memoryview])
 def test_any_buffer_is_read(buffer) -> None:  # type: ignore[no-untyped-def]
-    same(decode(buffer(encode(rollouts()))), rollouts())
+    same(decode_columns(buffer(encode_columns(rollouts()))), rollouts())
 
 
 def test_views_of_bytes_that_belong_to_others_cannot_be_written_to() -> None:
-    assert not any(column.flags.writeable for column in decode(encode(rollouts())).values())
+    assert not any(
+        column.flags.writeable for column in decode_columns(encode_columns(rollouts())).values()
+    )
 
 
 def test_a_column_that_is_a_slice_with_gaps_is_written_as_it_looks() -> None:
     gaps = {"lengths": np.arange(10, dtype=np.int32)[::3]}
-    assert decode(encode(gaps))["lengths"].tolist() == [0, 3, 6, 9]
+    assert decode_columns(encode_columns(gaps))["lengths"].tolist() == [0, 3, 6, 9]
 
 
 def test_a_dtype_no_column_may_have_is_an_error() -> None:
     with pytest.raises(KeyError, match="float64"):
-        encode({"scores": np.zeros(2)})
+        encode_columns({"scores": np.zeros(2)})

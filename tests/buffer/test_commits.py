@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from streamrl.buffer import Shard
-from streamrl.buffer.codec import encode
-from streamrl.buffer.group import GroupBook
-from streamrl.buffer.log.segment_file import Record
-from streamrl.buffer.wire_types import Commit
+from streamrl.buffer import QueueShard
+from streamrl.buffer.codec import encode_columns
+from streamrl.buffer.group import ShardState
+from streamrl.buffer.log.segment_file import JournalRecord
+from streamrl.buffer.wire_types import ColumnCommit
 from streamrl.errors import ContractError, DeadlineError, JournalError
-from streamrl.messages import Columns, Ended, Filtered, Lease, column_sizes
+from streamrl.messages import Columns, FilteredGroup, GroupLease, GroupOutcome, measure_columns
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.buffer.shards import (
     REFERENCE,
@@ -36,7 +36,7 @@ from tests.fake_shards import MemoryLog
 
 
 def test_late_and_duplicate_commits_are_refused_by_their_token() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (slow,) = await take(shard, "generate")
         await asyncio.sleep(11.0)
@@ -45,77 +45,77 @@ def test_late_and_duplicate_commits_are_refused_by_their_token() -> None:
         assert await put(shard, (slow.lease, rollouts())) == ["a"]
         assert await put(shard, (again.lease, rollouts())) == []
         assert await put(shard, (again.lease, rollouts())) == ["a"], "a duplicate commit is refused"
-        assert shard.stats().counts == {"redelivered": 1, "hedged": 0, "refused": 2}
+        assert shard.get_stats().counts == {"redelivered": 1, "hedged": 0, "refused": 2}
 
     on_shard(test)
 
 
 def test_work_on_a_group_that_ended_meanwhile_is_refused_and_is_nobodys_fault() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (one,) = await take(shard, "generate")
         await put(shard, (one.lease, rollouts()))
         (judged,), (referred,) = await take(shard, "reward"), await take(shard, "reference")
-        shard.filter([(judged.lease, Filtered("not worth it"))])
+        shard.filter_groups([(judged.lease, FilteredGroup("not worth it"))])
         assert await put(shard, (referred.lease, REFERENCE)) == ["a"]
-        assert shard.stats().counts["refused"] == 0
+        assert shard.get_stats().counts["refused"] == 0
         assert await put(shard, (referred.lease, REFERENCE)) == ["a"], "told once"
-        assert shard.stats().counts["refused"] == 1
+        assert shard.get_stats().counts["refused"] == 1
 
     on_shard(test)
 
 
 def test_work_on_a_group_that_left_meanwhile_is_refused_and_is_nobodys_fault() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a", "b")
         first, second = await take(shard, "generate")
-        await shard.leave(["a"], 1)
-        assert shard.renew([first.lease, second.lease]) == [first.lease]
+        await shard.remove_groups(["a"], 1)
+        assert shard.renew_leases([first.lease, second.lease]) == [first.lease]
         assert await put(shard, (first.lease, rollouts()), (second.lease, rollouts())) == ["a"]
-        assert shard.stats().counts["refused"] == 0
+        assert shard.get_stats().counts["refused"] == 0
 
     on_shard(test)
 
 
 def test_who_waits_for_ended_groups_is_told_of_them_until_they_leave() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         clock = asyncio.get_running_loop().time
         await admit(shard, "a", "b")
-        assert await shard.ended(wait_s=2.0) == []
+        assert await shard.wait_for_finished(wait_s=2.0) == []
         assert clock() == pytest.approx(2.0, abs=0.1)
         generated = [(one.lease, rollouts()) for one in await take(shard, "generate")]
         await put(shard, *generated)
         first, _ = await take(shard, "reward")
-        waiting = asyncio.create_task(shard.ended(wait_s=60.0))
+        waiting = asyncio.create_task(shard.wait_for_finished(wait_s=60.0))
         await asyncio.sleep(1.0)
-        shard.filter([(first.lease, Filtered("not worth it"))])
+        shard.filter_groups([(first.lease, FilteredGroup("not worth it"))])
         began = clock()
-        for told in (await waiting, await shard.ended(wait_s=60.0)):
+        for told in (await waiting, await shard.wait_for_finished(wait_s=60.0)):
             (farewell,) = told
-            assert (farewell.uid, farewell.how.reason) == ("a", "not worth it")
+            assert (farewell.uid, farewell.outcome.reason) == ("a", "not worth it")
             assert farewell.info is not None and farewell.info.num_loss_tokens > 0
         assert clock() == pytest.approx(began, abs=0.1)
-        await shard.leave(["a"], 0)
-        assert await shard.ended(wait_s=1.0) == []
+        await shard.remove_groups(["a"], 0)
+        assert await shard.wait_for_finished(wait_s=1.0) == []
 
     on_shard(test)
 
 
 def test_the_groups_that_have_a_column_are_those_that_a_filter_has_kept() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a", "b", "c")
         await put(shard, *((one.lease, rollouts()) for one in await take(shard, "generate")))
         first, second, _ = await take(shard, "reward")
-        assert shard.uids_with("scores") == []
+        assert shard.find_uids_with("scores") == []
         await put(shard, (first.lease, SCORES))
-        shard.filter([(second.lease, Filtered("not worth it"))])
-        assert shard.uids_with("scores") == ["a"]
+        shard.filter_groups([(second.lease, FilteredGroup("not worth it"))])
+        assert shard.find_uids_with("scores") == ["a"]
 
     on_shard(test)
 
 
 def test_of_a_commit_that_comes_twice_at_once_one_is_taken() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (one,) = await take(shard, "generate")
         generated = (one.lease, rollouts())
@@ -136,13 +136,13 @@ def test_while_a_commit_is_being_written_its_work_is_nobody_elses() -> None:
         writing = asyncio.create_task(put(shard, (one.lease, rollouts())))
         await asyncio.sleep(1.0)
         assert not await take(shard, "generate", holder="you", wait_s=15.0)
-        assert shard.renew([one.lease]) == [one.lease]
+        assert shard.renew_leases([one.lease]) == [one.lease]
         assert not await take(shard, "reward"), "what is not yet safe is not handed on"
         assert await writing == []
         scoring, reference = await take(shard, "reward"), await take(shard, "reference")
         writing = asyncio.create_task(put(shard, (scoring[0].lease, SCORES)))
         await asyncio.sleep(1.0)
-        shard.fail([(reference[0].lease, DeadlineError("no"))])
+        shard.fail_groups([(reference[0].lease, DeadlineError("no"))])
         assert not await take(shard, "reward", holder="you"), "though the group has changed"
         assert await writing == []
 
@@ -156,16 +156,16 @@ def test_a_commit_is_for_nothing_if_its_group_ends_or_leaves_while_it_is_written
         await do(shard, "generate")
         references = await take(shard, "reference")
         ending, leaving = await take(shard, "reward")
-        left = asyncio.create_task(shard.leave(["b"], 1))
+        left = asyncio.create_task(shard.remove_groups(["b"], 1))
         writing = asyncio.create_task(put(shard, *((one.lease, REFERENCE) for one in references)))
         await asyncio.sleep(1.0)
-        shard.fail([(ending.lease, DeadlineError("no verdict"))])
+        shard.fail_groups([(ending.lease, DeadlineError("no verdict"))])
         await left
         await writing
-        assert leaving.uid == "b" and shard.stats().uids == ("a",)
+        assert leaving.uid == "b" and shard.get_stats().uids == ("a",)
         (ended,) = await take(shard, "train")
-        assert ended.ended == Ended("deadline", "no verdict")
-        assert shard.stats().num_bytes == 0
+        assert ended.outcome == GroupOutcome("deadline", "no verdict")
+        assert shard.get_stats().num_bytes == 0
 
     run_virtual(main())
 
@@ -181,7 +181,7 @@ def test_a_commit_is_for_nothing_if_its_group_ends_or_leaves_while_it_is_written
 def test_columns_that_are_not_as_declared_are_refused(
     columns: Mapping[str, Any], message: str
 ) -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
         (scoring,) = await take(shard, "reward")
@@ -192,7 +192,7 @@ def test_columns_that_are_not_as_declared_are_refused(
 
 
 def test_a_bad_commit_leaves_the_good_ones_beside_it_to_be_made_again() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await do(shard, "generate")
         good, bad = await take(shard, "reward")
@@ -204,13 +204,13 @@ def test_a_bad_commit_leaves_the_good_ones_beside_it_to_be_made_again() -> None:
 
 
 def test_columns_beyond_those_declared_are_kept() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
         (scoring,) = await take(shard, "reward")
         more = {**SCORES, "reward/exact": np.zeros(2, np.float32)}
         await put(shard, (scoring.lease, more))
-        (blobs,) = shard.read(["a"], ["reward/exact"])
+        (blobs,) = shard.read_columns(["a"], ["reward/exact"])
         assert len(blobs) == 1
 
     on_shard(test)
@@ -218,7 +218,7 @@ def test_columns_beyond_those_declared_are_kept() -> None:
 
 def test_an_error_of_the_journal_reaches_whoever_commits() -> None:
     class FullDisk(MemoryLog):
-        async def append(self, records: Sequence[Record], *, sync: bool = True) -> None:
+        async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:
             if any(record.meta["kind"] == "put" for record in records):
                 raise JournalError("no space left")
             await super().append(records, sync=sync)
@@ -237,14 +237,14 @@ def test_an_error_of_the_journal_reaches_whoever_commits() -> None:
 # Groups that are made elsewhere.
 
 
-def made(uid: str, columns: Columns) -> Commit:
-    return commit(Lease(0, uid, "generate", 0, 0.0), columns)
+def made(uid: str, columns: Columns) -> ColumnCommit:
+    return commit(GroupLease(0, uid, "generate", 0, 0.0), columns)
 
 
 def test_a_group_comes_in_with_what_a_stage_has_made_of_it() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         for _ in range(2):
-            await shard.add([entry("a", 2)], [made("a", rollouts(version=2))], wait_s=1.0)
+            await shard.add_groups([entry("a", 2)], [made("a", rollouts(version=2))], wait_s=1.0)
         assert not await take(shard, "generate")
         (scoring,) = await take(shard, "reward", ("policy_version",))
         assert scoring.columns["policy_version"].max() == 2
@@ -257,9 +257,9 @@ def test_a_group_comes_in_with_what_a_stage_has_made_of_it() -> None:
 
 
 def test_a_group_whose_prompt_alone_got_into_the_journal_is_completed() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
-        await shard.add([entry("a")], [made("a", rollouts())], wait_s=1.0)
+        await shard.add_groups([entry("a")], [made("a", rollouts())], wait_s=1.0)
         assert not await take(shard, "generate")
         assert [one.uid for one in await take(shard, "reward")] == ["a"]
 
@@ -267,14 +267,14 @@ def test_a_group_whose_prompt_alone_got_into_the_journal_is_completed() -> None:
 
 
 def test_a_group_that_came_in_by_half_is_completed_once_whoever_else_is_at_it() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a", "b")
         await asyncio.gather(
-            *(shard.add([entry("a")], [made("a", rollouts())], wait_s=1.0) for _ in range(2))
+            *(shard.add_groups([entry("a")], [made("a", rollouts())], wait_s=1.0) for _ in range(2))
         )
-        assert shard.stats().num_bytes == len(encode(rollouts()))
+        assert shard.get_stats().num_bytes == len(encode_columns(rollouts()))
         (lease,) = (one.lease for one in await take(shard, "generate"))
-        late = shard.add([entry("b")], [made("b", rollouts(version=9))], wait_s=1.0)
+        late = shard.add_groups([entry("b")], [made("b", rollouts(version=9))], wait_s=1.0)
         refused, _ = await asyncio.gather(put(shard, (lease, rollouts(version=1))), late)
         assert refused == []
         scoring = await take(shard, "reward", ("policy_version",))
@@ -286,11 +286,13 @@ def test_a_group_that_came_in_by_half_is_completed_once_whoever_else_is_at_it() 
 def test_a_call_made_again_is_answered_once_what_the_first_one_wrote_is_safe() -> None:
     log = MemoryLog(write_s=0.1)
 
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
-        first = asyncio.create_task(shard.add([entry("a")], [made("a", rollouts())], wait_s=1.0))
+        first = asyncio.create_task(
+            shard.add_groups([entry("a")], [made("a", rollouts())], wait_s=1.0)
+        )
         await asyncio.sleep(0.01)  # it is writing, and its caller has lost the connection
-        assert await shard.add([entry("a")], [made("a", rollouts())], wait_s=1.0) == ["a"]
+        assert await shard.add_groups([entry("a")], [made("a", rollouts())], wait_s=1.0) == ["a"]
         assert "put" in [record.meta["kind"] for record in log.records]
         await first
 
@@ -300,26 +302,28 @@ def test_a_call_made_again_is_answered_once_what_the_first_one_wrote_is_safe() -
 def test_bad_columns_for_a_group_that_came_in_by_half_are_not_written() -> None:
     log = MemoryLog()
 
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         columns = {**rollouts(), "loss_mask": np.ones(3, np.bool_)}
-        bad = replace(made("a", rollouts()), sizes=column_sizes(columns))
+        bad = replace(made("a", rollouts()), column_sizes=measure_columns(columns))
         with pytest.raises(ContractError, match="loss_mask"):
-            await shard.add([entry("a")], [bad], wait_s=1.0)
+            await shard.add_groups([entry("a")], [bad], wait_s=1.0)
         assert all(record.meta["kind"] != "put" for record in log.records)
 
     on_shard(test, log=log)
 
 
 def test_a_stage_that_does_not_keep_to_what_it_declared_is_told_so() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         with pytest.raises(ContractError, match="stage nope: this queue has generate, reward"):
             await take(shard, "nope")
         with pytest.raises(ContractError, match=r"stage generate takes \['scores'\]: not what"):
             await take(shard, "generate", ("scores",))
         with pytest.raises(ContractError, match="before its rollouts"):
-            await shard.add([entry("b")], [commit(Lease(0, "b", "reward", 0, 0), SCORES)], wait_s=1)
+            await shard.add_groups(
+                [entry("b")], [commit(GroupLease(0, "b", "reward", 0, 0), SCORES)], wait_s=1
+            )
         (one,) = await take(shard, "generate")
         with pytest.raises(ContractError, match=r"stage generate put \['scores'\] for a: not its"):
             await put(shard, (one.lease, {**rollouts(), **SCORES}))
@@ -348,12 +352,14 @@ def test_a_stage_that_does_not_keep_to_what_it_declared_is_told_so() -> None:
 
 
 def test_of_groups_with_bad_columns_none_comes_in() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         columns = {**rollouts(), "loss_mask": np.ones(3, np.bool_)}
-        bad = replace(made("b", rollouts()), sizes=column_sizes(columns))
+        bad = replace(made("b", rollouts()), column_sizes=measure_columns(columns))
         with pytest.raises(ValueError, match=r"loss_mask: bool\[3\], wanted bool\[10\]"):
-            await shard.add([entry("a"), entry("b")], [made("a", rollouts()), bad], wait_s=1.0)
-        assert shard.stats().uids == ()
+            await shard.add_groups(
+                [entry("a"), entry("b")], [made("a", rollouts()), bad], wait_s=1.0
+            )
+        assert shard.get_stats().uids == ()
 
     on_shard(test)
 
@@ -362,7 +368,7 @@ def test_what_is_of_the_group_itself_may_come_before_its_rollouts() -> None:
     greedy: Columns = {"greedy_ids": np.array([7, 8], np.int32)}
     baseline: Columns = {"baseline_scores": np.ones(2, np.float32)}
 
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (likeliest,) = await take(shard, "greedy")
         assert await put(shard, (likeliest.lease, greedy)) == []
@@ -378,4 +384,4 @@ def test_what_is_of_the_group_itself_may_come_before_its_rollouts() -> None:
             await put(shard, (judged.lease, {"baseline_scores": np.ones(3, np.float32)}))
         assert await put(shard, (judged.lease, baseline)) == []
 
-    on_shard(test, book=GroupBook(WITH_A_GREEDY_ONE))
+    on_shard(test, book=ShardState(WITH_A_GREEDY_ONE))

@@ -6,10 +6,10 @@ import weakref
 
 import pytest
 
-from streamrl.buffer import Bounds, Shard
-from streamrl.buffer.leases import TIDY_AT, Overdue
+from streamrl.buffer import QueueShard, ShardCapacity
+from streamrl.buffer.leases import MIN_COMPACT_SIZE, OverdueLease
 from streamrl.errors import DeadlineError
-from streamrl.messages import Ended
+from streamrl.messages import GroupOutcome
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.buffer.shards import (
     SCORES,
@@ -33,7 +33,7 @@ def now() -> float:
 
 
 def test_whoever_waits_for_work_is_woken_by_an_expired_lease() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await take(shard, "generate")
         (again,) = await take(shard, "generate", wait_s=60.0)
@@ -44,25 +44,25 @@ def test_whoever_waits_for_work_is_woken_by_an_expired_lease() -> None:
 
 
 def test_a_lease_that_is_renewed_is_kept_and_one_that_is_not_is_lost() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         kept, lost = (one.lease for one in await take(shard, "generate", holder="generator-0"))
         for _ in range(5):
             await asyncio.sleep(6.0)
-            shard.renew([kept])
+            shard.renew_leases([kept])
         assert [g.uid for g in await take(shard, "generate", holder="generator-1")] == ["b"]
-        assert shard.renew([kept, lost]) == [lost]
+        assert shard.renew_leases([kept, lost]) == [lost]
         assert await put(shard, (kept, rollouts()), (lost, rollouts())) == ["b"]
 
     on_shard(test)
 
 
 def test_a_renewed_lease_ends_its_full_time_after_the_last_renewal() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (one,) = await take(shard, "generate")
         await asyncio.sleep(7.0)
-        shard.renew([one.lease])
+        shard.renew_leases([one.lease])
         await take(shard, "generate", wait_s=60.0)
         assert now() == pytest.approx(17.0, abs=0.1)
 
@@ -70,26 +70,26 @@ def test_a_renewed_lease_ends_its_full_time_after_the_last_renewal() -> None:
 
 
 def test_renewing_what_has_ended_or_left_says_that_it_is_lost() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, *"abc")
         leases = [one.lease for one in await take(shard, "generate")]
         await put(shard, (leases[0], rollouts()))
-        await shard.leave(["b"], 0)
-        shard.fail([(leases[2], DeadlineError("no"))])
-        assert shard.renew(leases) == leases
+        await shard.remove_groups(["b"], 0)
+        shard.fail_groups([(leases[2], DeadlineError("no"))])
+        assert shard.renew_leases(leases) == leases
 
     on_shard(test)
 
 
 def test_a_holder_that_is_silent_too_often_ends_the_group_with_the_cause() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         for attempt in (1, 2):
             (one,) = await take(shard, "generate", wait_s=60.0, holder="generator-0")
             assert one.lease.attempt == attempt
         (ended,) = await take(shard, "train", wait_s=60.0)
         assert now() == pytest.approx(20.0, abs=0.1)
-        assert ended.ended == Ended(
+        assert ended.outcome == GroupOutcome(
             "generate_lease_expired", "generator-0 was silent for 10 s (queue.lease_s)"
         )
 
@@ -97,14 +97,14 @@ def test_a_holder_that_is_silent_too_often_ends_the_group_with_the_cause() -> No
 
 
 def test_failures_and_expiries_count_together() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
         await take(shard, "reward")
         (again,) = await take(shard, "reward", wait_s=60.0)
-        shard.fail([(again.lease, DeadlineError("no verdict"))])
+        shard.fail_groups([(again.lease, DeadlineError("no verdict"))])
         (ended,) = await take(shard, "train")
-        assert ended.ended == Ended("deadline", "no verdict")
+        assert ended.outcome == GroupOutcome("deadline", "no verdict")
 
     on_shard(test)
 
@@ -119,13 +119,13 @@ def test_a_commit_wins_over_the_expiry_of_its_lease_if_it_comes_first() -> None:
         # The lease's time is up at 10 s, the commit is safe at 14 s.
         assert not await take(shard, "generate", wait_s=3.0)
         assert await writing == []
-        assert shard.stats().counts["redelivered"] == 0
+        assert shard.get_stats().counts["redelivered"] == 0
 
     run_virtual(main())
 
 
 def test_a_commit_after_the_expiry_of_its_lease_is_refused_though_nobody_else_has_it() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (one,) = await take(shard, "generate")
         await asyncio.sleep(10.0)
@@ -136,29 +136,29 @@ def test_a_commit_after_the_expiry_of_its_lease_is_refused_though_nobody_else_ha
 
 
 def test_leases_that_are_settled_are_let_go_long_before_their_time() -> None:
-    async def test(shard: Shard) -> None:
-        uids = [f"0:{i}:0" for i in range(TIDY_AT + 1)]
+    async def test(shard: QueueShard) -> None:
+        uids = [f"0:{i}:0" for i in range(MIN_COMPACT_SIZE + 1)]
         await admit(shard, *uids)
         first = weakref.ref((await take(shard, "generate", max_groups=1))[0].lease)
-        await shard.leave(uids[:1], 0)
+        await shard.remove_groups(uids[:1], 0)
         await take(shard, "generate", max_groups=len(uids))
         gc.collect()
         assert first() is None
 
-    on_shard(test, bounds=Bounds(2 * TIDY_AT), lease_s=1e6)
+    on_shard(test, bounds=ShardCapacity(2 * MIN_COMPACT_SIZE), lease_s=1e6)
 
 
 def test_the_coordinators_leases_last_until_its_groups_leave() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate", "reward", "reference")
         (ready,) = await take(shard, "train", holder="coordinator")
         await asyncio.sleep(1000.0)
         assert not await take(shard, "train", holder="coordinator")
-        assert shard.renew([ready.lease]) == []
-        assert shard.overdue(1.0) == []
-        await shard.leave(["a"], 1)
-        assert shard.renew([ready.lease]) == [ready.lease]
+        assert shard.renew_leases([ready.lease]) == []
+        assert shard.find_overdue(1.0) == []
+        await shard.remove_groups(["a"], 1)
+        assert shard.renew_leases([ready.lease]) == [ready.lease]
 
     on_shard(test)
 
@@ -167,23 +167,23 @@ def test_the_coordinators_leases_last_until_its_groups_leave() -> None:
 
 
 def test_slow_work_is_given_to_a_second_holder_and_the_first_commit_wins() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (slow,) = await take(shard, "generate", holder="generator-0")
         (quick,) = await take(shard, "generate", holder="generator-1", wait_s=60.0)
         assert now() == pytest.approx(4.0, abs=0.01), "not before its age"
         assert quick.lease.attempt == 1, "nobody has failed"
-        assert shard.renew([slow.lease, quick.lease]) == []
+        assert shard.renew_leases([slow.lease, quick.lease]) == []
         assert await put(shard, (quick.lease, rollouts())) == []
-        assert shard.renew([slow.lease, quick.lease]) == [slow.lease, quick.lease]
+        assert shard.renew_leases([slow.lease, quick.lease]) == [slow.lease, quick.lease]
         assert await put(shard, (slow.lease, rollouts())) == ["a"]
-        assert shard.stats().counts == {"redelivered": 0, "hedged": 1, "refused": 0}
+        assert shard.get_stats().counts == {"redelivered": 0, "hedged": 1, "refused": 0}
 
     on_shard(test, hedge_s=4.0)
 
 
 def test_there_is_no_third_holder_and_never_the_same_one_twice() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await take(shard, "generate", holder="generator-0")
         await asyncio.sleep(5.0)
@@ -195,7 +195,7 @@ def test_there_is_no_third_holder_and_never_the_same_one_twice() -> None:
 
 
 def test_without_hedging_slow_work_stays_where_it_is() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await take(shard, "generate", holder="generator-0")
         assert not await take(shard, "generate", holder="generator-1", wait_s=9.0)
@@ -204,7 +204,7 @@ def test_without_hedging_slow_work_stays_where_it_is() -> None:
 
 
 def test_work_nobody_has_goes_before_slow_work() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await take(shard, "generate", holder="generator-0")
         await asyncio.sleep(5.0)
@@ -216,7 +216,7 @@ def test_work_nobody_has_goes_before_slow_work() -> None:
 
 
 def test_the_slowest_is_hedged_first_and_only_what_is_handed_out_is_counted() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await do(shard, "generate")
         await take(shard, "reward", holder="reward-0", max_groups=1)
@@ -226,18 +226,18 @@ def test_the_slowest_is_hedged_first_and_only_what_is_handed_out_is_counted() ->
         # Each group has 10 tokens.
         (one,) = await take(shard, "reward", holder="reward-1", max_tokens=10)
         assert one.uid == "a"
-        assert shard.stats().counts["hedged"] == 1
+        assert shard.get_stats().counts["hedged"] == 1
 
     on_shard(test, hedge_s=4.0)
 
 
 def test_a_group_is_handed_out_again_only_once_both_holders_have_failed() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (slow,) = await take(shard, "generate", holder="generator-0")
         await asyncio.sleep(5.0)
         (quick,) = await take(shard, "generate", holder="generator-1")
-        shard.fail([(slow.lease, DeadlineError("first"))])
+        shard.fail_groups([(slow.lease, DeadlineError("first"))])
         assert not await take(shard, "train"), "the other one may yet commit"
         assert await put(shard, (quick.lease, rollouts())) == []
 
@@ -245,15 +245,15 @@ def test_a_group_is_handed_out_again_only_once_both_holders_have_failed() -> Non
 
 
 def test_both_holders_failing_ends_the_group_with_the_last_cause() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (slow,) = await take(shard, "generate", holder="generator-0")
         await asyncio.sleep(5.0)
         (quick,) = await take(shard, "generate", holder="generator-1")
         for one, text in ((quick, "second"), (slow, "first")):
-            shard.fail([(one.lease, DeadlineError(text))])
+            shard.fail_groups([(one.lease, DeadlineError(text))])
         (ended,) = await take(shard, "train")
-        assert ended.ended == Ended("deadline", "first")
+        assert ended.outcome == GroupOutcome("deadline", "first")
 
     on_shard(test, hedge_s=4.0, max_attempts=2)
 
@@ -262,31 +262,31 @@ def test_both_holders_failing_ends_the_group_with_the_last_cause() -> None:
 
 
 def test_what_a_dead_holder_had_is_handed_out_again_in_every_stage() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, *"abc")
         await do(shard, "generate", max_groups=1)
         (scoring,) = await take(shard, "reward", holder="worker-0")
         (sampling,) = await take(shard, "generate", holder="worker-0", max_groups=1)
         (other,) = await take(shard, "generate", holder="worker-1")
-        assert shard.release("worker-0") == 2
-        assert shard.release("worker-0") == 0
+        assert shard.release_holder("worker-0") == 2
+        assert shard.release_holder("worker-0") == 0
         assert [g.uid for g in await take(shard, "reward", holder="worker-2")] == [scoring.uid]
         (again,) = await take(shard, "generate", holder="worker-2")
         assert (again.uid, again.lease.attempt) == (sampling.uid, 2)
-        assert shard.renew([other.lease]) == []
+        assert shard.renew_leases([other.lease]) == []
         assert await put(shard, (scoring.lease, SCORES)) == ["a"]
 
     on_shard(test)
 
 
 def test_what_a_dead_holder_still_waited_for_goes_to_others() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await take(shard, "generate", holder="worker-0")
         waiting = asyncio.create_task(take(shard, "generate", holder="worker-0", wait_s=20.0))
         other = asyncio.create_task(take(shard, "generate", holder="worker-1", wait_s=20.0))
         await asyncio.sleep(1.0)
-        assert shard.release("worker-0") == 1
+        assert shard.release_holder("worker-0") == 1
         assert [g.uid for g in await other] == ["a"]
         assert await waiting == []
         assert now() == pytest.approx(1.0, abs=0.1), "it has left the line at once"
@@ -297,46 +297,46 @@ def test_what_a_dead_holder_still_waited_for_goes_to_others() -> None:
 
 
 def test_a_group_whose_holders_die_over_it_ends_with_the_cause() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         for i in range(2):
             await take(shard, "generate", holder=f"generator-{i}")
-            shard.release(f"generator-{i}")
+            shard.release_holder(f"generator-{i}")
         (ended,) = await take(shard, "train")
-        assert ended.ended == Ended("generate_died", "generator-1 died over it")
+        assert ended.outcome == GroupOutcome("generate_died", "generator-1 died over it")
 
     on_shard(test)
 
 
 def test_work_that_takes_long_is_named_however_often_it_is_renewed() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         (slow,) = await take(shard, "generate", holder="generator-0", max_groups=1)
         for _ in range(4):
             await asyncio.sleep(6.0)
-            shard.renew([slow.lease])
+            shard.renew_leases([slow.lease])
         await take(shard, "generate", holder="generator-1")
-        found = shard.overdue(20.0)
-        assert found == [Overdue("a", "generate", "generator-0", 1, 24.0)]
-        assert found[0].key == ("a", "generate", 1)
-        assert shard.renew([slow.lease]) == [], "it was only named"
+        found = shard.find_overdue(20.0)
+        assert found == [OverdueLease("a", "generate", "generator-0", 1, 24.0)]
+        assert found[0].stall_key == ("a", "generate", 1)
+        assert shard.renew_leases([slow.lease]) == [], "it was only named"
 
     on_shard(test)
 
 
 def test_stalled_work_can_be_taken_back() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         for attempt in (1, 2):
             (slow,) = await take(shard, "generate", holder="generator-0")
             await asyncio.sleep(9.0)
-            (found,) = shard.overdue(8.0)
+            (found,) = shard.find_overdue(8.0)
             assert found.attempt == attempt
             for _ in range(2):
-                shard.take_back([found])
-            assert shard.renew([slow.lease]) == [slow.lease]
+                shard.requeue_overdue([found])
+            assert shard.renew_leases([slow.lease]) == [slow.lease]
         (ended,) = await take(shard, "train")
-        assert ended.ended == Ended(
+        assert ended.outcome == GroupOutcome(
             "generate_stalled", "generator-0 had it for 9 s (pipeline.stall_s)"
         )
 
@@ -388,11 +388,11 @@ def test_leases_of_the_same_run_are_good_after_a_restart_for_their_full_time() -
         await log.append([])
         shard = make_shard(log=log, book=recover(STAGES, log), session="run", hedge_s=8.0)
         restart = now()
-        assert shard.overdue(5.0) == [], "it cannot have stalled yet"
+        assert shard.find_overdue(5.0) == [], "it cannot have stalled yet"
         assert len(await take(shard, "generate", holder="you")) == 1, "only b is free"
         (again,) = await take(shard, "generate", request="me/0")
         assert again.lease.token == first[0].lease.token
-        assert again.lease.taken_at == pytest.approx(restart)
+        assert again.lease.granted_at == pytest.approx(restart)
         assert again.lease.expires_at == pytest.approx(restart + 10.0)
         await asyncio.sleep(9.0)
         assert await put(shard, (first[0].lease, rollouts())) == []
@@ -424,7 +424,7 @@ def test_leases_of_another_run_are_void() -> None:
         (old,) = await take(shard, "generate")
         await log.append([])
         shard = make_shard(log=log, book=recover(STAGES, log), session="resumed")
-        assert shard.renew([old.lease]) == [old.lease]
+        assert shard.renew_leases([old.lease]) == [old.lease]
         (again,) = await take(shard, "generate")
         assert again.lease.attempt == 1, "nobody has failed"
         assert await put(shard, (old.lease, rollouts())) == ["a"]

@@ -9,14 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.buffer import Bounds, Shard
-from streamrl.buffer.codec import Blob, decode, join
-from streamrl.buffer.group import GroupBook, Part
-from streamrl.buffer.log.journal import Journal, JournalConfig, Log
-from streamrl.buffer.log.segment_file import Corrupt, segment_path, segments
-from streamrl.buffer.recovery import Base, load, payload, recover, snapshot
+from streamrl.buffer import QueueShard, ShardCapacity
+from streamrl.buffer.codec import Blob, decode_columns, join_pieces
+from streamrl.buffer.group import ShardState, StageColumns
+from streamrl.buffer.log.journal import Journal, JournalConfig, RecordLog
+from streamrl.buffer.log.segment_file import CorruptRecord, list_segments, segment_path
+from streamrl.buffer.recovery import (
+    SnapshotBase,
+    load_columns,
+    read_blob,
+    recover_state,
+    write_snapshot,
+)
 from streamrl.errors import JournalError
-from streamrl.messages import Ended
+from streamrl.messages import GroupOutcome
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests import fake_shards
 from tests.buffer.journals import intact
@@ -34,15 +40,15 @@ from tests.buffer.shards import (
 )
 from tests.fake_shards import MemoryLog
 
-TIGHT: dict[str, Any] = {"hedge_s": 5.0, "bounds": Bounds(1000)}
+TIGHT: dict[str, Any] = {"hedge_s": 5.0, "bounds": ShardCapacity(1000)}
 
 
-def in_memory(part: Part) -> bytes:
-    return join(part.data)
+def in_memory(part: StageColumns) -> bytes:
+    return join_pieces(part.data)
 
 
-def on_disk(part: Part) -> bytes:
-    return join(payload(part))
+def on_disk(part: StageColumns) -> bytes:
+    return join_pieces(read_blob(part))
 
 
 # In memory, on a virtual clock: posts are lost when the shard is killed.
@@ -51,7 +57,7 @@ def on_disk(part: Part) -> bytes:
 @given(moves)
 def test_the_log_gives_back_what_the_shard_had(schedule: list[tuple[str, int]]) -> None:
     async def main() -> None:
-        log, book = MemoryLog(), GroupBook(STAGES)
+        log, book = MemoryLog(), ShardState(STAGES)
         shard = make_shard(book=book, log=log, session="run", **TIGHT)
         life = Life(shard)
         await life.live(schedule)
@@ -90,14 +96,14 @@ def test_whenever_it_is_killed_nothing_accepted_is_lost_and_a_token_means_one_th
     run_virtual(main())
 
 
-def check_kept(life: Life, found: GroupBook) -> None:
+def check_kept(life: Life, found: ShardState) -> None:
     assert life.admitted <= found.groups.keys() | life.gone
     for (uid, stage), columns in life.accepted.items():
         group = found.groups.get(uid)
-        if uid in life.gone or group is None or group.ended is not None:
+        if uid in life.gone or group is None or group.outcome is not None:
             assert uid in life.gone or group is not None
             continue
-        kept = decode(group.parts[stage].data)
+        kept = decode_columns(group.stage_columns[stage].data)
         assert all((kept[name] == column).all() for name, column in columns.items())
 
 
@@ -142,24 +148,27 @@ def test_a_snapshot_and_what_came_after_its_cut_give_back_what_the_shard_had(
     folder = tmp_path_factory.mktemp("journal")
 
     async def main() -> None:
-        log, book = journal_of(folder), GroupBook(STAGES)
+        log, book = journal_of(folder), ShardState(STAGES)
         life = Life(make_shard(book=book, log=log, session="run", **TIGHT))
-        base = Base()
+        base = SnapshotBase()
         for i, schedule in enumerate((before, between, after)):
             await life.live(schedule)
             if i < 2:
                 # Much is under way at the cut, and more comes before the snapshot is written.
                 cut = await log.rotate()
                 await life.live(after[:5])
-                snapshot(STAGES, folder, base, before=cut, out=folder / f"snapshot-{i}")
-                base = Base(folder / f"snapshot-{i}", cut)
+                write_snapshot(STAGES, folder, base, before=cut, out=folder / f"snapshot-{i}")
+                base = SnapshotBase(folder / f"snapshot-{i}", cut)
         await life.settle()
         await log.append([])
         wanted = facts(book, in_memory)
-        for found, corrupt in (recover(STAGES, folder, Base()), recover(STAGES, folder, base)):
+        for found, corrupt in (
+            recover_state(STAGES, folder, SnapshotBase()),
+            recover_state(STAGES, folder, base),
+        ):
             assert not corrupt
             assert facts(found, on_disk) == wanted
-            load(found, join)
+            load_columns(found, join_pieces)
             assert facts(found, in_memory) == wanted
             assert not life.tokens or (found.session, found.incarnation) == ("run", 1)
         await log.close()
@@ -168,16 +177,16 @@ def test_a_snapshot_and_what_came_after_its_cut_give_back_what_the_shard_had(
         runner.run(main())
 
 
-async def lived(journal: Log) -> Shard:
+async def lived(journal: RecordLog) -> QueueShard:
     """A shard whose journal has one group at every place: see the uids."""
     shard = make_shard(log=journal, session="run", lease_s=1000.0)
     await admit(shard, "trained", version=3)
     await finish(shard)
-    await shard.leave(["trained"], 4)
+    await shard.remove_groups(["trained"], 4)
     await admit(shard, "ended", version=4)
     for _ in range(MAX_ATTEMPTS):
         (one,) = await take(shard, "generate")
-        shard.release("me")
+        shard.release_holder("me")
     await admit(shard, "whole", version=4)
     await finish(shard)
     assert {one.uid for one in await take(shard, "train")} == {"ended", "whole"}
@@ -198,19 +207,19 @@ async def closed(folder: Path, **config: Any) -> None:
 
 async def test_every_state_of_a_group_comes_back(tmp_path: Path) -> None:
     await closed(tmp_path)
-    book, corrupt = recover(STAGES, tmp_path, Base())
+    book, corrupt = recover_state(STAGES, tmp_path, SnapshotBase())
     assert not corrupt
     assert list(book.groups) == ["ended", "whole", "scored", "leased", "fresh"]
     assert book.version == 4
     ended = book.groups["ended"]
-    assert ended.ended == Ended("generate_died", "me died over it")
+    assert ended.outcome == GroupOutcome("generate_died", "me died over it")
     assert ended.failures["generate"] == 2
-    assert not ended.parts
+    assert not ended.stage_columns
     assert book.groups["whole"].ready_version == 4
     assert [stage for stage in STAGES if book.groups["whole"].leases.get(stage)] == ["train"]
-    assert book.groups["scored"].parts.keys() == {"generate", "reward"}
+    assert book.groups["scored"].stage_columns.keys() == {"generate", "reward"}
     (held,) = book.groups["leased"].leases["generate"]
-    assert (held.lease.holder, held.lease.attempt, held.request) == (
+    assert (held.lease.holder, held.lease.attempt, held.request_id) == (
         "generator-0",
         1,
         "generator-0/7",
@@ -220,27 +229,29 @@ async def test_every_state_of_a_group_comes_back(tmp_path: Path) -> None:
 
 async def test_recovery_loads_no_columns_until_it_is_told_where_to(tmp_path: Path) -> None:
     await closed(tmp_path)
-    book, _ = recover(STAGES, tmp_path, Base())
-    assert all(p.data is None for group in book.groups.values() for p in group.parts.values())
+    book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    assert all(
+        p.data is None for group in book.groups.values() for p in group.stage_columns.values()
+    )
     stored: list[bytes] = []
 
     def store(blob: Blob) -> int:
-        stored.append(join(blob))
+        stored.append(join_pieces(blob))
         return len(stored)
 
-    load(book, store)
+    load_columns(book, store)
     assert len(stored) == 5
-    assert book.groups["scored"].parts["reward"].data == 5
+    assert book.groups["scored"].stage_columns["reward"].data == 5
 
 
 async def test_groups_that_have_left_can_be_read_after_a_restart(tmp_path: Path) -> None:
     await closed(tmp_path)
-    book, _ = recover(STAGES, tmp_path, Base())
-    load(book, join)
+    book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    load_columns(book, join_pieces)
     shard = make_shard(book=book, session="next")
     for uid in ("trained", "whole"):
-        (blobs,) = shard.read([uid], ["token_ids", "scores"])
-        found = {name: column for blob in blobs for name, column in decode(blob).items()}
+        (blobs,) = shard.read_columns([uid], ["token_ids", "scores"])
+        found = {name: column for blob in blobs for name, column in decode_columns(blob).items()}
         assert found["token_ids"].tolist() == rollouts()["token_ids"].tolist()
         assert found["scores"].tolist() == [1.0, 1.0]
 
@@ -249,47 +260,49 @@ async def test_a_group_the_books_have_trained_can_be_read_though_it_leaves_only_
     tmp_path: Path,
 ) -> None:
     await closed(tmp_path)
-    book, _ = recover(STAGES, tmp_path, Base())
-    load(book, join)
+    book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    load_columns(book, join_pieces)
     shard = make_shard(book=book, session="next")
     # The coordinator died between booking the step and telling the shard.
-    await shard.leave(["whole"], 5)
-    (blobs,) = shard.read(["whole"], ["scores", "ref_logprobs"])
-    assert [list(decode(blob)) for blob in blobs] == [["scores"], ["ref_logprobs"]]
-    assert all(part.data is None for part in book.retired["whole"].values()), "memory is free"
+    await shard.remove_groups(["whole"], 5)
+    (blobs,) = shard.read_columns(["whole"], ["scores", "ref_logprobs"])
+    assert [list(decode_columns(blob)) for blob in blobs] == [["scores"], ["ref_logprobs"]]
+    assert all(part.data is None for part in book.retired_groups["whole"].values()), (
+        "memory is free"
+    )
     await admit(shard, "new", version=5)
     await finish(shard)
-    await shard.leave(["new"], 6)
-    assert "new" not in book.retired, "its step is made by a trainer that lives"
+    await shard.remove_groups(["new"], 6)
+    assert "new" not in book.retired_groups, "its step is made by a trainer that lives"
 
 
 async def test_after_a_checkpoint_those_that_have_left_are_forgotten(tmp_path: Path) -> None:
     await closed(tmp_path)
-    book, _ = recover(STAGES, tmp_path, Base())
+    book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     shard = make_shard(book=book, session="next")
     shard.forget_retired()
-    assert not book.retired
+    assert not book.retired_groups
 
 
 async def test_a_snapshot_has_what_is_in_flight_and_no_more(tmp_path: Path) -> None:
     await closed(tmp_path)
-    end = segments(tmp_path)[-1] + 1
-    snapshot(STAGES, tmp_path, Base(), before=end, out=tmp_path / "out")
-    whole, _ = recover(STAGES, tmp_path, Base())
-    alone, corrupt = recover(STAGES, tmp_path / "none", Base(tmp_path / "out", end))
-    assert not corrupt and not alone.retired
+    end = list_segments(tmp_path)[-1] + 1
+    write_snapshot(STAGES, tmp_path, SnapshotBase(), before=end, out=tmp_path / "out")
+    whole, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    alone, corrupt = recover_state(STAGES, tmp_path / "none", SnapshotBase(tmp_path / "out", end))
+    assert not corrupt and not alone.retired_groups
     assert facts(alone, on_disk) == facts(whole, on_disk)
     assert (alone.session, alone.incarnation) == ("run", 1)
 
 
 async def test_a_snapshot_that_has_lost_its_end_is_refused(tmp_path: Path) -> None:
     await closed(tmp_path)
-    end = segments(tmp_path)[-1] + 1
-    snapshot(STAGES, tmp_path, Base(), before=end, out=tmp_path / "out")
+    end = list_segments(tmp_path)[-1] + 1
+    write_snapshot(STAGES, tmp_path, SnapshotBase(), before=end, out=tmp_path / "out")
     file = segment_path(tmp_path / "out", 0)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(JournalError, match="out: the snapshot has lost its end"):
-        recover(STAGES, tmp_path, Base(tmp_path / "out", end))
+        recover_state(STAGES, tmp_path, SnapshotBase(tmp_path / "out", end))
 
 
 async def test_a_journal_that_lacks_its_beginning_is_refused(tmp_path: Path) -> None:
@@ -301,39 +314,39 @@ async def test_a_journal_that_lacks_its_beginning_is_refused(tmp_path: Path) -> 
     await log.close()
     segment_path(tmp_path, 1).unlink()
     with pytest.raises(JournalError, match="segments 1 to 1 are missing"):
-        recover(STAGES, tmp_path, Base())
+        recover_state(STAGES, tmp_path, SnapshotBase())
 
 
 # A journal that has been damaged.
 
 
-def damage(folder: Path, kind: str, uid: str, **facts: Any) -> Corrupt:
+def damage(folder: Path, kind: str, uid: str, **facts: Any) -> CorruptRecord:
     """Flip a byte in the one record of a kind and a uid; what recovery says of it."""
-    from streamrl.buffer.log.segment_file import replay
+    from streamrl.buffer.log.segment_file import replay_segments
 
     def fits(record: Any) -> bool:
         meta = record.meta
         return meta["kind"] == kind and meta["uid"] == uid and facts.items() <= meta.items()
 
-    (position,) = (place for place, record in intact(replay(folder)) if fits(record))
+    (position,) = (place for place, record in intact(replay_segments(folder)) if fits(record))
     path = segment_path(folder, position.segment)
     content = bytearray(path.read_bytes())
     content[position.offset + position.size - 1] ^= 0x01
     path.write_bytes(content)
-    _, (found,) = recover(STAGES, folder, Base())
+    _, (found,) = recover_state(STAGES, folder, SnapshotBase())
     assert found.position == position
     return found
 
 
 async def test_a_damaged_record_is_named_and_the_other_groups_are_unharmed(tmp_path: Path) -> None:
     await closed(tmp_path)
-    whole, _ = recover(STAGES, tmp_path, Base())
+    whole, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     found = damage(tmp_path, "put", "scored", stage="reward")
     assert found.file == segment_path(tmp_path, 1)
     assert found.reason == "the record does not match its checksum"
-    book, _ = recover(STAGES, tmp_path, Base())
+    book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     scored = book.groups.pop("scored")
-    assert scored.parts.keys() == {"generate"}, "it is scored again"
+    assert scored.stage_columns.keys() == {"generate"}, "it is scored again"
     del whole.groups["scored"]
     assert facts(book, on_disk) == facts(whole, on_disk)
 
@@ -341,10 +354,12 @@ async def test_a_damaged_record_is_named_and_the_other_groups_are_unharmed(tmp_p
 async def test_what_was_computed_from_lost_columns_is_lost_with_them(tmp_path: Path) -> None:
     await closed(tmp_path)
     damage(tmp_path, "put", "scored", stage="generate")
-    book, _ = recover(STAGES, tmp_path, Base())
+    book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     scored = book.groups["scored"]
-    assert not scored.parts and scored.info is None, "the scores are of rollouts that are no more"
-    load(book, join)
+    assert not scored.stage_columns and scored.info is None, (
+        "the scores are of rollouts that are no more"
+    )
+    load_columns(book, join_pieces)
     shard = make_shard(book=book, session="run")
     (again,) = [one for one in await take(shard, "generate") if one.uid == "scored"]
     assert await put(shard, (again.lease, rollouts(version=4))) == []
@@ -357,10 +372,10 @@ async def test_a_lease_on_lost_columns_is_void(tmp_path: Path) -> None:
     (held,) = await take(shard, "reference")
     await journal.close()
     damage(tmp_path, "put", held.uid, stage="generate")
-    book, _ = recover(STAGES, tmp_path, Base())
+    book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     assert not book.groups[held.uid].leases
     shard = make_shard(book=book, session="run")
-    assert shard.renew([held.lease]) == [held.lease]
+    assert shard.renew_leases([held.lease]) == [held.lease]
 
 
 async def test_a_group_whose_admission_is_lost_is_not_there_and_harms_nobody(
@@ -368,5 +383,5 @@ async def test_a_group_whose_admission_is_lost_is_not_there_and_harms_nobody(
 ) -> None:
     await closed(tmp_path)
     damage(tmp_path, "admit", "whole")
-    book, _ = recover(STAGES, tmp_path, Base())
+    book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     assert list(book.groups) == ["ended", "scored", "leased", "fresh"]

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from streamrl.buffer import QueueConfig, Shard
-from streamrl.buffer.codec import encode
-from streamrl.buffer.leases import Request
+from streamrl.buffer import QueueConfig, QueueShard
+from streamrl.buffer.codec import encode_columns
+from streamrl.buffer.leases import LeaseRequest
 from streamrl.errors import ConfigError, DeadlineError, RewardError, StreamError
-from streamrl.messages import Ended, Filtered
+from streamrl.messages import FilteredGroup, GroupOutcome
 from tests.buffer.shards import (
     REFERENCE,
     SCORES,
@@ -30,7 +30,7 @@ from tests.fake_shards import MemoryLog
 
 
 def test_a_stage_sees_a_group_once_its_columns_are_there() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a", version=3)
         assert not await take(shard, "reward")
         (generating,) = await take(shard, "generate")
@@ -45,7 +45,7 @@ def test_a_stage_sees_a_group_once_its_columns_are_there() -> None:
 
 
 def test_scorers_work_on_the_same_group_side_by_side() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
         (reward,) = await take(shard, "reward")
@@ -58,14 +58,14 @@ def test_scorers_work_on_the_same_group_side_by_side() -> None:
         assert training.info is not None
         assert training.info.lengths == (5, 5)
         assert training.info.num_loss_tokens == 6
-        await shard.leave(["a"], 1)
-        assert shard.stats().uids == ()
+        await shard.remove_groups(["a"], 1)
+        assert shard.get_stats().uids == ()
 
     on_shard(test)
 
 
 def test_a_stage_is_given_the_blobs_of_the_columns_it_asks_for_and_no_others() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await finish(shard)
         (training,) = await take(shard, "train", ("scores", "ref_logprobs"))
@@ -75,7 +75,7 @@ def test_a_stage_is_given_the_blobs_of_the_columns_it_asks_for_and_no_others() -
 
 
 def test_a_leased_group_is_not_handed_out_twice() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         assert len(await take(shard, "generate")) == 1
         assert not await take(shard, "generate")
@@ -84,7 +84,7 @@ def test_a_leased_group_is_not_handed_out_twice() -> None:
 
 
 def test_the_earliest_admitted_goes_first() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "c", "a", "b")
         assert [g.uid for g in await take(shard, "generate", max_groups=2)] == ["c", "a"]
 
@@ -92,12 +92,12 @@ def test_the_earliest_admitted_goes_first() -> None:
 
 
 def test_a_group_remembers_the_version_being_trained_when_it_became_ready() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a", "b", version=4)
         await finish(shard, max_groups=1)
-        await shard.leave([], 5)
+        await shard.remove_groups([], 5)
         await finish(shard, max_groups=1)
-        await shard.leave([], 6)
+        await shard.remove_groups([], 6)
         assert [g.ready_version for g in await take(shard, "train")] == [4, 5]
 
     on_shard(test)
@@ -107,7 +107,7 @@ def test_a_group_remembers_the_version_being_trained_when_it_became_ready() -> N
 
 
 def test_those_who_wait_share_what_comes() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         waiting = [
             asyncio.create_task(take(shard, "generate", wait_s=60.0, holder=f"generator-{i}"))
             for i in range(3)
@@ -125,7 +125,7 @@ def test_those_who_wait_share_what_comes() -> None:
 
 
 def test_whoever_does_not_wait_any_more_has_no_share() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         gone = asyncio.create_task(take(shard, "generate", wait_s=60.0, holder="generator-0"))
         late = asyncio.create_task(take(shard, "generate", wait_s=60.0, holder="generator-1"))
         await asyncio.sleep(1.0)
@@ -143,7 +143,7 @@ def test_whoever_does_not_wait_any_more_has_no_share() -> None:
 def test_groups_handed_out_together_hold_so_many_tokens_or_are_one(
     max_tokens: int | None, taken: int
 ) -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, *"abcd")
         await do(shard, "generate")
         # Each group has 10 tokens.
@@ -153,7 +153,7 @@ def test_groups_handed_out_together_hold_so_many_tokens_or_are_one(
 
 
 def test_waiting_for_work_ends_at_its_deadline() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         assert await take(shard, "train", wait_s=7.0) == []
         assert asyncio.get_running_loop().time() == pytest.approx(7.0, abs=0.1)
 
@@ -161,7 +161,7 @@ def test_waiting_for_work_ends_at_its_deadline() -> None:
 
 
 def test_the_same_request_again_is_given_the_same_leases() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, *"abc")
         first = await take(shard, "generate", max_groups=2, request="me/0")
         again = await take(shard, "generate", max_groups=2, request="me/0")
@@ -178,7 +178,7 @@ def test_the_same_request_again_is_given_the_same_leases() -> None:
 
 
 def test_a_request_made_again_while_it_waits_is_answered_once() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         lost = asyncio.create_task(take(shard, "generate", wait_s=20.0, request="me/0"))
         await asyncio.sleep(1.0)
         again = asyncio.create_task(take(shard, "generate", wait_s=20.0, request="me/0"))
@@ -191,7 +191,7 @@ def test_a_request_made_again_while_it_waits_is_answered_once() -> None:
 
 
 def test_a_request_made_again_while_the_shard_opens_is_given_the_same_leases() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         asked = (take(shard, "generate", wait_s=5.0, request="me/0") for _ in range(2))
         first, again = await asyncio.gather(*asked)
@@ -204,73 +204,73 @@ def test_a_request_made_again_while_the_shard_opens_is_given_the_same_leases() -
 
 
 def test_a_group_that_fails_too_often_goes_to_the_coordinator_as_dropped() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
         for _ in range(2):
             assert not await take(shard, "train")
             (scoring,) = await take(shard, "reward")
-            shard.fail([(scoring.lease, DeadlineError("no verdict"))])
+            shard.fail_groups([(scoring.lease, DeadlineError("no verdict"))])
         (dropped,) = await take(shard, "train", ("scores",))
-        assert dropped.ended == Ended("deadline", "no verdict")
+        assert dropped.outcome == GroupOutcome("deadline", "no verdict")
         assert not await take(shard, "reference"), "nobody works on what is given up"
-        assert shard.stats().num_bytes == 0
-        await shard.leave(["a"], 0)
-        assert shard.stats().uids == ()
+        assert shard.get_stats().num_bytes == 0
+        await shard.remove_groups(["a"], 0)
+        assert shard.get_stats().uids == ()
 
     on_shard(test)
 
 
 def test_a_group_whose_failure_is_final_is_dropped_at_once() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
         (scoring,) = await take(shard, "reward")
-        shard.fail([(scoring.lease, RewardError("f returned None"))])
+        shard.fail_groups([(scoring.lease, RewardError("f returned None"))])
         (dropped,) = await take(shard, "train", ("scores",))
-        assert dropped.ended == Ended("reward_error", "f returned None")
+        assert dropped.outcome == GroupOutcome("reward_error", "f returned None")
 
     on_shard(test)
 
 
 def test_failures_of_one_stage_are_not_those_of_another() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
         for stage in ("reward", "reference"):
             (one,) = await take(shard, stage)
-            shard.fail([(one.lease, DeadlineError("no verdict"))])
+            shard.fail_groups([(one.lease, DeadlineError("no verdict"))])
         await do(shard, "reward", "reference")
         (training,) = await take(shard, "train")
-        assert training.ended is None
+        assert training.outcome is None
 
     on_shard(test)
 
 
 def test_a_filtered_group_goes_to_the_coordinator_with_the_reason() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
         (reference,) = await take(shard, "reference")
         (scoring,) = await take(shard, "reward")
-        shard.filter([(scoring.lease, Filtered("all 2 rewards are 1"))])
-        shard.filter([(scoring.lease, Filtered("again"))])
+        shard.filter_groups([(scoring.lease, FilteredGroup("all 2 rewards are 1"))])
+        shard.filter_groups([(scoring.lease, FilteredGroup("again"))])
         (out,) = await take(shard, "train")
-        assert out.ended == Ended("filtered", "all 2 rewards are 1", filtered=True)
+        assert out.outcome == GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)
         assert await put(shard, (reference.lease, REFERENCE)) == ["a"], "its work is in vain"
 
     on_shard(test)
 
 
 def test_whose_lease_is_void_can_neither_fail_nor_filter_a_group() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (slow,) = await take(shard, "generate")
         await asyncio.sleep(11.0)
         (again,) = await take(shard, "generate")
-        shard.fail([(slow.lease, DeadlineError("late"))])
-        shard.filter([(slow.lease, Filtered("late"))])
-        assert shard.renew([again.lease]) == []
+        shard.fail_groups([(slow.lease, DeadlineError("late"))])
+        shard.filter_groups([(slow.lease, FilteredGroup("late"))])
+        assert shard.renew_leases([again.lease]) == []
         assert not await take(shard, "train")
 
     on_shard(test)
@@ -280,7 +280,7 @@ def test_whose_lease_is_void_can_neither_fail_nor_filter_a_group() -> None:
 
 
 def test_depth_is_the_mean_over_time_not_the_moment() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await asyncio.sleep(3.0)
         await take(shard, "generate")
@@ -294,7 +294,7 @@ def test_depth_is_the_mean_over_time_not_the_moment() -> None:
 
 
 def test_figures_are_those_since_the_last_step_whatever_leaves_within_it() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         (late, _) = await take(shard, "generate")
         await asyncio.sleep(11.0)
@@ -302,12 +302,12 @@ def test_figures_are_those_since_the_last_step_whatever_leaves_within_it() -> No
         await take(shard, "generate")
         for _ in range(2):
             # A group that ended leaves in the middle of the step.
-            await shard.leave(["b"], 0)
-            figures = shard.stats()
+            await shard.remove_groups(["b"], 0)
+            figures = shard.get_stats()
             assert figures.counts == {"redelivered": 2, "hedged": 0, "refused": 1}
         figures = await shard.end_step([], 1)
         assert figures.counts == {"redelivered": 2, "hedged": 0, "refused": 1}
-        assert shard.stats().counts == dict.fromkeys(figures.counts, 0)
+        assert shard.get_stats().counts == dict.fromkeys(figures.counts, 0)
         await admit(shard, "c")
         again = await shard.end_step([], 1)
         assert (again.counts, again.depth) == (figures.counts, figures.depth)
@@ -318,13 +318,13 @@ def test_figures_are_those_since_the_last_step_whatever_leaves_within_it() -> No
 
 
 def test_the_size_is_that_of_the_columns_and_the_age_that_of_the_oldest() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await asyncio.sleep(2.0)
         await admit(shard, "b")
         await do(shard, "generate", "reward", max_groups=1)
-        stats = shard.stats()
-        assert stats.num_bytes == sum(len(encode(WORK[s])) for s in ("generate", "reward"))
+        stats = shard.get_stats()
+        assert stats.num_bytes == sum(len(encode_columns(WORK[s])) for s in ("generate", "reward"))
         assert stats.oldest_age_s == pytest.approx(2.0)
         assert stats.uids == ("a", "b")
 
@@ -332,11 +332,11 @@ def test_the_size_is_that_of_the_columns_and_the_age_that_of_the_oldest() -> Non
 
 
 def test_where_a_group_is_can_be_asked() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await take(shard, "generate", max_groups=1, holder="generator-0")
         await asyncio.sleep(2.0)
-        assert shard.whereabouts(["a", "b", "c"]) == {
+        assert shard.locate_groups(["a", "b", "c"]) == {
             "a": "held by generator-0 for 2.0 s (generate, attempt 1), admitted 2.0 s ago",
             "b": "ready for generate, admitted 2.0 s ago",
         }
@@ -345,27 +345,27 @@ def test_where_a_group_is_can_be_asked() -> None:
 
 
 def test_columns_are_read_without_a_lease() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await finish(shard)
-        found = shard.read(["b", "a"], ["scores", "ref_logprobs"])
+        found = shard.read_columns(["b", "a"], ["scores", "ref_logprobs"])
         assert [len(blobs) for blobs in found] == [2, 2]
         with pytest.raises(StreamError, match=r"group b: no \['loss', 'mask'\] are in the queue"):
-            shard.read(["b"], ["mask", "scores", "loss"])
-        await shard.leave(["a"], 1)
+            shard.read_columns(["b"], ["mask", "scores", "loss"])
+        await shard.remove_groups(["a"], 1)
         with pytest.raises(StreamError, match="group a is neither in the queue nor in its journal"):
-            shard.read(["a"], ["scores"])
+            shard.read_columns(["a"], ["scores"])
 
     on_shard(test)
 
 
 def test_leaving_may_be_repeated_and_versions_only_grow() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a", version=3)
         await finish(shard)
         for version in (5, 4):
-            await shard.leave(["a", "unknown"], version)
-        assert shard.stats().uids == ()
+            await shard.remove_groups(["a", "unknown"], version)
+        assert shard.get_stats().uids == ()
         await admit(shard, "b", version=4)
         await finish(shard)
         (ready,) = await take(shard, "train")
@@ -393,14 +393,14 @@ def test_impossible_queue_settings_are_refused(key: str, value: Any) -> None:
 
 
 def test_a_shard_forgets_the_groups_that_have_left() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         left = []
         for uid in ("a", "b", "c"):
             await admit(shard, uid)
             await finish(shard)
             (one,) = await take(shard, "train")
             left.append(weakref.ref(one.lease))
-            await shard.leave([uid], 1)
+            await shard.remove_groups([uid], 1)
             del one
         await asyncio.sleep(11.0)
         assert not await take(shard, "train")
@@ -411,9 +411,9 @@ def test_a_shard_forgets_the_groups_that_have_left() -> None:
 
 
 def test_prompts_are_opaque_to_the_shard() -> None:
-    async def test(shard: Shard) -> None:
-        await shard.admit([("a", b"not a pickle", 0)], wait_s=1.0)
-        (grant,) = await shard.take(Request("generate", "me", 1), wait_s=0.0)
+    async def test(shard: QueueShard) -> None:
+        await shard.admit_prompts([("a", b"not a pickle", 0)], wait_s=1.0)
+        (grant,) = await shard.lease_groups(LeaseRequest("generate", "me", 1), wait_s=0.0)
         assert grant.prompt == b"not a pickle"
 
     on_shard(test)

@@ -8,14 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.buffer import Bounds, Files, Ports, QueueConfig, ShardKeeper, ShardPlan
-from streamrl.buffer.codec import decode
+from streamrl.buffer import (
+    QueueConfig,
+    ShardCapacity,
+    ShardFiles,
+    ShardHost,
+    ShardPlan,
+    StageSchema,
+)
+from streamrl.buffer.codec import decode_columns
 from streamrl.buffer.log.journal import JournalConfig
-from streamrl.buffer.log.segment_file import segment_path, segments
-from streamrl.buffer.recovery import Base
-from streamrl.buffer.shard_host import forget_from
+from streamrl.buffer.log.segment_file import list_segments, segment_path
+from streamrl.buffer.recovery import SnapshotBase
+from streamrl.buffer.shard_host import delete_segments_from
 from streamrl.errors import JournalError, StreamError
-from streamrl.run_dir.checkpoint import CheckpointWriter, State, find_base
+from streamrl.run_dir.checkpoint import CheckpointState, CheckpointWriter, find_snapshot
 from tests.buffer.shards import STAGES, WITH_A_GREEDY_ONE, admit, do, finish, put, rollouts, take
 
 
@@ -24,11 +31,11 @@ def plan(
     *,
     session: str = "run",
     enabled: bool = True,
-    stages: Mapping[str, Ports] = STAGES,
+    stages: Mapping[str, StageSchema] = STAGES,
 ) -> ShardPlan:
-    files = Files(run_dir / "journal", lambda: find_base(run_dir, "shard-0"))
+    files = ShardFiles(run_dir / "journal", lambda: find_snapshot(run_dir, "shard-0"))
     config = QueueConfig(lease_s=100.0, max_attempts=2, journal=JournalConfig(fsync_s=0.0))
-    return ShardPlan(stages, config, Bounds(100), session, files if enabled else None)
+    return ShardPlan(stages, config, ShardCapacity(100), session, files if enabled else None)
 
 
 def lives(*parts: Callable[[], Awaitable[None]]) -> None:
@@ -40,33 +47,33 @@ def lives(*parts: Callable[[], Awaitable[None]]) -> None:
         asyncio.run(part())  # type: ignore[arg-type]
 
 
-def columns(keeper: ShardKeeper, uid: str, *names: str) -> dict[str, Any]:
-    (blobs,) = keeper.shard.read([uid], names)
-    return {name: column for blob in blobs for name, column in decode(blob).items()}
+def columns(keeper: ShardHost, uid: str, *names: str) -> dict[str, Any]:
+    (blobs,) = keeper.shard.read_columns([uid], names)
+    return {name: column for blob in blobs for name, column in decode_columns(blob).items()}
 
 
-async def checkpoint(keeper: ShardKeeper, run_dir: Path, version: int) -> None:
+async def checkpoint(keeper: ShardHost, run_dir: Path, version: int) -> None:
     """As the coordinator makes one."""
-    cut = await keeper.cut()
+    cut = await keeper.rotate_journal()
     writer = CheckpointWriter(run_dir, version)
-    await keeper.snapshot(cut, writer.queue_dir / "shard-0")
+    await keeper.write_snapshot(cut, writer.queue_dir / "shard-0")
     cuts = {"shard-0": cut}
-    state = State(version=version, ledger={}, prompts={}, dials={}, cuts=cuts)
+    state = CheckpointState(version=version, ledger={}, prompts={}, dials={}, cuts=cuts)
     writer.commit(state, keep=2)
     keeper.discard_before(cut)
 
 
 def test_what_was_accepted_is_there_after_a_kill(tmp_path: Path) -> None:
     async def first() -> None:
-        keeper = ShardKeeper(plan(tmp_path))
+        keeper = ShardHost(plan(tmp_path))
         await admit(keeper.shard, "a", "b", version=3)
         (one,) = await take(keeper.shard, "generate", max_groups=1)
         assert await put(keeper.shard, (one.lease, rollouts(version=3))) == []
 
     async def second() -> None:
-        keeper = ShardKeeper(plan(tmp_path, session="resumed"))
-        assert not keeper.corrupt
-        assert keeper.shard.stats().uids == ("a", "b")
+        keeper = ShardHost(plan(tmp_path, session="resumed"))
+        assert not keeper.corrupt_records
+        assert keeper.shard.get_stats().uids == ("a", "b")
         (sampling,) = await take(keeper.shard, "generate")
         assert (sampling.uid, sampling.admitted_version) == ("b", 3)
         assert sampling.prompt is not None and sampling.prompt.token_ids.tolist() == [1, 2]
@@ -85,20 +92,20 @@ def test_what_came_before_the_rollouts_is_there_after_a_kill(tmp_path: Path) -> 
     greedy = {"greedy_ids": np.array([7, 8], np.int32)}
 
     async def first() -> None:
-        keeper = ShardKeeper(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
+        keeper = ShardHost(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
         await admit(keeper.shard, "a")
         (one,) = await take(keeper.shard, "greedy")
         assert await put(keeper.shard, (one.lease, greedy)) == []
 
     async def second() -> None:
-        keeper = ShardKeeper(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
-        assert not keeper.corrupt
+        keeper = ShardHost(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
+        assert not keeper.corrupt_records
         assert await take(keeper.shard, "greedy") == []
         (sampling,) = await take(keeper.shard, "generate")
         assert await put(keeper.shard, (sampling.lease, rollouts())) == []
 
     async def third() -> None:
-        keeper = ShardKeeper(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
+        keeper = ShardHost(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
         (judging,) = await take(keeper.shard, "baseline", ("greedy_ids", "lengths"))
         assert judging.columns["greedy_ids"].tolist() == [7, 8]
         assert judging.info is not None
@@ -109,15 +116,15 @@ def test_what_came_before_the_rollouts_is_there_after_a_kill(tmp_path: Path) -> 
 
 def test_a_shard_that_dies_again_and_again_goes_on(tmp_path: Path) -> None:
     async def life() -> None:
-        keeper = ShardKeeper(plan(tmp_path))
-        seen = len(keeper.shard.stats().uids)
+        keeper = ShardHost(plan(tmp_path))
+        seen = len(keeper.shard.get_stats().uids)
         await admit(keeper.shard, f"0:{seen}:0")
         await do(keeper.shard, "generate")
 
     async def last() -> None:
-        keeper = ShardKeeper(plan(tmp_path))
+        keeper = ShardHost(plan(tmp_path))
         assert len(await take(keeper.shard, "reward")) == 5
-        assert keeper.shard.stats().journal_bytes > 0
+        assert keeper.shard.get_stats().journal_bytes > 0
         await keeper.close()
 
     lives(*[life] * 5, last)
@@ -131,15 +138,15 @@ def test_columns_go_where_the_host_keeps_them_before_and_after_a_restart(tmp_pat
         return len(store) - 1
 
     async def first() -> None:
-        keeper = ShardKeeper(plan(tmp_path), keep)
+        keeper = ShardHost(plan(tmp_path), keep)
         await admit(keeper.shard, "a")
         (one,) = await take(keeper.shard, "generate")
         await put(keeper.shard, (one.lease, rollouts()))
-        assert keeper.shard.read(["a"], ["lengths"]) == [(0,)]
+        assert keeper.shard.read_columns(["a"], ["lengths"]) == [(0,)]
 
     async def second() -> None:
-        keeper = ShardKeeper(plan(tmp_path), keep)
-        assert keeper.shard.read(["a"], ["lengths"]) == [(1,)]
+        keeper = ShardHost(plan(tmp_path), keep)
+        assert keeper.shard.read_columns(["a"], ["lengths"]) == [(1,)]
         assert store[1] == store[0]
         await keeper.close()
 
@@ -148,31 +155,31 @@ def test_columns_go_where_the_host_keeps_them_before_and_after_a_restart(tmp_pat
 
 def test_a_checkpoint_takes_the_place_of_the_journal_before_its_cut(tmp_path: Path) -> None:
     async def first() -> None:
-        keeper = ShardKeeper(plan(tmp_path))
+        keeper = ShardHost(plan(tmp_path))
         await admit(keeper.shard, "trained", "ready", "fresh")
         await finish(keeper.shard, max_groups=1)
-        await keeper.shard.leave(["trained"], 1)
+        await keeper.shard.remove_groups(["trained"], 1)
         await finish(keeper.shard, max_groups=1)
         await checkpoint(keeper, tmp_path, 1)
-        assert segments(tmp_path / "journal") == [2]
+        assert list_segments(tmp_path / "journal") == [2]
         await admit(keeper.shard, "later", version=1)
 
     async def second() -> None:
-        keeper = ShardKeeper(plan(tmp_path))
-        assert keeper.shard.stats().uids == ("ready", "fresh", "later")
+        keeper = ShardHost(plan(tmp_path))
+        assert keeper.shard.get_stats().uids == ("ready", "fresh", "later")
         assert columns(keeper, "ready", "scores")["scores"].tolist() == [1.0, 1.0]
         with pytest.raises(StreamError, match="neither in the queue nor in its journal"):
-            keeper.shard.read(["trained"], ["scores"])
-        await keeper.shard.leave(["ready"], 2)
+            keeper.shard.read_columns(["trained"], ["scores"])
+        await keeper.shard.remove_groups(["ready"], 2)
         assert columns(keeper, "ready", "scores")["scores"].tolist() == [1.0, 1.0]
         await checkpoint(keeper, tmp_path, 2)
         with pytest.raises(StreamError, match="neither in the queue nor in its journal"):
-            keeper.shard.read(["ready"], ["scores"])
+            keeper.shard.read_columns(["ready"], ["scores"])
         await keeper.close()
 
     async def third() -> None:
-        keeper = ShardKeeper(plan(tmp_path))
-        assert keeper.shard.stats().uids == ("fresh", "later")
+        keeper = ShardHost(plan(tmp_path))
+        assert keeper.shard.get_stats().uids == ("fresh", "later")
         await keeper.close()
 
     lives(first, second, third)
@@ -180,15 +187,17 @@ def test_a_checkpoint_takes_the_place_of_the_journal_before_its_cut(tmp_path: Pa
 
 def test_a_death_between_cut_and_checkpoint_loses_nothing(tmp_path: Path) -> None:
     async def first() -> None:
-        keeper = ShardKeeper(plan(tmp_path))
+        keeper = ShardHost(plan(tmp_path))
         await admit(keeper.shard, "a")
-        cut = await keeper.cut()
+        cut = await keeper.rotate_journal()
         await admit(keeper.shard, "b")
-        await keeper.snapshot(cut, tmp_path / "checkpoints" / ".step_000001.partial" / "shard-0")
+        await keeper.write_snapshot(
+            cut, tmp_path / "checkpoints" / ".step_000001.partial" / "shard-0"
+        )
 
     async def second() -> None:
-        keeper = ShardKeeper(plan(tmp_path))
-        assert keeper.shard.stats().uids == ("a", "b")
+        keeper = ShardHost(plan(tmp_path))
+        assert keeper.shard.get_stats().uids == ("a", "b")
         await keeper.close()
 
     lives(first, second)
@@ -196,21 +205,21 @@ def test_a_death_between_cut_and_checkpoint_loses_nothing(tmp_path: Path) -> Non
 
 def test_what_is_written_while_a_snapshot_is_made_lies_behind_it(tmp_path: Path) -> None:
     async def main() -> None:
-        keeper = ShardKeeper(plan(tmp_path))
+        keeper = ShardHost(plan(tmp_path))
         await admit(keeper.shard, "a")
         await do(keeper.shard, "generate")
-        cut = await keeper.cut()
-        making = asyncio.create_task(keeper.snapshot(cut, tmp_path / "out"))
+        cut = await keeper.rotate_journal()
+        making = asyncio.create_task(keeper.write_snapshot(cut, tmp_path / "out"))
         await admit(keeper.shard, "b")
         await do(keeper.shard, "reward", "reference")
-        await keeper.shard.leave(["a"], 1)
+        await keeper.shard.remove_groups(["a"], 1)
         await making
         await keeper.close()
 
     async def later() -> None:
-        files = Files(tmp_path / "nothing", lambda: Base(tmp_path / "out", 99))
-        keeper = ShardKeeper(ShardPlan(STAGES, QueueConfig(), Bounds(100), "run", files))
-        assert keeper.shard.stats().uids == ("a",)
+        files = ShardFiles(tmp_path / "nothing", lambda: SnapshotBase(tmp_path / "out", 99))
+        keeper = ShardHost(ShardPlan(STAGES, QueueConfig(), ShardCapacity(100), "run", files))
+        assert keeper.shard.get_stats().uids == ("a",)
         assert len(await take(keeper.shard, "reward")) == 1
         await keeper.close()
 
@@ -221,7 +230,7 @@ def test_a_run_that_goes_back_to_an_older_checkpoint_keeps_what_it_makes_from_th
     tmp_path: Path,
 ) -> None:
     async def first() -> None:
-        keeper = ShardKeeper(plan(tmp_path))
+        keeper = ShardHost(plan(tmp_path))
         await admit(keeper.shard, "a")
         await checkpoint(keeper, tmp_path, 1)
         await admit(keeper.shard, "abandoned")
@@ -230,15 +239,15 @@ def test_a_run_that_goes_back_to_an_older_checkpoint_keeps_what_it_makes_from_th
     async def back() -> None:
         newest = tmp_path / "checkpoints" / "step_000002"
         newest.rename(tmp_path / "removed")
-        forget_from(tmp_path / "journal", find_base(tmp_path, "shard-0").first)
-        assert segments(tmp_path / "journal") == []
-        keeper = ShardKeeper(plan(tmp_path))
-        assert keeper.shard.stats().uids == ("a",)
+        delete_segments_from(tmp_path / "journal", find_snapshot(tmp_path, "shard-0").first_segment)
+        assert list_segments(tmp_path / "journal") == []
+        keeper = ShardHost(plan(tmp_path))
+        assert keeper.shard.get_stats().uids == ("a",)
         await admit(keeper.shard, "another")
 
     async def again() -> None:
-        keeper = ShardKeeper(plan(tmp_path))
-        assert keeper.shard.stats().uids == ("a", "another")
+        keeper = ShardHost(plan(tmp_path))
+        assert keeper.shard.get_stats().uids == ("a", "another")
         await keeper.close()
 
     lives(first, back, again)
@@ -258,16 +267,16 @@ def test_segments_are_forgotten_from_the_end_so_that_a_crash_leaves_no_gap(
 
     monkeypatch.setattr(Path, "unlink", dying)
     with pytest.raises(KeyboardInterrupt):
-        forget_from(tmp_path, 4)
-    assert segments(tmp_path) == [3, 4, 5]
+        delete_segments_from(tmp_path, 4)
+    assert list_segments(tmp_path) == [3, 4, 5]
     monkeypatch.undo()
-    forget_from(tmp_path, 4)
-    assert segments(tmp_path) == [3]
+    delete_segments_from(tmp_path, 4)
+    assert list_segments(tmp_path) == [3]
 
 
 def test_damage_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
     async def first() -> None:
-        keeper = ShardKeeper(plan(tmp_path))
+        keeper = ShardHost(plan(tmp_path))
         await admit(keeper.shard, "a")
         await do(keeper.shard, "generate")
         await admit(keeper.shard, "b")
@@ -277,8 +286,8 @@ def test_damage_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
         path = segment_path(tmp_path / "journal", 1)
         content = path.read_bytes()
         path.write_bytes(content.replace(b"generator_logprobs", b"generator_logprobz"))
-        keeper = ShardKeeper(plan(tmp_path, session="resumed"))
-        (bad,) = keeper.corrupt
+        keeper = ShardHost(plan(tmp_path, session="resumed"))
+        (bad,) = keeper.corrupt_records
         assert (bad.file, bad.reason) == (path, "the record does not match its checksum")
         assert {one.uid for one in await take(keeper.shard, "generate")} == {"a", "b"}
         await keeper.close()
@@ -296,21 +305,21 @@ def spoil(run_dir: Path, segment: int, text: bytes) -> None:
 
 def test_the_next_checkpoint_heals_a_damaged_journal(tmp_path: Path) -> None:
     async def first() -> None:
-        keeper = ShardKeeper(plan(tmp_path))
+        keeper = ShardHost(plan(tmp_path))
         await admit(keeper.shard, "a", "b")
         await do(keeper.shard, "generate", max_groups=1)
         await admit(keeper.shard, "c")
 
     async def second() -> None:
         spoil(tmp_path, 1, b"generator_logprobs")
-        keeper = ShardKeeper(plan(tmp_path, session="resumed"))
-        assert len(keeper.corrupt) == 1
+        keeper = ShardHost(plan(tmp_path, session="resumed"))
+        assert len(keeper.corrupt_records) == 1
         await do(keeper.shard, "generate", max_groups=1)
         await checkpoint(keeper, tmp_path, 1)
 
     async def third() -> None:
-        keeper = ShardKeeper(plan(tmp_path, session="resumed again"))
-        assert not keeper.corrupt
+        keeper = ShardHost(plan(tmp_path, session="resumed again"))
+        assert not keeper.corrupt_records
         assert [one.uid for one in await take(keeper.shard, "reward")] == ["a"]
         assert [one.uid for one in await take(keeper.shard, "generate")] == ["b", "c"]
         await keeper.close()
@@ -320,39 +329,39 @@ def test_the_next_checkpoint_heals_a_damaged_journal(tmp_path: Path) -> None:
 
 def test_damage_found_at_a_checkpoint_only_stops_it(tmp_path: Path) -> None:
     async def main() -> None:
-        keeper = ShardKeeper(plan(tmp_path))
+        keeper = ShardHost(plan(tmp_path))
         await admit(keeper.shard, "a")
         await do(keeper.shard, "generate")
         await admit(keeper.shard, "b")
-        cut = await keeper.cut()
+        cut = await keeper.rotate_journal()
         spoil(tmp_path, 1, b"generator_logprobs")
         with pytest.raises(JournalError, match="does not match its checksum"):
-            await keeper.snapshot(cut, tmp_path / "out")
+            await keeper.write_snapshot(cut, tmp_path / "out")
 
     lives(main)
 
 
 def test_scores_of_lost_rollouts_never_come_back_to_their_successors(tmp_path: Path) -> None:
     async def first() -> None:
-        keeper = ShardKeeper(plan(tmp_path))
+        keeper = ShardHost(plan(tmp_path))
         await admit(keeper.shard, "a")
         await finish(keeper.shard)
 
     async def second() -> None:
         spoil(tmp_path, 1, b"generator_logprobs")
-        keeper = ShardKeeper(plan(tmp_path))
+        keeper = ShardHost(plan(tmp_path))
         await do(keeper.shard, "generate")
         # Killed before the new rollouts are scored; the journal still has the old scores.
 
     async def third() -> None:
-        keeper = ShardKeeper(plan(tmp_path))
+        keeper = ShardHost(plan(tmp_path))
         assert not await take(keeper.shard, "train")
         await finish(keeper.shard)
         await checkpoint(keeper, tmp_path, 1)
 
     async def fourth() -> None:
-        keeper = ShardKeeper(plan(tmp_path, session="resumed"))
-        assert not keeper.corrupt
+        keeper = ShardHost(plan(tmp_path, session="resumed"))
+        assert not keeper.corrupt_records
         assert [one.uid for one in await take(keeper.shard, "train")] == ["a"]
         await keeper.close()
 
@@ -361,13 +370,13 @@ def test_scores_of_lost_rollouts_never_come_back_to_their_successors(tmp_path: P
 
 def test_a_process_that_was_given_up_for_dead_cannot_go_on_writing(tmp_path: Path) -> None:
     async def main() -> None:
-        first, second = ShardKeeper(plan(tmp_path)), ShardKeeper(plan(tmp_path))
+        first, second = ShardHost(plan(tmp_path)), ShardHost(plan(tmp_path))
         await admit(second.shard, "a")
         with pytest.raises(JournalError, match="another process has taken this journal over"):
             await admit(first.shard, "b")
         await second.close()
-        reopened = ShardKeeper(plan(tmp_path))
-        assert reopened.shard.stats().uids == ("a",)
+        reopened = ShardHost(plan(tmp_path))
+        assert reopened.shard.get_stats().uids == ("a",)
         await reopened.close()
 
     lives(main)
@@ -375,15 +384,15 @@ def test_a_process_that_was_given_up_for_dead_cannot_go_on_writing(tmp_path: Pat
 
 def test_without_a_journal_a_shard_works_and_has_nothing_to_cut(tmp_path: Path) -> None:
     async def main() -> None:
-        keeper = ShardKeeper(plan(tmp_path, enabled=False))
+        keeper = ShardHost(plan(tmp_path, enabled=False))
         await admit(keeper.shard, "a")
         await finish(keeper.shard)
-        assert keeper.shard.stats().journal_bytes == 0
+        assert keeper.shard.get_stats().journal_bytes == 0
         message = r"this shard has no journal \(queue\.journal\.enabled=false\)"
         with pytest.raises(StreamError, match=message):
-            await keeper.cut()
+            await keeper.rotate_journal()
         with pytest.raises(StreamError, match=message):
-            await keeper.snapshot(1, tmp_path / "out")
+            await keeper.write_snapshot(1, tmp_path / "out")
         await keeper.close()
         assert list(tmp_path.iterdir()) == []
 

@@ -8,29 +8,29 @@ from pathlib import Path
 
 from streamrl.buffer.books.run_log import TrainedStep
 from streamrl.buffer.log.journal import Journal, JournalConfig
-from streamrl.buffer.log.segment_file import Record
+from streamrl.buffer.log.segment_file import JournalRecord
 from streamrl.calibration.fit_timings import CROWDING
-from streamrl.config import RunConfig, dump_config, load_config, to_dict
-from streamrl.config.to_placement import run_placement
+from streamrl.config import RunConfig, config_to_dict, dump_config, load_config
+from streamrl.config.to_placement import build_run_placement
 from streamrl.dataflow import POLICY
 from streamrl.placement import (
     EmpiricalLengths,
     GeneratorTiming,
     ScoreTiming,
-    Timings,
+    StageTimings,
     TrainTiming,
     WeightsTiming,
     Workload,
 )
-from streamrl.run_dir.checkpoint import BOOKS, journal_dir
-from streamrl.simulator.results import Simulated
-from streamrl.simulator.simulation import simulate
+from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
+from streamrl.simulator.results import SimulationResult
+from streamrl.simulator.simulation import run_simulation
 from streamrl.telemetry.chrome_trace import TraceSink
-from streamrl.telemetry.sinks import JsonlSink, Sink
+from streamrl.telemetry.sinks import JsonlSink, MetricsSink
 
 EPOCH_S = 1e9
-LENGTHS = EmpiricalLengths.of([*range(2, 12), 20, 31])
-TRUE = Timings(
+LENGTHS = EmpiricalLengths.from_samples([*range(2, 12), 20, 31])
+TRUE = StageTimings(
     GeneratorTiming(1, 64, 1e6, 2e-4, 1e-7, 1.5e-5, 4e-3, 2e-4, 5e-5, 0.012, 5e-5),
     {"reward": ScoreTiming(1, 32, 3e-3, 2e-4, 0.0)},
     {POLICY: TrainTiming(1, 0.03, 3e-4, 0.02, 0.0)},
@@ -74,27 +74,27 @@ def recipe(folder: Path, *overrides: str) -> RunConfig:
 
 
 def play(
-    config: RunConfig, timings: Timings = TRUE, *, steps: int = 16, seed: int = 0
-) -> Simulated:
+    config: RunConfig, timings: StageTimings = TRUE, *, steps: int = 16, seed: int = 0
+) -> SimulationResult:
     """What a run of this config does, if everything takes so long."""
     workload = Workload(
         config.pipeline.groups_per_step,
         config.algorithm.group_size,
         7,
         LENGTHS,
-        config.settings.epochs,
-        config.settings.mini_batches,
+        config.algorithm_settings.epochs,
+        config.algorithm_settings.mini_batches,
         config.pipeline.micro_batch_tokens,
-        config.settings.scope == "step",
+        config.algorithm_settings.scope == "step",
     )
-    placement = run_placement(config, ["policy", "critic"])
-    return simulate(config.dataflow, placement, timings, workload, steps=steps, seed=seed)
+    placement = build_run_placement(config, ["policy", "critic"])
+    return run_simulation(config.dataflow, placement, timings, workload, steps=steps, seed=seed)
 
 
 def write_run(
     run_dir: Path,
     config: RunConfig,
-    simulated: Simulated,
+    simulated: SimulationResult,
     *,
     cores: float = 2,
     used: Mapping[str, float] = ALONE,
@@ -106,11 +106,11 @@ def write_run(
     (run_dir / "config.yaml").write_text(dump_config(config))
     now = EPOCH_S
     metrics, trace = JsonlSink(run_dir, clock=lambda: now), TraceSink(run_dir, clock=lambda: now)
-    sinks: list[Sink] = [metrics, trace]
+    sinks: list[MetricsSink] = [metrics, trace]
     for sink in sinks:
-        sink.start(to_dict(config))
-    metrics.event("machine", {"on_gpu": False, "nodes": 1, "cores": cores})
-    trace.spans(
+        sink.start(config_to_dict(config))
+    metrics.log_event("machine", {"on_gpu": False, "nodes": 1, "cores": cores})
+    trace.write_spans(
         replace(
             span,
             process=_process(span.process),
@@ -119,11 +119,13 @@ def write_run(
         )
         for span in simulated.spans
     )
-    for index, (row, end_s) in enumerate(zip(simulated.rows, simulated.step_ends, strict=True)):
+    for index, (row, end_s) in enumerate(
+        zip(simulated.metrics_rows, simulated.step_ends, strict=True)
+    ):
         now = EPOCH_S + end_s
         known = {**used, "weights/pause_s": TRUE.weights["generate"].pause_s}
         for sink in sinks:
-            sink.step(index + 1, {**row, **known})
+            sink.log_step(index + 1, {**row, **known})
     for sink in sinks:
         sink.close({})
     asyncio.run(_keep_books(run_dir, config, simulated))
@@ -135,10 +137,10 @@ def _process(role: str) -> str:
     return {"policy": "trainer-0", "critic": "critic-0"}.get(role, role)
 
 
-async def _keep_books(run_dir: Path, config: RunConfig, simulated: Simulated) -> None:
+async def _keep_books(run_dir: Path, config: RunConfig, simulated: SimulationResult) -> None:
     """Nothing was filtered or dropped, so prompts come in by their number."""
-    per_step, lead = config.pipeline.groups_per_step, config.pipeline.lead
-    journal = Journal(journal_dir(run_dir, BOOKS), JournalConfig())
+    per_step, lead = config.pipeline.groups_per_step, config.pipeline.max_steps_ahead
+    journal = Journal(get_journal_dir(run_dir, RUN_LOG_FOLDER), JournalConfig())
     admitted = 0
     for version, (outcome, end_s) in enumerate(
         zip(simulated.outcomes, simulated.step_ends, strict=True)
@@ -148,7 +150,7 @@ async def _keep_books(run_dir: Path, config: RunConfig, simulated: Simulated) ->
         uids = [f"0:{index}:0" for index in range(admitted, limit)]
         admitted = limit
         entry = {"time": EPOCH_S + begin_s, "version": version}
-        await journal.append([Record({"kind": "admit", "uids": uids, **entry})])
+        await journal.append([JournalRecord({"kind": "admit", "uids": uids, **entry})])
         step = TrainedStep(version, tuple(outcome.groups), {}).to_record()
-        await journal.append([Record({**step.meta, "time": EPOCH_S + end_s}, step.payload)])
+        await journal.append([JournalRecord({**step.meta, "time": EPOCH_S + end_s}, step.payload)])
     await journal.close()

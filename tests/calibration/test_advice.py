@@ -5,10 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.calibration.advice import Advice, advise, filter_cost, loads, ways
-from streamrl.calibration.run_trace import Measured, read_run
-from streamrl.cli.output.advice_report import describe_run, run_as_json
-from streamrl.placement import Timings, TrainTiming
+from streamrl.calibration.advice import (
+    SettingsAdvice,
+    list_alternatives,
+    measure_filter_cost,
+    measure_stage_loads,
+    recommend_settings,
+)
+from streamrl.calibration.run_trace import RunTrace, load_run_trace
+from streamrl.cli.output.advice_report import describe_run, run_to_json
+from streamrl.placement import StageTimings, TrainTiming
 from streamrl.rewards.group_filter import FilterConfig
 from tests.calibration.runs import TRUE, play, recipe, write_run
 
@@ -16,34 +22,34 @@ SLOW_TRAINING = replace(TRUE, train={"policy": TrainTiming(1, 0.2, 3e-3, 0.02)},
 SLOW_SAMPLING = replace(TRUE, generator=replace(TRUE.generator, step_s=0.04), cores=0)
 
 
-def measure(folder: Path, timings: Timings, *overrides: str) -> Measured:
+def measure(folder: Path, timings: StageTimings, *overrides: str) -> RunTrace:
     config = recipe(folder, *overrides)
     # Cores enough for all, as a machine of one's own for each would have.
     simulated = play(config, timings, steps=20)
-    return read_run(write_run(folder / "run", config, simulated, cores=64))
+    return load_run_trace(write_run(folder / "run", config, simulated, cores=64))
 
 
-def change(advice: Advice, what: str) -> float:
-    return next(option.change for option in advice.options if option.what == what)
+def change(advice: SettingsAdvice, what: str) -> float:
+    return next(option.step_s_change for option in advice.options if option.description == what)
 
 
 @pytest.fixture(scope="module")
-def slow_run(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+def slow_run(tmp_path_factory: pytest.TempPathFactory) -> RunTrace:
     return measure(tmp_path_factory.mktemp("run"), SLOW_TRAINING, "generator.replicas=2")
 
 
 @pytest.fixture(scope="module")
-def trains_slowly(slow_run: Measured) -> Advice:
-    return advise(slow_run)
+def trains_slowly(slow_run: RunTrace) -> SettingsAdvice:
+    return recommend_settings(slow_run)
 
 
 def test_where_training_is_slow_another_trainer_helps_and_another_generator_does_not(
-    slow_run: Measured, trains_slowly: Advice
+    slow_run: RunTrace, trains_slowly: SettingsAdvice
 ) -> None:
-    advice, busiest = trains_slowly, loads(slow_run)[0]
+    advice, busiest = trains_slowly, measure_stage_loads(slow_run)[0]
     assert busiest.stage == "train"
-    assert busiest.busy > 0.9
-    assert abs(advice.error) < 0.1
+    assert busiest.busy_fraction > 0.9
+    assert abs(advice.simulation_error) < 0.1
     assert change(advice, "one more trainer replica") < -0.3
     assert change(advice, "one more generator") == pytest.approx(0, abs=0.05)
     assert "trainer.world_size=2" in advice.options[0].settings
@@ -51,14 +57,14 @@ def test_where_training_is_slow_another_trainer_helps_and_another_generator_does
 
 def test_where_sampling_is_slow_it_is_generation_that_bounds_the_run(tmp_path: Path) -> None:
     slow_run = measure(tmp_path, SLOW_SAMPLING)
-    assert loads(slow_run)[0].stage == "generate"
-    advice = advise(slow_run)
+    assert measure_stage_loads(slow_run)[0].stage == "generate"
+    advice = recommend_settings(slow_run)
     assert change(advice, "one more trainer replica") == pytest.approx(0, abs=0.05)
     assert change(advice, "staleness up to 0") > 0.05
 
 
 def test_what_a_filter_takes_and_costs_is_said_and_what_would_fill_a_step_sooner(
-    slow_run: Measured,
+    slow_run: RunTrace,
 ) -> None:
     assert not any(line.startswith("filter") for line in describe_run(slow_run))
     rows = [
@@ -71,7 +77,7 @@ def test_what_a_filter_takes_and_costs_is_said_and_what_would_fill_a_step_sooner
     ]
     steps = [replace(step, row=row) for step, row in zip(slow_run.steps, rows, strict=True)]
     run = replace(slow_run, steps=steps)
-    assert vars(filter_cost(run)) == {
+    assert vars(measure_filter_cost(run)) == {
         "share": 0.9,
         "generate_s": 3.0,
         "score_s": 0.5,
@@ -82,13 +88,13 @@ def test_what_a_filter_takes_and_costs_is_said_and_what_would_fill_a_step_sooner
     assert "1 prompts are admitted for each place, and one in 10 is kept" in advised
     enough = [replace(one, row={**one.row, "filter/oversample": 9.5}) for one in steps]
     assert len([n for n in describe_run(replace(run, steps=enough)) if "filter" in n]) == 1
-    assert run_as_json(run)["filter"]["share"] == 0.9
+    assert run_to_json(run)["filter"]["share"] == 0.9
     config = replace(run.config, filter=FilterConfig("equal_rewards"))
-    assert {"filter.oversample": "auto"} in dict(ways(config)).values()
+    assert {"filter.oversample": "auto"} in dict(list_alternatives(config)).values()
 
 
-def test_a_split_keeps_the_number_of_devices(trains_slowly: Advice) -> None:
-    found = {option.what: option.settings for option in trains_slowly.options}
+def test_a_split_keeps_the_number_of_devices(trains_slowly: SettingsAdvice) -> None:
+    found = {option.description: option.settings for option in trains_slowly.options}
     assert found["a device from the generators to the policy"] == (
         "generator.replicas=1",
         "trainer.world_size=2",
@@ -96,7 +102,7 @@ def test_a_split_keeps_the_number_of_devices(trains_slowly: Advice) -> None:
     assert "a device from the policy to the generators" not in found
 
 
-def test_options_come_with_the_shortest_step_first(trains_slowly: Advice) -> None:
-    steps = [option.figures.step_s for option in trains_slowly.options]
+def test_options_come_with_the_shortest_step_first(trains_slowly: SettingsAdvice) -> None:
+    steps = [option.metrics.step_s for option in trains_slowly.options]
     assert steps == sorted(steps)
     assert len(steps) >= 5

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.calibration.cpu_clocks import RestingClock, WorkClock, union
+from streamrl.calibration.cpu_clocks import PausableClock, WorkClock, merge_intervals
 
 spans = st.lists(
     st.tuples(st.floats(0, 50), st.floats(0.01, 20)).map(lambda p: (p[0], p[0] + p[1])), max_size=6
@@ -16,32 +16,34 @@ spans = st.lists(
 
 def test_two_busy_processes_on_one_core_get_half_of_it_each() -> None:
     clock = WorkClock([[(0.0, 4.0)], [(2.0, 6.0)]], cores=1)
-    assert clock.between(0.0, 2.0) == pytest.approx(2.0)
-    assert clock.between(2.0, 4.0) == pytest.approx(1.0)
-    assert clock.between(0.0, 6.0) == pytest.approx(5.0)
-    assert clock.between(6.0, 9.0) == pytest.approx(3.0)
+    assert clock.measure_work(0.0, 2.0) == pytest.approx(2.0)
+    assert clock.measure_work(2.0, 4.0) == pytest.approx(1.0)
+    assert clock.measure_work(0.0, 6.0) == pytest.approx(5.0)
+    assert clock.measure_work(6.0, 9.0) == pytest.approx(3.0)
 
 
 def test_spans_of_one_process_are_busy_once() -> None:
     clock = WorkClock([[(0.0, 4.0), (1.0, 3.0)], [(0.0, 4.0)]], cores=1)
-    assert clock.between(0.0, 4.0) == pytest.approx(2.0)
+    assert clock.measure_work(0.0, 4.0) == pytest.approx(2.0)
 
 
 def test_a_clock_of_what_stood_still_leaves_that_out() -> None:
-    clock = RestingClock([(1.0, 3.0)], WorkClock([], cores=0))
-    assert np.diff(clock.at(np.array([0.0, 1.0, 2.0, 3.0, 5.0]))) == pytest.approx([1, 0, 0, 2])
+    clock = PausableClock([(1.0, 3.0)], WorkClock([], cores=0))
+    assert np.diff(clock.read_at(np.array([0.0, 1.0, 2.0, 3.0, 5.0]))) == pytest.approx(
+        [1, 0, 0, 2]
+    )
 
 
 def test_who_computes_beside_another_is_slowed_down_even_with_cores_enough() -> None:
     clock = WorkClock([[(0.0, 4.0)], [(2.0, 6.0)]], cores=4, crowding=0.25)
-    assert clock.between(0.0, 2.0) == pytest.approx(2.0)
-    assert clock.between(2.0, 4.0) == pytest.approx(1.6)
+    assert clock.measure_work(0.0, 2.0) == pytest.approx(2.0)
+    assert clock.measure_work(2.0, 4.0) == pytest.approx(1.6)
 
 
 def test_cores_that_others_keep_busy_are_not_there() -> None:
     clock = WorkClock([[(0.0, 4.0)], [(2.0, 6.0)]], cores=2, beside=0.5)
-    assert clock.between(0.0, 2.0) == pytest.approx(2.0)
-    assert clock.between(2.0, 4.0) == pytest.approx(1.5)
+    assert clock.measure_work(0.0, 2.0) == pytest.approx(2.0)
+    assert clock.measure_work(2.0, 4.0) == pytest.approx(1.5)
 
 
 @given(st.lists(spans, min_size=1, max_size=4), st.integers(1, 3))
@@ -51,13 +53,13 @@ def test_work_is_time_with_cores_enough_and_never_more(
     enough = WorkClock(busy, cores=len(busy))
     few = WorkClock(busy, cores=cores)
     for start, end in (one for own in busy for one in own):
-        assert enough.between(start, end) == pytest.approx(end - start)
+        assert enough.measure_work(start, end) == pytest.approx(end - start)
         least = (end - start) * min(1.0, cores / len(busy))
-        assert least - 1e-9 <= few.between(start, end) <= end - start + 1e-9
+        assert least - 1e-9 <= few.measure_work(start, end) <= end - start + 1e-9
 
 
 @given(spans)
 def test_a_union_covers_the_same_once(own: list[tuple[float, float]]) -> None:
-    found = union(own)
+    found = merge_intervals(own)
     assert all(a[1] < b[0] for a, b in itertools.pairwise(found))
     assert all(any(s <= start and end <= e for s, e in found) for start, end in own)

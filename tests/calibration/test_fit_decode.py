@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from streamrl.calibration.fit_decode import WINDOW, Asked, Window, fit_sampling
-from streamrl.calibration.run_trace import Sampled
+from streamrl.calibration.fit_decode import WINDOW_GROUPS, DecodeReplay, GroupWindow, fit_decode
+from streamrl.calibration.run_trace import GeneratedGroup
 from streamrl.messages import Array
 from streamrl.placement import GeneratorTiming
 
@@ -14,7 +14,7 @@ TRUE = GeneratorTiming(1, 512, 1e6, 2e-4, 1e-7, 1.5e-5, 4e-3, 5e-5, 3e-5, group_
 START = replace(TRUE, step_s=4e-3, rollout_s=1e-4, prefill_token_s=5e-5)
 
 
-def asked(paces: list[float]) -> Asked:
+def asked(paces: list[float]) -> DecodeReplay:
     """A turn of 32 groups for each pace, which it went at."""
     rng, lengths = np.random.default_rng(0), []
     for _ in range(32 * len(paces)):
@@ -22,28 +22,28 @@ def asked(paces: list[float]) -> Asked:
     turns = np.repeat(np.arange(len(paces)), 32)
     begins = 10.0 * turns
     none: Array = np.array([], np.float64)
-    one = Asked(begins, begins, [5] * len(lengths), lengths, turns >= 0, none, turns)
-    lasts = one.replay(TRUE, pause_s=0.0) - begins
-    return replace(one, ends=begins + lasts * np.array(paces)[turns])
+    one = DecodeReplay(begins, begins, [5] * len(lengths), lengths, turns >= 0, none, turns)
+    lasts = one.replay_groups(TRUE, pause_s=0.0) - begins
+    return replace(one, end_times=begins + lasts * np.array(paces)[turns])
 
 
 @pytest.mark.parametrize("paces", [[1.0] * 4, [1.0, 1.4, 0.9, 1.0, 1.2, 0.8, 1.0]])
 def test_coefficients_are_those_of_the_usual_pace(paces: list[float]) -> None:
-    found = fit_sampling([asked(paces)], START, pause_s=0.0)
+    found = fit_decode([asked(paces)], START, pause_s=0.0)
     true = (TRUE.step_s, TRUE.rollout_s, TRUE.prefill_token_s, TRUE.group_s)
-    assert found.values == pytest.approx(true, rel=0.1)
+    assert found.coefficients == pytest.approx(true, rel=0.1)
     assert found.residual < 0.01
 
 
 def test_windows_are_all_over_a_run_and_count_whose_neighbours_are_known() -> None:
     # Each begins 1 s after the last and takes 5.5 s: six are beside it.
-    count = 3 * WINDOW + 100
+    count = 3 * WINDOW_GROUPS + 100
     episode = [
-        Sampled("generator-0", "generate", str(i), ((i, i + 5.5),), 5, (3,), i, 0)
+        GeneratedGroup("generator-0", "generate", str(i), ((i, i + 5.5),), 5, (3,), i, 0)
         for i in range(count)
     ]
-    windows = list(Window.of(episode))
-    held = [[one.uid for one in window.groups if window.holds(one)] for window in windows]
+    windows = list(GroupWindow.split_episode(episode))
+    held = [[one.uid for one in window.groups if window.contains_group(one)] for window in windows]
     assert len(windows) == 3
     # The first five of a window are those that were there before, who do not count; the last six
     # have others beside them that are in the next window.
@@ -58,7 +58,7 @@ def test_a_prompts_token_takes_at_least_as_long_as_to_compute_it() -> None:
     # Nothing of it is seen in when groups were done.
     free = replace(TRUE, prefill_token_s=0.0)
     one = asked([1.0] * 4)
-    seen = replace(one, ends=one.replay(free, pause_s=0.0))
-    found = fit_sampling([seen], START, pause_s=0.0)
-    assert found.values[2] == pytest.approx(START.compute_rollout_s, rel=0.2)
-    assert found.values[2] >= START.compute_rollout_s
+    seen = replace(one, end_times=one.replay_groups(free, pause_s=0.0))
+    found = fit_decode([seen], START, pause_s=0.0)
+    assert found.coefficients[2] == pytest.approx(START.compute_rollout_s, rel=0.2)
+    assert found.coefficients[2] >= START.compute_rollout_s

@@ -5,26 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.calibration.fit_timings import Fitted, fit
+from streamrl.calibration.fit_timings import FittedTimings, fit_timings
 from streamrl.calibration.prediction import PlannedRun
-from streamrl.calibration.run_trace import read_run
-from streamrl.placement import Timings
+from streamrl.calibration.run_trace import load_run_trace
+from streamrl.placement import StageTimings
 from tests.calibration.runs import TRUE, play, recipe, write_run
 
 
-def fitted(folder: Path, timings: Timings, *overrides: str, seed: int = 0) -> Fitted:
+def fitted(folder: Path, timings: StageTimings, *overrides: str, seed: int = 0) -> FittedTimings:
     config = recipe(folder, *overrides)
     simulated = play(config, timings, seed=seed)
-    measured = read_run(write_run(folder / "run", config, simulated, cores=timings.cores))
-    planned = PlannedRun.of(measured, measured.config)
-    base = planned.base
+    measured = load_run_trace(write_run(folder / "run", config, simulated, cores=timings.cores))
+    planned = PlannedRun.from_trace(measured, measured.config)
+    base = planned.base_timings
     like = replace(
         base.generator,
         weights_s=timings.generator.weights_s,
         kv_token_s=timings.generator.kv_token_s,
         compute_rollout_s=timings.generator.compute_rollout_s,
     )
-    return fit(measured, replace(base, generator=like))
+    return fit_timings(measured, replace(base, generator=like))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -42,7 +42,9 @@ def test_the_coefficients_of_a_run_are_found_again(
     assert train.update_s == pytest.approx(true_train.update_s, rel=0.05)
     score, true_score = found.score["reward"], TRUE.score["reward"]
     # Most batches are one group, so what is whose of a batch's time nothing says.
-    assert score.batch_of(4, 0) == pytest.approx(true_score.batch_of(4, 0), rel=0.05)
+    assert score.batch_duration_s(4, 0) == pytest.approx(
+        true_score.batch_duration_s(4, 0), rel=0.05
+    )
     assert found.hop_s == pytest.approx(TRUE.hop_s, rel=0.05)
     assert found.step_s == pytest.approx(TRUE.step_s, rel=0.05)
     assert found.weights["generate"].pull_s == pytest.approx(0.006, rel=0.05)

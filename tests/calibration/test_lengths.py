@@ -4,20 +4,23 @@ import numpy as np
 
 from streamrl.calibration.lengths import GroupedLengths
 from streamrl.placement import Workload
-from streamrl.simulator.replicas.prompts import Completions
+from streamrl.simulator.replicas.prompts import CompletionLengths
 
 SEEN = [("a", "generate", (3, 4)), ("b", "generate", (9, 8)), ("b", "greedy", (7,))]
 
 
 def test_groups_stay_together_with_the_greedy_completion_of_their_prompt() -> None:
-    lengths = GroupedLengths.of(SEEN)
-    assert (lengths.mean, lengths.most) == (6.0, 9)
-    completions = Completions(Workload(8, 2, 5.0, lengths), seed=0)
-    found = {(*completions.of(f"0:{i}:0"), completions.greedy(f"0:{i}:0")) for i in range(300)}
+    lengths = GroupedLengths.from_groups(SEEN)
+    assert (lengths.mean, lengths.max_tokens) == (6.0, 9)
+    completions = CompletionLengths(Workload(8, 2, 5.0, lengths), seed=0)
+    found = {
+        (*completions.get_lengths(f"0:{i}:0"), completions.get_greedy_length(f"0:{i}:0"))
+        for i in range(300)
+    }
     assert found == {(3, 4, 3), (9, 8, 7)}
 
 
 def test_any_count_may_be_drawn() -> None:
-    lengths = GroupedLengths.of(SEEN)
+    lengths = GroupedLengths.from_groups(SEEN)
     for count in (1, 4, 7):
         assert len(lengths.sample(count, np.random.default_rng(0))) == count

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.calibration.fit_timings import fit
-from streamrl.calibration.prediction import Figures, PlannedRun, predict
-from streamrl.calibration.run_trace import LEAST_CORES, read_run
+from streamrl.calibration.fit_timings import fit_timings
+from streamrl.calibration.prediction import PlannedRun, SteadyMetrics, predict_metrics
+from streamrl.calibration.run_trace import MIN_CORES, load_run_trace
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster
 from tests.calibration.runs import TRUE, play, recipe, write_run
@@ -31,40 +31,40 @@ def test_a_run_is_predicted_from_another_with_another_bound(
         words = (f"pipeline.max_staleness={staleness}", f"placement.mode={mode}")
         config = recipe(tmp_path, *words)
         simulated = play(config, steps=24, seed=staleness)
-        runs.append(read_run(write_run(tmp_path / f"run{staleness}", config, simulated)))
+        runs.append(load_run_trace(write_run(tmp_path / f"run{staleness}", config, simulated)))
     source, target = runs
-    timings = fit(source, PlannedRun.of(source, source.config).base).timings
-    figures = predict(PlannedRun.of(source, target.config), timings)
-    found = figures.against(Figures.of(target))
+    timings = fit_timings(source, PlannedRun.from_trace(source, source.config).base_timings).timings
+    figures = predict_metrics(PlannedRun.from_trace(source, target.config), timings)
+    found = figures.compare_with(SteadyMetrics.from_trace(target))
     assert abs(found["step_s"]["error"]) < 0.1, found
     assert figures.staleness_mean == pytest.approx(target.staleness_mean, abs=0.1)
-    for stage, idle in target.idle.items():
+    for stage, idle in target.idle_fractions.items():
         assert figures.idle[stage] == pytest.approx(idle, abs=0.1), stage
 
 
 def test_idle_time_is_off_by_a_difference_and_all_else_by_a_part() -> None:
-    predicted = Figures(1.1, 0.9, {"train": 0.10}, 0.0)
-    measured = Figures(1.0, 1.0, {"train": 0.05}, 0.0)
-    errors = {name: one["error"] for name, one in predicted.against(measured).items()}
+    predicted = SteadyMetrics(1.1, 0.9, {"train": 0.10}, 0.0)
+    measured = SteadyMetrics(1.0, 1.0, {"train": 0.05}, 0.0)
+    errors = {name: one["error"] for name, one in predicted.compare_with(measured).items()}
     expected = {"step_s": 0.1, "step_s_median": -0.1, "idle/train": 0.05, "staleness_mean": 0.0}
     assert errors == pytest.approx(expected)
 
 
 def test_a_cluster_must_hold_the_run(tmp_path: Path) -> None:
     config = recipe(tmp_path, "generator.replicas=3")
-    measured = read_run(write_run(tmp_path / "run", config, play(config)))
+    measured = load_run_trace(write_run(tmp_path / "run", config, play(config)))
     with pytest.raises(ConfigError, match="the run has 4 devices"):
-        PlannedRun.of(measured, measured.config, Cluster.parse("2xCPU"))
+        PlannedRun.from_trace(measured, measured.config, Cluster.from_text("2xCPU"))
 
 
 def test_a_run_on_gpus_has_to_say_which(tmp_path: Path) -> None:
     config = recipe(tmp_path)
-    measured = read_run(write_run(tmp_path / "run", config, play(config)))
+    measured = load_run_trace(write_run(tmp_path / "run", config, play(config)))
     events = tmp_path / "run" / "events.jsonl"
     events.write_text(events.read_text().replace('"on_gpu": false', '"on_gpu": true'))
-    assert read_run(tmp_path / "run").machine.cores == 0
+    assert load_run_trace(tmp_path / "run").machine.cores == 0
     with pytest.raises(ConfigError, match="--cluster: missing"):
-        PlannedRun.of(read_run(tmp_path / "run"), measured.config)
+        PlannedRun.from_trace(load_run_trace(tmp_path / "run"), measured.config)
 
 
 def test_a_run_may_have_had_fewer_cores_than_its_machine(tmp_path: Path) -> None:
@@ -72,25 +72,31 @@ def test_a_run_may_have_had_fewer_cores_than_its_machine(tmp_path: Path) -> None
     simulated = play(config, replace(TRUE, cores=1.2), steps=24)
     used = {"cpu/machine": 1.8, "cpu/stages": 1.0, "cpu/queue": 0.0}
     run = write_run(tmp_path / "run", config, simulated, cores=2, used=used)
-    measured = read_run(run)
-    timings = fit(measured, PlannedRun.of(measured, measured.config).base).timings
+    measured = load_run_trace(run)
+    timings = fit_timings(
+        measured, PlannedRun.from_trace(measured, measured.config).base_timings
+    ).timings
     assert timings.cores == pytest.approx(1.2)
     true = TRUE.train["policy"]
     assert timings.train["policy"].token_s == pytest.approx(true.token_s, rel=0.1)
-    blind = read_run(write_run(tmp_path / "blind", config, simulated, cores=2))
-    slower = fit(blind, PlannedRun.of(blind, blind.config).base).timings.train["policy"]
+    blind = load_run_trace(write_run(tmp_path / "blind", config, simulated, cores=2))
+    slower = fit_timings(
+        blind, PlannedRun.from_trace(blind, blind.config).base_timings
+    ).timings.train["policy"]
     assert slower.passes_s(1, 200) > 1.1 * timings.train["policy"].passes_s(1, 200)
 
 
 def test_the_queue_computes_beside_the_stages(tmp_path: Path) -> None:
     config = recipe(tmp_path)
-    simulated = play(config, replace(TRUE, books_s=5e-3), steps=24)
-    busy = 5e-3 * config.pipeline.groups_per_step / simulated.step_s
+    simulated = play(config, replace(TRUE, bookkeeping_s=5e-3), steps=24)
+    busy = 5e-3 * config.pipeline.groups_per_step / simulated.mean_step_s
     used = {"cpu/machine": 1.5 + busy, "cpu/stages": 1.5, "cpu/queue": busy}
-    measured = read_run(write_run(tmp_path / "run", config, simulated, used=used))
-    timings = fit(measured, PlannedRun.of(measured, measured.config).base).timings
+    measured = load_run_trace(write_run(tmp_path / "run", config, simulated, used=used))
+    timings = fit_timings(
+        measured, PlannedRun.from_trace(measured, measured.config).base_timings
+    ).timings
     assert timings.cores == pytest.approx(2.0)
-    assert timings.books_s == pytest.approx(5e-3, rel=0.05)
+    assert timings.bookkeeping_s == pytest.approx(5e-3, rel=0.05)
     true = TRUE.train["policy"]
     assert timings.train["policy"].token_s == pytest.approx(true.token_s, rel=0.1)
 
@@ -98,30 +104,32 @@ def test_the_queue_computes_beside_the_stages(tmp_path: Path) -> None:
 def test_groups_that_a_run_filtered_are_sampled_in_its_simulation_too(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     run = write_run(tmp_path / "run", config, play(config))
-    assert read_run(run).filtered == 0.0
+    assert load_run_trace(run).filtered_fraction == 0.0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         row["ledger/filtered"] = row["ledger/trained"] / 3
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    measured = read_run(run)
-    assert measured.filtered == pytest.approx(0.25)
-    assert PlannedRun.of(measured, config).problem.workload.filtered == pytest.approx(0.25)
+    measured = load_run_trace(run)
+    assert measured.filtered_fraction == pytest.approx(0.25)
+    assert PlannedRun.from_trace(
+        measured, config
+    ).problem.workload.filtered_fraction == pytest.approx(0.25)
 
 
 def test_a_run_that_chose_how_to_be_placed_says_what_it_chose(tmp_path: Path) -> None:
     config = recipe(tmp_path, "placement.mode=auto", "placement.cpus=1")
     simulated = play(replace(config, placement=replace(config.placement, mode="colocated")))
     run = write_run(tmp_path / "run", config, simulated)
-    assert read_run(run).config.placement.mode == "auto"
+    assert load_run_trace(run).config.placement.mode == "auto"
     events = run / "events.jsonl"
     events.write_text(events.read_text().replace('"cores"', '"placement": "colocated", "cores"'))
-    measured = read_run(run)
+    measured = load_run_trace(run)
     assert measured.config.placement.mode == "colocated"
-    assert PlannedRun.of(measured, measured.config).placement.overlaps("generate", "train")
+    assert PlannedRun.from_trace(measured, measured.config).placement.overlaps("generate", "train")
 
 
 def test_others_leave_a_run_a_part_of_a_core(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     used = {"cpu/machine": 2.5, "cpu/stages": 0.1, "cpu/queue": 0.1}
     run = write_run(tmp_path / "run", config, play(config), used=used)
-    assert read_run(run).machine.left == LEAST_CORES
+    assert load_run_trace(run).machine.available_cores == MIN_CORES

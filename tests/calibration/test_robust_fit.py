@@ -12,7 +12,7 @@ from streamrl.calibration.robust_fit import fit_line, fit_median
 def test_an_exact_line_is_found(each_s: float, token_s: float, seed: int) -> None:
     tokens = np.random.default_rng(seed).uniform(each_s / token_s, 5 * each_s / token_s, 30)
     found = fit_line([(1.0, t) for t in tokens], [each_s + token_s * t for t in tokens])
-    assert found.values == pytest.approx((each_s, token_s), rel=0.02)
+    assert found.coefficients == pytest.approx((each_s, token_s), rel=0.02)
     assert found.residual < 1e-3
 
 
@@ -22,22 +22,22 @@ def test_odd_measurements_do_not_bend_it() -> None:
     seconds[3] *= 6
     seconds[11] *= 4
     found = fit_line([(1.0, t) for t in tokens], seconds)
-    assert found.values == pytest.approx((0.05, 1e-4), rel=0.1)
+    assert found.coefficients == pytest.approx((0.05, 1e-4), rel=0.1)
 
 
 def test_what_is_not_told_apart_is_shared_out_and_has_a_large_error() -> None:
     found = fit_line([(1.0, 500.0)] * 8, [0.1, 0.11, 0.1, 0.09, 0.1, 0.1, 0.11, 0.09])
-    each, token_s = found.values
+    each, token_s = found.coefficients
     assert each + 500 * token_s == pytest.approx(0.1, rel=0.02)
     assert each == pytest.approx(0.05, rel=0.1)
 
 
 def test_nothing_is_below_zero() -> None:
     found = fit_line([(1.0, float(t)) for t in range(1, 9)], [1.0 - 0.1 * t for t in range(1, 9)])
-    assert min(found.values) >= 0
+    assert min(found.coefficients) >= 0
 
 
 def test_of_one_number_it_is_the_median() -> None:
     found = fit_median([1.0, 2.0, 9.0])
-    assert (found.values, found.count) == ((2.0,), 3)
-    assert fit_median([]).count == 0
+    assert (found.coefficients, found.num_measurements) == ((2.0,), 3)
+    assert fit_median([]).num_measurements == 0

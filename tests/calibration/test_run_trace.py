@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.calibration.run_trace import lengths_of_run, read_run
+from streamrl.calibration.run_trace import load_run_lengths, load_run_trace
 from streamrl.errors import ConfigError
-from streamrl.run_dir.checkpoint import BOOKS, journal_dir
-from streamrl.telemetry.chrome_trace import EARLIER_FILE, TRACE_FILE
+from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
+from streamrl.telemetry.chrome_trace import EARLIER_TRACE_FILE, TRACE_FILE
 from tests.calibration.runs import LENGTHS, TRUE, play, recipe, write_run
 
 
@@ -24,31 +24,31 @@ def run_dir(tmp_path: Path) -> Path:
 def test_the_steady_part_of_a_run_is_read(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     simulated = play(config)
-    found = read_run(write_run(tmp_path / "run", config, simulated))
+    found = load_run_trace(write_run(tmp_path / "run", config, simulated))
     # Of 16 steps, 2 engines warm up in and 1 the stream fills in, and 1 is after the last prompt.
     assert [step.version for step in found.steps] == list(range(3, 15))
-    assert found.left_out == {
+    assert found.excluded_steps == {
         "to warm up": 3,
         "after the last prompt": 1,
         "evaluated or saved": 0,
         "no longer in the trace": 0,
     }
-    seconds = simulated.steps_s[3:15]
+    seconds = simulated.step_durations_s[3:15]
     assert found.mean_step_s == pytest.approx(sum(seconds) / 12, rel=1e-4)
     assert 0.5 < found.staleness_mean <= 1
     assert found.machine.cores == 2
-    assert all(0 < idle < 1 for idle in found.idle.values())
+    assert all(0 < idle < 1 for idle in found.idle_fractions.values())
 
 
 def test_lengths_are_those_of_its_completions(run_dir: Path) -> None:
-    found = lengths_of_run(run_dir)
-    assert set(found.seen) == set(LENGTHS.seen)
-    assert read_run(run_dir).prompt_tokens == 7
+    found = load_run_lengths(run_dir)
+    assert set(found.samples) == set(LENGTHS.samples)
+    assert load_run_trace(run_dir).mean_prompt_tokens == 7
 
 
 def test_of_what_was_sampled_it_is_known_when_it_came_in(run_dir: Path) -> None:
-    found = read_run(run_dir)
-    for one in found.sampled:
+    found = load_run_trace(run_dir)
+    for one in found.generated_groups:
         assert one.start_s >= one.admitted_s + TRUE.generator.begin_s - 1e-4
         assert len(one.lengths) == 4
         assert one.admitted_version >= 0
@@ -56,17 +56,17 @@ def test_of_what_was_sampled_it_is_known_when_it_came_in(run_dir: Path) -> None:
 
 def test_of_a_long_run_those_steps_count_that_the_trace_still_has(run_dir: Path) -> None:
     trace = run_dir / "trace.json"
-    whole = read_run(run_dir)
+    whole = load_run_trace(run_dir)
     events = json.loads(trace.read_text())
     names = [event for event in events if event["ph"] == "M"]
     spans = sorted((e for e in events if e["ph"] == "X"), key=lambda event: event["ts"])
     first, second = len(spans) // 3, 2 * len(spans) // 3
     # The first third is gone, the second lies in the earlier part.
-    for name, part in ((EARLIER_FILE, spans[first:second]), (TRACE_FILE, spans[second:])):
+    for name, part in ((EARLIER_TRACE_FILE, spans[first:second]), (TRACE_FILE, spans[second:])):
         body = ",\n".join(map(json.dumps, [*names, *part]))
         (run_dir / name).write_text(f"[\n{body}\n]\n")
-    found = read_run(run_dir)
-    gone = found.left_out["no longer in the trace"]
+    found = load_run_trace(run_dir)
+    gone = found.excluded_steps["no longer in the trace"]
     assert 0 < gone < len(whole.steps) and len(found.steps) == len(whole.steps) - gone
     assert found.steps == whole.steps[gone:]
     assert [s for s in found.spans if s.start_s >= found.steps[0].start_s] == [
@@ -77,7 +77,7 @@ def test_of_a_long_run_those_steps_count_that_the_trace_still_has(run_dir: Path)
 def test_a_torn_trace_is_read_as_far_as_it_is_there(run_dir: Path) -> None:
     trace = run_dir / "trace.json"
     trace.write_text(trace.read_text()[:-40])
-    assert len(read_run(run_dir).steps) == 12
+    assert len(load_run_trace(run_dir).steps) == 12
 
 
 def _without(run: Path, number: int, name: str) -> None:
@@ -100,7 +100,7 @@ def _fifo(path: Path) -> None:
 
 def test_a_file_is_no_run(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="no run: not a directory"):
-        read_run(run_dir / "config.yaml")
+        load_run_trace(run_dir / "config.yaml")
 
 
 @pytest.mark.parametrize(
@@ -113,15 +113,24 @@ def test_a_file_is_no_run(run_dir: Path) -> None:
         (lambda run: (run / "trace.json").write_text("[" * 100_000), "trace.json: nested too deep"),
         (lambda run: _fifo(run / "trace.json"), "trace.json: not a regular file"),
         (lambda run: _fifo(run / "events.jsonl"), "events.jsonl: not a regular file"),
-        (lambda run: _fifo(next(journal_dir(run, BOOKS).glob("*.journal"))), "not a regular file"),
+        (
+            lambda run: _fifo(next(get_journal_dir(run, RUN_LOG_FOLDER).glob("*.journal"))),
+            "not a regular file",
+        ),
         (lambda run: (run / "metrics.jsonl").write_text(""), "too short: 0 steps"),
         (lambda run: _without(run, 3, "step"), "metrics.jsonl:3: has no step"),
         (lambda run: _without(run, 3, "time/step_s"), "metrics.jsonl:3: has no time/step_s"),
         (lambda run: _without(run, 8, "idle/train"), "metrics.jsonl: step 8: has no idle/train"),
         (lambda run: _without(run, 8, "ledger/filtered"), "step 8: has no ledger/filtered"),
         (lambda run: (run / "metrics.jsonl").write_text("[1]\n"), "metrics.jsonl:1: has no step"),
-        (lambda run: _empty(journal_dir(run, BOOKS)), "run: has no books in journal/books"),
-        (lambda run: shutil.rmtree(journal_dir(run, BOOKS)), "run: has no books in journal/books"),
+        (
+            lambda run: _empty(get_journal_dir(run, RUN_LOG_FOLDER)),
+            "run: has no books in journal/books",
+        ),
+        (
+            lambda run: shutil.rmtree(get_journal_dir(run, RUN_LOG_FOLDER)),
+            "run: has no books in journal/books",
+        ),
     ],
 )
 def test_a_run_that_says_too_little_is_refused_in_one_line(
@@ -129,7 +138,7 @@ def test_a_run_that_says_too_little_is_refused_in_one_line(
 ) -> None:
     break_it(run_dir)
     with pytest.raises(ConfigError, match=rule) as error:
-        read_run(run_dir)
+        load_run_trace(run_dir)
     assert "\n" not in str(error.value)
 
 
@@ -137,11 +146,11 @@ def test_a_short_run_is_refused(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     run = write_run(tmp_path / "run", config, play(config, steps=8))
     with pytest.raises(ConfigError, match="too short: 4 steps to go by, must be at least 6"):
-        read_run(run)
+        load_run_trace(run)
 
 
 def test_spans_without_lengths_are_refused(run_dir: Path) -> None:
     trace = run_dir / "trace.json"
     trace.write_text(trace.read_text().replace('"lengths"', '"sizes"'))
     with pytest.raises(ConfigError, match="cut off, or made by an older streamrl"):
-        read_run(run_dir)
+        load_run_trace(run_dir)

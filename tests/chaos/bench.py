@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.books.run_log import read_log, recover_books
+from streamrl.buffer.books.run_log import read_log, recover_run_log
 from streamrl.config import load_config
-from streamrl.config.preflight import prepare
+from streamrl.config.preflight import prepare_run
 from streamrl.messages import parse_uid
-from streamrl.run_dir.checkpoint import BOOKS, journal_dir
+from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from tests.chaos.scenarios import TRANSPORT, Scenario
 from tests.e2e.launched import Launched, events, rows
 from tests.toy import write_toy
@@ -164,8 +164,8 @@ class Bench:
     def _first_prompts(self) -> list[str]:
         """The uids that the data and its seed give a run of this length."""
         words = self._words("prompts", {})[2:]
-        prompts = prepare(load_config(self.folder / "recipe.yaml", words)).prompts
-        return [prompt.uid for prompt in prompts.draw(STEPS * GROUPS_PER_STEP)]
+        prompts = prepare_run(load_config(self.folder / "recipe.yaml", words)).prompts
+        return [prompt.uid for prompt in prompts.draw_prompts(STEPS * GROUPS_PER_STEP)]
 
     @staticmethod
     def _env(plan: Mapping[str, Any]) -> dict[str, str]:
@@ -209,14 +209,14 @@ def _healed(run_dir: Path, scenario: Scenario) -> Iterator[str]:
 
 
 def _steps(run_dir: Path) -> Iterator[list[str]]:
-    for record in read_log(journal_dir(run_dir, BOOKS)):
+    for record in read_log(get_journal_dir(run_dir, RUN_LOG_FOLDER)):
         if record.meta["kind"] == "step":
             yield list(record.meta["uids"])
 
 
 def audit(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[str]:
     """What must be true of the books and rows of a finished run, killed or not."""
-    records = list(read_log(journal_dir(run_dir, BOOKS)))
+    records = list(read_log(get_journal_dir(run_dir, RUN_LOG_FOLDER)))
     admitted = [u for r in records if r.meta["kind"] == "admit" for u in r.meta["uids"]]
     versions = [r.meta["version"] for r in records if r.meta["kind"] == "step"]
     trained = [uid for step in _steps(run_dir) for uid in step]
@@ -229,11 +229,11 @@ def audit(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"ended untrained: {ended}"
     if set(admitted) != set(trained) or len(trained) != STEPS * GROUPS_PER_STEP:
         yield f"admitted {sorted(admitted)}, trained {sorted(trained)}"
-    recovered = recover_books(records, None, debug=True)
+    recovered = recover_run_log(records, None, debug=True)
     counts = recovered.ledger.counts
     if (counts.trained, counts.in_flight) != (len(trained), 0):
         yield f"the ledger: {counts}"
-    for version, step in recovered.steps.items():
+    for version, step in recovered.steps_to_replay.items():
         oldest = min(group.info.min_version for group in step.groups)
         if version - oldest > settings["pipeline.max_staleness"]:
             yield f"step {version} trained tokens of version {oldest}"

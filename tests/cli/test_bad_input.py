@@ -12,11 +12,11 @@ import pytest
 from streamrl.buffer import Ledger
 from streamrl.cli.main import main
 from streamrl.config import dump_config, load_config
-from streamrl.config.preflight import prepare
+from streamrl.config.preflight import prepare_run
 from streamrl.dataflow import POLICY
-from streamrl.engines.reference_config import STATE_FILE
+from streamrl.engines.reference_config import REFERENCE_FILE
 from streamrl.run_dir.checkpoint import CheckpointWriter
-from streamrl.run_dir.run_lock import own_run
+from streamrl.run_dir.run_lock import acquire_run_lock
 from tests.toy import write_toy
 
 
@@ -319,7 +319,7 @@ def test_a_resume_that_would_mean_another_run_is_refused_and_nothing_is_cut(
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(dump_config(config))
     (run_dir / "metrics.jsonl").write_text('{"step": 9}\n')
-    save_checkpoint(run_dir, prepare(config).prompts.state_dict())
+    save_checkpoint(run_dir, prepare_run(config).prompts.state_dict())
     before = (run_dir / "config.yaml").read_text()
     assert main(["train", "--resume", str(run_dir), override]) == 2
     assert part in capsys.readouterr().err
@@ -375,7 +375,7 @@ def test_a_resume_keeps_a_reference_that_moves_or_one_that_does_not(
     (run_dir / "config.yaml").write_text(dump_config(config))
     saved = save_checkpoint(run_dir, {})
     if was:
-        (saved / "trainer" / STATE_FILE).write_text("tensors")
+        (saved / "trainer" / REFERENCE_FILE).write_text("tensors")
     assert main(["train", "--resume", str(run_dir), f"reference.every={now}"]) == 2
     error = capsys.readouterr().err.strip()
     assert part.format(checkpoint=saved) in error and "\n" not in error
@@ -391,7 +391,7 @@ def test_whoever_comes_to_a_live_run_is_told_so_and_nothing_is_touched(
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(dump_config(config))
     saved = save_checkpoint(run_dir, {})
-    lock = own_run(run_dir)
+    lock = acquire_run_lock(run_dir)
     before = sorted(tmp_path.rglob("*"))
     new = ["train", str(toy / "recipe.yaml"), f"run.dir={tmp_path}", "run.name=live"]
     words = {
@@ -451,7 +451,7 @@ def test_a_fork_that_cannot_be_is_refused(
 def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] = {}) -> Path:
     """Of a state in which anything may be anything."""
     writer = CheckpointWriter(run_dir, 1)
-    for folder in (*writer.dirs(POLICY), writer.queue_dir):
+    for folder in (*writer.get_role_dirs(POLICY), writer.queue_dir):
         folder.mkdir()
         (folder / "file").write_text("state")
     ledger = Ledger().state_dict()
@@ -486,7 +486,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_cut(
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(dump_config(config))
     (run_dir / "metrics.jsonl").write_text('{"step": 9}\n')
-    saved = save_checkpoint(run_dir, prepare(config).prompts.state_dict(), state)
+    saved = save_checkpoint(run_dir, prepare_run(config).prompts.state_dict(), state)
     if not state:
         (saved / "trainer" / "file").unlink()
     assert main(["train", "--resume", str(run_dir), "run.steps=5"]) == 2

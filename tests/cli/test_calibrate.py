@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from streamrl.cli.main import main
-from streamrl.placement.costs import Constants
+from streamrl.placement.costs import CostConstants
 from tests.calibration.runs import TRUE, play, recipe, write_run
 
 
@@ -25,10 +25,10 @@ def test_the_constants_of_a_run_are_printed_and_written(
     text = capsys.readouterr().out
     assert "12 steps of" in text and "left out: 3 to warm up" in text
     assert "decode_step_s" in text and f"written     {out}" in text
-    written = Constants.read(out)
+    written = CostConstants.from_yaml(out)
     assert written.hop_s == pytest.approx(TRUE.hop_s, rel=0.05)
     assert written.begin_s == pytest.approx(TRUE.generator.begin_s, rel=0.05)
-    assert set(yaml.safe_load(out.read_text())) == set(vars(Constants()))
+    assert set(yaml.safe_load(out.read_text())) == set(vars(CostConstants()))
 
 
 def test_json_has_every_constant_with_its_default_and_how_well_it_fits(
@@ -82,4 +82,4 @@ def test_a_link_stays_and_what_it_names_is_written(run_dir: Path, tmp_path: Path
     link, named = tmp_path / "link.yaml", tmp_path / "named.yaml"
     link.symlink_to(named)
     assert main(["calibrate", str(run_dir), "-o", str(link)]) == 0
-    assert link.is_symlink() and Constants.read(named) == Constants.read(link)
+    assert link.is_symlink() and CostConstants.from_yaml(named) == CostConstants.from_yaml(link)

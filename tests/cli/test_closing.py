@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from streamrl.cli.train import _closing
+from streamrl.cli.train import _close_sinks_at_exit
 from streamrl.errors import DiskError, RewardError
-from streamrl.telemetry.sink_group import Fanout
+from streamrl.telemetry.sink_group import SinkGroup
 
 
-class Full(Fanout):
+class Full(SinkGroup):
     """Sinks on a full disk."""
 
     def __init__(self) -> None:
@@ -23,11 +23,14 @@ class Full(Fanout):
 
 def test_a_full_disk_at_the_end_does_not_hide_why_a_run_has_failed() -> None:
     sinks = Full()
-    with pytest.raises(RewardError, match="no verdict"), _closing(sinks, {"outcome": "failed"}):
+    with (
+        pytest.raises(RewardError, match="no verdict"),
+        _close_sinks_at_exit(sinks, {"outcome": "failed"}),
+    ):
         raise RewardError("no verdict")
     assert sinks.summary == {"outcome": "failed"}
 
 
 def test_a_full_disk_at_the_end_of_a_run_that_went_well_is_said() -> None:
-    with pytest.raises(DiskError, match="No space left"), _closing(Full(), {}):
+    with pytest.raises(DiskError, match="No space left"), _close_sinks_at_exit(Full(), {}):
         pass

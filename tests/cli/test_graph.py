@@ -11,9 +11,9 @@ import pytest
 
 from streamrl.cli.main import main
 from streamrl.config import load_config
-from streamrl.dataflow import POLICY, Call, Dataflow, Kind
-from streamrl.drawing.dataflow_graph import FILL, Picture
-from streamrl.drawing.graph_text import dot
+from streamrl.dataflow import POLICY, CallKind, Dataflow, ModelCall
+from streamrl.drawing.dataflow_graph import KIND_FILLS, DataflowGraph
+from streamrl.drawing.graph_text import render_dot
 from streamrl.drawing.svg import CHARACTER_EM
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +85,7 @@ def test_what_the_graph_does_not_show_is_a_note(capsys) -> None:
 
 
 def test_a_column_nobody_reads_is_a_note(capsys, monkeypatch) -> None:
-    extra = Call("extra", "extra", Kind.SCORE, (), ("answers",))
+    extra = ModelCall("extra", "extra", CallKind.SCORE, (), ("answers",))
     flow = load_config(Path(GRPO)).dataflow
     wider = property(lambda config: Dataflow([*flow.calls, extra]))
     monkeypatch.setattr("streamrl.config.run_config.RunConfig.dataflow", wider)
@@ -182,8 +182,8 @@ def test_dot_of_several_steps_has_a_cluster_each(capsys) -> None:
 
 def test_dot_quotes_whatever_a_stage_is_called() -> None:
     odd = 'a "b" \\ -> c; {'
-    flow = Dataflow([Call(odd, POLICY, Kind.TRAIN, (), ())])
-    source = dot(Picture.of(flow, name="own", steps=1, max_staleness=0))
+    flow = Dataflow([ModelCall(odd, POLICY, CallKind.TRAIN, (), ())])
+    source = render_dot(DataflowGraph.from_dataflow(flow, name="own", steps=1, max_staleness=0))
     nodes, _ = parse_dot(source)
     assert [name.replace('\\"', '"').replace("\\\\", "\\") for name in nodes] == [odd]
 
@@ -201,7 +201,7 @@ def test_svg_has_the_boxes_in_the_colour_of_their_kind(capsys, tmp_path: Path) -
         if (title := group.find(f"{SVG}title")) is not None:
             found[str(title.text)] = group.findall(f"{SVG}rect")[0].get("fill")
     assert found == {
-        f"{call.stage}: {call.kind.value}, role {call.role}": FILL[call.kind]
+        f"{call.stage}: {call.kind.value}, role {call.role}": KIND_FILLS[call.kind]
         for call in load_config(Path(PPO)).dataflow.calls
     }
     dashed = [p for p in root.findall(f"{SVG}path") if p.get("stroke-dasharray") == "6 4"]

@@ -8,11 +8,11 @@ import pytest
 from streamrl.cli.arguments.planner_args import read_lengths
 from streamrl.cli.main import main
 from streamrl.config import load_config
-from streamrl.config.to_placement import run_placement
+from streamrl.config.to_placement import build_run_placement
 from streamrl.placement import Mesh, Placement
 from streamrl.placement.costs import CostModel
-from streamrl.placement.costs.traffic import Traffic
-from streamrl.simulator.quick_run import steps_of
+from streamrl.placement.costs.traffic import WeightTraffic
+from streamrl.simulator.quick_run import choose_num_steps
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 GRPO = str(CONFIGS / "grpo_arithmetic.yaml")
@@ -66,7 +66,7 @@ def test_what_comes_next_by_the_schedule_is_played_too_and_may_win(
     words += ["generator.max_new_tokens=2048", "algorithm.kl_coef=0.01", "--max-staleness", "0,1"]
     found = []
     for groups in (0, 8192):
-        monkeypatch.setattr("streamrl.cli.plan.REPLAYED_GROUPS", groups)
+        monkeypatch.setattr("streamrl.cli.plan.MAX_MAX_REPLAYED_GROUPS", groups)
         front = json.loads(run(capsys, *words)[1])["front"]
         found.append([each["simulated"]["tokens_per_s"] for each in front])
     alone, played = found
@@ -77,14 +77,14 @@ def test_what_comes_next_by_the_schedule_is_played_too_and_may_win(
 def test_a_bound_without_a_row_is_told_with_the_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fits = CostModel.unfit
+    fits = CostModel.explain_infeasible
 
     def refuses(costs: CostModel, placement: Placement) -> str:
         """Exact costs, unlike those of the search, find no room for generation ahead."""
-        is_exact = type(costs.traffic) is Traffic
+        is_exact = type(costs.traffic) is WeightTraffic
         return "1 GB short" if is_exact and placement.max_staleness else fits(costs, placement)
 
-    monkeypatch.setattr(CostModel, "unfit", refuses)
+    monkeypatch.setattr(CostModel, "explain_infeasible", refuses)
     words = ["plan", *TINY, "--max-staleness", "0,2"]
     code, out = run(capsys, *words, "--json")
     assert code == 0
@@ -137,15 +137,15 @@ def test_what_is_planned_is_written_as_the_config_of_a_run_that_is_so_placed(
     code, out = run(capsys, "plan", *SMALL, *words)
     assert code == 0
     planned = json.loads(out)["best"]
-    placement = Placement.of_dict(planned["placement"], place="best")
-    again = run_placement(load_config(config), {"policy"})
-    assert {s: (c.grid, c.mesh.size) for s, c in again.calls.items()} == {
-        s: (c.grid, c.mesh.size) for s, c in placement.calls.items()
+    placement = Placement.from_dict(planned["placement"], place="best")
+    again = build_run_placement(load_config(config), {"policy"})
+    assert {s: (c.grid, c.mesh.size) for s, c in again.assignments.items()} == {
+        s: (c.grid, c.mesh.size) for s, c in placement.assignments.items()
     }
     assert again.max_staleness == placement.max_staleness
     assert picture.read_text().startswith("<svg")
     # And the simulator plays the run's own placement as it played the plan's.
-    steps = str(steps_of(16, placement.max_staleness))
+    steps = str(choose_num_steps(16, placement.max_staleness))
     written = [str(config), "--cluster", "8xH100", *SIZES, "--steps", steps, "--json"]
     code, out = run(capsys, "simulate", *written)
     assert code == 0
@@ -244,11 +244,11 @@ def test_devices_that_get_nothing_and_what_the_run_costs_are_told(
     held = {
         device
         for call in found["best"]["placement"]["calls"].values()
-        for device in Mesh.parse(call["devices"]).devices
+        for device in Mesh.from_text(call["devices"]).devices
     }
     spare = [device for device in range(8) if device not in held]
     assert spare
-    assert [d for each in found["unused"] for d in Mesh.parse(each).devices] == spare
+    assert [d for each in found["unused"] for d in Mesh.from_text(each).devices] == spare
     hours = found["best"]["simulated"]["step_s"]
     assert found["best"]["run_hours"] == pytest.approx(hours)
     assert found["best"]["run_device_hours"] == pytest.approx(8 * hours)
@@ -380,7 +380,7 @@ def test_a_file_of_lengths_that_are_none_is_one_line(
 
 
 def test_whole_lengths_may_be_written_with_a_point() -> None:
-    assert read_lengths("fixed:1e3", 1000).most == 1000
+    assert read_lengths("fixed:1e3", 1000).max_tokens == 1000
 
 
 @pytest.mark.parametrize(

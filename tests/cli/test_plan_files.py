@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.output.output_files import check_file, check_folder
+from streamrl.cli.output.output_files import check_output_dir, check_output_file
 from tests.cli.test_plan import GRPO, SMALL, STEP, refusal
 
 PLACED = [GRPO, *STEP, "--model", "qwen2.5-1.5b", "--prompt-tokens", "200"]
@@ -89,7 +89,7 @@ def test_what_would_take_hours_is_refused_before_it_begins(
     )
     # What is played as a whole is known only when it is planned.
     monkeypatch.setattr("streamrl.cli.arguments.planner_args.HOUR_S", 0.1)
-    monkeypatch.setattr("streamrl.cli.plan.play", None)
+    monkeypatch.setattr("streamrl.cli.plan.run_quick_simulation", None)
     groups = "pipeline.groups_per_step=64"
     error = refusal(capsys, "plan", *SMALL, groups, "--max-staleness", "0")
     assert "pipeline.groups_per_step=64, algorithm.group_size=8: about" in error
@@ -137,8 +137,8 @@ def test_what_can_never_be_written_is_told_before_anything_is_read(
 
 @pytest.mark.parametrize("path", ["deep/er/plan", "plan"])
 def test_what_can_be_written_is_not_there_before_it_is(tmp_path: Path, path: str) -> None:
-    check_folder("-o", tmp_path / path)
-    check_file("-o", tmp_path / "plan.yaml")
+    check_output_dir("-o", tmp_path / path)
+    check_output_file("-o", tmp_path / "plan.yaml")
     assert not list(tmp_path.iterdir())
 
 

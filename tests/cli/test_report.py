@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from streamrl.buffer import Books, Ledger
-from streamrl.buffer.assembly.micro_batch_schedule import Program
+from streamrl.buffer import Ledger, RunLog
+from streamrl.buffer.assembly.micro_batch_schedule import StepSchedule
 from streamrl.buffer.books.run_log import TrainedGroup, TrainedStep
 from streamrl.buffer.log.journal import Journal, JournalConfig
-from streamrl.buffer.log.segment_file import segment_path, segments
+from streamrl.buffer.log.segment_file import list_segments, segment_path
 from streamrl.cli.main import main
-from streamrl.messages import Ended, GroupInfo
-from streamrl.run_dir.checkpoint import BOOKS, journal_dir
+from streamrl.messages import GroupInfo, GroupOutcome
+from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 
 INFO = GroupInfo(lengths=(5, 5), num_loss_tokens=6, version_tokens=((0, 6),))
 
@@ -26,30 +26,32 @@ def uid(index: int, attempt: int = 0, epoch: int = 0) -> str:
 
 def step(version: int, *uids: str) -> TrainedStep:
     groups = tuple(TrainedGroup(one, INFO, version) for one in uids)
-    program = Program(((((*((one, 0) for one in uids),),),),))
+    program = StepSchedule(((((*((one, 0) for one in uids),),),),))
     return TrainedStep(version, groups, {"policy": program})
 
 
-def keep_books(run_dir: Path, work: Callable[[Books], Awaitable[None]]) -> None:
+def keep_books(run_dir: Path, work: Callable[[RunLog], Awaitable[None]]) -> None:
     """The log that some work leaves in a run directory, as one process writes it."""
 
     async def write() -> None:
-        journal = Journal(journal_dir(run_dir, BOOKS), JournalConfig())
-        await work(Books(Ledger(), journal))
+        journal = Journal(get_journal_dir(run_dir, RUN_LOG_FOLDER), JournalConfig())
+        await work(RunLog(Ledger(), journal))
         await journal.close()
 
     (run_dir / "config.yaml").touch()
     asyncio.run(write())
 
 
-async def four_groups(books: Books) -> None:
+async def four_groups(books: RunLog) -> None:
     """Two are trained in one step, one is dropped and comes again, one is filtered."""
-    await books.open(0)
-    await books.admit([uid(i) for i in range(4)], 0)
-    await books.end({uid(2): Ended("reward_error", "the verifier is down")})
-    await books.admit([uid(2, 1)], 0)
-    await books.end({uid(3): Ended("filtered", "all 2 rewards are 1", filtered=True)})
-    await books.train(step(0, uid(1), uid(0)))
+    await books.record_start(0)
+    await books.record_admissions([uid(i) for i in range(4)], 0)
+    await books.record_finished({uid(2): GroupOutcome("reward_error", "the verifier is down")})
+    await books.record_admissions([uid(2, 1)], 0)
+    await books.record_finished(
+        {uid(3): GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)}
+    )
+    await books.record_step(step(0, uid(1), uid(0)))
 
 
 @pytest.fixture
@@ -80,9 +82,9 @@ def test_the_law_the_drops_and_the_epochs_are_printed(report: Report, tmp_path: 
 
 
 def test_scripts_get_the_same_as_json(report: Report, tmp_path: Path) -> None:
-    async def more(books: Books) -> None:
+    async def more(books: RunLog) -> None:
         await four_groups(books)
-        await books.admit([uid(0, epoch=1)], 1)
+        await books.record_admissions([uid(0, epoch=1)], 1)
 
     keep_books(tmp_path, more)
     found = json.loads(report("--json")[1])
@@ -107,8 +109,8 @@ def test_a_killed_run_is_read_up_to_its_torn_end_and_left_as_it_is(
     report: Report, tmp_path: Path
 ) -> None:
     keep_books(tmp_path, four_groups)
-    folder = journal_dir(tmp_path, BOOKS)
-    path = segment_path(folder, segments(folder)[-1])
+    folder = get_journal_dir(tmp_path, RUN_LOG_FOLDER)
+    path = segment_path(folder, list_segments(folder)[-1])
     whole = path.read_bytes()
     path.write_bytes(whole[:-3])
     code, text = report()
@@ -117,13 +119,13 @@ def test_a_killed_run_is_read_up_to_its_torn_end_and_left_as_it_is(
     assert path.read_bytes() == whole[:-3]
     assert [p.name for p in folder.iterdir()] == [path.name]
 
-    async def again(books: Books) -> None:
-        await books.open(0)
-        await books.train(step(0, uid(1), uid(0), uid(2, 1)))
+    async def again(books: RunLog) -> None:
+        await books.record_start(0)
+        await books.record_step(step(0, uid(1), uid(0), uid(2, 1)))
 
-    async def resumed(books: Books) -> None:
+    async def resumed(books: RunLog) -> None:
         for name in (uid(0), uid(1), uid(2, 1)):
-            books.ledger.admit(name, 0)
+            books.ledger.mark_admitted(name, 0)
         await again(books)
 
     keep_books(tmp_path, resumed)
@@ -135,10 +137,10 @@ def test_a_killed_run_is_read_up_to_its_torn_end_and_left_as_it_is(
 def test_a_log_is_read_while_it_is_written(report: Report, tmp_path: Path) -> None:
     seen = []
 
-    async def work(books: Books) -> None:
+    async def work(books: RunLog) -> None:
         await four_groups(books)
         seen.append(report("--json"))
-        await books.train(step(1, uid(2, 1)))
+        await books.record_step(step(1, uid(2, 1)))
 
     keep_books(tmp_path, work)
     code, text = seen[0]
@@ -147,10 +149,10 @@ def test_a_log_is_read_while_it_is_written(report: Report, tmp_path: Path) -> No
 
 
 def test_a_uid_that_was_trained_twice_is_named(report: Report, tmp_path: Path) -> None:
-    async def work(books: Books) -> None:
-        await books.admit([uid(0), uid(1)], 0)
-        await books.log.append([step(3, uid(0), uid(1)).to_record()])
-        await books.log.append([step(4, uid(0), uid(7)).to_record()])
+    async def work(books: RunLog) -> None:
+        await books.record_admissions([uid(0), uid(1)], 0)
+        await books.record_log.append([step(3, uid(0), uid(1)).to_record()])
+        await books.record_log.append([step(4, uid(0), uid(7)).to_record()])
 
     keep_books(tmp_path, work)
     code, text = report()
@@ -164,10 +166,10 @@ def test_a_uid_that_was_trained_twice_is_named(report: Report, tmp_path: Path) -
 def test_the_history_of_a_uid_has_the_log_the_events_and_its_later_attempts(
     report: Report, tmp_path: Path
 ) -> None:
-    async def work(books: Books) -> None:
+    async def work(books: RunLog) -> None:
         await four_groups(books)
-        await books.open(0)
-        await books.train(step(1, uid(2, 1)))
+        await books.record_start(0)
+        await books.record_step(step(1, uid(2, 1)))
 
     keep_books(tmp_path, work)
     events: list[dict[str, Any]] = [
@@ -194,8 +196,8 @@ def test_the_history_of_a_uid_has_the_log_the_events_and_its_later_attempts(
     assert last.endswith("0:0:0  the run goes on from version 0, and its step is made again")
     found = json.loads(report("--uid", "0:3:0", "--json")[1])
     assert [(e["source"], e["kind"]) for e in found["history"]] == [
-        (BOOKS, "admit"),
-        (BOOKS, "end"),
+        (RUN_LOG_FOLDER, "admit"),
+        (RUN_LOG_FOLDER, "end"),
     ]
     assert found["history"][1]["reason"] == "all 2 rewards are 1"
     assert found["ledger"]["trained"] == 3
@@ -227,7 +229,7 @@ def test_what_is_no_run_with_books_is_refused_in_one_line(report: Report, tmp_pa
 
 def test_books_with_a_damaged_entry_in_the_middle_are_named(report: Report, tmp_path: Path) -> None:
     keep_books(tmp_path, four_groups)
-    path = segment_path(journal_dir(tmp_path, BOOKS), 1)
+    path = segment_path(get_journal_dir(tmp_path, RUN_LOG_FOLDER), 1)
     damaged = bytearray(path.read_bytes())
     damaged[40] ^= 1
     path.write_bytes(damaged)

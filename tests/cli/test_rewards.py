@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from streamrl.cli.main import main
-from streamrl.cli.rewards import Option, options_of
+from streamrl.cli.rewards import RewardOption, read_options
 from streamrl.files.typed_settings import read_settings
-from streamrl.rewards import KINDS, RewardConfig
+from streamrl.rewards import REWARD_KINDS, RewardConfig
 
 DEMANDING = ("regex", "model", "judge")
 """Kinds that have an option without a default."""
@@ -46,23 +46,23 @@ def package(tmp_path, monkeypatch):
 
 def test_it_prints_every_kind_with_its_options(capsys):
     text = said(capsys)
-    for name, kind in KINDS.items():
+    for name, kind in REWARD_KINDS.items():
         assert f"{name}: {kind.summary}\n" in text
     assert "  pattern  what to find anywhere in the completion [required]\n" in text
     assert "  timeout_s    deadline of one attempt, s; null: scorer.timeout_s [null]" in text
 
 
-@pytest.mark.parametrize("kind", [*KINDS.values(), RewardConfig])
+@pytest.mark.parametrize("kind", [*REWARD_KINDS.values(), RewardConfig])
 def test_every_option_is_explained_where_it_is_declared(kind):
     settings = kind if kind is RewardConfig else kind.options
-    assert set(options_of(settings)) == {field.name for field in dataclasses.fields(settings)}
+    assert set(read_options(settings)) == {field.name for field in dataclasses.fields(settings)}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in DEMANDING])
+@pytest.mark.parametrize("kind", [kind for kind in REWARD_KINDS if kind not in DEMANDING])
 def test_a_default_is_what_an_entry_without_it_gets(capsys, kind):
     listed = json.loads(said(capsys, kind, "--json"))[kind]["options"]
     given = {name: yaml.safe_load(option["default"]) for name, option in listed.items()}
-    options = KINDS[kind].options
+    options = REWARD_KINDS[kind].options_type
     assert read_settings(options, given, section="rewards") == options()
 
 
@@ -87,9 +87,9 @@ def test_options_of_a_class_come_before_those_it_inherits():
 
         color: str | None = None
 
-    assert list(options_of(Below).items()) == [
-        ("color", Option("null", "its color")),
-        ("size", Option("3", "how much there is, in the unit of the house")),
+    assert list(read_options(Below).items()) == [
+        ("color", RewardOption("null", "its color")),
+        ("size", RewardOption("3", "how much there is, in the unit of the house")),
     ]
 
 
@@ -142,7 +142,7 @@ def test_a_kind_that_streamrl_has_itself_hides_another_and_says_so(capsys, tmp_p
     )
     assert main(["rewards", "exact", "--path", str(path)]) == 0
     out, error = capsys.readouterr()
-    assert out.startswith(f"exact: {KINDS['exact'].summary}")
+    assert out.startswith(f"exact: {REWARD_KINDS['exact'].summary}")
     assert error == f"streamrl: exact: {path}: hidden by streamrl's own kind of that name\n"
 
 

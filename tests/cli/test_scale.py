@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.cli.main import main
 from streamrl.config import dump_config, load_config
-from streamrl.run_dir.control_requests import Answer, Mailbox
+from streamrl.run_dir.control_requests import ScaleAnswer, ScaleRequestInbox
 
 RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"
 
@@ -34,14 +34,14 @@ def test_a_run_that_is_not_running_or_lacks_the_role_is_one_line(
 def test_the_answer_is_printed_and_its_outcome_is_the_exit_code(
     run_dir: Path, capsys: pytest.CaptureFixture[str], is_done: bool
 ) -> None:
-    mailbox = Mailbox(run_dir)
+    mailbox = ScaleRequestInbox(run_dir)
     mailbox.open()
 
     def answer() -> None:
-        while not (found := mailbox.take()):
+        while not (found := mailbox.take_requests()):
             time.sleep(0.01)
         lines = [f"{role}: 1 -> {count}" for role, count in found[0].counts.items()]
-        mailbox.answer(found[0].id, Answer(lines, is_done))
+        mailbox.write_answer(found[0].id, ScaleAnswer(lines, is_done))
 
     answering = threading.Thread(target=answer)
     answering.start()

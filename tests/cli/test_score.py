@@ -17,10 +17,17 @@ import psutil
 import pytest
 
 from streamrl.cli.main import main
-from streamrl.cli.score import side_by_side, verdict_of
-from streamrl.messages import Experience, FinishReason, Lease, Prompt, Rollout, group_columns
+from streamrl.cli.score import combine_verdicts, score_concurrently
+from streamrl.messages import (
+    Experience,
+    FinishReason,
+    GroupLease,
+    Prompt,
+    Rollout,
+    rollouts_to_columns,
+)
 from streamrl.rewards import RewardConfig, build_rewards
-from streamrl.rewards.group_filter import NoFilter
+from streamrl.rewards.group_filter import KeepAllFilter
 from streamrl.rewards.scorer import RewardScorer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +78,7 @@ def experience(row, completions):
     start, rollouts = np.array([0], np.int32), []
     for text in completions:
         rollouts.append(
-            Rollout.single_turn(
+            Rollout.from_single_turn(
                 *(start, list(map(ord, text))),
                 logprobs=[-1.0] * len(text),
                 versions=[0] * len(text),
@@ -79,8 +86,8 @@ def experience(row, completions):
             )
         )
     prompt = Prompt("0:0:0", start, ground_truth=row)
-    lease = Lease(token=1, uid=prompt.uid, stage="any", attempt=1, expires_at=9.0)
-    return Experience(lease, 0, prompt=prompt, columns=group_columns(rollouts))
+    lease = GroupLease(token=1, uid=prompt.uid, stage="any", attempt=1, expires_at=9.0)
+    return Experience(lease, 0, prompt=prompt, columns=rollouts_to_columns(rollouts))
 
 
 async def test_it_says_what_the_scorer_of_a_run_says(score):
@@ -89,7 +96,7 @@ async def test_it_says_what_the_scorer_of_a_run_says(score):
         RewardConfig("regex", "dot", options={"pattern": r"\."}),
         RewardConfig("numeric"),
     ]
-    scorer = RewardScorer(build_rewards(rewards), Characters(), NoFilter())
+    scorer = RewardScorer(build_rewards(rewards), Characters(), KeepAllFilter())
     texts = ["5", "5.0", "6", "five"]
     (columns,) = await scorer.score([experience("5", texts)])
     assert isinstance(columns, Mapping)
@@ -209,13 +216,13 @@ def test_the_summary_counts_by_verdict_component_and_source(score):
 )
 def test_the_verdict_of_a_completion_is_of_what_counts(said, verdict):
     configs = [RewardConfig("a"), RewardConfig("b", weight=0, gate=True), RewardConfig("c", "", 0)]
-    assert verdict_of(dict(zip("abc", said.split(), strict=True)), configs) == verdict
+    assert combine_verdicts(dict(zip("abc", said.split(), strict=True)), configs) == verdict
 
 
 def test_where_nothing_counts_all_must_pass():
     configs = [RewardConfig("a", weight=0.0)]
-    assert verdict_of({"a": "wrong"}, configs) == "wrong"
-    assert verdict_of({"a": "pass"}, configs) == "pass"
+    assert combine_verdicts({"a": "wrong"}, configs) == "wrong"
+    assert combine_verdicts({"a": "pass"}, configs) == "pass"
 
 
 async def test_so_many_groups_are_judged_at_once_and_no_more():
@@ -228,7 +235,7 @@ async def test_so_many_groups_are_judged_at_once_and_no_more():
         at_once.append(at_once[-1] - 1)
         return (number,)
 
-    await side_by_side(judge, range(20), most=4, tell=told.append)
+    await score_concurrently(judge, range(20), most=4, tell=told.append)
     assert max(at_once) == 4
     assert sorted(told) == list(range(20))
 

@@ -6,122 +6,132 @@ import numpy as np
 import pytest
 
 from streamrl.algorithms.config import AlgorithmConfig
-from streamrl.buffer.codec import encode
+from streamrl.buffer.codec import encode_columns
 from streamrl.config import RunConfig, load_config
 from streamrl.config.preflight import (
-    Prepared,
-    demands,
-    largest_group_bytes,
-    prepare,
-    shard_bytes,
-    ways,
+    PreparedRun,
+    compute_max_group_bytes,
+    compute_shard_bytes,
+    list_placement_options,
+    list_resource_demands,
+    prepare_run,
 )
-from streamrl.config.role_counts import placed
+from streamrl.config.role_counts import with_placement_mode
 from streamrl.errors import ConfigError
-from streamrl.messages import FinishReason, Rollout, group_columns, parse_uid
-from streamrl.placement import SLOTS, Capacity, check_fits, settle
+from streamrl.messages import FinishReason, Rollout, parse_uid, rollouts_to_columns
+from streamrl.placement import SHARED_SLOTS, ClusterCapacity, check_fits, choose_mode
 from tests.toy import write_toy
 
 MB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Prepared]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, PreparedRun]:
     overrides = [
         "algorithm.kl_coef=0.1",
         "rewards=[{kind: exact}, {kind: numeric, name: a_name_that_is_long}]",
     ]
     config = load_config(write_toy(tmp_path_factory.mktemp("toy")) / "recipe.yaml", overrides)
-    return config, prepare(config)
+    return config, prepare_run(config)
 
 
-def test_no_group_is_larger_than_the_largest(run: tuple[RunConfig, Prepared]) -> None:
+def test_no_group_is_larger_than_the_largest(run: tuple[RunConfig, PreparedRun]) -> None:
     config, prepared = run
     new, size = config.generator.max_new_tokens, config.algorithm.group_size
     prompt = np.ones(prepared.max_length - new, np.int32)
-    one = Rollout.single_turn(
+    one = Rollout.from_single_turn(
         prompt,
         [1] * new,
         logprobs=[-1.0] * new,
         versions=[10**6] * new,
         finish_reason=FinishReason.LENGTH,
     )
-    names = ["scores", *(f"reward/{name}" for name in prepared.components)]
+    names = ["scores", *(f"reward/{name}" for name in prepared.component_columns)]
     scores = {name: np.ones(size, np.float32) for name in names}
     reference = {"ref_logprobs": np.zeros(size * prepared.max_length, np.float32)}
-    blobs = [encode(columns) for columns in (group_columns([one] * size), scores, reference)]
+    blobs = [
+        encode_columns(columns)
+        for columns in (rollouts_to_columns([one] * size), scores, reference)
+    ]
     assert {call.stage for call in prepared.dataflow.calls} >= {"generate", "reward", "reference"}
-    assert sum(map(len, blobs)) <= largest_group_bytes(config, prepared)
+    assert sum(map(len, blobs)) <= compute_max_group_bytes(config, prepared)
 
 
 def test_a_shard_may_hold_its_part_of_the_smallest_nodes_store(
-    run: tuple[RunConfig, Prepared],
+    run: tuple[RunConfig, PreparedRun],
 ) -> None:
     config, prepared = run
     # Two shards: on one node they share it, on two each has half of its own.
-    assert shard_bytes(config, prepared, node_stores=[100 * MB]) == 25 * MB
-    assert shard_bytes(config, prepared, node_stores=[100 * MB, 300 * MB]) == 50 * MB
+    assert compute_shard_bytes(config, prepared, node_stores=[100 * MB]) == 25 * MB
+    assert compute_shard_bytes(config, prepared, node_stores=[100 * MB, 300 * MB]) == 50 * MB
 
 
 def test_a_store_too_small_for_a_step_is_refused_with_the_arithmetic(
-    run: tuple[RunConfig, Prepared],
+    run: tuple[RunConfig, PreparedRun],
 ) -> None:
     config, prepared = run
-    needed = config.pipeline.groups_per_step * largest_group_bytes(config, prepared)
-    shard_bytes(config, prepared, node_stores=[4 * needed + 4])
+    needed = config.pipeline.groups_per_step * compute_max_group_bytes(config, prepared)
+    compute_shard_bytes(config, prepared, node_stores=[4 * needed + 4])
     message = r"queue.store_share=0.5 of an object store .* over 2 of queue.shards=2: .* at least"
     with pytest.raises(ConfigError, match=message):
-        shard_bytes(config, prepared, node_stores=[4 * needed - 4])
+        compute_shard_bytes(config, prepared, node_stores=[4 * needed - 4])
 
 
 def test_on_one_pool_all_that_have_a_model_share_a_gpu(
-    run: tuple[RunConfig, Prepared],
+    run: tuple[RunConfig, PreparedRun],
 ) -> None:
     prepared = run[1]
     config = replace(run[0], generator=replace(run[0].generator, kv_cache_mb=500))
     # Generator, reference and trainer, apart or together.
     for gpus, mode in ((3, "disaggregated"), (2, "colocated"), (1, "colocated")):
-        assert settle(ways(config, prepared, True), Capacity(8, gpus)).mode == mode
+        assert (
+            choose_mode(
+                list_placement_options(config, prepared, True), ClusterCapacity(8, gpus)
+            ).mode
+            == mode
+        )
     lacks = (
         r"needs 3 GPUs = .*; the cluster has 0; colocated is no way out: the run needs 1 GPUs = "
         r"1 for 1 slots \(placement\.mode=colocated\); the cluster has 0"
     )
     with pytest.raises(ConfigError, match=lacks):
-        settle(ways(config, prepared, True), Capacity(8, 0))
+        choose_mode(list_placement_options(config, prepared, True), ClusterCapacity(8, 0))
 
 
 @pytest.mark.parametrize("mode", ["auto", "shadow"])
 def test_a_generator_that_shares_a_gpu_must_not_take_all_of_it(
-    run: tuple[RunConfig, Prepared], mode: str
+    run: tuple[RunConfig, PreparedRun], mode: str
 ) -> None:
     config = replace(run[0], placement=replace(run[0].placement, mode=mode))
     told = (
         r"generator\.kv_cache_mb=null: must be set where a generator shares a GPU, here with .*ref"
     )
     with pytest.raises(ConfigError, match=told):
-        settle(ways(config, run[1], True), Capacity(8, 1))
+        choose_mode(list_placement_options(config, run[1], True), ClusterCapacity(8, 1))
     bounded = replace(config, generator=replace(config.generator, kv_cache_mb=500))
     gpus = 1 if mode == "auto" else 2
-    assert settle(ways(bounded, run[1], True), Capacity(8, gpus)).mode in ("colocated", mode)
+    assert choose_mode(
+        list_placement_options(bounded, run[1], True), ClusterCapacity(8, gpus)
+    ).mode in ("colocated", mode)
     # Where it has a GPU of its own, and on a CPU, it may.
-    settle(ways(run[0], run[1], True), Capacity(8, 3))
-    settle(ways(config, run[1], False), Capacity(8, 0))
+    choose_mode(list_placement_options(run[0], run[1], True), ClusterCapacity(8, 3))
+    choose_mode(list_placement_options(config, run[1], False), ClusterCapacity(8, 0))
 
 
-def test_a_rule_on_slots_of_its_own_asks_for_no_gpu(run: tuple[RunConfig, Prepared]) -> None:
+def test_a_rule_on_slots_of_its_own_asks_for_no_gpu(run: tuple[RunConfig, PreparedRun]) -> None:
     pools = [{"policy": 1.0, "generator": 1.0, "reference": 1.0}]
     there = replace(run[0].placement, mode="mixed", pools=pools)
-    wanted = demands(replace(run[0], placement=there), run[1], on_gpu=True)
-    assert [(d.count, d.gpus) for d in wanted if d.role == SLOTS] == [(1, 1), (1, 0)]
-    check_fits(wanted, Capacity(2, 1))
+    wanted = list_resource_demands(replace(run[0], placement=there), run[1], on_gpu=True)
+    assert [(d.count, d.gpus) for d in wanted if d.role == SHARED_SLOTS] == [(1, 1), (1, 0)]
+    check_fits(wanted, ClusterCapacity(2, 1))
 
 
 def test_a_split_generator_asks_for_a_device_for_each_of_its_processes(
-    run: tuple[RunConfig, Prepared],
+    run: tuple[RunConfig, PreparedRun],
 ) -> None:
     config = replace(run[0], generator=replace(run[0].generator, tensor_parallel=2))
-    for on_gpu, key in ((False, "asked_cpus"), (True, "asked_gpus")):
-        modes = ways(config, run[1], on_gpu)
+    for on_gpu, key in ((False, "requested_cpus"), (True, "requested_gpus")):
+        modes = list_placement_options(config, run[1], on_gpu)
         reason = "in a colocated run it must divide trainer.world_size=1"
         assert modes["colocated"] == f"generator.tensor_parallel=2: {reason}"
         demands = modes["disaggregated"]
@@ -131,7 +141,7 @@ def test_a_split_generator_asks_for_a_device_for_each_of_its_processes(
 
 
 def test_a_generator_that_ranks_share_asks_for_no_other_devices(
-    run: tuple[RunConfig, Prepared],
+    run: tuple[RunConfig, PreparedRun],
 ) -> None:
     config = replace(
         run[0],
@@ -139,48 +149,60 @@ def test_a_generator_that_ranks_share_asks_for_no_other_devices(
         trainer=replace(run[0].trainer, world_size=2),
     )
     for slots, mode in ((6, "disaggregated"), (2, "colocated")):
-        assert settle(ways(config, run[1], False), Capacity(slots, 0)).mode == mode
+        assert (
+            choose_mode(
+                list_placement_options(config, run[1], False), ClusterCapacity(slots, 0)
+            ).mode
+            == mode
+        )
 
 
 @pytest.mark.parametrize(("ranks", "fault"), [(2, None), (3, "num_attention_heads")])
 def test_a_model_whose_heads_do_not_divide_is_not_split(
-    run: tuple[RunConfig, Prepared], ranks: int, fault: str | None
+    run: tuple[RunConfig, PreparedRun], ranks: int, fault: str | None
 ) -> None:
     config = replace(run[0], generator=replace(run[0].generator, tensor_parallel=ranks))
     if fault is None:
-        prepare(config)
+        prepare_run(config)
         return
     with pytest.raises(ConfigError, match=rf"tensor_parallel={ranks}: must divide .*{fault}="):
-        prepare(config)
+        prepare_run(config)
 
 
 def test_a_budget_for_workers_is_one_only_where_auto_has_workers(
-    run: tuple[RunConfig, Prepared],
+    run: tuple[RunConfig, PreparedRun],
 ) -> None:
     there = replace(run[0].placement, mode="auto", memory_mb=500)
     config = replace(run[0], placement=there)
     for cpus, mode, budget_mb in ((8, "disaggregated", None), (1, "colocated", 500)):
-        found = settle(ways(config, run[1], False), Capacity(cpus, 0)).mode
-        assert (found, placed(config, found).placement.memory_mb) == (mode, budget_mb)
+        found = choose_mode(
+            list_placement_options(config, run[1], False), ClusterCapacity(cpus, 0)
+        ).mode
+        assert (found, with_placement_mode(config, found).placement.memory_mb) == (mode, budget_mb)
 
 
 def test_a_budget_that_no_worker_can_keep_is_no_way_out_for_auto(
-    run: tuple[RunConfig, Prepared],
+    run: tuple[RunConfig, PreparedRun],
 ) -> None:
     config = replace(run[0], placement=replace(run[0].placement, mode="auto", memory_mb=1))
-    assert settle(ways(config, run[1], False), Capacity(8, 0)).mode == "disaggregated"
+    assert (
+        choose_mode(list_placement_options(config, run[1], False), ClusterCapacity(8, 0)).mode
+        == "disaggregated"
+    )
     told = (
         r"^the run needs 4 CPU slots = .*; the cluster has 1; colocated is no way out:"
         r" placement\.memory_mb=1: to train, a worker holds"
     )
     with pytest.raises(ConfigError, match=told):
-        settle(ways(config, run[1], False), Capacity(1, 0))
+        choose_mode(list_placement_options(config, run[1], False), ClusterCapacity(1, 0))
 
 
-def test_a_policy_that_is_never_trained_is_noted(run: tuple[RunConfig, Prepared], tmp_path) -> None:
+def test_a_policy_that_is_never_trained_is_noted(
+    run: tuple[RunConfig, PreparedRun], tmp_path
+) -> None:
     overrides = ["algorithm.name=ppo", "critic.warmup_alone=3"]
     config = load_config(write_toy(tmp_path) / "recipe.yaml", overrides)
-    assert "critic.warmup_alone=3: the policy is trained in none of" in prepare(config).notes[0]
+    assert "critic.warmup_alone=3: the policy is trained in none of" in prepare_run(config).notes[0]
     assert not any("warmup_alone" in note for note in run[1].notes)
 
 
@@ -190,26 +212,26 @@ def test_a_mix_of_files_is_told_and_a_bad_row_is_named_by_its_own_file(tmp_path)
     second = toy / "second.jsonl"
     second.write_text("\n".join(rows[:10]))
     mix = f"data.train=[{{path: {toy}/rows.jsonl, weight: 3}}, {{path: {second}, weight: 1}}]"
-    prepared = prepare(load_config(toy / "recipe.yaml", [mix]))
+    prepared = prepare_run(load_config(toy / "recipe.yaml", [mix]))
     assert prepared.notes[-2:] == (
         f"{toy}/rows.jsonl, 75% of the stream: 100 prompts; 9 groups are 0.09 epochs",
         f"{second}, 25% of the stream: 10 prompts; 3 groups are 0.30 epochs",
     )
-    drawn = [parse_uid(prompt.uid)[1] for prompt in prepared.prompts.draw(8)]
+    drawn = [parse_uid(prompt.uid)[1] for prompt in prepared.prompts.draw_prompts(8)]
     assert sum(index >= 100 for index in drawn) == 2
     second.write_text("\n".join([rows[0], '{"prompt": "1+1"}']))
     with pytest.raises(ConfigError, match=f"{second} line 2 .*ground_truth"):
-        prepare(load_config(toy / "recipe.yaml", [mix]))
+        prepare_run(load_config(toy / "recipe.yaml", [mix]))
 
 
 def test_a_schedule_that_only_a_critic_cannot_follow_is_told_as_its_own(
-    run: tuple[RunConfig, Prepared],
+    run: tuple[RunConfig, PreparedRun],
 ) -> None:
     trainer = replace(run[0].trainer, lr=1e-3, lr_schedule="polynomial")
     trainer = replace(trainer, lr_schedule_options={"lr_end": 1e-4})
     config = replace(run[0], trainer=trainer)
-    prepare(config)
+    prepare_run(config)
     critics = replace(config, algorithm=AlgorithmConfig("ppo"))
     told = r"^critic\.trainer\.lr_schedule=polynomial: .*unless critic\.trainer\.lr_schedule says"
     with pytest.raises(ConfigError, match=told):
-        prepare(critics)
+        prepare_run(critics)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from streamrl.config import RunConfig, dump_config, load_config, to_dict
-from streamrl.config.role_counts import counts
+from streamrl.config import RunConfig, config_to_dict, dump_config, load_config
+from streamrl.config.role_counts import count_actors
 from streamrl.errors import ConfigError
 from streamrl.rewards import RewardConfig
 
@@ -93,7 +93,7 @@ def test_a_list_that_is_none_is_refused_with_the_list_it_may_be(
     with pytest.raises(ConfigError, match="must be a list, as in ") as caught:
         load_config(recipe, [override])
     (example,) = shlex.split(str(caught.value).partition(", as in ")[2])
-    config = to_dict(load_config(recipe, [example]))
+    config = config_to_dict(load_config(recipe, [example]))
     (found,) = OmegaConf.select(OmegaConf.create(config), key)
     assert (found["kind"] if key == "rewards" else found) == entry
 
@@ -250,7 +250,7 @@ FALLING = ["trainer.lr=1e-3", "trainer.lr_schedule=cosine_with_min_lr", "trainer
 
 def test_what_a_critic_would_take_over_is_no_fault_of_a_run_without_one(recipe: Path) -> None:
     config = load_config(recipe, FALLING)
-    assert "critic" not in counts(config)
+    assert "critic" not in count_actors(config)
     ppo = ["algorithm.name=ppo", *FALLING]
     load_config(recipe, [*ppo, "critic.shared_coef=0.5"])
     with pytest.raises(ConfigError) as error:
@@ -344,5 +344,5 @@ def test_the_number_of_settings_stays_one_a_person_can_know() -> None:
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_of_the_repository_is_a_config(path: Path) -> None:
     config = load_config(path)
-    assert config.settings.num_updates >= 1
+    assert config.algorithm_settings.num_updates >= 1
     assert config.algorithm.name in path.stem

@@ -5,13 +5,30 @@ from pathlib import Path
 import pytest
 
 from streamrl.config import RunConfig, load_config
-from streamrl.config.to_placement import placed_run, pools_of, rules_of, run_placement, sited_run
-from streamrl.config.to_planner_problem import Asked, problem_of, run_constants
-from streamrl.dataflow import Kind
+from streamrl.config.to_placement import (
+    apply_placement,
+    build_run_placement,
+    configure_for_cluster,
+    find_pools,
+    make_split_rules,
+)
+from streamrl.config.to_planner_problem import (
+    PlannerRequest,
+    build_planner_problem,
+    build_run_constants,
+)
+from streamrl.dataflow import CallKind
 from streamrl.errors import ConfigError
-from streamrl.placement import Cluster, FixedLength, Manner, Placement, of_meshes, of_ratios
-from streamrl.placement.costs import Constants
-from streamrl.resharding import Grid
+from streamrl.placement import (
+    Cluster,
+    FixedLength,
+    Placement,
+    RunOptions,
+    placement_from_meshes,
+    placement_from_ratios,
+)
+from streamrl.placement.costs import CostConstants
+from streamrl.resharding import RankGrid
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZES = {"policy": "llama-7b", "critic": "llama-7b", "reference": "llama-7b"}
@@ -22,59 +39,64 @@ def recipe(name: str, *overrides: str) -> RunConfig:
 
 
 def test_a_problem_has_the_work_of_a_step_and_the_models_that_are_named() -> None:
-    cluster = Cluster.parse("8xA100")
-    problem = problem_of(recipe("ppo"), cluster, Asked(20, SIZES))
-    assert problem.workload.rollouts == 256
-    assert problem.workload.updates == 4
-    assert problem.workload.whole_steps
+    cluster = Cluster.from_text("8xA100")
+    problem = build_planner_problem(recipe("ppo"), cluster, PlannerRequest(20, SIZES))
+    assert problem.workload.num_rollouts == 256
+    assert problem.workload.num_updates == 4
+    assert problem.workload.requires_whole_step
     assert problem.workload.lengths == FixedLength(12)
     # The reward is a rule: it has no model and needs no devices.
-    assert problem.stages == ["generate", "reference", "value", "train", "train_critic"]
-    assert problem.models["critic"].scalar_head
-    judged = problem_of(recipe("ppo"), cluster, Asked(20, {**SIZES, "reward": "qwen2.5-0.5b"}))
-    assert "reward" in judged.stages
+    assert problem.placed_stages == ["generate", "reference", "value", "train", "train_critic"]
+    assert problem.models["critic"].has_scalar_head
+    judged = build_planner_problem(
+        recipe("ppo"), cluster, PlannerRequest(20, {**SIZES, "reward": "qwen2.5-0.5b"})
+    )
+    assert "reward" in judged.placed_stages
     # And it is done as the run is.
     seldom = recipe("ppo", "placement.slice_s=0.2", "weights.publish_every=2")
-    manner = problem_of(seldom, cluster, Asked(20, SIZES)).manner
-    assert manner == Manner(slice_s=0.2, publish_every=2)
+    manner = build_planner_problem(seldom, cluster, PlannerRequest(20, SIZES)).run_options
+    assert manner == RunOptions(slice_s=0.2, publish_every=2)
     moved = recipe("grpo", "algorithm.kl_coef=0.1", "reference.every=3")
     named = {role: SIZES[role] for role in ("policy", "reference")}
-    assert problem_of(moved, cluster, Asked(20, named)).manner.reference_every == 3
+    assert (
+        build_planner_problem(moved, cluster, PlannerRequest(20, named)).run_options.reference_every
+        == 3
+    )
 
 
 def test_what_lora_trains_is_planned_as_adapters_on_whole_layers() -> None:
     config = recipe("ppo", "trainer.lora_rank=16", "critic.trainer={lora_rank: 0}")
-    problem = problem_of(config, Cluster.parse("8xA100"), Asked(20, SIZES))
+    problem = build_planner_problem(config, Cluster.from_text("8xA100"), PlannerRequest(20, SIZES))
     models = problem.models
-    assert 0 < models["policy"].trained < 0.01 * models["policy"].params
-    assert not models["critic"].trained
-    rules = rules_of(config, problem)
-    calls = {call.role: call for call in config.dataflow.calls if call.kind is Kind.TRAIN}
-    assert rules(calls["policy"], Grid(1, 2, 2)) == ()
-    assert rules(calls["policy"], Grid(1, 1, 4)) and rules(calls["critic"], Grid(1, 2, 2))
+    assert 0 < models["policy"].adapter_params < 0.01 * models["policy"].num_params
+    assert not models["critic"].adapter_params
+    rules = make_split_rules(config, problem)
+    calls = {call.role: call for call in config.dataflow.calls if call.kind is CallKind.TRAIN}
+    assert rules(calls["policy"], RankGrid(1, 2, 2)) == ()
+    assert rules(calls["policy"], RankGrid(1, 1, 4)) and rules(calls["critic"], RankGrid(1, 2, 2))
 
 
 def test_more_rollouts_at_once_than_a_constant_may_be_are_told_by_the_setting() -> None:
     many = recipe("grpo", "generator.max_concurrent_rollouts=2000000")
     with pytest.raises(ConfigError, match=r"^generator\.max_concurrent_rollouts=2000000: must"):
-        run_constants(many, Constants(), on_gpu=True)
-    assert run_constants(recipe("grpo"), Constants(), on_gpu=True).max_running == 512
+        build_run_constants(many, CostConstants(), on_gpu=True)
+    assert build_run_constants(recipe("grpo"), CostConstants(), on_gpu=True).max_running == 512
 
 
 def test_micro_batches_caches_and_the_longest_rollout_are_the_runs_own() -> None:
     own = ["pipeline.micro_batch_tokens=8192", "generator.kv_cache_mb=3"]
     judged = "rewards=[{kind: model, path: some/judge, batch_tokens: 100}]"
     named = {**SIZES, "reward": "qwen2.5-0.5b"}
-    asked = Asked(20, named, FixedLength(5), longest_prompt=30)
-    problem = problem_of(recipe("ppo", *own, judged), Cluster.parse("8xA100"), asked)
+    asked = PlannerRequest(20, named, FixedLength(5), max_prompt_tokens=30)
+    problem = build_planner_problem(recipe("ppo", *own, judged), Cluster.from_text("8xA100"), asked)
     assert problem.score_tokens == {"reward": 100, "reference": 8192, "value": 8192}
     assert problem.kv_cache_bytes == 3 << 20
     # Completions of 5 tokens were measured, but an engine has room for the 12 they may have.
-    assert problem.workload.most_tokens == 30 + 12
+    assert problem.workload.max_rollout_tokens == 30 + 12
 
 
 def test_what_train_cannot_split_is_not_planned_so() -> None:
-    config, cluster = recipe("grpo"), Cluster.parse("8xH100")
+    config, cluster = recipe("grpo"), Cluster.from_text("8xH100")
     calls = {call.kind: call for call in config.dataflow.calls}
     for model, ranks, trains, serves in (
         ("llama-7b", 8, True, True),
@@ -85,28 +107,30 @@ def test_what_train_cannot_split_is_not_planned_so() -> None:
         # Two key and value heads: pairs of ranks serve with the same ones, and cannot train so.
         ("qwen2.5-3b", 4, False, True),
     ):
-        rules = rules_of(config, problem_of(config, cluster, Asked(20, {"policy": model})))
-        assert bool(rules(calls[Kind.TRAIN], Grid(1, ranks, 1))) == trains, model
-        assert bool(rules(calls[Kind.GENERATE], Grid(1, ranks, 1))) == serves, model
+        rules = make_split_rules(
+            config, build_planner_problem(config, cluster, PlannerRequest(20, {"policy": model}))
+        )
+        assert bool(rules(calls[CallKind.TRAIN], RankGrid(1, ranks, 1))) == trains, model
+        assert bool(rules(calls[CallKind.GENERATE], RankGrid(1, ranks, 1))) == serves, model
 
 
 def test_a_run_of_several_nodes_joins_their_ray_and_one_of_its_own_has_room_for_a_step() -> None:
     config = recipe("grpo", "pipeline.groups_per_step=4096")
-    near = sited_run(config, Cluster.parse("8xH100"), longest_tokens=30_000)
+    near = configure_for_cluster(config, Cluster.from_text("8xH100"), longest_tokens=30_000)
     assert near.placement.address == "" and near.placement.object_store_mb > 20_000
-    far = sited_run(config, Cluster.parse("2x8xH100"), longest_tokens=30_000)
+    far = configure_for_cluster(config, Cluster.from_text("2x8xH100"), longest_tokens=30_000)
     assert far.placement.address == "auto"
     told = recipe("grpo", "placement.address=10.0.0.1:6379")
-    assert sited_run(told, Cluster.parse("2x8xH100"), longest_tokens=30_000) == told
+    assert configure_for_cluster(told, Cluster.from_text("2x8xH100"), longest_tokens=30_000) == told
 
 
 def test_a_model_that_nobody_can_size_is_refused() -> None:
-    cluster = Cluster.parse("8xA100")
+    cluster = Cluster.from_text("8xA100")
     with pytest.raises(ConfigError, match="--model critic=llama-7b: the run has models of"):
-        problem_of(recipe("grpo"), cluster, Asked(20, SIZES))
+        build_planner_problem(recipe("grpo"), cluster, PlannerRequest(20, SIZES))
     nowhere = recipe("grpo", "model.path=no/where")
     with pytest.raises(ConfigError, match="--model policy=NAME takes another"):
-        problem_of(nowhere, cluster, Asked(20))
+        build_planner_problem(nowhere, cluster, PlannerRequest(20))
 
 
 ROLES = ("policy", "critic", "reference")
@@ -115,9 +139,9 @@ ROLES = ("policy", "critic", "reference")
 def test_a_device_of_thousands_is_no_part_of_a_pool() -> None:
     dataflow = recipe("grpo").dataflow
     meshes = {"generate": ("0-0", "1-1-1"), "train": ("0-1023", "1-1-1024")}
-    assert pools_of(dataflow, of_meshes(meshes)) is not None
+    assert find_pools(dataflow, placement_from_meshes(meshes)) is not None
     meshes["train"] = ("0-2047", "1-1-2048")
-    assert pools_of(dataflow, of_meshes(meshes)) is None
+    assert find_pools(dataflow, placement_from_meshes(meshes)) is None
 
 
 @pytest.mark.parametrize(
@@ -152,32 +176,32 @@ def test_a_device_of_thousands_is_no_part_of_a_pool() -> None:
 )
 def test_a_run_is_placed_as_its_own_placement_says(name: str, overrides: tuple[str, ...]) -> None:
     config = recipe(name, *overrides)
-    placement = run_placement(config, ROLES)
-    again = placed_run(recipe(name), placement)
+    placement = build_run_placement(config, ROLES)
+    again = apply_placement(recipe(name), placement)
     assert again.trainer.world_size == config.trainer.world_size
     assert again.generator.tensor_parallel == config.generator.tensor_parallel
     assert again.placement.is_hybrid == config.placement.is_hybrid
-    assert run_placement(again, ROLES) == placement
+    assert build_run_placement(again, ROLES) == placement
 
 
 def test_ratios_become_pools_of_roles() -> None:
     pools = [{"policy": 1.0, "generator": 1.0}, {"critic": 1.0, "reference": 0.5, "value": 0.5}]
-    placement = of_ratios(recipe("ppo").dataflow, pools, [4, 2])
-    config = placed_run(recipe("ppo"), placement)
+    placement = placement_from_ratios(recipe("ppo").dataflow, pools, [4, 2])
+    config = apply_placement(recipe("ppo"), placement)
     assert config.placement.mode == "mixed"
     assert config.placement.pools == pools
     assert config.critic.trainer["world_size"] == 2
     # What a name says needs no pools: reference replicas are on the first of the actor's devices.
-    named = of_ratios(
+    named = placement_from_ratios(
         recipe("ppo").dataflow,
         [{**pools[0], "reference": 0.5}, {"critic": 1.0, "value": 1.0}],
         [4, 2],
     )
-    assert placed_run(recipe("ppo"), named).placement.mode == "split"
+    assert apply_placement(recipe("ppo"), named).placement.mode == "split"
 
 
 def _grpo(generate: tuple[str, str], train: tuple[str, str]) -> Placement:
-    return of_meshes({"generate": generate, "train": train})
+    return placement_from_meshes({"generate": generate, "train": train})
 
 
 @pytest.mark.parametrize(
@@ -191,5 +215,5 @@ def _grpo(generate: tuple[str, str], train: tuple[str, str]) -> Placement:
 )
 def test_what_streamrl_does_not_run_is_refused_by_name(placement: Placement, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        placed_run(recipe("grpo"), placement)
+        apply_placement(recipe("grpo"), placement)
     assert said in str(refused.value)

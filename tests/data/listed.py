@@ -6,9 +6,9 @@ from functools import partial
 
 import numpy as np
 
-from streamrl.data import Fate, PromptStream
-from streamrl.data.classify_rows import Examined
-from streamrl.data.interleave import Part
+from streamrl.data import PromptStream, RowStatus
+from streamrl.data.classify_rows import ClassifiedRow
+from streamrl.data.interleave import StreamFile
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt, make_uid, parse_uid
 
@@ -29,34 +29,34 @@ class Listed:
 
     prompts: Sequence[Prompt]
     mix: Sequence[tuple[int, float]] = ()
-    fates: Mapping[int, Fate] = field(default_factory=dict)
+    fates: Mapping[int, RowStatus] = field(default_factory=dict)
     fingerprint: str = "0"
-    is_whole: bool = True
+    is_fully_classified: bool = True
 
-    def whole(self) -> "Listed":
+    def classify_all_rows(self) -> "Listed":
         raise NotImplementedError
 
     @property
-    def parts(self) -> list[Part]:
+    def stream_files(self) -> list[StreamFile]:
         rest = iter([parse_uid(prompt.uid)[1] for prompt in self.prompts])
         files = self.mix or [(len(self.prompts), 1.0)]
         return [
-            Part(np.array([next(rest) for _ in range(size)]), share, partial(examine, self))
+            StreamFile(np.array([next(rest) for _ in range(size)]), share, partial(examine, self))
             for size, share in files
         ]
 
 
-def examine(data: Listed, indices: Sequence[int]) -> list[Examined]:
+def examine(data: Listed, indices: Sequence[int]) -> list[ClassifiedRow]:
     by_index = {parse_uid(prompt.uid)[1]: prompt for prompt in data.prompts}
     return [_examined(data, by_index[index], index) for index in indices]
 
 
-def _examined(data: Listed, prompt: Prompt, index: int) -> Examined:
-    fate = data.fates.get(index, Fate.KEPT)
-    if fate is Fate.KEPT:
-        return Examined(fate, index, 2, prompt)
-    problem = ConfigError(f"row {index}: no good") if fate is Fate.BAD else None
-    return Examined(fate, index, problem=problem)
+def _examined(data: Listed, prompt: Prompt, index: int) -> ClassifiedRow:
+    fate = data.fates.get(index, RowStatus.KEPT)
+    if fate is RowStatus.KEPT:
+        return ClassifiedRow(fate, index, 2, prompt)
+    problem = ConfigError(f"row {index}: no good") if fate is RowStatus.BAD else None
+    return ClassifiedRow(fate, index, problem=problem)
 
 
 def stream_of(
@@ -65,7 +65,7 @@ def stream_of(
     seed: int,
     shuffle: bool = True,
     mix: Sequence[tuple[int, float]] = (),
-    fates: Mapping[int, Fate] | None = None,
+    fates: Mapping[int, RowStatus] | None = None,
     max_bad_share: float = 1.0,
     reads_ahead: bool = False,
 ) -> PromptStream:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from streamrl.data import load_rows, load_tokenizer, load_vocab_size
-from streamrl.data.chat_template import load_template, render
-from streamrl.data.classify_rows import Limits
+from streamrl.data.chat_template import load_chat_template, render_prompts
+from streamrl.data.classify_rows import PromptLimits
 from streamrl.data.files import DataFile
 from streamrl.data.prompt_file import PromptFile
 from streamrl.errors import ConfigError
@@ -21,7 +21,7 @@ CHAT = [
 
 def test_a_prompt_is_what_the_models_own_chat_template_makes_of_it(tokenizer, write_rows):
     rows = list(load_rows(write_rows({"prompt": CHAT}, {"prompt": "2+3="})))
-    rendered = render(tokenizer, rows)
+    rendered = render_prompts(tokenizer, rows)
     for token_ids, messages in zip(rendered, (CHAT, [dict(rows[1].messages[0])]), strict=True):
         expected = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False
@@ -35,7 +35,7 @@ def test_without_a_template_the_contents_are_joined_and_the_text_starts_as_texts
 ):
     tokenizer.chat_template = None
     rows = list(load_rows(write_rows({"prompt": CHAT[1:]}, {"prompt": ""})))
-    joined, empty = render(tokenizer, rows)
+    joined, empty = render_prompts(tokenizer, rows)
     assert joined[0] == empty[0] == tokenizer.bos_token_id
     assert tokenizer.decode(joined[1:]) == "h\u00e9\n bye\n"
     assert len(empty) == 1
@@ -44,13 +44,13 @@ def test_without_a_template_the_contents_are_joined_and_the_text_starts_as_texts
 def test_a_row_the_template_refuses_is_named(tokenizer, write_rows):
     path = write_rows({"prompt": "fine"}, {"prompt": [{"role": "system", "content": "be good"}]})
     with pytest.raises(ConfigError, match=r"line 2: the model's chat template .*no system role"):
-        render(tokenizer, list(load_rows(path)))
+        render_prompts(tokenizer, list(load_rows(path)))
 
 
 def test_a_template_with_a_python_slip_is_reported_with_the_row(tokenizer, write_rows):
     tokenizer.chat_template = "{{ messages[0].content + 1 }}"
     with pytest.raises(ConfigError, match=r"line 1: the model's chat template .*TypeError"):
-        render(tokenizer, list(load_rows(write_rows({"prompt": "fine"}))))
+        render_prompts(tokenizer, list(load_rows(write_rows({"prompt": "fine"}))))
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def test_whatever_a_template_raises_is_told_with_row_and_template(
 ):
     path = tmp_path / "mine.jinja"
     path.write_text(source)
-    template = load_template(str(path), tokenizer)
+    template = load_chat_template(str(path), tokenizer)
     with pytest.raises(ConfigError, match=rf"line 1: .*mine.jinja refuses the prompt: {error}: "):
-        render(tokenizer, list(load_rows(write_rows({"prompt": "fine"}))), template)
+        render_prompts(tokenizer, list(load_rows(write_rows({"prompt": "fine"}))), template)
 
 
 def test_what_is_no_template_is_told_when_it_is_loaded_with_its_line(tokenizer, tmp_path):
@@ -78,10 +78,10 @@ def test_what_is_no_template_is_told_when_it_is_loaded_with_its_line(tokenizer, 
     for source in ("fine\n{{ messages[0].content }}{% endfor %}", "\n{{ messages | no_such }}"):
         path.write_text(source)
         with pytest.raises(ConfigError, match=r"^data.template=.*mine.jinja:2: Template\w+Error: "):
-            load_template(str(path), tokenizer, setting="data.template")
+            load_chat_template(str(path), tokenizer, setting="data.template")
     tokenizer.chat_template = "{% if %}"
     with pytest.raises(ConfigError, match=r"^template=model:1: TemplateSyntaxError: "):
-        load_template("model", tokenizer)
+        load_chat_template("model", tokenizer)
 
 
 def test_tags_that_transformers_adds_are_part_of_a_template(tokenizer, tmp_path):
@@ -90,7 +90,7 @@ def test_tags_that_transformers_adds_are_part_of_a_template(tokenizer, tmp_path)
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}"
         "{% endfor %}"
     )
-    assert load_template(str(path), tokenizer).name == str(path)
+    assert load_chat_template(str(path), tokenizer).name == str(path)
 
 
 def by_character(path: Path, model_type: str) -> str:
@@ -226,7 +226,7 @@ def test_a_row_whose_text_the_tokenizer_does_not_keep_is_named(
     text = lost.strip("'")
     rows = list(load_rows(write_rows({"prompt": "abc"}, {"prompt": text})))
     with pytest.raises(ConfigError) as caught:
-        render(tokenizer, rows)
+        render_prompts(tokenizer, rows)
     assert "line 2: the model's tokenizer does not keep the text" in str(caught.value)
     assert lost in str(caught.value)
 
@@ -235,10 +235,10 @@ def test_a_tokenizer_that_writes_other_characters_does_not_keep_the_text(tokeniz
     from tokenizers import normalizers
 
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
-    render(tokenizer, list(load_rows(write_rows({"prompt": "re\u0301sume\u0301"}))))
+    render_prompts(tokenizer, list(load_rows(write_rows({"prompt": "re\u0301sume\u0301"}))))
     tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
     with pytest.raises(ConfigError, match="does not keep the text: '5² = ' comes back as '52 = '"):
-        render(tokenizer, list(load_rows(write_rows({"prompt": "5² = "}))))
+        render_prompts(tokenizer, list(load_rows(write_rows({"prompt": "5² = "}))))
 
 
 def test_a_tokenizer_that_loses_what_the_template_writes_does_not_keep_the_text(
@@ -249,10 +249,10 @@ def test_a_tokenizer_that_loses_what_the_template_writes_does_not_keep_the_text(
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
     chat = [{"role": "user", "content": "a"}]
     tokenizer.chat_template = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}{% endfor %}"
-    render(tokenizer, list(load_rows(write_rows({"prompt": chat}))))
+    render_prompts(tokenizer, list(load_rows(write_rows({"prompt": chat}))))
     tokenizer.chat_template = tokenizer.chat_template.replace("role }} ", "role }}\n")
     with pytest.raises(ConfigError, match=r"'user\\na' comes back as 'user a'"):
-        render(tokenizer, list(load_rows(write_rows({"prompt": chat}))))
+        render_prompts(tokenizer, list(load_rows(write_rows({"prompt": chat}))))
 
 
 def test_a_space_behind_a_special_token_may_be_that_of_the_next_word(write_rows):
@@ -267,7 +267,7 @@ def test_a_space_behind_a_special_token_may_be_that_of_the_next_word(write_rows)
     tokenizer.add_special_tokens({"additional_special_tokens": ["[INST]"]})
     tokenizer.chat_template = "{% for m in messages %}[INST] {{ m.content }}[INST]{% endfor %}"
     chat = [{"role": "user", "content": "hi you"}]
-    (prompt,) = render(tokenizer, list(load_rows(write_rows({"prompt": chat}))))
+    (prompt,) = render_prompts(tokenizer, list(load_rows(write_rows({"prompt": chat}))))
     assert prompt == [1, 2, 3, 1]
 
 
@@ -280,13 +280,13 @@ def test_no_end_of_sequence_stands_behind_a_prompt(tokenizer, write_rows):
     )
     tokenizer.backend_tokenizer.post_processor = ends
     assert tokenizer("hi").input_ids[-1] == tokenizer.eos_token_id
-    (prompt,) = render(tokenizer, list(load_rows(write_rows({"prompt": "hi"}))))
+    (prompt,) = render_prompts(tokenizer, list(load_rows(write_rows({"prompt": "hi"}))))
     assert tokenizer.decode(prompt) == "<s>hi"
 
 
 def test_a_last_message_of_the_assistant_is_continued(tokenizer, write_rows):
     messages = [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "It is"}]
-    (prompt,) = render(tokenizer, list(load_rows(write_rows({"prompt": messages}))))
+    (prompt,) = render_prompts(tokenizer, list(load_rows(write_rows({"prompt": messages}))))
     assert tokenizer.decode(prompt) == "<user>2+3</s><assistant>It is"
 
 
@@ -306,8 +306,8 @@ def test_a_template_gets_arguments_of_the_setting_and_of_the_row_and_tools(token
         {"prompt": "d", "tools": json.dumps(tools)},
     )
     rows = list(load_rows(path))
-    template = load_template("model", tokenizer, arguments={"enable_thinking": False})
-    texts = tokenizer.batch_decode(render(tokenizer, rows, template))
+    template = load_chat_template("model", tokenizer, arguments={"enable_thinking": False})
+    texts = tokenizer.batch_decode(render_prompts(tokenizer, rows, template))
     assert texts == ["a</think>", "b", "[add]c</think>", "[add]d</think>"]
     assert rows[2].extra_info["tools"] == tools
 
@@ -322,7 +322,7 @@ def test_a_template_gets_arguments_of_the_setting_and_of_the_row_and_tools(token
 def test_an_argument_that_a_template_does_not_read_is_refused(tokenizer, name, words):
     tokenizer.chat_template = WITH_ARGUMENTS
     with pytest.raises(ConfigError, match=rf"^data.chat_template_kwargs.{name}: .*{words}"):
-        load_template("model", tokenizer, arguments={name: False})
+        load_chat_template("model", tokenizer, arguments={name: False})
 
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
@@ -345,7 +345,7 @@ def test_rows_with_tools_are_rendered_by_the_models_template_for_them(tokenizer,
         {"prompt": "d", "tools": TOOLS, "chat_template_kwargs": {"style": "!"}},
     )
     rows = list(load_rows(path))
-    texts = tokenizer.batch_decode(render(tokenizer, rows))
+    texts = tokenizer.batch_decode(render_prompts(tokenizer, rows))
     assert texts == ["add: a", "b</think>", "c", "add: d!"]
     theirs = tokenizer.apply_chat_template(
         [dict(rows[0].messages[0])], tools=TOOLS, tokenize=False, add_generation_prompt=True
@@ -353,18 +353,18 @@ def test_rows_with_tools_are_rendered_by_the_models_template_for_them(tokenizer,
     assert texts[0] == theirs
     tokenizer.chat_template = {"default": WITH_ARGUMENTS, "tool_use": "{% if %}"}
     with pytest.raises(ConfigError, match=r"^template=model:1: TemplateSyntaxError: "):
-        load_template("model", tokenizer)
+        load_chat_template("model", tokenizer)
 
 
 def test_a_setting_must_be_read_by_the_template_that_each_row_is_rendered_by(tokenizer, write_rows):
     tokenizer.chat_template = {"default": WITH_ARGUMENTS, "tool_use": FOR_TOOLS}
-    template = load_template("model", tokenizer, arguments={"style": "!"})
+    template = load_chat_template("model", tokenizer, arguments={"style": "!"})
     with_tools, without = load_rows(write_rows({"prompt": "a", "tools": TOOLS}, {"prompt": "b"}))
-    assert tokenizer.batch_decode(render(tokenizer, [with_tools], template)) == ["add: a!"]
+    assert tokenizer.batch_decode(render_prompts(tokenizer, [with_tools], template)) == ["add: a!"]
     with pytest.raises(ConfigError, match=r"line 2: data.chat_template_kwargs.style: the model's"):
-        render(tokenizer, [without], template)
+        render_prompts(tokenizer, [without], template)
     with pytest.raises(ConfigError, match="it reads enable_thinking, style: name one of these"):
-        load_template("model", tokenizer, arguments={"styl": "!"})
+        load_chat_template("model", tokenizer, arguments={"styl": "!"})
 
 
 @pytest.mark.parametrize("source", READERS)
@@ -372,7 +372,9 @@ def test_however_a_template_reads_its_tools_they_are_known_to_be_read(
     tokenizer, write_rows, source
 ):
     tokenizer.chat_template = source
-    (prompt,) = render(tokenizer, list(load_rows(write_rows({"prompt": "a", "tools": TOOLS}))))
+    (prompt,) = render_prompts(
+        tokenizer, list(load_rows(write_rows({"prompt": "a", "tools": TOOLS})))
+    )
     assert tokenizer.decode(prompt) == "1"
 
 
@@ -396,7 +398,7 @@ def test_what_a_row_gives_to_a_template_that_does_not_read_it_makes_a_bad_row(
     file = DataFile(
         path, prompt_key="prompt", template=template if template == "plain" else "model"
     )
-    good, bad, other = PromptFile(file, lambda: tokenizer, Limits(99, 300))
+    good, bad, other = PromptFile(file, lambda: tokenizer, PromptLimits(99, 300))
     assert (good.problem, other.problem) == (None, None)
     assert re.match(rf"{path} line 2: {words}", str(bad.problem))
     assert "\n" not in str(bad.problem)
@@ -405,11 +407,11 @@ def test_what_a_row_gives_to_a_template_that_does_not_read_it_makes_a_bad_row(
 def test_a_content_of_text_parts_is_one_text(tokenizer, write_rows):
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "3"}]
     path = write_rows({"prompt": [{"role": "user", "content": parts}]}, {"prompt": "2+3"})
-    first, second = render(tokenizer, list(load_rows(path)))
+    first, second = render_prompts(tokenizer, list(load_rows(path)))
     assert first == second
 
 
 def test_a_prompt_that_ends_with_the_end_of_a_sequence_is_refused(tokenizer, write_rows):
     tokenizer.chat_template = "{{ messages[0]['content'] + eos_token }}"
     with pytest.raises(ConfigError, match=r"line 1: the prompt ends with </s>, .* must leave it"):
-        render(tokenizer, list(load_rows(write_rows({"prompt": "hi"}))))
+        render_prompts(tokenizer, list(load_rows(write_rows({"prompt": "hi"}))))

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from streamrl.config import dump_config, load_config
-from streamrl.data import DataConfig, Limits, load_prompts
-from streamrl.data.training_files import PromptFile, open_prompts
+from streamrl.data import DataConfig, PromptLimits, load_prompts
+from streamrl.data.training_files import PromptFile, classify_training_files
 from streamrl.errors import ConfigError
 
 
 def loaded(tokenizer, train, **settings):
     config = DataConfig(train=train, **settings)
-    return load_prompts(config.train_files, tokenizer, Limits(50, 300, config.on_long_prompt))
+    return load_prompts(config.train_files, tokenizer, PromptLimits(50, 300, config.on_long_prompt))
 
 
 def test_a_path_a_mapping_and_a_list_of_either_name_files():
@@ -122,8 +122,11 @@ def test_the_share_of_a_file_is_its_weights_or_that_of_its_prompts(tokenizer, wr
 
     def mix(train):
         files = DataConfig(train=train).train_files
-        found = [PromptFile(file, lambda: tokenizer, Limits(50, 300)) for file in files]
-        return [(len(part.indices), part.share) for part in open_prompts(found).parts]
+        found = [PromptFile(file, lambda: tokenizer, PromptLimits(50, 300)) for file in files]
+        return [
+            (len(part.indices), part.fraction)
+            for part in classify_training_files(found).stream_files
+        ]
 
     assert mix([a, b]) == [(1, 0.25), (3, 0.75)]
     weighed = [{"path": a, "weight": 4}, {"path": b, "weight": 1.0}]

@@ -40,13 +40,13 @@ def test_a_file_that_cannot_be_used_is_one_line_with_its_place(tmp_path, content
 
 def test_every_epoch_has_every_text_once_in_an_order_of_its_own():
     stream = TextStream(TEXTS, seed=1)
-    flat = [text for number in range(10) for text in stream.batch(number, 2)]
+    flat = [text for number in range(10) for text in stream.get_batch(number, 2)]
     epochs = [flat[start : start + 5] for start in range(0, 20, 5)]
     assert all(sorted(epoch) == TEXTS for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
 
 
 def test_a_batch_follows_from_seed_and_number_alone():
-    assert TextStream(TEXTS, seed=1).batch(7, 3) == TextStream(TEXTS, seed=1).batch(7, 3)
-    batches = {tuple(TextStream(TEXTS, seed=seed).batch(0, 5)) for seed in range(10)}
+    assert TextStream(TEXTS, seed=1).get_batch(7, 3) == TextStream(TEXTS, seed=1).get_batch(7, 3)
+    batches = {tuple(TextStream(TEXTS, seed=seed).get_batch(0, 5)) for seed in range(10)}
     assert len(batches) > 1

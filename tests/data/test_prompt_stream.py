@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.data import Fate, PromptStream
+from streamrl.data import PromptStream, RowStatus
 from streamrl.errors import ConfigError, DataError
 from streamrl.messages import make_uid, parse_uid
 from tests.data.listed import Listed, prompts, stream_of
@@ -108,9 +108,9 @@ def test_a_stream_goes_to_another_process_and_leaves_the_random_numbers_of_this_
 
 def test_thousands_of_prompts_a_second_are_nothing():
     stream = stream_of(prompts(1000), seed=0, mix=[(100, 0.5), (900, 0.5)])
-    stream.draw(1)
+    stream.draw_prompts(1)
     started = time.process_time()
-    stream.draw(5000)
+    stream.draw_prompts(5000)
     # About 0.2 s here.
     assert time.process_time() - started < 2
 
@@ -119,14 +119,14 @@ def test_thousands_of_prompts_a_second_are_nothing():
 def test_a_uid_gives_its_prompt_back_anywhere(size, seed, attempt):
     stream = stream_of(prompts(size), seed=seed)
     other = stream_of(prompts(size), seed=seed)
-    for given_out in stream.draw(2 * size):
-        again = other.prompt(given_out.uid)
+    for given_out in stream.draw_prompts(2 * size):
+        again = other.get_prompt(given_out.uid)
         assert again.uid == given_out.uid
         assert again.token_ids is not None
         assert again.token_ids.tolist() == given_out.token_ids.tolist()
         assert again.ground_truth == given_out.ground_truth
         epoch, index, _ = parse_uid(given_out.uid)
-        assert other.prompt(make_uid(epoch, index, attempt)).ground_truth == str(index)
+        assert other.get_prompt(make_uid(epoch, index, attempt)).ground_truth == str(index)
     assert other.state_dict() == stream_of(prompts(size), seed=seed).state_dict()
 
 
@@ -158,14 +158,14 @@ def test_one_row_comes_again_and_again():
 def test_drawing_nothing_changes_nothing():
     stream = stream_of(prompts(3), seed=0)
     before = stream.state_dict()
-    assert stream.draw(0) == []
+    assert stream.draw_prompts(0) == []
     assert stream.state_dict() == before
 
 
 def test_a_retry_is_the_same_prompt_under_the_next_attempt():
     stream = stream_of(prompts(5), seed=1)
     first = next(stream)
-    second = stream.retry(stream.retry(first.uid).uid)
+    second = stream.retry_prompt(stream.retry_prompt(first.uid).uid)
     epoch, index, attempt = parse_uid(second.uid)
     assert (epoch, index, attempt) == (0, parse_uid(first.uid)[1], 2)
     assert second.token_ids is first.token_ids
@@ -174,7 +174,7 @@ def test_a_retry_is_the_same_prompt_under_the_next_attempt():
 @pytest.mark.parametrize("uid", ["0:5:0", "3:-1:0"])
 def test_a_uid_of_other_data_is_refused(uid):
     with pytest.raises(ValueError, match=f"uid {uid}: no prompt with index"):
-        stream_of(prompts(5), seed=1).prompt(uid)
+        stream_of(prompts(5), seed=1).get_prompt(uid)
 
 
 def test_resuming_on_other_data_is_refused():
@@ -194,7 +194,7 @@ def test_resuming_in_another_order_is_refused(settings):
 
 def test_a_place_is_read_as_older_checkpoints_have_it():
     stream = stream_of(prompts(5), seed=1)
-    stream.draw(3)
+    stream.draw_prompts(3)
     state = stream.state_dict()
     loader = {
         "_sampler_iter_state": {"drawn": state.pop("drawn")},
@@ -218,7 +218,9 @@ def test_a_place_that_is_none_of_the_data_is_refused(drawn):
 
 
 fates = st.dictionaries(
-    st.integers(0, 39), st.sampled_from([Fate.BAD, Fate.FILTERED, Fate.TOO_LONG]), max_size=20
+    st.integers(0, 39),
+    st.sampled_from([RowStatus.BAD, RowStatus.FILTERED, RowStatus.TOO_LONG]),
+    max_size=20,
 )
 
 
@@ -249,7 +251,7 @@ def test_rows_without_a_prompt_are_passed_over_wherever_the_stream_is_cut(
 
 @given(seeds)
 def test_an_epoch_has_every_good_row_once_and_the_shares_hold_for_prompts(seed):
-    bad = dict.fromkeys(range(1, 10), Fate.BAD)
+    bad = dict.fromkeys(range(1, 10), RowStatus.BAD)
     stream = mixed([(10, 0.5), (10, 0.5)], seed=seed, fates=bad)
     found = [parse_uid(uid)[1] for uid in uids(stream, 20)]
     assert sorted(index for index in found if index >= 10) == list(range(10, 20))
@@ -258,7 +260,7 @@ def test_an_epoch_has_every_good_row_once_and_the_shares_hold_for_prompts(seed):
 
 
 def test_a_bad_row_is_told_with_its_place_and_counted_by_what_became_of_it():
-    fates = {1: Fate.BAD, 2: Fate.TOO_LONG, 3: Fate.FILTERED, 4: Fate.BAD}
+    fates = {1: RowStatus.BAD, 2: RowStatus.TOO_LONG, 3: RowStatus.FILTERED, 4: RowStatus.BAD}
     stream = stream_of(prompts(6), seed=0, shuffle=False, fates=fates)
     assert uids(stream, 3) == ["0:0:0", "0:5:0", "1:0:0"]
     skipped = stream.take_skipped()
@@ -273,11 +275,11 @@ def test_a_bad_row_is_told_with_its_place_and_counted_by_what_became_of_it():
 
 
 def test_a_stream_of_which_too_many_rows_are_bad_ends_with_the_last_of_them():
-    fates = dict.fromkeys(range(0, 3000, 2), Fate.BAD)
+    fates = dict.fromkeys(range(0, 3000, 2), RowStatus.BAD)
     stream = stream_of(prompts(3000), seed=0, shuffle=False, fates=fates, max_bad_share=0.1)
     with pytest.raises(DataError, match=r"101 of the last 201 rows cannot be used, .*row 200"):
-        stream.draw(3000)
-    everything = stream_of(prompts(3), seed=0, fates=dict.fromkeys(range(3), Fate.FILTERED))
+        stream.draw_prompts(3000)
+    everything = stream_of(prompts(3), seed=0, fates=dict.fromkeys(range(3), RowStatus.FILTERED))
     with pytest.raises(DataError, match="none of its 3 rows gives a prompt"):
         next(everything)
 
@@ -286,7 +288,7 @@ async def test_prompts_are_made_ready_in_a_thread_and_the_place_stays_where_it_i
     stream = stream_of(prompts(9), seed=4, reads_ahead=True)
     other = stream_of(prompts(9), seed=4)
     before = stream.state_dict()
-    await stream.ready(5)
+    await stream.prefetch_prompts(5)
     assert stream.state_dict() == before
     copied = pickle.loads(pickle.dumps(stream))
     wanted = uids(other, 12)

@@ -3,8 +3,8 @@ import time
 import numpy as np
 import pytest
 
-from streamrl.data import DataConfig, Limits, load_prompts
-from streamrl.data.files import data_files
+from streamrl.data import DataConfig, PromptLimits, load_prompts
+from streamrl.data.files import parse_data_files
 from streamrl.errors import ConfigError
 
 # "<user>" + text + "</s>" + "<assistant>": three tokens beside the text's own, one per byte.
@@ -12,8 +12,8 @@ FRAME = 3
 
 
 def load(*files, tokenizer, limit=20, vocab_size=300, on_long="error"):
-    found = data_files(list(files), key="data.train", prompt_key="prompt")
-    return load_prompts(found, tokenizer, Limits(limit, vocab_size, on_long))
+    found = parse_data_files(list(files), key="data.train", prompt_key="prompt")
+    return load_prompts(found, tokenizer, PromptLimits(limit, vocab_size, on_long))
 
 
 def fates(loaded):
@@ -96,13 +96,13 @@ def test_thousands_of_rows_load_quickly(tokenizer, write_rows):
 
 
 def test_the_limit_is_what_the_completion_leaves():
-    assert DataConfig().prompt_limit(model_tokens=100, max_new_tokens=30) == 70
+    assert DataConfig().compute_prompt_limit(model_tokens=100, max_new_tokens=30) == 70
     config = DataConfig(max_prompt_tokens=70)
-    assert config.prompt_limit(model_tokens=100, max_new_tokens=30) == 70
+    assert config.compute_prompt_limit(model_tokens=100, max_new_tokens=30) == 70
     with pytest.raises(ConfigError, match=r"data.max_prompt_tokens=70: must be at most 69: "):
-        config.prompt_limit(model_tokens=99, max_new_tokens=30)
+        config.compute_prompt_limit(model_tokens=99, max_new_tokens=30)
     with pytest.raises(ConfigError, match=r"generator.max_new_tokens=99: no room is left"):
-        config.prompt_limit(model_tokens=99, max_new_tokens=99)
+        config.compute_prompt_limit(model_tokens=99, max_new_tokens=99)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
-from streamrl.data import Limits, PromptStream, training_files
-from streamrl.data.files import data_files
-from streamrl.data.prompt_stream import is_whole
-from streamrl.data.training_files import OpenedFiles, PromptFile, open_prompts
+from streamrl.data import PromptLimits, PromptStream, training_files
+from streamrl.data.files import parse_data_files
+from streamrl.data.prompt_stream import is_full_fingerprint
+from streamrl.data.training_files import PromptFile, TrainingFiles, classify_training_files
 from streamrl.errors import ConfigError, DataError
 from streamrl.messages import parse_uid
 
@@ -33,16 +33,22 @@ def few_are_examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def open_rows(
     *entries: Any, tokenizer: Any, limit: int = 50, on_long: str = "error", **settings: Any
-) -> OpenedFiles:
-    files, found, first = data_files(list(entries), key="data.train", prompt_key="prompt"), [], 0
+) -> TrainingFiles:
+    files, found, first = (
+        parse_data_files(list(entries), key="data.train", prompt_key="prompt"),
+        [],
+        0,
+    )
     for file in files:
-        prompts = PromptFile(file, lambda: tokenizer, Limits(limit, 300, on_long), first=first)
+        prompts = PromptFile(
+            file, lambda: tokenizer, PromptLimits(limit, 300, on_long), first=first
+        )
         found.append(prompts)
         first = int(prompts.indices[-1]) + 1
-    return open_prompts(found, **{"whole": WHOLE, **settings})
+    return classify_training_files(found, **{"whole": WHOLE, **settings})
 
 
-def stream_of(data: OpenedFiles, *, seed: int = 1, **settings: Any) -> PromptStream:
+def stream_of(data: TrainingFiles, *, seed: int = 1, **settings: Any) -> PromptStream:
     return PromptStream(data, seed=seed, reads_ahead=False, **settings)
 
 
@@ -56,8 +62,8 @@ def test_rows_of_a_large_file_come_in_the_order_of_one_that_was_examined_whole(
     path = write_rows(*numbered(50))
     large = open_rows(path, tokenizer=tokenizer)
     whole = open_rows(path, tokenizer=tokenizer, whole=50)
-    assert (large.is_whole, whole.is_whole) == (False, True)
-    drawn, wanted = stream_of(large).draw(120), stream_of(whole).draw(120)
+    assert (large.is_fully_classified, whole.is_fully_classified) == (False, True)
+    drawn, wanted = stream_of(large).draw_prompts(120), stream_of(whole).draw_prompts(120)
     assert [prompt.uid for prompt in drawn] == [prompt.uid for prompt in wanted]
     assert [prompt.ground_truth for prompt in drawn] == [one.ground_truth for one in wanted]
 
@@ -91,7 +97,7 @@ def test_every_format_gives_the_same_prompts_in_any_order(tokenizer, write_rows,
         data = open_rows(str(path), tokenizer=tokenizer)
         found = [
             (one.uid, one.messages, one.ground_truth, one.extra_info, one.token_ids.tolist())
-            for one in stream_of(data).draw(60)
+            for one in stream_of(data).draw_prompts(60)
         ]
         first = first or found
         assert found == first, path
@@ -117,7 +123,7 @@ def test_an_opened_table_goes_to_another_process(write_rows, tmp_path, monkeypat
             rows[7],
         ]
     # Unpacked once, under the hash of what they hold.
-    cached = sorted(table.cache_dir().iterdir())
+    cached = sorted(table.get_cache_dir().iterdir())
     assert [file.suffix for file in cached] == [".arrow", ".jsonl"] or len(cached) == 2
     times = [file.stat().st_mtime_ns for file in cached]
     for name in (tmp_path / "mapped.parquet", packed):
@@ -146,7 +152,7 @@ def test_bad_rows_are_refused_where_they_are_examined_and_passed_over_where_they
         open_rows(str(path), tokenizer=tokenizer)
     path.write_text("\n".join([*lines[:20], "not json", *lines[21:]]))
     stream = stream_of(open_rows(str(path), tokenizer=tokenizer))
-    drawn = stream.draw(49)
+    drawn = stream.draw_prompts(49)
     assert sorted(parse_uid(one.uid)[1] for one in drawn) == [i for i in range(50) if i != 20]
     skipped = stream.take_skipped()
     assert skipped.metrics["data/bad"] == 1
@@ -167,7 +173,7 @@ def test_a_row_whose_value_python_cannot_have_is_refused_or_passed_over_as_any_b
         open_rows(str(path), tokenizer=tokenizer)
     write(20)
     stream = stream_of(open_rows(str(path), tokenizer=tokenizer))
-    drawn = stream.draw(49)
+    drawn = stream.draw_prompts(49)
     assert sorted(parse_uid(one.uid)[1] for one in drawn) == [i for i in range(50) if i != 20]
     skipped = stream.take_skipped()
     assert skipped.metrics["data/bad"] == 1
@@ -193,17 +199,17 @@ def test_the_longest_rows_are_examined_and_tell_how_long_prompts_may_be(
     for path in (write_rows(*rows), str(tmp_path / "rows.parquet")):
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
         data = open_rows(path, tokenizer=tokenizer)
-        assert data.files[0].longest == 20
-        assert data.longest == 25
-        assert open_rows(path, tokenizer=tokenizer, room=22).longest == 22
-        assert open_rows(path, tokenizer=tokenizer, room=3).longest == 20
-        assert open_rows(path, tokenizer=tokenizer, room=None).longest == 50
+        assert data.files[0].max_prompt_tokens == 20
+        assert data.max_prompt_tokens == 25
+        assert open_rows(path, tokenizer=tokenizer, room=22).max_prompt_tokens == 22
+        assert open_rows(path, tokenizer=tokenizer, room=3).max_prompt_tokens == 20
+        assert open_rows(path, tokenizer=tokenizer, room=None).max_prompt_tokens == 50
     # The longest say nothing of the others.
-    assert data.mean_tokens == (5 * 4 + 3 * 5) / 8
+    assert data.mean_prompt_tokens == (5 * 4 + 3 * 5) / 8
     chat = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
     pq.write_table(pa.Table.from_pylist(chat), tmp_path / "chat.parquet")
     data = open_rows(str(tmp_path / "chat.parquet"), tokenizer=tokenizer)
-    assert data.files[0].longest == 20
+    assert data.files[0].max_prompt_tokens == 20
 
 
 def test_a_filter_that_takes_every_examined_row_is_asked_about_the_others(
@@ -213,7 +219,7 @@ def test_a_filter_that_takes_every_examined_row_is_asked_about_the_others(
     keep.write_text("def late(prompt): return int(prompt.ground_truth) == 30\n")
     path = write_rows(*numbered(50))
     data = open_rows({"path": path, "filter": f"{keep}:late"}, tokenizer=tokenizer)
-    assert [one.ground_truth for one in stream_of(data).draw(2)] == ["30", "30"]
+    assert [one.ground_truth for one in stream_of(data).draw_prompts(2)] == ["30", "30"]
     keep.write_text("def late(prompt): return False\n")
     with pytest.raises(ConfigError, match="no prompt is left: 50 filtered"):
         open_rows({"path": path, "filter": f"{keep}:late"}, tokenizer=tokenizer)
@@ -222,11 +228,13 @@ def test_a_filter_that_takes_every_examined_row_is_asked_about_the_others(
 def test_a_stream_goes_on_on_the_same_rows_alone(tokenizer, write_rows):
     path = write_rows(*numbered(50))
     stream = stream_of(open_rows(path, tokenizer=tokenizer))
-    stream.draw(7)
+    stream.draw_prompts(7)
     state = json.loads(json.dumps(stream.state_dict()))
     again = stream_of(open_rows(path, tokenizer=tokenizer))
     again.load_state_dict(state)
-    assert [one.uid for one in again.draw(60)] == [one.uid for one in stream.draw(60)]
+    assert [one.uid for one in again.draw_prompts(60)] == [
+        one.uid for one in stream.draw_prompts(60)
+    ]
     rows = numbered(50)
     rows[31]["prompt"] = "?"
     changed = stream_of(open_rows(write_rows(*rows), tokenizer=tokenizer))
@@ -246,16 +254,16 @@ def test_a_checkpoint_of_a_stream_whose_rows_were_all_examined_goes_on_row_for_r
         rows[index]["prompt"] = "x" * 60
     path = write_rows(*rows)
     before = stream_of(open_rows(path, tokenizer=tokenizer, whole=50, on_long="skip"))
-    before.draw(33)
+    before.draw_prompts(33)
     state = before.state_dict()
     del state["given"]
-    assert is_whole(state["fingerprint"]) and state["num_prompts"] == 47
+    assert is_full_fingerprint(state["fingerprint"]) and state["num_prompts"] == 47
     now = stream_of(open_rows(path, tokenizer=tokenizer, on_long="skip", room=None))
     now.load_state_dict(state)
-    wanted = [one.uid for one in before.draw(60)]
-    assert [one.uid for one in now.draw(60)] == wanted
+    wanted = [one.uid for one in before.draw_prompts(60)]
+    assert [one.uid for one in now.draw_prompts(60)] == wanted
     # And so does what is saved of it.
-    assert is_whole(now.state_dict()["fingerprint"])
+    assert is_full_fingerprint(now.state_dict()["fingerprint"])
 
 
 def test_a_file_that_changes_under_a_run_ends_it_with_its_name(tokenizer, write_rows):
@@ -263,7 +271,7 @@ def test_a_file_that_changes_under_a_run_ends_it_with_its_name(tokenizer, write_
     stream = stream_of(open_rows(path, tokenizer=tokenizer))
     Path(path).write_text("{}\n" * 5000)
     with pytest.raises(DataError, match=f"{path}: has changed since"):
-        stream.draw(1)
+        stream.draw_prompts(1)
 
 
 def test_a_prompt_is_had_again_by_its_uid(tokenizer, write_rows):
@@ -271,13 +279,16 @@ def test_a_prompt_is_had_again_by_its_uid(tokenizer, write_rows):
     Path(a).write_text(Path(a).read_text().replace("\n", "\n\n"))
     stream = stream_of(open_rows(a, b, tokenizer=tokenizer))
     other = pickle.loads(pickle.dumps(stream.state_dict()))
-    for drawn in stream.draw(100):
-        again = stream.prompt(drawn.uid)
-        assert (again.place, again.token_ids.tolist()) == (drawn.place, drawn.token_ids.tolist())
-        assert stream.retry(drawn.uid).uid == f"{drawn.uid[:-1]}1"
+    for drawn in stream.draw_prompts(100):
+        again = stream.get_prompt(drawn.uid)
+        assert (again.row_location, again.token_ids.tolist()) == (
+            drawn.row_location,
+            drawn.token_ids.tolist(),
+        )
+        assert stream.retry_prompt(drawn.uid).uid == f"{drawn.uid[:-1]}1"
     assert other["files"] == [[30, 30 / 70], [40, 40 / 70]]
     with pytest.raises(ValueError, match="no prompt with index 1 "):
-        stream.prompt("0:1:0")  # a blank line
+        stream.get_prompt("0:1:0")  # a blank line
 
 
 def test_memory_of_a_table_is_a_few_bytes_a_row(write_rows):
@@ -285,4 +296,4 @@ def test_memory_of_a_table_is_a_few_bytes_a_row(write_rows):
 
     table = open_table(write_rows(*numbered(5000)))
     assert len(pickle.dumps(table)) < 5000 * 16
-    assert np.array_equal(table.indices(), np.arange(5000))
+    assert np.array_equal(table.get_indices(), np.arange(5000))

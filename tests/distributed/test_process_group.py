@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from streamrl.distributed.process_group import deadline, join_ranks
+from streamrl.distributed.process_group import join_process_group, translate_collective_errors
 from streamrl.errors import RankLostError
 from tests import forked
 from tests.engines.trainer_ranks import free_ports
@@ -17,11 +17,11 @@ pytestmark = pytest.mark.xdist_group("ranks")
 def reduce_or_end(rank: int, port: int) -> str | None:
     """Rank 1 is killed once all have met; what rank 0 is told, whose reduction nobody answers."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    join_ranks(rank=rank, world_size=2, timeout_s=60.0)
+    join_process_group(rank=rank, world_size=2, timeout_s=60.0)
     dist.barrier()
     if rank == 1:
         os._exit(9)
-    with pytest.raises(RankLostError) as caught, deadline("rank 0 waited"):
+    with pytest.raises(RankLostError) as caught, translate_collective_errors("rank 0 waited"):
         for _ in range(100):
             dist.all_reduce(torch.ones(1 << 16))
     return str(caught.value)

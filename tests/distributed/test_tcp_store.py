@@ -8,8 +8,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from streamrl.distributed.process_group import join_ranks
-from streamrl.distributed.tcp_store import serve_store
+from streamrl.distributed.process_group import join_process_group
+from streamrl.distributed.tcp_store import serve_tcp_store
 from streamrl.errors import ActorError, DeadlineError, WeightsError
 from streamrl.weights.transports.collective_group import serve_readers
 
@@ -27,7 +27,7 @@ def listening_at(port: int) -> list[str]:
 
 @pytest.mark.parametrize("host", [HOST, "localhost", "127.0.0.2"])
 def test_a_store_listens_where_it_is_asked_to_and_nowhere_else(host: str) -> None:
-    store = serve_store(host, 0, 10.0)
+    store = serve_tcp_store(host, 0, 10.0)
     assert listening_at(store.port) == [socket.gethostbyname(host)]
     other = dist.TCPStore(host, store.port, None, False, wait_for_workers=False)
     other.set("a", "b")
@@ -38,7 +38,7 @@ def test_a_store_waits_for_its_ranks() -> None:
     with ThreadPoolExecutor(1) as threads, socket.create_server((HOST, 0)) as probe:
         port = probe.getsockname()[1]
         probe.close()
-        serving = threads.submit(serve_store, HOST, port, 10.0, world_size=2)
+        serving = threads.submit(serve_tcp_store, HOST, port, 10.0, world_size=2)
         time.sleep(0.1)
         assert not serving.done()
         joined = dist.TCPStore(HOST, port, 2, False)
@@ -52,7 +52,7 @@ def test_ranks_that_do_not_come_are_a_missed_deadline(monkeypatch: pytest.Monkey
     monkeypatch.setenv("MASTER_ADDR", HOST)
     monkeypatch.setenv("MASTER_PORT", str(port))
     with pytest.raises(DeadlineError, match="rank 0 waited 1 s for all 2 ranks to join"):
-        join_ranks(rank=0, world_size=2, timeout_s=1.0)
+        join_process_group(rank=0, world_size=2, timeout_s=1.0)
 
 
 def test_a_place_where_nobody_can_listen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +61,6 @@ def test_a_place_where_nobody_can_listen_is_named(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("MASTER_ADDR", HOST)
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(ActorError, match=f"rank 0 cannot listen at {HOST}:{port}: Address"):
-            join_ranks(rank=0, world_size=2, timeout_s=1.0)
+            join_process_group(rank=0, world_size=2, timeout_s=1.0)
     with pytest.raises(WeightsError, match=r"cannot serve readers at 192\.0\.2\.77"):
         serve_readers("192.0.2.77", 1.0)

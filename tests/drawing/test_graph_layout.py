@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import load_config
-from streamrl.dataflow import POLICY, Call, Dataflow, Kind
-from streamrl.drawing.dataflow_graph import Picture
-from streamrl.drawing.graph_layout import LINE, Box, Layout, text_width
+from streamrl.dataflow import POLICY, CallKind, Dataflow, ModelCall
+from streamrl.drawing.dataflow_graph import DataflowGraph
+from streamrl.drawing.graph_layout import LINE_HEIGHT, GraphLayout, NodeBox, text_width
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = ("grpo_arithmetic", "ppo_arithmetic", "remax_arithmetic", "safe_rlhf_toy")
@@ -18,21 +18,26 @@ FLOWS = {recipe: load_config(CONFIGS / f"{recipe}.yaml").dataflow for recipe in 
 Area = tuple[float, float, float, float]
 
 
-def layout_of(flow: Dataflow, steps: int, max_staleness: int) -> Layout:
-    picture = Picture.of(flow, name="x", steps=steps, max_staleness=max_staleness)
-    return Layout(picture, top=40, left=64)
+def layout_of(flow: Dataflow, steps: int, max_staleness: int) -> GraphLayout:
+    picture = DataflowGraph.from_dataflow(flow, name="x", steps=steps, max_staleness=max_staleness)
+    return GraphLayout(picture, top=40, left=64)
 
 
-def area(box: Box) -> Area:
+def area(box: NodeBox) -> Area:
     return box.x, box.y, box.x + box.width, box.y + box.height
 
 
-def labels(layout: Layout) -> list[Area]:
+def labels(layout: GraphLayout) -> list[Area]:
     return [
-        (x, y - 10, x + max(text_width(words, 11) for words in line.label), y + rest * LINE + 3)
-        for line in layout.lines
+        (
+            x,
+            y - 10,
+            x + max(text_width(words, 11) for words in line.label),
+            y + rest * LINE_HEIGHT + 3,
+        )
+        for line in layout.edge_routes
         if line.label
-        for (x, y), rest in [(line.place, len(line.label) - 1)]
+        for (x, y), rest in [(line.label_position, len(line.label) - 1)]
     ]
 
 
@@ -43,7 +48,7 @@ def meet(a: Area, b: Area) -> bool:
 @given(st.sampled_from(RECIPES), st.integers(1, 5), st.integers(0, 3))
 def test_boxes_and_labels_are_apart_and_inside(recipe: str, steps: int, bound: int) -> None:
     layout = layout_of(FLOWS[recipe], steps, bound)
-    areas = [*map(area, layout.boxes.values()), *labels(layout)]
+    areas = [*map(area, layout.node_boxes.values()), *labels(layout)]
     for i, one in enumerate(areas):
         assert not any(meet(one, other) for other in areas[:i])
         assert one[0] >= 64
@@ -55,8 +60,8 @@ def test_boxes_and_labels_are_apart_and_inside(recipe: str, steps: int, bound: i
 @given(st.sampled_from(RECIPES), st.integers(1, 5), st.integers(0, 3))
 def test_lines_run_clear_of_boxes_and_labels(recipe: str, steps: int, bound: int) -> None:
     layout = layout_of(FLOWS[recipe], steps, bound)
-    things = [*map(area, layout.boxes.values()), *labels(layout)]
-    for line in layout.lines:
+    things = [*map(area, layout.node_boxes.values()), *labels(layout)]
+    for line in layout.edge_routes:
         for (x, y), (to_x, to_y) in pairwise(line.points):
             # A line bends between its points: it is somewhere in the rectangle between them.
             low, high = min(y, to_y), max(y, to_y)
@@ -67,16 +72,16 @@ def test_lines_run_clear_of_boxes_and_labels(recipe: str, steps: int, bound: int
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_forward_edges_lead_to_the_right_and_end_at_their_box(recipe: str) -> None:
     layout = layout_of(FLOWS[recipe], 3, 1)
-    for line in layout.lines:
-        start, end = layout.boxes[line.edge.source], layout.boxes[line.edge.target]
-        assert line.points[0] == start.exit
+    for line in layout.edge_routes:
+        start, end = layout.node_boxes[line.edge.source], layout.node_boxes[line.edge.target]
+        assert line.points[0] == start.exit_point
         assert line.points[-1][0] == end.x
         assert end.y < line.points[-1][1] < end.y + end.height
         assert all(a[0] <= b[0] for a, b in pairwise(line.points))
 
 
 def test_a_step_behind_another_is_below_it_and_what_waits_is_to_the_right() -> None:
-    boxes = layout_of(FLOWS["grpo_arithmetic"], 3, 1).boxes
+    boxes = layout_of(FLOWS["grpo_arithmetic"], 3, 1).node_boxes
     assert boxes[0, "generate"].x == boxes[1, "generate"].x < boxes[0, "train"].x
     assert boxes[2, "generate"].x > boxes[0, "train"].x
     bottoms = [boxes[i, "train"].y + boxes[i, "train"].height for i in range(3)]
@@ -85,6 +90,6 @@ def test_a_step_behind_another_is_below_it_and_what_waits_is_to_the_right() -> N
 
 def test_a_long_name_widens_its_box() -> None:
     name = "a_stage_with_quite_a_long_name_of_its_own"
-    layout = layout_of(Dataflow([Call(name, POLICY, Kind.TRAIN, (), ())]), 1, 0)
-    assert layout.boxes[0, name].width > text_width(name, 13)
-    assert layout.width > layout.boxes[0, name].width
+    layout = layout_of(Dataflow([ModelCall(name, POLICY, CallKind.TRAIN, (), ())]), 1, 0)
+    assert layout.node_boxes[0, name].width > text_width(name, 13)
+    assert layout.width > layout.node_boxes[0, name].width

@@ -6,23 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.dataflow import dataflow_for
-from streamrl.drawing.timeline import device_rows, in_lanes, round_tick, timeline_svg
-from streamrl.placement import Mesh, of_meshes
-from streamrl.placement.problem import Interval
+from streamrl.dataflow import build_dataflow
+from streamrl.drawing.timeline import assign_lanes, list_device_rows, render_timeline, round_tick
+from streamrl.placement import Mesh, placement_from_meshes
+from streamrl.placement.problem import DeviceInterval
 
-GRPO = dataflow_for(("generator_logprobs", "scores"))
-SPLIT = of_meshes({"generate": ("0-3", "1-1-4"), "train": ("4-7", "1-1-4")})
+GRPO = build_dataflow(("generator_logprobs", "scores"))
+SPLIT = placement_from_meshes({"generate": ("0-3", "1-1-4"), "train": ("4-7", "1-1-4")})
 
 
 def test_a_row_for_each_run_of_devices_that_have_the_same_calls() -> None:
     meshes = {"generate": ("0-7", "1-1-8"), "train": ("0-3", "1-1-4"), "reward": ("6-7", "1-1-2")}
-    assert device_rows(of_meshes(meshes)) == [Mesh(0, 4), Mesh(4, 2), Mesh(6, 2)]
+    assert list_device_rows(placement_from_meshes(meshes)) == [Mesh(0, 4), Mesh(4, 2), Mesh(6, 2)]
 
 
 def test_boxes_are_where_and_when_the_work_was() -> None:
-    work = [Interval("generate", 1, 10.0, 16.0), Interval("train", 0, 12.0, 20.0)]
-    root = ET.fromstring(timeline_svg("two pools", GRPO, SPLIT, work))
+    work = [DeviceInterval("generate", 1, 10.0, 16.0), DeviceInterval("train", 0, 12.0, 20.0)]
+    root = ET.fromstring(render_timeline("two pools", GRPO, SPLIT, work))
     ns = "{http://www.w3.org/2000/svg}"
     boxes = {
         title.text: box.attrib
@@ -43,8 +43,8 @@ def test_boxes_are_where_and_when_the_work_was() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), max_size=12))
 def test_no_two_boxes_of_a_lane_meet(spans: list[tuple[int, int]]) -> None:
-    work = [Interval("train", i, a, a + length) for i, (a, length) in enumerate(spans)]
-    placed = in_lanes(work)
+    work = [DeviceInterval("train", i, a, a + length) for i, (a, length) in enumerate(spans)]
+    placed = assign_lanes(work)
     assert sorted(each.step for each, _ in placed) == list(range(len(spans)))
     for one, (lane, lanes) in placed:
         assert lane < lanes

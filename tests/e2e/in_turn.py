@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from streamrl.files.atomic_write import write_whole
+from streamrl.files.atomic_write import write_atomic
 
 HEADING = "=== in turn:"
 """What a command's name follows where its output begins."""
@@ -35,4 +35,4 @@ if __name__ == "__main__":
     folder, *commands = sys.argv[1:]
     for name, *words in map(json.loads, commands):
         print(HEADING, name, flush=True)
-        write_whole(code_file(Path(folder), name), str(play(words)))
+        write_atomic(code_file(Path(folder), name), str(play(words)))

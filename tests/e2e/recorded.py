@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamrl.actors.engine_factory import RealEngines
-from streamrl.buffer.assembly.packing import Pick
+from streamrl.actors.engine_factory import RealEngineFactory
+from streamrl.buffer.assembly.packing import RolloutIndex
 from streamrl.cli.train import train
 from streamrl.config import RunConfig, load_config
 from streamrl.dataflow import POLICY
-from streamrl.messages import Columns, group_rollouts
+from streamrl.messages import Columns, columns_to_rollouts
 
 if TYPE_CHECKING:
     from streamrl.engines.training.trainer import ModelTrainer
@@ -25,24 +25,26 @@ Trained = dict[tuple[int, str, int], list[int]]
 
 
 @dataclass(frozen=True)
-class Recording(RealEngines):
+class Recording(RealEngineFactory):
     """Real engines. Trainers note what they train in `notes`, a file per run and rank."""
 
     notes: Path
 
-    def trainer(self, config: RunConfig, max_length: int, rank: int, role: str) -> "ModelTrainer":
+    def make_trainer(
+        self, config: RunConfig, max_length: int, rank: int, role: str
+    ) -> "ModelTrainer":
         """A real one; what a policy's trains is noted before it is trained."""
-        found = super().trainer(config, max_length, rank, role)
+        found = super().make_trainer(config, max_length, rank, role)
         if role != POLICY:
             return found
         path, made = self.notes / f"{config.run.name}.{rank}.jsonl", found.train_micro_batch
 
         def noted(
-            groups: Mapping[str, Columns], picks: Sequence[Pick], version: int
+            groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], version: int
         ) -> dict[str, float]:
             with path.open("a") as file:
                 for uid, index in picks:
-                    tokens = group_rollouts(groups[uid])[index].token_ids.tolist()
+                    tokens = columns_to_rollouts(groups[uid])[index].token_ids.tolist()
                     file.write(json.dumps([version, uid, index, tokens]) + "\n")
             return made(groups, picks, version)
 

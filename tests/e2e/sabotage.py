@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamrl.actors.engine_factory import RealEngines
+from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.protocols import HostedGenerator
 from streamrl.cli.train import train
 from streamrl.config import RunConfig, load_config
@@ -22,49 +22,53 @@ DAMAGED = 2
 
 
 @dataclass(frozen=True)
-class Sabotage(RealEngines):
+class Sabotage(RealEngineFactory):
     """The first life of generator 0 is given a flipped byte, a bucket too few and an old version,
     and dies with a version in its hands; the second never gets a whole version after its fourth.
     Version DAMAGED is damaged where it lies, for all.
 
-    `marks` is a folder in which each life leaves a mark.
+    `marker_parameters` is a folder in which each life leaves a mark.
     """
 
     marks: Path
 
-    async def generator(self, config: RunConfig, max_length: int, replica: int) -> HostedGenerator:
+    async def make_generator(
+        self, config: RunConfig, max_length: int, replica: int
+    ) -> HostedGenerator:
         """A real one, in a process whose weights are tampered with."""
         if replica == 0:
             life = len(list(self.marks.iterdir())) + 1
             (self.marks / str(life)).touch()
             tamper(life)
-        return await super().generator(config, max_length, replica)
+        return await super().make_generator(config, max_length, replica)
 
-    def trainer(self, config: RunConfig, max_length: int, rank: int, role: str) -> "ModelTrainer":
+    def make_trainer(
+        self, config: RunConfig, max_length: int, rank: int, role: str
+    ) -> "ModelTrainer":
         """A real one, whose memory of one version is damaged once it is laid."""
-        from streamrl.weights.transports.shared_memory import SharedMemoryOutlet
+        from streamrl.weights.transports.shared_memory import SharedMemoryWriter
 
-        finish = SharedMemoryOutlet.finish
+        finish = SharedMemoryWriter.commit_version
         damaged = set[int]()
 
-        def finish_damaged(outlet: SharedMemoryOutlet, manifest: WeightManifest) -> None:
+        def finish_damaged(outlet: SharedMemoryWriter, manifest: WeightManifest) -> None:
             if manifest.version == DAMAGED and not damaged:
                 damaged.add(DAMAGED)
-                outlet._laid[0].bytes(100)[33] ^= 4
+                outlet._committed_segments[0].view_bytes(100)[33] ^= 4
             finish(outlet, manifest)
 
-        SharedMemoryOutlet.finish = finish_damaged  # type: ignore[method-assign,assignment]
-        return super().trainer(config, max_length, rank, role)
+        SharedMemoryWriter.commit_version = finish_damaged  # type: ignore[method-assign,assignment]
+        return super().make_trainer(config, max_length, rank, role)
 
 
 def tamper(life: int) -> None:
     """Put the saboteur of this life of the process in the place of what fetches weights."""
-    from streamrl.weights.transports.shared_memory import SharedMemoryInlet
+    from streamrl.weights.transports.shared_memory import SharedMemoryReader
 
-    honest = SharedMemoryInlet.fetch
+    honest = SharedMemoryReader.fetch_buckets
     fetched: list[Sequence[Array]] = []
 
-    def fetch(inlet: SharedMemoryInlet, manifest: WeightManifest) -> Sequence[Array]:
+    def fetch(inlet: SharedMemoryReader, manifest: WeightManifest) -> Sequence[Array]:
         found = list(honest(inlet, manifest))
         fetched.append([array.copy() for array in found])
         number = len(fetched)
@@ -81,7 +85,7 @@ def tamper(life: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    SharedMemoryInlet.fetch = fetch  # type: ignore[method-assign,assignment]
+    SharedMemoryReader.fetch_buckets = fetch  # type: ignore[method-assign,assignment]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.pipeline import PULL_ATTEMPTS
-from streamrl.weights.transports.shm_segments import clear_up
+from streamrl.weights.transports.shm_segments import remove_stale_segments
 from tests.e2e.launched import Launched, events, rows
 from tests.e2e.sabotage import DAMAGED
 from tests.toy import write_toy
@@ -73,4 +73,4 @@ def test_no_token_is_sampled_by_weights_that_are_not_the_trainers(run_dir: Path)
 
 
 def test_a_run_leaves_nothing_in_shared_memory(run_dir: Path) -> None:
-    assert clear_up() == [], "of a run that was interrupted"
+    assert remove_stale_segments() == [], "of a run that was interrupted"

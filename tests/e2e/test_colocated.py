@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from streamrl.buffer.books.ledger_audit import take_account
-from streamrl.buffer.books.run_log import history
-from streamrl.run_dir.checkpoint import BOOKS, journal_dir
+from streamrl.buffer.books.ledger_audit import audit_run_log
+from streamrl.buffer.books.run_log import read_history
+from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from tests.e2e.launched import Launched, events, rows
 from tests.toy import write_toy
 
@@ -240,7 +240,7 @@ def test_wherever_it_went_on_no_step_is_missing_and_every_prompt_is_trained_once
     assert finished.code == 0, finished.run.output
     assert [row["step"] for row in finished.rows] == list(range(1, len(finished.rows) + 1))
     assert max(row["staleness/max"] for row in finished.rows) <= 1
-    account = take_account(history(journal_dir(run_dir, BOOKS)))
+    account = audit_run_log(read_history(get_journal_dir(run_dir, RUN_LOG_FOLDER)))
     assert not account.problems
     assert len(account.trained) == len(set(account.trained)) == 4 * len(finished.rows)
     assert finished.state["version"] == len(finished.rows)

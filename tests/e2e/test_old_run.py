@@ -9,10 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.buffer.books.ledger_audit import take_account
-from streamrl.buffer.books.run_log import history
-from streamrl.buffer.log.segment_file import Corrupt, read_segment, segment_path, segments
-from streamrl.run_dir.checkpoint import BOOKS, find_resume_point, journal_dir
+from streamrl.buffer.books.ledger_audit import audit_run_log
+from streamrl.buffer.books.run_log import read_history
+from streamrl.buffer.log.segment_file import (
+    CorruptRecord,
+    list_segments,
+    read_segment,
+    segment_path,
+)
+from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, find_resume_point, get_journal_dir
 from tests.e2e.launched import Launched, rows
 
 ARCHIVE = Path(__file__).with_name("run_of_november_2026.tar.gz")
@@ -35,14 +40,16 @@ def test_journals_and_checkpoint_of_an_earlier_version_are_read(old_run: Path) -
     resume = find_resume_point(old_run)
     assert resume.checkpoint is not None and resume.checkpoint.path.name == "step_000004"
 
-    account = take_account(history(journal_dir(old_run, BOOKS)))
+    account = audit_run_log(read_history(get_journal_dir(old_run, RUN_LOG_FOLDER)))
     assert (account.num_steps, len(rows(old_run))) == (6, 5)
     assert not account.problems
 
     for name in ("shard-0", "shard-1"):
-        folder = journal_dir(old_run, name)
-        read = [entry for n in segments(folder) for entry in read_segment(segment_path(folder, n))]
-        assert not any(isinstance(entry, Corrupt) for entry in read)
+        folder = get_journal_dir(old_run, name)
+        read = [
+            entry for n in list_segments(folder) for entry in read_segment(segment_path(folder, n))
+        ]
+        assert not any(isinstance(entry, CorruptRecord) for entry in read)
         kinds = {entry[1].meta["kind"] for entry in read if isinstance(entry, tuple)}
         assert {"lease", "put", "leave"} <= kinds
 
@@ -54,6 +61,6 @@ def test_resume_of_an_earlier_version_trains_to_the_end(old_run: Path) -> None:
     assert run.wait() == 0, run.output
     assert [row["step"] for row in rows(old_run)] == [1, 2, 3, 4, 5, 6]
     assert rows(old_run)[:4] == earlier[:4]
-    account = take_account(history(journal_dir(old_run, BOOKS)))
+    account = audit_run_log(read_history(get_journal_dir(old_run, RUN_LOG_FOLDER)))
     assert account.num_steps == 6 and not account.problems
     assert "24 admitted = 24 trained + 0 filtered + 0 dropped + 0 in flight" in run.output

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from streamrl.telemetry.metric_names import METRICS, metric_for
+from streamrl.telemetry.metric_names import METRICS, find_metric
 from tests.e2e.launched import events
 from tests.e2e.shared_runs import BUILD, Ended
 from tests.telemetry.wandb_file import read_wandb_file
@@ -23,7 +23,7 @@ def test_every_step_logs_every_name_of_the_contract(demo: Ended) -> None:
         assert fixed <= row.keys(), fixed - row.keys()
         assert {f"queue/depth/{s}" for s in stages} | {f"idle/{s}" for s in stages} <= row.keys()
         for name in row.keys() - {"step", "time"}:
-            metric_for(name)
+            find_metric(name)
 
 
 def test_the_numbers_of_a_run_make_sense(demo: Ended) -> None:

@@ -19,11 +19,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from streamrl.buffer.books.ledger_audit import take_account
-from streamrl.buffer.books.run_log import history
-from streamrl.buffer.log.segment_file import segment_path, segments
+from streamrl.buffer.books.ledger_audit import audit_run_log
+from streamrl.buffer.books.run_log import read_history
+from streamrl.buffer.log.segment_file import list_segments, segment_path
 from streamrl.cli.main import main
-from streamrl.run_dir.checkpoint import BOOKS, journal_dir, list_checkpoints
+from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir, list_checkpoints
 from streamrl.run_dir.run_lock import LOCK_FILE
 from tests.e2e.launched import Launched, events, rows
 from tests.toy import write_toy
@@ -148,7 +148,7 @@ def test_a_resume_on_other_ranks_stage_and_shards_repeats_its_steps(
     run_dir = copied(killed, "changed")
     # The books may be ahead of the rows: the coordinator outlived the command by a moment.
     saved = step_of(newest(run_dir))
-    made = take_account(history(journal_dir(run_dir, BOOKS))).num_steps
+    made = audit_run_log(read_history(get_journal_dir(run_dir, RUN_LOG_FOLDER))).num_steps
     assert made > saved
     said = ["trainer.world_size=2", "trainer.zero_stage=3", "queue.shards=3"]
     run = Launched(["train", "--resume", str(run_dir), f"run.steps={made + 2}", *said], toy)
@@ -158,10 +158,10 @@ def test_a_resume_on_other_ranks_stage_and_shards_repeats_its_steps(
     for row in killed.rows[saved:]:
         for name in SAME:
             assert found[row["step"]][name] == pytest.approx(row[name], rel=1e-3, abs=1e-5), name
-    account = take_account(history(journal_dir(run_dir, BOOKS)))
+    account = audit_run_log(read_history(get_journal_dir(run_dir, RUN_LOG_FOLDER)))
     assert len(account.trained) == len(set(account.trained)) == 4 * (made + 2)
-    assert len(segments(journal_dir(run_dir, "shard-2.1"))) == 1
-    assert not segments(journal_dir(run_dir, "shard-0")), "the old ones are gone"
+    assert len(list_segments(get_journal_dir(run_dir, "shard-2.1"))) == 1
+    assert not list_segments(get_journal_dir(run_dir, "shard-0")), "the old ones are gone"
     run = Launched(
         ["train", "--resume", str(run_dir), f"run.steps={made + 3}", "queue.shards=1"], toy
     )
@@ -179,13 +179,13 @@ def _truncate(path: Path) -> None:
 
 
 def _last_books(run_dir: Path) -> Path:
-    folder = journal_dir(run_dir, BOOKS)
-    return segment_path(folder, segments(folder)[-1])
+    folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
+    return segment_path(folder, list_segments(folder)[-1])
 
 
 def _renamed(run_dir: Path, further: int) -> Path:
-    folder = journal_dir(run_dir, BOOKS)
-    return segment_path(folder, segments(folder)[-1] + further)
+    folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
+    return segment_path(folder, list_segments(folder)[-1] + further)
 
 
 def _append(path: Path, text: str) -> None:
@@ -211,18 +211,18 @@ class Hostile:
 
 
 def _hostile_prompt(run_dir: Path) -> None:
-    from streamrl.buffer.group import admitted
+    from streamrl.buffer.group import make_admit_record
     from streamrl.buffer.log.segment_file import write_segment
 
-    folder = journal_dir(run_dir, "shard-0")
-    record = admitted("0:99:0", pickle.dumps(Hostile()), 0)
-    write_segment(segment_path(folder, segments(folder)[-1] + 1), [record])
+    folder = get_journal_dir(run_dir, "shard-0")
+    record = make_admit_record("0:99:0", pickle.dumps(Hostile()), 0)
+    write_segment(segment_path(folder, list_segments(folder)[-1] + 1), [record])
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "books": (lambda run: _flip(_last_books(run), 60), "books"),
     "snapshot": (lambda run: _truncate(newest(run) / "queue/shard-1/00000000.journal"), "shard-1"),
-    "journal": (lambda run: shutil.rmtree(journal_dir(run, "shard-0")), "has to be made again"),
+    "journal": (lambda run: shutil.rmtree(get_journal_dir(run, "shard-0")), "has to be made again"),
     "state": (lambda run: (newest(run) / "state.json").write_text("[" * 100_000), "state.json"),
     "trainer": (
         lambda run: _truncate(newest(run) / "trainer/state_00000_000.safetensors"),

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.buffer.books.ledger_audit import take_account
-from streamrl.buffer.books.run_log import history
-from streamrl.run_dir.checkpoint import BOOKS, journal_dir
+from streamrl.buffer.books.ledger_audit import audit_run_log
+from streamrl.buffer.books.run_log import read_history
+from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from tests.e2e.launched import Launched, events, rows
 from tests.toy import write_toy
 
@@ -79,6 +79,6 @@ def test_a_generator_joins_and_one_leaves_and_every_prompt_is_trained_once(tmp_p
         ended = row["ledger/trained"] + row["ledger/filtered"] + row["ledger/dropped"]
         assert row["ledger/admitted"] == ended + row["ledger/in_flight"]
     assert found[-1]["ledger/dropped"] == 0
-    account = take_account(history(journal_dir(run_dir, BOOKS)))
+    account = audit_run_log(read_history(get_journal_dir(run_dir, RUN_LOG_FOLDER)))
     assert not account.problems
     assert len(account.trained) == len(set(account.trained)) == 4 * len(found)

@@ -5,11 +5,11 @@ import os
 import signal
 from pathlib import Path
 
-from streamrl.distributed.process_group import join_ranks
+from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
 from streamrl.engines.vllm.engine import EngineSpec
-from streamrl.engines.vllm.follower_rank import GeneratorPart
-from streamrl.engines.vllm.rank_groups import Team
+from streamrl.engines.vllm.follower_rank import FollowerRank
+from streamrl.engines.vllm.rank_groups import RankGroup
 from streamrl.errors import GenerationError
 from tests.engines.tiny_qwen import MAX_LENGTH, prompt
 
@@ -21,13 +21,13 @@ UNDER_WAY_S = 0.5
 def member(rank: int, path: str, port: int, victim: int, sign: Path) -> str:
     """What the one that is not killed is told; `sign` is a file that is there once they sample."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    join_ranks(rank=rank, world_size=len(TEAM), timeout_s=120.0)
-    spec = EngineSpec(path, CONFIG, 0, MAX_LENGTH, team=Team(rank, (TEAM,)))
+    join_process_group(rank=rank, world_size=len(TEAM), timeout_s=120.0)
+    spec = EngineSpec(path, CONFIG, 0, MAX_LENGTH, rank_group=RankGroup(rank, (TEAM,)))
     return asyncio.run(lead(spec, victim, sign) if rank == 0 else follow(spec, victim, sign))
 
 
 async def lead(spec: EngineSpec, victim: int, sign: Path) -> str:
-    engine = await GenerationEngine.of(spec)
+    engine = await GenerationEngine.start_from_spec(spec)
     await engine.use_model_dir(0)
     running = asyncio.create_task(engine.generate(prompt(5, 14, 6, 18), seeds=range(8)))
     await asyncio.sleep(UNDER_WAY_S)
@@ -42,8 +42,8 @@ async def lead(spec: EngineSpec, victim: int, sign: Path) -> str:
 
 
 async def follow(spec: EngineSpec, victim: int, sign: Path) -> str:
-    part = await GeneratorPart.start(spec)
-    serving = asyncio.create_task(part.serve())
+    part = await FollowerRank.start(spec)
+    serving = asyncio.create_task(part.run_rank())
     if victim == 1:
         while not sign.exists():
             await asyncio.sleep(0.01)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig, Loaded
+from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig, WeightLoadStats
 from streamrl.engines.vllm import engine as vllm_engine
-from streamrl.engines.vllm.environment import generation_env
+from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.messages import Rollout
 from streamrl.weights import logprob_probe
 from tests.engines.tiny_qwen import MAX_LENGTH, weights_of
@@ -30,7 +30,7 @@ class StepLog:
         self.num_steps = 0
 
     def watched(self, build: Callable[..., Any]) -> Callable[..., Any]:
-        """`build_engine`, with the log tied to the engine it builds."""
+        """`build_vllm_engine`, with the log tied to the engine it builds."""
 
         def build_watched(spec: vllm_engine.EngineSpec) -> Any:
             engine = build(spec)
@@ -68,7 +68,7 @@ class Flight:
     log: StepLog
     models: dict[int, PreTrainedModel] = field(default_factory=dict)
 
-    async def load(self, model: PreTrainedModel) -> Loaded:
+    async def load(self, model: PreTrainedModel) -> WeightLoadStats:
         """Load the model as the next version."""
         version = max(self.engine.version, *self.models, -1) + 1
         self.models[version] = model
@@ -140,9 +140,9 @@ async def flying(folder: str, policy: str, config: GeneratorConfig) -> AsyncIter
     """An engine that goes over to new weights in one of the ways of POLICIES."""
     log = StepLog()
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in generation_env("cpu").items():
+        for name, value in make_vllm_env("cpu").items():
             patch.setenv(name, value)
-        patch.setattr(vllm_engine, "build_engine", log.watched(vllm_engine.build_engine))
+        patch.setattr(vllm_engine, "build_vllm_engine", log.watched(vllm_engine.build_vllm_engine))
         engine = await GenerationEngine.start(
             folder, config, seed=0, max_length=MAX_LENGTH, **POLICIES[policy]
         )

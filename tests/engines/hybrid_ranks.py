@@ -15,14 +15,18 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from streamrl.distributed.process_group import join_ranks
+from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
-from streamrl.engines.training.fsdp_tp_backend import MeshBackend
-from streamrl.engines.training.in_place_update import PlannedOnce, Switch, plan_switch
+from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
+from streamrl.engines.training.in_place_update import (
+    LazyWeightResharder,
+    WeightResharder,
+    plan_resharding,
+)
 from streamrl.engines.training.torch_backend import TorchBackend
-from streamrl.resharding.storage import Storage
+from streamrl.resharding.storage import ShardStorage
 from tests.engines.moved_ranks import in_one_memory
 from tests.engines.tiny_qwen import save, tiny_model
 
@@ -61,7 +65,7 @@ def one_rank(
 ) -> dict[str, list[dict[str, Any]]]:
     """What a rank saw, by backend, of every version."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    join_ranks(rank=rank, world_size=WORLD, timeout_s=120.0)
+    join_process_group(rank=rank, world_size=WORLD, timeout_s=120.0)
     return asyncio.run(all_backends(model_path, cases))
 
 
@@ -81,11 +85,11 @@ async def all_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[
                 figures = {"copied_bytes": loaded.copied_bytes}
             else:
                 figures = await asyncio.to_thread(fill, version)
-                loaded = await engine.take_up(version)
+                loaded = await engine.activate_version(version)
                 assert not loaded.copied_bytes
             version += 1
             seen[name].append({**figures, **await look(engine, backend)})
-            await engine.suspend("update")
+            await engine.pause("update")
             await asyncio.to_thread(update, backend, config)
             await engine.resume("update")
     return seen
@@ -93,24 +97,24 @@ async def all_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[
 
 def served_by(engine: GenerationEngine) -> Any:
     """The weights of an engine, as it holds them."""
-    return engine._thread._weights
+    return engine._thread._weight_loader
 
 
 def make(module: PreTrainedModel, config: TrainerConfig) -> Any:
     if config.backend == "deepspeed":
         return DeepSpeedBackend(module, config)
-    return (MeshBackend if config.gathers else TorchBackend)(module, config)
+    return (FsdpTpBackend if config.has_sharded_params else TorchBackend)(module, config)
 
 
 async def unplanned(engine: GenerationEngine, backend: Any) -> bool:
     """Whether there is no switch, on any rank, if one cannot be filled."""
-    served = await engine.storage() if dist.get_rank() else None
+    served = await engine.get_storage() if dist.get_rank() else None
     return await plan(backend.placed(), served) is None
 
 
 async def cast(engine: GenerationEngine, backend: Any) -> bool:
     """Whether what is kept in another type is served as that says."""
-    served = await engine.storage()
+    served = await engine.get_storage()
     assert served is not None
     halved = [(name, tensor.bfloat16(), shard) for name, tensor, shard in backend.placed()]
     switch = await plan(halved, served)
@@ -120,21 +124,21 @@ async def cast(engine: GenerationEngine, backend: Any) -> bool:
     return all(torch.equal(view, whole[name].bfloat16().float()) for name, _, view in served)
 
 
-async def plan(placed: Any, served: Storage | None) -> Switch | None:
-    return await asyncio.to_thread(plan_switch, placed, served, timeout_s=60.0)
+async def plan(placed: Any, served: ShardStorage | None) -> WeightResharder | None:
+    return await asyncio.to_thread(plan_resharding, placed, served, timeout_s=60.0)
 
 
 async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict[str, Any]]:
     """What fills the engine's parameters with a version from all ranks, and counts."""
     refused, rounded = await unplanned(engine, backend), await cast(engine, backend)
-    served = await engine.storage()
+    served = await engine.get_storage()
     assert served is not None
-    if isinstance(backend, MeshBackend):
-        return in_place(PlannedOnce(60.0), engine, backend, served)
+    if isinstance(backend, FsdpTpBackend):
+        return in_place(LazyWeightResharder(60.0), engine, backend, served)
     switch = await plan(backend.placed(), served)
     assert switch is not None
     kept = sum(tensor.nbytes for _, tensor, _ in backend.placed())
-    memory = sum(b.held[0].nbytes for b in served_by(engine)._bound)
+    memory = sum(b.held[0].nbytes for b in served_by(engine)._bound_parameters)
 
     def fill(version: int) -> dict[str, Any]:
         moved = switch.run(backend.placed(), version)
@@ -152,7 +156,10 @@ async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict
 
 
 def in_place(
-    switch: PlannedOnce, engine: GenerationEngine, backend: MeshBackend, served: Storage
+    switch: LazyWeightResharder,
+    engine: GenerationEngine,
+    backend: FsdpTpBackend,
+    served: ShardStorage,
 ) -> Callable[[int], dict[str, Any]]:
     """The same where the trainer moves into the engine's memory."""
 
@@ -171,21 +178,21 @@ def in_place(
 
 def update(backend: Any, config: TrainerConfig) -> None:
     """A step that changes every parameter, of other tokens for each share of the data."""
-    ids = torch.from_numpy(SEQUENCE).long().roll(config.share_of(dist.get_rank()))[None]
+    ids = torch.from_numpy(SEQUENCE).long().roll(config.get_dp_rank(dist.get_rank()))[None]
     backend.backward(backend.forward(ids).logits.square().mean())
-    backend.step(divisor=float(config.num_shares), lr=LR)
+    backend.step(divisor=float(config.dp_size), lr=LR)
 
 
 async def look(engine: GenerationEngine, backend: Any) -> dict[str, Any]:
     """Where the parameters lie, and what trainer and engine say of a sequence."""
-    _, (served,) = await engine.probe([SEQUENCE])
+    _, (served,) = await engine.compute_logprobs([SEQUENCE])
     ids = torch.from_numpy(SEQUENCE).long()
     with torch.no_grad():
         logits = backend.forward(ids[None]).logits[0, :-1].float()
     trained = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].numpy()
     lies_at = {name: p.data_ptr() for name, p in backend.module.named_parameters()}
     # What the engine has fused begins where the first of it lies.
-    bound = served_by(engine)._bound
+    bound = served_by(engine)._bound_parameters
     return {
         "apart": [b.names for b in bound if b.held[0].data_ptr() != lies_at[b.names[0]]],
         "bound": len(bound),

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.engines.memory.peak_memory import (
-    STATUS,
-    PeakMemory,
-    give_back_freed,
-    give_back_large_at_once,
+    PROC_STATUS,
+    PeakMemoryTracker,
+    release_freed_memory,
+    release_large_blocks_eagerly,
 )
 from streamrl.engines.trainer_config import TrainerConfig
 from tests.engines.tiny_groups import made_up_groups
@@ -68,7 +68,7 @@ def one_rank(
     """What a rank saw, by case; before, it trains a small model."""
     from streamrl.engines.training.deepspeed_backend import _import_deepspeed
 
-    give_back_large_at_once()  # as a worker with a budget does
+    release_large_blocks_eagerly()  # as a worker with a budget does
     _import_deepspeed()
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     seen = {}
@@ -89,27 +89,27 @@ def train(case: Case, rank: int, model_path: str) -> dict[str, float]:
     from streamrl.engines.training.trainer import ModelTrainer
 
     algorithm, groups = AlgorithmConfig(), made_up_groups()
-    settings = algorithm.settings(max_length=8, reward_weights={})
-    task = PolicyTask(model_path, algorithm.row, settings, 1.0)
+    settings = algorithm.to_settings(max_length=8, reward_weights={})
+    task = PolicyTask(model_path, algorithm.spec, settings, 1.0)
     picks = [("0:0:0", i) for i in range(4)]
     gc.collect()
-    give_back_freed()
+    release_freed_memory()
     before = resident_mb()
     trainer = ModelTrainer(task, config=case.config, rank=rank if case.world_size > 1 else 0)
-    memory = PeakMemory()
+    memory = PeakMemoryTracker()
     for _ in range(UPDATES):
         for _ in range(MICRO_BATCHES):
             trainer.train_micro_batch(groups, picks)
         trainer.step(4.0)
-    memory.ends("train")
-    give_back_freed()
+    memory.record_phase("train")
+    release_freed_memory()
     held = resident_mb()
     trainer.offload_optimizer()
     offloaded = held - resident_mb()
     trainer.close()
-    return {"peak": memory.drain()["train"] - before, "offloaded": offloaded}
+    return {"peak": memory.drain_peaks()["train"] - before, "offloaded": offloaded}
 
 
 def resident_mb() -> float:
-    lines = STATUS.read_text().splitlines()
+    lines = PROC_STATUS.read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024

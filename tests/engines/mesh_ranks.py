@@ -18,9 +18,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from streamrl.distributed.process_group import join_ranks
+from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.fsdp_tp_backend import MeshBackend
+from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
 from streamrl.engines.training.torch_backend import TorchBackend
 from tests.engines.tiny_qwen import fill
 
@@ -99,14 +99,14 @@ def one_rank(rank: int, ports: Sequence[int], cases: Sequence[Case]) -> dict[str
 
 def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str, Any]:
     """Some updates, and one whose gradient is not finite."""
-    join_ranks(rank=rank, world_size=config.world_size, timeout_s=60.0)
-    backend = (MeshBackend if config.gathers else TorchBackend)(module, config)
+    join_process_group(rank=rank, world_size=config.world_size, timeout_s=60.0)
+    backend = (FsdpTpBackend if config.has_sharded_params else TorchBackend)(module, config)
     drawn = torch.Generator().manual_seed(1)
     norms = []
     for update in range(UPDATES + 1):
         for _ in range(MICRO_BATCHES):
             ids = torch.randint(0, 64, (ROWS, 12), generator=drawn)
-            rows = ids[config.share_of(rank) :: config.num_shares]
+            rows = ids[config.get_dp_rank(rank) :: config.dp_size]
             loss = backend.forward(rows, use_cache=False).logits.log_softmax(-1).square().sum()
             backend.backward(loss * (torch.nan if update == UPDATES else 1.0))
         norms.append(backend.step(divisor=float(ROWS), lr=LR))
@@ -121,25 +121,25 @@ def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str
         "unchanged": all(whole[name].equal(before[name]) for name in before),
         "parameters": whole,
         "misplaced": misplaced(backend, whole),
-        "kept_bytes": sum(tensor.nbytes for _, tensor, _ in backend.placed()),
+        "kept_bytes": sum(tensor.nbytes for _, tensor, _ in backend.iter_shards()),
         "memory_bytes": memory_bytes(backend),
     }
     backend.close()
     return seen
 
 
-def memory_bytes(backend: MeshBackend | TorchBackend) -> int:
+def memory_bytes(backend: FsdpTpBackend | TorchBackend) -> int:
     """Of what the parameters that are kept lie in, each block once."""
-    blocks = [tensor.untyped_storage() for _, tensor, _ in backend.placed()]
+    blocks = [tensor.untyped_storage() for _, tensor, _ in backend.iter_shards()]
     return sum({block.data_ptr(): block.nbytes() for block in blocks}.values())
 
 
-def misplaced(backend: MeshBackend | TorchBackend, whole: dict[str, torch.Tensor]) -> list[str]:
+def misplaced(backend: FsdpTpBackend | TorchBackend, whole: dict[str, torch.Tensor]) -> list[str]:
     """Whose pieces are not those of the whole tensor, or lie elsewhere."""
     if isinstance(backend, TorchBackend):
         return []
     found = []
-    for name, local, shard in backend.placed():
+    for name, local, shard in backend.iter_shards():
         for piece in shard.pieces:
             offset = local.storage_offset() + piece.offset
             view = torch.as_strided(local, piece.box.shape, piece.strides, offset)

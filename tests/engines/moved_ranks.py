@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from streamrl.distributed.process_group import join_ranks
+from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.checkpoint.sharded_state import load_state, save_state
-from streamrl.engines.models.tensor_parallel import CUT_BY_INPUTS, CUT_BY_OUTPUTS
+from streamrl.engines.models.tensor_parallel import COLUMN_PARALLEL, ROW_PARALLEL
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.fsdp_tp_backend import MeshBackend
-from streamrl.engines.training.in_place_update import PlannedOnce
-from streamrl.engines.training.optimizer_offload import OptimizerMemory
-from streamrl.resharding import Box
-from streamrl.resharding.storage import Storage
+from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
+from streamrl.engines.training.in_place_update import LazyWeightResharder
+from streamrl.engines.training.optimizer_offload import OptimizerOffload
+from streamrl.resharding import TensorBox
+from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.parameters import ParameterSet
 from tests.engines.mesh_ranks import make
 
@@ -43,11 +43,11 @@ FUSED = {
 
 def one_rank(rank: int, folder: Path, port: int) -> dict[str, Any]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    join_ranks(rank=rank, world_size=WORLD, timeout_s=60.0)
+    join_process_group(rank=rank, world_size=WORLD, timeout_s=60.0)
     seen = {}
     for case, (model, settings, parts) in CASES.items():
         config = TrainerConfig(backend="torch", world_size=WORLD, **settings)
-        served = laid_out(ParameterSet.of(make(model)), parts, rank if parts > 1 else 0)
+        served = laid_out(ParameterSet.from_module(make(model)), parts, rank if parts > 1 else 0)
         files = folder / case
         files.mkdir(exist_ok=True)
         by_itself = train(model, config, files, None)
@@ -55,9 +55,12 @@ def one_rank(rank: int, folder: Path, port: int) -> dict[str, Any]:
     return seen
 
 
-def laid_out(parameters: ParameterSet, parts: int, place: int) -> Storage:
+def laid_out(parameters: ParameterSet, parts: int, place: int) -> ShardStorage:
     """Memory for part `place` of a generator: q, k and v in one buffer, gate and up in another."""
-    boxes = {name: box_of(name, parameters.shapes[name], parts, place) for name in parameters.once}
+    boxes = {
+        name: box_of(name, parameters.shapes[name], parts, place)
+        for name in parameters.unique_names
+    }
     fused: dict[str, list[str]] = {}
     for name in boxes:
         path, _, kind = name.rpartition(".")
@@ -71,70 +74,72 @@ def laid_out(parameters: ParameterSet, parts: int, place: int) -> Storage:
         buffer = torch.full((sum(rows) + padding, *boxes[names[0]].shape[1:]), torch.nan)
         for name, view in zip(names, buffer[: sum(rows)].split(rows), strict=True):
             views[name] = [(boxes[name], view)]
-    return Storage(views)
+    return ShardStorage(views)
 
 
-def box_of(name: str, shape: tuple[int, ...], parts: int, place: int) -> Box:
+def box_of(name: str, shape: tuple[int, ...], parts: int, place: int) -> TensorBox:
     path, _, kind = name.rpartition(".")
-    by_rows = path.endswith((*CUT_BY_OUTPUTS, "embed_tokens", "lm_head"))
-    by_columns = path.endswith(CUT_BY_INPUTS) and kind == "weight"
+    by_rows = path.endswith((*COLUMN_PARALLEL, "embed_tokens", "lm_head"))
+    by_columns = path.endswith(ROW_PARALLEL) and kind == "weight"
     if not (by_rows or by_columns):
-        return Box.whole(shape)
+        return TensorBox.from_shape(shape)
     dim = 0 if by_rows else 1
     size = shape[dim] // parts
-    return Box.whole(shape).narrow(dim, place * size, (place + 1) * size)
+    return TensorBox.from_shape(shape).narrow(dim, place * size, (place + 1) * size)
 
 
 def train(
-    model: str, config: TrainerConfig, folder: Path, served: Storage | None
+    model: str, config: TrainerConfig, folder: Path, served: ShardStorage | None
 ) -> dict[str, Any]:
     """Updates with a version after each; last an update again, from what was saved before it.
 
     The optimizer has a state when the parameters come to lie elsewhere, and gives it up between
     updates.
     """
-    backend = MeshBackend(make(model), config)
-    aside = OptimizerMemory(
-        backend.optimizer_state, not_of=lambda: (kept for _, kept, _ in backend.placed())
+    backend = FsdpTpBackend(make(model), config)
+    aside = OptimizerOffload(
+        backend.iter_optimizer_state, not_of=lambda: (kept for _, kept, _ in backend.iter_shards())
     )
-    switch = PlannedOnce(60.0)
+    switch = LazyWeightResharder(60.0)
     drawn = torch.Generator().manual_seed(1)
     seen: dict[str, Any] = {"norms": [], "moved": [], "served": []}
     for update in range(UPDATES):
         if update == UPDATES - 1:
             # All know of the others' files: the update that follows takes all of them.
-            saved_at = save_state(folder, dist.get_rank(), backend.fragments(), backend.optimizer)
+            saved_at = save_state(
+                folder, dist.get_rank(), backend.iter_fragments(), backend.optimizer
+            )
         ids = torch.randint(0, 64, (4, 12), generator=drawn)
         seen["norms"].append(step(backend, ids))
-        aside.release()
+        aside.offload_state()
         if served is not None:
             moved = switch.run(backend, served, update)
             assert moved is not None
             seen["moved"].append((moved.copied_bytes, moved.received_bytes))
             seen["served"].append(is_served(backend, served))
-        aside.restore()
+        aside.restore_state()
     seen["parameters"] = whole(backend)
     if served is not None:
         seen["there"] = in_one_memory((view for _, _, view in served), backend)
         seen["held_bytes"] = held_bytes(backend, served)
-    fragments, optimizer = backend.fragments(), backend.optimizer
-    load_state(folder, saved_at, fragments, optimizer, backend.placed())
+    fragments, optimizer = backend.iter_fragments(), backend.optimizer
+    load_state(folder, saved_at, fragments, optimizer, backend.iter_shards())
     step(backend, ids)
     seen["again"] = whole(backend)
     return seen
 
 
-def step(backend: MeshBackend, ids: torch.Tensor) -> float:
+def step(backend: FsdpTpBackend, ids: torch.Tensor) -> float:
     loss = backend.forward(ids, use_cache=False).logits.log_softmax(-1).square().sum()
     backend.backward(loss)
     return backend.step(divisor=4.0, lr=LR)
 
 
-def whole(backend: MeshBackend) -> Mapping[str, torch.Tensor]:
+def whole(backend: FsdpTpBackend) -> Mapping[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in backend.full_state()}
 
 
-def is_served(backend: MeshBackend, served: Storage) -> bool:
+def is_served(backend: FsdpTpBackend, served: ShardStorage) -> bool:
     """Whether what lies there is what the trainer has."""
     trained = whole(backend)
     return all(view.equal(trained[name][box.slices]) for name, box, view in served)
@@ -153,8 +158,8 @@ def in_one_memory(others: Iterable[torch.Tensor], backend: Any) -> dict[str, int
     return found
 
 
-def held_bytes(backend: MeshBackend, served: Storage) -> int:
+def held_bytes(backend: FsdpTpBackend, served: ShardStorage) -> int:
     """Of all memory behind what is trained and what is served, each once."""
-    tensors = [view for _, _, view in served] + [kept for _, kept, _ in backend.placed()]
+    tensors = [view for _, _, view in served] + [kept for _, kept, _ in backend.iter_shards()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())

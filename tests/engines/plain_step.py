@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.math.advantages import group_relative
-from streamrl.algorithms.math.losses import entropy
+from streamrl.algorithms.math.advantages import group_relative_advantages
+from streamrl.algorithms.math.losses import entropy_from_logits
 from streamrl.algorithms.objective import policy_loss
-from streamrl.messages import split_tokens
+from streamrl.messages import split_token_column
 from tests.engines.trainer_ranks import ALGORITHM, GROUPS, SETTINGS, TEMPERATURE
 
 
@@ -17,9 +17,9 @@ def plain_loss(logits_of: Callable[[Tensor], Tensor]) -> Tensor:
     total = torch.zeros(())
     for columns in GROUPS.values():
         scores = torch.from_numpy(columns["scores"])
-        advantages = group_relative(scores, torch.zeros(len(scores), dtype=torch.long))
+        advantages = group_relative_advantages(scores, torch.zeros(len(scores), dtype=torch.long))
         cut = {
-            name: split_tokens(columns[name], columns["lengths"])
+            name: split_token_column(columns[name], columns["lengths"])
             for name in ("token_ids", "loss_mask", "generator_logprobs", "ref_logprobs")
         }
         for i in range(len(columns["lengths"])):
@@ -32,7 +32,11 @@ def plain_loss(logits_of: Callable[[Tensor], Tensor]) -> Tensor:
                 "group_tokens": torch.tensor([int(columns["loss_mask"].sum())]),
             }
             loss, _ = policy_loss(
-                ALGORITHM.row, SETTINGS, batch, logprobs=logprobs, entropy=entropy(logits)
+                ALGORITHM.spec,
+                SETTINGS,
+                batch,
+                logprobs=logprobs,
+                entropy=entropy_from_logits(logits),
             )
             total = total + loss
     return total

@@ -31,8 +31,8 @@ def train_row(seat: Seat, layout: Layout, name: str) -> None:
 
     groups = scored_groups(seat.model_path)
     config = AlgorithmConfig(name=name)
-    settings = config.settings(max_length=10, reward_weights={"right": 1.0})
-    task = PolicyTask(seat.model_path, config.row, settings, TEMPERATURE)
+    settings = config.to_settings(max_length=10, reward_weights={"right": 1.0})
+    task = PolicyTask(seat.model_path, config.spec, settings, TEMPERATURE)
     trainer = seat.trainer(layout, config, task=task, lr=SEVERAL_LR)
     norms = [train(trainer, groups, layout)["policy/grad_norm"] for _ in range(2)]
     seat.seen[f"row/{layout.label}/{name}"] = {
@@ -44,14 +44,14 @@ def train_row(seat: Seat, layout: Layout, name: str) -> None:
 
 def train(trainer: "ModelTrainer", groups: dict[str, Columns], layout: Layout) -> dict[str, float]:
     """A step, in one micro-batch of one rank or in two of each of two."""
-    trainer.plan(groups)
+    trainer.plan_step(groups)
     rounds = cut(groups, num_micro_batches=layout.num_shares, num_shares=layout.num_shares)
     sums = add_up(trainer.train_micro_batch(groups, own(trainer, work)) for work in rounds)
     total = torch.tensor(list(sums.values()), dtype=torch.float64)
     if layout.world_size > 1:
         dist.all_reduce(total)
     whole = dict(zip(sums, total.tolist(), strict=True))
-    return trainer.step(trainer.normaliser(whole))
+    return trainer.step(trainer.compute_loss_denominator(whole))
 
 
 @cache
@@ -66,7 +66,7 @@ def scored_groups(model_path: str) -> dict[str, Columns]:
         expected = np.where(columns["loss_mask"], 0.1, 0).astype(np.float32)
         groups[uid] = {
             **columns,
-            "generator_logprobs": scorer.ref_logprobs(columns)["ref_logprobs"],
+            "generator_logprobs": scorer.compute_ref_logprobs(columns)["ref_logprobs"],
             "reward/right": scores,
             "baseline_scores": np.full_like(scores, scores.mean()),
             "costs": 1 - scores,

@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from streamrl.distributed.process_group import join_ranks
+from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.fsdp_tp_backend import MeshBackend
-from streamrl.engines.training.in_place_update import PlannedOnce
+from streamrl.engines.training.fsdp_tp_backend import FsdpTpBackend
+from streamrl.engines.training.in_place_update import LazyWeightResharder
 from streamrl.engines.training.torch_backend import TorchBackend
 from streamrl.engines.vllm.engine import EngineSpec
-from streamrl.engines.vllm.follower_rank import GeneratorPart
-from streamrl.engines.vllm.rank_groups import Team, team_of
-from streamrl.resharding.boxes import remainder, total
-from streamrl.resharding.executors import Moved
-from streamrl.resharding.storage import Storage
+from streamrl.engines.vllm.follower_rank import FollowerRank
+from streamrl.engines.vllm.rank_groups import RankGroup, make_rank_group
+from streamrl.resharding.boxes import count_elements, subtract_boxes
+from streamrl.resharding.executors import ReshardingStats
+from streamrl.resharding.storage import ShardStorage
 from tests.engines.moved_ranks import in_one_memory
 from tests.engines.tiny_qwen import fill, save
 
@@ -90,17 +90,19 @@ def whole(path: str, weights: Mapping[str, torch.Tensor]) -> list[list[int]]:
 def one_rank(rank: int, path: str, port: int, world: int, meshes: Sequence[str]) -> dict[str, Any]:
     """What a rank saw, by mesh, and who is in its team."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    join_ranks(rank=rank, world_size=world, timeout_s=120.0)
-    team = team_of(rank, trainer_config(meshes[0], world), SIZE)
+    join_process_group(rank=rank, world_size=world, timeout_s=120.0)
+    team = make_rank_group(rank, trainer_config(meshes[0], world), SIZE)
     return {"team": team.ranks, "meshes": asyncio.run(all_meshes(path, team, meshes))}
 
 
-async def start(path: str, team: Team) -> GenerationEngine | GeneratorPart:
-    spec = EngineSpec(path, CONFIG, 0, MAX_LENGTH, team=team)
-    return await (GenerationEngine.of(spec) if team.leads else GeneratorPart.start(spec))
+async def start(path: str, team: RankGroup) -> GenerationEngine | FollowerRank:
+    spec = EngineSpec(path, CONFIG, 0, MAX_LENGTH, rank_group=team)
+    return await (
+        GenerationEngine.start_from_spec(spec) if team.is_leader else FollowerRank.start(spec)
+    )
 
 
-async def all_meshes(path: str, team: Team, meshes: Sequence[str]) -> dict[str, Any]:
+async def all_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[str, Any]:
     world = dist.get_world_size()
     engine = await start(path, team)
     seen: dict[str, Any] = {}
@@ -108,10 +110,10 @@ async def all_meshes(path: str, team: Team, meshes: Sequence[str]) -> dict[str, 
     for mesh in meshes:
         module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         config = trainer_config(mesh, world)
-        backend = (MeshBackend if config.gathers else TorchBackend)(module, config)
-        storage = await engine.storage()
+        backend = (FsdpTpBackend if config.has_sharded_params else TorchBackend)(module, config)
+        storage = await engine.get_storage()
         assert storage is not None
-        switch = partial(PlannedOnce(60.0).run, backend, storage)
+        switch = partial(LazyWeightResharder(60.0).run, backend, storage)
         seen[mesh] = {
             "updates": [],
             "model_bytes": sum(tensor.nbytes for _, tensor in backend.full_state()),
@@ -128,7 +130,7 @@ async def all_meshes(path: str, team: Team, meshes: Sequence[str]) -> dict[str, 
     await asyncio.to_thread(switch, version)
     await asyncio.to_thread(dist.barrier)
     if isinstance(engine, GenerationEngine):
-        await engine.take_up(version)
+        await engine.activate_version(version)
         seen["tokens"] = await tokens(engine)
     if team.rank == 0:
         seen["last"] = last
@@ -139,30 +141,32 @@ async def all_meshes(path: str, team: Team, meshes: Sequence[str]) -> dict[str, 
     return seen
 
 
-def lacking(backend: Any, storage: Storage) -> int:
+def lacking(backend: Any, storage: ShardStorage) -> int:
     """Bytes of what is served that this rank does not train."""
     trained = {name: shard.boxes for name, _, shard in backend.placed()}
     return sum(
-        total(remainder([box], trained.get(name, []))) * view.itemsize
+        count_elements(subtract_boxes([box], trained.get(name, []))) * view.itemsize
         for name, box, view in storage
     )
 
 
-def parameters_of(engine: GenerationEngine | GeneratorPart) -> Iterator[torch.Tensor]:
+def parameters_of(engine: GenerationEngine | FollowerRank) -> Iterator[torch.Tensor]:
     """Those of vLLM's model on this rank."""
     weights: Any = (
-        engine._thread._weights if isinstance(engine, GenerationEngine) else engine._weights
+        engine._thread._weight_loader
+        if isinstance(engine, GenerationEngine)
+        else engine._weight_loader
     )
     return weights._model.parameters()
 
 
-async def without_kv(engine: GenerationEngine | GeneratorPart) -> tuple[int, int]:
+async def without_kv(engine: GenerationEngine | FollowerRank) -> tuple[int, int]:
     """Bytes of the keys and values on this rank before and after they are released."""
     if isinstance(engine, GenerationEngine):
-        await engine.suspend("test")
+        await engine.pause("test")
     before = kv_bytes(engine)
     await asyncio.to_thread(dist.barrier)
-    await engine.release_kv()
+    await engine.sleep()
     after = kv_bytes(engine)
     await asyncio.to_thread(dist.barrier)
     if isinstance(engine, GenerationEngine):
@@ -170,7 +174,7 @@ async def without_kv(engine: GenerationEngine | GeneratorPart) -> tuple[int, int
     return before, after
 
 
-def kv_bytes(engine: GenerationEngine | GeneratorPart) -> int:
+def kv_bytes(engine: GenerationEngine | FollowerRank) -> int:
     within: Any = engine
     if isinstance(engine, GenerationEngine):
         worker = within._thread._weights._worker
@@ -180,9 +184,9 @@ def kv_bytes(engine: GenerationEngine | GeneratorPart) -> int:
 
 
 async def look(
-    engine: GenerationEngine | GeneratorPart,
+    engine: GenerationEngine | FollowerRank,
     backend: Any,
-    switch: Callable[[int], Moved | None],
+    switch: Callable[[int], ReshardingStats | None],
     version: int,
 ) -> dict[str, Any]:
     """What comes for a version, and what trainer and generator say of a sequence."""
@@ -198,8 +202,8 @@ async def look(
         "copied_bytes": moved.copied_bytes,
     }
     if isinstance(engine, GenerationEngine):
-        await engine.take_up(version)
-        _, (served,) = await engine.probe([SEQUENCE])
+        await engine.activate_version(version)
+        _, (served,) = await engine.compute_logprobs([SEQUENCE])
         seen["difference"] = float(np.abs(served[1:] - trained).max())
         seen["logprobs"] = served.tolist()
     await asyncio.to_thread(dist.barrier)

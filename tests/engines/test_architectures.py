@@ -15,13 +15,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from streamrl.engines.generation.generator import GenerationEngine
-from streamrl.engines.models.forward import ModelOptions, load_model, load_skeleton, token_logprobs
-from streamrl.engines.models.lora import layers_to_adapt
-from streamrl.engines.models.save_model import write_model
+from streamrl.engines.models.forward import (
+    ModelLoadOptions,
+    compute_token_logprobs,
+    load_model,
+    load_skeleton,
+)
+from streamrl.engines.models.lora import find_lora_layers
+from streamrl.engines.models.save_model import write_hf_model
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.files.hf_config import stored_shapes
-from streamrl.weights.logprob_probe import Probe, probe_sequences
-from streamrl.weights.lora_merge import LORA_A, LORA_B, LORA_SCALE
+from streamrl.files.hf_config import read_stored_shapes
+from streamrl.weights.logprob_probe import LogprobCheck, make_check_sequences
+from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
 from tests.engines.test_weight_updates import started
 from tests.engines.tiny_qwen import MAX_LENGTH, save, weights_of
 
@@ -150,34 +155,39 @@ def make(architecture: str, folder: Path, *, seed: int) -> PreTrainedModel:
             elif values.dim() > 1:
                 values.copy_(noise * 1.6 / math.sqrt(max(values.shape[-2:])))
     save(model, folder, ends=False)
-    options = ModelOptions(max_length=MAX_LENGTH)
+    options = ModelLoadOptions(max_length=MAX_LENGTH)
     return load_model(str(folder), dtype=torch.float32, options=options).eval()
 
 
 @torch.no_grad()
-def probe_of(model: PreTrainedModel) -> Probe:
-    sequences = probe_sequences(vocab_size=VOCABULARY, max_length=MAX_LENGTH)
+def probe_of(model: PreTrainedModel) -> LogprobCheck:
+    sequences = make_check_sequences(vocab_size=VOCABULARY, max_length=MAX_LENGTH)
     rows = [torch.from_numpy(sequence)[None].long() for sequence in sequences]
-    scores = [token_logprobs(model, row, row >= 0, temperature=1.0).logprobs for row in rows]
-    return Probe(sequences, [score[0].numpy() for score in scores], LIMIT)
+    scores = [
+        compute_token_logprobs(model, row, row >= 0, temperature=1.0).logprobs for row in rows
+    ]
+    return LogprobCheck(sequences, [score[0].numpy() for score in scores], LIMIT)
 
 
 async def compared(engine: GenerationEngine, model: PreTrainedModel, who: str) -> None:
     """Raise ProbeError unless the engine computes what a model does."""
     probe = probe_of(model)
-    _, found = await engine.probe(probe.sequences)
-    probe.check(found, who)
+    _, found = await engine.compute_logprobs(probe.sequences)
+    probe.compare_logprobs(found, who)
 
 
 def adapters_of(model: PreTrainedModel, folder: str) -> dict[str, torch.Tensor]:
     """What a trainer of adapters publishes: one for every layer that gets one."""
-    layers = layers_to_adapt(load_skeleton(folder), TrainerConfig(lora_rank=RANK))
+    layers = find_lora_layers(load_skeleton(folder), TrainerConfig(lora_rank=RANK))
     generator = torch.Generator().manual_seed(3)
     published = {LORA_SCALE: torch.tensor(0.5)}
     for name in layers:
         layer = model.get_submodule(name)
         assert isinstance(layer, torch.nn.Linear)
-        shapes = {LORA_A: (RANK, layer.in_features), LORA_B: (layer.out_features, RANK)}
+        shapes = {
+            LORA_A_SUFFIX: (RANK, layer.in_features),
+            LORA_B_SUFFIX: (layer.out_features, RANK),
+        }
         for kind, shape in shapes.items():
             published[name + kind] = torch.randn(shape, generator=generator) * 0.1
     return published
@@ -186,10 +196,12 @@ def adapters_of(model: PreTrainedModel, folder: str) -> dict[str, torch.Tensor]:
 def merged(model: PreTrainedModel, published: Mapping[str, torch.Tensor]) -> PreTrainedModel:
     """The model with adapters in its weights."""
     with torch.no_grad():
-        for name in [one.removesuffix(LORA_A) for one in published if one.endswith(LORA_A)]:
+        for name in [
+            one.removesuffix(LORA_A_SUFFIX) for one in published if one.endswith(LORA_A_SUFFIX)
+        ]:
             layer = model.get_submodule(name)
             assert isinstance(layer, torch.nn.Linear)
-            layer.weight += 0.5 * published[name + LORA_B] @ published[name + LORA_A]
+            layer.weight += 0.5 * published[name + LORA_B_SUFFIX] @ published[name + LORA_A_SUFFIX]
     return model
 
 
@@ -209,8 +221,8 @@ async def test_the_generator_is_the_trainers_model_as_it_is_read_and_after_every
             buffers = {n: b for n, b in base.named_buffers() if n in base.state_dict()}
             model.load_state_dict(buffers, strict=False)
             loaded = await engine.load_weights(weights_of(model), version)
-            assert loaded.arrival.num_compared and not loaded.arrival.differing
-            assert not loaded.arrival.warnings
+            assert loaded.verification.num_compared and not loaded.verification.differing_names
+            assert not loaded.verification.warnings
             await compared(engine, model, f"{architecture}, with version {version},")
         published = adapters_of(base, str(tmp_path))
         await engine.load_weights(published, 3)
@@ -233,11 +245,11 @@ def test_a_checkpoint_is_the_model_that_was_trained_in_the_layout_it_was_read_in
     base = load_model(str(tmp_path / "base"), dtype=torch.float32)
     with torch.no_grad():
         trained = {name: 2 * tensor for name, tensor in weights_of(base).items()}
-    write_model(tmp_path / "saved", base, trained, tokenizer_from=str(tmp_path / "base"))
+    write_hf_model(tmp_path / "saved", base, trained, tokenizer_from=str(tmp_path / "base"))
     read = load_model(str(tmp_path / "saved"), dtype=torch.float32)
     found, buffers = weights_of(read), dict(base.named_buffers())
     assert found.keys() == trained.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
     assert all(torch.equal(b, buffers[name]) for name, b in read.named_buffers())
-    layout, saved = (stored_shapes(tmp_path / one, "path") for one in ("base", "saved"))
+    layout, saved = (read_stored_shapes(tmp_path / one, "path") for one in ("base", "saved"))
     assert saved == layout

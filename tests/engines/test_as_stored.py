@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from streamrl.engines.models.forward import load_model
-from streamrl.engines.models.supported_models import check_support
-from streamrl.engines.vllm.weight_loader import as_stored
+from streamrl.engines.models.supported_models import check_model_support
+from streamrl.engines.vllm.weight_loader import iter_stored_tensors
 from tests.engines.models.test_supported_models import FILE, write
 
 
@@ -16,7 +16,7 @@ def given(path: str) -> dict[str, torch.Tensor]:
     """All that an engine is given of the model as it is read, by name."""
     model = load_model(path, dtype=torch.float32)
     named = model.named_parameters(remove_duplicate=False)
-    pairs = list(as_stored(path, {name: tensor.detach() for name, tensor in named}))
+    pairs = list(iter_stored_tensors(path, {name: tensor.detach() for name, tensor in named}))
     assert len(pairs) == len(dict(pairs)), "nothing twice"
     return dict(pairs)
 
@@ -31,7 +31,7 @@ def test_what_a_model_computes_anew_is_not_given(tmp_path: Path) -> None:
         f"{place}rotary_emb.inv_freq": torch.zeros(4),
     }
     save_file({**load_file(tmp_path / FILE), **older}, tmp_path / FILE)
-    check_support(path, "auto")
+    check_model_support(path, "auto")
     assert given(path).keys() == before
 
 
@@ -48,7 +48,7 @@ def test_experts_that_lie_together_are_given_one_by_one(tmp_path: Path, family: 
     together = load_model(path, dtype=torch.float32).state_dict()
     save_file({n: tensor.clone() for n, tensor in together.items()}, tmp_path / FILE)
     assert load_file(tmp_path / FILE).keys() != apart.keys()
-    check_support(path, "auto")
+    check_model_support(path, "auto")
     found = given(path)
     assert found.keys() == apart.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in apart.items())

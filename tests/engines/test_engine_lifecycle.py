@@ -12,7 +12,7 @@ import pytest
 from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
 from streamrl.engines.vllm import engine as vllm_engine
 from streamrl.engines.vllm.engine import EngineSpec
-from streamrl.engines.vllm.environment import generation_env
+from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.errors import ConfigError, DeadlineError, GenerationError, WeightsError
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
@@ -31,7 +31,7 @@ SHORT = prompt(5, 14, 6, 18)
 
 @pytest.fixture(autouse=True)
 def environment(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in generation_env("cpu").items():
+    for name, value in make_vllm_env("cpu").items():
         monkeypatch.setenv(name, value)
     yield
     # A dying thread reports its error once more after its listener has heard it.
@@ -132,7 +132,7 @@ async def test_a_probe_past_its_deadline_is_the_end_of_the_engine(tmp_path: Path
         await engine.load_weights(weights_of(model), 0)
         config.request_timeout_s = 1e-6
         with pytest.raises(GenerationError, match=r"a probe was not answered: .* within 1e-06 s"):
-            await engine.probe([SHORT])
+            await engine.compute_logprobs([SHORT])
         with pytest.raises(GenerationError, match="a probe was not answered"):
             await engine.generate(SHORT, seeds=[1])
 
@@ -177,7 +177,7 @@ async def test_a_start_past_its_deadline_is_named(
         release.wait()
         raise RuntimeError("too late")
 
-    monkeypatch.setattr(vllm_engine, "build_engine", stuck)
+    monkeypatch.setattr(vllm_engine, "build_vllm_engine", stuck)
     folder = save(tiny_model(tied=True, seed=1), tmp_path)
     config = GeneratorConfig(start_timeout_s=0.01)
     with pytest.raises(DeadlineError, match=r"did not start .* within 0.01 s"):

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from streamrl.engines.generator_config import GeneratorConfig, engine_arguments
-from streamrl.engines.vllm.environment import generation_env
+from streamrl.engines.generator_config import GeneratorConfig, make_engine_args
+from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.errors import ConfigError
 from streamrl.weights.logprob_probe import NUM_SEQUENCES
 
@@ -40,7 +40,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arguments(config: GeneratorConfig, *, on_cpu: bool) -> dict[str, Any]:
-    return engine_arguments("m", config, seed=3, max_length=8192, on_cpu=on_cpu)
+    return make_engine_args("m", config, seed=3, max_length=8192, on_cpu=on_cpu)
 
 
 def test_on_a_cpu_the_engine_is_eager_float32_with_a_small_cache() -> None:
@@ -81,8 +81,8 @@ def test_logprobs_are_of_the_sampling_distribution_and_no_step_spans_an_update(
 
 
 def test_only_a_cpu_process_has_dynamo_off() -> None:
-    assert generation_env("cpu", threads=2)["TORCHDYNAMO_DISABLE"] == "1"
-    assert generation_env("cpu", threads=2)["OMP_NUM_THREADS"] == "2"
-    assert "TORCHDYNAMO_DISABLE" not in generation_env("cuda")
+    assert make_vllm_env("cpu", threads=2)["TORCHDYNAMO_DISABLE"] == "1"
+    assert make_vllm_env("cpu", threads=2)["OMP_NUM_THREADS"] == "2"
+    assert "TORCHDYNAMO_DISABLE" not in make_vllm_env("cuda")
     with pytest.raises(ValueError, match="tpu"):
-        generation_env("tpu")
+        make_vllm_env("tpu")

@@ -41,7 +41,7 @@ async def test_an_update_interrupts_none_and_versions_are_those_of_the_steps(
     flight: Flight,
 ) -> None:
     first = max(flight.models)
-    number = flight.engine._num_requests + 1
+    number = flight.engine._last_request_id + 1
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(CONCURRENT)))
     loads = []
     for seed in (2,) if flight.policy == "drain" else (2, 3):
@@ -54,10 +54,10 @@ async def test_an_update_interrupts_none_and_versions_are_those_of_the_steps(
     assert all(0 < loaded.pause_s < 5 for loaded in loads)
     if flight.policy == "drain":
         assert {v for of_one in versions for v in of_one} == {first}
-        assert [loaded.interrupted for loaded in loads] == [0]
+        assert [loaded.num_interrupted for loaded in loads] == [0]
     else:
         assert {v for of_one in versions for v in of_one} == {first, first + 1, first + 2}
-        assert [loaded.interrupted for loaded in loads] == [CONCURRENT] * 2
+        assert [loaded.num_interrupted for loaded in loads] == [CONCURRENT] * 2
     if flight.policy != "keep":
         assert worst_error(rollouts[::8], flight.models) < 1e-4
     fresh = await flight.engine.generate(SHORT, seeds=range(4))
@@ -144,7 +144,7 @@ async def test_what_is_asked_for_while_the_engine_drains_starts_under_the_new_we
     for version, rollouts in enumerate(found, old):
         assert {v for of_one in sampled_versions(rollouts) for v in of_one} == {version}
         assert worst_error(rollouts, flight.models) < 1e-4
-    assert [loaded.interrupted for loaded in await asyncio.gather(*loads)] == [0, 0]
+    assert [loaded.num_interrupted for loaded in await asyncio.gather(*loads)] == [0, 0]
     assert flight.engine.num_running == 0
 
 
@@ -168,8 +168,8 @@ async def test_rollouts_stand_still_between_two_tokens_and_go_on_as_if_they_had_
     whole = await flight.engine.generate(SHORT, seeds=range(8))
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(8)))
     await flight.steps(10)
-    await flight.engine.suspend("others have the pool")
-    await flight.engine.suspend("weights change")
+    await flight.engine.pause("others have the pool")
+    await flight.engine.pause("weights change")
     stood = flight.log.num_steps
     late = asyncio.create_task(flight.engine.generate(SHORT, seeds=[3]))
     await flight.engine.resume("weights change")
@@ -190,11 +190,11 @@ async def test_weights_are_loaded_while_rollouts_stand_still(flight: Flight) -> 
     first = max(flight.models)
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(8)))
     await flight.steps(10)
-    await flight.engine.suspend("weights change")
+    await flight.engine.pause("weights change")
     stood = flight.log.num_steps
     loaded = await flight.load(endless_model(seed=9))
     assert flight.log.num_steps == stood
-    assert loaded.interrupted == 8
+    assert loaded.num_interrupted == 8
     await flight.engine.resume("weights change")
     versions = sampled_versions(await running)
     assert {tuple(sorted(set(of_one))) for of_one in versions} == {(first, first + 1)}

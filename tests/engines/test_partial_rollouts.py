@@ -10,14 +10,14 @@ import torch
 
 from streamrl.engines.generation.generator import GeneratorConfig
 from streamrl.engines.generation.group_generator import GroupGenerator
-from streamrl.engines.generation.partial_rollouts import continuation_seed
-from streamrl.engines.generation.pending_requests import Watch
+from streamrl.engines.generation.partial_rollouts import derive_continuation_seed
+from streamrl.engines.generation.pending_requests import ProgressWatch
 from streamrl.errors import ConfigError
-from streamrl.messages import FinishReason, Prompt, Rollout, group_rollouts
+from streamrl.messages import FinishReason, Prompt, Rollout, columns_to_rollouts
 from streamrl.weights.logprob_probe import NUM_SEQUENCES
-from streamrl.weights.pack import publish
-from streamrl.weights.parameters import side_by_side
-from streamrl.weights.unpack import unpack
+from streamrl.weights.pack import publish_version
+from streamrl.weights.parameters import order_for_fusion
+from streamrl.weights.unpack import unpack_tensors
 from tests.engines.flight import Engines, Flight, sampled_versions
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
@@ -52,9 +52,11 @@ async def flight(engines: Engines) -> Flight:
 
 async def broken_off(flight: Flight, num: int, *, steps: int) -> list[Rollout]:
     """What there is of some rollouts after some steps; they are given up then."""
-    call = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(num), watch=Watch("a")))
+    call = asyncio.create_task(
+        flight.engine.generate(SHORT, seeds=range(num), watch=ProgressWatch("a"))
+    )
     await flight.steps(steps)
-    (found,) = (await flight.engine.progress()).values()
+    (found,) = (await flight.engine.collect_partial_rollouts()).values()
     call.cancel()
     await asyncio.wait([call])
     return found
@@ -90,7 +92,7 @@ async def test_what_follows_a_break_is_not_drawn_as_the_beginning_was(flight: Fl
     )
     assert on.token_ids.tolist() != fresh.token_ids.tolist()
     (drawn,) = await flight.engine.generate(
-        begun[0].token_ids, seeds=[continuation_seed(0, size)], max_new_tokens=LIMIT - size
+        begun[0].token_ids, seeds=[derive_continuation_seed(0, size)], max_new_tokens=LIMIT - size
     )
     assert on.token_ids.tolist() == drawn.token_ids.tolist()
 
@@ -122,16 +124,18 @@ async def test_finished_ones_come_back_as_they_are_and_full_ones_end_for_length(
 async def test_progress_tells_of_watched_calls_those_that_wait_and_are_done_included(
     flight: Flight,
 ) -> None:
-    assert await flight.engine.progress() == {}
+    assert await flight.engine.collect_partial_rollouts() == {}
     unwatched = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(2)))
     calls = {
         name: asyncio.create_task(
-            flight.engine.generate(SHORT, seeds=range(12), watch=Watch(name), max_new_tokens=80)
+            flight.engine.generate(
+                SHORT, seeds=range(12), watch=ProgressWatch(name), max_new_tokens=80
+            )
         )
         for name in ("a", "b")
     }
     await flight.steps(5)
-    found = await flight.engine.progress()
+    found = await flight.engine.collect_partial_rollouts()
     assert found.keys() == {"a", "b"}
     sizes = {name: [len(r.completion_ids) for r in rollouts] for name, rollouts in found.items()}
     assert all(5 <= size < 80 for size in sizes["a"]), "16 run at once: 2, 12 and 2"
@@ -154,7 +158,7 @@ async def test_who_watches_is_told_of_each_rollout_that_is_finished(flight: Flig
     begun, told = [near[0], near[1], far[2]], []
     sizes = [len(rollout.completion_ids) for rollout in begun]
     assert sizes[0] == limit > sizes[2]
-    watch = Watch("a", lambda: told.append(flight.engine.num_running))
+    watch = ProgressWatch("a", lambda: told.append(flight.engine.num_running))
     call = flight.engine.generate(
         SHORT, seeds=range(3), begun=begun, watch=watch, max_new_tokens=limit + 5
     )
@@ -168,23 +172,25 @@ async def test_who_watches_is_told_of_each_rollout_that_is_finished(flight: Flig
 async def test_a_group_goes_on_in_another_generator(flight: Flight) -> None:
     generator = GroupGenerator(flight.engine, group_size=4, run_seed=0)
     asked = Prompt("0:0:0", SHORT)
-    call = asyncio.create_task(generator.group(asked))
+    call = asyncio.create_task(generator.generate_group(asked))
     await asyncio.sleep(0)
-    queued = asyncio.gather(*(generator.group(Prompt(f"0:{i}:0", SHORT)) for i in range(1, 8)))
+    queued = asyncio.gather(
+        *(generator.generate_group(Prompt(f"0:{i}:0", SHORT)) for i in range(1, 8))
+    )
     await flight.steps(10)
-    begun = await generator.begun()
+    begun = await generator.collect_partial_rollouts()
     assert begun.keys() == {f"0:{i}:0" for i in range(4)}, "the others have not begun"
     call.cancel()
     queued.cancel()
     await asyncio.gather(call, queued, return_exceptions=True)
-    assert await generator.begun() == {}
+    assert await generator.collect_partial_rollouts() == {}
     loaded = await generator.load_weights(weights_of(endless_model(seed=3)), 1 + max(flight.models))
     flight.models[max(flight.models) + 1] = endless_model(seed=3)
-    assert loaded.interrupted == 0
-    columns = await generator.group(asked, begun["0:0:0"])
+    assert loaded.num_interrupted == 0
+    columns = await generator.generate_group(asked, begun["0:0:0"])
     num = int(begun["0:0:0"]["lengths"][0])
     assert columns["token_ids"][:num].tolist() == begun["0:0:0"]["token_ids"][:num].tolist()
-    assert worst_error(group_rollouts(columns), flight.models) < 1e-4
+    assert worst_error(columns_to_rollouts(columns), flight.models) < 1e-4
 
 
 async def test_a_probe_says_what_the_weights_served_make_of_sequences(flight: Flight) -> None:
@@ -195,7 +201,7 @@ async def test_a_probe_says_what_the_weights_served_make_of_sequences(flight: Fl
         running = asyncio.create_task(flight.engine.generate(LONG, seeds=range(16)))
         await asyncio.sleep(0.02)
         loading = asyncio.create_task(flight.load(model))
-        version, found = await flight.engine.probe(sequences)
+        version, found = await flight.engine.compute_logprobs(sequences)
         await loading
         for sequence, logprobs in zip(sequences, found, strict=True):
             everything = Rollout(
@@ -209,9 +215,9 @@ async def test_a_probe_says_what_the_weights_served_make_of_sequences(flight: Fl
             assert logprobs.dtype == np.float32
             np.testing.assert_allclose(logprobs, expected, atol=1e-4)
         await running
-    assert await flight.engine.probe([]) == (max(flight.models), [])
+    assert await flight.engine.compute_logprobs([]) == (max(flight.models), [])
     with pytest.raises(ConfigError, match="512 tokens"):
-        await flight.engine.probe([prompt(*[5] * MAX_LENGTH)])
+        await flight.engine.compute_logprobs([prompt(*[5] * MAX_LENGTH)])
 
 
 async def test_a_probe_waits_for_no_rollout_to_end(flight: Flight) -> None:
@@ -221,7 +227,7 @@ async def test_a_probe_waits_for_no_rollout_to_end(flight: Flight) -> None:
     )
     await flight.steps(5)
     began = flight.log.num_steps
-    await flight.engine.probe([LONG] * NUM_SEQUENCES)
+    await flight.engine.compute_logprobs([LONG] * NUM_SEQUENCES)
     assert flight.log.num_steps - began < LIMIT * 3 / 4
     assert not running.done()
     await running
@@ -229,15 +235,17 @@ async def test_a_probe_waits_for_no_rollout_to_end(flight: Flight) -> None:
 
 def packed(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
     """The weights as they come to a follower that holds the trainer's buckets, in this order."""
-    manifest = publish(weights.items(), version=version, bucket_bytes=1 << 22, outlet=LocalOutlet())
+    manifest = publish_version(
+        weights.items(), version=version, bucket_bytes=1 << 22, outlet=LocalOutlet()
+    )
     for data in manifest.handles:
         data.flags.writeable = False
-    return unpack(manifest, manifest.handles)
+    return unpack_tensors(manifest, manifest.handles)
 
 
 def ordered(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The weights in the order in which they are published."""
-    return {name: weights[name] for name in side_by_side(weights)}
+    return {name: weights[name] for name in order_for_fusion(weights)}
 
 
 async def test_what_lies_side_by_side_is_served_where_it_lies(flight: Flight) -> None:

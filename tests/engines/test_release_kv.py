@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
-from streamrl.engines.models.forward import wait_for_device
-from streamrl.engines.vllm.environment import generation_env
+from streamrl.engines.models.forward import synchronize_device
+from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.messages import Rollout
 from tests.engines.flight import Engines, Flight
 from tests.engines.tiny_qwen import (
@@ -47,10 +47,10 @@ async def test_rollouts_go_on_as_if_keys_and_values_had_never_been_released(
     running = asyncio.create_task(sampled(flight))
     await flight.steps(30)
     for reason in ("lease", "lease again"):
-        await flight.engine.suspend(reason)
+        await flight.engine.pause(reason)
         before_mb = held_mb()
-        await flight.engine.release_kv()
-        await flight.engine.release_kv()
+        await flight.engine.sleep()
+        await flight.engine.sleep()
         assert before_mb - held_mb() > 0.9 * KV_MB
         assert flight.engine.num_running == len(SEEDS)
         await flight.engine.resume(reason)
@@ -66,7 +66,7 @@ async def test_rollouts_go_on_as_if_keys_and_values_had_never_been_released(
 @pytest.mark.gpu
 async def test_on_a_gpu_others_have_their_memory_meanwhile(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in generation_env("cuda").items():
+        for name, value in make_vllm_env("cuda").items():
             patch.setenv(name, value)
         model = endless_model(seed=3)
         path = save(model, tmp_path)
@@ -74,9 +74,9 @@ async def test_on_a_gpu_others_have_their_memory_meanwhile(tmp_path: Path) -> No
         await engine.load_weights(weights_of(model), 0)
         running = asyncio.create_task(engine.generate(prompt(5, 14, 6, 18), seeds=SEEDS))
         await asyncio.sleep(0.2)
-        await engine.suspend("lease")
+        await engine.pause("lease")
         before, _ = torch.cuda.mem_get_info()
-        await engine.release_kv()
+        await engine.sleep()
         after, _ = torch.cuda.mem_get_info()
         assert after - before > 0.9 * KV_MB * MB
         await engine.resume("lease")
@@ -87,18 +87,18 @@ async def test_on_a_gpu_others_have_their_memory_meanwhile(tmp_path: Path) -> No
 @pytest.mark.gpu
 async def test_on_a_gpu_weights_are_filled_where_they_lie(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in generation_env("cuda").items():
+        for name, value in make_vllm_env("cuda").items():
             patch.setenv(name, value)
         path = save(endless_model(seed=3), tmp_path)
         engine = await GenerationEngine.start(path, CONFIG, seed=0, max_length=MAX_LENGTH)
-        served = await engine.storage()
+        served = await engine.get_storage()
         assert served is not None and served.device.type == "cuda"
         model = endless_model(seed=4)
         trained = weights_of(model)
         for name, box, view in served:
             view.copy_(torch.as_tensor(trained[name])[box.slices])
-        wait_for_device()
-        assert not (await engine.take_up(1)).copied_bytes
+        synchronize_device()
+        assert not (await engine.activate_version(1)).copied_bytes
         rollouts = await engine.generate(prompt(5, 14, 6, 18), seeds=SEEDS)
         assert worst_error(rollouts, {1: model}) < 1e-2
         await engine.close()
@@ -109,8 +109,8 @@ async def test_a_version_may_come_while_they_are_released(engines: Engines) -> N
     await flight.load(endless_model(seed=3))
     running = asyncio.create_task(sampled(flight))
     await flight.steps(30)
-    await flight.engine.suspend("lease")
-    await flight.engine.release_kv()
+    await flight.engine.pause("lease")
+    await flight.engine.sleep()
     await flight.load(endless_model(seed=4))
     await flight.engine.resume("lease")
     rollouts = await running

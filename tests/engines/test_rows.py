@@ -5,7 +5,7 @@ import torch
 
 from streamrl.algorithms import ALGORITHMS
 from streamrl.engines.training.forward_scorers import LogprobScorer
-from streamrl.messages import split_tokens
+from streamrl.messages import split_token_column
 from tests.engines.conftest import ONE, TWO
 from tests.engines.tiny_qwen import save, tiny_model
 from tests.engines.trainer_ranks import GROUPS, SEVERAL_LR, TEMPERATURE, Case
@@ -40,8 +40,8 @@ def logprobs_by_rollout(model_path):
         torch.tensor(
             [
                 part.sum()
-                for part in split_tokens(
-                    scorer.ref_logprobs(columns)["ref_logprobs"], columns["lengths"]
+                for part in split_token_column(
+                    scorer.compute_ref_logprobs(columns)["ref_logprobs"], columns["lengths"]
                 )
             ]
         )

@@ -13,9 +13,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
-from streamrl.engines.generation.pending_requests import Watch
+from streamrl.engines.generation.pending_requests import ProgressWatch
 from streamrl.engines.vllm import engine as vllm_engine
-from streamrl.engines.vllm.environment import generation_env
+from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.errors import StreamError
 from tests import forked
 from tests.engines.tiny_qwen import (
@@ -58,7 +58,7 @@ def in_environment(environment: dict[str, str], target: Any, kwargs: dict[str, A
 
 @pytest.fixture(autouse=True)
 def forks(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in generation_env("cpu").items():
+    for name, value in make_vllm_env("cpu").items():
         monkeypatch.setenv(name, value)
     from vllm.v1.executor import multiproc_executor
 
@@ -103,9 +103,11 @@ async def test_every_version_reaches_every_rank(tmp_path: Path) -> None:
         await engine.load_weights(weights_of(models[0]), 0)
         for version in (1, 2):
             running = asyncio.create_task(
-                engine.generate(SHORT, seeds=range(8), max_new_tokens=300, watch=Watch("group"))
+                engine.generate(
+                    SHORT, seeds=range(8), max_new_tokens=300, watch=ProgressWatch("group")
+                )
             )
-            while not (await engine.progress()).get("group"):
+            while not (await engine.collect_partial_rollouts()).get("group"):
                 await asyncio.sleep(0.01)
             weights = weights_of(models[version])
             loaded = await engine.load_weights(weights, version)
@@ -114,7 +116,7 @@ async def test_every_version_reaches_every_rank(tmp_path: Path) -> None:
             sampled_by = {int(v) for r in rollouts for v in r.policy_version[r.loss_mask]}
             assert sampled_by == {version - 1, version}
             assert worst_error(rollouts, models) < 1e-4
-        held, (logprobs,) = await engine.probe([rollouts[0].token_ids])
+        held, (logprobs,) = await engine.compute_logprobs([rollouts[0].token_ids])
         assert held == 2
         last = rollouts[0].policy_version == 2
         np.testing.assert_allclose(logprobs[last], rollouts[0].generator_logprobs[last], atol=1e-4)
@@ -128,8 +130,8 @@ async def test_a_rank_that_dies_is_told_and_takes_the_others_along(
 ) -> None:
     # Not left to vLLM, which shuts down an engine that is garbage: the next one may run by then.
     shut_down: list[None] = []
-    frees = vllm_engine.shut_down
-    monkeypatch.setattr(vllm_engine, "shut_down", lambda one: shut_down.append(frees(one)))
+    frees = vllm_engine.shut_down_engine
+    monkeypatch.setattr(vllm_engine, "shut_down_engine", lambda one: shut_down.append(frees(one)))
     model = tiny_model(tied=True, seed=1)
     async with started(model, tmp_path) as engine:
         await engine.load_weights(weights_of(model), 0)

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from streamrl.engines.models.forward import load_value_model, token_values
-from streamrl.engines.models.two_heads import load_two_headed, values_in
+from streamrl.engines.models.forward import compute_token_values, load_value_model
+from streamrl.engines.models.two_heads import extract_values, load_two_headed_model
 from streamrl.engines.training.forward_scorers import ValueScorer
 from streamrl.errors import ConfigError, WeightsError
-from streamrl.messages import GroupInfo, check_sizes, column_sizes, split_tokens
-from streamrl.weights.lora_merge import LORA_A, LORA_B, LORA_SCALE
+from streamrl.messages import GroupInfo, check_column_sizes, measure_columns, split_token_column
+from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
 from tests.engines.tiny_groups import made_up_groups
 from tests.engines.tiny_qwen import save, tiny_model
 
@@ -34,7 +34,7 @@ def with_a_head(model_path):
 def test_a_new_critic_expects_nothing_and_has_the_body_of_the_model(model_path):
     model = load_value_model(model_path, dtype=torch.float32)
     ids = torch.tensor([[5, 6, 7, 8]])
-    values = token_values(model, ids, torch.ones_like(ids, dtype=torch.bool))
+    values = compute_token_values(model, ids, torch.ones_like(ids, dtype=torch.bool))
     assert values.tolist() == [[0.0] * 4]
     body = dict(tiny_model(tied=True, seed=1).model.named_parameters())
     own = dict(model.model.named_parameters())
@@ -45,13 +45,13 @@ def test_a_value_sees_the_tokens_before_its_own(model_path):
     model = with_a_head(model_path)
     ids = torch.tensor([[5, 6, 7, 8]])
     attention = torch.ones_like(ids, dtype=torch.bool)
-    values = token_values(model, ids, attention)
+    values = compute_token_values(model, ids, attention)
     hidden = model.model(input_ids=ids).last_hidden_state
     expected = model.score(hidden)[0, :, 0]
     torch.testing.assert_close(values[0, 1:], expected[:-1])
-    changed = token_values(model, torch.tensor([[5, 6, 7, 9]]), attention)
+    changed = compute_token_values(model, torch.tensor([[5, 6, 7, 9]]), attention)
     torch.testing.assert_close(changed, values)
-    changed = token_values(model, torch.tensor([[5, 6, 9, 8]]), attention)
+    changed = compute_token_values(model, torch.tensor([[5, 6, 9, 8]]), attention)
     torch.testing.assert_close(changed[0, :3], values[0, :3])
     assert (changed[0, 3] - values[0, 3]).abs() > 1e-4
 
@@ -82,16 +82,16 @@ def test_the_shadow_follows_the_critic(model_path):
     assert not scorer.values(COLUMNS).any()
     scorer.load_weights(dict(trained.named_parameters(remove_duplicate=False)))
     columns = {"values": scorer.values(COLUMNS)}
-    check_sizes(column_sizes(columns), GroupInfo.of(COLUMNS))
+    check_column_sizes(measure_columns(columns), GroupInfo.from_columns(COLUMNS))
     lengths = COLUMNS["lengths"]
     rows = zip(
-        *(split_tokens(COLUMNS[name], lengths) for name in ("token_ids", "loss_mask")),
-        split_tokens(columns["values"], lengths),
+        *(split_token_column(COLUMNS[name], lengths) for name in ("token_ids", "loss_mask")),
+        split_token_column(columns["values"], lengths),
         strict=True,
     )
     for ids, mask, values in rows:
         tokens = torch.from_numpy(ids)[None].long()
-        expected = token_values(trained, tokens, torch.ones_like(tokens, dtype=torch.bool))
+        expected = compute_token_values(trained, tokens, torch.ones_like(tokens, dtype=torch.bool))
         kept = np.where(mask, expected[0].detach().numpy(), 0)
         np.testing.assert_allclose(values, kept, atol=2e-5)
 
@@ -100,7 +100,7 @@ def test_the_shadow_merges_adapters_and_takes_the_head(model_path):
     trained = with_a_head(model_path)
     a, b = torch.randn(1, 64, generator=torch.manual_seed(0)), torch.ones(64, 1)
     layer = "model.layers.0.self_attn.q_proj"
-    published = {layer + LORA_A: a, layer + LORA_B: b, LORA_SCALE: torch.tensor(0.5)}
+    published = {layer + LORA_A_SUFFIX: a, layer + LORA_B_SUFFIX: b, LORA_SCALE: torch.tensor(0.5)}
     published |= {name: p for name, p in trained.named_parameters() if name.startswith("score.")}
     scorer, other = scorer_of(model_path), scorer_of(model_path)
     with torch.no_grad():
@@ -113,7 +113,10 @@ def test_the_shadow_merges_adapters_and_takes_the_head(model_path):
 
 
 def test_a_shadow_of_a_shared_model_takes_its_part_of_the_policy(model_path):
-    model, critic = load_two_headed(model_path, dtype=torch.float32).eval(), with_a_head(model_path)
+    model, critic = (
+        load_two_headed_model(model_path, dtype=torch.float32).eval(),
+        with_a_head(model_path),
+    )
     model.score.load_state_dict(critic.score.state_dict())
     shared = scorer_of(model_path, shares_policy=True)
     shared.load_weights(dict(model.named_parameters(remove_duplicate=False)))
@@ -125,12 +128,17 @@ def test_a_shadow_of_a_shared_model_takes_its_part_of_the_policy(model_path):
 
 
 def test_two_heads_of_one_forward_say_what_two_models_do(model_path):
-    model, critic = load_two_headed(model_path, dtype=torch.float32).eval(), with_a_head(model_path)
+    model, critic = (
+        load_two_headed_model(model_path, dtype=torch.float32).eval(),
+        with_a_head(model_path),
+    )
     model.score.load_state_dict(critic.score.state_dict())
     ids = torch.tensor([[5, 6, 7, 8], [9, 4, 0, 0]])
     attention = torch.tensor([[True] * 4, [True, True, False, False]])
     output = model(input_ids=ids, attention_mask=attention.long(), use_cache=False)
-    torch.testing.assert_close(values_in(output, attention), token_values(critic, ids, attention))
+    torch.testing.assert_close(
+        extract_values(output, attention), compute_token_values(critic, ids, attention)
+    )
     plain = tiny_model(tied=True, seed=1)(input_ids=ids, attention_mask=attention.long())
     torch.testing.assert_close(output.logits, plain.logits)
 

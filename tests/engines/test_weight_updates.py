@@ -22,7 +22,7 @@ from transformers import (
 
 from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
 from streamrl.engines.vllm import weight_loader
-from streamrl.engines.vllm.environment import generation_env
+from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.messages import Rollout
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
@@ -109,7 +109,7 @@ def distance(model: PreTrainedModel, other: PreTrainedModel, rollouts: list[Roll
 
 @asynccontextmanager
 async def started(folder: str, patch: pytest.MonkeyPatch) -> AsyncIterator[GenerationEngine]:
-    for name, value in generation_env("cpu").items():
+    for name, value in make_vllm_env("cpu").items():
         patch.setenv(name, value)
     config = GeneratorConfig(max_new_tokens=12)
     engine = await GenerationEngine.start(folder, config, seed=0, max_length=MAX_LENGTH)
@@ -169,7 +169,7 @@ async def test_each_group_of_parameters_reaches_the_model(
 async def test_so_it_does_where_vllm_has_to_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_loader, "bind", lambda *of: [])
+    monkeypatch.setattr(weight_loader, "bind_parameters", lambda *of: [])
     base = family_model("qwen2", tied=True)
     async with started(save(base, tmp_path, ends=False), monkeypatch) as engine:
         await each_group_alone(engine, base)
@@ -185,13 +185,13 @@ def num_bytes(weights: Mapping[str, torch.Tensor]) -> int:
 async def test_large_layers_multiply_with_onednn_and_bfloat16_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_loader, "LEAST_FOR_ONEDNN", 1)
+    monkeypatch.setattr(weight_loader, "MIN_ONEDNN_ELEMENTS", 1)
     base = family_model("qwen2", tied=True)
     folder = save(base, tmp_path, ends=False)
     async with started(folder, monkeypatch) as engine:
         await engine.load_weights(weights_of(base), 0)
         assert worst_error(await engine.generate(PROMPT, seeds=range(4)), {0: base}) < 1e-4
-    for name, value in generation_env("cpu").items():
+    for name, value in make_vllm_env("cpu").items():
         monkeypatch.setenv(name, value)
     config = GeneratorConfig(max_new_tokens=12, dtype="bfloat16")
     engine = await GenerationEngine.start(folder, config, seed=0, max_length=MAX_LENGTH)

@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from streamrl.messages import Columns, FinishReason, Rollout, group_columns
+from streamrl.messages import Columns, FinishReason, Rollout, rollouts_to_columns
 from tests.engines.tiny_qwen import VOCABULARY
 
 
 def made_up_rollout(rng: np.random.Generator, completion: int) -> Rollout:
     """A prompt of 3 to 5 tokens and a completion, with an environment's token in a long one."""
     prompt = rng.integers(0, VOCABULARY, rng.integers(3, 6)).astype(np.int32)
-    rollout = Rollout.single_turn(
+    rollout = Rollout.from_single_turn(
         prompt,
         rng.integers(0, VOCABULARY, completion).tolist(),
         logprobs=(-rng.uniform(2, 6, completion)).tolist(),
@@ -32,7 +32,7 @@ def made_up_groups(
     groups: dict[str, Columns] = {}
     for row in range(num_groups):
         rollouts = [made_up_rollout(rng, int(rng.integers(2, 11))) for _ in range(group_size)]
-        columns = group_columns(rollouts)
+        columns = rollouts_to_columns(rollouts)
         columns["scores"] = rng.random(group_size).astype(np.float32)
         noise = rng.normal(0, 0.3, len(columns["token_ids"])).astype(np.float32)
         columns["ref_logprobs"] = np.where(

@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from streamrl.messages import Array, Rollout
-from streamrl.weights.pack import publish
-from streamrl.weights.transports.disk import DiskOutlet
+from streamrl.weights.pack import publish_version
+from streamrl.weights.transports.disk import DiskWriter
 
 if TYPE_CHECKING:
     from streamrl.engines.training.trainer import ModelTrainer
@@ -127,9 +127,9 @@ def worst_error(
 
 def publish_to_disk(trainer: "ModelTrainer", model_path: str, folder: Path) -> None:
     """A version of the whole model, as rank 0 publishes it while the others keep it company."""
-    tensors = trainer.whole_state()
+    tensors = trainer.merged_state()
     if trainer.rank:
         assert not list(tensors)
         return
-    outlet = DiskOutlet(folder, keep_versions=1, model_dir=Path(model_path))
-    publish(tensors, version=2, bucket_bytes=1 << 16, outlet=outlet)
+    outlet = DiskWriter(folder, keep_versions=1, model_dir=Path(model_path))
+    publish_version(tensors, version=2, bucket_bytes=1 << 16, outlet=outlet)

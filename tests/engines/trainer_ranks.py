@@ -19,11 +19,11 @@ import torch
 
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.correction_config import CorrectionConfig
-from streamrl.algorithms.math.step_metrics import normaliser
+from streamrl.algorithms.math.step_metrics import loss_denominator
 from streamrl.buffer.assembly.packing import MicroBatch, Round
 from streamrl.data import TextStream
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.optimizer_offload import OnDisk
+from streamrl.engines.training.optimizer_offload import DiskOffload
 from streamrl.errors import CheckpointError, DeadlineError, StreamError
 from streamrl.messages import Columns
 from tests import forked
@@ -32,8 +32,8 @@ from tests.engines.tiny_qwen import publish_to_disk
 from tests.engines.trainer_layouts import CUTS, Layout
 
 if TYPE_CHECKING:
-    from streamrl.engines.training.pretraining import Pretraining
-    from streamrl.engines.training.tasks import Task
+    from streamrl.engines.training.pretraining import PretrainingLoss
+    from streamrl.engines.training.tasks import TrainingTask
     from streamrl.engines.training.trainer import ModelTrainer
 
 TEMPERATURE = 0.8
@@ -45,7 +45,7 @@ SECOND_MOMENT = 0.5
 SEVERAL_LR = 1e-3
 SEVERAL_DIVISOR = 16.0
 ALGORITHM = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01)
-SETTINGS = ALGORITHM.settings(max_length=8, reward_weights={})
+SETTINGS = ALGORITHM.to_settings(max_length=8, reward_weights={})
 # Several updates of decoupled PPO, without the farthest tokens of the step.
 SEVERAL = AlgorithmConfig(
     whiten_advantages=True,
@@ -57,7 +57,7 @@ SEVERAL = AlgorithmConfig(
 )
 PPO = AlgorithmConfig(name="ppo", whiten_advantages=False)
 VALUE_CLIP = 0.05
-SEVERAL_SETTINGS = SEVERAL.settings(max_length=8, reward_weights={})
+SEVERAL_SETTINGS = SEVERAL.to_settings(max_length=8, reward_weights={})
 VALUED = {
     uid: {**columns, "values": np.where(columns["loss_mask"], 0.1, 0).astype(np.float32)}
     for uid, columns in GROUPS.items()
@@ -114,8 +114,8 @@ class Seat:
         layout: Layout,
         algorithm: AlgorithmConfig = ALGORITHM,
         *,
-        pretraining: "Pretraining | None" = None,
-        task: "Task | None" = None,
+        pretraining: "PretrainingLoss | None" = None,
+        task: "TrainingTask | None" = None,
         **changes: Any,
     ) -> "ModelTrainer":
         from streamrl.engines.training.tasks import CriticTask, PolicyTask
@@ -133,9 +133,9 @@ class Seat:
             lr=LR,
             dtype="float32",
         )
-        settings = algorithm.settings(max_length=8, reward_weights={})
-        policy = PolicyTask(self.model_path, algorithm.row, settings, TEMPERATURE)
-        critic = CriticTask(self.model_path, algorithm.row, settings, VALUE_CLIP)
+        settings = algorithm.to_settings(max_length=8, reward_weights={})
+        policy = PolicyTask(self.model_path, algorithm.spec, settings, TEMPERATURE)
+        critic = CriticTask(self.model_path, algorithm.spec, settings, VALUE_CLIP)
         return ModelTrainer(
             task or (critic if algorithm is PPO else policy),
             config=replace(config, **changes),
@@ -163,11 +163,11 @@ def cut(groups: Mapping[str, Columns], *, num_micro_batches: int, num_shares: in
 
 def own(trainer: "ModelTrainer", work: Round) -> MicroBatch:
     """What of a round its rank trains."""
-    return work[trainer._config.share_of(trainer.rank)]
+    return work[trainer._config.get_dp_rank(trainer.rank)]
 
 
 def divisor_of(groups: dict[str, Columns]) -> float:
-    return normaliser(
+    return loss_denominator(
         SETTINGS.loss_aggregation,
         num_tokens=sum(int(columns["loss_mask"].sum()) for columns in groups.values()),
         num_sequences=sum(len(columns["lengths"]) for columns in groups.values()),
@@ -186,7 +186,7 @@ def train_step(
 def parameters_of(trainer: "ModelTrainer") -> dict[str, torch.Tensor]:
     """What is trained, under all its names."""
     found = {name: tensor.float().clone() for name, tensor in trainer.full_state()}
-    for names in trainer._parameters.tied:
+    for names in trainer._parameters.tied_groups:
         given = names & found.keys()
         assert len(given) <= 1, "one of them is published"
         found |= dict.fromkeys(names, found[min(given)]) if given else {}
@@ -215,7 +215,7 @@ def save_and_go_on(seat: Seat, layout: Layout) -> None:
     folder = seat.folder / layout.label
     trainer = seat.trainer(layout, warmup_steps=4)
     train_step(trainer, 1, layout.num_shares)
-    trainer.save(folder)
+    trainer.save_training_state(folder)
     if layout.zero_stage in (1, 3):
         trainer.save_model(seat.folder / f"{layout.label}-model")
         seat.seen[f"model/{layout.label}"] = parameters_of(trainer)
@@ -224,18 +224,18 @@ def save_and_go_on(seat: Seat, layout: Layout) -> None:
     trainer.close()
     trainer = seat.trainer(layout, warmup_steps=4)
     for other in seat.saved:
-        trainer.load(other.folder)
+        trainer.load_training_state(other.folder)
         taken = parameters_of(trainer)
         seat.seen.setdefault(f"moved/{layout.label}", []).append(
             Moved(other.label, other.parameters, taken, second_step(trainer, layout))
         )
-    trainer.load(folder)
+    trainer.load_training_state(folder)
     # It comes back by itself, for whatever needs it. Others may still be reading the first files.
     trainer.offload_optimizer()
-    trainer.save(seat.folder / f"{layout.label}-again")
+    trainer.save_training_state(seat.folder / f"{layout.label}-again")
     trainer.offload_optimizer()
-    gone = trainer._optimizer_memory._away
-    assert isinstance(gone, OnDisk)
+    gone = trainer._optimizer_offload._offloaded_storages
+    assert isinstance(gone, DiskOffload)
     seat.seen[f"offloaded/{layout.label}"] = sum(size for _, size in gone._sizes)
     seat.saved.append(Saved(layout.label, folder, saved))
     seat.seen[f"resume/{layout.label}"] = [first, second_step(trainer, layout)]
@@ -250,14 +250,14 @@ def master_weights(seat: Seat, layout: Layout) -> None:
         folder = seat.folder / f"bf16-{seat.rank}-{stage}"
         trainer = seat.trainer(at, dtype="bfloat16", lr=SEVERAL_LR)
         train_step(trainer, 1, 1)
-        trainer.save(folder)
+        trainer.save_training_state(folder)
         first = second_step(trainer, at)
         trainer.close()
         saved[stage] = folder
         runs = {}
         for other, path in saved.items():
             trainer = seat.trainer(at, dtype="bfloat16", lr=SEVERAL_LR)
-            trainer.load(path)
+            trainer.load_training_state(path)
             runs[other] = second_step(trainer, at)
             trainer.close()
         seat.seen[f"bf16_state/{stage}"] = (first, runs)
@@ -275,7 +275,7 @@ class Hostile:
 
 def old_form(seat: Seat, layout: Layout) -> None:
     """A step, written as backends once did by themselves; then the second from there."""
-    from streamrl.engines.checkpoint.trainer_checkpoint import layout_of
+    from streamrl.engines.checkpoint.trainer_checkpoint import describe_layout
 
     folder = seat.folder / f"old-{layout.label}-{0 if layout.world_size > 1 else seat.rank}"
     folder.mkdir(exist_ok=True)
@@ -287,13 +287,13 @@ def old_form(seat: Seat, layout: Layout) -> None:
     elif trainer.rank == 0:
         model, optimizer = dict(backend.full_state()), backend.optimizer.state_dict()
         torch.save({"model": model, "optimizer": optimizer}, folder / "torch_state.pt")
-    progress = {"layout": layout_of(trainer._config), "num_updates": 1}
+    progress = {"layout": describe_layout(trainer._config), "num_updates": 1}
     progress |= {"rng": torch.get_rng_state(), "cuda_rng": None}
     torch.save(progress, folder / f"rank_{trainer.rank}.pt")
     first = second_step(trainer, layout)
     trainer.close()
     trainer = seat.trainer(layout)
-    trainer.load(folder)
+    trainer.load_training_state(folder)
     again = second_step(trainer, layout)
     harm = folder / f"harm_{trainer.rank}"
     torch.save({**progress, "rng": Hostile(harm)}, folder / f"rank_{trainer.rank}.pt")
@@ -309,14 +309,14 @@ def old_form(seat: Seat, layout: Layout) -> None:
 
 def hostile_state(seat: Seat, layout: Layout) -> None:
     """A state as DeepSpeed wrote it, whose optimizer file is somebody else's."""
-    from streamrl.engines.checkpoint.trainer_checkpoint import layout_of
+    from streamrl.engines.checkpoint.trainer_checkpoint import describe_layout
 
     folder = seat.folder / f"hostile-{seat.rank}"
     folder.mkdir()
     trainer = seat.trainer(layout)
     backend: Any = trainer._backend
     backend._engine.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=True)
-    progress = {"layout": layout_of(trainer._config), "num_updates": 0}
+    progress = {"layout": describe_layout(trainer._config), "num_updates": 0}
     progress |= {"rng": torch.get_rng_state(), "cuda_rng": None}
     torch.save(progress, folder / "rank_0.pt")
     refusals = []
@@ -334,12 +334,12 @@ def go_on_from_one_rank(seat: Seat, layout: Layout) -> None:
     single = replace(layout, world_size=1, tensor_parallel=1)
     trainer = seat.trainer(single)
     train_step(trainer, 1, 1)
-    trainer.save(seat.folder / f"single-{layout.label}-{seat.rank}")
+    trainer.save_training_state(seat.folder / f"single-{layout.label}-{seat.rank}")
     alone = parameters_of(trainer)
     trainer.close()
     trainer = seat.trainer(layout)
     # Both have saved: to make it takes the two of them.
-    trainer.load(seat.folder / f"single-{layout.label}-0")
+    trainer.load_training_state(seat.folder / f"single-{layout.label}-0")
     moved = Moved(single.label, alone, parameters_of(trainer), second_step(trainer, layout))
     seat.seen[f"grown/{layout.label}"] = moved
     trainer.close()
@@ -361,7 +361,7 @@ def critic_updates(seat: Seat, layout: Layout) -> None:
         sums.append(add_up(trainer.train_micro_batch(VALUED, own(trainer, w)) for w in rounds))
         report = trainer.step(SEVERAL_DIVISOR)
     folder = seat.folder / f"critic-{layout.label}"
-    trainer.save(folder / "state")
+    trainer.save_training_state(folder / "state")
     trainer.save_model(folder / "model")
     parameters = parameters_of(trainer)
     trainer.close()
@@ -376,8 +376,13 @@ def two_headed_updates(seat: Seat, layout: Layout) -> None:
     """Two steps of a model that is policy and critic, and of the policy alone."""
     from streamrl.engines.training.tasks import PolicyTask, TwoHeadedTask
 
-    facts = (seat.model_path, PPO.row, PPO.settings(max_length=8, reward_weights={}), TEMPERATURE)
-    tasks: dict[float | None, Task] = {None: PolicyTask(*facts)}
+    facts = (
+        seat.model_path,
+        PPO.spec,
+        PPO.to_settings(max_length=8, reward_weights={}),
+        TEMPERATURE,
+    )
+    tasks: dict[float | None, TrainingTask] = {None: PolicyTask(*facts)}
     for weight in SHARED_COEFS:
         tasks[weight] = TwoHeadedTask(*facts, value_clip=VALUE_CLIP, value_coef=weight)
     for coef, task in tasks.items():
@@ -388,7 +393,7 @@ def two_headed_updates(seat: Seat, layout: Layout) -> None:
             sums.append(add_up(trainer.train_micro_batch(VALUED, own(trainer, w)) for w in rounds))
             trainer.step(SEVERAL_DIVISOR)
         folder = seat.folder / f"two-headed-{layout.label}-{coef}"
-        trainer.save(folder / "state")
+        trainer.save_training_state(folder / "state")
         trainer.save_model(folder / "model")
         parameters = parameters_of(trainer)
         trainer.close()
@@ -399,13 +404,13 @@ def pretraining_updates(seat: Seat, layout: Layout) -> None:
     """Updates in which only the texts have something to teach."""
     from transformers import PreTrainedTokenizerFast
 
-    from streamrl.engines.training.pretraining import Pretraining
+    from streamrl.engines.training.pretraining import PretrainingLoss
 
-    texts = Pretraining(
+    texts = PretrainingLoss(
         TextStream(TEXTS, seed=0),
         PreTrainedTokenizerFast.from_pretrained(seat.model_path),
         coef=PTX_COEF,
-        rows=PTX_ROWS,
+        num_texts=PTX_ROWS,
         max_tokens=5,
         micro_batch_tokens=8,
     )
@@ -432,14 +437,14 @@ def lora_updates(seat: Seat, layout: Layout) -> None:
     trainer = seat.trainer(layout, lr=SEVERAL_LR, **LORA)
     start = parameters_of(trainer)
     reports = [train_step(trainer, 2, layout.num_shares)[1]]
-    trainer.save(folder / "state")
+    trainer.save_training_state(folder / "state")
     again, first = second_step(trainer, layout), parameters_of(trainer)
     trainer.save_model(folder / "model")
     publish_to_disk(trainer, seat.model_path, folder / "versions")
-    logprobs = trainer.token_logprobs(SEQUENCE)
+    logprobs = trainer.compute_token_logprobs(SEQUENCE)
     trainer.close()
     trainer = seat.trainer(layout, lr=SEVERAL_LR, **LORA)
-    trainer.load(folder / "state")
+    trainer.load_training_state(folder / "state")
     resumed = second_step(trainer, layout)
     trainer.close()
     trainer = seat.trainer(layout, lr=SEVERAL_LR, **{**LORA, "lora_alpha": 4.0})
@@ -478,7 +483,7 @@ def lora_recomputed(seat: Seat, layout: Layout) -> None:
 
 def refusal_of(trainer: "ModelTrainer", folder: Path) -> str:
     try:
-        trainer.load(folder)
+        trainer.load_training_state(folder)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -492,11 +497,11 @@ def several_updates(seat: Seat, layout: Layout) -> None:
         cut({uid: GROUPS[uid] for uid in part}, num_micro_batches=2, num_shares=layout.num_shares)
         for part in (uids[::2], uids[1::2])
     ]
-    trainer.plan(GROUPS)
+    trainer.plan_step(GROUPS)
     for rounds in updates:
         for work in rounds:
-            trainer.look(GROUPS, own(trainer, work))
-    trainer.settle()
+            trainer.precompute_logprobs(GROUPS, own(trainer, work))
+    trainer.sync_plan()
     sums = []
     for _ in range(SEVERAL.epochs):
         for rounds in updates:
@@ -523,7 +528,7 @@ def steps_that_do_not_count(seat: Seat, layout: Layout) -> None:
     report = trainer.step(0.0)
     broken = dict(next(iter(GROUPS.values())))
     broken["scores"] = broken["scores"] * float("nan")
-    share = trainer._config.share_of(seat.rank)
+    share = trainer._config.get_dp_rank(seat.rank)
     trainer.train_micro_batch({"0:9:0": broken}, [("0:9:0", 0)] if share == 0 else [])
     try:
         trainer.step(1.0)

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.evaluation.metrics import (
-    figures,
-    fraction_interval,
-    maj_at,
-    mean_interval,
-    pass_at,
+    compute_fraction_interval,
+    compute_maj_at_k,
+    compute_mean_interval,
+    compute_pass_at_k,
+    summarize_scores,
 )
 
 
@@ -29,27 +29,27 @@ tables = st.lists(st.integers(0, 5), min_size=1, max_size=6).map(lambda c: passe
 
 def test_the_chance_of_k_tries_is_that_of_a_draw_without_replacement():
     # Of 4 completions 1 passes: two tries miss it in 3 of 6 ways. Of 4, 3 pass: always hit.
-    assert pass_at(passes(1), 2) == pytest.approx(1 / 2)
-    assert pass_at(passes(3), 2) == 1.0
-    assert pass_at(passes(1, 3, 0), 2) == pytest.approx((1 / 2 + 1 + 0) / 3)
+    assert compute_pass_at_k(passes(1), 2) == pytest.approx(1 / 2)
+    assert compute_pass_at_k(passes(3), 2) == 1.0
+    assert compute_pass_at_k(passes(1, 3, 0), 2) == pytest.approx((1 / 2 + 1 + 0) / 3)
 
 
 @given(tables)
 def test_it_is_the_mean_over_all_choices_of_k_completions(passed):
     for k in range(1, 6):
         chosen = [passed[:, list(way)].any(axis=1) for way in itertools.combinations(range(5), k)]
-        assert pass_at(passed, k) == pytest.approx(np.mean(chosen))
+        assert compute_pass_at_k(passed, k) == pytest.approx(np.mean(chosen))
 
 
 @given(tables)
 def test_more_tries_never_pass_less(passed):
-    chances = [pass_at(passed, k) for k in range(1, 6)]
+    chances = [compute_pass_at_k(passed, k) for k in range(1, 6)]
     assert all(one <= other + 1e-12 for one, other in itertools.pairwise(chances))
 
 
 @pytest.mark.parametrize(("samples", "ks"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6])])
 def test_k_is_every_power_of_two_and_all_samples(samples, ks):
-    found = figures(np.ones((2, samples), np.float32), None, pass_score=1.0)
+    found = summarize_scores(np.ones((2, samples), np.float32), None, pass_score=1.0)
     assert list(found.pass_at) == ks
     assert found.pass_at_k == found.pass_at[samples] == 1.0
 
@@ -72,21 +72,21 @@ def test_k_is_every_power_of_two_and_all_samples(samples, ks):
 )
 def test_the_majority_answer_decides(answers, passed, chance):
     one = np.array([passed], np.bool_)
-    assert maj_at(one, np.array([answers], np.int64)) == chance
+    assert compute_maj_at_k(one, np.array([answers], np.int64)) == chance
     two = np.concatenate([one, np.zeros((1, 4), np.bool_)])
-    assert maj_at(two, np.array([answers, [1, 1, 1, 1]], np.int64)) == chance / 2
+    assert compute_maj_at_k(two, np.array([answers, [1, 1, 1, 1]], np.int64)) == chance / 2
 
 
 def test_the_interval_of_a_mean_is_that_of_the_prompts_means():
     # Means 0, 1, 1, 0: standard deviation sqrt(1/3), standard error sqrt(1/12).
-    found = mean_interval(np.array([0.0, 1.0, 1.0, 0.0]))
+    found = compute_mean_interval(np.array([0.0, 1.0, 1.0, 0.0]))
     assert found == pytest.approx((0.5 - 1.96 / math.sqrt(12), 0.5 + 1.96 / math.sqrt(12)), 4)
-    assert mean_interval(np.array([1.0])) is None
+    assert compute_mean_interval(np.array([1.0])) is None
 
 
 def test_completions_of_one_prompt_that_agree_count_once():
-    alike = fraction_interval(passes(0, 4, 0, 4, 4, 0, 0, 4, 0, 4))
-    mixed = fraction_interval(passes(2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
+    alike = compute_fraction_interval(passes(0, 4, 0, 4, 4, 0, 0, 4, 0, 4))
+    mixed = compute_fraction_interval(passes(2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
     assert mixed[1] - mixed[0] < (alike[1] - alike[0]) * 0.6
     # n* = p (1 - p) / SE^2 = 0.25 / (2.5 / 90) = 9; at p = 1/2 half of it is z / 2 sqrt(n* + z^2).
     half = 1.96 / (2 * math.sqrt(9 + 1.96**2))
@@ -95,22 +95,22 @@ def test_completions_of_one_prompt_that_agree_count_once():
 
 def test_all_that_pass_are_no_certainty():
     # Wilson's lower end for 20 of 20 is n / (n + z^2).
-    low, high = fraction_interval(passes(*[4] * 20))
+    low, high = compute_fraction_interval(passes(*[4] * 20))
     assert (low, high) == (pytest.approx(20 / (20 + 1.96**2), abs=1e-4), 1.0)
-    assert fraction_interval(passes(4))[0] < 0.25
+    assert compute_fraction_interval(passes(4))[0] < 0.25
 
 
 @given(tables)
 def test_an_interval_holds_the_figure_and_lies_between_0_and_1(passed):
-    low, high = fraction_interval(passed)
+    low, high = compute_fraction_interval(passed)
     assert 0 <= low <= passed.mean() + 1e-12
     assert passed.mean() - 1e-12 <= high <= 1
 
 
 def parts_named(*names):
     """The parts under which metrics of sources of these names stand."""
-    one = figures(np.ones((1, 1), np.float32), None, pass_score=1.0)
-    row = replace(one, by_source=dict.fromkeys(names, one)).metrics()
+    one = summarize_scores(np.ones((1, 1), np.float32), None, pass_score=1.0)
+    row = replace(one, by_source=dict.fromkeys(names, one)).to_metrics()
     found = [re.fullmatch(r"eval/source/([^/]+)/pass_at_1", name) for name in row]
     return [match[1] for match in found if match]
 
@@ -147,8 +147,8 @@ def test_intervals_hold_the_truth_about_95_times_in_100():
         chances = random.beta(1, 1, size=100)  # prompts of every difficulty; the truth is 0.5
         passed = random.random((100, 8)) < chances[:, None]
         for name, found in (
-            ("mean", mean_interval(passed.mean(axis=1))),
-            ("fraction", fraction_interval(passed)),
+            ("mean", compute_mean_interval(passed.mean(axis=1))),
+            ("fraction", compute_fraction_interval(passed)),
         ):
             assert found is not None
             hits[name] += found[0] <= 0.5 <= found[1]

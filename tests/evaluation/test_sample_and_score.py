@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from streamrl.errors import ActorError, ConfigError, DeadlineError, RewardError
-from streamrl.evaluation import EvaluationConfig, evaluate
+from streamrl.evaluation import EvaluationConfig, evaluate_policy
 from streamrl.messages import FinishReason, Prompt, Rollout, make_uid
 
 
@@ -20,7 +20,7 @@ def prompts(*sources):
 async def generate(prompt, seeds):
     """One rollout per seed; its only sampled token is the seed."""
     return [
-        Rollout.single_turn(
+        Rollout.from_single_turn(
             prompt.token_ids, [seed], logprobs=[0.0], versions=[0], finish_reason=FinishReason.STOP
         )
         for seed in seeds
@@ -44,7 +44,7 @@ TABLE = {
 
 
 async def test_the_figures_of_a_worked_example():
-    result = await evaluate(
+    result = await evaluate_policy(
         prompts("easy", "hard", "easy"),
         generate=generate,
         score=scoring(TABLE),
@@ -67,7 +67,7 @@ async def test_the_figures_of_a_worked_example():
 
 
 async def test_the_passing_score_is_a_setting():
-    result = await evaluate(
+    result = await evaluate_policy(
         prompts("", "", ""),
         generate=generate,
         score=scoring(TABLE),
@@ -78,7 +78,7 @@ async def test_the_passing_score_is_a_setting():
 
 
 async def test_one_sample_makes_all_three_rates_of_zero_one_scores_equal():
-    result = await evaluate(
+    result = await evaluate_policy(
         prompts("", "", ""),
         generate=generate,
         score=scoring(TABLE),
@@ -89,7 +89,7 @@ async def test_one_sample_makes_all_three_rates_of_zero_one_scores_equal():
 
 async def test_the_first_prompts_up_to_the_limit_are_used():
     for limit, used in ((1, 1), (2, 2), (None, 3), (9, 3)):
-        result = await evaluate(
+        result = await evaluate_policy(
             prompts("", "", ""),
             generate=generate,
             score=scoring(TABLE),
@@ -101,7 +101,7 @@ async def test_the_first_prompts_up_to_the_limit_are_used():
 async def test_the_limit_is_of_each_file_and_each_has_figures_of_its_own():
     first, second, third = prompts("", "", "")["held_out"]
     for limit, used in ((None, [2, 1]), (1, [1, 1])):
-        result = await evaluate(
+        result = await evaluate_policy(
             {"a": [first, second], "b": [third]},
             generate=generate,
             score=scoring(TABLE),
@@ -109,8 +109,8 @@ async def test_the_limit_is_of_each_file_and_each_has_figures_of_its_own():
         )
         assert [part.num_prompts for part in result.by_file.values()] == used
         assert result.by_file["b"].pass_at_1 == 1.0
-    assert result.metrics()["eval/file/a/pass_at_1"] == 0.5
-    assert not any(name.startswith("eval/source/") for name in result.metrics())
+    assert result.to_metrics()["eval/file/a/pass_at_1"] == 0.5
+    assert not any(name.startswith("eval/source/") for name in result.to_metrics())
 
 
 async def test_answers_make_a_majority_unless_some_source_tells_none():
@@ -126,13 +126,13 @@ async def test_answers_make_a_majority_unless_some_source_tells_none():
     silent: tuple[str, ...] = ()
     settings: dict[str, Any] = {"generate": generate, "score": score}
     settings |= {"config": EvaluationConfig()}
-    result = await evaluate(prompts("a", "b", "b"), **settings)
+    result = await evaluate_policy(prompts("a", "b", "b"), **settings)
     # Of a and the first b, half and none of the majority answer pass; the second b has no answer.
     assert result.maj_at_k == pytest.approx((0.5 + 0 + 0) / 3)
     silent = ("b",)
-    result = await evaluate(prompts("a", "b", "b"), **settings)
+    result = await evaluate_policy(prompts("a", "b", "b"), **settings)
     assert result.maj_at_k is None
-    assert "eval/maj_at_k" not in result.metrics()
+    assert "eval/maj_at_k" not in result.to_metrics()
     assert (result.by_source["a"].maj_at_k, result.by_source["b"].maj_at_k) == (0.5, None)
 
 
@@ -145,7 +145,7 @@ async def seeds_used(config, delays):
         seen[prompt.uid] = list(seeds)
         return await generate(prompt, seeds)
 
-    await evaluate(prompts("", "", ""), generate=slow, score=scoring(TABLE), config=config)
+    await evaluate_policy(prompts("", "", ""), generate=slow, score=scoring(TABLE), config=config)
     return seen
 
 
@@ -176,7 +176,7 @@ async def test_no_more_prompts_than_allowed_are_under_way(concurrency):
     async def ones(prompt, rollouts):
         return {"scores": np.ones(len(rollouts), np.float32)}
 
-    await evaluate(
+    await evaluate_policy(
         prompts(*[""] * 20),
         generate=counted,
         score=ones,
@@ -199,21 +199,21 @@ def failing_scores(table, failing):
 
 
 async def test_a_prompt_whose_reward_fails_is_left_out_and_counted():
-    result = await evaluate(
+    result = await evaluate_policy(
         prompts("easy", "hard", "easy"),
         generate=generate,
         score=failing_scores(TABLE, ["0:1:0"]),
         config=EvaluationConfig(),
     )
     assert (result.num_prompts, result.num_unscored) == (2, 1)
-    assert result.problem == "judge is down"
+    assert result.unscored_reason == "judge is down"
     assert result.pass_at_1 == pytest.approx(6 / 8)
     assert list(result.by_source) == ["easy"]
 
 
 async def test_an_evaluation_without_any_score_is_an_error_not_a_figure():
     with pytest.raises(RewardError, match="judge is down"):
-        await evaluate(
+        await evaluate_policy(
             prompts("", ""),
             generate=generate,
             score=failing_scores(TABLE, ["0:0:0", "0:1:0"]),
@@ -233,7 +233,7 @@ async def test_a_failure_is_raised_as_it_is_and_nothing_runs_on():
             ended.append(prompt.uid)
 
     with pytest.raises(ActorError, match="generator-0 died"):
-        await evaluate(
+        await evaluate_policy(
             prompts("", "", ""), generate=failing, score=scoring(TABLE), config=EvaluationConfig()
         )
     assert sorted(ended) == ["0:0:0", "0:2:0"]
@@ -244,7 +244,7 @@ async def test_a_prompt_that_takes_too_long_is_named():
         await asyncio.sleep(60)
 
     with pytest.raises(DeadlineError, match=r"evaluation of uid 0:0:0: no scores in 0.05 s"):
-        await evaluate(
+        await evaluate_policy(
             prompts(""),
             generate=hanging,
             score=scoring(TABLE),
@@ -258,14 +258,14 @@ async def test_a_timeout_of_the_generator_is_its_own():
         raise TimeoutError("engine")
 
     with pytest.raises(TimeoutError, match="engine"):
-        await evaluate(
+        await evaluate_policy(
             prompts(""), generate=failing, score=scoring(TABLE), config=EvaluationConfig()
         )
 
 
 async def test_a_missing_score_is_refused():
     with pytest.raises(ValueError, match=r"uid 0:0:0: \(3,\) scores, wanted 4"):
-        await evaluate(
+        await evaluate_policy(
             prompts(""),
             generate=generate,
             score=scoring({"0:0:0": [1, 1, 1]}),
@@ -275,7 +275,9 @@ async def test_a_missing_score_is_refused():
 
 async def test_no_prompts_are_refused():
     with pytest.raises(ValueError, match="no prompts"):
-        await evaluate({}, generate=generate, score=scoring(TABLE), config=EvaluationConfig())
+        await evaluate_policy(
+            {}, generate=generate, score=scoring(TABLE), config=EvaluationConfig()
+        )
 
 
 @pytest.mark.parametrize(

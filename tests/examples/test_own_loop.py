@@ -19,25 +19,25 @@ from examples.own_loop.remax import remax
 from examples.own_loop.safe_rlhf import safe_rlhf
 from examples.own_loop.stage import Loop, Stage, Step, line, steps_of
 from streamrl.actors.launch.fork_server import start_fork_server, stop_fork_server
-from streamrl.actors.launch.ray_cluster import cluster, nothing
+from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
 from streamrl.actors.worker_groups import worker_group
 from streamrl.actors.worker_groups.model_workers import (
-    TOGETHER,
+    TO_ALL_FROM_FIRST,
     CriticWorker,
     PolicyWorker,
-    in_loop,
-    loop_memory,
-    with_ranks,
+    make_loop_config,
+    plan_loop_memory,
+    set_world_size,
 )
 from streamrl.actors.worker_groups.worker_group import ResourcePool, WorkerGroup
 from streamrl.config import RunConfig, load_config
-from streamrl.config.preflight import prepare
-from streamrl.controller import Batch, Mesh, Place, transfer_protocols, transfers
-from streamrl.controller.register import transfers_of
+from streamrl.config.preflight import prepare_run
+from streamrl.controller import Batch, WorkerContext, WorkerMesh, transfer_protocols, transfers
+from streamrl.controller.register import find_transfer_methods
 from streamrl.dataflow import CRITIC
 from streamrl.errors import ConfigError, StreamError
 from streamrl.placement import PlacementConfig
-from streamrl.resharding import Grid
+from streamrl.resharding import RankGrid
 from tests.e2e.launched import Launched
 from tests.e2e.shared_runs import PPO_ODD, Ended, make_builds
 
@@ -58,7 +58,7 @@ LEARNED = ("loss/policy", "loss/value", "policy/grad_norm", "critic/grad_norm", 
 def pool() -> Iterator[ResourcePool]:
     make_builds([PPO])
     start_fork_server()
-    with cluster(PlacementConfig(cpus=SLOTS, object_store_mb=200), nothing):
+    with connect_cluster(PlacementConfig(cpus=SLOTS, object_store_mb=200), disaggregated_only):
         yield ResourcePool(SLOTS, groups=8)
     stop_fork_server()
 
@@ -68,26 +68,28 @@ class Narrow:
 
     def __init__(self, pool: ResourcePool, slots: int) -> None:
         self.slots = slots
-        self.options, self.give_back = pool.options, pool.give_back
+        self.options, self.give_back = pool.acquire_slot, pool.release_slot
         self.is_closed = False
 
 
 def play(loop: Loop, config: RunConfig, pool: Any) -> list[Mapping[str, float]]:
     """The figures of every step."""
-    prepared = prepare(config)
+    prepared = prepare_run(config)
     return list(steps_of(loop, Stage(config, pool, prepared.prompts, prepared.max_length)))
 
 
 class Watched(PolicyWorker):
     """Tells what it holds of its optimizer while it does not train."""
 
-    @transfers(TOGETHER)
+    @transfers(TO_ALL_FROM_FIRST)
     def update_policy(self, batch: Batch) -> dict[str, float]:
         figures = super().update_policy(batch)
         backend = self._trainer._backend
-        state = [tensor.untyped_storage() for tensor in backend.optimizer_state() if tensor.dim()]
+        state = [
+            tensor.untyped_storage() for tensor in backend.iter_optimizer_state() if tensor.dim()
+        ]
         # Nobody can have the memory of parameters that are among it.
-        kept = {tensor.untyped_storage().data_ptr() for _, tensor, _ in backend.placed()}
+        kept = {tensor.untyped_storage().data_ptr() for _, tensor, _ in backend.iter_shards()}
         held = sum(storage.nbytes() for storage in state if storage.data_ptr() not in kept)
         return {**figures, "optimizer_bytes": float(held)}
 
@@ -95,19 +97,19 @@ class Watched(PolicyWorker):
 class Failing(PolicyWorker):
     """Whose updates fail half-way."""
 
-    @transfers(TOGETHER)
+    @transfers(TO_ALL_FROM_FIRST)
     def fail(self, batch: Batch) -> None:
-        self._loop.run(self._next_version(batch))
+        self._loop.run(self._train_next_version(batch))
 
-    def _train(self, batch: Batch) -> Any:
+    def _train_step(self, batch: Batch) -> Any:
         raise StreamError("no gradient")
 
 
 def on_a_budget(overrides: list[str], *, workers: int) -> RunConfig:
     """PPO's settings, within the least that its workers can do with."""
     config = load_config(PPO, [*overrides, f"generator.kv_cache_mb={KV_MB}"])
-    held = loop_memory(in_loop(config, workers), on_gpu=False)
-    budget_mb = -(-(held.generate - held.optimizer) // MB)
+    held = plan_loop_memory(make_loop_config(config, workers), on_gpu=False)
+    budget_mb = -(-(held.generate_bytes - held.optimizer) // MB)
     return replace(config, placement=replace(config.placement, memory_mb=budget_mb))
 
 
@@ -175,8 +177,8 @@ def test_ppo_with_two_workers_learns_the_same(
         fetched.append(found := original(*arguments))
         return found
 
-    original = worker_group.fetch
-    monkeypatch.setattr(worker_group, "fetch", fetch)
+    original = worker_group.fetch_reply
+    monkeypatch.setattr(worker_group, "fetch_reply", fetch)
     config = load_config(PPO, ODD)
     monkeypatch.setattr("examples.own_loop.ppo.PolicyWorker", Watched)
     both = play(ppo, config, pool)
@@ -221,7 +223,7 @@ class OnPaperGroup:
         self._stage, self._worker = stage, worker
 
     def __getattr__(self, name: str) -> Callable[..., Answer]:
-        assert name in transfers_of(self._worker), f"{self._worker.__name__} has no {name}"
+        assert name in find_transfer_methods(self._worker), f"{self._worker.__name__} has no {name}"
 
         def call(*arguments: object) -> Answer:
             inspect.signature(getattr(self._worker, name)).bind("self", *arguments)
@@ -289,19 +291,19 @@ def test_a_mesh_that_is_not_the_trainers_is_refused(pool: ResourcePool) -> None:
     there = Stage(load_config(PPO, split), pool, None, 64)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"trainer\.tensor_parallel=2: must divide --workers=1"):
         there.group(PolicyWorker, 64, ranks=1)
-    seating = Grid(1, 1, 2).seating()
-    mesh = Mesh(seating, seating)
+    seating = RankGrid(1, 1, 2).assign_ranks()
+    mesh = WorkerMesh(seating, seating)
     group = WorkerGroup(pool, CriticWorker, there.config, 64, mesh=mesh)
     told = r"trainer\.tensor_parallel=2: the critic's mesh must be Grid\(1, 2, 1\)"
     with pytest.raises(ConfigError, match=told):
-        group.ready()
+        group.wait_until_ready()
     group.close()
 
 
 @pytest.mark.slow
 def test_who_samples_after_an_update_that_failed_is_told(pool: ResourcePool) -> None:
     config = load_config(PPO, ["run.steps=1", "pipeline.groups_per_step=2"])
-    prepared = prepare(config)
+    prepared = prepare_run(config)
     there = Stage(config, Narrow(pool, 1), prepared.prompts, prepared.max_length)  # type: ignore[arg-type]
     policy = there.group(Failing, there.max_length)
     (batch,) = there.batches
@@ -330,7 +332,7 @@ def test_safe_rlhf_turns_its_multiplier_by_the_costs(pool: ResourcePool) -> None
     overrides = ["run.steps=2", "pipeline.groups_per_step=32", "critic.warmup_alone=0"]
     config = load_config(CONFIGS / "safe_rlhf_toy.yaml", overrides)
     first, second = play(safe_rlhf, config, Narrow(pool, 1))
-    params = config.settings.params
+    params = config.algorithm_settings.params
     excess = first["cost/mean"] - params["cost_limit"]
     assert first["dial/lagrange"] == params["lagrange"]
     turned = params["lagrange"] * math.exp(params["lagrange_lr"] * excess * params["lagrange"])
@@ -389,20 +391,20 @@ def test_a_worker_refuses_what_it_cannot_do_to_who_starts_it_without_a_stage(
     there = Stage(load_config(PPO, ["reference.every=2"]), Narrow(pool, 1), None, 64)  # type: ignore[arg-type]
     group = there.group(PolicyWorker, 64)
     with pytest.raises(ConfigError, match=r"reference\.every=2: "):
-        group.ready()
+        group.wait_until_ready()
     group.close()
 
 
 def test_a_critic_has_as_many_ranks_as_its_group() -> None:
     config = load_config(PPO, ["critic.trainer.world_size=4"])
-    assert with_ranks(config, 2).trainer_of(CRITIC).world_size == 2
+    assert set_world_size(config, 2).get_trainer_config(CRITIC).world_size == 2
 
 
 def test_on_a_gpu_a_worker_must_know_what_its_generator_may_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    place = Place(0, Mesh(Grid(1, 1, 1).seating()), "localhost", 1, 0)
+    place = WorkerContext(0, WorkerMesh(RankGrid(1, 1, 1).assign_ranks()), "localhost", 1, 0)
     with pytest.raises(ConfigError, match=r"generator\.kv_cache_mb=null: must be set"):
         PolicyWorker(place, load_config(PPO), 64)
 

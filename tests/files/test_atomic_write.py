@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.files.atomic_write import move_whole, write_whole
+from streamrl.files.atomic_write import sync_and_rename, write_atomic
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
     for text in ("first", "sécond"):
-        write_whole(path, text)
+        write_atomic(path, text)
         assert path.read_text(encoding="utf-8") == text
     assert os.listdir(tmp_path) == ["file.txt"]
 
@@ -22,14 +22,14 @@ def test_what_was_there_survives_a_disk_that_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file.txt"
-    write_whole(path, "before")
+    write_atomic(path, "before")
 
     def refuse(descriptor: int) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(OSError, match="no space"):
-        write_whole(path, "after")
+        write_atomic(path, "after")
     assert path.read_text() == "before"
 
 
@@ -47,7 +47,7 @@ def test_a_directory_is_on_the_disk_before_it_has_its_name(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", watched)
-    move_whole(partial, final)
+    sync_and_rename(partial, final)
     inside = {str(partial), str(partial / "inner"), str(partial / "inner" / "file")}
     assert {path for path, named in synced if not named} == inside
     assert [path for path, named in synced if named] == [str(tmp_path)]
@@ -89,9 +89,9 @@ def test_a_link_where_a_file_is_written_first_is_replaced_and_not_followed(tmp_p
     precious = tmp_path / "precious"
     precious.write_text("mine")
     (tmp_path / ".file.txt.partial").symlink_to(precious)
-    write_whole(tmp_path / "file.txt", "text")
+    write_atomic(tmp_path / "file.txt", "text")
     assert (tmp_path / "file.txt").read_text() == "text" and precious.read_text() == "mine"
     os.mkfifo(tmp_path / ".file.txt.partial")
-    write_whole(tmp_path / "file.txt", "more")
+    write_atomic(tmp_path / "file.txt", "more")
     assert (tmp_path / "file.txt").read_text() == "more"
     assert sorted(os.listdir(tmp_path)) == ["file.txt", "precious"]

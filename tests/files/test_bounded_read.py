@@ -11,17 +11,17 @@ from omegaconf import OmegaConf
 
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import (
-    MOST_BYTES,
-    MOST_DEPTH,
-    Loader,
+    MAX_DEPTH,
+    MAX_SETTINGS_BYTES,
     NotRegularError,
-    file_errors,
-    open_regular,
+    StrictYamlLoader,
+    open_regular_file,
     parse_json,
     read_lines,
-    read_small,
     read_small_json,
+    read_small_text,
     read_small_yaml,
+    wrap_file_errors,
 )
 
 
@@ -32,7 +32,7 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_yaml_is_read_by_the_loader_in_c_where_there_is_one(tmp_path: Path) -> None:
-    assert yaml.__with_libyaml__ == issubclass(Loader, yaml.CSafeLoader)
+    assert yaml.__with_libyaml__ == issubclass(StrictYamlLoader, yaml.CSafeLoader)
     assert read_small_yaml(written(tmp_path, "a: [1, two, 3.0]\n")) == {"a": [1, "two", 3.0]}
 
 
@@ -133,7 +133,7 @@ def test_what_is_nested_too_deeply_as_json_is_a_value_error(tmp_path: Path) -> N
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="more than 1 MiB"):
-        read_small(written(tmp_path, "x" * (MOST_BYTES + 1)))
+        read_small_text(written(tmp_path, "x" * (MAX_SETTINGS_BYTES + 1)))
 
 
 def nested(depth: int) -> str:
@@ -143,7 +143,7 @@ def nested(depth: int) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (nested(MOST_DEPTH + 2), "nested more than 100 deep"),
+        (nested(MAX_DEPTH + 2), "nested more than 100 deep"),
         ('{"a": ' * 200 + "1" + "}" * 200, "nested more than 100 deep"),
         (nested(100_000), "nested too deeply"),
         ('{"b": {"a": 1, "c": 2, "a": 1}}', "key 'a': must be there once"),
@@ -158,7 +158,7 @@ def test_json_of_a_stranger_is_refused_in_one_line(text: str, message: str) -> N
 
 
 def test_json_is_read_down_to_the_bound() -> None:
-    assert parse_json(nested(MOST_DEPTH)) is not None
+    assert parse_json(nested(MAX_DEPTH)) is not None
     assert parse_json(b'{"a": [1, {"a": 2}]}') == {"a": [1, {"a": 2}]}
 
 
@@ -179,24 +179,27 @@ def test_what_is_no_regular_file_is_neither_waited_for_nor_read(
 ) -> None:
     path = make(tmp_path / "odd")
     with pytest.raises(OSError):
-        open_regular(path)
-    with pytest.raises(ConfigError, match=f"^{path}: ") as error, file_errors(path):
-        open_regular(path)
+        open_regular_file(path)
+    with pytest.raises(ConfigError, match=f"^{path}: ") as error, wrap_file_errors(path):
+        open_regular_file(path)
     assert "\n" not in str(error.value)
 
 
 def test_a_directory_is_no_regular_file(tmp_path: Path) -> None:
     with pytest.raises(NotRegularError, match="is a directory"):
-        open_regular(tmp_path)
+        open_regular_file(tmp_path)
 
 
 def test_a_line_without_an_end_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"one\ntwo")
-    with open_regular(path) as file:
+    with open_regular_file(path) as file:
         assert list(read_lines(file)) == [b"one\n", b"two"]
     with path.open("wb") as file:
         file.write(b"one\n")
         file.truncate(10 << 30)  # sparse: it takes no room
-    with open_regular(path) as file, pytest.raises(ValueError, match="line 2: more than 1 MiB"):
+    with (
+        open_regular_file(path) as file,
+        pytest.raises(ValueError, match="line 2: more than 1 MiB"),
+    ):
         list(read_lines(file, most_bytes=1 << 20))

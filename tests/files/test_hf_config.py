@@ -11,17 +11,17 @@ import torch
 from transformers import AutoConfig
 
 from streamrl.data import load_tokenizer
-from streamrl.engines.generator_config import GeneratorConfig, engine_arguments
+from streamrl.engines.generator_config import GeneratorConfig, make_engine_args
 from streamrl.engines.models.forward import load_model, load_skeleton
-from streamrl.engines.models.save_model import write_model as write_model_directory
+from streamrl.engines.models.save_model import write_hf_model as write_model_directory
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import (
-    TRUST_VARIABLE,
-    max_positions,
-    model_length,
+    TRUSTED_MODELS_ENV,
+    compute_max_positions,
+    make_trusted_env,
     read_model_config,
-    stored_shapes,
-    trusted_env,
+    read_model_length,
+    read_stored_shapes,
 )
 from tests.toy import write_model
 
@@ -79,11 +79,11 @@ def test_the_scaling_of_positions_counts_towards_the_longest_rollout(
 ) -> None:
     settings = {"max_position_embeddings": positions, "rope_scaling": scaling}
     path = str(changed(settings | ({"rope_parameters": None} if scaling else {})))
-    assert max_positions(read_model_config(path)) == tokens
-    assert model_length(path, limit=tokens) == model_length(path, limit=None) == tokens
+    assert compute_max_positions(read_model_config(path)) == tokens
+    assert read_model_length(path, limit=tokens) == read_model_length(path, limit=None) == tokens
     with pytest.raises(ConfigError, match=f"at most {tokens} tokens"):
-        model_length(path, limit=tokens + 1)
-    arguments = engine_arguments(path, GeneratorConfig(), seed=0, max_length=tokens, on_cpu=True)
+        read_model_length(path, limit=tokens + 1)
+    arguments = make_engine_args(path, GeneratorConfig(), seed=0, max_length=tokens, on_cpu=True)
     told = arguments.get("hf_overrides", {}).get("max_position_embeddings", positions)
     assert told == max(tokens, positions)
 
@@ -93,7 +93,7 @@ def test_gemma_3_gives_its_positions_scaled() -> None:
     config = AutoConfig.for_model(
         "gemma3_text", max_position_embeddings=1024, rope_parameters={"full_attention": rope}
     )
-    assert max_positions(config) == 1024
+    assert compute_max_positions(config) == 1024
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_defaults_of_generation_that_cannot_be_used_are_refused(
     path = changed({})
     (path / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"generation_config\.json: ") as caught:
-        model_length(str(path), limit=None)
+        read_model_length(str(path), limit=None)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -122,7 +122,7 @@ def test_defaults_of_generation_are_in_a_checkpoint_as_they_came(
     path = changed({})
     odd = '{"do_sample": false, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 5]}'
     (path / "generation_config.json").write_text(odd)
-    assert model_length(str(path), limit=None) == 128
+    assert read_model_length(str(path), limit=None) == 128
     model = load_model(str(path), dtype=torch.float32)
     write_model_directory(tmp_path / "saved", model, model.state_dict(), tokenizer_from=str(path))
     assert (tmp_path / "saved" / "generation_config.json").read_text() == odd
@@ -168,7 +168,7 @@ def with_code(changed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return path
 
 
-@pytest.mark.parametrize("read", [lambda path: model_length(path, limit=None), load_skeleton])
+@pytest.mark.parametrize("read", [lambda path: read_model_length(path, limit=None), load_skeleton])
 def test_code_of_a_directory_is_refused_without_a_question(with_code: Path, read: Any) -> None:
     with pytest.raises(ConfigError, match=r"model.trust_remote_code=true runs that") as caught:
         read(str(with_code))
@@ -186,18 +186,20 @@ def test_code_of_a_tokenizer_is_refused_without_a_question(with_code: Path) -> N
 def test_code_of_a_trusted_directory_is_run_and_of_no_other(
     with_code: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(TRUST_VARIABLE, trusted_env("/elsewhere", str(with_code))[TRUST_VARIABLE])
-    assert model_length(str(with_code), limit=None) == 128
+    monkeypatch.setenv(
+        TRUSTED_MODELS_ENV, make_trusted_env("/elsewhere", str(with_code))[TRUSTED_MODELS_ENV]
+    )
+    assert read_model_length(str(with_code), limit=None) == 128
     assert type(load_model(str(with_code), dtype=torch.float32)).__name__ == "MineForCausalLM"
     other = shutil.copytree(with_code, tmp_path / "other")
     with pytest.raises(ConfigError, match="trust_remote_code"):
-        model_length(str(other), limit=None)
-    assert trusted_env() == {}
+        read_model_length(str(other), limit=None)
+    assert make_trusted_env() == {}
 
 
 def test_a_family_that_transformers_knows_needs_no_code(changed: Any) -> None:
     auto_map = {"AutoConfig": "configuration_none.NoneConfig"}
-    assert model_length(str(changed({"auto_map": auto_map})), limit=None) == 128
+    assert read_model_length(str(changed({"auto_map": auto_map})), limit=None) == 128
 
 
 DESCRIPTIONS = ["config.json", "generation_config.json", "model.safetensors.index.json"]
@@ -209,8 +211,8 @@ def test_json_that_is_no_description_is_one_line(changed: Any, name: str, text: 
     path = changed({})
     (path / name).write_text(text)
     with pytest.raises(ConfigError) as caught:
-        model_length(str(path), limit=None)
-        stored_shapes(path, "model.path")
+        read_model_length(str(path), limit=None)
+        read_stored_shapes(path, "model.path")
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -219,6 +221,6 @@ def test_a_pipe_in_a_model_directory_is_refused_and_not_waited_for(
     tmp_path: Path, name: str
 ) -> None:
     os.mkfifo(tmp_path / name)
-    for read in (read_model_config, lambda path: stored_shapes(Path(path), "model.path")):
+    for read in (read_model_config, lambda path: read_stored_shapes(Path(path), "model.path")):
         with pytest.raises(ConfigError, match=f"{name}: not a regular file"):
             read(str(tmp_path))

@@ -7,7 +7,7 @@ import pytest
 
 from streamrl.errors import ConfigError
 from streamrl.files import python_module
-from streamrl.files.python_module import find_reference, import_file
+from streamrl.files.python_module import import_file, load_referenced_function
 
 
 def test_an_import_that_hangs_is_ended_with_the_line_where_it_did(tmp_path, monkeypatch):
@@ -64,5 +64,5 @@ def test_an_alarm_that_somebody_else_set_is_left_alone(tmp_path):
 def test_a_function_is_given_what_it_asks_for(tmp_path, source, asked):
     path = tmp_path / "mine.py"
     path.write_text(source)
-    code = find_reference(f"{path}:f", setting="scorer.combine")
-    assert code.asks(("a", "b")) == asked
+    code = load_referenced_function(f"{path}:f", setting="scorer.combine")
+    assert code.select_arguments(("a", "b")) == asked

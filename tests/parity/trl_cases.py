@@ -48,7 +48,9 @@ def geometric_mean() -> Case:
         "losses.geometric_mean",
         "GMPOTrainer",
         lambda b: reduced(
-            b, losses.geometric_mean(b.log_ratio, b.row_advantages, b.loss_mask, **CLIP), "grpo"
+            b,
+            losses.geometric_mean_loss(b.log_ratio, b.row_advantages, b.loss_mask, **CLIP),
+            "grpo",
         ),
         lambda b: theirs(some_at_stake(b)),
         wrt="logprobs",
@@ -59,7 +61,7 @@ def geometric_mean() -> Case:
 
 def our_surrogate(batch: Batch) -> Tensor:
     """The clipped loss per token."""
-    return losses.clipped_surrogate(batch.log_ratio, batch.row_advantages, **CLIP)
+    return losses.clipped_surrogate_loss(batch.log_ratio, batch.row_advantages, **CLIP)
 
 
 def our_divergence(batch: Batch) -> Tensor:
@@ -76,7 +78,7 @@ def reduced(batch: Batch, token_loss: Tensor, loss_type: str) -> Tensor:
         "dr_grpo": "seq-mean-token-sum-norm",
     }[loss_type]
     rows = len(batch.loss_mask)
-    return losses.aggregate(
+    return losses.aggregate_loss(
         token_loss, batch.loss_mask, mode=mode, num_sequences=rows, max_length=MAX_LENGTH
     )
 
@@ -118,7 +120,7 @@ def scale(ours: str, theirs: str) -> Case:
     return advantage_case(
         f"group_relative, {ours}",
         f"scale_rewards={theirs}",
-        lambda b: advantages.group_relative(b.scores, b.group_ids, scale=ours, eps=EPS),
+        lambda b: advantages.group_relative_advantages(b.scores, b.group_ids, scale=ours, eps=EPS),
         grpo(scale_rewards=theirs, reward_weights=FIRST_REWARD),
     )
 
@@ -126,10 +128,10 @@ def scale(ours: str, theirs: str) -> Case:
 def our_normalize_then_sum(batch: Batch) -> Tensor:
     """Each reward by itself, their sum over all rows: TRL adds to the deviation both times."""
     weights = torch.tensor(WEIGHTS)
-    total = advantages.decoupled_reward_normalization(
+    total = advantages.decoupled_reward_advantages(
         batch.rewards, batch.group_ids, weights=weights, eps=EPS
     )
-    return advantages.group_relative(total, torch.zeros_like(batch.group_ids), eps=EPS)
+    return advantages.group_relative_advantages(total, torch.zeros_like(batch.group_ids), eps=EPS)
 
 
 def weights(level: str, mode: str, low: float | None) -> Case:
@@ -178,7 +180,9 @@ def overlong(batch: Batch) -> Tensor:
 def our_overlong(batch: Batch) -> Tensor:
     """Ours."""
     width = batch.loss_mask.shape[1]
-    return shaping.soft_overlong(torch.arange(1, width + 4), max_length=width, buffer=BUFFER)
+    return shaping.soft_overlong_penalty(
+        torch.arange(1, width + 4), max_length=width, buffer=BUFFER
+    )
 
 
 CASES = [
@@ -194,7 +198,7 @@ CASES = [
     Case(
         "advantages.leave_one_out",
         "RLOOTrainer",
-        lambda b: advantages.leave_one_out(b.scores, b.group_ids),
+        lambda b: advantages.leave_one_out_advantages(b.scores, b.group_ids),
         scored(
             trainer_of(ToldRLOO, RLOOConfig(**SETTINGS, beta=0.0, reward_weights=FIRST_REWARD)),
             "advantages",
@@ -214,14 +218,16 @@ CASES = [
     loss_case(
         "losses.clipped_surrogate, dual_clip",
         "delta",
-        lambda b: losses.clipped_surrogate(b.log_ratio, b.row_advantages, **CLIP, dual_clip=2.0),
+        lambda b: losses.clipped_surrogate_loss(
+            b.log_ratio, b.row_advantages, **CLIP, dual_clip=2.0
+        ),
         grpo(loss_type="grpo", delta=2.0),
         note="where delta is beyond the clip",
     ),
     loss_case(
         "losses.sequence_clipped_surrogate",
         "sequence level",
-        lambda b: losses.sequence_clipped_surrogate(
+        lambda b: losses.sequence_clipped_surrogate_loss(
             b.log_ratio, b.row_advantages, b.loss_mask, **SEQUENCE_CLIP
         ),
         GRPOConfig(
@@ -235,7 +241,7 @@ CASES = [
     loss_case(
         "losses.clipped_importance",
         "cispo",
-        lambda b: losses.clipped_importance(
+        lambda b: losses.clipped_importance_loss(
             b.log_ratio, b.row_advantages, logprobs=b.logprobs, clip_low=1.0, clip_high=0.5
         ),
         GRPOConfig(**SETTINGS, loss_type="cispo", epsilon_high=1.5),
@@ -245,7 +251,7 @@ CASES = [
     loss_case(
         "losses.soft_adaptive",
         "sapo",
-        lambda b: losses.soft_adaptive(
+        lambda b: losses.soft_adaptive_loss(
             b.log_ratio, b.row_advantages, temperature_positive=0.75, temperature_negative=1.25
         ),
         # Exact in float32, which TRL's are.
@@ -263,7 +269,7 @@ CASES = [
     loss_case(
         "kl.kl_estimate, k3, times the ratio",
         "beta, use_bias_correction_kl",
-        lambda b: our_surrogate(b) + losses.ratio(b.log_ratio) * our_divergence(b),
+        lambda b: our_surrogate(b) + losses.probability_ratio(b.log_ratio) * our_divergence(b),
         grpo(loss_type="grpo"),
         beta=BETA,
         note="up to 10; TRL has no limit",
@@ -271,7 +277,7 @@ CASES = [
     Case(
         "losses.entropy",
         "entropy_from_logits",
-        lambda b: losses.entropy(b.logits),
+        lambda b: losses.entropy_from_logits(b.logits),
         lambda b: entropy_from_logits(b.logits),
         wrt="logits",
     ),

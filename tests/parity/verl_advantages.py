@@ -69,10 +69,10 @@ def gdpo(batch: Batch) -> Tensor:
 
 def our_gdpo(batch: Batch) -> Tensor:
     """Ours, whitened over tokens as verl's is."""
-    rows = advantages.decoupled_reward_normalization(
+    rows = advantages.decoupled_reward_advantages(
         batch.rewards, batch.group_ids, weights=torch.tensor(WEIGHTS)
     )
-    return advantages.whiten(rows[:, None].expand_as(batch.mask), batch.loss_mask)
+    return advantages.masked_whiten(rows[:, None].expand_as(batch.mask), batch.loss_mask)
 
 
 def remax(batch: Batch) -> Tensor:
@@ -111,8 +111,10 @@ def our_gae(batch: Batch) -> tuple[Tensor, Tensor]:
 
 def our_baseline(batch: Batch) -> Tensor:
     """REINFORCE++ with a baseline, from our parts."""
-    rows = advantages.group_relative(batch.scores, batch.group_ids, scale="none", single="keep")
-    return advantages.whiten(rows[:, None].expand_as(batch.mask), batch.loss_mask)
+    rows = advantages.group_relative_advantages(
+        batch.scores, batch.group_ids, scale="none", single="keep"
+    )
+    return advantages.masked_whiten(rows[:, None].expand_as(batch.mask), batch.loss_mask)
 
 
 def by_group(
@@ -141,7 +143,7 @@ CASES = [
     Case(
         "advantages.generalized_advantages, whitened",
         "gae",
-        lambda b: advantages.whiten(our_gae(b)[0], b.loss_mask),
+        lambda b: advantages.masked_whiten(our_gae(b)[0], b.loss_mask),
         lambda b: gae(b)[0] * b.mask,
         note=HOLES,
     ),
@@ -155,20 +157,20 @@ CASES = [
     Case(
         "advantages.whiten",
         "masked_whiten",
-        lambda b: advantages.whiten(b.values, b.loss_mask),
+        lambda b: advantages.masked_whiten(b.values, b.loss_mask),
         lambda b: torch_functional.masked_whiten(b.values, b.mask) * b.mask,
         note=HOLES,
     ),
     by_group(
         "group_relative, std",
         "grpo",
-        lambda b: advantages.group_relative(b.scores, b.group_ids),
+        lambda b: advantages.group_relative_advantages(b.scores, b.group_ids),
     ),
     *(
         by_group(
             "group_relative, std, keep",
             peer,
-            lambda b: advantages.group_relative(b.scores, b.group_ids, single="keep"),
+            lambda b: advantages.group_relative_advantages(b.scores, b.group_ids, single="keep"),
             sizes=RAGGED,
             dtype=torch.float32,
             note="verl's deviation is float32",
@@ -179,51 +181,51 @@ CASES = [
         "advantages.group_relative, none, keep",
         "grpo",
         lambda b: b.on_tokens(
-            advantages.group_relative(b.scores, b.group_ids, scale="none", single="keep")
+            advantages.group_relative_advantages(b.scores, b.group_ids, scale="none", single="keep")
         ),
         grpo_mean_only,
     ),
     by_group(
         "leave_one_out, keep",
         "rloo",
-        lambda b: advantages.leave_one_out(b.scores, b.group_ids, single="keep"),
+        lambda b: advantages.leave_one_out_advantages(b.scores, b.group_ids, single="keep"),
         sizes=RAGGED,
     ),
     by_group(
         "leave_one_out, zero",
         "rloo_vectorized",
-        lambda b: advantages.leave_one_out(b.scores, b.group_ids),
+        lambda b: advantages.leave_one_out_advantages(b.scores, b.group_ids),
         sizes=RAGGED,
     ),
     by_group(
         "length_weighted_baseline",
         "opo",
-        lambda b: advantages.length_weighted_baseline(b.scores, b.group_ids, b.loss_mask.sum(-1)),
+        lambda b: advantages.length_weighted_advantages(b.scores, b.group_ids, b.loss_mask.sum(-1)),
         note=ALONE,
     ),
     by_group(
         "best_of_group, std",
         "grpo_passk",
-        lambda b: advantages.best_of_group(b.scores, b.group_ids, scale="std"),
+        lambda b: advantages.best_of_group_advantages(b.scores, b.group_ids, scale="std"),
         config=AlgoConfig(),
     ),
     by_group(
         "best_of_group, none",
         "grpo_passk",
-        lambda b: advantages.best_of_group(b.scores, b.group_ids),
+        lambda b: advantages.best_of_group_advantages(b.scores, b.group_ids),
         config=AlgoConfig(norm_adv_by_std_in_grpo=False),
     ),
     by_group(
         "gpg",
         "gpg",
-        lambda b: advantages.gpg(b.scores, b.group_ids),
+        lambda b: advantages.gpg_advantages(b.scores, b.group_ids),
         dtype=torch.float32,
         note=f"verl's factor is float32; {ALONE}",
     ),
     Case(
         "advantages.greedy_baseline",
         "remax",
-        lambda b: b.on_tokens(advantages.greedy_baseline(b.scores, b.baseline_scores)),
+        lambda b: b.on_tokens(advantages.greedy_baseline_advantages(b.scores, b.baseline_scores)),
         remax,
         note=HOLES,
     ),
@@ -245,7 +247,7 @@ CASES = [
     Case(
         "advantages.reward_to_go, whitened",
         "reinforce_plus_plus",
-        lambda b: advantages.whiten(our_rewards_to_go(b), b.loss_mask),
+        lambda b: advantages.masked_whiten(our_rewards_to_go(b), b.loss_mask),
         lambda b: reinforce_plus_plus(b)[0],
     ),
     Case(

@@ -60,7 +60,7 @@ def loss_case(
     return Case(
         f"losses.{function}",
         peer,
-        lambda b: losses.aggregate(token_loss(b), b.loss_mask, mode="token-mean"),
+        lambda b: losses.aggregate_loss(token_loss(b), b.loss_mask, mode="token-mean"),
         theirs,
         wrt="logprobs",
         note=note,
@@ -77,7 +77,7 @@ def per_row_case(
     return Case(
         f"losses.{function}",
         peer,
-        lambda b: losses.aggregate(token_loss(b), b.loss_mask, mode="seq-mean-token-mean"),
+        lambda b: losses.aggregate_loss(token_loss(b), b.loss_mask, mode="seq-mean-token-mean"),
         theirs,
         wrt="logprobs",
         wider_bound=NEAR,
@@ -87,10 +87,10 @@ def per_row_case(
 
 def in_band(batch: Batch) -> Tensor:
     """All tokens with a covariance in the band, so that nothing is random: bool [B, T]."""
-    chosen = losses.covariance_band(
+    chosen = losses.covariance_band_mask(
         batch.logprobs, batch.advantages, batch.loss_mask, low=0.1, high=2.0, fraction=1.0
     )
-    clipped = losses.outside_clip(batch.log_ratio, batch.advantages, **CLIP)
+    clipped = losses.outside_clip_mask(batch.log_ratio, batch.advantages, **CLIP)
     return chosen & ~clipped
 
 
@@ -105,7 +105,7 @@ def agg_loss(
     return Case(
         f"losses.aggregate, {mode}{', of a larger step' if num_tokens else ''}",
         "agg_loss",
-        lambda b: losses.aggregate(
+        lambda b: losses.aggregate_loss(
             b.logprobs,
             b.loss_mask,
             mode=mode,
@@ -132,7 +132,7 @@ def value_loss(clip: float | None) -> Case:
     return Case(
         f"losses.value_loss, {'clip' if clip else 'no clip'}",
         "compute_value_loss",
-        lambda b: losses.aggregate(
+        lambda b: losses.aggregate_loss(
             losses.value_loss(b.values, b.returns, b.old_values, clip=clip),
             b.loss_mask,
             mode="token-mean",
@@ -148,19 +148,19 @@ CASES = [
     loss_case(
         "clipped_surrogate",
         "vanilla",
-        lambda b: losses.clipped_surrogate(b.log_ratio, b.advantages, **CLIP),
+        lambda b: losses.clipped_surrogate_loss(b.log_ratio, b.advantages, **CLIP),
         policy_loss("vanilla", CLIP_ACTOR(clip_ratio_c=NO_CLIP)),
     ),
     loss_case(
         "clipped_surrogate, dual_clip",
         "vanilla, clip_ratio_c",
-        lambda b: losses.clipped_surrogate(b.log_ratio, b.advantages, **CLIP, dual_clip=2.0),
+        lambda b: losses.clipped_surrogate_loss(b.log_ratio, b.advantages, **CLIP, dual_clip=2.0),
         policy_loss("vanilla", CLIP_ACTOR(clip_ratio_c=2.0)),
     ),
     loss_case(
         "clipped_surrogate, dual_clip, far",
         "vanilla, clip_ratio_c",
-        lambda b: losses.clipped_surrogate(
+        lambda b: losses.clipped_surrogate_loss(
             b.logprobs - b.far_logprobs, b.advantages, **CLIP, dual_clip=2.0
         ),
         policy_loss("vanilla", CLIP_ACTOR(clip_ratio_c=2.0), old="far_logprobs"),
@@ -168,7 +168,7 @@ CASES = [
     per_row_case(
         "sequence_clipped_surrogate",
         "gspo",
-        lambda b: losses.sequence_clipped_surrogate(
+        lambda b: losses.sequence_clipped_surrogate_loss(
             b.log_ratio, b.advantages, b.loss_mask, **SEQUENCE_CLIP
         ),
         policy_loss(
@@ -180,14 +180,16 @@ CASES = [
     loss_case(
         "clipped_importance",
         "cispo",
-        lambda b: losses.clipped_importance(b.log_ratio, b.advantages, logprobs=b.logprobs, **CLIP),
+        lambda b: losses.clipped_importance_loss(
+            b.log_ratio, b.advantages, logprobs=b.logprobs, **CLIP
+        ),
         policy_loss("cispo", CLIP_ACTOR()),
     ),
     Case(
         "losses.geometric_mean",
         "geo_mean",
-        lambda b: losses.aggregate(
-            losses.geometric_mean(b.log_ratio, b.row_advantages, b.loss_mask, **CLIP),
+        lambda b: losses.aggregate_loss(
+            losses.geometric_mean_loss(b.log_ratio, b.row_advantages, b.loss_mask, **CLIP),
             b.loss_mask,
             mode="seq-mean-token-mean",
             num_sequences=len(b.mask),
@@ -200,7 +202,7 @@ CASES = [
     per_row_case(
         "soft_adaptive",
         "sapo",
-        lambda b: losses.soft_adaptive(
+        lambda b: losses.soft_adaptive_loss(
             b.log_ratio, b.advantages, temperature_positive=0.8, temperature_negative=1.3
         ),
         policy_loss("sapo", actor(tau_pos=0.8, tau_neg=1.3)),
@@ -208,17 +210,17 @@ CASES = [
     loss_case(
         "covariance_clip",
         "clip_cov",
-        lambda b: losses.covariance_clip(b.log_ratio, b.advantages, chosen=in_band(b), **CLIP),
+        lambda b: losses.covariance_clip_loss(b.log_ratio, b.advantages, chosen=in_band(b), **CLIP),
         policy_loss("clip_cov", CLIP_ACTOR(policy_loss=CLIP_COV)),
         note="all of the band; of tokens that PPO clips verl chooses none",
     ),
     loss_case(
         "covariance_kl",
         "kl_cov",
-        lambda b: losses.covariance_kl(
+        lambda b: losses.covariance_kl_loss(
             b.log_ratio,
             b.advantages,
-            chosen=losses.covariance_top(b.logprobs, b.advantages, b.loss_mask, fraction=0.1),
+            chosen=losses.covariance_top_mask(b.logprobs, b.advantages, b.loss_mask, fraction=0.1),
             coef=0.7,
         ),
         policy_loss("kl_cov", actor(policy_loss=KL_COV)),
@@ -226,7 +228,7 @@ CASES = [
     loss_case(
         "divergence_masked, tv",
         "dppo_tv",
-        lambda b: losses.divergence_masked(
+        lambda b: losses.divergence_masked_loss(
             b.log_ratio, b.advantages, logprobs=b.logprobs, kind="tv", low=0.1, high=0.15, cap=1.5
         ),
         policy_loss("dppo_tv", actor(clip_ratio_low=0.1, clip_ratio_high=0.15, clip_ratio_c=1.5)),
@@ -234,7 +236,7 @@ CASES = [
     loss_case(
         "divergence_masked, kl",
         "dppo_kl",
-        lambda b: losses.divergence_masked(
+        lambda b: losses.divergence_masked_loss(
             b.log_ratio, b.advantages, logprobs=b.logprobs, kind="kl", low=0.02, high=0.03, cap=1.5
         ),
         policy_loss("dppo_kl", actor(clip_ratio_low=0.02, clip_ratio_high=0.03, clip_ratio_c=1.5)),
@@ -242,7 +244,7 @@ CASES = [
     loss_case(
         "score_function",
         "gpg",
-        lambda b: losses.score_function(b.logprobs, b.advantages),
+        lambda b: losses.score_function_loss(b.logprobs, b.advantages),
         policy_loss("gpg", actor()),
     ),
     value_loss(0.2),
@@ -250,7 +252,7 @@ CASES = [
     Case(
         "losses.entropy",
         "entropy_from_logits",
-        lambda b: losses.entropy(b.logits),
+        lambda b: losses.entropy_from_logits(b.logits),
         lambda b: torch_functional.entropy_from_logits(b.logits),
         wrt="logits",
     ),

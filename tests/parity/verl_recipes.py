@@ -14,8 +14,8 @@ from verl.workers.config import ActorConfig
 
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.correction_config import CorrectionConfig
-from streamrl.algorithms.math.step_metrics import step_normaliser
-from streamrl.algorithms.objective import derive, policy_loss
+from streamrl.algorithms.math.step_metrics import step_loss_denominator
+from streamrl.algorithms.objective import derive_group_columns, policy_loss
 from tests.parity.case import Batch, Case
 from tests.parity.verl_advantages import outcome_rewards
 
@@ -44,7 +44,7 @@ def documented(variant: str) -> AlgorithmConfig:
 def whole(variant: str) -> Callable[[Batch], Tensor]:
     """The loss of a step under streamrl, from the columns on."""
     config = documented(variant)
-    settings = config.settings(max_length=MAX_LENGTH, reward_weights={})
+    settings = config.to_settings(max_length=MAX_LENGTH, reward_weights={})
 
     def ours(batch: Batch) -> Tensor:
         columns = {
@@ -58,17 +58,17 @@ def whole(variant: str) -> Callable[[Batch], Tensor]:
         }
         known = {
             **columns,
-            **derive(config.row, settings, columns, batch.group_ids),
+            **derive_group_columns(config.spec, settings, columns, batch.group_ids),
             "proximal_logprobs": batch.old_logprobs,
         }
         loss, sums = policy_loss(
-            config.row,
+            config.spec,
             settings,
             known,
             logprobs=batch.logprobs,
             entropy=torch.zeros_like(batch.logprobs),
         )
-        return loss / step_normaliser(settings, {name: float(x) for name, x in sums.items()})
+        return loss / step_loss_denominator(settings, {name: float(x) for name, x in sums.items()})
 
     return ours
 

@@ -38,7 +38,7 @@ def adapted(batch: Batch) -> Tensor:
 def our_adapted(batch: Batch) -> Tensor:
     """Ours."""
     coefs = [
-        kl.adapt_coefficient(0.1, d, target=0.5, horizon=100, num_rollouts=16)
+        kl.adapt_kl_coef(0.1, d, target=0.5, horizon=100, num_rollouts=16)
         for d in batch.scores.tolist()
     ]
     return torch.tensor(coefs, dtype=torch.float64)
@@ -72,16 +72,16 @@ def our_overlong(batch: Batch) -> Tensor:
     """Ours."""
     lengths = batch.loss_mask.sum(-1).clamp(min=1)
     width = batch.loss_mask.shape[1]
-    return shaping.soft_overlong(lengths, max_length=width, buffer=BUFFER, factor=FACTOR)
+    return shaping.soft_overlong_penalty(lengths, max_length=width, buffer=BUFFER, factor=FACTOR)
 
 
 CASES = [
-    *(divergence(kind, "ref_logprobs") for kind in kl.KINDS),
+    *(divergence(kind, "ref_logprobs") for kind in kl.KL_KINDS),
     *(divergence(kind, "far_logprobs") for kind in ("k3", "k3+")),
     Case(
         "shaping.token_rewards",
         "compute_rewards",
-        lambda b: shaping.token_rewards(b.scores, b.loss_mask, 0.1 * (b.values - b.returns)),
+        lambda b: shaping.make_token_rewards(b.scores, b.loss_mask, 0.1 * (b.values - b.returns)),
         lambda b: core_algos.compute_rewards(outcome_rewards(b), b.values, b.returns, 0.1) * b.mask,
     ),
     Case(

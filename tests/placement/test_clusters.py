@@ -9,21 +9,21 @@ from streamrl.placement import DEVICES, Cluster, NodeGroup
 
 
 def test_devices_fill_nodes_of_the_usual_size() -> None:
-    cluster = Cluster.parse("64xH100")
-    assert (cluster.size, cluster.num_nodes) == (64, 8)
-    assert [cluster.node_of(device) for device in (0, 7, 8, 63)] == [0, 0, 1, 7]
-    assert Cluster.parse("4xH100").num_nodes == 1
+    cluster = Cluster.from_text("64xH100")
+    assert (cluster.num_devices, cluster.num_nodes) == (64, 8)
+    assert [cluster.find_node(device) for device in (0, 7, 8, 63)] == [0, 0, 1, 7]
+    assert Cluster.from_text("4xH100").num_nodes == 1
 
 
 def test_nodes_of_several_kinds_lie_one_behind_the_other() -> None:
-    cluster = Cluster.parse("2x8xA100@200Gb,8xV100")
-    assert cluster.size == 24
-    assert [cluster.group_of(device).device.name for device in (0, 15, 16)] == [
+    cluster = Cluster.from_text("2x8xA100@200Gb,8xV100")
+    assert cluster.num_devices == 24
+    assert [cluster.find_node_group(device).device.name for device in (0, 15, 16)] == [
         *("A100", "A100", "V100")
     ]
-    assert cluster.group_of(0).network == 25e9
-    assert cluster.group_of(16).network == DEVICES["V100"].network_bytes_per_s
-    assert [cluster.node_of(device) for device in (8, 15, 16, 23)] == [1, 1, 2, 2]
+    assert cluster.find_node_group(0).node_bytes_per_s == 25e9
+    assert cluster.find_node_group(16).node_bytes_per_s == DEVICES["V100"].network_bytes_per_s
+    assert [cluster.find_node(device) for device in (8, 15, 16, 23)] == [1, 1, 2, 2]
     assert not cluster.is_uniform
 
 
@@ -44,25 +44,28 @@ def test_what_is_written_is_read_again_and_every_device_is_on_one_node(
     groups: list[NodeGroup],
 ) -> None:
     cluster = Cluster(tuple(groups))
-    devices = [device for group in groups for device in [group.device] * group.size]
-    assert [cluster.group_of(i).device for i in range(cluster.size)] == devices
-    nodes = [cluster.node_of(i) for i in range(cluster.size)]
+    devices = [device for group in groups for device in [group.device] * group.num_devices]
+    assert [cluster.find_node_group(i).device for i in range(cluster.num_devices)] == devices
+    nodes = [cluster.find_node(i) for i in range(cluster.num_devices)]
     assert nodes == sorted(nodes)
     assert set(nodes) == set(range(cluster.num_nodes))
     # Without how many nodes there are, devices fill nodes of the usual size.
-    usual = all(group.count > 1 or group.devices <= group.device.per_node for group in groups)
+    usual = all(
+        group.num_nodes > 1 or group.devices_per_node <= group.device.devices_per_node
+        for group in groups
+    )
     if usual:
-        assert Cluster.parse(str(cluster)) == cluster
+        assert Cluster.from_text(str(cluster)) == cluster
 
 
 def test_a_part_of_a_cluster_is_whole_nodes_or_a_part_of_one() -> None:
-    cluster = Cluster.parse("2x8xH100,8xA100")
-    assert str(cluster.first(16)) == "2x8xH100"
-    assert str(cluster.first(24)) == "2x8xH100,8xA100"
-    assert str(cluster.first(4)) == "4xH100"
+    cluster = Cluster.from_text("2x8xH100,8xA100")
+    assert str(cluster.take_first(16)) == "2x8xH100"
+    assert str(cluster.take_first(24)) == "2x8xH100,8xA100"
+    assert str(cluster.take_first(4)) == "4xH100"
     for size in (12, 20, 0, 25):
         with pytest.raises(ConfigError, match=f"--gpus {size}"):
-            cluster.first(size)
+            cluster.take_first(size)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +84,7 @@ def test_a_part_of_a_cluster_is_whole_nodes_or_a_part_of_one() -> None:
 )
 def test_what_is_no_cluster_is_refused_in_one_line(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=r".*") as refused:
-        Cluster.parse(text)
+        Cluster.from_text(text)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -89,11 +92,13 @@ def test_what_is_no_cluster_is_refused_in_one_line(text: str, said: str) -> None
 def test_a_file_may_have_devices_of_its_own() -> None:
     own = {"name": "X1", "tflops": 500, "memory_gb": 96, "memory_gbps": 2000, "link_gbps": 100}
     nodes = [{"device": own, "devices": 4, "count": 3, "network_gbps": 400}]
-    cluster = Cluster.of_dict({"nodes": [*nodes, {"device": "h100", "devices": 8}]}, place="c.yaml")
-    assert cluster.size == 20
-    first = cluster.group_of(0)
+    cluster = Cluster.from_dict(
+        {"nodes": [*nodes, {"device": "h100", "devices": 8}]}, place="c.yaml"
+    )
+    assert cluster.num_devices == 20
+    first = cluster.find_node_group(0)
     assert first.device.flops_per_s == 500e12
-    assert first.network == 50e9
+    assert first.node_bytes_per_s == 50e9
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0, 1e300, 2e6, 1e-6])
@@ -102,7 +107,7 @@ def test_a_device_of_a_file_has_figures_that_can_be(key: str, value: float) -> N
     own = {"name": "X1", "tflops": 500, "memory_gb": 96, "memory_gbps": 2000, "link_gbps": 100}
     nodes = [{"device": own | {key: value}, "devices": 4}]
     with pytest.raises(ConfigError) as refused:
-        Cluster.of_dict({"nodes": nodes}, place="c.yaml")
+        Cluster.from_dict({"nodes": nodes}, place="c.yaml")
     assert f"c.yaml: nodes[0].device.{key}={value:g}: must be at least 0.001 and" in str(
         refused.value
     )
@@ -112,14 +117,14 @@ def test_a_device_of_a_file_has_figures_that_can_be(key: str, value: float) -> N
 def test_a_network_of_a_file_is_one_that_can_be(value: float) -> None:
     nodes = [{"device": "H100", "devices": 4, "network_gbps": value}]
     with pytest.raises(ConfigError) as refused:
-        Cluster.of_dict({"nodes": nodes}, place="c.yaml")
+        Cluster.from_dict({"nodes": nodes}, place="c.yaml")
     assert f"c.yaml: nodes[0].network_gbps={value:g}: must be at least 0.001" in str(refused.value)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nodes_of_a_file_have_a_number_of_devices(value: float) -> None:
     with pytest.raises(ConfigError, match=r"c\.yaml: nodes\[0\].devices"):
-        Cluster.of_dict({"nodes": [{"device": "H100", "devices": value}]}, place="c.yaml")
+        Cluster.from_dict({"nodes": [{"device": "H100", "devices": value}]}, place="c.yaml")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +149,7 @@ def test_nodes_of_a_file_have_a_number_of_devices(value: float) -> None:
 )
 def test_a_file_that_is_wrong_is_refused_by_its_key(loose: dict, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        Cluster.of_dict(loose, place="c.yaml")
+        Cluster.from_dict(loose, place="c.yaml")
     assert said in str(refused.value)
     assert str(refused.value).startswith("c.yaml: ")
 
@@ -156,16 +161,16 @@ def test_devices_that_fill_no_nodes_are_told_nodes_that_hold_just_as_many(
     written: str, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"do not fill nodes of 8; .*, as in {said}"):
-        Cluster.parse(written)
-    assert f"{Cluster.parse(said).size}xH100" == written
+        Cluster.from_text(written)
+    assert f"{Cluster.from_text(said).num_devices}xH100" == written
 
 
 @pytest.mark.parametrize("devices", [1_000_001, 1_048_577, 99_999_999])
 def test_what_is_too_large_is_told_to_be_that_with_all_its_digits(devices: int) -> None:
     with pytest.raises(ConfigError, match=rf": {devices} devices: must be at most 16384$"):
-        Cluster.parse(f"{devices}xH100")
+        Cluster.from_text(f"{devices}xH100")
 
 
 def test_a_number_that_no_number_can_be_is_not_written_like_one() -> None:
     with pytest.raises(ConfigError, match="is not written like"):
-        Cluster.parse("9" * 5000 + "xH100")
+        Cluster.from_text("9" * 5000 + "xH100")

@@ -4,38 +4,38 @@ import json
 
 import pytest
 
-from streamrl.dataflow import Dataflow, dataflow_for
+from streamrl.dataflow import Dataflow, build_dataflow
 from streamrl.errors import ConfigError
 from streamrl.placement import (
-    STRATEGIES,
+    POOL_STRATEGIES,
     Cluster,
     Mesh,
-    Mode,
     Placement,
-    of_meshes,
-    of_ratios,
-    of_sets,
+    PlacementMode,
+    placement_from_meshes,
+    placement_from_ratios,
+    placement_from_sets,
 )
-from streamrl.resharding import Grid
+from streamrl.resharding import RankGrid
 
-PPO = dataflow_for(("generator_logprobs", "scores", "ref_logprobs", "values"))
-GRPO = dataflow_for(("generator_logprobs", "scores"))
+PPO = build_dataflow(("generator_logprobs", "scores", "ref_logprobs", "values"))
+GRPO = build_dataflow(("generator_logprobs", "scores"))
 ROLES = ("policy", "critic", "reference", "reward")
 
 
 def meshes_of(placement: Placement) -> dict[str, str]:
-    return {stage: str(each.mesh) for stage, each in placement.calls.items()}
+    return {stage: str(each.mesh) for stage, each in placement.assignments.items()}
 
 
 def test_one_set_is_colocated() -> None:
-    placement = of_sets(PPO, [ROLES], [8])
+    placement = placement_from_sets(PPO, [ROLES], [8])
     assert set(meshes_of(placement).values()) == {"0-7"}
-    assert set(placement.calls) == {call.stage for call in PPO.calls}
-    assert placement.mode(PPO) is Mode.COLOCATED
+    assert set(placement.assignments) == {call.stage for call in PPO.calls}
+    assert placement.classify_mode(PPO) is PlacementMode.COLOCATED
 
 
 def test_a_set_for_each_model_is_standalone() -> None:
-    placement = of_sets(PPO, [[role] for role in ROLES], [64, 32, 16, 16])
+    placement = placement_from_sets(PPO, [[role] for role in ROLES], [64, 32, 16, 16])
     assert meshes_of(placement) == {
         "generate": "0-63",
         "train": "0-63",
@@ -44,20 +44,20 @@ def test_a_set_for_each_model_is_standalone() -> None:
         "reference": "96-111",
         "reward": "112-127",
     }
-    assert placement.mode(PPO) is Mode.SPLIT
-    placement.check(PPO, Cluster.parse("16x8xA100"))
+    assert placement.classify_mode(PPO) is PlacementMode.SPLIT
+    placement.check_valid(PPO, Cluster.from_text("16x8xA100"))
 
 
 def test_grids_are_those_of_the_calls_that_are_named() -> None:
-    grids = {"train": Grid(1, 8, 2), "generate": Grid(1, 2, 8)}
-    placement = of_sets(PPO, [ROLES], [16], grids=grids)
-    assert placement.calls["train"].grid == Grid(1, 8, 2)
-    assert placement.calls["generate"].grid == Grid(1, 2, 8)
-    assert placement.calls["reference"].grid == Grid(1, 1, 16)
+    grids = {"train": RankGrid(1, 8, 2), "generate": RankGrid(1, 2, 8)}
+    placement = placement_from_sets(PPO, [ROLES], [16], grids=grids)
+    assert placement.assignments["train"].grid == RankGrid(1, 8, 2)
+    assert placement.assignments["generate"].grid == RankGrid(1, 2, 8)
+    assert placement.assignments["reference"].grid == RankGrid(1, 1, 16)
 
 
 def test_ratios_lay_reference_and_reward_on_halves() -> None:
-    placement = of_ratios(PPO, STRATEGIES["interleaving"], [8])
+    placement = placement_from_ratios(PPO, POOL_STRATEGIES["interleaving"], [8])
     assert meshes_of(placement) == {
         "generate": "0-7",
         "train": "0-7",
@@ -70,18 +70,30 @@ def test_ratios_lay_reference_and_reward_on_halves() -> None:
 
 def test_actor_and_critic_on_halves_too() -> None:
     half = dict.fromkeys(("policy", "generator", "critic", "value", "reference", "reward"), 0.5)
-    placement = of_ratios(PPO, [half], [16])
-    assert placement.calls["train"].mesh == placement.calls["generate"].mesh == Mesh(0, 8)
-    assert placement.calls["train_critic"].mesh == placement.calls["value"].mesh == Mesh(8, 8)
+    placement = placement_from_ratios(PPO, [half], [16])
+    assert (
+        placement.assignments["train"].mesh == placement.assignments["generate"].mesh == Mesh(0, 8)
+    )
+    assert (
+        placement.assignments["train_critic"].mesh
+        == placement.assignments["value"].mesh
+        == Mesh(8, 8)
+    )
     assert not placement.overlaps("reference", "reward")
 
 
 def test_shadows_compute_apart_from_what_is_trained() -> None:
-    placement = of_ratios(PPO, STRATEGIES["shadow"], [8, 8])
-    assert placement.calls["generate"].mesh == placement.calls["value"].mesh == Mesh(0, 8)
-    assert placement.calls["train"].mesh == placement.calls["train_critic"].mesh == Mesh(8, 8)
-    assert placement.mode(PPO) is Mode.DISAGGREGATED
-    assert placement.with_staleness(2).mode(PPO) is Mode.ASYNCHRONOUS
+    placement = placement_from_ratios(PPO, POOL_STRATEGIES["shadow"], [8, 8])
+    assert (
+        placement.assignments["generate"].mesh == placement.assignments["value"].mesh == Mesh(0, 8)
+    )
+    assert (
+        placement.assignments["train"].mesh
+        == placement.assignments["train_critic"].mesh
+        == Mesh(8, 8)
+    )
+    assert placement.classify_mode(PPO) is PlacementMode.DISAGGREGATED
+    assert placement.with_staleness(2).classify_mode(PPO) is PlacementMode.ASYNCHRONOUS
 
 
 REAL_1X8 = {
@@ -96,8 +108,8 @@ REAL_1X8 = {
 
 
 def test_meshes_for_each_call_say_which_exclude_each_other() -> None:
-    placement = of_meshes(REAL_1X8)
-    placement.check(PPO, Cluster.parse("8xA100"))
+    placement = placement_from_meshes(REAL_1X8)
+    placement.check_valid(PPO, Cluster.from_text("8xA100"))
     together = [("value", "reward"), ("reward", "reference"), ("value", "reference")]
     assert not any(placement.overlaps(*pair) for pair in together)
     assert not placement.overlaps("train", "train_critic")
@@ -107,18 +119,20 @@ def test_meshes_for_each_call_say_which_exclude_each_other() -> None:
 @pytest.mark.parametrize(
     "placement",
     [
-        of_meshes(REAL_1X8, max_staleness=3),
-        of_sets(PPO, [ROLES], [16], grids={"train": Grid(2, 4, 2, "mcore")}),
-        of_ratios(GRPO, [{"policy": 1}, {"generator": 1}], [4, 12]),
+        placement_from_meshes(REAL_1X8, max_staleness=3),
+        placement_from_sets(PPO, [ROLES], [16], grids={"train": RankGrid(2, 4, 2, "mcore")}),
+        placement_from_ratios(GRPO, [{"policy": 1}, {"generator": 1}], [4, 12]),
     ],
 )
 def test_what_is_written_as_json_is_read_again(placement: Placement) -> None:
     written = json.loads(json.dumps(placement.to_dict()))
-    assert Placement.of_dict(written, place="plan.json") == placement
+    assert Placement.from_dict(written, place="plan.json") == placement
 
 
 def _grpo(**changes: tuple[str, str]) -> Placement:
-    return of_meshes({"generate": ("0-3", "1-1-4"), "train": ("4-7", "1-1-4"), **changes})
+    return placement_from_meshes(
+        {"generate": ("0-3", "1-1-4"), "train": ("4-7", "1-1-4"), **changes}
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,20 +142,20 @@ def _grpo(**changes: tuple[str, str]) -> Placement:
         (_grpo(train=("4-6", "1-1-3")), "placement.train: devices 4-6: a part of a node of 8"),
         (_grpo(train=("4-7", "1-1-2")), "1-1-2 is 2 ranks; devices 4-7 are 4"),
         (_grpo(prune=("4-7", "1-1-4")), "placement.prune: no such call"),
-        (of_meshes({"train": ("0-3", "1-1-4")}), "placement.generate: missing"),
+        (placement_from_meshes({"train": ("0-3", "1-1-4")}), "placement.generate: missing"),
         (_grpo().with_staleness(-1), "max_staleness=-1"),
     ],
 )
 def test_what_cannot_be_is_refused_by_the_call(placement: Placement, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        placement.check(GRPO, Cluster.parse("8xA100"))
+        placement.check_valid(GRPO, Cluster.from_text("8xA100"))
     assert said in str(refused.value)
 
 
 def test_tensor_parallelism_stays_within_a_node() -> None:
-    placement = of_meshes({"generate": ("0-15", "1-16-1"), "train": ("0-15", "1-8-2")})
+    placement = placement_from_meshes({"generate": ("0-15", "1-16-1"), "train": ("0-15", "1-8-2")})
     with pytest.raises(ConfigError, match="16 tensor-parallel ranks: at most 8 on a node"):
-        placement.check(GRPO, Cluster.parse("2x8xA100"))
+        placement.check_valid(GRPO, Cluster.from_text("2x8xA100"))
 
 
 @pytest.mark.parametrize(
@@ -156,12 +170,12 @@ def test_tensor_parallelism_stays_within_a_node() -> None:
 )
 def test_a_placement_that_is_written_wrong_is_refused_by_its_key(loose: dict, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        Placement.of_dict(loose, place="plan")
+        Placement.from_dict(loose, place="plan")
     assert said in str(refused.value)
 
 
 def _sets(sets: list[list[str]], dataflow: Dataflow = PPO) -> Placement:
-    return of_sets(dataflow, sets, [4] * len(sets))
+    return placement_from_sets(dataflow, sets, [4] * len(sets))
 
 
 def test_sets_and_ratios_that_cannot_be_are_refused() -> None:
@@ -170,4 +184,4 @@ def test_sets_and_ratios_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="critic: the dataflow has policy, reward"):
         _sets([["critic"]], GRPO)
     with pytest.raises(ConfigError, match=r"ratio of reward: 0.3 of 8 devices"):
-        of_ratios(PPO, [{"reward": 0.3}], [8])
+        placement_from_ratios(PPO, [{"reward": 0.3}], [8])

@@ -4,11 +4,11 @@ import pytest
 
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, Mesh
-from streamrl.placement.meshes import meshes, node_runs
+from streamrl.placement.meshes import iter_meshes, list_node_runs
 
 
 def test_all_meshes_of_two_nodes() -> None:
-    found = list(meshes(Cluster.parse("2x4xA100")))
+    found = list(iter_meshes(Cluster.from_text("2x4xA100")))
     assert found == [
         *(Mesh(at, 1) for at in range(8)),
         *(Mesh(at, 2) for at in (0, 2, 4, 6)),
@@ -17,42 +17,42 @@ def test_all_meshes_of_two_nodes() -> None:
 
 
 def test_runs_of_n_nodes_are_n_times_n_plus_one_halves() -> None:
-    assert len(node_runs(Cluster.parse("16x8xA100"))) == 16 * 17 // 2
+    assert len(list_node_runs(Cluster.from_text("16x8xA100"))) == 16 * 17 // 2
 
 
 def test_unlike_nodes_share_a_mesh_only_where_that_is_asked_for() -> None:
-    cluster = Cluster.parse("4xA100,4xV100")
-    assert Mesh(0, 8) not in set(meshes(cluster))
-    assert Mesh(0, 8) in set(meshes(cluster, uniform=False))
-    assert Mesh(0, 8).slowest(cluster).name == "V100"
+    cluster = Cluster.from_text("4xA100,4xV100")
+    assert Mesh(0, 8) not in set(iter_meshes(cluster))
+    assert Mesh(0, 8) in set(iter_meshes(cluster, uniform=False))
+    assert Mesh(0, 8).find_slowest_device(cluster).name == "V100"
 
 
 @pytest.mark.parametrize("text", ["4xA100", "2x4xA100", "2x6xA100", "2x8xA100,4xV100,3x2xH100"])
 def test_every_mesh_that_is_listed_keeps_the_rules_and_no_other_does(text: str) -> None:
-    cluster = Cluster.parse(text)
-    listed = set(meshes(cluster, uniform=False))
-    for first in range(cluster.size):
-        for size in range(1, cluster.size + 3):
+    cluster = Cluster.from_text(text)
+    listed = set(iter_meshes(cluster, uniform=False))
+    for first in range(cluster.num_devices):
+        for size in range(1, cluster.num_devices + 3):
             mesh = Mesh(first, size)
             if mesh in listed:
-                mesh.check(cluster, "here")
+                mesh.check_on_cluster(cluster, "here")
             else:
                 with pytest.raises(ConfigError, match="here: devices"):
-                    mesh.check(cluster, "here")
+                    mesh.check_on_cluster(cluster, "here")
 
 
 def test_overlap_is_a_device_in_common() -> None:
-    for one in meshes(Cluster.parse("2x4xA100")):
-        for other in meshes(Cluster.parse("2x4xA100")):
+    for one in iter_meshes(Cluster.from_text("2x4xA100")):
+        for other in iter_meshes(Cluster.from_text("2x4xA100")):
             assert one.overlaps(other) == bool(set(one.devices) & set(other.devices))
 
 
 @pytest.mark.parametrize("text", ["0-7", "3", "8-15"])
 def test_a_mesh_is_written_as_its_first_and_last_device(text: str) -> None:
-    assert str(Mesh.parse(text)) == text
+    assert str(Mesh.from_text(text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "7-0", "a", "-1", "1-2-3"])
 def test_what_is_no_mesh_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="must be a first and a last device"):
-        Mesh.parse(text)
+        Mesh.from_text(text)

@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from streamrl.errors import ConfigError
-from streamrl.placement import SHAPES, shape_of
-from streamrl.resharding import Grid, Nodes, plan_copies, seated_layout
+from streamrl.placement import MODEL_SHAPES, load_model_shape
+from streamrl.resharding import NodeTopology, RankGrid, create_layout, plan_copies
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ from streamrl.resharding import Grid, Nodes, plan_copies, seated_layout
     ],
 )
 def test_parameters_are_as_many_as_the_published_models_have(name: str, billions: float) -> None:
-    assert shape_of(name).params / 1e9 == pytest.approx(billions, abs=0.0006)
+    assert load_model_shape(name).num_params / 1e9 == pytest.approx(billions, abs=0.0006)
 
 
 @pytest.mark.parametrize(
@@ -48,29 +48,29 @@ def test_parameters_are_as_many_as_the_published_models_have(name: str, billions
     ],
 )
 def test_keys_and_values_of_a_token(name: str, num_bytes: int) -> None:
-    assert shape_of(name).kv_bytes_per_token() == num_bytes
+    assert load_model_shape(name).kv_bytes_per_token() == num_bytes
 
 
 def test_of_many_experts_a_token_passes_few() -> None:
-    shape = shape_of("qwen3-30b-a3b")
+    shape = load_model_shape("qwen3-30b-a3b")
     assert shape.active_matmul_params / 1e9 == pytest.approx(3.0, abs=0.1)
-    assert shape_of("deepseek-v3").active_matmul_params / 1e9 == pytest.approx(37.5, abs=4)
+    assert load_model_shape("deepseek-v3").active_matmul_params / 1e9 == pytest.approx(37.5, abs=4)
 
 
-@pytest.mark.parametrize("name", list(SHAPES))
+@pytest.mark.parametrize("name", list(MODEL_SHAPES))
 def test_tensors_that_resharding_moves_are_all_parameters(name: str) -> None:
-    shape = shape_of(name)
+    shape = load_model_shape(name)
     if not shape.experts:
-        assert shape.tensors(1).num_bytes == shape.params
-    assert shape.tensors(2).num_bytes == pytest.approx(2 * shape.params, rel=1e-9)
+        assert shape.to_model_spec(1).num_bytes == shape.num_params
+    assert shape.to_model_spec(2).num_bytes == pytest.approx(2 * shape.num_params, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["llama-7b", "qwen2.5-0.5b", "llama-70b"])
 def test_a_critic_has_a_scalar_head(name: str) -> None:
-    shape = shape_of(name)
-    critic = shape.critic()
-    head = 0 if shape.tied else shape.vocab * shape.hidden
-    assert critic.params == shape.params - head + shape.hidden
+    shape = load_model_shape(name)
+    critic = shape.to_critic()
+    head = 0 if shape.has_tied_embeddings else shape.vocab * shape.hidden
+    assert critic.num_params == shape.num_params - head + shape.hidden
 
 
 @pytest.mark.parametrize(
@@ -100,33 +100,33 @@ def test_the_shape_of_a_directory_is_that_of_the_model_transformers_builds(
 ) -> None:
     settings.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_config(settings)
-    assert shape_of(str(tmp_path)).params == model.num_parameters()
-    assert shape_of(str(tmp_path / "config.json")).params == model.num_parameters()
+    assert load_model_shape(str(tmp_path)).num_params == model.num_parameters()
+    assert load_model_shape(str(tmp_path / "config.json")).num_params == model.num_parameters()
 
 
 def test_a_split_model_divides_among_its_ranks() -> None:
-    model = shape_of("qwen2.5-0.5b").tensors()
-    held = seated_layout(model, Grid(1, 2, 1).seating())
-    served = seated_layout(model, Grid(1, 1, 2).seating())
-    report = plan_copies(held, served, Nodes(8)).bytes_report()
+    model = load_model_shape("qwen2.5-0.5b").to_model_spec()
+    held = create_layout(model, RankGrid(1, 2, 1).assign_ranks())
+    served = create_layout(model, RankGrid(1, 1, 2).assign_ranks())
+    report = plan_copies(held, served, NodeTopology(8)).report_bytes()
     # What is split is halved; norms are whole everywhere.
     norms = sum(s.num_bytes for s in model.tensors if s.split_dim is None)
-    assert report.ranks[0].received_bytes == (model.num_bytes - norms) // 2
+    assert report.rank_bytes[0].received_bytes == (model.num_bytes - norms) // 2
 
 
 def test_what_is_no_model_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"llama-7c: no size of that name.*llama-7b"):
-        shape_of("llama-7c")
+        load_model_shape("llama-7c")
     broken = tmp_path / "config.json"
     broken.write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json"):
-        shape_of(str(tmp_path))
+        load_model_shape(str(tmp_path))
     broken.write_text(json.dumps({"hidden_size": 8}))
     with pytest.raises(ConfigError, match="num_attention_heads is missing"):
-        shape_of(str(tmp_path))
+        load_model_shape(str(tmp_path))
     broken.write_text("[]")
     with pytest.raises(ConfigError, match="must be a JSON object"):
-        shape_of(str(tmp_path))
+        load_model_shape(str(tmp_path))
 
 
 WIDTHS = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
@@ -146,8 +146,8 @@ def test_of_a_multimodal_model_the_language_model_is_counted_and_it_says_so(
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     model = LlavaForConditionalGeneration(config)
     language = model.model.language_model.num_parameters() + model.lm_head.weight.numel()
-    shape = shape_of(str(tmp_path))
-    assert shape.params == language < model.num_parameters()
+    shape = load_model_shape(str(tmp_path))
+    assert shape.num_params == language < model.num_parameters()
     assert shape.name.endswith(
         "(its language model alone: weights of other towers are not counted)"
     )
@@ -155,7 +155,7 @@ def test_of_a_multimodal_model_the_language_model_is_counted_and_it_says_so(
 
 def test_towers_beside_sizes_are_told_too(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**WIDTHS, "vision_config": {}}))
-    assert "are not counted" in shape_of(str(tmp_path)).name
+    assert "are not counted" in load_model_shape(str(tmp_path)).name
 
 
 @pytest.mark.parametrize(
@@ -175,4 +175,4 @@ def test_sizes_that_no_model_has_are_refused(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=said):
-        shape_of(str(tmp_path))
+        load_model_shape(str(tmp_path))

@@ -5,21 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from streamrl.config import RunConfig, resolve
-from streamrl.config.role_counts import placement_of
+from streamrl.config import RunConfig, parse_settings
+from streamrl.config.role_counts import assign_slots
 from streamrl.errors import ConfigError
-from streamrl.placement import STRATEGIES, SlotMap, lay_out
-from streamrl.placement.pools import PARTNERS, ROLES, Pool, hosts_actor
+from streamrl.placement import POOL_STRATEGIES, SlotMap, lay_out_slots
+from streamrl.placement.pools import FOLLOWED_ROLES, POOL_ROLES, RolePool, has_colocated_actor
 
 PPO = {"generator": 2, "reference": 1, "reward": 1, "value": 1, "policy": 2, "critic": 2}
 
 
 def slots(pools, counts=PPO) -> dict[str, tuple[int, ...]]:
-    return dict(lay_out(pools, counts).slots)
+    return dict(lay_out_slots(pools, counts).slots)
 
 
 def test_colocated_roles_are_on_the_same_slots() -> None:
-    assert slots(STRATEGIES["colocated"]) == {
+    assert slots(POOL_STRATEGIES["colocated"]) == {
         "generator": (0, 1),
         "reference": (0,),
         "reward": (0,),
@@ -30,27 +30,27 @@ def test_colocated_roles_are_on_the_same_slots() -> None:
 
 
 def test_interleaving_has_reference_and_reward_side_by_side() -> None:
-    found = slots(STRATEGIES["interleaving"])
+    found = slots(POOL_STRATEGIES["interleaving"])
     assert (found["reference"], found["reward"]) == ((0,), (1,))
     assert found["policy"] == found["generator"] == found["critic"] == (0, 1)
     # Two of each need a pool of four, of which they have a half each.
-    found = slots(STRATEGIES["interleaving"], {**PPO, "reference": 2, "reward": 2})
+    found = slots(POOL_STRATEGIES["interleaving"], {**PPO, "reference": 2, "reward": 2})
     assert (found["reference"], found["reward"]) == ((0, 1), (2, 3))
 
 
 def test_split_has_actor_and_critic_side_by_side() -> None:
-    found = slots(STRATEGIES["split"])
+    found = slots(POOL_STRATEGIES["split"])
     assert found["policy"] == found["generator"] == (0, 1)
     assert found["critic"] == (2, 3)
     assert (found["reference"], found["value"], found["reward"]) == ((0,), (2,), (2,))
 
 
 def test_shadows_are_apart_from_what_is_trained() -> None:
-    found = slots(STRATEGIES["shadow"])
+    found = slots(POOL_STRATEGIES["shadow"])
     assert found["policy"] == found["critic"] == (2, 3)
     assert found["generator"] == (0, 1)
     assert found["value"] == found["reference"] == found["reward"] == (0,)
-    assert not hosts_actor(STRATEGIES["shadow"])
+    assert not has_colocated_actor(POOL_STRATEGIES["shadow"])
 
 
 def test_a_role_in_no_pool_has_slots_of_its_own() -> None:
@@ -61,27 +61,27 @@ def test_a_role_in_no_pool_has_slots_of_its_own() -> None:
 
 
 def test_without_pools_every_actor_has_a_slot_of_its_own() -> None:
-    placement = lay_out((), PPO)
-    assert placement.size == sum(PPO.values())
-    assert all(len(placement.on(slot)) == 1 for slot in range(placement.size))
+    placement = lay_out_slots((), PPO)
+    assert placement.num_slots == sum(PPO.values())
+    assert all(len(placement.list_roles(slot)) == 1 for slot in range(placement.num_slots))
 
 
 def test_a_placement_is_told_in_one_line() -> None:
     counts = {"policy": 2, "generator": 2, "reference": 1, "reward": 1}
-    pools: list[Pool] = [{"policy": 1, "generator": 1}, {"reference": 0.5, "reward": 0.5}]
+    pools: list[RolePool] = [{"policy": 1, "generator": 1}, {"reference": 0.5, "reward": 0.5}]
     told = "slots: 0 to 1 for policy, generator; 2 for reference; 3 for reward"
-    assert lay_out(pools, counts).describe() == told
-    assert lay_out([{"reward": 0.5}, {"policy": 1}], {"reward": 1, "policy": 1}).describe() == (
-        "slots: 0 for reward; 1 for policy"
-    )
+    assert lay_out_slots(pools, counts).describe() == told
+    assert lay_out_slots(
+        [{"reward": 0.5}, {"policy": 1}], {"reward": 1, "policy": 1}
+    ).describe() == ("slots: 0 for reward; 1 for policy")
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", POOL_STRATEGIES)
 def test_every_strategy_has_a_part_for_every_role(name: str) -> None:
-    assert sorted(role for pool in STRATEGIES[name] for role in pool) == sorted(ROLES)
+    assert sorted(role for pool in POOL_STRATEGIES[name] for role in pool) == sorted(POOL_ROLES)
 
 
-POOLS = st.lists(st.sampled_from(ROLES), unique=True, max_size=len(ROLES)).flatmap(
+POOLS = st.lists(st.sampled_from(POOL_ROLES), unique=True, max_size=len(POOL_ROLES)).flatmap(
     lambda roles: st.tuples(
         st.just(roles),
         st.lists(st.integers(0, 2), min_size=len(roles), max_size=len(roles)),
@@ -94,16 +94,16 @@ POOLS = st.lists(st.sampled_from(ROLES), unique=True, max_size=len(ROLES)).flatm
 )
 
 
-@given(POOLS, st.dictionaries(st.sampled_from(ROLES), st.integers(1, 9), min_size=1))
+@given(POOLS, st.dictionaries(st.sampled_from(POOL_ROLES), st.integers(1, 9), min_size=1))
 def test_every_actor_has_one_slot_of_its_roles_pool(drawn, counts) -> None:
     pools: list[dict[str, float]] = [{}, {}, {}]
     for role, pool, part in zip(*drawn, strict=True):
         pools[pool][role] = part
-    placement = lay_out(pools, counts)
+    placement = lay_out_slots(pools, counts)
     assert {role: len(set(each)) for role, each in placement.slots.items()} == counts
     homes = {role: i for i, pool in enumerate(pools) for role in pool}
-    for slot in range(placement.size):
-        there = placement.on(slot)
+    for slot in range(placement.num_slots):
+        there = placement.list_roles(slot)
         assert there
         # Who shares a slot is in one pool; whoever is in none is alone.
         assert len({homes.get(role, role) for role in there}) <= 1
@@ -116,7 +116,7 @@ def _no_two_parts_overlap_before_the_pool_is_full(pools, placement: SlotMap) -> 
         parts: dict[tuple[str, float], set[int]] = {}
         for role in pool.keys() & placement.slots.keys():
             if pool[role] < 1:
-                unit = parts.setdefault((PARTNERS.get(role, role), pool[role]), set())
+                unit = parts.setdefault((FOLLOWED_ROLES.get(role, role), pool[role]), set())
                 unit.update(placement.slots[role])
         if sum(part for _, part in parts) <= 1:
             assert sum(map(len, parts.values())) == len(set().union(*parts.values()))
@@ -130,7 +130,7 @@ def config_of(*, algorithm: str = "ppo", **placement) -> RunConfig:
         "algorithm": {"name": algorithm, "kl_coef": 0.1},
         "placement": placement,
     }
-    return resolve(OmegaConf.create(loose), place="test")
+    return parse_settings(OmegaConf.create(loose), place="test")
 
 
 @pytest.mark.parametrize(
@@ -146,13 +146,13 @@ def config_of(*, algorithm: str = "ppo", **placement) -> RunConfig:
 def test_a_mode_says_how_many_slots_a_run_needs(mode: str, hybrid: bool, size: int) -> None:
     config = config_of(mode=mode)
     assert config.placement.is_hybrid is hybrid
-    assert placement_of(config).size == size
+    assert assign_slots(config).num_slots == size
 
 
 def test_a_run_of_one_process_per_rank_has_as_many_generators_as_ranks() -> None:
     config = config_of(mode="colocated")
     config.trainer.world_size = 3
-    assert placement_of(config).slots["generator"] == (0, 1, 2)
+    assert assign_slots(config).slots["generator"] == (0, 1, 2)
     apart = config_of(mode="mixed", pools=[{"policy": 1.0}, {"generator": 0.5}])
     assert not apart.placement.is_hybrid
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.published import nemo, nemo_fit, verl, verl_fit
 from benchmarks.published.batches import calls_s, one_ahead_s
 from benchmarks.published.points import VERL, VerlRun
-from streamrl.placement.costs import Constants
+from streamrl.placement.costs import CostConstants
 
 
 def run_of(name: str, train: int, generate: int = 0) -> VerlRun:
@@ -21,7 +21,7 @@ def squares(calibrated: verl.Calibration) -> float:
     return sum(error**2 for error in verl_fit.errors(calibrated))
 
 
-def nemo_squares(constants: Constants) -> float:
+def nemo_squares(constants: CostConstants) -> float:
     return sum(error**2 for error in nemo_fit.errors(constants))
 
 
@@ -70,7 +70,7 @@ def test_one_step_off_takes_the_longer_of_sampling_and_of_the_rest() -> None:
     model, placed = verl.Costs(run, asked), verl.placement(run, asked)
     apart = calls_s(asked, model, placed)
     assert set(apart) == {"generate", "reward", "train"}
-    weights = model.timings(placed).weights["generate"]
+    weights = model.predict_timings(placed).weights["generate"]
     longer = max(apart["generate"], apart["reward"] + apart["train"])
     step_s = weights.publish_s + weights.pull_s + longer
     assert one_ahead_s(asked, model, placed) == pytest.approx(step_s)

@@ -37,9 +37,9 @@ def test_sums_over_steps_are_those_of_each_step(
     resident = tokens + running * np.arange(steps)
     each = [timing.decode_step_s(running, held) for held in resident.tolist()]
     assert timing.decode_steps_s(np.full(steps, running), resident) == pytest.approx(each)
-    assert timing.decoding_s(running, tokens, steps) == pytest.approx(sum(each))
+    assert timing.decode_run_s(running, tokens, steps) == pytest.approx(sum(each))
     read = replace(timing, compute_rollout_s=0.0)
-    most = read.reading_s(np.array(steps), np.array(steps * running), resident.sum())
+    most = read.memory_bound_s(np.array(steps), np.array(steps * running), resident.sum())
     assert most == pytest.approx(
         sum(read.decode_step_s(running, held) for held in resident.tolist())
     )

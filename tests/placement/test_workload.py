@@ -4,38 +4,44 @@ import numpy as np
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.placement import EmpiricalLengths, FixedLength, Lengths, LognormalLengths, Workload
+from streamrl.placement import (
+    EmpiricalLengths,
+    FixedLength,
+    LengthDistribution,
+    LognormalLengths,
+    Workload,
+)
 
 KINDS = [
     FixedLength(100),
     LognormalLengths(300, 0.8, 4096),
     LognormalLengths(1500, 1.2, 2048),
-    EmpiricalLengths.of([3, 90, 40, 40, 1000]),
+    EmpiricalLengths.from_samples([3, 90, 40, 40, 1000]),
 ]
 
 
 @pytest.mark.parametrize("lengths", KINDS, ids=str)
-def test_mean_longest_and_limit_are_those_of_what_is_drawn(lengths: Lengths) -> None:
+def test_mean_longest_and_limit_are_those_of_what_is_drawn(lengths: LengthDistribution) -> None:
     rng = np.random.default_rng(0)
     drawn = lengths.sample(200_000, rng)
     assert drawn.min() >= 1
-    assert drawn.max() <= lengths.most
+    assert drawn.max() <= lengths.max_tokens
     assert drawn.mean() == pytest.approx(lengths.mean, rel=0.01)
     longest = lengths.sample(64_000, rng).reshape(1000, 64).max(axis=1).mean()
     assert lengths.expected_longest(64) == pytest.approx(longest, rel=0.1)
 
 
 @pytest.mark.parametrize("lengths", KINDS, ids=str)
-def test_the_same_seed_draws_the_same(lengths: Lengths) -> None:
+def test_the_same_seed_draws_the_same(lengths: LengthDistribution) -> None:
     one, other = (lengths.sample(50, np.random.default_rng(3)) for _ in range(2))
     assert one.tolist() == other.tolist()
 
 
 def test_a_step_is_groups_of_rollouts_of_prompt_and_completion() -> None:
     workload = Workload(32, 8, 100.0, FixedLength(50), epochs=2, mini_batches=4)
-    assert workload.rollouts == 256
-    assert workload.updates == 8
-    assert workload.tokens == 256 * 150
+    assert workload.num_rollouts == 256
+    assert workload.num_updates == 8
+    assert workload.num_tokens == 256 * 150
 
 
 def test_what_is_no_workload_is_refused() -> None:
@@ -48,22 +54,22 @@ def test_what_is_no_workload_is_refused() -> None:
     with pytest.raises(ConfigError, match="sigma above 0"):
         LognormalLengths(10, 0, 100)
     with pytest.raises(ConfigError, match="one length or more"):
-        EmpiricalLengths.of([])
+        EmpiricalLengths.from_samples([])
 
 
 def test_more_groups_are_sampled_than_are_trained_where_some_are_filtered() -> None:
-    workload = Workload(60, 4, 100.0, FixedLength(50), filtered=0.4)
-    assert workload.rollouts == 240
-    assert workload.sampled == Workload(100, 4, 100.0, FixedLength(50))
-    assert Workload(60, 4, 100.0, FixedLength(50)).sampled.groups_per_step == 60
+    workload = Workload(60, 4, 100.0, FixedLength(50), filtered_fraction=0.4)
+    assert workload.num_rollouts == 240
+    assert workload.sampled_workload == Workload(100, 4, 100.0, FixedLength(50))
+    assert Workload(60, 4, 100.0, FixedLength(50)).sampled_workload.groups_per_step == 60
     with pytest.raises(ConfigError, match="filtered=1: must be 0 or more, and at most"):
-        Workload(1, 8, 100.0, FixedLength(50), filtered=1.0)
+        Workload(1, 8, 100.0, FixedLength(50), filtered_fraction=1.0)
 
 
 def test_a_micro_batch_holds_the_longest_rollout_or_says_what_that_is() -> None:
     # A prompt of 9.6 tokens counts as 10, and 10 + 20 fit into 30.
-    Workload(1, 1, 9.6, FixedLength(20), micro_batch_tokens=30).check_room()
+    Workload(1, 1, 9.6, FixedLength(20), micro_batch_tokens=30).check_micro_batch_tokens()
     said = "tokens=29: must hold one rollout, 30 tokens = prompt 10 [+] longest completion 20"
     with pytest.raises(ConfigError, match=f"pipeline.micro_batch_{said}"):
         short = Workload(1, 1, 9.6, FixedLength(20), micro_batch_tokens=29)
-        short.check_room("pipeline.micro_batch_tokens")
+        short.check_micro_batch_tokens("pipeline.micro_batch_tokens")

@@ -4,9 +4,9 @@ import pickle
 
 import pytest
 
-from streamrl.process_pool.framing import HEADER_BYTES, pack, read_answer
-from streamrl.rewards.interface.verdict import Judgement
-from streamrl.rewards.user_code.user_function import Needs
+from streamrl.process_pool.framing import HEADER_BYTES, pack_message, unpickle_response
+from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.user_code.user_function import FunctionCallSpec
 
 
 def call_of(module: str, name: str, *arguments: object) -> bytes:
@@ -17,10 +17,12 @@ def call_of(module: str, name: str, *arguments: object) -> bytes:
 
 
 def test_what_is_answered_arrives() -> None:
-    needs = Needs("f of x.py", "style", frozenset("ab"), frozenset("a"), False, (("k", [1]),))
-    judged = Judgement.of(True, "7"), Judgement.absent().verdict
+    needs = FunctionCallSpec(
+        "f of x.py", "style", frozenset("ab"), frozenset("a"), False, (("k", [1]),)
+    )
+    judged = RewardResult.from_correctness(True, "7"), RewardResult.make_not_judged().outcome
     for answer in ([*judged], needs, [1.5, None], "no judgement"):
-        assert read_answer(pack((1, answer))[HEADER_BYTES:]) == (1, answer)
+        assert unpickle_response(pack_message((1, answer))[HEADER_BYTES:]) == (1, answer)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,7 @@ def test_what_is_answered_arrives() -> None:
         ("streamrl.rewards.sandbox.jail", "subprocess.Popen"),
         ("streamrl.rewards.user_code.user_function", "FileFunction"),
         ("streamrl.rewards.interface.verdict", "Enum"),
-        ("streamrl.rewards.interface.verdict", "Judgement.of"),
+        ("streamrl.rewards.interface.verdict", "RewardResult.from_correctness"),
         ("streamrl.rewards.interface.verdict", "math.__loader__.load_module"),
         ("streamrl.process_pool.process", "Process"),
         ("streamrl.process_pool.process", "subprocess.Popen"),
@@ -41,5 +43,5 @@ def test_an_answer_calls_nothing_but_the_classes_that_travel(
 ) -> None:
     note = tmp_path / "ran"
     with pytest.raises(pickle.UnpicklingError, match=f"{name} is no plain data"):
-        read_answer(call_of(module, name, ["touch", str(note)]))
+        unpickle_response(call_of(module, name, ["touch", str(note)]))
     assert not note.exists()

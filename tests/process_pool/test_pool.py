@@ -20,11 +20,11 @@ from streamrl.process_pool import (
     WorkerError,
     WorkerMemoryError,
     WorkerPool,
-    WorkerSettings,
+    WorkerPoolSettings,
     WorkerTimeoutError,
 )
 from streamrl.process_pool import pool as pool_module
-from streamrl.process_pool.process import Process
+from streamrl.process_pool.process import WorkerProcess
 from tests.descendants import descendants
 
 TARGET = "tests.process_pool.trouble:serve"
@@ -38,7 +38,9 @@ async def pool():
     before, made = descendants(), []
 
     def make(at_load="", *, target=TARGET, timeout_s=30.0, memory_bytes=16 << 30, concurrency=1):
-        settings = WorkerSettings(2, concurrency, timeout_s=timeout_s, memory_bytes=memory_bytes)
+        settings = WorkerPoolSettings(
+            2, concurrency, timeout_s=timeout_s, memory_bytes=memory_bytes
+        )
         made.append(WorkerPool("troubled", target, at_load, settings))
         return made[-1]
 
@@ -70,7 +72,7 @@ async def test_trouble_is_told_by_its_cause_and_costs_no_other_call_its_answer(p
             assert type(answer) is told[deed], (deed, answer)
         else:
             assert answer == number * number
-    assert workers.killed == Counter(timeout=2, crash=2, memory=2)
+    assert workers.kill_counts == Counter(timeout=2, crash=2, memory=2)
 
 
 @pytest.mark.slow
@@ -170,7 +172,7 @@ async def test_stragglers_that_end_after_all_leave_no_gap(pool):
         assert await asyncio.gather(*slow) == list(range(16))
         quick = [one.call(("square", i)) for i in range(50)]
         assert await asyncio.gather(*quick) == [i * i for i in range(50)]
-    assert not one.killed
+    assert not one.kill_counts
 
 
 async def test_a_call_that_nobody_waits_for_any_more_costs_no_worker(pool):
@@ -182,7 +184,7 @@ async def test_a_call_that_nobody_waits_for_any_more_costs_no_worker(pool):
     left.cancel()
     await asyncio.gather(left, return_exceptions=True)
     assert pid in {await one.call(("pid", None)) for _ in range(20)}
-    assert not one.killed
+    assert not one.kill_counts
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ async def test_what_is_no_answer_is_a_crash_at_once(pool, note):
         with pytest.raises(WorkerCrashError, match="its answer"):
             await one.call(("garble", note))
         assert await one.call(("square", 3)) == 9
-    assert one.killed == {"crash": 1}
+    assert one.kill_counts == {"crash": 1}
 
 
 async def test_an_answer_runs_nothing_where_it_arrives(pool):
@@ -210,7 +212,7 @@ async def test_an_answer_runs_nothing_where_it_arrives(pool):
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
 )
 async def test_a_worker_does_not_outlive_who_looks_after_it(pool, monkeypatch, number):
-    monkeypatch.setattr("streamrl.process_pool.process.END_S", 0.5)
+    monkeypatch.setattr("streamrl.process_pool.process.EXIT_TIMEOUT_S", 0.5)
     one = pool(timeout_s=3.0)
     await one.start()
     pid = await one.call(("pid", None))
@@ -241,7 +243,7 @@ async def test_of_calls_that_share_a_worker_only_the_one_at_fault_fails(
     *found, blamed = await asyncio.gather(*calls, one.call((deed, None)), return_exceptions=True)
     assert found == [number * number for number in range(24)]
     assert isinstance(blamed, error) and words in str(blamed)
-    assert set(one.killed) == {cause}
+    assert set(one.kill_counts) == {cause}
     assert len(one._workers) <= 2, "who stood in for others has gone"
     # Once more, in a worker that it has to itself: nobody else's worker ends.
     with pytest.raises(error):
@@ -259,7 +261,7 @@ async def test_a_copy_of_a_worker_says_nothing(pool):
 async def test_who_is_cancelled_over_a_start_leaves_no_process(pool):
     before = descendants()
     for delay_s in (0.0, 0.001, 0.003, 0.01, 0.05):
-        starting = asyncio.create_task(Process.start(TARGET, "", within_s=30.0))
+        starting = asyncio.create_task(WorkerProcess.start(TARGET, "", within_s=30.0))
         await asyncio.sleep(delay_s)
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
@@ -269,13 +271,13 @@ async def test_who_is_cancelled_over_a_start_leaves_no_process(pool):
 async def test_who_looks_after_workers_goes_on_whatever_it_meets(pool, monkeypatch):
     one = pool(memory_bytes=256 << 20)
     await one.start()
-    measured, faults = one._table.memory_of_tree, iter([OSError("no such table")])
+    measured, faults = one._process_table.measure_tree_memory, iter([OSError("no such table")])
 
     def memory_of_tree(pid):
         for fault in faults:
             raise fault
         return measured(pid)
 
-    monkeypatch.setattr(one._table, "memory_of_tree", memory_of_tree)
+    monkeypatch.setattr(one._process_table, "measure_tree_memory", memory_of_tree)
     with pytest.raises(WorkerMemoryError):
         await one.call(("leak", None))

@@ -2,11 +2,11 @@
 
 from hypothesis import strategies as st
 
-from streamrl.resharding.grids import Grid
-from streamrl.resharding.tensor_specs import Component, ModelSpec, TensorSpec
+from streamrl.resharding.grids import RankGrid
+from streamrl.resharding.tensor_specs import FusedComponent, ModelSpec, TensorSpec
 
 GRIDS = st.builds(
-    Grid,
+    RankGrid,
     st.integers(1, 3),
     st.sampled_from([1, 2, 4]),
     st.integers(1, 3),
@@ -34,9 +34,9 @@ def transformer(
     last = layers + 1
     tensors = [TensorSpec("embed", (words, width), (0, last) if tied else (0,), 0)]
     for place in range(1, last):
-        kv = Component(kv_heads * head, kv_heads)
-        qkv = (Component(heads * head, heads), kv, kv)
-        gate_up = (Component(inner), Component(inner))
+        kv = FusedComponent(kv_heads * head, kv_heads)
+        qkv = (FusedComponent(heads * head, heads), kv, kv)
+        gate_up = (FusedComponent(inner), FusedComponent(inner))
         tensors += [
             TensorSpec(f"{place}.norm", (width,), (place,)),
             TensorSpec(f"{place}.qkv", ((heads + 2 * kv_heads) * head, width), (place,), 0, qkv),

@@ -17,19 +17,29 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from streamrl.errors import WeightsError
 from streamrl.resharding import (
-    Grid,
-    Layout,
+    ModelLayout,
     ModelSpec,
-    Nodes,
-    Seating,
-    chunked,
+    NodeTopology,
+    RankAssignment,
+    RankGrid,
+    create_layout,
+    partition_fsdp2,
+    partition_zero3,
     plan_copies,
     plan_gather,
-    seated_layout,
-    zero_partitioned,
 )
-from streamrl.resharding.executors import Executor, GatherInGroups, PointToPoint, least_moving
-from streamrl.resharding.storage import Storage, allocate, allocate_both, inside
+from streamrl.resharding.executors import (
+    GroupGatherExecutor,
+    PointToPointExecutor,
+    ReshardingExecutor,
+    create_least_bytes_executor,
+)
+from streamrl.resharding.storage import (
+    ShardStorage,
+    allocate_overlapping,
+    allocate_storage,
+    create_from_storage,
+)
 from tests.resharding.models import transformer
 
 WORLD = 4
@@ -41,16 +51,16 @@ LATE_S = 2.0
 PLAIN = transformer()
 MODEL = ModelSpec(
     tuple(replace(s, itemsize=8) if "norm" in s.name else s for s in PLAIN.tensors),
-    PLAIN.num_places,
+    PLAIN.num_pipeline_positions,
 )
-NAMES = list(MODEL.by_name())
+NAMES = list(MODEL.specs_by_name())
 DTYPES = {name: torch.int64 if "norm" in name else torch.float32 for name in NAMES}
 
 
-def layout(sizes: str, *, order: str = "hf", first: int = 0) -> Layout:
-    seating = Grid.parse(sizes, order).seating()
-    shape = (seating.stages, seating.tensor, seating.replicas)
-    return seated_layout(MODEL, Seating(*shape, seating.seats, first))
+def layout(sizes: str, *, order: str = "hf", first: int = 0) -> ModelLayout:
+    seating = RankGrid.from_text(sizes, order).assign_ranks()
+    shape = (seating.pp_size, seating.tp_size, seating.dp_size)
+    return create_layout(MODEL, RankAssignment(*shape, seating.coordinates, first))
 
 
 def whole(version: int) -> Mapping[str, torch.Tensor]:
@@ -60,25 +70,30 @@ def whole(version: int) -> Mapping[str, torch.Tensor]:
     return {name: drawn[name].mul(1e6).to(DTYPES[name]) for name in NAMES}
 
 
-def fill(storage: Storage, version: int) -> Storage:
+def fill(storage: ShardStorage, version: int) -> ShardStorage:
     for name, box, view in storage:
         view.copy_(whole(version)[name][box.slices])
     storage.version = version
     return storage
 
 
-def holds(storage: Storage, version: int) -> bool:
+def holds(storage: ShardStorage, version: int) -> bool:
     same = all(view.equal(whole(version)[name][box.slices]) for name, box, view in storage)
     return same and storage.version == version
 
 
-def switch(executor: Executor, source: Layout, target: Layout) -> dict[str, Any]:
+def switch(
+    executor: ReshardingExecutor, source: ModelLayout, target: ModelLayout
+) -> dict[str, Any]:
     """A version between separate memories and one where they are shared: whether they came through,
     and the counts of the second."""
     rank = dist.get_rank()
-    apart = allocate(source, rank, DTYPES), allocate(target, rank, DTYPES)
+    apart = allocate_storage(source, rank, DTYPES), allocate_storage(target, rank, DTYPES)
     exact = []
-    for version, (held, into) in (3, apart), (4, allocate_both(source, target, rank, DTYPES)):
+    for version, (held, into) in (
+        (3, apart),
+        (4, allocate_overlapping(source, target, rank, DTYPES)),
+    ):
         fill(into, 2)
         moved = executor.run(fill(held, version), into)
         exact.append(holds(into, version) and moved.version == version)
@@ -92,18 +107,18 @@ def switch(executor: Executor, source: Layout, target: Layout) -> dict[str, Any]
     }
 
 
-CLUSTER = Nodes(2)
+CLUSTER = NodeTopology(2)
 
 
-def pairs() -> dict[str, tuple[Layout, Layout]]:
+def pairs() -> dict[str, tuple[ModelLayout, ModelLayout]]:
     """Layouts that are switched."""
     return {
         "1-4-1 to 1-2-2": (layout("1-4-1"), layout("1-2-2")),
         "1-2-2 to 1-4-1": (layout("1-2-2"), layout("1-4-1")),
         "2-2-1 to 1-1-4": (layout("2-2-1", order="mcore"), layout("1-1-4")),
         "4-1-1 to 2-2-1": (layout("4-1-1"), layout("2-2-1")),
-        "zero to 1-2-2": (zero_partitioned(layout("1-2-2"), [[0, 2], [1, 3]]), layout("1-2-2")),
-        "fsdp to 1-1-4": (chunked(layout("1-2-2"), [[0, 2], [1, 3]]), layout("1-1-4")),
+        "zero to 1-2-2": (partition_zero3(layout("1-2-2"), [[0, 2], [1, 3]]), layout("1-2-2")),
+        "fsdp to 1-1-4": (partition_fsdp2(layout("1-2-2"), [[0, 2], [1, 3]]), layout("1-1-4")),
         "itself": (layout("1-2-2"), layout("1-2-2")),
     }
 
@@ -116,10 +131,10 @@ def ways() -> dict[str, Any]:
         gather = plan_gather(source, target, CLUSTER, [list(range(WORLD))])
         for bucket, limit in (("whole", {}), ("cut", {"bucket_bytes": SMALL})):
             found[f"{name}, copies, {bucket}"] = switch(
-                PointToPoint(copies, **limit), source, target
+                PointToPointExecutor(copies, **limit), source, target
             )
             found[f"{name}, gather, {bucket}"] = switch(
-                GatherInGroups(gather, **limit), source, target
+                GroupGatherExecutor(gather, **limit), source, target
             )
     return found
 
@@ -128,13 +143,15 @@ def least() -> dict[str, Any]:
     """The executor that is chosen between what all ranks have parts of and all of it on each."""
     whole = layout("1-1-4")
     sources = {
-        "zero": zero_partitioned(whole, [list(range(WORLD))]),
-        "fsdp": chunked(whole, [list(range(WORLD))]),
+        "zero": partition_zero3(whole, [list(range(WORLD))]),
+        "fsdp": partition_fsdp2(whole, [list(range(WORLD))]),
         "whole": whole,
     }
     found = {}
     for name, source in sources.items():
-        executor = least_moving(source, whole, cluster=CLUSTER, bucket_bytes=SMALL, timeout_s=60.0)
+        executor = create_least_bytes_executor(
+            source, whole, cluster=CLUSTER, bucket_bytes=SMALL, timeout_s=60.0
+        )
         found[name] = {**switch(executor, source, whole), "kind": type(executor).__name__}
     return found
 
@@ -142,18 +159,20 @@ def least() -> dict[str, Any]:
 def pools() -> dict[str, Any]:
     """From two ranks to the two others."""
     source, target = layout("1-2-1"), layout("1-1-2", first=2)
-    return switch(PointToPoint(plan_copies(source, target, CLUSTER)), source, target)
+    return switch(PointToPointExecutor(plan_copies(source, target, CLUSTER)), source, target)
 
 
 def shared() -> dict[str, Any]:
     """Training shards inside the generation weights: what stays is not even copied."""
     rank = dist.get_rank()
     source, target = layout("1-4-1"), layout("1-2-2")
-    into = allocate(target, rank, DTYPES)
+    into = allocate_storage(target, rank, DTYPES)
     # Rank 0 serves the first half and held its first quarter, rank 3 the last of the second.
     stays = rank in (0, 3)
-    held = inside(source, rank, into) if stays else allocate(source, rank, DTYPES)
-    moved = PointToPoint(plan_copies(source, target, CLUSTER)).run(fill(held, 5), into)
+    held = (
+        create_from_storage(source, rank, into) if stays else allocate_storage(source, rank, DTYPES)
+    )
+    moved = PointToPointExecutor(plan_copies(source, target, CLUSTER)).run(fill(held, 5), into)
     return {"exact": holds(into, 5), "copied": moved.copied_bytes}
 
 
@@ -162,9 +181,14 @@ def small_buckets() -> list[str]:
     source, target = layout("1-4-1"), layout("1-2-2")
     errors = []
     for make, bucket_bytes in (
-        (lambda most: PointToPoint(plan_copies(source, target, CLUSTER), bucket_bytes=most), 3),
         (
-            lambda most: GatherInGroups(
+            lambda most: PointToPointExecutor(
+                plan_copies(source, target, CLUSTER), bucket_bytes=most
+            ),
+            3,
+        ),
+        (
+            lambda most: GroupGatherExecutor(
                 plan_gather(source, target, CLUSTER, [list(range(WORLD))]), bucket_bytes=most
             ),
             15,
@@ -197,11 +221,11 @@ def odd_version() -> dict[str, str]:
     """One rank has gone on to another version: nobody moves anything."""
     rank = dist.get_rank()
     source, target = layout("1-4-1"), layout("1-2-2")
-    held, into = allocate(source, rank, DTYPES), allocate(target, rank, DTYPES)
+    held, into = allocate_storage(source, rank, DTYPES), allocate_storage(target, rank, DTYPES)
     fill(held, 8 if rank == 2 else 7)
     fill(into, 6)
     try:
-        PointToPoint(plan_copies(source, target, CLUSTER)).run(held, into)
+        PointToPointExecutor(plan_copies(source, target, CLUSTER)).run(held, into)
     except WeightsError as error:
         return {"error": str(error), "kept": str(holds(into, 6))}
     return {"error": "", "kept": ""}
@@ -211,11 +235,11 @@ def absent() -> dict[str, str]:
     """The last rank does not come: the others say so within their deadline."""
     rank = dist.get_rank()
     source, target = layout("1-4-1"), layout("1-2-2")
-    executor = PointToPoint(plan_copies(source, target, CLUSTER), timeout_s=LATE_S)
+    executor = PointToPointExecutor(plan_copies(source, target, CLUSTER), timeout_s=LATE_S)
     if rank == WORLD - 1:
         time.sleep(LATE_S + 2.0)
         return {"error": "absent"}
-    held, into = allocate(source, rank, DTYPES), allocate(target, rank, DTYPES)
+    held, into = allocate_storage(source, rank, DTYPES), allocate_storage(target, rank, DTYPES)
     try:
         executor.run(fill(held, 9), into)
     except WeightsError as error:

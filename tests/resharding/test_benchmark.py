@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks import resharding
-from streamrl.resharding import GenerationSizes, Grid, seated_layout
+from streamrl.resharding import GenerationSizes, RankGrid, create_layout
 
 
 def asked(train: str, generate: str, **more: object) -> list[str]:
@@ -40,8 +40,12 @@ def test_zero_redundancy_is_planned_for_all_sizes_that_divide(order: str) -> Non
         switch = resharding.make_switch(resharding.make_parser().parse_args(arguments))
         plans = switch.plans()
         for way in ("point_to_point", "in_groups"):
-            report = plans[way].bytes_report()
-            assert not any(report.redundant(rank) for rank in report.ranks), (train, generate, way)
+            report = plans[way].report_bytes()
+            assert not any(report.redundant_fraction(rank) for rank in report.rank_bytes), (
+                train,
+                generate,
+                way,
+            )
 
 
 def test_a_transformer_is_cut_for_any_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,10 +56,10 @@ def test_a_transformer_is_cut_for_any_two_sizes(monkeypatch: pytest.MonkeyPatch)
         pair = (f"1-{trained}-{ranks // trained}", f"1-{served}-1-{ranks // served}")
         arguments = asked(*pair, grouping="overlap", model="transformer")
         switch = resharding.make_switch(resharding.make_parser().parse_args(arguments))
-        report = switch.plans()["point_to_point"].bytes_report()
-        target = seated_layout(switch.model, switch.serving)
-        for rank, counts in report.ranks.items():
-            assert sum(counts.received.values()) == target.num_bytes(rank), pair
+        report = switch.plans()["point_to_point"].report_bytes()
+        target = create_layout(switch.model, switch.serving)
+        for rank, counts in report.rank_bytes.items():
+            assert sum(counts.received_by_link.values()) == target.count_bytes(rank), pair
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -96,8 +100,8 @@ def test_a_switch_of_unequal_stages_or_odd_sizes_is_carried_out(
 def test_every_process_has_room_for_the_model() -> None:
     for tensor, part in itertools.product(range(1, 17), repeat=2):
         for replicas in range(1, 16 // tensor + 1):
-            sizes = GenerationSizes.parse(f"1-{part}-1-1")
-            model = resharding.even_model(Grid.parse(f"1-{tensor}-{replicas}", "hf"), sizes)
+            sizes = GenerationSizes.from_text(f"1-{part}-1-1")
+            model = resharding.even_model(RankGrid.from_text(f"1-{tensor}-{replicas}", "hf"), sizes)
             assert sum(spec.num_bytes for spec in model.tensors) <= resharding.MOST_BYTES
 
 

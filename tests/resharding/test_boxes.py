@@ -6,39 +6,47 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.resharding.boxes import Box, flat_boxes, remainder, total, union_numel
+from streamrl.resharding.boxes import (
+    TensorBox,
+    count_elements,
+    count_union_elements,
+    iter_flat_boxes,
+    subtract_boxes,
+)
 
 
-def elements(box: Box) -> set[tuple[int, ...]]:
-    return set(itertools.product(*(range(low, high) for low, high in box.spans)))
+def elements(box: TensorBox) -> set[tuple[int, ...]]:
+    return set(itertools.product(*(range(low, high) for low, high in box.dim_ranges)))
 
 
 @st.composite
-def boxes(draw: st.DrawFn, dims: int = 3, size: int = 5) -> Box:
+def boxes(draw: st.DrawFn, dims: int = 3, size: int = 5) -> TensorBox:
     spans = []
     for _ in range(dims):
         low = draw(st.integers(0, size - 1))
         spans.append((low, draw(st.integers(low + 1, size))))
-    return Box(tuple(low for low, _ in spans), tuple(high for _, high in spans))
+    return TensorBox(tuple(low for low, _ in spans), tuple(high for _, high in spans))
 
 
 @given(boxes(), boxes())
-def test_what_two_boxes_share_and_what_one_has_alone_make_up_the_one(one: Box, other: Box) -> None:
-    common, alone = one.meet(other), one.without(other)
+def test_what_two_boxes_share_and_what_one_has_alone_make_up_the_one(
+    one: TensorBox, other: TensorBox
+) -> None:
+    common, alone = one.intersect(other), one.subtract_box(other)
     assert (elements(common) if common else set()) == elements(one) & elements(other)
     assert sum(box.numel for box in alone) == len(elements(one) - elements(other))
     assert set().union(*map(elements, alone)) == elements(one) - elements(other)
 
 
 @given(st.lists(boxes(dims=2), max_size=5))
-def test_overlapping_boxes_are_counted_once(some: list[Box]) -> None:
-    assert union_numel(some) == len(set().union(*map(elements, some)))
+def test_overlapping_boxes_are_counted_once(some: list[TensorBox]) -> None:
+    assert count_union_elements(some) == len(set().union(*map(elements, some)))
 
 
 @given(st.lists(boxes(dims=2), max_size=4))
-def test_what_remains_of_a_whole_is_what_nobody_took(taken: list[Box]) -> None:
-    left = remainder([Box.whole((5, 5))], taken)
-    assert total(left) == 25 - union_numel(taken)
+def test_what_remains_of_a_whole_is_what_nobody_took(taken: list[TensorBox]) -> None:
+    left = subtract_boxes([TensorBox.from_shape((5, 5))], taken)
+    assert count_elements(left) == 25 - count_union_elements(taken)
 
 
 @given(st.lists(st.integers(1, 4), max_size=4).map(tuple), st.data())
@@ -48,15 +56,19 @@ def test_a_run_of_elements_is_boxes_in_row_major_order(
     every = list(itertools.product(*map(range, shape)))
     start = data.draw(st.integers(0, len(every)))
     stop = data.draw(st.integers(start, len(every)))
-    found = [sorted(elements(box)) for box in flat_boxes(shape, start, stop)]
+    found = [sorted(elements(box)) for box in iter_flat_boxes(shape, start, stop)]
     assert list(itertools.chain(*found)) == every[start:stop]
 
 
 def test_a_run_of_a_matrix_is_the_rest_of_a_row_whole_rows_and_the_start_of_one() -> None:
-    found = list(flat_boxes((5, 4), 3, 14))
-    assert found == [Box((0, 3), (1, 4)), Box((1, 0), (3, 4)), Box((3, 0), (4, 2))]
+    found = list(iter_flat_boxes((5, 4), 3, 14))
+    assert found == [
+        TensorBox((0, 3), (1, 4)),
+        TensorBox((1, 0), (3, 4)),
+        TensorBox((3, 0), (4, 2)),
+    ]
 
 
 def test_a_box_without_elements_is_refused() -> None:
     with pytest.raises(ValueError, match="must be 0 <= start < stop"):
-        Box((0, 2), (3, 2))
+        TensorBox((0, 2), (3, 2))

@@ -6,57 +6,62 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.resharding.boxes import Box, total, union_numel
-from streamrl.resharding.buckets import copy_rounds, gather_rounds
-from streamrl.resharding.plans import Copy, Gift
+from streamrl.resharding.boxes import TensorBox, count_elements, count_union_elements
+from streamrl.resharding.buckets import plan_copy_rounds, plan_gather_rounds
+from streamrl.resharding.plans import BoxCopy, NamedBox
 
 SIZES = {"wide": 8, "plain": 4, "narrow": 2, "bytes": 1}
 
 
 @st.composite
-def gifts(draw: st.DrawFn) -> list[Gift]:
+def gifts(draw: st.DrawFn) -> list[NamedBox]:
     """Some boxes, of different tensors."""
     found = []
     for tensor in draw(st.lists(st.sampled_from(sorted(SIZES)), unique=True)):
         shape = draw(st.lists(st.integers(1, 4), max_size=3))
         start = [draw(st.integers(0, 3)) for _ in shape]
         stop = [low + size for low, size in zip(start, shape, strict=True)]
-        found.append((tensor, Box(tuple(start), tuple(stop))))
+        found.append((tensor, TensorBox(tuple(start), tuple(stop))))
     return found
 
 
-def num_bytes(some: Iterable[Gift]) -> int:
+def num_bytes(some: Iterable[NamedBox]) -> int:
     return sum(box.numel * SIZES[tensor] for tensor, box in some)
 
 
-def check_cut(whole: list[Gift], parts: list[Gift]) -> None:
+def check_cut(whole: list[NamedBox], parts: list[NamedBox]) -> None:
     """The parts are the whole, every element once."""
     for tensor, box in whole:
         mine = [part for name, part in parts if name == tensor]
-        assert total(mine) == union_numel(mine) == union_numel([*mine, box]) == box.numel
+        assert (
+            count_elements(mine)
+            == count_union_elements(mine)
+            == count_union_elements([*mine, box])
+            == box.numel
+        )
     assert num_bytes(parts) == num_bytes(whole)
 
 
 @given(st.lists(gifts(), min_size=1, max_size=4), st.integers(0, 100))
 def test_a_gather_gives_every_element_once_in_rounds_within_a_bucket(
-    gives: list[list[Gift]], more: int
+    gives: list[list[NamedBox]], more: int
 ) -> None:
     bucket = 8 * len(gives) + more
-    rounds = gather_rounds(gives, SIZES, bucket)
+    rounds = plan_gather_rounds(gives, SIZES, bucket)
     for index, whole in enumerate(gives):
-        check_cut(whole, [gift for step in rounds for gift in step.gives[index]])
+        check_cut(whole, [gift for step in rounds for gift in step.contributions[index]])
     evens = [step.is_even for step in rounds]
     assert evens == sorted(evens, reverse=True), "even ones first"
-    even_bytes = sum(step.sizes[0] for step in rounds if step.is_even)
+    even_bytes = sum(step.contribution_bytes[0] for step in rounds if step.is_even)
     assert even_bytes == min(map(num_bytes, gives)) // 8 * 8
     for step in rounds:
-        assert 0 < sum(step.sizes) <= bucket
-        assert list(step.sizes) == [num_bytes(parcel) for parcel in step.gives]
-        assert len(set(step.sizes)) == 1 or not step.is_even
-        check_places(step.gives, step.starts)
+        assert 0 < sum(step.contribution_bytes) <= bucket
+        assert list(step.contribution_bytes) == [num_bytes(parcel) for parcel in step.contributions]
+        assert len(set(step.contribution_bytes)) == 1 or not step.is_even
+        check_places(step.contributions, step.buffer_offsets)
 
 
-def check_places(gives: Iterable[tuple[Gift, ...]], starts: Iterable[int]) -> None:
+def check_places(gives: Iterable[tuple[NamedBox, ...]], starts: Iterable[int]) -> None:
     """No parcel reaches into the next one, and every element lies where it can be viewed."""
     end = 0
     for parcel, start in zip(gives, starts, strict=True):
@@ -68,13 +73,13 @@ def check_places(gives: Iterable[tuple[Gift, ...]], starts: Iterable[int]) -> No
 
 
 def test_a_gather_of_equal_shares_is_even_to_the_end() -> None:
-    gives = [[("plain", Box((rank, 0), (rank + 1, 10)))] for rank in range(3)]
-    rounds = gather_rounds(gives, {"plain": 4}, 3 * 16)
-    assert [step.sizes for step in rounds] == [(16,) * 3, (16,) * 3, (8,) * 3]
+    gives = [[("plain", TensorBox((rank, 0), (rank + 1, 10)))] for rank in range(3)]
+    rounds = plan_gather_rounds(gives, {"plain": 4}, 3 * 16)
+    assert [step.contribution_bytes for step in rounds] == [(16,) * 3, (16,) * 3, (8,) * 3]
     assert all(step.is_even for step in rounds)
-    gives[1] = [("plain", Box((1, 0), (2, 7)))]
-    rounds = gather_rounds(gives, {"plain": 4}, 3 * 16)
-    assert [step.sizes for step in rounds] == [(16,) * 3, (12,) * 3, (12, 0, 12)]
+    gives[1] = [("plain", TensorBox((1, 0), (2, 7)))]
+    rounds = plan_gather_rounds(gives, {"plain": 4}, 3 * 16)
+    assert [step.contribution_bytes for step in rounds] == [(16,) * 3, (12,) * 3, (12, 0, 12)]
     assert [step.is_even for step in rounds] == [True, True, False]
 
 
@@ -83,17 +88,17 @@ def test_a_gather_of_equal_shares_is_even_to_the_end() -> None:
     st.integers(8, 100),
 )
 def test_copies_go_once_in_rounds_within_a_bucket(
-    some: list[tuple[list[Gift], int, int]], bucket: int
+    some: list[tuple[list[NamedBox], int, int]], bucket: int
 ) -> None:
     for whole, source, destination in some:
-        copies = [Copy(gift, source, destination) for gift in whole]
-        rounds = copy_rounds(copies, SIZES, bucket)
-        parts = [copy.gift for copies in rounds for copy in copies]
+        copies = [BoxCopy(gift, source, destination) for gift in whole]
+        rounds = plan_copy_rounds(copies, SIZES, bucket)
+        parts = [copy.named_box for copies in rounds for copy in copies]
         check_cut([] if source == destination else whole, parts)
-    every = [Copy(gift, source, to) for whole, source, to in some for gift in whole]
-    for copies in copy_rounds(every, SIZES, bucket):
+    every = [BoxCopy(gift, source, to) for whole, source, to in some for gift in whole]
+    for copies in plan_copy_rounds(every, SIZES, bucket):
         sent: Counter[tuple[str, int]] = Counter()
         for copy in copies:
-            sent["from", copy.source] += num_bytes([copy.gift])
-            sent["to", copy.destination] += num_bytes([copy.gift])
+            sent["from", copy.source] += num_bytes([copy.named_box])
+            sent["to", copy.destination] += num_bytes([copy.named_box])
         assert max(sent.values()) <= bucket

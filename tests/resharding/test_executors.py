@@ -7,19 +7,23 @@ import pytest
 import torch
 
 from streamrl.resharding import (
-    Grid,
     ModelSpec,
+    RankGrid,
     TensorSpec,
-    chunked,
+    create_layout,
+    create_whole_shard,
     executors,
+    partition_fsdp2,
+    partition_zero3,
     plan_copies,
     plan_gather,
-    seated_layout,
-    whole_shard,
-    zero_partitioned,
 )
-from streamrl.resharding.executors import PointToPoint, gather_is_least, meeting_device
-from streamrl.resharding.storage import allocate, lying_in
+from streamrl.resharding.executors import (
+    PointToPointExecutor,
+    get_collective_device,
+    is_gather_least_bytes,
+)
+from streamrl.resharding.storage import allocate_storage, create_from_buffers
 from tests import forked
 from tests.resharding.ranks import (
     CLUSTER,
@@ -55,7 +59,7 @@ def test_what_is_moved_is_what_the_plan_says(ranks: list[dict[str, Any]]) -> Non
             "gather": plan_gather(source, target, CLUSTER, [list(range(WORLD))]),
         }
         for kind, plan in plans.items():
-            report = plan.bytes_report()
+            report = plan.report_bytes()
             for bucket in ("whole", "cut"):
                 seen = [rank["ways"][f"{name}, {kind}, {bucket}"] for rank in ranks]
                 for rank, found in enumerate(seen):
@@ -86,41 +90,41 @@ def test_the_executor_that_is_chosen_moves_what_the_plan_of_copies_says(
 ) -> None:
     whole, everyone = layout("1-1-4"), [list(range(WORLD))]
     sources = {
-        "zero": zero_partitioned(whole, everyone),
-        "fsdp": chunked(whole, everyone),
+        "zero": partition_zero3(whole, everyone),
+        "fsdp": partition_fsdp2(whole, everyone),
         "whole": whole,
     }
     for name, source in sources.items():
-        report = plan_copies(source, whole, CLUSTER).bytes_report()
+        report = plan_copies(source, whole, CLUSTER).report_bytes()
         for rank, seen in enumerate(ranks):
             found = seen["least"][name]
             assert found["exact"] and found["buffers"] <= 2 * SMALL
-            assert found["received"] == report.ranks[rank].received_bytes, name
+            assert found["received"] == report.rank_bytes[rank].received_bytes, name
 
 
 @pytest.mark.parametrize("rows", [8, 6, 1], ids=["even", "the last has less", "the last has none"])
 def test_a_gather_is_chosen_where_it_brings_what_is_lacking(rows: int) -> None:
     model = ModelSpec((TensorSpec("a", (rows, 1), (0,)), TensorSpec("b", (8,), (0,))), 1)
-    whole = seated_layout(model, Grid.parse("1-1-4").seating())
-    parts = zero_partitioned(whole, [list(range(WORLD))])
+    whole = create_layout(model, RankGrid.from_text("1-1-4").assign_ranks())
+    parts = partition_zero3(whole, [list(range(WORLD))])
     copies = plan_copies(parts, whole, CLUSTER)
-    assert gather_is_least(copies, plan_gather(parts, whole, CLUSTER, [list(range(WORLD))]))
+    assert is_gather_least_bytes(copies, plan_gather(parts, whole, CLUSTER, [list(range(WORLD))]))
 
 
 def test_a_gather_is_not_chosen_where_all_have_all() -> None:
     whole = layout("1-1-4")
     copies = plan_copies(whole, whole, CLUSTER)
     gather = plan_gather(whole, whole, CLUSTER, [list(range(WORLD))])
-    assert not gather_is_least(copies, gather)
+    assert not is_gather_least_bytes(copies, gather)
 
 
 def test_shards_lie_in_padded_buffers_that_are_part_of_a_larger_one() -> None:
     spec = TensorSpec("a", (5, 3), (0,))
-    part = whole_shard("a", spec.shape).flat_part(1, 2)
+    part = create_whole_shard("a", spec.shape).chunk_flat(1, 2)
     assert part is not None
     memory = torch.arange(20)
     # Elements 8 to 14, and one of padding; they begin at the third of the memory.
-    storage = lying_in({"a": memory[3:11]}, {"a": part}, version=7)
+    storage = create_from_buffers({"a": memory[3:11]}, {"a": part}, version=7)
     seen = torch.full(spec.shape, -1)
     for _, box, view in storage:
         seen[box.slices] = view
@@ -136,7 +140,7 @@ def test_ranks_meet_where_the_group_takes_tensors(
 ) -> None:
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert meeting_device() == torch.device(device)
+    assert get_collective_device() == torch.device(device)
 
 
 def test_versions_are_exchanged_where_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,14 +150,14 @@ def test_versions_are_exchanged_where_the_ranks_meet(monkeypatch: pytest.MonkeyP
     def meet(into: list[torch.Tensor], mine: torch.Tensor, *, async_op: bool) -> None:
         raise MetError({tensor.device.type for tensor in (*into, mine)})
 
-    monkeypatch.setattr(executors, "meeting_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(executors, "get_collective_device", lambda: torch.device("meta"))
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_gather", meet)
     whole = layout("1-1-1")
-    held = allocate(whole, 0, DTYPES)
+    held = allocate_storage(whole, 0, DTYPES)
     with pytest.raises(MetError, match=r"\{'meta'\}"):
-        PointToPoint(plan_copies(whole, whole, CLUSTER)).run(held, held)
+        PointToPointExecutor(plan_copies(whole, whole, CLUSTER)).run(held, held)
 
 
 def test_a_bucket_without_room_for_an_element_is_refused(ranks: list[dict[str, Any]]) -> None:
@@ -181,11 +185,11 @@ def test_fsdp_over_tensor_parallelism_keeps_what_its_layout_says(
         TensorSpec("0.weight", (12, 8), (0,), 0),
         TensorSpec("1.weight", (8, 12), (0,), 1),
     )
-    seating = Grid.parse("1-2-2").seating()
-    kept = chunked(seated_layout(ModelSpec(specs, 1), seating), seating.data_groups())
+    seating = RankGrid.from_text("1-2-2").assign_ranks()
+    kept = partition_fsdp2(create_layout(ModelSpec(specs, 1), seating), seating.list_dp_groups())
     for rank, seen in enumerate(ranks):
         for spec in specs:
-            (box,) = kept.boxes(rank, spec.name)
+            (box,) = kept.get_boxes(rank, spec.name)
             whole = torch.arange(spec.numel).view(spec.shape)
             assert seen["fsdp"][spec.name] == whole[box.slices].flatten().tolist(), spec.name
 

@@ -6,52 +6,52 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from streamrl.resharding.byte_report import Nodes
-from streamrl.resharding.grids import Coordinates, Grid
+from streamrl.resharding.byte_report import NodeTopology
+from streamrl.resharding.grids import RankCoordinates, RankGrid
 from streamrl.resharding.grouping import (
     GenerationSizes,
-    max_overlap,
-    micro_groups,
-    seat,
-    vanilla,
-    zero_redundancy,
+    assign_generation_ranks,
+    assign_max_overlap,
+    assign_vanilla,
+    assign_zero_redundancy,
+    list_micro_dp_groups,
 )
-from streamrl.resharding.layouts import seated_layout
+from streamrl.resharding.layouts import create_layout
 from streamrl.resharding.plans import plan_copies, plan_gather
-from streamrl.resharding.tensor_specs import merged_stages
+from streamrl.resharding.tensor_specs import merge_stages
 from tests.resharding.models import even, transformer
 
 
 def test_training_groups_of_figure_8() -> None:
-    seating = Grid.parse("1-4-2").seating()
-    assert seating.tensor_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert seating.data_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert seating.replica_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    seating = RankGrid.from_text("1-4-2").assign_ranks()
+    assert seating.list_tp_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert seating.list_dp_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert seating.list_replica_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_stages_outermost_is_what_megatron_and_real_do() -> None:
     # planner_resharding: the second node of two, ranks 8 to 15.
-    seating = Grid.parse("2-2-2", "mcore").seating()
-    assert seating.pipeline_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert seating.tensor_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert seating.data_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    seating = RankGrid.from_text("2-2-2", "mcore").assign_ranks()
+    assert seating.list_pp_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert seating.list_tp_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert seating.list_dp_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
 @pytest.mark.parametrize("order", ["hf", "mcore"])
 @given(st.data())
 def test_every_rank_has_coordinates_of_its_own(order: str, data: st.DataObject) -> None:
     stages, tensor, replicas = data.draw(st.tuples(*[st.integers(1, 4)] * 3))
-    grid = Grid(stages, tensor, replicas, order)
-    assert [grid.rank(grid.coordinates(rank)) for rank in range(grid.size)] == list(
-        range(grid.size)
+    grid = RankGrid(stages, tensor, replicas, order)
+    assert [grid.get_rank(grid.get_coordinates(rank)) for rank in range(grid.num_ranks)] == list(
+        range(grid.num_ranks)
     )
     for groups in (
-        grid.seating().tensor_groups(),
-        grid.seating().pipeline_groups(),
-        grid.seating().data_groups(),
-        grid.seating().replica_groups(),
+        grid.assign_ranks().list_tp_groups(),
+        grid.assign_ranks().list_pp_groups(),
+        grid.assign_ranks().list_dp_groups(),
+        grid.assign_ranks().list_replica_groups(),
     ):
-        assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
+        assert sorted(rank for group in groups for rank in group) == list(range(grid.num_ranks))
 
 
 FIGURES = [
@@ -88,12 +88,12 @@ def test_zero_redundancy_groups_of_the_paper_and_overlap_comes_to_the_same(
     pipeline: list[list[int]],
     micro: list[list[int]],
 ) -> None:
-    grid = Grid.parse(train)
-    held = seated_layout(even(4), grid.seating())
-    serving = seat(grouping, grid, GenerationSizes.parse(generate), held)
-    assert serving.tensor_groups() == tensor
-    assert serving.pipeline_groups() == pipeline
-    assert micro_groups(grid, serving) == micro
+    grid = RankGrid.from_text(train)
+    held = create_layout(even(4), grid.assign_ranks())
+    serving = assign_generation_ranks(grouping, grid, GenerationSizes.from_text(generate), held)
+    assert serving.list_tp_groups() == tensor
+    assert serving.list_pp_groups() == pipeline
+    assert list_micro_dp_groups(grid, serving) == micro
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def test_zero_redundancy_groups_of_the_paper_and_overlap_comes_to_the_same(
 def test_vanilla_groups_are_of_consecutive_ranks(
     train: str, generate: str, tensor: list[list[int]], micro: list[list[int]]
 ) -> None:
-    grid = Grid.parse(train)
-    serving = vanilla(grid, GenerationSizes.parse(generate))
-    assert serving.tensor_groups() == tensor
-    assert micro_groups(grid, serving) == micro
+    grid = RankGrid.from_text(train)
+    serving = assign_vanilla(grid, GenerationSizes.from_text(generate))
+    assert serving.list_tp_groups() == tensor
+    assert list_micro_dp_groups(grid, serving) == micro
 
 
 @pytest.mark.parametrize(
@@ -127,11 +127,13 @@ def test_vanilla_groups_are_of_consecutive_ranks(
 def test_vanilla_leaves_ranks_nothing_of_what_they_had(
     train: str, generate: str, without: list[int]
 ) -> None:
-    grid = Grid.parse(train)
-    held = seated_layout(even(4), grid.seating())
-    serving = vanilla(grid, GenerationSizes.parse(generate))
-    report = plan_copies(held, seated_layout(even(4), serving), Nodes()).bytes_report()
-    assert [rank for rank in report.ranks if not report.ranks[rank].received["local"]] == without
+    grid = RankGrid.from_text(train)
+    held = create_layout(even(4), grid.assign_ranks())
+    serving = assign_vanilla(grid, GenerationSizes.from_text(generate))
+    report = plan_copies(held, create_layout(even(4), serving), NodeTopology()).report_bytes()
+    assert [
+        rank for rank in report.rank_bytes if not report.rank_bytes[rank].received_by_link["local"]
+    ] == without
 
 
 SIZES = st.integers(1, 4)
@@ -142,19 +144,21 @@ def test_zero_redundancy_holds_for_all_sizes_that_divide_and_overlap_keeps_as_mu
     stages: int, tensor: int, replicas: int, more_stages: int, more_tensor: int, order: str
 ) -> None:
     assume(stages * more_stages <= 4 and tensor * more_tensor <= 8)
-    grid = Grid(stages * more_stages, tensor * more_tensor, replicas, order)
+    grid = RankGrid(stages * more_stages, tensor * more_tensor, replicas, order)
     sizes = GenerationSizes(stages, tensor, more_stages * more_tensor, replicas)
-    model = even(grid.stages, size=840)
-    held = seated_layout(model, grid.seating())
-    served = seated_layout(model, zero_redundancy(grid, sizes))
-    report = plan_copies(held, served, Nodes()).bytes_report()
-    expected = (sizes.micro - 1) / grid.model_ranks
-    assert all(report.received(rank) == pytest.approx(expected) for rank in report.ranks)
-    assert all(report.redundant(rank) == 0 for rank in report.ranks)
-    other = seated_layout(model, max_overlap(held, sizes))
-    best = plan_copies(held, other, Nodes()).bytes_report()
-    assert sum(best.received(rank) for rank in best.ranks) == sum(
-        report.received(rank) for rank in report.ranks
+    model = even(grid.pp_size, size=840)
+    held = create_layout(model, grid.assign_ranks())
+    served = create_layout(model, assign_zero_redundancy(grid, sizes))
+    report = plan_copies(held, served, NodeTopology()).report_bytes()
+    expected = (sizes.micro_dp_size - 1) / grid.ranks_per_replica
+    assert all(
+        report.received_fraction(rank) == pytest.approx(expected) for rank in report.rank_bytes
+    )
+    assert all(report.redundant_fraction(rank) == 0 for rank in report.rank_bytes)
+    other = create_layout(model, assign_max_overlap(held, sizes))
+    best = plan_copies(held, other, NodeTopology()).report_bytes()
+    assert sum(best.received_fraction(rank) for rank in best.rank_bytes) == sum(
+        report.received_fraction(rank) for rank in report.rank_bytes
     )
 
 
@@ -164,25 +168,25 @@ def test_zero_redundancy_holds_where_the_stages_have_unequal_layers(
 ) -> None:
     assume(tensor * more_tensor in (1, 2, 4) and stages * more_stages <= layers + 2)
     order = data.draw(st.sampled_from(["hf", "mcore"]))
-    grid = Grid(stages * more_stages, tensor * more_tensor, replicas, order)
+    grid = RankGrid(stages * more_stages, tensor * more_tensor, replicas, order)
     sizes = GenerationSizes(stages, tensor, more_stages * more_tensor, replicas)
     model = transformer(layers=layers, heads=4, kv_heads=4)
     listed = None
     if data.draw(st.booleans()):
-        ends = data.draw(st.permutations(range(1, layers + 2)).map(lambda p: p[: grid.stages - 1]))
+        ends = data.draw(st.permutations(range(1, layers + 2)).map(lambda p: p[: grid.pp_size - 1]))
         listed = [b - a for a, b in pairwise([0, *sorted(ends), layers + 2])]
-    serving = zero_redundancy(grid, sizes)
-    held = seated_layout(model, grid.seating(), stages=listed)
-    merged = merged_stages(listed, stages) if listed else None
-    served = seated_layout(model, serving, stages=merged)
+    serving = assign_zero_redundancy(grid, sizes)
+    held = create_layout(model, grid.assign_ranks(), stages=listed)
+    merged = merge_stages(listed, stages) if listed else None
+    served = create_layout(model, serving, stages=merged)
     for plan in (
-        plan_copies(held, served, Nodes()),
-        plan_gather(held, served, Nodes(), micro_groups(grid, serving)),
+        plan_copies(held, served, NodeTopology()),
+        plan_gather(held, served, NodeTopology(), list_micro_dp_groups(grid, serving)),
     ):
-        report = plan.bytes_report()
-        for rank in report.ranks:
-            assert report.redundant(rank) == 0
-            assert report.ranks[rank].peak == served.num_bytes(rank)
+        report = plan.report_bytes()
+        for rank in report.rank_bytes:
+            assert report.redundant_fraction(rank) == 0
+            assert report.rank_bytes[rank].peak_bytes == served.count_bytes(rank)
 
 
 @given(SIZES, SIZES, SIZES, st.randoms(use_true_random=False))
@@ -194,35 +198,37 @@ def test_overlap_keeps_at_least_what_any_other_seating_keeps(
     serving_tensor = random.choice([t for t in (1, 2, 4) if world % t == 0])
     sizes = GenerationSizes(1, serving_tensor, world // serving_tensor, 1)
     model = transformer()
-    held = seated_layout(model, Grid(stages, tensor, replicas).seating())
+    held = create_layout(model, RankGrid(stages, tensor, replicas).assign_ranks())
 
     def kept(seating) -> int:
-        report = plan_copies(held, seated_layout(model, seating), Nodes()).bytes_report()
-        return sum(counts.received["local"] for counts in report.ranks.values())
+        report = plan_copies(held, create_layout(model, seating), NodeTopology()).report_bytes()
+        return sum(counts.received_by_link["local"] for counts in report.rank_bytes.values())
 
-    best = max_overlap(held, sizes)
-    seats = list(best.seats)
+    best = assign_max_overlap(held, sizes)
+    seats = list(best.coordinates)
     random.shuffle(seats)
-    shuffled = type(best)(best.stages, best.tensor, best.replicas, tuple(seats))
+    shuffled = type(best)(best.pp_size, best.tp_size, best.dp_size, tuple(seats))
     assert kept(best) >= kept(shuffled)
 
 
 def test_more_tensor_ranks_than_in_training_keep_their_neighbours() -> None:
-    grid = Grid.parse("1-2-4")
-    held = seated_layout(even(2), grid.seating())
-    serving = max_overlap(held, GenerationSizes(1, 4, 2, 1))
-    report = plan_copies(held, seated_layout(even(2), serving), Nodes()).bytes_report()
-    assert all(report.received(rank) == 0 for rank in report.ranks)
-    assert [sorted(group) for group in serving.tensor_groups()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    grid = RankGrid.from_text("1-2-4")
+    held = create_layout(even(2), grid.assign_ranks())
+    serving = assign_max_overlap(held, GenerationSizes(1, 4, 2, 1))
+    report = plan_copies(held, create_layout(even(2), serving), NodeTopology()).report_bytes()
+    assert all(report.received_fraction(rank) == 0 for rank in report.rank_bytes)
+    assert [sorted(group) for group in serving.list_tp_groups()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_sizes_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="training 1-4-2 has 8 ranks, generation 1-2-2-1 has 4"):
-        zero_redundancy(Grid.parse("1-4-2"), GenerationSizes.parse("1-2-2-1"))
+        assign_zero_redundancy(RankGrid.from_text("1-4-2"), GenerationSizes.from_text("1-2-2-1"))
     with pytest.raises(ValueError, match="1-4-2-1 must divide 1-2-4 in stages and tensor ranks"):
-        zero_redundancy(Grid.parse("1-2-4"), GenerationSizes.parse("1-4-2-1"))
+        assign_zero_redundancy(RankGrid.from_text("1-2-4"), GenerationSizes.from_text("1-4-2-1"))
     with pytest.raises(ValueError, match="1-4: must be pipeline-tensor-data"):
-        Grid.parse("1-4")
+        RankGrid.from_text("1-4")
     with pytest.raises(ValueError, match="1-0-2: must be at least 1"):
-        Grid.parse("1-0-2")
-    assert Grid.parse("2-4-1").coordinates(5) == Coordinates(stage=1, tensor=1, replica=0)
+        RankGrid.from_text("1-0-2")
+    assert RankGrid.from_text("2-4-1").get_coordinates(5) == RankCoordinates(
+        pp_rank=1, tp_rank=1, dp_rank=0
+    )

@@ -5,38 +5,43 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from streamrl.resharding.boxes import Box, total, union_numel
-from streamrl.resharding.grids import Grid
+from streamrl.resharding.boxes import TensorBox, count_elements, count_union_elements
+from streamrl.resharding.grids import RankGrid
 from streamrl.resharding.layouts import (
-    Layout,
-    chunked,
-    seated_layout,
-    tensor_shard,
-    zero_partitioned,
+    ModelLayout,
+    create_layout,
+    create_tensor_shard,
+    partition_fsdp2,
+    partition_zero3,
 )
-from streamrl.resharding.storage import allocate, inside
-from streamrl.resharding.tensor_specs import Component, TensorSpec, even_stages, merged_stages
+from streamrl.resharding.storage import allocate_storage, create_from_storage
+from streamrl.resharding.tensor_specs import (
+    FusedComponent,
+    TensorSpec,
+    merge_stages,
+    split_stages_evenly,
+)
 from tests.resharding.models import even, transformer
 
 FLOAT = torch.float32
 
 
-def whole(layout: Layout, name: str) -> torch.Tensor:
-    spec = layout.model.by_name()[name]
+def whole(layout: ModelLayout, name: str) -> torch.Tensor:
+    spec = layout.model.specs_by_name()[name]
     return torch.arange(spec.numel, dtype=FLOAT).view(spec.shape)
 
 
-def stored(layout: Layout, rank: int, name: str) -> torch.Tensor:
+def stored(layout: ModelLayout, rank: int, name: str) -> torch.Tensor:
     """What lies in a rank's buffer of a tensor, in the order of its memory."""
-    storage = allocate(layout, rank, dict.fromkeys(layout.model.by_name(), FLOAT))
-    for box, view in storage.pieces(name):
-        view.copy_(whole(layout, name)[tuple(slice(low, high) for low, high in box.spans)])
-    (_, view), *_ = storage.pieces(name)
+    storage = allocate_storage(layout, rank, dict.fromkeys(layout.model.specs_by_name(), FLOAT))
+    for box, view in storage.get_pieces(name):
+        view.copy_(whole(layout, name)[tuple(slice(low, high) for low, high in box.dim_ranges)])
+    (_, view), *_ = storage.get_pieces(name)
     return torch.tensor(view.untyped_storage(), dtype=torch.uint8).view(FLOAT)
 
 
 def test_fused_components_are_split_each_for_itself() -> None:
-    layout = seated_layout(transformer(), Grid.parse("1-2-1").seating())
+    layout = create_layout(transformer(), RankGrid.from_text("1-2-1").assign_ranks())
     qkv = whole(layout, "1.qkv")
     q, k, v = qkv.split([8, 4, 4])
     for rank in range(2):
@@ -47,27 +52,29 @@ def test_fused_components_are_split_each_for_itself() -> None:
 
 
 def test_a_head_is_never_cut_and_ranks_share_one_where_there_are_more_ranks() -> None:
-    layout = seated_layout(transformer(), Grid.parse("1-4-1").seating())
+    layout = create_layout(transformer(), RankGrid.from_text("1-4-1").assign_ranks())
     k = whole(layout, "1.qkv")[8:12]
     held = [stored(layout, rank, "1.qkv").view(-1, 8)[2:4] for rank in range(4)]
     assert all(held[rank].equal(k.chunk(2)[rank // 2]) for rank in range(4))
 
 
 def test_a_tied_embedding_lies_in_the_first_and_in_the_last_stage() -> None:
-    layout = seated_layout(transformer(layers=4), Grid.parse("3-1-1").seating())
+    layout = create_layout(transformer(layers=4), RankGrid.from_text("3-1-1").assign_ranks())
     assert ["embed" in layout.shards[rank] for rank in range(3)] == [True, False, True]
-    untied = seated_layout(transformer(layers=4, tied=False), Grid.parse("3-1-1").seating())
+    untied = create_layout(
+        transformer(layers=4, tied=False), RankGrid.from_text("3-1-1").assign_ranks()
+    )
     assert "head" in untied.shards[2] and "embed" not in untied.shards[2]
 
 
 def test_stages_may_be_uneven_and_are_refused_where_they_do_not_fit() -> None:
-    assert even_stages(5, 3) == (2, 2, 1)
-    layout = seated_layout(even(5), Grid.parse("2-1-1").seating(), stages=(1, 4))
+    assert split_stages_evenly(5, 3) == (2, 2, 1)
+    layout = create_layout(even(5), RankGrid.from_text("2-1-1").assign_ranks(), stages=(1, 4))
     assert list(layout.shards[0]) == ["0.rows", "0.columns"]
     with pytest.raises(ValueError, match=r"stages of \(3, 3\) places: must be 2, in all 5"):
-        seated_layout(even(5), Grid.parse("2-1-1").seating(), stages=(3, 3))
+        create_layout(even(5), RankGrid.from_text("2-1-1").assign_ranks(), stages=(3, 3))
     with pytest.raises(ValueError, match="6 pipeline stages for 5 places"):
-        seated_layout(even(5), Grid.parse("6-1-1").seating())
+        create_layout(even(5), RankGrid.from_text("6-1-1").assign_ranks())
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 6))
@@ -75,65 +82,70 @@ def test_stages_are_as_even_as_they_go_and_fewer_are_made_of_whole_ones(
     num_places: int, stages: int, ratio: int
 ) -> None:
     assume(stages * ratio <= num_places)
-    parts, whole = even_stages(num_places, stages * ratio), even_stages(num_places, stages)
+    parts, whole = (
+        split_stages_evenly(num_places, stages * ratio),
+        split_stages_evenly(num_places, stages),
+    )
     assert sum(parts) == num_places and max(parts) - min(parts) <= 1
-    assert merged_stages(parts, stages) == whole
+    assert merge_stages(parts, stages) == whole
 
 
 def test_listed_stages_are_merged_where_they_divide() -> None:
-    assert even_stages(6, 4) == (2, 1, 2, 1)
-    assert merged_stages((3, 1, 1, 2), 2) == (4, 3)
+    assert split_stages_evenly(6, 4) == (2, 1, 2, 1)
+    assert merge_stages((3, 1, 1, 2), 2) == (4, 3)
     with pytest.raises(ValueError, match="4 stages do not make up 3"):
-        merged_stages((3, 1, 1, 2), 3)
+        merge_stages((3, 1, 1, 2), 3)
 
 
 def test_what_does_not_divide_is_named() -> None:
     with pytest.raises(ValueError, match=r"0\.rows, dimension 0: 16 do not divide among 3"):
-        seated_layout(even(1), Grid.parse("1-3-1").seating())
-    heads = TensorSpec("q", (8, 2), (0,), 0, (Component(8, 4),))
+        create_layout(even(1), RankGrid.from_text("1-3-1").assign_ranks())
+    heads = TensorSpec("q", (8, 2), (0,), 0, (FusedComponent(8, 4),))
     with pytest.raises(ValueError, match="q, dimension 0: 4 do not divide among 3"):
-        tensor_shard(heads, 0, 3)
+        create_tensor_shard(heads, 0, 3)
 
 
 GRIDS = st.sampled_from(["1-1-1", "1-2-2", "2-2-1", "3-1-2", "1-4-2", "2-4-2", "5-2-1"])
 ORDERS = st.sampled_from(["hf", "mcore"])
 
 
-def check_covers(layout: Layout, ranks: list[int]) -> None:
+def check_covers(layout: ModelLayout, ranks: list[int]) -> None:
     """Those ranks together hold every element of the model; each its own boxes once."""
     for spec in layout.model.tensors:
-        held = [box for rank in ranks for box in layout.boxes(rank, spec.name)]
-        assert union_numel(held) == spec.numel, spec.name
+        held = [box for rank in ranks for box in layout.get_boxes(rank, spec.name)]
+        assert count_union_elements(held) == spec.numel, spec.name
         for rank in ranks:
-            own = layout.boxes(rank, spec.name)
-            assert union_numel(own) == total(own)
+            own = layout.get_boxes(rank, spec.name)
+            assert count_union_elements(own) == count_elements(own)
 
 
 @given(GRIDS, ORDERS)
 def test_a_replica_holds_every_element(sizes: str, order: str) -> None:
-    seating = Grid.parse(sizes, order).seating()
-    layout = seated_layout(transformer(), seating)
-    for group in seating.replica_groups():
+    seating = RankGrid.from_text(sizes, order).assign_ranks()
+    layout = create_layout(transformer(), seating)
+    for group in seating.list_replica_groups():
         check_covers(layout, group)
 
 
-@given(GRIDS, ORDERS, st.sampled_from([zero_partitioned, chunked]))
+@given(GRIDS, ORDERS, st.sampled_from([partition_zero3, partition_fsdp2]))
 def test_replicas_that_share_their_shards_hold_every_element_together(
     sizes: str, order: str, share
 ) -> None:
-    seating = Grid.parse(sizes, order).seating()
-    before = seated_layout(transformer(), seating)
-    layout = share(before, seating.data_groups())
+    seating = RankGrid.from_text(sizes, order).assign_ranks()
+    before = create_layout(transformer(), seating)
+    layout = share(before, seating.list_dp_groups())
     check_covers(layout, layout.ranks)
-    for group in seating.data_groups():
+    for group in seating.list_dp_groups():
         for spec in layout.model.tensors:
-            parts = sum(total(layout.boxes(rank, spec.name)) for rank in group)
-            assert parts == total(before.boxes(group[0], spec.name)), "no element is held twice"
+            parts = sum(count_elements(layout.boxes(rank, spec.name)) for rank in group)
+            assert parts == count_elements(before.get_boxes(group[0], spec.name)), (
+                "no element is held twice"
+            )
 
 
 def test_zero_holds_runs_of_a_shards_elements() -> None:
-    seating = Grid.parse("1-2-3").seating()
-    layout = zero_partitioned(seated_layout(transformer(), seating), seating.data_groups())
+    seating = RankGrid.from_text("1-2-3").assign_ranks()
+    layout = partition_zero3(create_layout(transformer(), seating), seating.list_dp_groups())
     # 3 replicas share the 6x4 elements of tensor rank 1's half of the embedding: 16 each.
     embed = whole(layout, "embed")[6:].flatten()
     assert [stored(layout, rank, "embed").tolist() for rank in (1, 3, 5)] == [
@@ -144,8 +156,8 @@ def test_zero_holds_runs_of_a_shards_elements() -> None:
 
 
 def test_fsdp_chunks_what_tensor_parallelism_left_along_its_first_dimension() -> None:
-    seating = Grid.parse("1-2-2").seating()
-    layout = chunked(seated_layout(transformer(), seating), seating.data_groups())
+    seating = RankGrid.from_text("1-2-2").assign_ranks()
+    layout = partition_fsdp2(create_layout(transformer(), seating), seating.list_dp_groups())
     # DTensor says (_StridedShard(0), Shard(0)) of both, (Shard(0), Shard(1)) of the one below.
     qkv = whole(layout, "1.qkv")
     of_rank_1 = torch.cat([part.chunk(2)[1] for part in qkv.split([8, 4, 4])])
@@ -154,42 +166,42 @@ def test_fsdp_chunks_what_tensor_parallelism_left_along_its_first_dimension() ->
 
 
 def test_a_chunk_that_is_left_empty_is_no_shard() -> None:
-    seating = Grid.parse("1-1-5").seating()
-    layout = chunked(seated_layout(transformer(), seating), seating.data_groups())
+    seating = RankGrid.from_text("1-1-5").assign_ranks()
+    layout = partition_fsdp2(create_layout(transformer(), seating), seating.list_dp_groups())
     # 12 rows in chunks of 3: the fifth rank has none.
     assert "embed" not in layout.shards[4] and "embed" in layout.shards[3]
 
 
 def test_groups_must_hold_the_same_and_be_everybody() -> None:
-    layout = seated_layout(transformer(), Grid.parse("1-2-2").seating())
+    layout = create_layout(transformer(), RankGrid.from_text("1-2-2").assign_ranks())
     with pytest.raises(ValueError, match="ranks 0 and 1 of one group hold different shards"):
-        chunked(layout, [[0, 1], [2, 3]])
+        partition_fsdp2(layout, [[0, 1], [2, 3]])
     with pytest.raises(ValueError, match="must have every rank"):
-        zero_partitioned(layout, [[0, 2]])
+        partition_zero3(layout, [[0, 2]])
     with pytest.raises(ValueError, match="rank 0 is in the groups more than once"):
-        zero_partitioned(layout, [[0, 2, 0], [1, 3]])
+        partition_zero3(layout, [[0, 2, 0], [1, 3]])
 
 
 def test_a_smaller_shard_lies_inside_a_larger_one_and_shares_its_memory() -> None:
     model = transformer()
-    small = seated_layout(model, Grid.parse("1-4-1").seating())
-    large = seated_layout(model, Grid.parse("1-2-2").seating())
-    host = allocate(large, 0, dict.fromkeys(model.by_name(), FLOAT))
-    guest = inside(small, 1, host)
+    small = create_layout(model, RankGrid.from_text("1-4-1").assign_ranks())
+    large = create_layout(model, RankGrid.from_text("1-2-2").assign_ranks())
+    host = allocate_storage(large, 0, dict.fromkeys(model.specs_by_name(), FLOAT))
+    guest = create_from_storage(small, 1, host)
     for name, _, view in guest:
-        ((_, home), *_) = host.pieces(name)
+        ((_, home), *_) = host.get_pieces(name)
         assert view.untyped_storage().data_ptr() == home.untyped_storage().data_ptr()
-    ((box, view), *_) = guest.pieces("1.down")
+    ((box, view), *_) = guest.get_pieces("1.down")
     view.fill_(7.0)
-    assert host.view("1.down", box).eq(7.0).all()
+    assert host.get_view("1.down", box).eq(7.0).all()
     with pytest.raises(ValueError, match="rank 2 cannot share its memory: embed"):
-        inside(small, 2, host)
+        create_from_storage(small, 2, host)
 
 
 def test_a_storage_has_views_of_the_right_shapes_and_sizes_only() -> None:
-    layout = seated_layout(even(1), Grid.parse("1-1-1").seating())
+    layout = create_layout(even(1), RankGrid.from_text("1-1-1").assign_ranks())
     with pytest.raises(ValueError, match=r"0\.rows: torch.float64 has not 4 bytes"):
-        allocate(layout, 0, dict.fromkeys(layout.model.by_name(), torch.float64))
-    storage = allocate(layout, 0, dict.fromkeys(layout.model.by_name(), FLOAT))
+        allocate_storage(layout, 0, dict.fromkeys(layout.model.specs_by_name(), torch.float64))
+    storage = allocate_storage(layout, 0, dict.fromkeys(layout.model.specs_by_name(), FLOAT))
     with pytest.raises(KeyError, match="not in one piece"):
-        storage.view("0.rows", Box((0, 0), (17, 16)))
+        storage.get_view("0.rows", TensorBox((0, 0), (17, 16)))

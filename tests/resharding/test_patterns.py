@@ -6,42 +6,54 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.resharding.boxes import Box
-from streamrl.resharding.byte_report import Nodes
-from streamrl.resharding.grids import Grid, Seating
-from streamrl.resharding.layouts import chunked, seated_layout, zero_partitioned
-from streamrl.resharding.patterns import patterns
-from streamrl.resharding.plans import Copy, CopyPlan, GatherPlan, plan_copies, plan_gather
+from streamrl.resharding.boxes import TensorBox
+from streamrl.resharding.byte_report import NodeTopology
+from streamrl.resharding.grids import RankAssignment, RankGrid
+from streamrl.resharding.layouts import create_layout, partition_fsdp2, partition_zero3
+from streamrl.resharding.patterns import find_patterns
+from streamrl.resharding.plans import BoxCopy, CopyPlan, GatherPlan, plan_copies, plan_gather
 from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 from tests.resharding import slow_plans
 from tests.resharding.models import GRIDS, transformer
 
 SHARING = {
     "plain": lambda layout, groups: layout,
-    "zero": zero_partitioned,
-    "fsdp": chunked,
+    "zero": partition_zero3,
+    "fsdp": partition_fsdp2,
 }
 
 
 def odd_model(model: ModelSpec) -> ModelSpec:
     """With elements of two sizes and a scalar."""
     tensors = [
-        TensorSpec(s.name, s.shape, s.places, s.split_dim, s.components, 2 + 2 * ("o" in s.name))
+        TensorSpec(
+            s.name,
+            s.shape,
+            s.pipeline_positions,
+            s.split_dim,
+            s.components,
+            2 + 2 * ("o" in s.name),
+        )
         for s in model.tensors
     ]
-    return ModelSpec((*tensors, TensorSpec("scale", (), (0,))), model.num_places)
+    return ModelSpec((*tensors, TensorSpec("scale", (), (0,))), model.num_pipeline_positions)
 
 
 def check_report(
-    plan: CopyPlan | GatherPlan, made: Iterable[Copy], *, keeps_copy: bool = False
+    plan: CopyPlan | GatherPlan, made: Iterable[BoxCopy], *, keeps_copy: bool = False
 ) -> None:
     expected = slow_plans.report(
         plan.source, plan.target, plan.cluster, made, keeps_copy=keeps_copy
     )
-    report = plan.bytes_report()
-    assert report.ranks.keys() == expected.keys()
-    for rank, counts in report.ranks.items():
-        found = (counts.received, counts.sent, counts.peak, counts.redundant)
+    report = plan.report_bytes()
+    assert report.rank_bytes.keys() == expected.keys()
+    for rank, counts in report.rank_bytes.items():
+        found = (
+            counts.received_by_link,
+            counts.sent_by_link,
+            counts.peak_bytes,
+            counts.redundant_bytes,
+        )
         assert found == expected[rank], rank
 
 
@@ -54,14 +66,18 @@ def check_report(
     st.integers(1, 8),
 )
 def test_copies_are_those_of_the_plain_way_to_the_last_byte(
-    one: Grid, other: Grid, held: str, wanted: str, first: int, per_node: int
+    one: RankGrid, other: RankGrid, held: str, wanted: str, first: int, per_node: int
 ) -> None:
     model = odd_model(transformer())
-    source = SHARING[held](seated_layout(model, one.seating()), one.seating().data_groups())
-    seating = other.seating()
-    moved = Seating(seating.stages, seating.tensor, seating.replicas, seating.seats, first)
-    target = SHARING[wanted](seated_layout(model, moved), moved.data_groups())
-    cluster = Nodes(per_node)
+    source = SHARING[held](
+        create_layout(model, one.assign_ranks()), one.assign_ranks().list_dp_groups()
+    )
+    seating = other.assign_ranks()
+    moved = RankAssignment(
+        seating.pp_size, seating.tp_size, seating.dp_size, seating.coordinates, first
+    )
+    target = SHARING[wanted](create_layout(model, moved), moved.list_dp_groups())
+    cluster = NodeTopology(per_node)
     plan = plan_copies(source, target, cluster)
     made = slow_plans.copies(source, target, cluster)
     assert list(plan.copies) == made
@@ -70,24 +86,24 @@ def test_copies_are_those_of_the_plain_way_to_the_last_byte(
 
 @given(GRIDS, st.sampled_from(sorted(SHARING)), st.booleans(), st.integers(1, 8))
 def test_gathers_are_those_of_the_plain_way_to_the_last_byte(
-    grid: Grid, held: str, everyone: bool, per_node: int
+    grid: RankGrid, held: str, everyone: bool, per_node: int
 ) -> None:
     model = odd_model(transformer())
-    plain = seated_layout(model, grid.seating())
-    source = SHARING[held](plain, grid.seating().data_groups())
-    ranks = list(range(grid.size))
-    groups = [ranks] if everyone else grid.seating().data_groups()
+    plain = create_layout(model, grid.assign_ranks())
+    source = SHARING[held](plain, grid.assign_ranks().list_dp_groups())
+    ranks = list(range(grid.num_ranks))
+    groups = [ranks] if everyone else grid.assign_ranks().list_dp_groups()
     for keeps_copy in (False, True):
-        plan = plan_gather(source, plain, Nodes(per_node), groups, keeps_copy=keeps_copy)
-        assert plan.gives == slow_plans.gives(source, groups)
+        plan = plan_gather(source, plain, NodeTopology(per_node), groups, keeps_copy=keeps_copy)
+        assert plan.contributions == slow_plans.gives(source, groups)
         check_report(plan, plan.copies, keeps_copy=keeps_copy)
 
 
 def test_layers_that_are_cut_alike_are_one_pattern() -> None:
     model = transformer(layers=8)
-    whole = seated_layout(model, Grid.parse("1-1-6").seating())
-    for divide in (zero_partitioned, chunked):
-        found = patterns(divide(whole, [list(range(6))]), whole)
+    whole = create_layout(model, RankGrid.from_text("1-1-6").assign_ranks())
+    for divide in (partition_zero3, partition_fsdp2):
+        found = find_patterns(divide(whole, [list(range(6))]), whole)
         assert [pattern.tensors[0] for pattern in found] == [
             *("embed", "1.norm", "1.qkv", "1.o", "1.gate_up", "1.down")
         ]
@@ -98,21 +114,21 @@ def test_layers_that_are_cut_alike_are_one_pattern() -> None:
 def test_planning_grows_with_the_ranks_and_not_with_the_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    met: list[Box] = []
-    plain = Box.meet
+    met: list[TensorBox] = []
+    plain = TensorBox.intersect
 
-    def noted(box: Box, other: Box) -> Box | None:
+    def noted(box: TensorBox, other: TensorBox) -> TensorBox | None:
         met.append(box)
         return plain(box, other)
 
-    monkeypatch.setattr(Box, "meet", noted)
+    monkeypatch.setattr(TensorBox, "intersect", noted)
 
     def meetings(layers: int, ranks: int) -> int:
-        whole = seated_layout(transformer(layers=layers), Grid(1, 1, ranks).seating())
-        parts = zero_partitioned(whole, [list(range(ranks))])
+        whole = create_layout(transformer(layers=layers), RankGrid(1, 1, ranks).assign_ranks())
+        parts = partition_zero3(whole, [list(range(ranks))])
         met.clear()
-        plan_copies(parts, whole, Nodes()).bytes_report()
-        plan_gather(parts, whole, Nodes(), [list(range(ranks))]).bytes_report()
+        plan_copies(parts, whole, NodeTopology()).report_bytes()
+        plan_gather(parts, whole, NodeTopology(), [list(range(ranks))]).report_bytes()
         return len(met)
 
     assert meetings(4, 8) == meetings(40, 8) > 0

@@ -7,24 +7,24 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from streamrl.resharding.boxes import nested, total, union_numel
-from streamrl.resharding.byte_report import Nodes, table_2
-from streamrl.resharding.grids import Coordinates, Grid, Seating
+from streamrl.resharding.boxes import count_elements, count_union_elements, is_nested
+from streamrl.resharding.byte_report import NodeTopology, compute_table_2
+from streamrl.resharding.grids import RankAssignment, RankCoordinates, RankGrid
 from streamrl.resharding.grouping import (
     GROUPINGS,
     GenerationSizes,
-    max_overlap,
-    micro_groups,
-    seat,
-    vanilla,
-    zero_redundancy,
+    assign_generation_ranks,
+    assign_max_overlap,
+    assign_vanilla,
+    assign_zero_redundancy,
+    list_micro_dp_groups,
 )
-from streamrl.resharding.layouts import Layout, chunked, seated_layout, zero_partitioned
+from streamrl.resharding.layouts import ModelLayout, create_layout, partition_fsdp2, partition_zero3
 from streamrl.resharding.plans import CopyPlan, plan_copies, plan_gather
-from streamrl.resharding.tensor_specs import Component, ModelSpec, TensorSpec
+from streamrl.resharding.tensor_specs import FusedComponent, ModelSpec, TensorSpec
 from tests.resharding.models import GRIDS, even, transformer
 
-CLUSTER = Nodes(4)
+CLUSTER = NodeTopology(4)
 PAPER = [("1-4-2", "1-2-2-2"), ("1-2-2", "1-1-2-2"), ("2-4-1", "1-2-4-1"), ("4-2-1", "2-1-4-1")]
 LARGER = [("1-8-2", "1-2-4-2"), ("4-4-1", "2-2-4-1"), ("8-1-2", "2-1-4-2"), ("2-8-4", "1-8-2-4")]
 
@@ -32,114 +32,124 @@ LARGER = [("1-8-2", "1-2-4-2"), ("4-4-1", "2-2-4-1"), ("8-1-2", "2-1-4-2"), ("2-
 @pytest.mark.parametrize("order", ["hf", "mcore"])
 @pytest.mark.parametrize(("train", "generate"), PAPER + LARGER)
 def test_table_2_of_the_paper_as_exact_fractions(train: str, generate: str, order: str) -> None:
-    grid, sizes = Grid.parse(train, order), GenerationSizes.parse(generate)
+    grid, sizes = RankGrid.from_text(train, order), GenerationSizes.from_text(generate)
     model = even(8)
-    held = seated_layout(model, grid.seating())
-    expected = table_2(
-        grid.stages,
-        grid.tensor,
-        grid.replicas,
-        serving_stages=sizes.stages,
-        serving_tensor=sizes.tensor,
+    held = create_layout(model, grid.assign_ranks())
+    expected = compute_table_2(
+        grid.pp_size,
+        grid.tp_size,
+        grid.dp_size,
+        serving_stages=sizes.pp_size,
+        serving_tensor=sizes.tp_size,
     )
-    serving = zero_redundancy(grid, sizes)
-    zero = seated_layout(model, serving)
-    side_by_side = seated_layout(model, vanilla(grid, sizes))
-    partitioned = zero_partitioned(held, grid.seating().data_groups())
+    serving = assign_zero_redundancy(grid, sizes)
+    zero = create_layout(model, serving)
+    side_by_side = create_layout(model, assign_vanilla(grid, sizes))
+    partitioned = partition_zero3(held, grid.assign_ranks().list_dp_groups())
     plans = {
-        "zero": plan_gather(held, zero, CLUSTER, micro_groups(grid, serving)),
-        "vanilla": plan_gather(held, side_by_side, CLUSTER, grid.seating().replica_groups()),
+        "zero": plan_gather(held, zero, CLUSTER, list_micro_dp_groups(grid, serving)),
+        "vanilla": plan_gather(
+            held, side_by_side, CLUSTER, grid.assign_ranks().list_replica_groups()
+        ),
         "full_gather": plan_gather(
-            partitioned, zero, CLUSTER, [list(range(grid.size))], keeps_copy=True
+            partitioned, zero, CLUSTER, [list(range(grid.num_ranks))], keeps_copy=True
         ),
     }
     for scheme, plan in plans.items():
-        report = plan.bytes_report()
-        for rank in range(grid.size):
-            assert report.received(rank) == expected[scheme].received, scheme
-            assert report.peak(rank) == expected[scheme].peak, scheme
-        most = max(report.redundant(rank) for rank in range(grid.size))
-        without = [r for r in report.ranks if not report.ranks[r].received["local"]]
+        report = plan.report_bytes()
+        for rank in range(grid.num_ranks):
+            assert report.received_fraction(rank) == expected[scheme].received, scheme
+            assert report.peak_fraction(rank) == expected[scheme].peak, scheme
+        most = max(report.redundant_fraction(rank) for rank in range(grid.num_ranks))
+        without = [
+            r for r in report.rank_bytes if not report.rank_bytes[r].received_by_link["local"]
+        ]
         if scheme != "vanilla" or without:
             assert most == expected[scheme].redundant, scheme
-    exact = plan_copies(held, zero, CLUSTER).bytes_report()
-    assert {exact.received(rank) for rank in range(grid.size)} == {expected["zero"].received}
+    exact = plan_copies(held, zero, CLUSTER).report_bytes()
+    assert {exact.received_fraction(rank) for rank in range(grid.num_ranks)} == {
+        expected["zero"].received
+    }
 
 
 def test_worked_fractions_of_figure_8() -> None:
-    grid, sizes = Grid.parse("1-4-2"), GenerationSizes.parse("1-2-2-2")
-    held = seated_layout(even(2), grid.seating())
-    served = seated_layout(even(2), vanilla(grid, sizes))
-    exact = plan_copies(held, served, CLUSTER).bytes_report()
+    grid, sizes = RankGrid.from_text("1-4-2"), GenerationSizes.from_text("1-2-2-2")
+    held = create_layout(even(2), grid.assign_ranks())
+    served = create_layout(even(2), assign_vanilla(grid, sizes))
+    exact = plan_copies(held, served, CLUSTER).report_bytes()
     quarter, half = Fraction(1, 4), Fraction(1, 2)
-    received = [exact.received(rank) for rank in range(8)]
+    received = [exact.received_fraction(rank) for rank in range(8)]
     assert received == [quarter, half, half, quarter] * 2
-    gathered = plan_gather(held, served, CLUSTER, grid.seating().replica_groups()).bytes_report()
-    assert {gathered.received(rank) for rank in range(8)} == {Fraction(3, 4)}
+    gathered = plan_gather(
+        held, served, CLUSTER, grid.assign_ranks().list_replica_groups()
+    ).report_bytes()
+    assert {gathered.received_fraction(rank) for rank in range(8)} == {Fraction(3, 4)}
 
 
-def mesh(stages: int, replicas: int, first: int = 0) -> Seating:
+def mesh(stages: int, replicas: int, first: int = 0) -> RankAssignment:
     """Stages outermost, as ReaL numbers them, from a first rank on."""
-    grid = Grid(stages, 1, replicas, "mcore")
-    return Seating(stages, 1, replicas, grid.seating().seats, first)
+    grid = RankGrid(stages, 1, replicas, "mcore")
+    return RankAssignment(stages, 1, replicas, grid.assign_ranks().coordinates, first)
 
 
 def test_reals_example_on_eight_devices_moves_what_is_needed_from_balanced_senders() -> None:
     model = even(2)
     train, generate = (
-        seated_layout(model, mesh(2, 2)),
-        seated_layout(model, mesh(2, 4)),
+        create_layout(model, mesh(2, 2)),
+        create_layout(model, mesh(2, 4)),
     )
-    plan = plan_copies(train, generate, Nodes(8))
-    report = plan.bytes_report()
-    assert sum(report.received(rank) for rank in range(8)) == 3
-    assert report.received(0) == report.received(1) == 0
+    plan = plan_copies(train, generate, NodeTopology(8))
+    report = plan.report_bytes()
+    assert sum(report.received_fraction(rank) for rank in range(8)) == 3
+    assert report.received_fraction(0) == report.received_fraction(1) == 0
     pairs = {(c.source, c.destination) for c in plan.copies if c.source != c.destination}
     assert pairs == {(0, 2), (1, 3), (2, 4), (3, 5), (2, 6), (3, 7)}
-    sent = Counter({rank: report.ranks[rank].sent_bytes for rank in range(4)})
+    sent = Counter({rank: report.rank_bytes[rank].sent_bytes for rank in range(4)})
     assert sent[0] == sent[1] and sent[2] == sent[3]
     # ReaL's own plan moves 3.5 M: it sends to rank 1 what that has.
 
 
 def test_a_holder_on_the_same_node_is_asked_first() -> None:
     model = even(1)
-    train = seated_layout(model, Grid.parse("1-1-8").seating())
-    some = Layout(model, {rank: train.shards[rank] for rank in (1, 5)})
-    wanted = Layout(model, {rank: train.shards[rank] for rank in (0, 2, 3, 4, 6, 7)})
+    train = create_layout(model, RankGrid.from_text("1-1-8").assign_ranks())
+    some = ModelLayout(model, {rank: train.shards[rank] for rank in (1, 5)})
+    wanted = ModelLayout(model, {rank: train.shards[rank] for rank in (0, 2, 3, 4, 6, 7)})
     plan = plan_copies(some, wanted, CLUSTER)
     assert {(c.source, c.destination) for c in plan.copies} == {
         *((1, 0), (1, 2), (1, 3)),
         *((5, 4), (5, 6), (5, 7)),
     }
-    assert plan.bytes_report().link_bytes("network") == 0
+    assert plan.report_bytes().count_link_bytes("network") == 0
 
 
 def test_a_holder_of_a_smaller_box_on_the_same_node_is_asked_first() -> None:
     model = ModelSpec((TensorSpec("w", (8, 4), (0,), 0),), 1)
-    (whole,) = seated_layout(model, Grid.parse("1-1-1").seating()).shards.values()
-    halves = seated_layout(model, Grid.parse("1-2-1").seating()).shards
+    (whole,) = create_layout(model, RankGrid.from_text("1-1-1").assign_ranks()).shards.values()
+    halves = create_layout(model, RankGrid.from_text("1-2-1").assign_ranks()).shards
     # Rank 0 of the first node has all of it, rank 2 of the second one half.
-    source = Layout(model, {0: whole, 2: halves[0]})
-    near = plan_copies(source, Layout(model, {3: halves[0]}), Nodes(2))
+    source = ModelLayout(model, {0: whole, 2: halves[0]})
+    near = plan_copies(source, ModelLayout(model, {3: halves[0]}), NodeTopology(2))
     assert [(c.source, c.destination) for c in near.copies] == [(2, 3)]
-    assert near.bytes_report().link_bytes("network") == 0
-    both = plan_copies(source, Layout(model, {3: whole}), Nodes(2))
+    assert near.report_bytes().count_link_bytes("network") == 0
+    both = plan_copies(source, ModelLayout(model, {3: whole}), NodeTopology(2))
     check_complete(both)
-    report = both.bytes_report()
-    assert (report.link_bytes("node"), report.link_bytes("network")) == (64, 64)
+    report = both.report_bytes()
+    assert (report.count_link_bytes("node"), report.count_link_bytes("network")) == (64, 64)
 
 
-def mixed(model: ModelSpec, data: st.DataObject) -> Layout:
+def mixed(model: ModelSpec, data: st.DataObject) -> ModelLayout:
     """Eight ranks that each hold what they would in a layout of their own."""
     shards = {}
     for rank in range(8):
-        seating = Grid.parse(data.draw(st.sampled_from(["1-2-4", "1-4-2", "2-1-4"]))).seating()
-        layout = seated_layout(model, seating)
-        divide = data.draw(st.sampled_from([zero_partitioned, chunked, None]))
+        seating = RankGrid.from_text(
+            data.draw(st.sampled_from(["1-2-4", "1-4-2", "2-1-4"]))
+        ).assign_ranks()
+        layout = create_layout(model, seating)
+        divide = data.draw(st.sampled_from([partition_zero3, partition_fsdp2, None]))
         if divide:
-            layout = divide(layout, seating.data_groups())
+            layout = divide(layout, seating.list_dp_groups())
         shards[rank] = layout.shards[rank]
-    return Layout(model, shards)
+    return ModelLayout(model, shards)
 
 
 @given(st.data(), st.integers(1, 4))
@@ -147,37 +157,43 @@ def test_no_byte_crosses_the_network_that_a_rank_of_the_node_holds(
     data: st.DataObject, per_node: int
 ) -> None:
     model = transformer(heads=4, kv_heads=4)
-    (whole,) = seated_layout(model, Grid.parse("1-1-1").seating()).shards.values()
-    source = Layout(model, {**mixed(model, data).shards, 8: whole})
-    target, cluster = mixed(model, data), Nodes(per_node)
+    (whole,) = create_layout(model, RankGrid.from_text("1-1-1").assign_ranks()).shards.values()
+    source = ModelLayout(model, {**mixed(model, data).shards, 8: whole})
+    target, cluster = mixed(model, data), NodeTopology(per_node)
     plan = plan_copies(source, target, cluster)
     check_complete(plan)
     for copy in plan.copies:
-        if cluster.link(copy.source, copy.destination) == "network":
-            tensor, box = copy.gift
-            near = [r for r in source.ranks if cluster.node(r) == cluster.node(copy.destination)]
-            assert not any(box.meet(own) for r in near for own in source.boxes(r, tensor))
+        if cluster.get_link(copy.source, copy.destination) == "network":
+            tensor, box = copy.named_box
+            near = [
+                r for r in source.ranks if cluster.get_node(r) == cluster.get_node(copy.destination)
+            ]
+            assert not any(box.intersect(own) for r in near for own in source.get_boxes(r, tensor))
     gather = plan_gather(source, target, cluster, [source.ranks])
     for spec in model.tensors:
         gives = {
             rank: [box for name, box in gifts if name == spec.name]
-            for rank, gifts in gather.gives.items()
+            for rank, gifts in gather.contributions.items()
         }
         every = [box for boxes in gives.values() for box in boxes]
-        assert total(every) == union_numel(every) == spec.numel
-        assert all(nested(boxes, source.boxes(rank, spec.name)) for rank, boxes in gives.items())
+        assert count_elements(every) == count_union_elements(every) == spec.numel
+        assert all(
+            is_nested(boxes, source.get_boxes(rank, spec.name)) for rank, boxes in gives.items()
+        )
 
 
 def test_pools_without_a_rank_in_common() -> None:
     model = transformer()
-    train = seated_layout(model, Grid.parse("2-2-2", "mcore").seating())
-    pool = Seating(1, 2, 2, Grid.parse("1-2-2").seating().seats, first_rank=8)
-    plan = plan_copies(train, seated_layout(model, pool), CLUSTER)
+    train = create_layout(model, RankGrid.from_text("2-2-2", "mcore").assign_ranks())
+    pool = RankAssignment(
+        1, 2, 2, RankGrid.from_text("1-2-2").assign_ranks().coordinates, first_rank=8
+    )
+    plan = plan_copies(train, create_layout(model, pool), CLUSTER)
     check_complete(plan)
-    report = plan.bytes_report()
-    assert report.link_bytes("local") == report.link_bytes("node") == 0
-    assert all(report.ranks[rank].received_bytes == 0 for rank in range(8))
-    sent = [report.ranks[rank].sent_bytes for rank in range(8)]
+    report = plan.report_bytes()
+    assert report.count_link_bytes("local") == report.count_link_bytes("node") == 0
+    assert all(report.rank_bytes[rank].received_bytes == 0 for rank in range(8))
+    sent = [report.rank_bytes[rank].sent_bytes for rank in range(8)]
     assert max(sent) < 2 * report.model_bytes / 8 * 1.5
 
 
@@ -186,74 +202,90 @@ def check_complete(plan: CopyPlan) -> None:
     for rank in plan.target.ranks:
         for spec in plan.target.model.tensors:
             come = [
-                c.gift[1] for c in plan.copies if c.destination == rank and c.gift[0] == spec.name
+                c.named_box[1]
+                for c in plan.copies
+                if c.destination == rank and c.named_box[0] == spec.name
             ]
-            wanted = plan.target.boxes(rank, spec.name)
-            assert total(come) == union_numel(come) == union_numel(wanted) == total(wanted)
-            assert union_numel([*come, *wanted]) == total(wanted)
+            wanted = plan.target.get_boxes(rank, spec.name)
+            assert (
+                count_elements(come)
+                == count_union_elements(come)
+                == count_union_elements(wanted)
+                == count_elements(wanted)
+            )
+            assert count_union_elements([*come, *wanted]) == count_elements(wanted)
     for copy in plan.copies:
-        tensor, box = copy.gift
-        assert any(held.meet(box) == box for held in plan.source.boxes(copy.source, tensor))
+        tensor, box = copy.named_box
+        assert any(
+            held.intersect(box) == box for held in plan.source.get_boxes(copy.source, tensor)
+        )
 
 
 @given(GRIDS, GRIDS, st.sampled_from(["plain", "zero", "fsdp"]), st.booleans(), st.integers(0, 9))
 def test_any_layout_becomes_any_other(
-    one: Grid, other: Grid, shared: str, tied: bool, first: int
+    one: RankGrid, other: RankGrid, shared: str, tied: bool, first: int
 ) -> None:
     model = transformer(tied=tied)
-    source = seated_layout(model, one.seating())
+    source = create_layout(model, one.assign_ranks())
     if shared != "plain":
-        divide = zero_partitioned if shared == "zero" else chunked
-        source = divide(source, one.seating().data_groups())
-    seating = other.seating()
-    target = seated_layout(
+        divide = partition_zero3 if shared == "zero" else partition_fsdp2
+        source = divide(source, one.assign_ranks().list_dp_groups())
+    seating = other.assign_ranks()
+    target = create_layout(
         model,
-        Seating(seating.stages, seating.tensor, seating.replicas, seating.seats, first),
+        RankAssignment(
+            seating.pp_size, seating.tp_size, seating.dp_size, seating.coordinates, first
+        ),
     )
     plan = plan_copies(source, target, CLUSTER)
     check_complete(plan)
     assert plan == plan_copies(source, target, CLUSTER), "every rank makes the same"
-    report = plan.bytes_report()
+    report = plan.report_bytes()
     for rank in target.ranks:
-        counts = report.ranks[rank]
-        own = sum(union_numel([*target.boxes(rank, s.name)]) * s.itemsize for s in model.tensors)
-        assert sum(counts.received.values()) == own
-        assert counts.received["local"] >= 0
-    assert sum(c.sent_bytes for c in report.ranks.values()) == sum(
-        c.received_bytes for c in report.ranks.values()
+        counts = report.rank_bytes[rank]
+        own = sum(
+            count_union_elements([*target.get_boxes(rank, s.name)]) * s.itemsize
+            for s in model.tensors
+        )
+        assert sum(counts.received_by_link.values()) == own
+        assert counts.received_by_link["local"] >= 0
+    assert sum(c.sent_bytes for c in report.rank_bytes.values()) == sum(
+        c.received_bytes for c in report.rank_bytes.values()
     )
 
 
 @given(GRIDS, st.sampled_from(GROUPINGS), st.integers(1, 2))
 def test_a_group_that_gives_each_other_all_gives_no_element_twice(
-    grid: Grid, grouping: str, ratio: int
+    grid: RankGrid, grouping: str, ratio: int
 ) -> None:
-    assume(grid.tensor % ratio == 0)
-    sizes = GenerationSizes(grid.stages, grid.tensor // ratio, ratio, grid.replicas)
+    assume(grid.tp_size % ratio == 0)
+    sizes = GenerationSizes(grid.pp_size, grid.tp_size // ratio, ratio, grid.dp_size)
     model = transformer()
-    held = seated_layout(model, grid.seating())
-    serving = seat(grouping, grid, sizes, held)
-    target = seated_layout(model, serving)
-    plan = plan_gather(held, target, CLUSTER, grid.seating().replica_groups())
+    held = create_layout(model, grid.assign_ranks())
+    serving = assign_generation_ranks(grouping, grid, sizes, held)
+    target = create_layout(model, serving)
+    plan = plan_gather(held, target, CLUSTER, grid.assign_ranks().list_replica_groups())
     for group in plan.groups:
         for spec in model.tensors:
-            given = [box for rank in group for name, box in plan.gives[rank] if name == spec.name]
-            assert total(given) == union_numel(given) == spec.numel
+            given = [
+                box for rank in group for name, box in plan.contributions[rank] if name == spec.name
+            ]
+            assert count_elements(given) == count_union_elements(given) == spec.numel
 
 
 def test_what_several_of_a_group_hold_they_give_in_equal_shares() -> None:
     model = even(6)
-    whole = seated_layout(model, Grid.parse("1-1-4").seating())
+    whole = create_layout(model, RankGrid.from_text("1-1-4").assign_ranks())
     plan = plan_gather(whole, whole, CLUSTER, [[0, 1, 2], [3]])
-    given = {rank: total(box for _, box in plan.gives[rank]) for rank in range(4)}
+    given = {rank: count_elements(box for _, box in plan.contributions[rank]) for rank in range(4)}
     assert given == {0: 1024, 1: 1024, 2: 1024, 3: 3072}
 
 
 def test_what_nobody_holds_is_named() -> None:
     model = even(2)
-    train = seated_layout(model, Grid.parse("2-1-1").seating())
-    half = Layout(model, {0: train.shards[0]})
-    whole = seated_layout(model, Grid.parse("1-1-2").seating())
+    train = create_layout(model, RankGrid.from_text("2-1-1").assign_ranks())
+    half = ModelLayout(model, {0: train.shards[0]})
+    whole = create_layout(model, RankGrid.from_text("1-1-2").assign_ranks())
     with pytest.raises(ValueError, match=r"1\.rows\[0:16, 0:16\], needed by rank 0: no rank holds"):
         plan_copies(half, whole, CLUSTER)
     with pytest.raises(ValueError, match=r"needed by rank 0: no rank of its group \[0\] holds it"):
@@ -268,7 +300,7 @@ def test_what_nobody_holds_is_named() -> None:
     ],
 )
 def test_every_rank_is_in_one_group(groups: list[list[int]], told: str) -> None:
-    whole = seated_layout(even(2), Grid.parse("1-1-2").seating())
+    whole = create_layout(even(2), RankGrid.from_text("1-1-2").assign_ranks())
     with pytest.raises(ValueError, match=told):
         plan_gather(whole, whole, CLUSTER, groups)
 
@@ -276,7 +308,7 @@ def test_every_rank_is_in_one_group(groups: list[list[int]], told: str) -> None:
 @pytest.mark.parametrize("units", [-2, 0, 3])
 def test_a_component_is_made_of_whole_units(units: int) -> None:
     with pytest.raises(ValueError, match=f"component of size 4: must be a multiple of {units}"):
-        Component(4, units)
+        FusedComponent(4, units)
 
 
 def test_an_element_has_some_bytes() -> None:
@@ -285,10 +317,13 @@ def test_an_element_has_some_bytes() -> None:
 
 
 def test_a_switch_between_equal_layouts_moves_nothing() -> None:
-    for grid in (Grid.parse("1-4-2"), Grid.parse("2-2-2", "mcore")):
-        held = seated_layout(transformer(), grid.seating())
-        sizes = GenerationSizes(grid.stages, grid.tensor, 1, grid.replicas)
-        serving = max_overlap(held, sizes)
-        report = plan_copies(held, seated_layout(held.model, serving), CLUSTER).bytes_report()
-        assert all(report.received(rank) == 0 == report.redundant(rank) for rank in report.ranks)
-        assert serving.of(0) == Coordinates(0, 0, 0)
+    for grid in (RankGrid.from_text("1-4-2"), RankGrid.from_text("2-2-2", "mcore")):
+        held = create_layout(transformer(), grid.assign_ranks())
+        sizes = GenerationSizes(grid.pp_size, grid.tp_size, 1, grid.dp_size)
+        serving = assign_max_overlap(held, sizes)
+        report = plan_copies(held, create_layout(held.model, serving), CLUSTER).report_bytes()
+        assert all(
+            report.received_fraction(rank) == 0 == report.redundant_fraction(rank)
+            for rank in report.rank_bytes
+        )
+        assert serving.get_coordinates(0) == RankCoordinates(0, 0, 0)

@@ -13,7 +13,7 @@ from streamrl.errors import (
     RewardRaisedError,
     RewardTimeoutError,
 )
-from streamrl.rewards import RewardConfig, RewardSet, ScorerConfig, Surroundings, build_rewards
+from streamrl.rewards import RewardConfig, RewardContext, RewardSet, ScorerConfig, build_rewards
 from tests.descendants import descendants
 from tests.rewards.judged import prompt
 
@@ -27,7 +27,7 @@ async def running(tmp_path):
         path = tmp_path / f"reward{len(made)}.py"
         path.write_text(textwrap.dedent(source))
         config = RewardConfig("function", name, options={"path": str(path), **options})
-        rewards = build_rewards([config], Surroundings(ScorerConfig(timeout_s=3.0)))
+        rewards = build_rewards([config], RewardContext(ScorerConfig(timeout_s=3.0)))
         made.append(rewards)
         await rewards.start()
         return rewards

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
-from streamrl.rewards.group_filter import FilterConfig, build_filter
+from streamrl.rewards.group_filter import FilterConfig, build_group_filter
 
 PROMPT = Prompt("3:7:0", np.array([1], np.int32), data_source="sums", ground_truth="5")
 EQUAL = FilterConfig("equal_rewards")
@@ -27,7 +27,7 @@ def reason(config, scores, **components):
     }
     columns["scores"] = np.array(scores, np.float32)
     columns["lengths"] = np.full(len(scores), 9, np.int32)
-    return build_filter(config).reason(PROMPT, columns)
+    return build_group_filter(config).explain_rejection(PROMPT, columns)
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_a_function_cannot_change_the_columns(filter_from):
             return True
     """)
     columns = {"scores": np.ones(2, np.float32), "reward/a": np.zeros(2, np.float32)}
-    assert build_filter(config).reason(PROMPT, columns) is None
+    assert build_group_filter(config).explain_rejection(PROMPT, columns) is None
     assert columns["scores"].tolist() == [1, 1] and columns["reward/a"].tolist() == [0, 0]
 
 
@@ -239,7 +239,7 @@ def test_a_function_that_asks_for_something_else_is_refused_with_what_it_may_hav
         match=rf"^filter\.function=keep: in /.*filter\.py it asks for {refused}; "
         r"it is given, by name, any of prompt, scores, rewards$",
     ):
-        build_filter(config)
+        build_group_filter(config)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_function_that_asks_for_something_else_is_refused_with_what_it_may_hav
 def test_a_file_that_does_not_hold_the_function_is_refused_in_one_line(filter_from, source, words):
     config = filter_from(source)
     with pytest.raises(ConfigError, match=f"^{words}$"):
-        build_filter(config)
+        build_group_filter(config)
 
 
 def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
@@ -269,7 +269,7 @@ def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
             "function", options={"path": str(tmp_path / name), "function": "keep"}
         )
         with pytest.raises(ConfigError, match=rf"^filter\.path=/.*{name}: {words}$"):
-            build_filter(config)
+            build_group_filter(config)
 
 
 @pytest.mark.parametrize(

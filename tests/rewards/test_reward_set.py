@@ -9,24 +9,24 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.messages import GroupInfo, Prompt, check_sizes, column_sizes
+from streamrl.messages import GroupInfo, Prompt, check_column_sizes, measure_columns
 from streamrl.rewards import (
     COSTS,
-    Component,
-    Judgement,
     Reward,
+    RewardComponent,
     RewardConfig,
+    RewardContext,
+    RewardOutcome,
+    RewardResult,
     RewardSet,
     ScorerConfig,
-    Surroundings,
-    Verdict,
     build_rewards,
 )
-from streamrl.rewards.metric_means import with_means
-from streamrl.telemetry.metric_names import metric_for
+from streamrl.rewards.metric_means import sums_to_means
+from streamrl.telemetry.metric_names import find_metric
 
 PROMPT = Prompt("2:11:0", np.array([1], np.int32), ground_truth="5")
-PLACED = replace(PROMPT, place="sums.jsonl line 12")
+PLACED = replace(PROMPT, row_location="sums.jsonl line 12")
 
 
 class FakeReward(Reward):
@@ -37,7 +37,7 @@ class FakeReward(Reward):
         self.values, self.wait_s, self.error, self.complaint = values, wait_s, error, complaint
         self.cancelled = False
 
-    def check(self, prompt):
+    def validate_prompt(self, prompt):
         if self.complaint:
             raise RewardError(self.complaint)
 
@@ -49,16 +49,16 @@ class FakeReward(Reward):
             raise
         if self.error:
             raise self.error
-        return [Judgement(value, passed(value)) for value in self.values]
+        return [RewardResult(value, passed(value)) for value in self.values]
 
 
 def passed(value):
-    return Verdict.PASS if value >= 1 else Verdict.WRONG
+    return RewardOutcome.PASS if value >= 1 else RewardOutcome.WRONG
 
 
 def reward_set(gates=(), **rewards):
     return RewardSet(
-        [Component(name, weight, name in gates, r) for name, (weight, r) in rewards.items()]
+        [RewardComponent(name, weight, name in gates, r) for name, (weight, r) in rewards.items()]
     )
 
 
@@ -75,7 +75,7 @@ async def test_scores_are_the_weighted_sum_and_components_are_unweighted():
         "reward/zero": [9.0, 9.0],
         "scores": [1.25, 0.25],
     }
-    check_sizes(column_sizes(columns), GroupInfo((0, 0), 0, ()))
+    check_column_sizes(measure_columns(columns), GroupInfo((0, 0), 0, ()))
     assert rewards.names == ("right", "form", "zero")
 
 
@@ -104,14 +104,23 @@ class Said(FakeReward):
         return list(self.values)
 
 
-ABSENT = Judgement.absent()
+ABSENT = RewardResult.make_not_judged()
 
 
 async def test_a_component_that_says_nothing_is_left_out_of_the_score_for_that_completion():
     """As in TRL: the weighted sum over those that say something."""
     rewards = reward_set(
-        math=(2.0, Said([ABSENT, Judgement(0.5, Verdict.WRONG), ABSENT])),
-        code=(1.0, Said([Judgement(1.0, Verdict.PASS), ABSENT, Judgement(3.0, Verdict.PASS)])),
+        math=(2.0, Said([ABSENT, RewardResult(0.5, RewardOutcome.WRONG), ABSENT])),
+        code=(
+            1.0,
+            Said(
+                [
+                    RewardResult(1.0, RewardOutcome.PASS),
+                    ABSENT,
+                    RewardResult(3.0, RewardOutcome.PASS),
+                ]
+            ),
+        ),
     )
     columns = await rewards.score(PROMPT, ["a", "b", "c"])
     assert columns["scores"].tolist() == [1.0, 1.0, 3.0]
@@ -123,12 +132,13 @@ async def test_a_component_that_says_nothing_is_left_out_of_the_score_for_that_c
 async def test_a_gate_that_says_nothing_is_open_and_a_completion_without_any_word_has_no_score():
     gate = reward_set(
         gates=["gate"],
-        gate=(0.0, Said([ABSENT, Judgement.of(False)])),
+        gate=(0.0, Said([ABSENT, RewardResult.from_correctness(False)])),
         other=(1.0, FakeReward([2.0, 2.0])),
     )
     assert (await gate.score(PROMPT, ["a", "b"]))["scores"].tolist() == [2.0, 0.0]
     silent = reward_set(
-        a=(1.0, Said([Judgement.of(True), ABSENT])), logged=(0.0, FakeReward([1.0, 1.0]))
+        a=(1.0, Said([RewardResult.from_correctness(True), ABSENT])),
+        logged=(0.0, FakeReward([1.0, 1.0])),
     )
     with pytest.raises(RewardError, match=r"completion 1: a returned None, so that it has no sc"):
         await silent.score(PROMPT, ["a", "b"])
@@ -136,7 +146,10 @@ async def test_a_gate_that_says_nothing_is_open_and_a_completion_without_any_wor
 
 async def test_further_numbers_add_up_and_become_means():
     def said(*numbers):
-        return [Judgement(1.0, Verdict.PASS, numbers=tuple(one.items())) for one in numbers]
+        return [
+            RewardResult(1.0, RewardOutcome.PASS, extra_metrics=tuple(one.items()))
+            for one in numbers
+        ]
 
     first = reward_set(f=(1.0, Said(said({"acc": 1.0, "a/b": 4.0}, {"acc": 0.0}))))
     other = reward_set(f=(1.0, Said(said({"acc": 0.0}, {"acc": -3.0}))))
@@ -144,16 +157,16 @@ async def test_further_numbers_add_up_and_become_means():
     for rewards in (first, other):
         await rewards.score(PROMPT, ["a", "b"])
         counts.update(rewards.drain_counts())
-    assert with_means(counts) == {
+    assert sums_to_means(counts) == {
         "verdicts/pass": 4,
         "reward/f/acc": -0.5,
         "reward/f/a~b": 4.0,
     }
-    assert metric_for("reward/f/acc").name == "reward/<component>/<number>"
+    assert find_metric("reward/f/acc").name == "reward/<component>/<number>"
     assert first.drain_counts() == {}
     many = reward_set(f=(1.0, Said(said({f"n{i}": 1.0 for i in range(999)}))))
     await many.score(PROMPT, ["a"])
-    assert len(with_means(many.drain_counts())) == 201
+    assert len(sums_to_means(many.drain_counts())) == 201
 
 
 async def test_completions_are_counted_by_verdict_until_they_are_drained():
@@ -240,7 +253,7 @@ async def test_an_error_of_the_run_names_the_row_too():
 
 @asynccontextmanager
 async def started(*configs, **scorer):
-    rewards = build_rewards(configs, Surroundings(ScorerConfig(**scorer)))
+    rewards = build_rewards(configs, RewardContext(ScorerConfig(**scorer)))
     await rewards.start()
     try:
         yield rewards
@@ -332,7 +345,7 @@ def test_a_combining_function_goes_with_no_weights_and_gets_what_it_can_ask_for(
         (f"{path}:fine", RewardConfig("exact", gate=True), "weight and gate of reward exact mean"),
     ):
         with pytest.raises(ConfigError, match=words):
-            build_rewards([config], Surroundings(ScorerConfig(combine=combine)))
+            build_rewards([config], RewardContext(ScorerConfig(combine=combine)))
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ def prompt(truth, source=""):
 
 async def judged(config, row, *completions):
     rewards = build_rewards([config])
-    rewards.check([row])
+    rewards.check_prompts([row])
     await rewards.start()
     try:
-        found = await rewards.judge(row, completions)
+        found = await rewards.judge_group(row, completions)
     finally:
         await rewards.close()
-    return [(one.score, one.verdict.value) for one in found.components[config.component]]
+    return [(one.score, one.outcome.value) for one in found.components[config.component_name]]
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ async def test_auto_judges_each_source_by_its_own_rule():
     row = prompt("x+1", "numina_olympiads")
     assert await judged(auto, row, "\\boxed{1+x}") == [(1.0, "pass")]
     with pytest.raises(ConfigError, match=r"reward auto: data_source 'mine' has no rule"):
-        build_rewards([auto]).check([prompt("7", "mine")])
+        build_rewards([auto]).check_prompts([prompt("7", "mine")])
 
 
 async def test_a_ground_truth_that_a_rule_cannot_use_is_an_error_in_the_run_too():
     with pytest.raises(RewardError, match="reward gsm8k, uid 0:0:0: ground_truth"):
-        await build_rewards([RewardConfig("gsm8k")]).judge(prompt("seven"), ["#### 7"])
+        await build_rewards([RewardConfig("gsm8k")]).judge_group(prompt("seven"), ["#### 7"])

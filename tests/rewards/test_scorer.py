@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from streamrl.errors import RewardError
-from streamrl.messages import Experience, Filtered, FinishReason, Lease, Prompt, Rollout
-from streamrl.messages import group_columns as columns_of
-from streamrl.rewards import COSTS, Component, Reward, RewardSet
-from streamrl.rewards.group_filter import NoFilter
-from streamrl.rewards.kinds.regex import RegexOptions, regex_reward
+from streamrl.messages import Experience, FilteredGroup, FinishReason, GroupLease, Prompt, Rollout
+from streamrl.messages import rollouts_to_columns as columns_of
+from streamrl.rewards import COSTS, Reward, RewardComponent, RewardSet
+from streamrl.rewards.group_filter import KeepAllFilter
+from streamrl.rewards.kinds.regex import RegexOptions, build_regex_reward
 from streamrl.rewards.scorer import CostScorer, RewardScorer
 
 
@@ -24,7 +24,7 @@ class Letters:
 class AllOut:
     """A filter that keeps nothing."""
 
-    def reason(self, prompt, columns):
+    def explain_rejection(self, prompt, columns):
         return "all out"
 
 
@@ -40,13 +40,13 @@ PROMPT = Prompt("0:1:0", np.array([0], np.int32))
 
 def rollout(*tokens):
     facts: dict[str, Any] = {"logprobs": [-1.0] * len(tokens), "versions": [0] * len(tokens)}
-    return Rollout.single_turn(
+    return Rollout.from_single_turn(
         np.array([0], np.int32), list(tokens), finish_reason=FinishReason.STOP, **facts
     )
 
 
 def experience(columns, *, token=1):
-    lease = Lease(token=token, uid=PROMPT.uid, stage="any", attempt=1, expires_at=9.0)
+    lease = GroupLease(token=token, uid=PROMPT.uid, stage="any", attempt=1, expires_at=9.0)
     return Experience(lease, 0, prompt=PROMPT, columns=columns)
 
 
@@ -55,16 +55,16 @@ GREEDY = experience({"greedy_ids": np.array([3, 1], np.int32), "lengths": np.arr
 
 
 def says(pattern):
-    return regex_reward(RegexOptions(pattern))
+    return build_regex_reward(RegexOptions(pattern))
 
 
 def one_reward(reward, **facts):
-    return RewardSet([Component("has", 2.0, False, reward)], **facts)
+    return RewardSet([RewardComponent("has", 2.0, False, reward)], **facts)
 
 
 async def test_every_rollout_is_compared_with_the_score_of_the_greedy_completion():
     scorer = RewardScorer(one_reward(says("b")), Letters(), AllOut())
-    (found,) = await scorer.baseline([GREEDY])
+    (found,) = await scorer.score_baseline([GREEDY])
     assert isinstance(found, Mapping)
     assert {name: column.tolist() for name, column in found.items()} == {
         "baseline_scores": [2.0, 2.0, 2.0]
@@ -72,12 +72,12 @@ async def test_every_rollout_is_compared_with_the_score_of_the_greedy_completion
     assert found["baseline_scores"].dtype == np.float32
     assert scorer.drain_samples() == []
     (filtered,) = await scorer.score([GROUP])
-    assert isinstance(filtered, Filtered), "the greedy completion alone is not filtered"
+    assert isinstance(filtered, FilteredGroup), "the greedy completion alone is not filtered"
 
 
 async def test_a_baseline_that_cannot_be_had_is_an_error_not_a_zero():
-    scorer = RewardScorer(one_reward(Down()), Letters(), NoFilter())
-    (error,) = await scorer.baseline([GREEDY])
+    scorer = RewardScorer(one_reward(Down()), Letters(), KeepAllFilter())
+    (error,) = await scorer.score_baseline([GREEDY])
     assert isinstance(error, RewardError)
     assert "reward has, uid 0:1:0: the verifier is down" in str(error)
 

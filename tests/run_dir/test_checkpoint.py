@@ -8,50 +8,50 @@ from typing import Any
 
 import pytest
 
-from streamrl.buffer.log.segment_file import segment_path, segments
-from streamrl.buffer.recovery import Base
+from streamrl.buffer.log.segment_file import list_segments, segment_path
+from streamrl.buffer.recovery import SnapshotBase
 from streamrl.dataflow import POLICY
 from streamrl.errors import ConfigError, NoSpaceError
 from streamrl.run_dir import checkpoint
 from streamrl.run_dir.checkpoint import (
-    BOOKS,
-    FORMAT,
+    CHECKPOINT_FORMAT,
+    RUN_LOG_FOLDER,
     Checkpoint,
     CheckpointConfig,
+    CheckpointState,
     CheckpointWriter,
     QueueLayout,
     ResumePoint,
-    State,
     check_files,
-    find_base,
+    find_next_generation,
     find_resume_point,
-    forget_old_shards,
-    journal_dir,
+    find_snapshot,
+    get_journal_dir,
     link_checkpoint,
     list_checkpoints,
-    next_generation,
     read_checkpoint,
     read_layout,
+    remove_old_shards,
 )
 
 
-def state(version: int, cuts: Mapping[str, int]) -> State:
-    return State(version=version, ledger={}, prompts={}, dials={}, cuts=cuts)
+def state(version: int, cuts: Mapping[str, int]) -> CheckpointState:
+    return CheckpointState(version=version, ledger={}, prompts={}, dials={}, cuts=cuts)
 
 
 def write(run_dir: Path, version: int, *, keep: int = 10, **cuts: int) -> Path:
     writer = CheckpointWriter(run_dir, version)
-    for folder in (writer.dirs(POLICY)[0], writer.queue_dir):
+    for folder in (writer.get_role_dirs(POLICY)[0], writer.queue_dir):
         folder.mkdir()
-    (writer.dirs(POLICY)[0] / "weights").write_text(str(version))
+    (writer.get_role_dirs(POLICY)[0] / "weights").write_text(str(version))
     named = {name.replace("_", "-"): cut for name, cut in cuts.items()}
     return writer.commit(state(version, named), keep=keep)
 
 
 def write_segments(run_dir: Path, owner: str, *numbers: int) -> None:
-    journal_dir(run_dir, owner).mkdir(parents=True)
+    get_journal_dir(run_dir, owner).mkdir(parents=True)
     for number in numbers:
-        segment_path(journal_dir(run_dir, owner), number).touch()
+        segment_path(get_journal_dir(run_dir, owner), number).touch()
 
 
 def newest(run_dir: Path) -> Checkpoint:
@@ -66,7 +66,7 @@ def newest(run_dir: Path) -> Checkpoint:
 def test_one_that_was_cut_off_half_way_is_not_seen(tmp_path: Path) -> None:
     write(tmp_path, 5)
     writer = CheckpointWriter(tmp_path, 10)
-    writer.dirs(POLICY)[0].mkdir()
+    writer.get_role_dirs(POLICY)[0].mkdir()
     assert newest(tmp_path).version == 5
     write(tmp_path, 10)
     assert newest(tmp_path).version == 10, "a second try starts from nothing"
@@ -111,14 +111,14 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_its_journal(tmp_path: Path
         write(tmp_path, version)
     found = find_resume_point(tmp_path)
     assert found.checkpoint is not None
-    assert (found.run_dir, found.version, found.keeps_journal) == (tmp_path, 100, True)
+    assert (found.run_dir, found.version, found.should_keep_journal) == (tmp_path, 100, True)
     assert (found.checkpoint.model_dir / "weights").read_text() == "100"
-    assert found.checkpoint.dirs(POLICY)[1] == found.checkpoint.path / "trainer"
+    assert found.checkpoint.get_role_dirs(POLICY)[1] == found.checkpoint.path / "trainer"
 
 
 def test_a_run_that_died_before_its_first_checkpoint_goes_on_from_its_start(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
-    write_segments(tmp_path, BOOKS, 1)
+    write_segments(tmp_path, RUN_LOG_FOLDER, 1)
     assert find_resume_point(tmp_path) == ResumePoint(tmp_path, None)
     assert find_resume_point(tmp_path).version == 0
     CheckpointWriter(tmp_path, 1)
@@ -130,7 +130,7 @@ def test_what_is_no_run_has_no_start_to_go_on_from(tmp_path: Path, lacks: str) -
     if lacks != "config.yaml":
         (tmp_path / "config.yaml").write_text("")
     if lacks != "journal":
-        write_segments(tmp_path, BOOKS, 1)
+        write_segments(tmp_path, RUN_LOG_FOLDER, 1)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match="not a checkpoint, nor a run directory"):
         find_resume_point(tmp_path)
@@ -154,14 +154,14 @@ def test_the_newest_checkpoint_keeps_its_journal_if_it_is_named_too(tmp_path: Pa
     write(tmp_path, 5)
     last = write(tmp_path, 10)
     found = find_resume_point(last)
-    assert (found.run_dir, found.version, found.keeps_journal) == (tmp_path, 10, True)
+    assert (found.run_dir, found.version, found.should_keep_journal) == (tmp_path, 10, True)
 
 
 def test_one_checkpoint_can_be_named(tmp_path: Path) -> None:
     first = write(tmp_path, 5)
     write(tmp_path, 10)
     found = find_resume_point(first)
-    assert (found.run_dir, found.version, found.keeps_journal) == (tmp_path, 5, False)
+    assert (found.run_dir, found.version, found.should_keep_journal) == (tmp_path, 5, False)
 
 
 def test_a_path_through_a_link_is_the_same_run(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_path_through_a_link_is_the_same_run(tmp_path: Path) -> None:
     last = write(run_dir, 5)
     (tmp_path / "link").symlink_to(run_dir)
     found = find_resume_point(tmp_path / "link" / "checkpoints" / last.name)
-    assert (found.run_dir, found.keeps_journal) == (run_dir.resolve(), True)
+    assert (found.run_dir, found.should_keep_journal) == (run_dir.resolve(), True)
 
 
 def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -184,10 +184,10 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"state\.json: nested too deeply"):
         find_resume_point(tmp_path)
     (tmp_path / "state.json").write_text(json.dumps({"format": 1}))
-    with pytest.raises(ConfigError, match=f"not a checkpoint of format {FORMAT}"):
+    with pytest.raises(ConfigError, match=f"not a checkpoint of format {CHECKPOINT_FORMAT}"):
         find_resume_point(tmp_path)
-    whole = {"format": FORMAT, **state(1, {})}
-    for name in State.__required_keys__:
+    whole = {"format": CHECKPOINT_FORMAT, **state(1, {})}
+    for name in CheckpointState.__required_keys__:
         lacking = {key: value for key, value in whole.items() if key != name}
         (tmp_path / "state.json").write_text(json.dumps(lacking))
         with pytest.raises(ConfigError, match=f"state.json: lacks {name}$"):
@@ -205,7 +205,7 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
 def run_with_two_checkpoints(run_dir: Path) -> None:
     """Segments 1 to 4 of the shard are gone, as they lie before the newest cut."""
     write_segments(run_dir, "shard-0", 5, 6)
-    write_segments(run_dir, BOOKS, 1, 2, 3, 4)
+    write_segments(run_dir, RUN_LOG_FOLDER, 1, 2, 3, 4)
     write(run_dir, 5, shard_0=3, books=2)
     write(run_dir, 10, shard_0=5, books=4)
 
@@ -214,8 +214,8 @@ def left(run_dir: Path) -> tuple[list[str], list[int], list[int]]:
     names = [path.name for path in list_checkpoints(run_dir / "checkpoints")]
     return (
         names,
-        segments(journal_dir(run_dir, "shard-0")),
-        segments(journal_dir(run_dir, BOOKS)),
+        list_segments(get_journal_dir(run_dir, "shard-0")),
+        list_segments(get_journal_dir(run_dir, RUN_LOG_FOLDER)),
     )
 
 
@@ -224,7 +224,7 @@ def test_going_on_from_an_older_one_discards_what_came_later(tmp_path: Path) -> 
     find_resume_point(tmp_path / "checkpoints" / "step_000005").discard_later()
     assert left(tmp_path) == (["step_000005"], [], [1])
     assert find_resume_point(tmp_path).version == 5
-    assert find_base(tmp_path, "shard-0").first == 3
+    assert find_snapshot(tmp_path, "shard-0").first_segment == 3
 
 
 def test_going_on_from_the_newest_one_discards_nothing(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_what_a_killed_save_left_counts_for_nothing_and_is_removed(
 ) -> None:
     run_with_two_checkpoints(tmp_path)
     before = left(tmp_path)
-    CheckpointWriter(tmp_path, version).dirs(POLICY)[0].mkdir()
+    CheckpointWriter(tmp_path, version).get_role_dirs(POLICY)[0].mkdir()
     assert find_resume_point(tmp_path).version == 10
     find_resume_point(tmp_path).discard_later()
     assert left(tmp_path) == before
@@ -251,7 +251,7 @@ def test_what_a_killed_save_left_counts_for_nothing_and_is_removed(
 
 def test_going_on_from_the_start_discards_nothing(tmp_path: Path) -> None:
     write_segments(tmp_path, "shard-0", 1, 2)
-    write_segments(tmp_path, BOOKS, 1)
+    write_segments(tmp_path, RUN_LOG_FOLDER, 1)
     ResumePoint(tmp_path, None).discard_later()
     assert left(tmp_path) == ([], [1, 2], [1])
 
@@ -280,12 +280,16 @@ def test_where_the_newest_is_lost_a_named_older_one_goes_on_without_the_journals
 ) -> None:
     run_with_two_checkpoints(tmp_path)
     older, lost = (tmp_path / "checkpoints" / f"step_0000{n}" for n in ("05", "10"))
-    assert find_resume_point(older).is_continued is False
+    assert find_resume_point(older).has_contiguous_journal is False
     (lost / "state.json").unlink()
     found = find_resume_point(tmp_path)
-    assert (found.version, found.keeps_journal, found.is_continued) == (5, True, False)
+    assert (found.version, found.should_keep_journal, found.has_contiguous_journal) == (
+        5,
+        True,
+        False,
+    )
     # However often it is cut off, it is never taken for one that has journals.
-    forget, times = checkpoint.forget_from, list[str]()
+    forget, times = checkpoint.delete_segments_from, list[str]()
 
     def die(journal: Path, first: int) -> None:
         if len(times) == 1:
@@ -297,33 +301,33 @@ def test_where_the_newest_is_lost_a_named_older_one_goes_on_without_the_journals
     with pytest.raises(KeyboardInterrupt):
         find_resume_point(older).discard_later()
     monkeypatch.undo()
-    assert times == [BOOKS] and not find_resume_point(older).keeps_journal
+    assert times == [RUN_LOG_FOLDER] and not find_resume_point(older).should_keep_journal
     find_resume_point(older).discard_later()
     assert left(tmp_path) == (["step_000005"], [], [1])
     assert not lost.exists()
-    assert find_resume_point(tmp_path).is_continued
+    assert find_resume_point(tmp_path).has_contiguous_journal
 
 
 def test_where_one_that_was_dealt_anew_is_lost_the_older_one_has_its_own_shards(
     tmp_path: Path,
 ) -> None:
     write(tmp_path, 5, shard_0=3, books=2)
-    write_segments(tmp_path, BOOKS, 1, 2, 3)
+    write_segments(tmp_path, RUN_LOG_FOLDER, 1, 2, 3)
     write_segments(tmp_path, "shard-0.1", 4)
     write_segments(tmp_path, "shard-1.1", 4)
     QueueLayout(2, 1).write(tmp_path)
     found = find_resume_point(tmp_path / "checkpoints" / "step_000005")
-    assert not found.keeps_journal and found.layout(shards=1).names == ["shard-0"]
+    assert not found.should_keep_journal and found.read_layout(shards=1).shard_names == ["shard-0"]
     found.discard_later()
-    assert read_layout(tmp_path, shards=9).names == ["shard-0"]
-    assert find_resume_point(tmp_path).is_continued
+    assert read_layout(tmp_path, shards=9).shard_names == ["shard-0"]
+    assert find_resume_point(tmp_path).has_contiguous_journal
 
 
 def test_a_shard_continues_its_snapshot_in_the_newest_checkpoint(tmp_path: Path) -> None:
-    assert find_base(tmp_path, "shard-0") == Base()
+    assert find_snapshot(tmp_path, "shard-0") == SnapshotBase()
     write(tmp_path, 5, shard_0=3, shard_1=8)
     last = write(tmp_path, 10, shard_0=5, shard_1=9)
-    assert find_base(tmp_path, "shard-1") == Base(last / "queue" / "shard-1", 9)
+    assert find_snapshot(tmp_path, "shard-1") == SnapshotBase(last / "queue" / "shard-1", 9)
 
 
 @pytest.mark.parametrize(("key", "value"), [("every", -1), ("keep", 0)])
@@ -390,24 +394,24 @@ def test_a_linked_checkpoint_stays_when_the_original_goes(tmp_path: Path) -> Non
 
 
 def test_a_run_goes_on_with_the_folders_it_was_dealt_to(tmp_path: Path) -> None:
-    assert read_layout(tmp_path, shards=2).names == ["shard-0", "shard-1"]
-    assert next_generation(tmp_path) == 1
+    assert read_layout(tmp_path, shards=2).shard_names == ["shard-0", "shard-1"]
+    assert find_next_generation(tmp_path) == 1
     run_with_two_checkpoints(tmp_path)
-    layout = QueueLayout(3, next_generation(tmp_path))
-    for name in layout.names:
+    layout = QueueLayout(3, find_next_generation(tmp_path))
+    for name in layout.shard_names:
         write_segments(tmp_path, name, 1)
-    assert read_layout(tmp_path, shards=1).names == ["shard-0"], "not before it is said"
+    assert read_layout(tmp_path, shards=1).shard_names == ["shard-0"], "not before it is said"
     layout.write(tmp_path)
-    assert read_layout(tmp_path, shards=1).names == ["shard-0.1", "shard-1.1", "shard-2.1"]
-    assert find_base(tmp_path, "shard-1.1") == Base(), "the journal has all of it"
-    assert next_generation(tmp_path) == 2
-    forget_old_shards(tmp_path, layout)
+    assert read_layout(tmp_path, shards=1).shard_names == ["shard-0.1", "shard-1.1", "shard-2.1"]
+    assert find_snapshot(tmp_path, "shard-1.1") == SnapshotBase(), "the journal has all of it"
+    assert find_next_generation(tmp_path) == 2
+    remove_old_shards(tmp_path, layout)
     kept = sorted(path.name for path in (tmp_path / "journal").iterdir() if path.is_dir())
     assert kept == ["books", "shard-0.1", "shard-1.1", "shard-2.1"]
     older = find_resume_point(tmp_path / "checkpoints" / "step_000005")
-    assert older.layout(shards=9).names == ["shard-0"], "its snapshots are of these"
+    assert older.read_layout(shards=9).shard_names == ["shard-0"], "its snapshots are of these"
     older.discard_later()
-    assert read_layout(tmp_path, shards=9).names == ["shard-0"]
+    assert read_layout(tmp_path, shards=9).shard_names == ["shard-0"]
 
 
 @pytest.mark.parametrize("text", ["{}", "[", '{"shards": 0, "generation": 1}', '{"shards": "2"}'])

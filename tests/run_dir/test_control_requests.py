@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import ConfigError, DiskError
-from streamrl.run_dir.control_requests import FOLDER, TAKEN_S, Answer, Mailbox, Request, ask
+from streamrl.run_dir.control_requests import (
+    REQUESTS_FOLDER,
+    TAKE_TIMEOUT_S,
+    ScaleAnswer,
+    ScaleRequest,
+    ScaleRequestInbox,
+    request_scale,
+)
 
 
 class Clock:
@@ -27,38 +34,38 @@ class Clock:
         self._run(self.now)
 
 
-def asked(run_dir: Path, run: Callable[[float], object], **counts: int) -> Answer:
+def asked(run_dir: Path, run: Callable[[float], object], **counts: int) -> ScaleAnswer:
     clock = Clock(run)
-    return ask(run_dir, counts, timeout_s=100.0, clock=clock, sleep=clock.sleep)
+    return request_scale(run_dir, counts, timeout_s=100.0, clock=clock, sleep=clock.sleep)
 
 
-def opened(run_dir: Path) -> Mailbox:
-    mailbox = Mailbox(run_dir)
+def opened(run_dir: Path) -> ScaleRequestInbox:
+    mailbox = ScaleRequestInbox(run_dir)
     mailbox.open()
     return mailbox
 
 
 def test_a_request_is_taken_once_answered_and_leaves_nothing_behind(tmp_path: Path) -> None:
     mailbox = opened(tmp_path)
-    taken: list[Request] = []
+    taken: list[ScaleRequest] = []
 
     def run(now: float) -> None:
-        taken.extend(mailbox.take())
+        taken.extend(mailbox.take_requests())
         if now > 50.0:
-            mailbox.answer(taken[0].id, Answer(["generators: 2 -> 4"], True))
+            mailbox.write_answer(taken[0].id, ScaleAnswer(["generators: 2 -> 4"], True))
 
-    assert asked(tmp_path, run, generator=4) == Answer(["generators: 2 -> 4"], True)
+    assert asked(tmp_path, run, generator=4) == ScaleAnswer(["generators: 2 -> 4"], True)
     assert [request.counts for request in taken] == [{"generator": 4}]
-    assert list((tmp_path / FOLDER).iterdir()) == []
+    assert list((tmp_path / REQUESTS_FOLDER).iterdir()) == []
 
 
 def test_two_that_ask_at_once_get_their_own_answers(tmp_path: Path) -> None:
     mailbox = opened(tmp_path)
-    inner: list[Answer] = []
+    inner: list[ScaleAnswer] = []
 
     def answer_all(now: float) -> None:
-        for request in mailbox.take():
-            mailbox.answer(request.id, Answer([str(request.counts["generator"])], True))
+        for request in mailbox.take_requests():
+            mailbox.write_answer(request.id, ScaleAnswer([str(request.counts["generator"])], True))
 
     def run(now: float) -> None:
         if not inner:
@@ -75,27 +82,27 @@ def test_two_that_ask_at_once_get_their_own_answers(tmp_path: Path) -> None:
 )
 def test_what_is_no_request_is_answered_as_such(tmp_path: Path, text: str) -> None:
     mailbox = opened(tmp_path)
-    (tmp_path / FOLDER / "1.request.json").write_text(text)
-    assert mailbox.take() == []
-    answer = json.loads((tmp_path / FOLDER / "1.answer.json").read_text())
+    (tmp_path / REQUESTS_FOLDER / "1.request.json").write_text(text)
+    assert mailbox.take_requests() == []
+    answer = json.loads((tmp_path / REQUESTS_FOLDER / "1.answer.json").read_text())
     assert not answer["is_done"] and "no request" in answer["lines"][0]
 
 
 def test_foreign_and_half_written_files_are_no_requests(tmp_path: Path) -> None:
     mailbox = opened(tmp_path)
     for name in ("notes.txt", ".1.request.json.partial", "1.json"):
-        (tmp_path / FOLDER / name).write_text("{}")
-    assert mailbox.take() == []
-    assert len(list((tmp_path / FOLDER).iterdir())) == 3
+        (tmp_path / REQUESTS_FOLDER / name).write_text("{}")
+    assert mailbox.take_requests() == []
+    assert len(list((tmp_path / REQUESTS_FOLDER).iterdir())) == 3
 
 
 def test_an_answer_nobody_waits_for_goes_with_the_run(tmp_path: Path) -> None:
     mailbox = opened(tmp_path)
-    taken: list[Request] = []
+    taken: list[ScaleRequest] = []
     times: list[float] = []
     with pytest.raises(ConfigError, match="no answer within 100 s"):
-        asked(tmp_path, lambda now: taken.extend(mailbox.take()), generator=2)
-    mailbox.answer(taken[0].id, Answer(["generators: 1 -> 2"], True))
+        asked(tmp_path, lambda now: taken.extend(mailbox.take_requests()), generator=2)
+    mailbox.write_answer(taken[0].id, ScaleAnswer(["generators: 1 -> 2"], True))
     mailbox.close()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match="the run is not running"):
@@ -105,7 +112,7 @@ def test_an_answer_nobody_waits_for_goes_with_the_run(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_starts_with_an_empty_mailbox(tmp_path: Path) -> None:
-    folder = tmp_path / FOLDER
+    folder = tmp_path / REQUESTS_FOLDER
     folder.mkdir()
     for name in ("1.answer.json", ".2.request.json.partial", "3.taken.json"):
         (folder / name).write_text("{}")
@@ -124,7 +131,7 @@ def test_a_disk_that_refuses_an_answer_is_named(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", refuse)
         with pytest.raises(DiskError, match=r"/1.answer.json cannot be written: No space left"):
-            mailbox.answer("1", Answer([], True))
+            mailbox.write_answer("1", ScaleAnswer([], True))
     mailbox.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -134,25 +141,25 @@ def test_a_run_that_is_not_there_is_told_at_once_or_after_a_while(tmp_path: Path
         asked(tmp_path, lambda now: None, generator=2)
     mailbox = opened(tmp_path)
     times: list[float] = []
-    with pytest.raises(ConfigError, match=f"no answer within {TAKEN_S:g} s: the run is not"):
+    with pytest.raises(ConfigError, match=f"no answer within {TAKE_TIMEOUT_S:g} s: the run is not"):
         asked(tmp_path, times.append, generator=2)
-    assert TAKEN_S < times[-1] < TAKEN_S + 1
-    assert mailbox.take() == [], "it was taken back"
+    assert TAKE_TIMEOUT_S < times[-1] < TAKE_TIMEOUT_S + 1
+    assert mailbox.take_requests() == [], "it was taken back"
 
 
 def test_a_request_to_a_run_that_died_does_not_reach_the_one_that_goes_on(tmp_path: Path) -> None:
     dead = opened(tmp_path)
-    (tmp_path / FOLDER / "1.request.json").write_text('{"counts": {"generator": 9}}')
-    (tmp_path / FOLDER / "0.request.json").write_text('{"counts": {"generator": 8}}')
-    assert len(dead.take()) == 2
-    (tmp_path / FOLDER / "2.request.json").write_text('{"counts": {"generator": 7}}')
-    assert opened(tmp_path).take() == []
-    assert list((tmp_path / FOLDER).iterdir()) == []
+    (tmp_path / REQUESTS_FOLDER / "1.request.json").write_text('{"counts": {"generator": 9}}')
+    (tmp_path / REQUESTS_FOLDER / "0.request.json").write_text('{"counts": {"generator": 8}}')
+    assert len(dead.take_requests()) == 2
+    (tmp_path / REQUESTS_FOLDER / "2.request.json").write_text('{"counts": {"generator": 7}}')
+    assert opened(tmp_path).take_requests() == []
+    assert list((tmp_path / REQUESTS_FOLDER).iterdir()) == []
 
 
-@pytest.mark.parametrize("end", [Mailbox.close, Mailbox.open])
+@pytest.mark.parametrize("end", [ScaleRequestInbox.close, ScaleRequestInbox.open])
 def test_who_waits_when_a_run_ends_or_is_resumed_is_told_at_once(
-    tmp_path: Path, end: Callable[[Mailbox], None]
+    tmp_path: Path, end: Callable[[ScaleRequestInbox], None]
 ) -> None:
     mailbox = opened(tmp_path)
     times: list[float] = []
@@ -169,16 +176,16 @@ def test_who_waits_when_a_run_ends_or_is_resumed_is_told_at_once(
 def test_a_taken_request_that_is_never_answered_has_a_deadline(tmp_path: Path) -> None:
     mailbox = opened(tmp_path)
     with pytest.raises(ConfigError, match=r"no answer within 100 s; what was asked for may"):
-        asked(tmp_path, lambda now: mailbox.take(), generator=2)
+        asked(tmp_path, lambda now: mailbox.take_requests(), generator=2)
 
 
 def test_an_answer_that_is_none_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / FOLDER).mkdir()
+    (tmp_path / REQUESTS_FOLDER).mkdir()
 
     def spoil(now: float) -> None:
-        for path in (tmp_path / FOLDER).glob("*.request.json"):
+        for path in (tmp_path / REQUESTS_FOLDER).glob("*.request.json"):
             name = path.name.removesuffix(".request.json")
-            os.mkfifo(tmp_path / FOLDER / f"{name}.answer.json")
+            os.mkfifo(tmp_path / REQUESTS_FOLDER / f"{name}.answer.json")
 
     with pytest.raises(ConfigError, match="not a regular file"):
         asked(tmp_path, spoil, generator=3)

@@ -33,20 +33,20 @@ def _end_by(number: int, run_dir: Path, actor: str) -> None:
 )
 def test_a_crash_is_told_once_and_its_stacks_stay(tmp_path: Path, number: int, reason: str) -> None:
     watch = CrashWatch(tmp_path)
-    assert watch.look() == []
+    assert watch.find_new_crashes() == []
     _end_by(number, tmp_path, "trainer-1")
-    (crash,) = watch.look()
+    (crash,) = watch.find_new_crashes()
     assert (crash.actor, crash.reason) == ("trainer-1", reason)
     assert "busy_with_something" in Path(crash.stacks).read_text()
-    assert watch.look() == []
+    assert watch.find_new_crashes() == []
     watch.close()
     assert Path(crash.stacks).exists()
-    assert CrashWatch(tmp_path).look() == [], "of a run that goes on"
+    assert CrashWatch(tmp_path).find_new_crashes() == [], "of a run that goes on"
 
 
 def test_who_is_killed_leaves_nothing(tmp_path: Path) -> None:
     watch = CrashWatch(tmp_path)
     _end_by(signal.SIGKILL, tmp_path, "generator-0")
-    assert watch.look() == []
+    assert watch.find_new_crashes() == []
     watch.close()
     assert list(tmp_path.iterdir()) == []

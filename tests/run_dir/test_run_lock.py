@@ -20,7 +20,14 @@ import pytest
 
 from streamrl.errors import ConfigError, StreamError
 from streamrl.run_dir import run_lock
-from streamrl.run_dir.run_lock import LOCK_FILE, Owner, check_links, own_run, read_owner, read_run
+from streamrl.run_dir.run_lock import (
+    LOCK_FILE,
+    RunOwner,
+    acquire_run_lock,
+    check_links,
+    lock_for_reading,
+    read_owner,
+)
 
 OWNS = """
 import os, sys, time
@@ -55,17 +62,17 @@ def owner(folder: Path, *how: str) -> Iterator[tuple[subprocess.Popen[str], int]
 def test_a_second_owner_is_told_since_when_where_and_what_to_do(tmp_path: Path) -> None:
     with owner(tmp_path) as (process, _):
         with pytest.raises(ConfigError) as refused:
-            own_run(tmp_path)
+            acquire_run_lock(tmp_path)
         text = str(refused.value)
         assert f"{tmp_path} is in use" in text and f"pid {process.pid}" in text
         assert f"since {time.strftime('%Y-')}" in text and os.uname().nodename in text
         assert f"kill -INT {process.pid}" in text and "\n" not in text
-        with pytest.raises(ConfigError, match="is in use"), read_run(tmp_path):
+        with pytest.raises(ConfigError, match="is in use"), lock_for_reading(tmp_path):
             pass
         process.kill()
         process.wait()
         started = time.monotonic()
-        own_run(tmp_path).release()
+        acquire_run_lock(tmp_path).release()
         assert time.monotonic() - started < 1, "a dead owner is told at once"
 
 
@@ -74,7 +81,7 @@ def test_a_fork_neither_keeps_a_dead_owner_alive_nor_ends_a_live_one(tmp_path: P
         process.kill()
         process.wait()
         os.kill(child, 0)
-        lock = own_run(tmp_path)
+        lock = acquire_run_lock(tmp_path)
     if (ended := os.fork()) == 0:
         os._exit(0)
     os.waitpid(ended, 0)
@@ -86,26 +93,26 @@ def test_a_fork_neither_keeps_a_dead_owner_alive_nor_ends_a_live_one(tmp_path: P
 
 
 def test_an_owner_that_ended_leaves_the_directory_to_anybody(tmp_path: Path) -> None:
-    own_run(tmp_path).release()
+    acquire_run_lock(tmp_path).release()
     assert read_owner(tmp_path) is None
-    with read_run(tmp_path):
+    with lock_for_reading(tmp_path):
         pass
-    own_run(tmp_path).release()
+    acquire_run_lock(tmp_path).release()
 
 
 def test_whoever_reads_a_run_keeps_owners_out_and_writes_nothing(tmp_path: Path) -> None:
-    with read_run(tmp_path):
+    with lock_for_reading(tmp_path):
         assert list(tmp_path.iterdir()) == []
-    own_run(tmp_path).release()
+    acquire_run_lock(tmp_path).release()
     before = (tmp_path / LOCK_FILE).stat()
-    with read_run(tmp_path), pytest.raises(ConfigError, match="reads it for a fork"):
-        own_run(tmp_path)
+    with lock_for_reading(tmp_path), pytest.raises(ConfigError, match="reads it for a fork"):
+        acquire_run_lock(tmp_path)
     assert (tmp_path / LOCK_FILE).stat().st_mtime_ns == before.st_mtime_ns
 
 
-def elsewhere(folder: Path) -> Owner:
+def elsewhere(folder: Path) -> RunOwner:
     """An owner on another node, which flock does not reach."""
-    found = replace(Owner.this_process(), host="node-7", boot="another kernel", pid=1)
+    found = replace(RunOwner.from_this_process(), host="node-7", boot="another kernel", pid=1)
     (folder / LOCK_FILE).write_text(json.dumps(asdict(found)))
     return found
 
@@ -113,9 +120,9 @@ def elsewhere(folder: Path) -> Owner:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hearts that beat faster."""
-    monkeypatch.setattr(run_lock, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(run_lock, "WATCH_S", 0.4)
-    monkeypatch.setattr(run_lock, "_POLL_S", 0.02)
+    monkeypatch.setattr(run_lock, "HEARTBEAT_INTERVAL_S", 0.05)
+    monkeypatch.setattr(run_lock, "HEARTBEAT_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(run_lock, "_POLL_INTERVAL_S", 0.02)
 
 
 @pytest.mark.usefixtures("quick")
@@ -131,16 +138,16 @@ def test_an_owner_on_another_node_is_alive_while_its_heart_beats(tmp_path: Path)
     beating.start()
     told: list[str] = []
     with pytest.raises(ConfigError, match=r"on node-7, pid 1.*kill -INT 1 on node-7"):
-        own_run(tmp_path, status=told.append)
+        acquire_run_lock(tmp_path, status=told.append)
     ended.set()
     beating.join()
     assert "owned since" in told[0]
-    own_run(tmp_path, status=told.append).release()
+    acquire_run_lock(tmp_path, status=told.append).release()
 
 
 @pytest.mark.usefixtures("quick")
 def test_the_heart_of_an_owner_beats(tmp_path: Path) -> None:
-    lock = own_run(tmp_path)
+    lock = acquire_run_lock(tmp_path)
     before = (tmp_path / LOCK_FILE).stat().st_mtime_ns
     time.sleep(0.3)
     assert (tmp_path / LOCK_FILE).stat().st_mtime_ns > before
@@ -148,11 +155,11 @@ def test_the_heart_of_an_owner_beats(tmp_path: Path) -> None:
 
 
 def test_an_owner_that_was_taken_for_dead_is_told_who_has_the_directory(tmp_path: Path) -> None:
-    lock = own_run(tmp_path)
-    lock.check()
+    lock = acquire_run_lock(tmp_path)
+    lock.verify_owner()
     elsewhere(tmp_path)
     with pytest.raises(StreamError, match=r"was taken over since .* on node-7, pid 1"):
-        lock.check()
+        lock.verify_owner()
     lock.release()
     assert read_owner(tmp_path) is not None, "the other one's name stays"
 
@@ -166,26 +173,26 @@ def test_without_flock_a_process_is_known_by_its_pid_and_start(
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    this = Owner.this_process()
+    this = RunOwner.from_this_process()
     found = this if alive else replace(this, start=this.start + 1)
     (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(found)))
     if alive:
         with pytest.raises(ConfigError, match=f"pid {os.getpid()}"):
-            own_run(tmp_path)
+            acquire_run_lock(tmp_path)
     else:
-        own_run(tmp_path).release()
+        acquire_run_lock(tmp_path).release()
 
 
 def test_a_lock_that_is_a_link_or_no_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
     (tmp_path / LOCK_FILE).symlink_to(tmp_path / "precious")
     with pytest.raises(ConfigError, match="cannot be locked"):
-        own_run(tmp_path)
+        acquire_run_lock(tmp_path)
     assert (tmp_path / "precious").read_text() == "mine"
     (tmp_path / LOCK_FILE).unlink()
     os.mkfifo(tmp_path / LOCK_FILE)
     with pytest.raises(ConfigError, match="not a regular file"):
-        own_run(tmp_path)
+        acquire_run_lock(tmp_path)
 
 
 LEADS_OUT = (
@@ -210,7 +217,7 @@ def test_a_directory_with_a_link_that_leads_out_of_it_is_not_owned(
     named = {"..": out, "nowhere": f"{out}/nowhere", "absolute": "/etc", "circle": link.name}
     link.symlink_to(named[target])
     with pytest.raises(ConfigError, match=re.escape(f"{link} is a link to")):
-        own_run(run_dir)
+        acquire_run_lock(run_dir)
     assert not (run_dir / LOCK_FILE).exists()
 
 
@@ -221,7 +228,7 @@ def test_links_within_a_directory_and_to_it_are_as_good_as_any(tmp_path: Path) -
     (tmp_path / "run/wandb/latest-run").symlink_to("offline-run-1")
     (tmp_path / "run/latest").symlink_to(tmp_path / "run" / "v1")
     (tmp_path / "link").symlink_to("run")
-    own_run(tmp_path / "link").release()
+    acquire_run_lock(tmp_path / "link").release()
 
 
 def test_a_folder_that_goes_while_links_are_looked_for_is_none(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.buffer.assembly.micro_batch_schedule import Pace, Turn
+from streamrl.buffer.assembly.micro_batch_schedule import ScheduledRound, UpdatePlan
 from streamrl.buffer.assembly.packing import Round
 from streamrl.dataflow import CRITIC, POLICY, Dataflow
 from streamrl.messages import (
@@ -20,19 +20,19 @@ from streamrl.messages import (
     FinishReason,
     Prompt,
     Rollout,
-    group_columns,
+    rollouts_to_columns,
 )
 from streamrl.placement.placements import Placement
-from streamrl.placement.stage_timings import Timings, WeightsTiming
+from streamrl.placement.stage_timings import StageTimings, WeightsTiming
 from streamrl.placement.workload import Workload
-from streamrl.simulator.replicas.device_leases import Leases
-from streamrl.simulator.replicas.engine import Engine
-from streamrl.simulator.replicas.prompts import Completions
+from streamrl.simulator.replicas.device_leases import DeviceLeases
+from streamrl.simulator.replicas.engine import SimulatedEngine
+from streamrl.simulator.replicas.prompts import CompletionLengths
 from streamrl.simulator.replicas.virtual_loop import run_virtual
-from streamrl.stream.device_lease import FreeLease
-from streamrl.stream.protocols import Finished, Sample, Stage
-from streamrl.stream.stage_worker import Places, Result
-from streamrl.weights import Loaded, WeightManifest
+from streamrl.stream.device_lease import DedicatedDeviceLease
+from streamrl.stream.protocols import FinishedCallback, SampleFunction, StageContext
+from streamrl.stream.stage_worker import ConcurrencyLimit, StageResult
+from streamrl.weights import WeightLoadStats, WeightManifest
 from tests import fake_stream
 from tests.fake_stream import Stream, dataflow_of, run_stream
 from tests.fakes import Plan
@@ -49,10 +49,10 @@ class Case:
 
     plan: Plan
     placement: Placement
-    timings: Timings
+    timings: StageTimings
     workload: Workload
     seed: int = 7
-    pace: Pace = field(default_factory=Pace)
+    pace: UpdatePlan = field(default_factory=UpdatePlan)
 
     @property
     def dataflow(self) -> Dataflow:
@@ -64,7 +64,7 @@ class Case:
 
 def run_real(case: Case, monkeypatch: pytest.MonkeyPatch) -> Stream:
     """The stream of a case, once it has made all its steps."""
-    completions = Completions(case.workload, case.seed)
+    completions = CompletionLengths(case.workload, case.seed)
 
     def generator(plan: Plan, rng: random.Random, generated: Counter[str]) -> "TimedGenerator":
         return TimedGenerator(case, completions)
@@ -89,17 +89,19 @@ class Stages:
     def __init__(self, case: Case, stream: Stream) -> None:
         self._make = MAKER(stream)
         self._stream = stream
-        self._leases = Leases(case.dataflow, case.placement, slice_s=1.0)
+        self._leases = DeviceLeases(case.dataflow, case.placement, slice_s=1.0)
         self._held: dict[str, Any] = {}
 
-    def __call__(self, name: str, process: str) -> Stage:
+    def __call__(self, name: str, process: str) -> StageContext:
         place = self._make(name, process)
         role = process.rpartition("-")[0] or POLICY
         if process not in self._held:
             suspendable = Sleeper(self._stream, process) if role == "generator" else None
-            lease = self._leases.of(role, process, suspendable=suspendable)
-            self._held[process] = lease or FreeLease()
-        return Stage(name, place.queue, self._held[process], place.spans, place.leaving)
+            lease = self._leases.make_lease(role, process, suspendable=suspendable)
+            self._held[process] = lease or DedicatedDeviceLease()
+        return StageContext(
+            name, place.queue, self._held[process], place.spans, place.leave_requested
+        )
 
 
 MAKER = fake_stream.StageMaker
@@ -130,43 +132,45 @@ class Asked:
     """A group that is sampled, and the places it has given back of which nobody is told yet."""
 
     done: "asyncio.Future[Mapping[int, int]]"
-    finished: Finished
-    places: Places
+    finished: FinishedCallback
+    places: ConcurrencyLimit
 
 
 class TimedGenerator:
     """The engine of simulations behind the face of a real one."""
 
-    def __init__(self, case: Case, completions: Completions) -> None:
+    def __init__(self, case: Case, completions: CompletionLengths) -> None:
         self._asked: list[Asked] = []
         # Each group is a kind of its own, without a place: an event for each rollout that ends.
-        self._kinds: list[Places] = []
-        self._engine: Engine[Asked] = Engine(case.timings.generator, self._kinds)
+        self._kinds: list[ConcurrencyLimit] = []
+        self._engine: SimulatedEngine[Asked] = SimulatedEngine(case.timings.generator, self._kinds)
         self._timing = case.weights("generate")
         self._completions = completions
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
-    def stages(self) -> Mapping[str, Sample]:
+    def stages(self) -> Mapping[str, SampleFunction]:
         return {"generate": self._group}
 
     async def begun(self) -> Mapping[str, Columns]:
         return {}
 
-    async def _group(self, prompt: Prompt, begun: Columns | None, finished: Finished) -> Columns:
-        lengths = self._completions.of(prompt.uid)
-        asked = Asked(self._loop.create_future(), finished, Places(0))
+    async def _group(
+        self, prompt: Prompt, begun: Columns | None, finished: FinishedCallback
+    ) -> Columns:
+        lengths = self._completions.get_lengths(prompt.uid)
+        asked = Asked(self._loop.create_future(), finished, ConcurrencyLimit(0))
         self._asked.append(asked)
         self._kinds.append(asked.places)
-        self._engine.add(asked, PROMPT_TOKENS, lengths, self._loop.time(), asked.places)
+        self._engine.add_group(asked, PROMPT_TOKENS, lengths, self._loop.time(), asked.places)
         self._set()
         versions = [v for v, count in sorted((await asked.done).items()) for _ in range(count)]
         rollouts, at = [], 0
         for length in lengths:
             part, at = versions[at : at + length], at + length
             rollouts.append(
-                Rollout.single_turn(
+                Rollout.from_single_turn(
                     prompt.token_ids,
                     [5] * length,
                     logprobs=[-1.0] * length,
@@ -174,42 +178,42 @@ class TimedGenerator:
                     finish_reason=FinishReason.STOP,
                 )
             )
-        return group_columns(rollouts)
+        return rollouts_to_columns(rollouts)
 
     def _set(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        at = self._engine.next_s
+        at = self._engine.next_event_s
         self._timer = self._loop.call_at(at, self._ring, at)
 
     def _ring(self, at: float) -> None:
-        done = self._engine.advance(at)
+        done = self._engine.advance_to(at)
         for asked in self._asked:
-            while asked.places.free:
-                self._engine.take(asked.places, 1)
+            while asked.places.free_slots:
+                self._engine.reserve_slots(asked.places, 1)
                 asked.finished()
         for group in done:
-            group.key.done.set_result(group.versions)
+            group.key.done.set_result(group.tokens_by_version)
             self._asked.remove(group.key)
             self._kinds.remove(group.key.places)
         self._set()
 
     async def suspend(self) -> None:
-        until = self._engine.halt(self._loop.time())
+        until = self._engine.pause(self._loop.time())
         self._set()
         await asyncio.sleep(until - self._loop.time())
 
     def resume(self) -> None:
-        self._engine.go_on(self._loop.time())
+        self._engine.resume(self._loop.time())
         self._set()
 
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
-        until = self._engine.load(version, self._timing.pause_s, self._loop.time())
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
+        until = self._engine.load_version(version, self._timing.pause_s, self._loop.time())
         self._set()
         await asyncio.sleep(until - self._loop.time())
-        return Loaded()
+        return WeightLoadStats()
 
-    async def probe(self, sequences: Sequence[Array]) -> None:
+    async def compute_logprobs(self, sequences: Sequence[Array]) -> None:
         pass
 
 
@@ -221,18 +225,18 @@ class TimedScorer:
         self._stage = stage
         self._alone = asyncio.Lock()
 
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
         await asyncio.sleep(self._case.weights(self._stage).pause_s)
-        return Loaded()
+        return WeightLoadStats()
 
-    async def probe(self, sequences: Sequence[Array]) -> None:
+    async def compute_logprobs(self, sequences: Sequence[Array]) -> None:
         pass
 
-    async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
+    async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
         lengths = [int(n) for e in experiences for n in e.columns["lengths"]]
         async with self._alone:
             timing = self._case.timings.score[self._stage]
-            await asyncio.sleep(timing.batch_of(len(lengths), sum(lengths)))
+            await asyncio.sleep(timing.batch_duration_s(len(lengths), sum(lengths)))
         names = {"reward": "scores", "reference": "ref_logprobs", "value": "values"}
         per = "lengths" if self._stage == "reward" else "token_ids"
         return [
@@ -243,38 +247,39 @@ class TimedScorer:
 class Rank:
     """A trainer whose rounds take as long as their largest micro-batch."""
 
-    def __init__(self, case: Case, role: str, completions: Completions) -> None:
+    def __init__(self, case: Case, role: str, completions: CompletionLengths) -> None:
         self._timing = case.timings.train[role]
         self._case = case
         self._role = role
         self._completions = completions
-        self.num_shares = self._timing.shares
-        self.pace = case.pace
+        self.dp_size = self._timing.dp_size
+        self.update_plan = case.pace
         self.version = self.weights = 0
 
-    def adopt(self, version: int, dials: Mapping[str, float]) -> None:
+    def begin_step(self, version: int, dials: Mapping[str, float]) -> None:
         self.version = version
 
-    def rests(self, version: int) -> bool:
+    def is_frozen(self, version: int) -> bool:
         return False
 
-    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
+    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
         stage = "generate" if self._role == POLICY else "value"
         await asyncio.sleep(self._case.weights(stage).publish_s)
         return WeightManifest(version, (), ())
 
-    async def plan(self, uids: Sequence[str], turns: Sequence[Turn]) -> None:
+    async def plan_step(self, uids: Sequence[str], turns: Sequence[ScheduledRound]) -> None:
         await asyncio.sleep(self._timing.step_s)
 
     async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
         tokens = [
-            sum(PROMPT_TOKENS + self._completions.of(uid)[i] for uid, i in picks) for picks in work
+            sum(PROMPT_TOKENS + self._completions.get_lengths(uid)[i] for uid, i in picks)
+            for picks in work
         ]
         await asyncio.sleep(
             max(self._timing.micro_batch_s + self._timing.token_s * n for n in tokens if n)
         )
         return {}
 
-    async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+    async def apply_update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         await asyncio.sleep(self._timing.update_s)
         return {}

@@ -6,25 +6,25 @@ from typing import Any
 
 import pytest
 
-from streamrl.buffer.assembly.micro_batch_schedule import Pace
+from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.placements import Assignment, Placement
+from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
-    Timings,
+    StageTimings,
     TrainTiming,
     WeightsTiming,
 )
 from streamrl.placement.workload import LognormalLengths, Workload
-from streamrl.resharding import Grid
-from streamrl.simulator.simulation import simulate
+from streamrl.resharding import RankGrid
+from streamrl.simulator.simulation import run_simulation
 from tests.fake_stream import GROUPS_AT_ONCE
 from tests.fakes import Plan
 from tests.simulator.real_loops import BATCH, PROMPT_TOKENS, Case, run_real
 
 GROUP_SIZE = 2
-TIMINGS = Timings(
+TIMINGS = StageTimings(
     generator=GeneratorTiming(
         replicas=2,
         max_running=GROUPS_AT_ONCE * GROUP_SIZE,
@@ -56,8 +56,8 @@ PLAN = Plan(
 )
 
 
-def assignment(first: int, size: int) -> Assignment:
-    return Assignment(Mesh(first, size), Grid.parse(f"1-1-{size}"))
+def assignment(first: int, size: int) -> CallAssignment:
+    return CallAssignment(Mesh(first, size), RankGrid.from_text(f"1-1-{size}"))
 
 
 def placed(staleness: int, **first: int) -> Placement:
@@ -103,10 +103,12 @@ CASES = {
     "split": case(1, SPLIT, reference=True),
     "several updates": replace(
         case(1, APART),
-        pace=Pace(True, 2, 2),
+        pace=UpdatePlan(True, 2, 2),
         workload=replace(WORKLOAD, epochs=2, mini_batches=2),
     ),
-    "whole steps": replace(case(0, APART, reference=True), pace=Pace(whole_steps=True)),
+    "whole steps": replace(
+        case(0, APART, reference=True), pace=UpdatePlan(requires_full_step=True)
+    ),
 }
 
 
@@ -115,11 +117,11 @@ def test_steps_end_when_those_of_the_real_loops_do(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
-    found = simulate(
+    found = run_simulation(
         case.dataflow,
         case.placement,
         case.timings,
-        replace(case.workload, whole_steps=case.pace.whole_steps),
+        replace(case.workload, requires_whole_step=case.pace.requires_full_step),
         steps=case.plan.steps,
         seed=case.seed,
     )
@@ -131,5 +133,5 @@ def test_steps_end_when_those_of_the_real_loops_do(
             for version, tokens in group.info.version_tokens:
                 ages[outcome.version - version] += tokens
     mean = sum(age * tokens for age, tokens in ages.items()) / ages.total()
-    assert found.without(0).staleness.total() == ages.total()
-    assert found.without(0).staleness_mean == pytest.approx(mean, abs=0.02)
+    assert found.exclude_steps(0).tokens_by_staleness.total() == ages.total()
+    assert found.exclude_steps(0).staleness_mean == pytest.approx(mean, abs=0.02)

@@ -6,22 +6,22 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.dataflow import dataflow_for
+from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.placements import Placement
-from streamrl.placement.run_options import Manner
+from streamrl.placement.run_options import RunOptions
 from streamrl.placement.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
-    Timings,
+    StageTimings,
     TrainTiming,
     WeightsTiming,
 )
 from streamrl.placement.workload import LognormalLengths, Workload
-from streamrl.simulator.replicas.failures import Failures
-from streamrl.simulator.replicas.prompts import Completions
-from streamrl.simulator.results import Simulated
-from streamrl.simulator.simulation import simulate
+from streamrl.simulator.replicas.failures import FailureModel
+from streamrl.simulator.replicas.prompts import CompletionLengths
+from streamrl.simulator.results import SimulationResult
+from streamrl.simulator.simulation import run_simulation
 from tests.simulator.test_simulation import on
 
 STAGES = ("generate", "greedy", "reference", "value", "train", "train_critic")
@@ -38,19 +38,19 @@ class Chosen:
     staleness: int
     streamed: bool
     workload: Workload
-    timings: Timings
-    manner: Manner
-    failures: Failures | None
+    timings: StageTimings
+    manner: RunOptions
+    failures: FailureModel | None
 
-    def run(self) -> Simulated:
-        flow = dataflow_for((*ROLLOUT_COLUMNS, "scores", *self.columns))
+    def run(self) -> SimulationResult:
+        flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", *self.columns))
         known = {call.stage for call in flow.calls}
         places = dict(zip(STAGES, self.devices, strict=True))
         # Both stages of the generators are on the same devices.
         places["greedy"] = places["generate"]
         calls = {stage: on(at) for stage, at in places.items() if stage in known}
         placement = Placement(calls, self.staleness, self.streamed)
-        return simulate(
+        return run_simulation(
             flow,
             placement,
             self.timings,
@@ -93,7 +93,7 @@ scores = st.builds(
 trains = st.builds(TrainTiming, st.integers(1, 2), seconds, st.just(0.002), seconds, seconds)
 weights = st.builds(WeightsTiming, seconds, st.just(0.5), st.sampled_from([0.0, 0.5]))
 timings = st.builds(
-    Timings,
+    StageTimings,
     generator=generators,
     score=st.fixed_dictionaries(
         dict.fromkeys(("reward", "reference", "value", "baseline"), scores)
@@ -112,34 +112,36 @@ cases = st.builds(
     streamed=st.booleans(),
     workload=workloads,
     timings=timings,
-    manner=st.builds(Manner, slice_s=st.sampled_from([0.1, 1.0])),
+    manner=st.builds(RunOptions, slice_s=st.sampled_from([0.1, 1.0])),
     failures=st.none(),
 )
 
 
-def check_books(case: Chosen, found: Simulated) -> None:
+def check_books(case: Chosen, found: SimulationResult) -> None:
     groups = 4 * case.workload.groups_per_step
     assert found.ledger.admitted == found.ledger.trained == groups
     assert found.ledger.in_flight == 0
     trained = Counter(group.uid for outcome in found.outcomes for group in outcome.groups)
     assert len(trained) == groups
     assert set(trained.values()) == {1}
-    completions = Completions(case.workload, 3)
-    assert found.without(0).staleness.total() == sum(sum(completions.of(uid)) for uid in trained)
-    assert found.without(0).staleness_max <= case.staleness
+    completions = CompletionLengths(case.workload, 3)
+    assert found.exclude_steps(0).tokens_by_staleness.total() == sum(
+        sum(completions.get_lengths(uid)) for uid in trained
+    )
+    assert found.exclude_steps(0).staleness_max <= case.staleness
     assert list(found.step_ends) == sorted(found.step_ends)
     assert [outcome.version for outcome in found.outcomes] == [0, 1, 2, 3]
 
 
-def check_devices(case: Chosen, found: Simulated) -> None:
+def check_devices(case: Chosen, found: SimulationResult) -> None:
     """Nobody computes where another phase does; all trained models are one."""
-    trained = found.dataflow.trained
+    trained = found.dataflow.trained_roles
     places = dict(zip(STAGES, case.devices, strict=True))
     works = defaultdict(list)
     for call in found.dataflow.calls:
         phase = "trainer" if call.role in trained else call.role
-        for name in found.processes[call.role]:
-            for span in found.by_process.get(name, ()):
+        for name in found.process_names[call.role]:
+            for span in found.spans_by_process.get(name, ()):
                 if span.name == call.stage and call.stage in places:
                     stage = "generate" if call.stage == "greedy" else call.stage
                     works[places[stage]].append((span.start_s, span.end_s, phase))
@@ -164,7 +166,7 @@ def test_what_is_dropped_as_stale_comes_again(case: Chosen, staleness: int) -> N
     counts = found.ledger
     assert counts.trained == 4 * case.workload.groups_per_step
     assert counts.admitted == counts.trained + counts.dropped + counts.in_flight
-    assert found.without(0).staleness_max <= staleness
+    assert found.exclude_steps(0).staleness_max <= staleness
 
 
 @given(cases)
@@ -178,5 +180,5 @@ def test_the_same_seed_is_the_same_run(case: Chosen) -> None:
 def test_crashes_lose_nothing_and_train_nothing_twice(
     case: Chosen, mttf_s: float, checkpoint_every: int
 ) -> None:
-    failures = Failures(mttf_s, 2.0, checkpoint_every, node_devices=1)
+    failures = FailureModel(mttf_s, 2.0, checkpoint_every, node_devices=1)
     check_books(case, replace(case, failures=failures).run())

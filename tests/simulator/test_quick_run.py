@@ -4,18 +4,24 @@ from dataclasses import replace
 
 import pytest
 
-from streamrl.dataflow import dataflow_for
+from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
-from streamrl.placement.constructors import of_meshes
-from streamrl.placement.run_options import Manner
-from streamrl.placement.stage_timings import GeneratorTiming, ScoreTiming, Timings, TrainTiming
+from streamrl.placement.constructors import placement_from_meshes
+from streamrl.placement.run_options import RunOptions
+from streamrl.placement.stage_timings import GeneratorTiming, ScoreTiming, StageTimings, TrainTiming
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
-from streamrl.simulator import play, simulate
-from streamrl.simulator.quick_run import part_timings, parts_of, played_s, simulated_s, steps_of
+from streamrl.simulator import run_quick_simulation, run_simulation
+from streamrl.simulator.quick_run import (
+    choose_num_parts,
+    choose_num_steps,
+    estimate_quick_run_s,
+    estimate_simulation_s,
+    split_timings,
+)
 
-GRPO = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
+GRPO = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
 LENGTHS = LognormalLengths(200, 0.6, 400)
-TIMINGS = Timings(
+TIMINGS = StageTimings(
     GeneratorTiming(8, 64, 1e6, 0.01, 1e-7, 1e-5, 0.005, 1e-5, 1e-6),
     {
         "reference": ScoreTiming(4, batch=4, batch_s=0.01, rollout_s=0.0, token_s=1e-5),
@@ -23,7 +29,7 @@ TIMINGS = Timings(
     },
     {"policy": TrainTiming(8, micro_batch_s=0.02, token_s=1e-4, update_s=0.2)},
 )
-PLACEMENT = of_meshes(
+PLACEMENT = placement_from_meshes(
     {
         "generate": ("0-7", "1-1-8"),
         "train": ("8-15", "1-1-8"),
@@ -55,46 +61,48 @@ def workload(groups: int, lengths: FixedLength | LognormalLengths = LENGTHS) -> 
     ],
 )
 def test_large_steps_are_played_less_often(groups: int, lead: int, steps: int) -> None:
-    assert steps_of(groups, lead) == steps
+    assert choose_num_steps(groups, lead) == steps
 
 
 def test_parts_divide_replicas_and_ranks_and_are_large_enough() -> None:
-    assert parts_of(TIMINGS, workload(2048), 0) == 8
+    assert choose_num_parts(TIMINGS, workload(2048), 0) == 8
     # 1000 groups: four parts of 250 are too small.
-    assert parts_of(TIMINGS, workload(1000), 0) == 2
-    assert parts_of(TIMINGS, workload(200), 0) == 1
+    assert choose_num_parts(TIMINGS, workload(1000), 0) == 2
+    assert choose_num_parts(TIMINGS, workload(200), 0) == 1
     odd = replace(TIMINGS, generator=replace(TIMINGS.generator, replicas=7))
-    assert parts_of(odd, workload(2048), 0) == 1
+    assert choose_num_parts(odd, workload(2048), 0) == 1
     # Cores that all share cannot be divided.
-    assert parts_of(replace(TIMINGS, cores=8), workload(2048), 0) == 1
+    assert choose_num_parts(replace(TIMINGS, cores=8), workload(2048), 0) == 1
 
 
 def test_where_groups_take_the_places_of_others_all_of_a_step_is_played() -> None:
-    filtering = replace(workload(2048), filtered=0.5)
-    assert parts_of(TIMINGS, filtering, 0) == 1
-    assert parts_of(TIMINGS, filtering, 1) == 8
+    filtering = replace(workload(2048), filtered_fraction=0.5)
+    assert choose_num_parts(TIMINGS, filtering, 0) == 1
+    assert choose_num_parts(TIMINGS, filtering, 1) == 8
 
 
 def test_the_longest_of_a_part_is_as_long_as_that_of_all() -> None:
     endless = LognormalLengths(200, 0.6, 1_000_000)
-    assert parts_of(TIMINGS, workload(2048, endless), 0) == 1
-    assert parts_of(TIMINGS, workload(2048, FixedLength(300)), 0) == 8
+    assert choose_num_parts(TIMINGS, workload(2048, endless), 0) == 1
+    assert choose_num_parts(TIMINGS, workload(2048, FixedLength(300)), 0) == 8
 
 
 def test_replicas_that_are_too_few_to_divide_are_slower() -> None:
-    part = part_timings(TIMINGS, 4)
+    part = split_timings(TIMINGS, 4)
     assert part.generator.replicas == 2
-    assert part.train["policy"].shares == 2
+    assert part.train["policy"].dp_size == 2
     assert (part.score["reference"].replicas, part.score["reference"].batch_s) == (1, 0.01)
     # One for all of it is a quarter of one for each quarter.
     assert (part.score["reward"].replicas, part.score["reward"].batch_s) == (1, 4e-4)
 
 
 def test_a_part_has_the_rate_of_all_of_it() -> None:
-    found = play(GRPO, PLACEMENT, TIMINGS, workload(1024), seed=0, manner=Manner())
-    assert found.parts == 4
-    every = simulate(GRPO, PLACEMENT, TIMINGS, workload(1024), steps=8, seed=0)
-    assert found.step_s == pytest.approx(every.step_s, rel=0.04)
+    found = run_quick_simulation(
+        GRPO, PLACEMENT, TIMINGS, workload(1024), seed=0, manner=RunOptions()
+    )
+    assert found.num_parts == 4
+    every = run_simulation(GRPO, PLACEMENT, TIMINGS, workload(1024), steps=8, seed=0)
+    assert found.mean_step_s == pytest.approx(every.mean_step_s, rel=0.04)
     assert found.tokens_per_s == pytest.approx(every.tokens_per_s, rel=0.04)
     assert found.staleness_mean == pytest.approx(every.staleness_mean, abs=0.1)
 
@@ -110,35 +118,37 @@ def test_what_is_far_ahead_is_played_as_long_as_it_takes_to_go_round(seed: int) 
         replace(TIMINGS, generator=replicas, train=quick),
         replace(PLACEMENT, max_staleness=16),
     )
-    every = simulate(GRPO, ahead, timings, asked, steps=200, seed=9)
-    found = play(GRPO, ahead, timings, asked, seed=seed, manner=Manner())
-    assert found.step_s == pytest.approx(every.step_s, rel=0.1)
+    every = run_simulation(GRPO, ahead, timings, asked, steps=200, seed=9)
+    found = run_quick_simulation(GRPO, ahead, timings, asked, seed=seed, manner=RunOptions())
+    assert found.mean_step_s == pytest.approx(every.mean_step_s, rel=0.1)
 
 
 def test_time_goes_with_all_that_is_sampled_and_more_of_it_with_many_groups_at_once() -> None:
-    found = simulated_s(replace(workload(512), group_size=8), steps=20_000)
+    found = estimate_simulation_s(replace(workload(512), group_size=8), steps=20_000)
     assert found == pytest.approx(512 * 8 * 20_000 * 40e-6)
-    assert simulated_s(workload(512), steps=6) == pytest.approx(
-        6 / 5 * simulated_s(workload(512), steps=5)
+    assert estimate_simulation_s(workload(512), steps=6) == pytest.approx(
+        6 / 5 * estimate_simulation_s(workload(512), steps=5)
     )
-    half = replace(workload(512), filtered=0.5)
-    assert simulated_s(half, steps=5) == pytest.approx(2 * simulated_s(workload(512), steps=5))
-    few, many = (simulated_s(workload(groups), steps=1) for groups in (5000, 20_000))
+    half = replace(workload(512), filtered_fraction=0.5)
+    assert estimate_simulation_s(half, steps=5) == pytest.approx(
+        2 * estimate_simulation_s(workload(512), steps=5)
+    )
+    few, many = (estimate_simulation_s(workload(groups), steps=1) for groups in (5000, 20_000))
     assert many == pytest.approx(4 * 2 * few)
 
 
 def test_it_takes_longer_where_rollouts_give_up_their_room_for_one_another() -> None:
     roomy, asked = TIMINGS.generator, workload(512)
-    plain = simulated_s(asked, steps=5)
-    assert simulated_s(asked, steps=5, generator=roomy) == plain
-    tokens = asked.whole_prompt_tokens + asked.lengths.mean
+    plain = estimate_simulation_s(asked, steps=5)
+    assert estimate_simulation_s(asked, steps=5, generator=roomy) == plain
+    tokens = asked.rounded_prompt_tokens + asked.lengths.mean
     full = replace(roomy, max_running=1000, kv_tokens=0.99 * tokens * 512 * asked.group_size / 8)
-    assert simulated_s(asked, steps=5, generator=full) == 8 * plain
+    assert estimate_simulation_s(asked, steps=5, generator=full) == 8 * plain
     few = replace(full, max_running=32)
-    assert simulated_s(asked, steps=5, generator=few) == plain
+    assert estimate_simulation_s(asked, steps=5, generator=few) == plain
 
 
 def test_what_is_played_in_parts_takes_the_time_of_one() -> None:
     asked = workload(4096)
-    assert parts_of(TIMINGS, asked, 1) == 8
-    assert played_s(TIMINGS, asked, 1) == simulated_s(workload(512), lead=1)
+    assert choose_num_parts(TIMINGS, asked, 1) == 8
+    assert estimate_quick_run_s(TIMINGS, asked, 1) == estimate_simulation_s(workload(512), lead=1)

@@ -6,16 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from streamrl.placement.workload import LognormalLengths
-from streamrl.telemetry.metric_names import Histogram, check_row, missing_names
+from streamrl.telemetry.metric_names import Histogram, find_missing_metrics, validate_row
 from tests.simulator.test_simulation import APART, TIMINGS, TOGETHER, WORKLOAD, run
 
 
 def test_rows_are_those_of_the_contract() -> None:
     found = run(placement=APART.with_staleness(1))
-    for row in found.rows:
-        check_row(row)
-        assert missing_names(row) == []
-    last = found.rows[-1]
+    for row in found.metrics_rows:
+        validate_row(row)
+        assert find_missing_metrics(row) == []
+    last = found.metrics_rows[-1]
     assert last["time/step_s"] == 38.0 - 21.5
     assert last["staleness/mean"] == 0.4
     assert last["staleness/histogram"] == Histogram((0, 1, 2), (12, 8))
@@ -30,7 +30,7 @@ def test_rows_are_those_of_the_contract() -> None:
 
 def test_the_trace_is_that_of_a_run(tmp_path: Path) -> None:
     found = run(placement=TOGETHER.with_staleness(1))
-    found.write(tmp_path)
+    found.write_run_files(tmp_path)
     events = json.loads((tmp_path / "trace.json").read_text())
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {"run", "generator-0", "reward-0", "policy"}

@@ -6,21 +6,21 @@ from statistics import median
 
 import pytest
 
-from streamrl.dataflow import dataflow_for
+from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs import Constants, CostModel
+from streamrl.placement.costs import CostConstants, CostModel
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.model_shapes import shape_of
-from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.problem import Problem
-from streamrl.placement.run_options import Manner
-from streamrl.placement.steady_state.estimator import Estimator
+from streamrl.placement.model_shapes import load_model_shape
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.problem import PlacementProblem
+from streamrl.placement.run_options import RunOptions
+from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
-from streamrl.resharding import Grid
-from streamrl.simulator import simulate
+from streamrl.resharding import RankGrid
+from streamrl.simulator import run_simulation
 
-MODEL = shape_of("qwen2.5-1.5b")
+MODEL = load_model_shape("qwen2.5-1.5b")
 FIXED = FixedLength(512)
 LONG_TAILED = LognormalLengths(300, 0.9, 4096)
 PLACES = {
@@ -43,28 +43,28 @@ def errors(
 ) -> dict[str, float]:
     """By how much the schedule is too slow, relatively, of each placement and bound."""
     workload = Workload(
-        32, 4, 256, lengths, mini_batches=mini_batches, whole_steps=mini_batches > 1
+        32, 4, 256, lengths, mini_batches=mini_batches, requires_whole_step=mini_batches > 1
     )
-    flow = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
+    flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
     models = {"policy": MODEL, "reference": MODEL}
-    manner = Manner(publish_every=publish_every)
-    problem = Problem(flow, models, workload, Cluster.parse("8xA100"), manner)
-    constants = replace(Constants(), max_running=32, keeps_served=True, decode_group_s=group_s)
+    manner = RunOptions(publish_every=publish_every)
+    problem = PlacementProblem(flow, models, workload, Cluster.from_text("8xA100"), manner)
+    constants = replace(CostConstants(), max_running=32, keeps_served=True, decode_group_s=group_s)
     costs = CostModel(problem, constants)
-    estimator = Estimator(problem, costs)
+    estimator = PlacementEstimator(problem, costs)
     found = {}
     for name, meshes in PLACES.items():
         calls = {
-            stage: Assignment(Mesh(first, size), Grid(1, 1, size))
+            stage: CallAssignment(Mesh(first, size), RankGrid(1, 1, size))
             for stage, (first, size) in meshes.items()
         }
         for ahead in aheads:
             placement = Placement(calls, ahead)
-            timings = costs.timings(placement)
-            played = simulate(
+            timings = costs.predict_timings(placement)
+            played = run_simulation(
                 flow, placement, timings, workload, steps=STEPS, seed=0, manner=manner
             )
-            found[f"{name}, {ahead} ahead"] = estimator.step_s(placement) / played.step_s - 1
+            found[f"{name}, {ahead} ahead"] = estimator.step_s(placement) / played.mean_step_s - 1
     return found
 
 

@@ -5,27 +5,27 @@ from dataclasses import replace
 
 import pytest
 
-from streamrl.dataflow import Dataflow, dataflow_for
+from streamrl.dataflow import Dataflow, build_dataflow
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.run_options import Manner
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.run_options import RunOptions
 from streamrl.placement.stage_timings import (
     ScoreTiming,
-    Timings,
+    StageTimings,
     TrainTiming,
     WeightsTiming,
 )
 from streamrl.placement.workload import EmpiricalLengths, FixedLength, Workload
-from streamrl.resharding import Grid
-from streamrl.simulator.results import Simulated
-from streamrl.simulator.simulation import simulate
+from streamrl.resharding import RankGrid
+from streamrl.simulator.results import SimulationResult
+from streamrl.simulator.simulation import run_simulation
 from tests.placement.simple_costs import sampler
 
-FLOW = dataflow_for((*ROLLOUT_COLUMNS, "scores"))
+FLOW = build_dataflow((*ROLLOUT_COLUMNS, "scores"))
 GENERATOR = sampler(1.0, max_running=8, kv_tokens=1000)
-TIMINGS = Timings(
+TIMINGS = StageTimings(
     generator=GENERATOR,
     score={"reward": ScoreTiming(1, 2, batch_s=0.5, rollout_s=0.0, token_s=0.0)},
     train={"policy": TrainTiming(1, micro_batch_s=2.0, token_s=0.0, update_s=1.0)},
@@ -35,8 +35,8 @@ TIMINGS = Timings(
 WORKLOAD = Workload(2, 1, 1, FixedLength(10), micro_batch_tokens=100)
 
 
-def on(first: int) -> Assignment:
-    return Assignment(Mesh(first, 1), Grid.parse("1-1-1"))
+def on(first: int) -> CallAssignment:
+    return CallAssignment(Mesh(first, 1), RankGrid.from_text("1-1-1"))
 
 
 APART = Placement({"generate": on(0), "train": on(1)})
@@ -44,25 +44,25 @@ TOGETHER = Placement({"generate": on(0), "reward": on(0), "train": on(0)})
 
 
 def run(
-    timings: Timings = TIMINGS,
+    timings: StageTimings = TIMINGS,
     placement: Placement = APART,
     *,
     workload: Workload = WORKLOAD,
     flow: Dataflow = FLOW,
-    manner: Manner | None = None,
+    manner: RunOptions | None = None,
     steps: int = 3,
-) -> Simulated:
-    found = simulate(flow, placement, timings, workload, steps=steps, seed=1, manner=manner)
-    return found.without(0)
+) -> SimulationResult:
+    found = run_simulation(flow, placement, timings, workload, steps=steps, seed=1, manner=manner)
+    return found.exclude_steps(0)
 
 
 def test_on_policy_every_step_waits_for_the_version_of_the_one_before() -> None:
     # 4 to pull, 10 to sample, 0.5 to score, 2 and 1 to train; then 3 to publish, and again.
     found = run()
     assert found.step_ends == [17.5, 38.0, 58.5]
-    assert found.staleness == {0: 60}
-    assert found.without(1).step_s == 20.5
-    assert found.without(1).tokens_per_s == 20 / 20.5
+    assert found.tokens_by_staleness == {0: 60}
+    assert found.exclude_steps(1).mean_step_s == 20.5
+    assert found.exclude_steps(1).tokens_per_s == 20 / 20.5
 
 
 def test_one_step_ahead_samples_while_it_trains() -> None:
@@ -76,7 +76,7 @@ def test_one_step_ahead_samples_while_it_trains() -> None:
         ((0, 10),),
         ((1, 4), (2, 6)),
     ]
-    assert found.staleness == {0: 20 + 12, 1: 20 + 8}
+    assert found.tokens_by_staleness == {0: 20 + 12, 1: 20 + 8}
 
 
 def test_a_pause_for_weights_is_felt_by_what_is_under_way() -> None:
@@ -103,9 +103,9 @@ def test_those_who_share_devices_take_turns() -> None:
 def test_what_is_not_streamed_is_trained_once_all_of_the_step_is_there() -> None:
     workload = replace(WORKLOAD, micro_batch_tokens=11)
     timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
-    whole = run(timings, replace(APART, streamed=False), workload=workload, steps=1)
+    whole = run(timings, replace(APART, is_streamed=False), workload=workload, steps=1)
     assert whole.step_ends == [20 + 0.5 + 2 + 2 + 1]
-    asked = replace(workload, whole_steps=True)
+    asked = replace(workload, requires_whole_step=True)
     assert run(timings, workload=asked, steps=1).step_ends == [20.5 + 2 + 2 + 1]
 
 
@@ -119,10 +119,12 @@ def test_groups_beyond_the_room_of_a_generator_come_in_waves() -> None:
 def test_a_group_of_unlike_lengths_does_not_keep_the_places_of_its_short_rollouts() -> None:
     # 16 of 10 to 160 tokens in 16 places; the next groups take those that are free. On average a
     # group keeps the engine for 85 steps: with its places until the end it would be 160.
-    workload = Workload(8, 16, 1, EmpiricalLengths.of(range(10, 161, 10)), micro_batch_tokens=9999)
+    workload = Workload(
+        8, 16, 1, EmpiricalLengths.from_samples(range(10, 161, 10)), micro_batch_tokens=9999
+    )
     timings = replace(TIMINGS, generator=sampler(1.0, max_running=16, kv_tokens=10**6), weights={})
-    found = run(timings, APART.with_staleness(2), workload=workload, steps=12).without(4)
-    assert found.step_s == pytest.approx(8 * 85, rel=0.15)
+    found = run(timings, APART.with_staleness(2), workload=workload, steps=12).exclude_steps(4)
+    assert found.mean_step_s == pytest.approx(8 * 85, rel=0.15)
 
 
 def test_a_group_that_loses_its_room_goes_on_later() -> None:
@@ -135,25 +137,25 @@ def test_steps_between_two_versions_are_sampled_together_from_the_older_one() ->
     ahead, timings = replace(APART, max_staleness=1), replace(TIMINGS, weights={})
     # Four groups are sampled by 10 and scored by 11. Version 1 is not published: what comes next
     # begins with version 2, at 16.5.
-    found = run(timings, ahead, steps=4, manner=Manner(publish_every=2))
+    found = run(timings, ahead, steps=4, manner=RunOptions(publish_every=2))
     assert found.step_ends == [10.5 + 3, 10.5 + 6, 10.5 + 6 + 13.5, 10.5 + 6 + 16.5]
     assert run(timings, ahead, steps=4).step_ends[2] == 13.5 + 13.5
-    assert found.without(0).staleness == {0: 40, 1: 40}
+    assert found.exclude_steps(0).tokens_by_staleness == {0: 40, 1: 40}
     with pytest.raises(ConfigError, match="publish_every=2: with generation 0 steps ahead"):
-        run(timings, APART, manner=Manner(publish_every=2))
+        run(timings, APART, manner=RunOptions(publish_every=2))
 
 
 def test_a_reference_moves_at_every_so_many_versions_and_is_waited_for_at_those_alone() -> None:
-    flow = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"), moves_reference=True)
+    flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"), moves_reference=True)
     placement = Placement({"generate": on(0), "reference": on(1), "train": on(2)})
     score = {**TIMINGS.score, "reference": ScoreTiming(1, 2, 0.5, 0.0, 0.0)}
     weights = {"reference": WeightsTiming(publish_s=0.0, pull_s=100.0)}
     timings = replace(TIMINGS, score=score, weights=weights)
 
     def played(every: int) -> tuple[Sequence[float], list[object]]:
-        manner = Manner(reference_every=every)
+        manner = RunOptions(reference_every=every)
         found = run(timings, placement, flow=flow, steps=5, manner=manner)
-        spans = [span for span in found.by_process["reference-0"] if span.name == "pull"]
+        spans = [span for span in found.spans_by_process["reference-0"] if span.name == "pull"]
         return found.step_ends, [span.args["version"] for span in spans]
 
     # Where it moves 100 to pull, else 10 to sample; then 0.5 to score, 2 and 1 to train.
@@ -187,7 +189,7 @@ def test_one_core_is_shared_by_all_who_are_busy() -> None:
 
 
 def test_two_trained_models_are_trained_side_by_side_unless_they_share_devices() -> None:
-    flow = dataflow_for((*ROLLOUT_COLUMNS, "scores", "values"))
+    flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "values"))
     score = {**TIMINGS.score, "value": ScoreTiming(1, 2, 0.5, 0.0, 0.0)}
     train = {**TIMINGS.train, "critic": TrainTiming(1, 4.0, 0.0, 1.0)}
     timings = replace(TIMINGS, score=score, train=train, weights={})
@@ -199,16 +201,16 @@ def test_two_trained_models_are_trained_side_by_side_unless_they_share_devices()
 
 
 def test_idle_time_is_that_of_a_run_and_publishing_and_pulling_are_work() -> None:
-    found = run().without(1)
-    assert found.idle["generate"] == pytest.approx(1 - 14 / 20.5)
-    assert found.idle["reward"] == pytest.approx(1 - 0.5 / 20.5)
+    found = run().exclude_steps(1)
+    assert found.idle_fractions["generate"] == pytest.approx(1 - 14 / 20.5)
+    assert found.idle_fractions["reward"] == pytest.approx(1 - 0.5 / 20.5)
     # Three to train and to update, three to publish.
-    assert found.idle["train"] == pytest.approx(1 - 6 / 20.5)
+    assert found.idle_fractions["train"] == pytest.approx(1 - 6 / 20.5)
 
 
 def test_how_many_groups_wait_is_known_at_any_time() -> None:
     timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
-    assert run(timings, steps=1).depths["generate"] == [(0.0, 1), (10.0, 0)]
+    assert run(timings, steps=1).queue_depths["generate"] == [(0.0, 1), (10.0, 0)]
 
 
 def test_what_no_run_could_be_is_refused_with_its_reason() -> None:
@@ -235,9 +237,9 @@ def test_groups_that_are_filtered_are_sampled_again() -> None:
     )
     workload = replace(WORKLOAD, groups_per_step=20)
     plain = run(timings, workload=workload, steps=20)
-    filtered = run(timings, workload=replace(workload, filtered=0.5), steps=20)
-    assert plain.step_s == pytest.approx(200)
-    assert filtered.step_s == pytest.approx(400, rel=0.15)
+    filtered = run(timings, workload=replace(workload, filtered_fraction=0.5), steps=20)
+    assert plain.mean_step_s == pytest.approx(200)
+    assert filtered.mean_step_s == pytest.approx(400, rel=0.15)
     assert filtered.tokens_per_s == pytest.approx(plain.tokens_per_s / 2, rel=0.15)
 
 
@@ -250,11 +252,11 @@ def test_on_policy_who_waits_for_devices_still_has_filtered_groups_sampled_again
         train={"policy": TrainTiming(1, 0.0, 0.0, 0.0)},
         weights={},
     )
-    lengths = EmpiricalLengths.of([5, 40])
-    workload = replace(WORKLOAD, groups_per_step=20, lengths=lengths, filtered=0.5)
+    lengths = EmpiricalLengths.from_samples([5, 40])
+    workload = replace(WORKLOAD, groups_per_step=20, lengths=lengths, filtered_fraction=0.5)
     together = Placement({"generate": on(0), "train": on(0)})
     steps = [run(timings, each, workload=workload, steps=8) for each in (APART, together)]
-    assert steps[1].step_s == pytest.approx(steps[0].step_s, rel=0.02)
+    assert steps[1].mean_step_s == pytest.approx(steps[0].mean_step_s, rel=0.02)
 
 
 def test_what_was_trained_is_on_its_way_before_others_get_the_devices() -> None:
@@ -267,9 +269,9 @@ def test_what_was_trained_is_on_its_way_before_others_get_the_devices() -> None:
         score={"reward": ScoreTiming(1, 1, 3.0, 0.0, 0.0)},
         train={"policy": TrainTiming(1, micro_batch_s=20.0, token_s=0.0, update_s=1.0)},
     )
-    workload = replace(WORKLOAD, whole_steps=True)
+    workload = replace(WORKLOAD, requires_whole_step=True)
     found = run(timings, placement, workload=workload, steps=6)
-    spans = found.by_process["policy"]
+    spans = found.spans_by_process["policy"]
     updates = [span.end_s for span in spans if span.name == "update"]
     published = [span for span in spans if span.name == "publish"]
     assert len(published) == len(updates) == 6
@@ -277,8 +279,8 @@ def test_what_was_trained_is_on_its_way_before_others_get_the_devices() -> None:
 
 
 def test_steps_at_the_end_for_which_nothing_is_sampled_any_more_do_not_count() -> None:
-    found = simulate(FLOW, APART.with_staleness(4), TIMINGS, WORKLOAD, steps=30, seed=1)
-    assert (found.warm_up, found.cool_down) == (8, 4)
-    assert found.step_s == pytest.approx((found.step_ends[25] - found.step_ends[7]) / 18)
-    assert found.without(0).cool_down == 0
-    assert found.without(99, 99).step_s == found.steps_s[-1]
+    found = run_simulation(FLOW, APART.with_staleness(4), TIMINGS, WORKLOAD, steps=30, seed=1)
+    assert (found.warm_up_steps, found.cool_down_steps) == (8, 4)
+    assert found.mean_step_s == pytest.approx((found.step_ends[25] - found.step_ends[7]) / 18)
+    assert found.exclude_steps(0).cool_down_steps == 0
+    assert found.exclude_steps(99, 99).mean_step_s == found.step_durations_s[-1]

@@ -8,15 +8,15 @@ import pytest
 
 from streamrl.errors import DeadlineError
 from streamrl.simulator.replicas.virtual_loop import run_virtual
-from streamrl.stream.device_lease import Arbiter, SharedLease
+from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
 
 
 def test_holders_take_turns_and_never_overlap() -> None:
     async def main() -> list[str]:
-        arbiter, log = Arbiter(timeout_s=100.0), list[str]()
+        arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
 
         async def work(holder: str) -> None:
-            lease = SharedLease(arbiter, holder)
+            lease = SharedDeviceLease(arbiter, holder)
             async with lease.hold("stage"):
                 log.append(f"{holder} in")
                 await asyncio.sleep(1.0)
@@ -30,7 +30,7 @@ def test_holders_take_turns_and_never_overlap() -> None:
 
 def test_work_of_one_holder_runs_together() -> None:
     async def main() -> float:
-        lease = SharedLease(Arbiter(timeout_s=100.0), "generator-0")
+        lease = SharedDeviceLease(DeviceArbiter(timeout_s=100.0), "generator-0")
 
         async def work() -> None:
             async with lease.hold("generate"):
@@ -44,8 +44,8 @@ def test_work_of_one_holder_runs_together() -> None:
 
 def test_the_pool_is_kept_until_the_last_piece_of_work_is_done() -> None:
     async def main() -> float:
-        arbiter = Arbiter(timeout_s=100.0)
-        mine = SharedLease(arbiter, "generator-0")
+        arbiter = DeviceArbiter(timeout_s=100.0)
+        mine = SharedDeviceLease(arbiter, "generator-0")
 
         async def work(seconds: float) -> None:
             async with mine.hold("generate"):
@@ -53,7 +53,7 @@ def test_the_pool_is_kept_until_the_last_piece_of_work_is_done() -> None:
 
         running = asyncio.gather(work(1.0), work(7.0))
         await asyncio.sleep(0.5)
-        async with SharedLease(arbiter, "trainer").hold("train"):
+        async with SharedDeviceLease(arbiter, "trainer").hold("train"):
             got = asyncio.get_running_loop().time()
         await running
         return got
@@ -63,7 +63,7 @@ def test_the_pool_is_kept_until_the_last_piece_of_work_is_done() -> None:
 
 def test_waiting_for_the_pool_names_who_has_it() -> None:
     async def main() -> None:
-        arbiter = Arbiter(timeout_s=3.0)
+        arbiter = DeviceArbiter(timeout_s=3.0)
         await arbiter.acquire("generator-0")
         with pytest.raises(DeadlineError, match=r"trainer waited 3 s .* generator-0 has held it"):
             await arbiter.acquire("trainer")
@@ -73,14 +73,14 @@ def test_waiting_for_the_pool_names_who_has_it() -> None:
 
 def test_who_waits_for_the_pool_waits_as_long_as_its_holder_gets_on() -> None:
     async def main() -> None:
-        arbiter = Arbiter(timeout_s=3.0)
-        trainer = SharedLease(arbiter, "trainer")
+        arbiter = DeviceArbiter(timeout_s=3.0)
+        trainer = SharedDeviceLease(arbiter, "trainer")
 
         async def train() -> None:
             async with trainer.hold("train"):
                 for _ in range(5):
                     await asyncio.sleep(2.0)
-                    trainer.progress()
+                    trainer.report_progress()
                 await asyncio.sleep(100.0)
 
         training = asyncio.create_task(train())
@@ -95,7 +95,7 @@ def test_who_waits_for_the_pool_waits_as_long_as_its_holder_gets_on() -> None:
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_pool_that_comes_with_the_deadline_is_had_or_not_and_never_lost(order: int) -> None:
     async def main() -> None:
-        arbiter = Arbiter(timeout_s=3.0)
+        arbiter = DeviceArbiter(timeout_s=3.0)
         await arbiter.acquire("trainer")
 
         async def train() -> None:
@@ -115,8 +115,8 @@ def test_a_pool_that_comes_with_the_deadline_is_had_or_not_and_never_lost(order:
 
 def test_one_of_several_pieces_of_work_that_ends_is_progress() -> None:
     async def main() -> None:
-        arbiter = Arbiter(timeout_s=3.0)
-        lease = SharedLease(arbiter, "generator-0")
+        arbiter = DeviceArbiter(timeout_s=3.0)
+        lease = SharedDeviceLease(arbiter, "generator-0")
 
         async def sample(seconds: float) -> None:
             async with lease.hold("generate"):
@@ -133,11 +133,11 @@ def test_one_of_several_pieces_of_work_that_ends_is_progress() -> None:
 
 def test_the_pool_comes_back_when_the_work_fails() -> None:
     async def main() -> None:
-        arbiter = Arbiter(timeout_s=3.0)
+        arbiter = DeviceArbiter(timeout_s=3.0)
         with pytest.raises(RuntimeError, match="boom"):
-            async with SharedLease(arbiter, "a").hold("stage"):
+            async with SharedDeviceLease(arbiter, "a").hold("stage"):
                 raise RuntimeError("boom")
-        async with SharedLease(arbiter, "b").hold("stage"):
+        async with SharedDeviceLease(arbiter, "b").hold("stage"):
             pass
 
     run_virtual(main())
@@ -145,7 +145,7 @@ def test_the_pool_comes_back_when_the_work_fails() -> None:
 
 def test_a_holder_that_dies_while_it_waits_does_not_get_the_pool() -> None:
     async def main() -> list[str]:
-        arbiter, log = Arbiter(timeout_s=100.0), list[str]()
+        arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
         await arbiter.acquire("trainer")
 
         async def wait(holder: str) -> None:
@@ -154,7 +154,7 @@ def test_a_holder_that_dies_while_it_waits_does_not_get_the_pool() -> None:
 
         dead = asyncio.create_task(arbiter.acquire("generator-0"))
         await asyncio.sleep(1.0)
-        arbiter.forget("generator-0")
+        arbiter.remove_holder("generator-0")
         others = [asyncio.create_task(wait(name)) for name in ("reward-0", "generator-0")]
         await asyncio.sleep(1.0)
         await arbiter.release("trainer")
@@ -169,14 +169,14 @@ def test_a_holder_that_dies_while_it_waits_does_not_get_the_pool() -> None:
 
 def test_the_pool_of_a_holder_that_died_goes_to_the_next_in_line() -> None:
     async def main() -> float:
-        arbiter = Arbiter(timeout_s=100.0)
+        arbiter = DeviceArbiter(timeout_s=100.0)
         await arbiter.acquire("generator-0")
         waiting = asyncio.create_task(arbiter.acquire("trainer"))
         await asyncio.sleep(7.0)
-        arbiter.forget("reward-0")
+        arbiter.remove_holder("reward-0")
         await asyncio.sleep(1.0)
         assert not waiting.done(), "another one died"
-        arbiter.forget("generator-0")
+        arbiter.remove_holder("generator-0")
         await waiting
         return asyncio.get_running_loop().time()
 
@@ -186,7 +186,7 @@ def test_the_pool_of_a_holder_that_died_goes_to_the_next_in_line() -> None:
 class RemoteArbiter:
     """An arbiter in another process: to stop waiting for its answer does not take the ask back."""
 
-    def __init__(self, arbiter: Arbiter) -> None:
+    def __init__(self, arbiter: DeviceArbiter) -> None:
         self._arbiter = arbiter
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -196,11 +196,11 @@ class RemoteArbiter:
     async def release(self, holder: str) -> None:
         await self._call(self._arbiter.release(holder))
 
-    async def wanted(self, holder: str) -> bool:
-        return await self._arbiter.wanted(holder)
+    async def wait_for_preemption(self, holder: str) -> bool:
+        return await self._arbiter.wait_for_preemption(holder)
 
-    def progress(self, holder: str) -> None:
-        self._arbiter.progress(holder)
+    def report_progress(self, holder: str) -> None:
+        self._arbiter.report_progress(holder)
 
     async def _call(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -210,8 +210,8 @@ class RemoteArbiter:
 
 def test_work_that_is_cancelled_while_it_waits_for_the_pool_gives_it_back() -> None:
     async def main() -> list[str]:
-        arbiter, log = Arbiter(timeout_s=100.0), list[str]()
-        mine = SharedLease(RemoteArbiter(arbiter), "generator-0")
+        arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
+        mine = SharedDeviceLease(RemoteArbiter(arbiter), "generator-0")
 
         async def work(name: str) -> None:
             async with mine.hold("generate"):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from streamrl.errors import DeadlineError
 from streamrl.simulator.replicas.virtual_loop import run_virtual
-from streamrl.stream.device_lease import Arbiter, SharedLease
+from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
 
 
 class Decoding:
@@ -35,11 +35,11 @@ class Decoding:
 
 def test_a_phase_is_held_by_all_who_work_in_it() -> None:
     async def main() -> float:
-        arbiter = Arbiter(timeout_s=100.0, slice_s=60.0)
+        arbiter = DeviceArbiter(timeout_s=100.0, slice_s=60.0)
 
         async def work(holder: str, phase: str, after_s: float) -> None:
             await asyncio.sleep(after_s)
-            async with SharedLease(arbiter, holder, phase).hold(phase):
+            async with SharedDeviceLease(arbiter, holder, phase).hold(phase):
                 await asyncio.sleep(5.0)
 
         await asyncio.gather(
@@ -55,8 +55,8 @@ def test_a_phase_is_held_by_all_who_work_in_it() -> None:
 
 def test_rollouts_give_way_after_their_slice_and_go_on_where_they_were() -> None:
     async def main() -> tuple[float, float]:
-        arbiter, decoding = Arbiter(timeout_s=100.0, slice_s=2.0), Decoding()
-        mine = SharedLease(arbiter, "generator-0", "generate", suspendable=decoding)
+        arbiter, decoding = DeviceArbiter(timeout_s=100.0, slice_s=2.0), Decoding()
+        mine = SharedDeviceLease(arbiter, "generator-0", "generate", suspendable=decoding)
         clock = asyncio.get_running_loop().time
 
         async def generate() -> None:
@@ -65,7 +65,7 @@ def test_rollouts_give_way_after_their_slice_and_go_on_where_they_were() -> None
 
         running = asyncio.create_task(generate())
         await asyncio.sleep(0.5)
-        async with SharedLease(arbiter, "trainer").hold("train"):
+        async with SharedDeviceLease(arbiter, "trainer").hold("train"):
             got = clock()
             await asyncio.sleep(0.2)
             assert not decoding.computing
@@ -81,8 +81,8 @@ def test_rollouts_give_way_after_their_slice_and_go_on_where_they_were() -> None
 
 def test_rollouts_that_gave_way_go_on_however_late_the_pool_comes_back() -> None:
     async def main() -> float:
-        arbiter, decoding = Arbiter(timeout_s=10.0, slice_s=2.0), Decoding()
-        mine = SharedLease(arbiter, "generator-0", "generate", suspendable=decoding)
+        arbiter, decoding = DeviceArbiter(timeout_s=10.0, slice_s=2.0), Decoding()
+        mine = SharedDeviceLease(arbiter, "generator-0", "generate", suspendable=decoding)
 
         async def generate() -> None:
             async with mine.hold("generate"):
@@ -90,7 +90,7 @@ def test_rollouts_that_gave_way_go_on_however_late_the_pool_comes_back() -> None
 
         running = asyncio.create_task(generate())
         await asyncio.sleep(0.5)
-        await _held(SharedLease(arbiter, "trainer"), 35.0)
+        await _held(SharedDeviceLease(arbiter, "trainer"), 35.0)
         await running
         return asyncio.get_running_loop().time()
 
@@ -99,10 +99,10 @@ def test_rollouts_that_gave_way_go_on_however_late_the_pool_comes_back() -> None
 
 def test_what_cannot_be_suspended_keeps_the_pool_until_it_is_done() -> None:
     async def main() -> float:
-        arbiter = Arbiter(timeout_s=100.0, slice_s=2.0)
-        running = asyncio.create_task(_held(SharedLease(arbiter, "trainer"), 8.0))
+        arbiter = DeviceArbiter(timeout_s=100.0, slice_s=2.0)
+        running = asyncio.create_task(_held(SharedDeviceLease(arbiter, "trainer"), 8.0))
         await asyncio.sleep(0.5)
-        async with SharedLease(arbiter, "generator-0").hold("generate"):
+        async with SharedDeviceLease(arbiter, "generator-0").hold("generate"):
             got = asyncio.get_running_loop().time()
         await running
         return got
@@ -110,7 +110,7 @@ def test_what_cannot_be_suspended_keeps_the_pool_until_it_is_done() -> None:
     assert run_virtual(main()) == pytest.approx(8.0)
 
 
-async def _held(lease: SharedLease, seconds: float) -> None:
+async def _held(lease: SharedDeviceLease, seconds: float) -> None:
     async with lease.hold("stage"):
         await asyncio.sleep(seconds)
 
@@ -129,13 +129,13 @@ def test_whoever_comes_when_phases_never_overlap_and_nobody_starves(
     slice_s: float,
 ) -> None:
     async def main() -> None:
-        arbiter = Arbiter(timeout_s=1000.0, slice_s=slice_s)
+        arbiter = DeviceArbiter(timeout_s=1000.0, slice_s=slice_s)
         decoding = {name: Decoding() for name in ("generator-0", "generator-1")}
         leases = {
-            name: SharedLease(arbiter, name, "generate", suspendable=decoding[name])
+            name: SharedDeviceLease(arbiter, name, "generate", suspendable=decoding[name])
             for name in decoding
         }
-        trainer = SharedLease(arbiter, "trainer", "train")
+        trainer = SharedDeviceLease(arbiter, "trainer", "train")
         clock = asyncio.get_running_loop().time
 
         async def generate(name: str, at: float, seconds: float) -> None:
@@ -171,11 +171,14 @@ PARTS = {"reference": {0}, "reward": {1}, "train": {0, 1}, "evaluate": {2}}
 
 def test_phases_without_a_device_in_common_go_on_side_by_side() -> None:
     async def main() -> dict[str, tuple[float, float]]:
-        arbiter, clock = Arbiter(timeout_s=100.0, slots=PARTS), asyncio.get_running_loop().time
+        arbiter, clock = (
+            DeviceArbiter(timeout_s=100.0, slots=PARTS),
+            asyncio.get_running_loop().time,
+        )
         times = {}
 
         async def work(phase: str) -> None:
-            async with SharedLease(arbiter, f"{phase}-0", phase).hold(phase):
+            async with SharedDeviceLease(arbiter, f"{phase}-0", phase).hold(phase):
                 begun = clock()
                 await asyncio.sleep(5.0)
                 times[phase] = (begun, clock())
@@ -190,18 +193,21 @@ def test_phases_without_a_device_in_common_go_on_side_by_side() -> None:
 
 def test_who_needs_several_devices_is_not_kept_out_by_those_that_need_one() -> None:
     async def main() -> float:
-        arbiter, clock = Arbiter(timeout_s=100.0, slots=PARTS), asyncio.get_running_loop().time
+        arbiter, clock = (
+            DeviceArbiter(timeout_s=100.0, slots=PARTS),
+            asyncio.get_running_loop().time,
+        )
 
         async def score(phase: str, after_s: float) -> None:
             await asyncio.sleep(after_s)
             while clock() < 50.0:
-                async with SharedLease(arbiter, f"{phase}-0", phase).hold(phase):
+                async with SharedDeviceLease(arbiter, f"{phase}-0", phase).hold(phase):
                     await asyncio.sleep(4.0)
 
         scoring = [asyncio.create_task(score("reference", 0.0))]
         scoring += [asyncio.create_task(score("reward", 2.0))]
         await asyncio.sleep(3.0)
-        async with SharedLease(arbiter, "trainer", "train").hold("train"):
+        async with SharedDeviceLease(arbiter, "trainer", "train").hold("train"):
             got = clock()
         await asyncio.gather(*scoring)
         return got
@@ -211,10 +217,10 @@ def test_who_needs_several_devices_is_not_kept_out_by_those_that_need_one() -> N
 
 def test_a_deadline_names_only_those_who_stand_in_the_way() -> None:
     async def main() -> None:
-        arbiter = Arbiter(timeout_s=3.0, slots=PARTS)
+        arbiter = DeviceArbiter(timeout_s=3.0, slots=PARTS)
         await arbiter.acquire("reference-0", "reference")
         await arbiter.acquire("reward-0", "reward")
-        arbiter.forget("reward-0")
+        arbiter.remove_holder("reward-0")
         await arbiter.acquire("evaluate-0", "evaluate")
         with pytest.raises(DeadlineError, match=r"lease; reference-0 has held it for 3 s$"):
             await arbiter.acquire("trainer", "train")
@@ -236,7 +242,7 @@ def test_no_device_is_ever_in_two_phases_and_everyone_has_a_turn(
     slots: dict[str, set[int]], pieces: list[tuple[str, int, float, float]], slice_s: float
 ) -> None:
     async def main() -> None:
-        arbiter, clock = Arbiter(timeout_s=1e4, slice_s=slice_s, slots=slots), asyncio.sleep
+        arbiter, clock = DeviceArbiter(timeout_s=1e4, slice_s=slice_s, slots=slots), asyncio.sleep
         computing: list[str] = []
 
         async def work(phase: str, number: int, at: float, seconds: float) -> None:
@@ -250,7 +256,7 @@ def test_no_device_is_ever_in_two_phases_and_everyone_has_a_turn(
                 computing.remove(phase)
 
         leases = {
-            (phase, number): SharedLease(arbiter, f"{phase}-{number}", phase)
+            (phase, number): SharedDeviceLease(arbiter, f"{phase}-{number}", phase)
             for phase in "abcde"
             for number in (0, 1)
         }
@@ -266,9 +272,9 @@ def test_a_holder_is_asked_to_give_way_for_each_rival_that_comes() -> None:
     """Also if the one before gave up."""
 
     async def main() -> tuple[bool, float]:
-        arbiter, clock = Arbiter(timeout_s=100.0, slice_s=2.0), asyncio.get_running_loop()
+        arbiter, clock = DeviceArbiter(timeout_s=100.0, slice_s=2.0), asyncio.get_running_loop()
         await arbiter.acquire("a")
-        asked = asyncio.create_task(arbiter.wanted("a", wait_s=50.0))
+        asked = asyncio.create_task(arbiter.wait_for_preemption("a", wait_s=50.0))
         rival = asyncio.create_task(arbiter.acquire("b"))
         await asyncio.sleep(1.0)
         rival.cancel()
@@ -285,9 +291,9 @@ def test_a_holder_is_asked_to_give_way_for_each_rival_that_comes() -> None:
 
 def test_a_holder_that_gives_the_pool_back_is_asked_no_more() -> None:
     async def main() -> float:
-        arbiter, clock = Arbiter(timeout_s=100.0), asyncio.get_running_loop()
+        arbiter, clock = DeviceArbiter(timeout_s=100.0), asyncio.get_running_loop()
         await arbiter.acquire("a")
-        asked = asyncio.create_task(arbiter.wanted("a", wait_s=50.0))
+        asked = asyncio.create_task(arbiter.wait_for_preemption("a", wait_s=50.0))
         await asyncio.sleep(3.0)
         await arbiter.release("a")
         assert not await asked

@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.errors import GenerationError
 from streamrl.simulator.replicas.virtual_loop import run_virtual
-from streamrl.stream.device_lease import Arbiter, SharedLease
+from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
 
 
 class Stuck:
@@ -31,15 +31,15 @@ class Stuck:
 @pytest.mark.parametrize("fails", ["suspend", "resume"])
 def test_work_that_fails_to_give_way_says_so_and_gives_the_pool_back(fails: str) -> None:
     async def main() -> None:
-        arbiter = Arbiter(timeout_s=20.0, slice_s=0.0)
-        generator = SharedLease(arbiter, "generator-0", suspendable=Stuck(fails))
+        arbiter = DeviceArbiter(timeout_s=20.0, slice_s=0.0)
+        generator = SharedDeviceLease(arbiter, "generator-0", suspendable=Stuck(fails))
 
         async def sample() -> None:
             async with generator.hold("generate"):
                 await asyncio.sleep(5.0)
 
         async def train() -> None:
-            async with SharedLease(arbiter, "trainer").hold("train"):
+            async with SharedDeviceLease(arbiter, "trainer").hold("train"):
                 await asyncio.sleep(1.0)
 
         sampling = asyncio.create_task(sample())

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from streamrl.buffer import StepAssembler
-from streamrl.errors import FilterError, LedgerError
-from streamrl.messages import Ended, Experience, GroupInfo, Lease
+from streamrl.errors import FilterLimitError, LedgerError
+from streamrl.messages import Experience, GroupInfo, GroupLease, GroupOutcome
 from streamrl.simulator.replicas.virtual_loop import run_virtual
-from streamrl.stream.group_collector import Gathering
+from streamrl.stream.group_collector import GroupCollector
 from streamrl.stream.run_state import PipelineConfig
 from tests.fake_stream import Stream, run_stream
 from tests.fakes import Plan
@@ -37,12 +37,12 @@ def test_what_is_filtered_while_others_are_trained_is_booked_at_once() -> None:
 
     async def watch(stream: Stream) -> None:
         clock = asyncio.get_running_loop().time
-        stream.control.on_end = lambda uid, how: booked.append(clock())
+        stream.control.on_group_finished = lambda uid, how: booked.append(clock())
         await asyncio.Event().wait()
 
     stream = run_virtual(run_stream(FILTERING, disturb=watch))
     scorers = [r for process, r in stream.recorders.items() if process.startswith("reward")]
-    scored = [span.end_s for recorder in scorers for span in recorder.drain()]
+    scored = [span.end_s for recorder in scorers for span in recorder.drain_spans()]
     assert len(booked) > 6
     late = [at - max(end for end in scored if end <= at) for at in booked]
     assert max(late) < 0.1
@@ -50,7 +50,7 @@ def test_what_is_filtered_while_others_are_trained_is_booked_at_once() -> None:
 
 def test_too_much_that_is_filtered_ends_the_run_also_if_it_comes_while_others_are_trained() -> None:
     plan = Plan(**{**vars(FILTERING), "max_filtered": 3, "filter_rate": 0.8})
-    with pytest.raises(FilterError, match="step 0 has filtered"):
+    with pytest.raises(FilterLimitError, match="step 0 has filtered"):
         run_virtual(run_stream(plan))
 
 
@@ -58,31 +58,34 @@ def test_too_much_that_is_filtered_ends_a_run_with_that_also_if_it_is_stopped_th
     plan = Plan(**{**vars(FILTERING), "max_filtered": 3, "filter_rate": 0.8})
 
     async def stop(stream: Stream) -> None:
-        while stream.control.filtered.groups <= 3:
+        while stream.control.filter_tally.num_groups <= 3:
             await asyncio.sleep(0.1)
         # A part is being trained, and goes on for some seconds.
         await asyncio.sleep(3.0)
-        stream.control.stop()
+        stream.control.request_stop()
         await asyncio.Event().wait()
 
-    with pytest.raises(FilterError, match="step 0 has filtered"):
+    with pytest.raises(FilterLimitError, match="step 0 has filtered"):
         run_virtual(run_stream(plan, disturb=stop))
 
 
-def ready(number: int, ended: Ended | None = None) -> Experience:
+def ready(number: int, ended: GroupOutcome | None = None) -> Experience:
     info = None if ended else GroupInfo((5,), 4, ((0, 4),))
-    lease = Lease(number, f"0:{number}:0", "train", 1, math.inf)
-    return Experience(lease, 0, info=info, ready_version=0, ended=ended)
+    lease = GroupLease(number, f"0:{number}:0", "train", 1, math.inf)
+    return Experience(lease, 0, info=info, ready_version=0, outcome=ended)
 
 
 def test_what_goes_wrong_while_the_last_groups_are_trained_is_not_passed_over() -> None:
     """The last group is drawn while a filtered one that came with it is still being booked."""
     assembler = StepAssembler(max_staleness=0, groups_per_step=2)
     for number in range(3):
-        assembler.admit(f"0:{number}:0", 0)
+        assembler.admit_group(f"0:{number}:0", 0)
 
     class Queue:
-        coming = (([ready(0)], 0.0), ([ready(1), ready(2, Ended("filtered", filtered=True))], 5.0))
+        coming = (
+            ([ready(0)], 0.0),
+            ([ready(1), ready(2, GroupOutcome("filtered", filtered=True))], 5.0),
+        )
         answers = iter(coming)
 
         async def take(self, stage: str, **settings: Any) -> list[Experience]:
@@ -99,7 +102,7 @@ def test_what_goes_wrong_while_the_last_groups_are_trained_is_not_passed_over() 
         admission=SimpleNamespace(
             version=0, ledger=SimpleNamespace(in_flight={f"0:{n}:0" for n in range(3)})
         ),
-        offer=assembler.offer,
+        offer=assembler.offer_groups,
         take_late=lambda **_: {},
         check_ended=lambda ended: None,
         stopping=asyncio.Event(),
@@ -112,12 +115,12 @@ def test_what_goes_wrong_while_the_last_groups_are_trained_is_not_passed_over() 
     async def train() -> None:
         stage: Any = SimpleNamespace(name="train", queue=Queue())
         config = PipelineConfig(groups_per_step=2)
-        async with Gathering(stage, cast(Any, control), config) as gathering:
+        async with GroupCollector(stage, cast(Any, control), config) as gathering:
             for _ in range(2):
-                assert await gathering.some()
-                assembler.draw(0)
+                assert await gathering.wait_for_groups()
+                assembler.draw_groups(0)
                 await asyncio.sleep(10.0)
-            assert assembler.complete
+            assert assembler.is_complete
 
     with pytest.raises(LedgerError):
         run_virtual(train())

@@ -9,35 +9,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
-from streamrl.algorithms.adaptive_params import Dials
+from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import (
-    Admission,
-    Books,
-    Bounds,
+    AdmissionController,
     ExperienceQueue,
     Ledger,
     QueueConfig,
+    RunLog,
+    ShardCapacity,
     StepAssembler,
 )
-from streamrl.buffer.admission.oversampling import Oversampling
-from streamrl.buffer.admission.staleness_credits import credit_limit
-from streamrl.buffer.log.segment_file import Record
+from streamrl.buffer.admission.oversampling import OversamplingController
+from streamrl.buffer.admission.staleness_credits import compute_credit_limit
+from streamrl.buffer.log.segment_file import JournalRecord
 from streamrl.dataflow import POLICY
-from streamrl.errors import ConfigError, DropError, FilterError, StaleGroupError
-from streamrl.messages import Ended, Experience, GroupInfo, Lease, Prompt
-from streamrl.pipeline import admit
+from streamrl.errors import ConfigError, DropLimitError, FilterLimitError, StaleGroupError
+from streamrl.messages import Experience, GroupInfo, GroupLease, GroupOutcome, Prompt
+from streamrl.pipeline import admit_prompts
 from streamrl.simulator.replicas.virtual_loop import run_virtual
-from streamrl.stream.run_state import Control, PipelineConfig
-from streamrl.stream.weight_publisher import Publishing
+from streamrl.stream.run_state import PipelineConfig, RunState
+from streamrl.stream.weight_publisher import WeightPublisher
 from streamrl.weights.version_registry import WeightRegistry
 from tests.buffer.shards import STAGES
 from tests.fake_shards import LocalShard, MemoryLog
 from tests.fake_stream import Stream, run_stream
 from tests.fakes import FakePrompts, Plan
 
-FAILED = Ended("reward_error", "the verifier is down")
-STALE = Ended("stale", "tokens beyond pipeline.max_staleness")
-FILTERED = Ended("filtered", "all 2 rewards are 1", filtered=True)
+FAILED = GroupOutcome("reward_error", "the verifier is down")
+STALE = GroupOutcome("stale", "tokens beyond pipeline.max_staleness")
+FILTERED = GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)
 
 
 class Entrance:
@@ -48,10 +48,10 @@ class Entrance:
         self.left: list[str] = []
         self.kept: list[str] = []
 
-    async def uids_with(self, column: str) -> list[str]:
+    async def find_uids_with(self, column: str) -> list[str]:
         return self.kept
 
-    async def admit(
+    async def admit_prompts(
         self,
         prompts: Sequence[Prompt],
         version: int,
@@ -63,16 +63,19 @@ class Entrance:
         self.entered += [(prompt.uid, version) for prompt in prompts]
         on_entered([prompt.uid for prompt in prompts])
 
-    async def leave(self, uids: Sequence[str], version: int) -> None:
+    async def remove_groups(self, uids: Sequence[str], version: int) -> None:
         await asyncio.sleep(0.1)
         self.left += uids
 
 
 def control_of(
-    *, log: MemoryLog | None = None, oversampling: Oversampling | None = None, **settings: Any
-) -> Control:
+    *,
+    log: MemoryLog | None = None,
+    oversampling: OversamplingController | None = None,
+    **settings: Any,
+) -> RunState:
     """Two steps of three groups in flight, or of more if they are oversampled."""
-    admission = Admission(
+    admission = AdmissionController(
         Ledger(debug=True),
         depth=1,
         groups_per_step=3,
@@ -80,12 +83,14 @@ def control_of(
         total_groups=300,
         oversampling=oversampling,
     )
-    return Control(
+    return RunState(
         admission,
         StepAssembler(max_staleness=1, groups_per_step=3, oversampling=oversampling),
-        Books(admission.ledger, log or MemoryLog()),
-        Publishing({}, {POLICY: WeightRegistry(keep_versions=2)}),
-        Dials(ALGORITHMS["grpo"], AlgorithmConfig().settings(max_length=8, reward_weights={})),
+        RunLog(admission.ledger, log or MemoryLog()),
+        WeightPublisher({}, {POLICY: WeightRegistry(keep_versions=2)}),
+        AdaptiveParams(
+            ALGORITHMS["grpo"], AlgorithmConfig().to_settings(max_length=8, reward_weights={})
+        ),
         FakePrompts(),
         **settings,
     )
@@ -98,31 +103,31 @@ def uids(count: int) -> list[str]:
 # What comes again.
 
 
-def ended(*ends: dict[str, Ended], **settings: Any) -> tuple[Control, Entrance]:
+def ended(*ends: dict[str, GroupOutcome], **settings: Any) -> tuple[RunState, Entrance]:
     """A control that filled the queue, and of whose groups some then ended, call by call."""
 
-    async def main() -> tuple[Control, Entrance]:
+    async def main() -> tuple[RunState, Entrance]:
         control, entrance = control_of(**settings), Entrance()
-        await control.admit_new(entrance)  # type: ignore[arg-type]
+        await control.admit_prompts(entrance)  # type: ignore[arg-type]
         for one in ends:
-            await control.end(entrance, one)  # type: ignore[arg-type]
-            control.check_ended(one)
-            await control.admit_new(entrance)  # type: ignore[arg-type]
+            await control.finish_groups(entrance, one)  # type: ignore[arg-type]
+            control.check_step_limits(one)
+            await control.admit_prompts(entrance)  # type: ignore[arg-type]
         return control, entrance
 
     return run_virtual(main())
 
 
 def test_what_ended_is_booked_told_and_leaves() -> None:
-    told: list[tuple[str, Ended]] = []
+    told: list[tuple[str, GroupOutcome]] = []
     ends = {"0:1:0": FAILED, "0:2:0": FILTERED}
     control, entrance = ended(ends, on_end=lambda uid, how: told.append((uid, how)))
     assert told == list(ends.items())
     assert entrance.left == ["0:1:0", "0:2:0"]
     counts = control.admission.ledger.counts
     assert (counts.filtered, counts.dropped, counts.in_flight) == (1, 1, 6)
-    assert set(control.assembler.awaited) == set(control.admission.ledger.in_flight)
-    assert control.booked == set(control.admission.ledger.in_flight)
+    assert set(control.assembler.pending_uids) == set(control.admission.ledger.in_flight)
+    assert control.inserted_uids == set(control.admission.ledger.in_flight)
 
 
 def test_a_failed_group_is_replaced_by_the_next_prompt() -> None:
@@ -133,7 +138,7 @@ def test_a_failed_group_is_replaced_by_the_next_prompt() -> None:
 def test_a_failed_group_whose_prompt_is_to_come_again_comes_again_in_its_place() -> None:
     control, entrance = ended({"0:1:0": FAILED}, readmits=True)
     assert entrance.entered[6:] == [("0:1:1", 0)]
-    assert control.admission.credit == 0
+    assert control.admission.num_credits == 0
 
 
 def test_a_stale_group_comes_again_whatever_is_done_with_failed_ones() -> None:
@@ -160,13 +165,13 @@ def test_with_one_attempt_nothing_comes_again() -> None:
 def test_what_comes_again_enters_at_the_version_it_was_booked_at() -> None:
     async def main() -> list[tuple[str, int]]:
         control, entrance = control_of(readmits=True), Entrance()
-        await control.admit_new(entrance)  # type: ignore[arg-type]
-        await control.end(entrance, {"0:1:0": FAILED})  # type: ignore[arg-type]
-        control.admission.advance(1)
-        await control.end(entrance, {"0:2:0": FAILED})  # type: ignore[arg-type]
-        assert control.arriving == {"0:1:1", "0:2:1"}
-        await control.admit_new(entrance)  # type: ignore[arg-type]
-        assert not control.arriving
+        await control.admit_prompts(entrance)  # type: ignore[arg-type]
+        await control.finish_groups(entrance, {"0:1:0": FAILED})  # type: ignore[arg-type]
+        control.admission.advance_version(1)
+        await control.finish_groups(entrance, {"0:2:0": FAILED})  # type: ignore[arg-type]
+        assert control.pending_inserts == {"0:1:1", "0:2:1"}
+        await control.admit_prompts(entrance)  # type: ignore[arg-type]
+        assert not control.pending_inserts
         return entrance.entered[6:]
 
     assert run_virtual(main()) == [("0:1:1", 0), ("0:2:1", 1)]
@@ -182,13 +187,13 @@ def test_no_crash_comes_between_an_end_and_the_admission_that_follows_it() -> No
 def test_a_returning_prompt_enters_though_there_is_no_credit() -> None:
     async def main() -> float:
         control, entrance = control_of(readmits=True), Entrance()
-        admitting = asyncio.create_task(admit(control, entrance))  # type: ignore[arg-type]
+        admitting = asyncio.create_task(admit_prompts(control, entrance))  # type: ignore[arg-type]
         await asyncio.sleep(10.05)
-        await control.end(entrance, {"0:1:0": FAILED})  # type: ignore[arg-type]
+        await control.finish_groups(entrance, {"0:1:0": FAILED})  # type: ignore[arg-type]
         ended_at = asyncio.get_running_loop().time()
         while len(entrance.entered) < 7:
             await asyncio.sleep(0.01)
-        control.stopping.set()
+        control.stop_requested.set()
         await admitting
         assert entrance.entered[6] == ("0:1:1", 0)
         return asyncio.get_running_loop().time() - ended_at
@@ -199,21 +204,21 @@ def test_a_returning_prompt_enters_though_there_is_no_credit() -> None:
 def test_whoever_trains_does_not_wait_for_the_room_that_training_makes() -> None:
     async def main() -> None:
         # Room for four groups while six may be in flight: the shard is bounded in bytes.
-        bounds = Bounds(100, num_bytes=4000, group_bytes=1000)
+        bounds = ShardCapacity(100, max_bytes=4000, reserved_group_bytes=1000)
         shard = LocalShard(STAGES, QueueConfig(max_attempts=1), bounds, log=MemoryLog())
         control, queue = control_of(readmits=True), ExperienceQueue([shard], "coordinator")
-        admitting = asyncio.create_task(admit(control, queue))
+        admitting = asyncio.create_task(admit_prompts(control, queue))
         await asyncio.sleep(5.0)
-        assert len((await queue.stats()).uids) == 4
+        assert len((await queue.get_stats()).uids) == 4
         started = asyncio.get_running_loop().time()
         # The place of this one goes to the fifth prompt, which has waited for it.
-        await control.end(queue, {"0:1:0": FAILED})
+        await control.finish_groups(queue, {"0:1:0": FAILED})
         assert asyncio.get_running_loop().time() - started < 0.1
         await asyncio.sleep(1.0)
-        assert len((await queue.stats()).uids) == 4
-        await queue.leave(["0:0:0", "0:2:0"], 1)
+        assert len((await queue.get_stats()).uids) == 4
+        await queue.remove_groups(["0:0:0", "0:2:0"], 1)
         await asyncio.sleep(1.0)
-        assert "0:1:1" in (await queue.stats()).uids
+        assert "0:1:1" in (await queue.get_stats()).uids
         admitting.cancel()
 
     run_virtual(main())
@@ -224,8 +229,10 @@ async def watch_credit(stream: Stream) -> None:
     plan, admission = stream.plan, stream.control.admission
     lead = plan.max_staleness if plan.depth is None else plan.depth
     while True:
-        limit = credit_limit(admission.version, depth=lead, groups_per_step=plan.groups_per_step)
-        claimed = admission.ledger.claimed
+        limit = compute_credit_limit(
+            admission.version, depth=lead, groups_per_step=plan.groups_per_step
+        )
+        claimed = admission.ledger.num_credits_spent
         assert claimed <= min(limit, plan.steps * plan.groups_per_step)
         await asyncio.sleep(0.001)
 
@@ -249,7 +256,7 @@ def test_under_any_schedule_what_comes_again_spends_the_credit_it_gave_back(plan
 class LateLog(MemoryLog):
     """Says of what it has written that it is written a second later."""
 
-    async def append(self, records: Sequence[Record], *, sync: bool = True) -> None:
+    async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:
         await super().append(records, sync=sync)
         await asyncio.sleep(1.0)
 
@@ -258,13 +265,13 @@ def test_whoever_books_sees_what_the_log_has_of_an_end_in_the_ledger() -> None:
     async def main() -> None:
         log = LateLog()
         control, entrance = control_of(log=log), Entrance()
-        await control.admit_new(entrance)  # type: ignore[arg-type]
+        await control.admit_prompts(entrance)  # type: ignore[arg-type]
         ending = asyncio.create_task(
-            control.end(entrance, {"0:1:0": FAILED})  # type: ignore[arg-type]
+            control.finish_groups(entrance, {"0:1:0": FAILED})  # type: ignore[arg-type]
         )
         await asyncio.sleep(0.5)
         assert log.records[-1].meta["kind"] == "end"
-        async with control.booking:
+        async with control.run_log_lock:
             assert "0:1:0" not in control.admission.ledger.in_flight
         await ending
 
@@ -275,14 +282,14 @@ def test_what_the_books_do_not_have_in_flight_leaves_the_queue_and_what_is_missi
     None
 ):
     async def main() -> None:
-        shard = LocalShard(STAGES, QueueConfig(), Bounds(10), log=MemoryLog())
+        shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
         control, queue = control_of(), ExperienceQueue([shard], "coordinator")
-        await control.books.admit(uids(3), 0)
+        await control.run_log.record_admissions(uids(3), 0)
         # One of the three has got in, and one that the books have let go.
-        await queue.admit([FakePrompts.prompt(uid) for uid in ("0:1:0", "0:7:0")], 0)
-        await control.reconcile(queue)
-        assert (await queue.stats()).uids == ("0:1:0",)
-        assert [prompt.uid for prompt in control.returning] == ["0:0:0", "0:2:0"]
+        await queue.admit_prompts([FakePrompts.get_prompt(uid) for uid in ("0:1:0", "0:7:0")], 0)
+        await control.reconcile_queue(queue)
+        assert (await queue.get_stats()).uids == ("0:1:0",)
+        assert [prompt.uid for prompt in control.prompts_to_insert] == ["0:0:0", "0:2:0"]
 
     run_virtual(main())
 
@@ -290,10 +297,13 @@ def test_what_the_books_do_not_have_in_flight_leaves_the_queue_and_what_is_missi
 # More is admitted than there are places.
 
 
-async def oversampled(factor: float | None) -> tuple[Control, Entrance]:
+async def oversampled(factor: float | None) -> tuple[RunState, Entrance]:
     """A control that has filled the queue, where a filter is known to take some."""
-    control, entrance = control_of(oversampling=Oversampling(factor, groups_per_step=3)), Entrance()
-    await control.admit_new(entrance)  # type: ignore[arg-type]
+    control, entrance = (
+        control_of(oversampling=OversamplingController(factor, groups_per_step=3)),
+        Entrance(),
+    )
+    await control.admit_prompts(entrance)  # type: ignore[arg-type]
     return control, entrance
 
 
@@ -302,11 +312,11 @@ def test_undecided_groups_spend_a_part_of_a_credit_and_those_that_are_kept_a_who
         control, entrance = await oversampled(4.0)
         assert len(entrance.entered) == 24, "four for each of the six places"
         entrance.kept = ["0:0:0"]
-        await control.admit_new(entrance)  # type: ignore[arg-type]
+        await control.admit_prompts(entrance)  # type: ignore[arg-type]
         # Five places are left: twenty undecided groups are enough, and there are 23.
         assert len(entrance.entered) == 24
-        await control.end(entrance, dict.fromkeys(uids(5)[1:], FILTERED))  # type: ignore[arg-type]
-        await control.admit_new(entrance)  # type: ignore[arg-type]
+        await control.finish_groups(entrance, dict.fromkeys(uids(5)[1:], FILTERED))  # type: ignore[arg-type]
+        await control.admit_prompts(entrance)  # type: ignore[arg-type]
         assert len(entrance.entered) == 25, "of 19 there is one missing"
 
     run_virtual(main())
@@ -316,8 +326,8 @@ def test_by_what_was_filtered_lately_there_are_as_many_as_it_takes_for_one_to_be
     async def main() -> None:
         control, entrance = await oversampled(None)
         assert len(entrance.entered) == 6, "nothing is known yet"
-        await control.end(entrance, dict.fromkeys(uids(6), FILTERED))  # type: ignore[arg-type]
-        await control.admit_new(entrance)  # type: ignore[arg-type]
+        await control.finish_groups(entrance, dict.fromkeys(uids(6), FILTERED))  # type: ignore[arg-type]
+        await control.admit_prompts(entrance)  # type: ignore[arg-type]
         assert len(entrance.entered) == 6 + 15, "2.5 for each place, as if four of ten were kept"
 
     run_virtual(main())
@@ -327,20 +337,21 @@ def test_surplus_prompts_come_again_before_others_once_there_are_credits() -> No
     async def main() -> None:
         control, entrance = await oversampled(4.0)
         for version in (1, 2):
-            control.admission.advance(version)
+            control.admission.advance_version(version)
         entrance.kept = [f"0:{n}:0" for n in range(14, 24)]
-        control.keep(entrance.kept)
-        late = control.take_late()
+        control.keep_groups(entrance.kept)
+        late = control.remove_late_groups()
         assert len(late) == 24, "all were due at the step of version 1"
-        await control.end(entrance, {u: late[u] for u in uids(14)})  # type: ignore[arg-type]
+        await control.finish_groups(entrance, {u: late[u] for u in uids(14)})  # type: ignore[arg-type]
         assert dict(control.admission.ledger.counts.drops) == {"surplus": 14}
-        control.check_ended(late)  # nobody is to blame
-        assert not control.returning
-        await control.admit_new(entrance)  # type: ignore[arg-type]
+        control.check_step_limits(late)  # nobody is to blame
+        assert not control.prompts_to_insert
+        await control.admit_prompts(entrance)  # type: ignore[arg-type]
         # Twelve may have been claimed while version 2 is the newest, and ten are kept.
         assert entrance.entered[24:] == [(f"0:{n}:1", 2) for n in range(8)]
-        await control.end(entrance, dict.fromkeys([f"0:{n}:1" for n in range(8)], FILTERED))  # type: ignore[arg-type]
-        await control.admit_new(entrance)  # type: ignore[arg-type]
+        filtered = dict.fromkeys([f"0:{n}:1" for n in range(8)], FILTERED)
+        await control.finish_groups(entrance, filtered)  # type: ignore[arg-type]
+        await control.admit_prompts(entrance)  # type: ignore[arg-type]
         again = [f"0:{n}:1" for n in range(8, 14)]
         assert [uid for uid, _ in entrance.entered[32:]] == [*again, "0:24:0", "0:25:0"]
 
@@ -351,13 +362,13 @@ def test_where_each_group_has_a_place_one_that_is_too_old_is_an_error() -> None:
     async def main() -> None:
         control, _ = await oversampled(1.0)
         for version in (1, 2):
-            control.admission.advance(version)
-        assert control.take_late() == {}
+            control.admission.advance_version(version)
+        assert control.remove_late_groups() == {}
         info = GroupInfo((4,), 2, ((0, 2),))
-        lease = Lease(1, "0:0:0", "train", 1, float("inf"))
-        control.offer([Experience(lease, 0, info=info, ready_version=0)])
+        lease = GroupLease(1, "0:0:0", "train", 1, float("inf"))
+        control.offer_groups([Experience(lease, 0, info=info, ready_version=0)])
         with pytest.raises(StaleGroupError):
-            control.assembler.draw(2)
+            control.assembler.draw_groups(2)
 
     run_virtual(main())
 
@@ -367,18 +378,18 @@ def test_where_each_group_has_a_place_one_that_is_too_old_is_an_error() -> None:
 
 def test_a_step_that_filters_too_much_ends_the_run_and_says_why() -> None:
     message = r"^step 0 has filtered 3 groups, more than 2 \(filter.max_filter_rounds\): all 2 rew"
-    with pytest.raises(FilterError, match=message):
+    with pytest.raises(FilterLimitError, match=message):
         ended(dict.fromkeys(uids(2), FILTERED), {"0:2:0": FILTERED}, max_filtered=2)
 
 
 def test_groups_that_failed_are_not_filtered() -> None:
     control, _ = ended(dict.fromkeys(uids(6), FAILED), max_filtered=2)
-    assert control.filtered.groups == 0
+    assert control.filter_tally.num_groups == 0
 
 
 def test_a_filter_error_names_the_first_reasons_once_each() -> None:
-    reasons = [Ended("filtered", f"reason {i % 5}", filtered=True) for i in range(6)]
-    with pytest.raises(FilterError, match=r": reason 0; reason 1; reason 2$"):
+    reasons = [GroupOutcome("filtered", f"reason {i % 5}", filtered=True) for i in range(6)]
+    with pytest.raises(FilterLimitError, match=r": reason 0; reason 1; reason 2$"):
         ended(dict(zip(uids(6), reasons, strict=True)), max_filtered=1)
 
 
@@ -390,52 +401,54 @@ def test_a_step_that_drops_too_much_ends_the_run_and_says_why() -> None:
         r"^step 0 has dropped 3 groups, more than 2 \(queue.max_drop_rounds\), 2 of them as"
         r" reward_error; the last: no result in 30 s$"
     )
-    late = Ended("reward_timeout", "no result in 30 s")
-    with pytest.raises(DropError, match=message):
+    late = GroupOutcome("reward_timeout", "no result in 30 s")
+    with pytest.raises(DropLimitError, match=message):
         ended(dict.fromkeys(uids(2), FAILED), {"0:2:0": late}, max_dropped=2)
 
 
 def test_a_step_may_drop_as_much_as_is_allowed() -> None:
     control, _ = ended(dict.fromkeys(uids(2), FAILED), max_dropped=2)
-    assert control.dropped == {"reward_error": 2}
+    assert control.drop_counts == {"reward_error": 2}
 
 
 def test_groups_that_were_filtered_or_came_too_late_are_not_counted_as_dropped() -> None:
     control, _ = ended({"0:0:0": FILTERED, "0:1:0": STALE, "0:2:0": FILTERED}, max_dropped=0)
-    assert not control.dropped
+    assert not control.drop_counts
 
 
 def test_prompts_that_fail_each_time_they_come_again_end_the_run() -> None:
     ends = [{f"0:1:{attempt}": FAILED} for attempt in range(3)]
-    with pytest.raises(DropError, match="has dropped 3 groups"):
+    with pytest.raises(DropLimitError, match="has dropped 3 groups"):
         ended(*ends, readmits=True, max_attempts=100, max_dropped=2)
 
 
 def test_what_was_in_flight_at_a_resume_may_have_failed_before_and_does_not_count() -> None:
-    async def main() -> Control:
-        shard = LocalShard(STAGES, QueueConfig(), Bounds(10), log=MemoryLog())
+    async def main() -> RunState:
+        shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
         control, queue = control_of(max_dropped=0), ExperienceQueue([shard], "coordinator")
-        await control.books.admit([prompt.uid for prompt in control.prompts.draw(2)], 0)
-        await control.reconcile(queue)
-        await control.admit_new(queue)
+        await control.run_log.record_admissions(
+            [prompt.uid for prompt in control.prompt_source.draw_prompts(2)], 0
+        )
+        await control.reconcile_queue(queue)
+        await control.admit_prompts(queue)
         for ends in (dict.fromkeys(uids(2), FAILED), {"0:3:0": FAILED}):
-            await control.end(queue, ends)
+            await control.finish_groups(queue, ends)
             if "0:3:0" not in ends:
-                control.check_ended(ends)
-        with pytest.raises(DropError, match="step 0 has dropped 1 groups"):
-            control.check_ended({"0:3:0": FAILED})
+                control.check_step_limits(ends)
+        with pytest.raises(DropLimitError, match="step 0 has dropped 1 groups"):
+            control.check_step_limits({"0:3:0": FAILED})
         return control
 
-    assert run_virtual(main()).dropped == {"reward_error": 1}
+    assert run_virtual(main()).drop_counts == {"reward_error": 1}
 
 
 # Settings.
 
 
 def test_generation_may_be_ahead_by_the_bound_or_by_less() -> None:
-    assert PipelineConfig(max_staleness=3).lead == 3
-    assert PipelineConfig(max_staleness=3, depth=1).lead == 1
-    assert PipelineConfig(max_staleness=3, depth=0).lead == 0
+    assert PipelineConfig(max_staleness=3).max_steps_ahead == 3
+    assert PipelineConfig(max_staleness=3, depth=1).max_steps_ahead == 1
+    assert PipelineConfig(max_staleness=3, depth=0).max_steps_ahead == 0
 
 
 def test_more_depth_than_the_bound_is_refused_with_the_arithmetic_unless_stale_is_dropped() -> None:
@@ -446,7 +459,10 @@ def test_more_depth_than_the_bound_is_refused_with_the_arithmetic_unless_stale_i
     )
     with pytest.raises(ConfigError, match=message):
         PipelineConfig(max_staleness=1, depth=2, groups_per_step=8)
-    assert PipelineConfig(max_staleness=1, depth=2, groups_per_step=8, on_stale="drop").lead == 2
+    assert (
+        PipelineConfig(max_staleness=1, depth=2, groups_per_step=8, on_stale="drop").max_steps_ahead
+        == 2
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.buffer import Bounds, ExperienceQueue, QueueConfig
+from streamrl.buffer import ExperienceQueue, QueueConfig, ShardCapacity
 from streamrl.errors import RewardError
-from streamrl.messages import Experience, Filtered, Lease
+from streamrl.messages import Experience, FilteredGroup, GroupLease
 from streamrl.simulator.replicas.virtual_loop import run_virtual
-from streamrl.stream.device_lease import FreeLease
-from streamrl.stream.protocols import Stage
-from streamrl.stream.stage_worker import Desk, Places, Result, chunks, serve, shared_places
+from streamrl.stream.device_lease import DedicatedDeviceLease
+from streamrl.stream.protocols import StageContext
+from streamrl.stream.stage_worker import (
+    ConcurrencyLimit,
+    InFlightWork,
+    StageResult,
+    serve_stage,
+    split_batches,
+    split_slots,
+)
 from streamrl.telemetry.spans import SpanRecorder
 from tests.buffer.shards import STAGES, prompt, rollouts
 from tests.fake_shards import LocalShard, MemoryLog
@@ -23,13 +30,13 @@ UIDS = [f"0:{i}:0" for i in range(6)]
 
 def shards_with(uids: Sequence[str], *, lease_s: float = 10.0, **settings: float) -> LocalShard:
     config = QueueConfig(shards=1, lease_s=lease_s, **settings)  # type: ignore[arg-type]
-    return LocalShard(STAGES, config, Bounds(100), log=MemoryLog())
+    return LocalShard(STAGES, config, ShardCapacity(100), log=MemoryLog())
 
 
 class Sampler:
     """A generate stage that takes its time, and says what came of each group."""
 
-    def __init__(self, *, seconds: float = 1.0, **results: Result) -> None:
+    def __init__(self, *, seconds: float = 1.0, **results: StageResult) -> None:
         self.started: list[str] = []
         self.finished: list[str] = []
         self.at_once = 0
@@ -37,7 +44,7 @@ class Sampler:
         self._seconds = seconds
         self._results = results
 
-    async def __call__(self, experiences: Sequence[Experience]) -> Sequence[Result]:
+    async def __call__(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
         uids = [experience.uid for experience in experiences]
         self.started += uids
         self.at_once += len(uids)
@@ -53,13 +60,17 @@ class Sampler:
 async def serving(
     shard: LocalShard, sampler: Sampler, *, slots: int = 2, batch: int = 1, holder: str = "me"
 ) -> "asyncio.Task[None]":
-    place = Stage("generate", ExperienceQueue([shard], holder), FreeLease(), SpanRecorder(holder))
-    return asyncio.create_task(serve(place, sampler, Desk(Places(slots)), columns=(), batch=batch))
+    place = StageContext(
+        "generate", ExperienceQueue([shard], holder), DedicatedDeviceLease(), SpanRecorder(holder)
+    )
+    return asyncio.create_task(
+        serve_stage(place, sampler, InFlightWork(ConcurrencyLimit(slots)), columns=(), batch=batch)
+    )
 
 
 async def admitted(shard: LocalShard, uids: Sequence[str]) -> ExperienceQueue:
     queue = ExperienceQueue([shard], "coordinator")
-    await queue.admit([prompt(uid) for uid in uids], 0)
+    await queue.admit_prompts([prompt(uid) for uid in uids], 0)
     return queue
 
 
@@ -75,7 +86,7 @@ def test_a_stage_works_on_so_many_groups_at_once_and_commits_them_all(
         loop.cancel()
         assert sorted(sampler.finished) == UIDS
         assert sampler.most_at_once == min(slots, len(UIDS))
-        found = await queue.read(UIDS, ("lengths",))
+        found = await queue.read_columns(UIDS, ("lengths",))
         assert all(columns["lengths"].tolist() == [5, 5] for columns in found.values())
 
     run_virtual(main())
@@ -84,15 +95,18 @@ def test_a_stage_works_on_so_many_groups_at_once_and_commits_them_all(
 def test_results_are_committed_filtered_or_failed_by_what_they_are() -> None:
     async def main() -> None:
         shard = shards_with(UIDS, max_attempts=1)
-        sampler = Sampler(uid_1=Filtered("not worth it"), uid_2=RewardError("no verdict"))
+        sampler = Sampler(uid_1=FilteredGroup("not worth it"), uid_2=RewardError("no verdict"))
         queue = await admitted(shard, UIDS[:3])
         loop = await serving(shard, sampler, slots=3, batch=3)
         await asyncio.sleep(5.0)
         loop.cancel()
-        ended = await queue.take("train", max_groups=9, columns=(), wait_s=1.0)
-        causes = {one.uid: one.ended.cause for one in ended if one.ended}
+        ended = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+        causes = {one.uid: one.outcome.cause for one in ended if one.outcome}
         assert causes == {"0:1:0": "filtered", "0:2:0": "reward_error"}
-        assert (await queue.read(["0:0:0"], ("lengths",)))["0:0:0"]["lengths"].tolist() == [5, 5]
+        assert (await queue.read_columns(["0:0:0"], ("lengths",)))["0:0:0"]["lengths"].tolist() == [
+            5,
+            5,
+        ]
 
     run_virtual(main())
 
@@ -101,16 +115,20 @@ def test_a_stage_that_leaves_commits_what_is_finished_and_takes_nothing_more() -
     async def main() -> None:
         shard, sampler = shards_with(UIDS), Sampler(seconds=10.0)
         queue = await admitted(shard, UIDS)
-        place = Stage("generate", ExperienceQueue([shard], "me"), FreeLease(), SpanRecorder("me"))
-        loop = asyncio.create_task(serve(place, sampler, Desk(Places(2)), columns=(), batch=1))
+        place = StageContext(
+            "generate", ExperienceQueue([shard], "me"), DedicatedDeviceLease(), SpanRecorder("me")
+        )
+        loop = asyncio.create_task(
+            serve_stage(place, sampler, InFlightWork(ConcurrencyLimit(2)), columns=(), batch=1)
+        )
         await asyncio.sleep(15.0)
-        place.leaving.set()
+        place.leave_requested.set()
         await loop
-        assert await queue.release("me", died=False) == 2
+        assert await queue.release_holder("me", died=False) == 2
         assert sampler.started == UIDS[:4] and sorted(sampler.finished) == UIDS[:2]
         await asyncio.sleep(30.0)
         other = ExperienceQueue([shard], "you")
-        left = await other.take("generate", max_groups=9, columns=(), wait_s=1.0)
+        left = await other.lease_groups("generate", max_groups=9, columns=(), wait_s=1.0)
         assert [(one.uid, one.lease.attempt) for one in left] == [(uid, 1) for uid in UIDS[2:]]
 
     run_virtual(main())
@@ -138,8 +156,8 @@ def test_work_that_was_lost_is_cancelled_and_its_slot_is_free_for_other_work() -
         queue = await admitted(shard, UIDS[:1])
         loop = await serving(shard, sampler, slots=1)
         await asyncio.sleep(5.0)
-        await queue.leave(UIDS[:1], 0)
-        await queue.admit([prompt(UIDS[1])], 0)
+        await queue.remove_groups(UIDS[:1], 0)
+        await queue.admit_prompts([prompt(UIDS[1])], 0)
         await asyncio.sleep(40.0)
         loop.cancel()
         assert sampler.started == UIDS[:2]
@@ -155,18 +173,21 @@ def test_a_group_that_was_lost_and_taken_again_by_the_same_holder_is_worked_on()
         loop = await serving(shard, sampler)
         await asyncio.sleep(1.0)
         # Taken back as stalled: the same holder gets it again before it hears of the loss.
-        await queue.take_back(await queue.overdue(0.5))
+        await queue.requeue_overdue(await queue.find_overdue(0.5))
         await asyncio.sleep(30.0)
         loop.cancel()
         assert len(sampler.started) == 2
-        assert (await queue.read(UIDS[:1], ("lengths",)))[UIDS[0]]["lengths"].tolist() == [5, 5]
+        assert (await queue.read_columns(UIDS[:1], ("lengths",)))[UIDS[0]]["lengths"].tolist() == [
+            5,
+            5,
+        ]
 
     run_virtual(main())
 
 
 def test_an_error_of_the_work_itself_ends_the_loop() -> None:
     class Broken(Sampler):
-        async def __call__(self, experiences: Sequence[Experience]) -> Sequence[Result]:
+        async def __call__(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
             raise KeyError("lengths")
 
     async def main() -> None:
@@ -183,61 +204,61 @@ def test_an_error_of_the_work_itself_ends_the_loop() -> None:
 
 
 def experience(uid: str, token: int = 1, *, attempt: int = 1) -> Experience:
-    return Experience(Lease(token, uid, "reward", attempt, 0.0), 0)
+    return Experience(GroupLease(token, uid, "reward", attempt, 0.0), 0)
 
 
 def test_room_is_what_is_free_and_waited_for_if_there_is_none() -> None:
     async def main() -> None:
-        desk = Desk(Places(3))
-        assert (await desk.room(), desk.is_empty) == (3, True)
-        desk.begin([experience("a"), experience("b")], asyncio.ensure_future(asyncio.sleep(5.0)))
-        assert (await desk.room(), desk.is_empty) == (1, False)
-        desk.begin([experience("c")], asyncio.ensure_future(asyncio.sleep(3.0)))
-        assert (await desk.room(), asyncio.get_running_loop().time()) == (1, 3.0)
+        desk = InFlightWork(ConcurrencyLimit(3))
+        assert (await desk.wait_for_slots(), desk.is_empty) == (3, True)
+        desk.add_task([experience("a"), experience("b")], asyncio.ensure_future(asyncio.sleep(5.0)))
+        assert (await desk.wait_for_slots(), desk.is_empty) == (1, False)
+        desk.add_task([experience("c")], asyncio.ensure_future(asyncio.sleep(3.0)))
+        assert (await desk.wait_for_slots(), asyncio.get_running_loop().time()) == (1, 3.0)
 
     run_virtual(main())
 
 
 def test_a_group_is_begun_while_a_place_is_free_and_gives_its_own_back_one_by_one() -> None:
     async def main() -> None:
-        desk = Desk(Places(6, per_group=4))
-        assert await desk.room() == 2
+        desk = InFlightWork(ConcurrencyLimit(6, slots_per_group=4))
+        assert await desk.wait_for_slots() == 2
 
         async def work() -> None:
-            clear = desk.clearing()
+            clear = desk.make_slot_releaser()
             for _ in range(3):
                 await asyncio.sleep(1.0)
                 clear()
             await asyncio.sleep(1.0)
 
         for uid in "ab":
-            desk.begin([experience(uid)], asyncio.ensure_future(work()))
+            desk.add_task([experience(uid)], asyncio.ensure_future(work()))
         # Two wait for a place: as many have to end before there is one, and one more.
-        assert (await desk.room(), asyncio.get_running_loop().time()) == (1, 2.0)
+        assert (await desk.wait_for_slots(), asyncio.get_running_loop().time()) == (1, 2.0)
         await asyncio.sleep(1.5)
-        assert (await desk.room(), desk.is_empty) == (1, False)
+        assert (await desk.wait_for_slots(), desk.is_empty) == (1, False)
         await asyncio.sleep(1.0)
-        assert (await desk.room(), desk.is_empty) == (2, True)
+        assert (await desk.wait_for_slots(), desk.is_empty) == (2, True)
 
     run_virtual(main())
 
 
 def test_what_ends_early_gives_all_its_places_back_once() -> None:
     async def main() -> int:
-        desk = Desk(Places(4, per_group=4))
+        desk = InFlightWork(ConcurrencyLimit(4, slots_per_group=4))
 
         async def work() -> None:
-            clear = desk.clearing()
+            clear = desk.make_slot_releaser()
             for _ in range(9):
                 clear()
             raise RewardError("no")
 
         task = asyncio.ensure_future(work())
-        desk.begin([experience("a")], task)
+        desk.add_task([experience("a")], task)
         await asyncio.wait([task])
         await asyncio.sleep(0)
-        desk.begin([experience("b")], asyncio.ensure_future(asyncio.sleep(9.0)))
-        waiting = asyncio.create_task(desk.room())
+        desk.add_task([experience("b")], asyncio.ensure_future(asyncio.sleep(9.0)))
+        waiting = asyncio.create_task(desk.wait_for_slots())
         await asyncio.sleep(8.0)
         assert not waiting.done()
         return await waiting
@@ -250,22 +271,25 @@ def test_stages_that_sample_side_by_side_share_places_as_their_completions_are(
     count: int, group_size: int, greedy: bool
 ) -> None:
     completions = {"generate": group_size, **({"greedy": 1} if greedy else {})}
-    found = shared_places(count, completions, group_size=group_size)
-    assert {name: places.per_group for name, places in found.items()} == completions
-    assert all(places.room >= 1 for places in found.values())
-    assert sum(places.free for places in found.values()) <= max(count, len(found))
+    found = split_slots(count, completions, group_size=group_size)
+    assert {name: places.slots_per_group for name, places in found.items()} == completions
+    assert all(places.available_groups >= 1 for places in found.values())
+    assert sum(places.free_slots for places in found.values()) <= max(count, len(found))
     whole = sum(completions.values())
     for name, places in found.items():
-        assert places.free == 1 or 0 <= count * completions[name] - places.free * whole < whole
+        assert (
+            places.free_slots == 1
+            or 0 <= count * completions[name] - places.free_slots * whole < whole
+        )
 
 
 def test_a_void_lease_ends_the_work_on_it_and_not_that_on_a_later_one() -> None:
     async def main() -> list[bool]:
-        desk = Desk(Places(2))
+        desk = InFlightWork(ConcurrencyLimit(2))
         tasks = [asyncio.ensure_future(asyncio.sleep(100.0)) for _ in range(2)]
         for token, task in enumerate(tasks):
-            desk.begin([experience("a", token)], task)
-        desk.abandon(experience("a", 0).lease)
+            desk.add_task([experience("a", token)], task)
+        desk.abandon_lease(experience("a", 0).lease)
         await asyncio.sleep(1.0)
         return [task.cancelled() for task in tasks]
 
@@ -274,17 +298,17 @@ def test_a_void_lease_ends_the_work_on_it_and_not_that_on_a_later_one() -> None:
 
 def test_chunks_are_in_order_and_no_larger_than_asked() -> None:
     items = [experience(uid) for uid in "abcde"]
-    assert [[one.uid for one in chunk] for chunk in chunks(items, 2)] == [
+    assert [[one.uid for one in chunk] for chunk in split_batches(items, 2)] == [
         ["a", "b"],
         ["c", "d"],
         ["e"],
     ]
-    assert chunks([], 2) == []
+    assert split_batches([], 2) == []
 
 
 def test_what_failed_before_is_worked_on_by_itself() -> None:
     items = [experience(uid, attempt=1 + (uid in "bd")) for uid in "abcde"]
-    assert [[one.uid for one in chunk] for chunk in chunks(items, 2)] == [
+    assert [[one.uid for one in chunk] for chunk in split_batches(items, 2)] == [
         ["b"],
         ["d"],
         ["a", "c"],

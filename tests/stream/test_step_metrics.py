@@ -9,8 +9,8 @@ from streamrl.buffer.books.run_log import TrainedGroup
 from streamrl.buffer.wire_types import ShardStats
 from streamrl.messages import GroupInfo
 from streamrl.stream.protocols import FilterTally
-from streamrl.stream.step_metrics import Activity, StepFacts, step_row
-from streamrl.telemetry.metric_names import Histogram, check_row
+from streamrl.stream.step_metrics import StageActivity, StepFacts, compute_step_metrics
+from streamrl.telemetry.metric_names import Histogram, validate_row
 from streamrl.telemetry.spans import Span
 
 
@@ -45,14 +45,14 @@ def facts(**changes: object) -> StepFacts:
         ),
         "ledger": LedgerCounts(10, 8, 0, 1, 1, (("reward_error", 1),)),
         "activity": {
-            "generate": Activity(
+            "generate": StageActivity(
                 "generate",
                 "generator",
                 2,
                 [Span("g0", "generate", 0, 10.0, 12.0), Span("g1", "generate", 0, 11.0, 12.0)],
             ),
-            "reward": Activity("score", "reward", 1, [Span("r", "reward", 0, 12.0, 12.5)]),
-            "train": Activity("train", "policy", 1, [Span("t", "train", 0, 11.0, 15.0)]),
+            "reward": StageActivity("score", "reward", 1, [Span("r", "reward", 0, 12.0, 12.5)]),
+            "train": StageActivity("train", "policy", 1, [Span("t", "train", 0, 11.0, 15.0)]),
         },
         "start_s": 10.0,
         "end_s": 14.0,
@@ -62,15 +62,20 @@ def facts(**changes: object) -> StepFacts:
 
 
 def test_a_component_is_the_mean_of_the_rollouts_that_it_says_something_of() -> None:
-    sums = {**facts().sums, "reward/exact_absent": 1.0, "reward/b_sum": 0.0, "reward/b_absent": 4.0}
-    row = step_row(facts(sums=sums))
+    sums = {
+        **facts().metric_sums,
+        "reward/exact_absent": 1.0,
+        "reward/b_sum": 0.0,
+        "reward/b_absent": 4.0,
+    }
+    row = compute_step_metrics(facts(sums=sums))
     assert row["reward/exact"] == 1.0
     assert math.isnan(row["reward/b"])  # type: ignore[arg-type]
-    check_row(row)
+    validate_row(row)
 
 
 def test_rewards_are_means_over_rollouts() -> None:
-    row = step_row(facts())
+    row = compute_step_metrics(facts())
     assert row["reward/mean"] == 0.75
     assert row["reward/exact"] == 0.75
     assert row["reward/std"] == pytest.approx(math.sqrt(0.75 - 0.75**2))
@@ -80,7 +85,7 @@ def test_rewards_are_means_over_rollouts() -> None:
 
 
 def test_staleness_is_per_token_and_splits_into_flight_and_queue() -> None:
-    row = step_row(facts())
+    row = compute_step_metrics(facts())
     # Tokens: 6 of staleness 1, 2 of 0, 4 of 2. Group b waited one version in the queue.
     assert row["staleness/mean"] == pytest.approx((6 * 1 + 4 * 2) / 12)
     assert row["staleness/max"] == 2
@@ -92,7 +97,7 @@ def test_staleness_is_per_token_and_splits_into_flight_and_queue() -> None:
 
 
 def test_idle_is_the_part_of_the_step_a_stage_did_not_compute() -> None:
-    row = step_row(facts())
+    row = compute_step_metrics(facts())
     assert row["idle/generate"] == pytest.approx(1 - 3.0 / (2 * 4.0))
     assert row["idle/reward"] == pytest.approx(1 - 0.5 / 4.0)
     assert row["idle/train"] == pytest.approx(1 - 3.0 / 4.0), "what lies behind the step is cut"
@@ -103,7 +108,7 @@ def test_idle_is_the_part_of_the_step_a_stage_did_not_compute() -> None:
 
 
 def test_the_queue_and_the_ledger_are_in_the_row() -> None:
-    row = step_row(facts())
+    row = compute_step_metrics(facts())
     assert row["queue/depth/reward"] == 1.5
     assert row["queue/bytes"] == 100
     assert row["queue/oldest_age_s"] == 2.0
@@ -116,37 +121,37 @@ def test_the_queue_and_the_ledger_are_in_the_row() -> None:
 
 def test_the_time_of_filtered_groups_is_their_share_of_the_tokens() -> None:
     # 12 tokens are sampled of the two groups that are trained, and 24 with their prompts.
-    tally = FilterTally(groups=6, tokens=72, sampled_tokens=36, oversample=4.0)
-    row = step_row(facts(filtered=tally))
+    tally = FilterTally(num_groups=6, num_tokens=72, num_sampled_tokens=36, oversample=4.0)
+    row = compute_step_metrics(facts(filtered=tally))
     assert row["filter/share"] == 0.75
     assert row["filter/generate_s"] == pytest.approx(1.5 * 36 / (36 + 12))
     assert row["filter/score_s"] == pytest.approx(0.5 * 72 / (72 + 24))
     assert row["filter/oversample"] == 4.0
-    nothing = step_row(facts())
+    nothing = compute_step_metrics(facts())
     assert [nothing[f"filter/{name}"] for name in ("share", "generate_s", "score_s")] == [0, 0, 0]
 
 
 def test_the_row_keeps_to_the_contract() -> None:
-    check_row(step_row(facts()))
+    validate_row(compute_step_metrics(facts()))
 
 
 def test_a_stage_that_did_nothing_was_idle_throughout() -> None:
     activity = {
-        "generate": Activity("generate", "generator", 2, []),
-        "reward": Activity("score", "reward", 1, []),
-        "train": Activity("train", "policy", 1, []),
+        "generate": StageActivity("generate", "generator", 2, []),
+        "reward": StageActivity("score", "reward", 1, []),
+        "train": StageActivity("train", "policy", 1, []),
     }
-    row = step_row(facts(activity=activity))
+    row = compute_step_metrics(facts(activity=activity))
     assert row["idle/generate"] == 1.0
     assert math.isnan(float(row["rollout/tokens_per_s"]))  # type: ignore[arg-type]
 
 
 def test_what_processes_do_for_several_stages_at_once_is_counted_once() -> None:
     both = facts()
-    greedy = Activity("generate", "generator", 2, [Span("g0", "greedy", 1, 11.0, 13.0)])
+    greedy = StageActivity("generate", "generator", 2, [Span("g0", "greedy", 1, 11.0, 13.0)])
     activity = {**both.activity, "greedy": greedy}
-    row = step_row(facts(activity=activity))
+    row = compute_step_metrics(facts(activity=activity))
     # g0 from 10 to 13, g1 from 11 to 12.
     assert row["time/generate_s"] == pytest.approx((3.0 + 1.0) / 2)
     assert row["idle/greedy"] == pytest.approx(1 - 2.0 / 8.0)
-    assert row["idle/generate"] == step_row(both)["idle/generate"]
+    assert row["idle/generate"] == compute_step_metrics(both)["idle/generate"]

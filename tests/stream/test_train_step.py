@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.buffer.assembly.micro_batch_schedule import Pace
+from streamrl.buffer.assembly.micro_batch_schedule import UpdatePlan
 from streamrl.buffer.assembly.packing import Round
 from streamrl.buffer.books.run_log import TrainedStep
 from streamrl.dataflow import POLICY
@@ -17,8 +17,8 @@ from streamrl.errors import DeadlineError
 from streamrl.messages import parse_uid
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.run_state import PipelineConfig
-from streamrl.stream.stage_worker import WAIT_S
-from streamrl.stream.train_step import Part, add_sums, replay
+from streamrl.stream.stage_worker import POLL_WAIT_S
+from streamrl.stream.train_step import ReadyRounds, add_metric_sums, replay_step
 from tests.fake_stream import Disk, Stream, build_stream, run_loops, run_stream
 from tests.fakes import Plan
 
@@ -38,16 +38,16 @@ def test_the_figures_of_a_step_count_everything_since_the_step_before() -> None:
         if record.meta["kind"] == "lease"
         for _, _, attempt in record.meta["grants"]
     ]
-    reported = sum(outcome.queue.counts["redelivered"] for outcome in stream.outcomes)
+    reported = sum(outcome.queue_stats.counts["redelivered"] for outcome in stream.outcomes)
     assert reported == sum(attempt > 1 for attempt in attempts)
 
 
 def test_a_step_is_checked_against_the_queue_and_says_what_is_in_it() -> None:
     stream = run_virtual(run_stream(Plan(steps=3)))
     for outcome in stream.outcomes:
-        assert outcome.ledger.trained == 4 * (outcome.version + 1)
-        assert not set(outcome.queue.uids) & {group.uid for group in outcome.groups}
-        assert outcome.made[POLICY].sums["rollouts"] == 8
+        assert outcome.ledger_counts.trained == 4 * (outcome.version + 1)
+        assert not set(outcome.queue_stats.uids) & {group.uid for group in outcome.groups}
+        assert outcome.results_by_role[POLICY].metric_sums["rollouts"] == 8
 
 
 def test_steps_made_after_the_last_checkpoint_are_made_again_as_they_were() -> None:
@@ -56,13 +56,13 @@ def test_steps_made_after_the_last_checkpoint_are_made_again_as_they_were() -> N
     async def main() -> tuple[Stream, Stream]:
         disk = Disk.empty(plan)
         first = build_stream(plan, disk)
-        await first.control.reconcile(first.queue)
+        await first.control.reconcile_queue(first.queue)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(14.0):
                 await run_loops(first, checkpoint_every=2)
         second = build_stream(plan, disk, session="second")
-        await second.control.reconcile(second.queue)
-        assert second.control.books.steps, "some steps are on the books only"
+        await second.control.reconcile_queue(second.queue)
+        assert second.control.run_log.steps_to_replay, "some steps are on the books only"
         await run_loops(second)
         return first, second
 
@@ -81,36 +81,38 @@ def test_what_is_made_again_comes_in_the_rounds_it_was_made_in() -> None:
     (step,) = [r for r in stream.disk.books.records if r.meta["kind"] == "step"]
     recorded = TrainedStep.from_record(step)
 
-    async def main() -> list[Part]:
-        return [part async for part in replay(recorded, {POLICY: 2})]
+    async def main() -> list[ReadyRounds]:
+        return [part async for part in replay_step(recorded, {POLICY: 2})]
 
     (part,) = run_virtual(main())
     assert part.uids == [group.uid for group in recorded.groups]
-    turns = part.turns[POLICY]
-    assert turns == list(recorded.programs[POLICY].turns())
+    turns = part.rounds_by_role[POLICY]
+    assert turns == list(recorded.schedules[POLICY].iter_rounds())
     picks = sorted(pick for turn in turns for rank in turn.work for pick in rank)
     assert picks == sorted(stream.trainer.trained[0])
-    assert [turn.ends_step for turn in turns] == [False] * (len(turns) - 1) + [True]
+    assert [turn.is_last_of_step for turn in turns] == [False] * (len(turns) - 1) + [True]
 
 
 def test_a_step_of_several_updates_goes_through_all_groups_in_each_epoch() -> None:
-    plan = Plan(steps=2, pace=Pace(whole_steps=True, epochs=3, mini_batches=2))
+    plan = Plan(steps=2, pace=UpdatePlan(requires_full_step=True, num_epochs=3, num_mini_batches=2))
     stream = run_virtual(run_stream(plan))
     for outcome in stream.outcomes:
-        made = outcome.made[POLICY]
-        assert len(made.updates) == 6
-        assert made.sums["rollouts"] == 3 * 8
+        made = outcome.results_by_role[POLICY]
+        assert len(made.update_metrics) == 6
+        assert made.metric_sums["rollouts"] == 3 * 8
 
 
 def test_a_run_that_stops_between_two_updates_says_that_its_models_are_of_no_version() -> None:
     async def stop(stream: Stream) -> None:
         while not stream.trainer.num_updates:
             await asyncio.sleep(0.01)
-        stream.control.stopping.set()
+        stream.control.stop_requested.set()
 
-    plan = Plan(steps=1000, pace=Pace(whole_steps=True, epochs=2, mini_batches=2))
+    plan = Plan(
+        steps=1000, pace=UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
+    )
     stream = run_virtual(run_stream(plan, disturb=stop))
-    assert stream.control.torn
+    assert stream.control.has_partial_update
     assert stream.trainer.version == 0
     assert not stream.outcomes
 
@@ -122,12 +124,12 @@ def test_a_run_that_is_stopped_between_two_updates_ends_the_step_if_there_is_tim
     async def stop(stream: Stream) -> None:
         while not stream.trainer.num_updates:
             await asyncio.sleep(0.01)
-        stream.control.stop()
+        stream.control.request_stop()
 
-    pace = Pace(whole_steps=True, epochs=2, mini_batches=2)
+    pace = UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
     plan = Plan(steps=1000, pace=pace, train_s=train_s, critic=True)
     stream = run_virtual(run_stream(plan, disturb=stop))
-    assert stream.control.torn is not ends
+    assert stream.control.has_partial_update is not ends
     assert len(stream.outcomes) == stream.control.admission.version == int(ends)
 
 
@@ -135,20 +137,22 @@ def test_a_run_that_is_stopped_between_two_updates_ends_the_step_if_there_is_tim
     seed=st.integers(0, 1000),
     stop_s=st.floats(0.0, 6.0),
     train_s=st.sampled_from([0.05, 0.08]),
-    pace=st.sampled_from([Pace(), Pace(whole_steps=True, epochs=2, mini_batches=2)]),
+    pace=st.sampled_from(
+        [UpdatePlan(), UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)]
+    ),
 )
 def test_whenever_it_is_stopped_a_run_with_short_steps_is_of_one_version(
-    seed: int, stop_s: float, train_s: float, pace: Pace
+    seed: int, stop_s: float, train_s: float, pace: UpdatePlan
 ) -> None:
     async def stop(stream: Stream) -> None:
         await asyncio.sleep(stop_s)
-        stream.control.stop()
+        stream.control.request_stop()
 
     facts: dict[str, Any] = {"micro_batch_tokens": 11, "generate_s": (0.1, 0.5), "train_s": train_s}
     stream = run_virtual(
         run_stream(Plan(seed=seed, steps=1000, pace=pace, critic=True, **facts), disturb=stop)
     )
-    assert not stream.control.torn
+    assert not stream.control.has_partial_update
     versions = {trainer.version for trainer in stream.trainers.values()}
     assert versions == {stream.control.admission.version}
     assert len(stream.outcomes) == stream.control.admission.version
@@ -169,13 +173,13 @@ def test_a_run_that_is_stopped_before_its_first_update_makes_none(
         monkeypatch.setattr(stream.trainer, "train_round", noted)
         await begun.wait()
         await asyncio.sleep(0.1)
-        stream.control.stop()
+        stream.control.request_stop()
 
-    pace = Pace(whole_steps=True, epochs=2, mini_batches=2)
+    pace = UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
     stream = run_virtual(
         run_stream(Plan(steps=9, pace=pace, train_s=train_s, critic=critic), disturb=stop)
     )
-    assert not stream.control.torn
+    assert not stream.control.has_partial_update
     assert not stream.outcomes
 
 
@@ -187,31 +191,31 @@ def test_a_step_that_cannot_be_ended_in_time_is_left_at_once(train_s: float) -> 
         async def stop(stream: Stream) -> None:
             while not stream.trainer.num_updates:
                 await asyncio.sleep(0.01)
-            stream.control.stop()
+            stream.control.request_stop()
             took.append(asyncio.get_running_loop().time())
 
-        pace = Pace(whole_steps=True, epochs=4, mini_batches=2)
+        pace = UpdatePlan(requires_full_step=True, num_epochs=4, num_mini_batches=2)
         plan = Plan(steps=9, pace=pace, train_s=train_s, critic=True)
         stream = await run_stream(plan, disturb=stop)
         took.append(asyncio.get_running_loop().time())
         return stream
 
     stream = run_virtual(main())
-    assert stream.control.torn and not stream.outcomes
+    assert stream.control.has_partial_update and not stream.outcomes
     # What the trainers were at: a round and an update of the slower one.
-    assert took[1] - took[0] < 4 * train_s + WAIT_S + 0.1
+    assert took[1] - took[0] < 4 * train_s + POLL_WAIT_S + 0.1
 
 
 def test_a_run_that_stops_before_an_update_is_not_torn() -> None:
     async def stop(stream: Stream) -> None:
         while not stream.trainer.gradient:
             await asyncio.sleep(0.01)
-        stream.control.stop()
+        stream.control.request_stop()
 
-    pace = Pace(whole_steps=True, epochs=2, mini_batches=2)
+    pace = UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
     plan = Plan(steps=1000, pace=pace, micro_batch_tokens=11)
     stream = run_virtual(run_stream(plan, disturb=stop))
-    assert not stream.control.torn
+    assert not stream.control.has_partial_update
 
 
 def test_depth_beyond_the_bound_drops_what_is_stale_and_admits_its_prompt_anew() -> None:
@@ -252,7 +256,7 @@ def test_a_stall_under_another_policy_lasts_twice_as_long_as_all_attempts() -> N
 def test_a_stall_says_what_the_step_has_and_how_many_groups_are_not_ready() -> None:
     async def never_again(stream: Stream) -> None:
         """Nobody generates any more, once the step has a part of its groups."""
-        while not stream.control.assembler.num_entered:
+        while not stream.control.assembler.num_drawn:
             await asyncio.sleep(0.01)
         for name, tasks in stream.loops.items():
             for task in tasks if name.startswith("generator-") else ():
@@ -278,7 +282,7 @@ def test_stalled_work_is_reported_once_and_handed_out_again_if_so_wished() -> No
     plan = Plan(stall_s=20.0, lease_s=1e6, on_stall="redeliver", steps=3, groups_per_step=6)
     stream = run_virtual(run_stream(plan, disturb=slow_once))
     assert stream.ledger.counts.trained == 18
-    reported = [one.key for one in stream.stalls]
+    reported = [one.stall_key for one in stream.stalls]
     assert reported and len(set(reported)) == len(reported)
     assert {one.holder for one in stream.stalls} == {"generator-0"}
 
@@ -286,7 +290,7 @@ def test_stalled_work_is_reported_once_and_handed_out_again_if_so_wished() -> No
 def test_a_run_that_is_stopping_leaves_its_step_unfinished() -> None:
     async def stop(stream: Stream) -> None:
         await asyncio.sleep(6.0)
-        stream.control.stop()
+        stream.control.request_stop()
 
     stream = run_virtual(run_stream(Plan(steps=1000), disturb=stop))
     assert 0 < len(stream.outcomes) < 1000
@@ -298,10 +302,10 @@ def test_a_run_that_is_stopping_leaves_its_step_unfinished() -> None:
 def test_sums_add_and_maxima_stay_maxima_also_below_zero() -> None:
     total: dict[str, float] = {}
     for part in ({"a": 1.0, "b_max": -3.0}, {"a": 2.0, "b_max": -5.0}):
-        add_sums(total, part)
+        add_metric_sums(total, part)
     assert total == {"a": 3.0, "b_max": -3.0}
 
 
 def test_the_default_settings_are_possible() -> None:
     config = PipelineConfig()
-    assert (config.on_stale, config.on_stall, config.lead) == ("wait", "abort", 1)
+    assert (config.on_stale, config.on_stall, config.max_steps_ahead) == ("wait", "abort", 1)

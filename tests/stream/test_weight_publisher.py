@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from streamrl.dataflow import MOVED, POLICY
+from streamrl.dataflow import EMA_REFERENCE, POLICY
 from streamrl.engines.reference_config import ReferenceConfig
 from streamrl.errors import WeightsError
 from streamrl.simulator.replicas.virtual_loop import run_virtual
-from streamrl.stream.weight_publisher import PUBLISH_ATTEMPTS, Publishing, is_due
+from streamrl.stream.weight_publisher import PUBLISH_ATTEMPTS, WeightPublisher, is_publish_due
 from streamrl.weights import WeightManifest
-from streamrl.weights.version_registry import Fault, WeightRegistry
+from streamrl.weights.version_registry import WeightFault, WeightRegistry
 
 SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
@@ -25,7 +25,7 @@ class Source:
         self.failures = failures
         self.versions: list[int] = []
 
-    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
+    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
         self.versions.append(version)
         await asyncio.sleep(self.publish_s)
         if version == 3 and self.failures:
@@ -40,11 +40,11 @@ def test_a_reference_has_a_pace_of_its_own_and_is_not_looked_at() -> None:
         return [
             version
             for version in range(8)
-            if is_due(role, version, every=2, reference=reference, looked_at=version == 7)
+            if is_publish_due(role, version, every=2, reference=reference, looked_at=version == 7)
         ]
 
     assert due(POLICY) == [0, 2, 4, 6, 7]
-    assert due(MOVED) == [3, 6]
+    assert due(EMA_REFERENCE) == [3, 6]
 
 
 def test_versions_are_published_beside_others_and_one_at_a_time() -> None:
@@ -52,16 +52,16 @@ def test_versions_are_published_beside_others_and_one_at_a_time() -> None:
         clock = asyncio.get_running_loop().time
         sources = {"policy": Source(2.0), "critic": Source(5.0)}
         registries = {role: WeightRegistry(keep_versions=2) for role in sources}
-        publishing = Publishing(
+        publishing = WeightPublisher(
             sources, registries, due=lambda role, version: role == "policy" or version % 2 == 0
         )
-        assert await publishing.begin(0, first=True)
+        assert await publishing.begin_publish(0, first=True)
         assert clock() == 0.0, "it is published beside what follows"
         await asyncio.sleep(2.5)
         assert registries["policy"].version == 0 and registries["critic"].version == -1
-        assert await publishing.begin(1)
+        assert await publishing.begin_publish(1)
         assert clock() == 5.0, "the version before is out"
-        await publishing.settle()
+        await publishing.wait_until_published()
         assert clock() == 7.0 and registries["critic"].version == 0
 
     run_virtual(scenario())
@@ -69,43 +69,43 @@ def test_versions_are_published_beside_others_and_one_at_a_time() -> None:
 
 @pytest.mark.parametrize("failures", [1, PUBLISH_ATTEMPTS - 1, PUBLISH_ATTEMPTS])
 def test_what_cannot_be_sent_is_tried_again_some_times_and_told_of(failures: int) -> None:
-    told: list[tuple[str, Fault]] = []
+    told: list[tuple[str, WeightFault]] = []
 
     async def scenario() -> None:
         source, registry = Source(2.0, failures=failures), WeightRegistry(keep_versions=2)
-        publishing = Publishing(
+        publishing = WeightPublisher(
             {"policy": source}, {"policy": registry}, on_fault=lambda *one: told.append(one)
         )
-        await publishing.begin(3)
-        publishing.check()
+        await publishing.begin_publish(3)
+        publishing.check_failures()
         if failures < PUBLISH_ATTEMPTS:
-            await publishing.settle()
+            await publishing.wait_until_published()
             assert registry.version == 3
         else:
             with pytest.raises(WeightsError, match="the disk is full"):
-                await publishing.settle()
+                await publishing.wait_until_published()
             with pytest.raises(WeightsError, match="the disk is full"):
-                publishing.check()
-        assert registry.drain().num_faults == failures
+                publishing.check_failures()
+        assert registry.drain_stats().num_faults == failures
         assert len(source.versions) == min(failures + 1, PUBLISH_ATTEMPTS)
 
     run_virtual(scenario())
-    once = ("policy", Fault(3, "the disk is full"))
+    once = ("policy", WeightFault(3, "the disk is full"))
     assert told == [once] * min(failures, PUBLISH_ATTEMPTS - 1)
 
 
 def test_a_version_somebody_waits_for_is_published_though_it_is_not_due() -> None:
     async def scenario() -> None:
-        sources = {role: Source(0.0) for role in ("policy", "critic", MOVED)}
+        sources = {role: Source(0.0) for role in ("policy", "critic", EMA_REFERENCE)}
         registries = {role: WeightRegistry(keep_versions=2) for role in sources}
-        publishing = Publishing(sources, registries, due=lambda role, version: False)
-        assert not await publishing.begin(4)
-        assert await publishing.begin(5, awaited=True)
-        await publishing.settle()
+        publishing = WeightPublisher(sources, registries, due=lambda role, version: False)
+        assert not await publishing.begin_publish(4)
+        assert await publishing.begin_publish(5, awaited=True)
+        await publishing.wait_until_published()
         assert {role: source.versions for role, source in sources.items()} == {
             "policy": [5],
             "critic": [5],
-            MOVED: [],
+            EMA_REFERENCE: [],
         }
 
     run_virtual(scenario())
@@ -115,27 +115,27 @@ def test_a_version_that_is_damaged_where_it_lies_is_sent_again_while_the_model_s
     None
 ):
     async def scenario() -> None:
-        sources = {role: Source(1.0) for role in ("policy", MOVED)}
+        sources = {role: Source(1.0) for role in ("policy", EMA_REFERENCE)}
         registries = {role: WeightRegistry(keep_versions=2) for role in sources}
-        publishing = Publishing(sources, registries, due=lambda role, version: version != 6)
-        await publishing.begin(4)
-        publishing.resend("policy", 4)  # it is still on its way
-        await publishing.settle()
-        publishing.resend("policy", 4)
-        publishing.resend(MOVED, 4)
-        publishing.resend("policy", 3)
+        publishing = WeightPublisher(sources, registries, due=lambda role, version: version != 6)
+        await publishing.begin_publish(4)
+        publishing.resend_version("policy", 4)  # it is still on its way
+        await publishing.wait_until_published()
+        publishing.resend_version("policy", 4)
+        publishing.resend_version(EMA_REFERENCE, 4)
+        publishing.resend_version("policy", 3)
         began = asyncio.get_running_loop().time()
-        await publishing.settle()
+        await publishing.wait_until_published()
         assert asyncio.get_running_loop().time() == began + 1.0, "nothing updates meanwhile"
-        assert sources["policy"].versions == sources[MOVED].versions == [4, 4]
-        publishing.changes("policy")
+        assert sources["policy"].versions == sources[EMA_REFERENCE].versions == [4, 4]
+        publishing.mark_changed("policy")
         for role in sources:
-            publishing.resend(role, 4)
-        await publishing.begin(5)
-        await publishing.settle()
-        await publishing.begin(6)
-        publishing.resend("policy", 5)  # the model is 6
-        await publishing.settle()
+            publishing.resend_version(role, 4)
+        await publishing.begin_publish(5)
+        await publishing.wait_until_published()
+        await publishing.begin_publish(6)
+        publishing.resend_version("policy", 5)  # the model is 6
+        await publishing.wait_until_published()
         assert sources["policy"].versions == [4, 4, 5]
 
     run_virtual(scenario())
@@ -145,11 +145,11 @@ def test_one_that_is_sent_again_while_others_are_waited_for_is_waited_for_too() 
     async def scenario() -> None:
         sources = {"policy": Source(1.0), "critic": Source(5.0)}
         registries = {role: WeightRegistry(keep_versions=2) for role in sources}
-        publishing = Publishing(sources, registries)
-        await publishing.begin(0)
-        settling = asyncio.create_task(publishing.settle())
+        publishing = WeightPublisher(sources, registries)
+        await publishing.begin_publish(0)
+        settling = asyncio.create_task(publishing.wait_until_published())
         await asyncio.sleep(4.5)
-        publishing.resend("policy", 0)
+        publishing.resend_version("policy", 0)
         await asyncio.sleep(0.75)
         assert not settling.done()
         await settling

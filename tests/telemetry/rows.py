@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from streamrl.telemetry.metric_names import METRICS, STALENESS_HISTOGRAM, Histogram
-from streamrl.telemetry.progress import RunFacts
+from streamrl.telemetry.progress import RunInfo
 
 STAGES = ("generate", "reward", "reference", "train")
 
@@ -18,8 +18,8 @@ class Clock:
         return self.now
 
 
-def facts(run_dir: Path, *, num_steps: int = 40, resume_step: int | None = None) -> RunFacts:
-    return RunFacts("demo", run_dir, num_steps, 2, resume_step)
+def facts(run_dir: Path, *, num_steps: int = 40, resume_step: int | None = None) -> RunInfo:
+    return RunInfo("demo", run_dir, num_steps, 2, resume_step)
 
 
 def full_row(step: int) -> dict[str, float | Histogram]:

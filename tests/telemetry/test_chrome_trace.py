@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.errors import ConfigError, DiskError
 from streamrl.telemetry.chrome_trace import (
-    EARLIER_FILE,
+    EARLIER_TRACE_FILE,
     TRACE_FILE,
     TraceSink,
     check_trace,
@@ -71,7 +71,7 @@ def test_a_step_is_marked_and_plots_its_counters(sink, tmp_path):
 
 
 def test_an_event_is_marked_with_its_fields(sink, tmp_path):
-    sink.event("drop", {"cause": "timeout", "age_s": float("inf")})
+    sink.log_event("drop", {"cause": "timeout", "age_s": float("inf")})
     (mark,) = events(tmp_path, "i")
     assert (mark["name"], mark["args"]) == ("drop", {"cause": "timeout", "age_s": None})
 
@@ -90,7 +90,7 @@ def test_a_resumed_trace_goes_on_with_the_same_processes(sink, tmp_path):
     sink.close({})
     again = TraceSink(tmp_path, resume=True)
     again.start({})
-    again.spans([SPANS[2], Span("trainer-1", "train", 0, 103.0, 104.0)])
+    again.write_spans([SPANS[2], Span("trainer-1", "train", 0, 103.0, 104.0)])
     again.close({})
     named = [e for e in events(tmp_path, "M") if e["name"] == "process_name"]
     assert [e["args"]["name"] for e in named] == ["run", "generator-0", "trainer-0", "trainer-1"]
@@ -153,9 +153,9 @@ def long_run(run_dir, *, steps, most_bytes):
     sink.start({})
     for step in range(steps):
         at = 100.0 + step
-        sink.spans([Span("generator-0", "generate", 0, at, at + 0.5, {"uid": f"0:{step}:0"})])
-        sink.spans([Span(f"trainer-{step % 2}", "train", 0, at, at + 1.0)])
-        sink.step(step + 1, {"reward/mean": 0.5})
+        sink.write_spans([Span("generator-0", "generate", 0, at, at + 0.5, {"uid": f"0:{step}:0"})])
+        sink.write_spans([Span(f"trainer-{step % 2}", "train", 0, at, at + 1.0)])
+        sink.log_step(step + 1, {"reward/mean": 0.5})
     return sink
 
 
@@ -163,7 +163,7 @@ def test_a_trace_of_a_long_run_takes_no_more_than_it_may_and_has_its_last_steps(
     sink = long_run(tmp_path, steps=400, most_bytes=20_000)
     sink.close({})
     parts = sorted(path.name for path in tmp_path.iterdir())
-    assert parts == [EARLIER_FILE, TRACE_FILE]
+    assert parts == [EARLIER_TRACE_FILE, TRACE_FILE]
     assert sum((tmp_path / name).stat().st_size for name in parts) < 20_000 + 1000
     spans = read_spans(tmp_path / TRACE_FILE)
     sampled = [span.args["uid"] for span in spans if span.name == "generate"]
@@ -184,18 +184,18 @@ def test_a_resumed_trace_keeps_its_earlier_part_and_one_that_is_not_resumed_has_
     again.close({})
     assert read_spans(tmp_path / TRACE_FILE) == before
     TraceSink(tmp_path).start({})
-    assert not (tmp_path / EARLIER_FILE).exists()
+    assert not (tmp_path / EARLIER_TRACE_FILE).exists()
     assert read_spans(tmp_path / TRACE_FILE) == []
 
 
 def test_what_a_crash_leaves_between_two_parts_can_be_read_and_resumed(tmp_path):
     long_run(tmp_path, steps=100, most_bytes=10_000).close({})
-    (tmp_path / TRACE_FILE).replace(tmp_path / EARLIER_FILE)
+    (tmp_path / TRACE_FILE).replace(tmp_path / EARLIER_TRACE_FILE)
     before = read_spans(tmp_path / TRACE_FILE)
     assert before
     again = TraceSink(tmp_path, resume=True, most_bytes=10_000)
     again.start({})
-    again.spans([Span("generator-0", "generate", 0, 300.0, 301.0)])
+    again.write_spans([Span("generator-0", "generate", 0, 300.0, 301.0)])
     assert len(read_spans(tmp_path / TRACE_FILE)) == len(before) + 1
 
 

@@ -39,13 +39,13 @@ def run(console, *, steps=(1, 2, 3), clock=None):
     """A short run: start-up, the base model's evaluation, steps with events, a last evaluation."""
     clock = clock or console.clock
     console.start({})
-    console.status("starting: generator 0/1, trainer 1/2")
+    console.show_status("starting: generator 0/1, trainer 1/2")
     clock.now += 25.0
     console.step(0, {"eval/pass_at_1": 0.125})
     for step in steps:
         clock.now += 2.0
         for number in range(5):
-            console.event("drop", {"cause": "reward_error", "uid": f"0:{number}:0"})
+            console.log_event("drop", {"cause": "reward_error", "uid": f"0:{number}:0"})
         console.step(step, full_row(step))
     console.step(steps[-1] + 1, full_row(steps[-1] + 1) | {"eval/pass_at_1": 0.75})
 
@@ -66,7 +66,7 @@ def plain(tmp_path):
 def test_no_line_is_wider_than_the_terminal(kind, output, width, tmp_path):
     console = kind(facts(tmp_path / ("long" * 30)), output(width), clock=Clock())
     run(console)
-    console.event("stall", {"reason": "a reason of many words " * 10})
+    console.log_event("stall", {"reason": "a reason of many words " * 10})
     console.close({"note": "x" * 200})
     printed = lines(console.console)
     assert max(len(line) for line in printed) <= width
@@ -113,7 +113,7 @@ def test_the_plain_console_is_ascii_without_escapes(plain):
 def test_the_plain_status_is_printed_when_it_changes(plain):
     plain.start({})
     for text in ("generator 0/1", "generator 0/1", "generator 1/1", ""):
-        plain.status(text)
+        plain.show_status(text)
     text = "\n".join(lines(plain.console))
     assert text.count("generator 0/1") == 1 and text.count("generator 1/1") == 1
 
@@ -121,8 +121,8 @@ def test_the_plain_status_is_printed_when_it_changes(plain):
 def test_a_flood_of_events_of_one_name_is_cut_short_and_counted(plain):
     plain.start({})
     for _ in range(9):
-        plain.event("drop", {"cause": "timeout"})
-    plain.event("stall", {"stage": "train"})
+        plain.log_event("drop", {"cause": "timeout"})
+    plain.log_event("stall", {"stage": "train"})
     plain.step(1, full_row(1))
     text = "\n".join(lines(plain.console))
     assert text.count("cause=timeout") == 3
@@ -133,7 +133,7 @@ def test_a_flood_of_events_of_one_name_is_cut_short_and_counted(plain):
 def test_a_flood_within_a_step_is_told_of_at_each_power_of_ten(plain):
     plain.start({})
     for number in range(1, 2923):
-        plain.event("drop", {"uid": f"0:{number}:0"})
+        plain.log_event("drop", {"uid": f"0:{number}:0"})
     plain.step(1, full_row(1))
     printed = [" ".join(line.split()) for line in lines(plain.console)]
     assert [line for line in printed if line.startswith("drop")] == [
@@ -150,7 +150,7 @@ def test_a_flood_within_a_step_is_told_of_at_each_power_of_ten(plain):
 def test_events_that_go_on_are_told_of_every_half_minute(plain):
     plain.start({})
     for number in range(1, 101):
-        plain.event("drop", {"uid": f"0:{number}:0"})
+        plain.log_event("drop", {"uid": f"0:{number}:0"})
         plain.clock.now += 1.0
     counts = re.findall(r"drop +([\d,]+) so far", "\n".join(lines(plain.console)))
     assert counts == ["10", "40", "70", "100"]
@@ -160,7 +160,7 @@ def test_each_step_counts_its_events_anew(plain):
     plain.start({})
     for step in (1, 2):
         for _ in range(4):
-            plain.event("drop", {"cause": "timeout"})
+            plain.log_event("drop", {"cause": "timeout"})
         plain.step(step, full_row(step))
     text = "\n".join(lines(plain.console))
     assert text.count("cause=timeout") == 6
@@ -198,9 +198,9 @@ def test_a_run_that_was_saved_before_its_first_step_says_where(plain):
 
 def test_a_resumed_console_goes_on_from_the_earlier_rewards(tmp_path):
     console = PlainConsole(facts(tmp_path, resume_step=2), pipe(120), clock=Clock())
-    console.resume([(1, full_row(1)), (2, full_row(2))])
+    console.restore_rows([(1, full_row(1)), (2, full_row(2))])
     console.start({})
-    console.step(3, full_row(3))
+    console.log_step(3, full_row(3))
     console.close({})
     printed = [" ".join(line.split()) for line in lines(console.console)]
     assert "reward 0.100 -> 0.300" in printed
@@ -209,7 +209,7 @@ def test_a_resumed_console_goes_on_from_the_earlier_rewards(tmp_path):
 
 
 def test_before_the_first_step_the_view_says_what_is_awaited(live):
-    live.status("starting: generator 0/1, trainer 1/2")
+    live.show_status("starting: generator 0/1, trainer 1/2")
     live.clock.now = 12.0
     text = view(live, 80)
     assert "demo  step 0/40" in text
@@ -235,9 +235,9 @@ def test_the_view_shows_reward_staleness_and_every_stage(live):
 
 def test_the_view_shows_a_status_during_the_run_until_it_ends(live):
     live.step(1, full_row(1))
-    live.status("evaluating")
+    live.show_status("evaluating")
     assert "evaluating" in view(live, 80)
-    live.status("")
+    live.show_status("")
     assert "evaluating" not in view(live, 80)
 
 
@@ -245,7 +245,7 @@ def test_the_view_shows_a_status_during_the_run_until_it_ends(live):
 def test_the_view_fits_the_terminal_however_long_the_run(live, width):
     for step in range(1, 200):
         live.step(step, full_row(step))
-    live.status("evaluating " * 3)
+    live.show_status("evaluating " * 3)
     assert max(len(line) for line in view(live, width).splitlines()) <= width
     assert "from 0.100" in view(live, width)
 
@@ -273,7 +273,7 @@ def test_evaluations_events_and_logs_are_lines_above_the_view(live):
     logger = logging.Logger("room")
     logger.addHandler(ConsoleLogHandler(live))
     live.step(1, full_row(1) | {"eval/pass_at_1": 0.5})
-    live.event("death", {"actor": "scorer-1"})
+    live.log_event("death", {"actor": "scorer-1"})
     logger.warning("slow %s", "disk")
     logger.info("not of interest")
     live.close({})
@@ -286,7 +286,7 @@ def test_evaluations_events_and_logs_are_lines_above_the_view(live):
 
 def test_names_that_look_like_markup_are_printed_as_they_are(plain):
     plain.start({})
-    plain.event("[bold]", {"text": "[red]x[/red]"})
+    plain.log_event("[bold]", {"text": "[red]x[/red]"})
     assert any("[bold]" in line and "text=[red]x[/red]" in line for line in lines(plain.console))
 
 
@@ -296,7 +296,7 @@ def test_what_a_filter_takes_and_costs_is_on_the_console_of_a_run_that_has_one(t
     console = PlainConsole(told, pipe(120), clock=Clock())
     console.start({})
     for step in (1, 2):
-        console.step(step, full_row(step) | cost)
+        console.log_step(step, full_row(step) | cost)
     console.close({})
     header, *rest = lines(console.console)[2:]
     assert "reward stale filtered queue" in " ".join(header.split())
@@ -306,7 +306,7 @@ def test_what_a_filter_takes_and_costs_is_on_the_console_of_a_run_that_has_one(t
     assert said in " ".join(summary.split())
     live = LiveConsole(told, terminal(80), clock=Clock())
     assert "filtered" not in view(live, 80)
-    live.take(1, full_row(1) | cost | {"filter/oversample": 8.0})
+    live.add_row(1, full_row(1) | cost | {"filter/oversample": 8.0})
     assert "filtered 90% 12.2s of generation and scoring, 8.0 prompts for a place" in " ".join(
         view(live, 80).split()
     )

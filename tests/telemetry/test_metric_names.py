@@ -11,11 +11,11 @@ from streamrl.telemetry.metric_names import (
     MAX_BINS,
     METRICS,
     Histogram,
-    check_row,
-    contract_table,
-    json_value,
-    metric_for,
-    missing_names,
+    find_metric,
+    find_missing_metrics,
+    render_metrics_table,
+    to_json_value,
+    validate_row,
 )
 from tests.telemetry.rows import full_row
 
@@ -74,45 +74,45 @@ def test_every_metric_has_a_meaning_in_ascii():
     ],
 )
 def test_a_placeholder_stands_for_one_segment(name, line):
-    assert metric_for(name).name == line
+    assert find_metric(name).name == line
 
 
 @pytest.mark.parametrize("name", ["idle/", "idle/a/b", "idle", "queue/depth", "reward", "x/idle/a"])
 def test_a_name_that_is_not_in_the_contract_raises(name):
     with pytest.raises(ValueError, match=f"metric {name} is not in the metrics contract"):
-        check_row({name: 1.0})
+        validate_row({name: 1.0})
 
 
 def test_the_error_for_a_wrong_name_suggests_the_right_one():
     with pytest.raises(ValueError, match="did you mean staleness/mean"):
-        check_row({"staleness/meam": 1.0})
+        validate_row({"staleness/meam": 1.0})
 
 
 def test_a_full_row_passes_and_misses_nothing():
-    check_row(full_row(3))
-    assert missing_names(full_row(3)) == []
+    validate_row(full_row(3))
+    assert find_missing_metrics(full_row(3)) == []
 
 
 def test_missing_names_are_listed():
     row = full_row(3)
     del row["queue/bytes"], row["idle/train"]
-    assert missing_names(row) == ["queue/bytes"]
+    assert find_missing_metrics(row) == ["queue/bytes"]
 
 
 @pytest.mark.parametrize("value", [1, 0.5, math.nan, np.float32(0.5), np.int64(3)])
 def test_numbers_of_python_and_numpy_are_values(value):
-    check_row({"reward/mean": value})
+    validate_row({"reward/mean": value})
 
 
 @pytest.mark.parametrize("value", [True, "0.5", None, [1.0], Histogram((0, 1), (1,))])
 def test_anything_else_is_no_value(value):
     with pytest.raises(ValueError, match="must be a Real"):
-        check_row({"reward/mean": value})
+        validate_row({"reward/mean": value})
 
 
 def test_a_histogram_metric_takes_no_number():
     with pytest.raises(ValueError, match="must be a Histogram"):
-        check_row({"staleness/histogram": 1.0})
+        validate_row({"staleness/histogram": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -131,21 +131,21 @@ def test_an_impossible_histogram_raises(edges, counts, rule):
 
 
 def test_a_histogram_of_integers_has_a_bin_for_each():
-    assert Histogram.of_integers({0: 5, 2: 1}) == Histogram((0, 1, 2, 3), (5, 0, 1))
+    assert Histogram.from_integer_counts({0: 5, 2: 1}) == Histogram((0, 1, 2, 3), (5, 0, 1))
 
 
 def test_a_histogram_of_integers_reaches_to_the_maximum_even_when_empty():
-    assert Histogram.of_integers({}, maximum=2) == Histogram((0, 1, 2, 3), (0, 0, 0))
+    assert Histogram.from_integer_counts({}, maximum=2) == Histogram((0, 1, 2, 3), (0, 0, 0))
 
 
 def test_a_negative_integer_raises():
     with pytest.raises(ValueError, match="-1 is negative"):
-        Histogram.of_integers({-1: 3})
+        Histogram.from_integer_counts({-1: 3})
 
 
 @given(st.dictionaries(st.integers(0, 2 * MAX_BINS), st.integers(0, 1000)))
 def test_a_histogram_of_integers_counts_everything_once(counts):
-    assert sum(Histogram.of_integers(counts).counts) == sum(counts.values())
+    assert sum(Histogram.from_integer_counts(counts).counts) == sum(counts.values())
 
 
 def test_a_histogram_survives_json_and_pickle():
@@ -161,11 +161,11 @@ def test_a_histogram_survives_json_and_pickle():
     [(math.nan, None), (math.inf, None), (-math.inf, None), (np.float32(0.5), 0.5), (7, 7)],
 )
 def test_what_json_cannot_hold_is_null(value, wanted):
-    assert json_value(value) == wanted
+    assert to_json_value(value) == wanted
 
 
 def test_the_table_for_the_docs_has_a_line_per_metric():
-    lines = contract_table().splitlines()
+    lines = render_metrics_table().splitlines()
     assert len(lines) == 2 + len(METRICS)
     assert all(line.count("|") == 4 for line in lines)
     assert "| `queue/bytes` | bytes | columns held by all shards of the queue |" in lines

@@ -5,19 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.telemetry.progress import (
-    BLOCKS,
-    Progress,
-    duration_text,
-    fields_text,
-    number_text,
-    sparkline,
+    SPARKLINE_BLOCKS,
+    RunProgress,
+    format_duration,
+    format_fields,
+    format_number,
+    render_sparkline,
 )
 from tests.telemetry.rows import STAGES, facts, full_row
 
 
 @pytest.fixture
 def progress(tmp_path):
-    return Progress(facts(tmp_path, num_steps=10))
+    return RunProgress(facts(tmp_path, num_steps=10))
 
 
 def test_rewards_tokens_and_stages_are_gathered_from_rows(progress):
@@ -51,42 +51,42 @@ def test_the_first_and_the_last_evaluation_are_kept(progress):
 def test_the_time_left_is_the_median_step_times_the_steps_left(progress):
     for step, step_s in enumerate((2.0, 30.0, 3.0), start=1):
         progress.add(step, {"time/step_s": step_s})
-    assert progress.left_s() == 7 * 3.0
-    assert progress.left_s(since_step_s=1.0) == 20.0
-    assert progress.left_s(since_step_s=99.0) == 0.0
+    assert progress.estimate_remaining_s() == 7 * 3.0
+    assert progress.estimate_remaining_s(since_step_s=1.0) == 20.0
+    assert progress.estimate_remaining_s(since_step_s=99.0) == 0.0
 
 
 def test_the_time_left_is_unknown_before_the_first_step(progress):
-    assert math.isnan(progress.left_s())
+    assert math.isnan(progress.estimate_remaining_s())
 
 
 def test_the_ledger_line_shows_whether_the_law_holds(progress):
     progress.add(1, full_row(1))
-    assert progress.ledger_line() == (
+    assert progress.format_ledger_line() == (
         "20 admitted = 10 trained + 2 filtered + 1 dropped + 7 in flight"
     )
     progress.add(2, {"ledger/trained": 11})
-    assert progress.ledger_line().startswith("20 admitted != 11 trained")
+    assert progress.format_ledger_line().startswith("20 admitted != 11 trained")
 
 
 def test_there_is_no_ledger_line_without_a_ledger(progress):
-    assert progress.ledger_line() == ""
+    assert progress.format_ledger_line() == ""
 
 
 def test_a_sparkline_goes_from_the_lowest_to_the_highest_block():
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == BLOCKS
-    assert sparkline([5, 5, 5], 8) == BLOCKS[0] * 3
+    assert render_sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == SPARKLINE_BLOCKS
+    assert render_sparkline([5, 5, 5], 8) == SPARKLINE_BLOCKS[0] * 3
 
 
 def test_a_long_series_is_shown_as_means_of_equal_pieces():
-    assert sparkline([0, 0, 10, 4, 7, 7], 3) == BLOCKS[0] + BLOCKS[7] * 2
+    assert render_sparkline([0, 0, 10, 4, 7, 7], 3) == SPARKLINE_BLOCKS[0] + SPARKLINE_BLOCKS[7] * 2
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=50), st.integers(-1, 30))
 def test_a_sparkline_is_never_wider_than_asked(values, width):
-    line = sparkline(values, width)
+    line = render_sparkline(values, width)
     assert len(line) == min(len(values), max(width, 0))
-    assert set(line) <= set(BLOCKS)
+    assert set(line) <= set(SPARKLINE_BLOCKS)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_sparkline_is_never_wider_than_asked(values, width):
     ],
 )
 def test_numbers_take_few_characters(value, digits, text):
-    assert number_text(value, digits) == text
+    assert format_number(value, digits) == text
 
 
 @pytest.mark.parametrize(
@@ -112,10 +112,10 @@ def test_numbers_take_few_characters(value, digits, text):
     [(7, "0:07"), (59.6, "1:00"), (252, "4:12"), (3723, "1:02:03"), (math.nan, "-")],
 )
 def test_durations_read_like_a_clock(seconds, text):
-    assert duration_text(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_fields_are_named_and_floats_are_short():
     assert (
-        fields_text([("step", 3), ("x", 0.12345), ("why", "late")]) == "step=3  x=0.123  why=late"
+        format_fields([("step", 3), ("x", 0.12345), ("why", "late")]) == "step=3  x=0.123  why=late"
     )

@@ -13,9 +13,9 @@ from streamrl.telemetry.rollout_log import RolloutLog
 
 def test_a_step_with_samples_has_a_file_of_them(tmp_path: Path) -> None:
     log = RolloutLog(tmp_path)
-    log.write(1, [])
+    log.write_samples(1, [])
     assert not (tmp_path / "rollouts").exists()
-    log.write(2, [{"prompt": "1+1", "score": 1.0}, {"prompt": "ä", "score": 0.0}])
+    log.write_samples(2, [{"prompt": "1+1", "score": 1.0}, {"prompt": "ä", "score": 0.0}])
     lines = (tmp_path / "rollouts" / "step_000002.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["prompt"] for line in lines] == ["1+1", "ä"]
 
@@ -28,12 +28,12 @@ def test_a_full_disk_is_named_with_the_file(
 
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(DiskError, match=r"step_000002.jsonl cannot be written: No space left"):
-        RolloutLog(tmp_path).write(2, [{"score": 1.0}])
+        RolloutLog(tmp_path).write_samples(2, [{"score": 1.0}])
 
 
 def test_a_run_that_goes_back_loses_the_samples_of_later_steps(tmp_path: Path) -> None:
     log = RolloutLog(tmp_path)
     for step in (1, 2, 3):
-        log.write(step, [{"step": step}])
-    RolloutLog(tmp_path).discard_after(1)
+        log.write_samples(step, [{"step": step}])
+    RolloutLog(tmp_path).discard_steps_after(1)
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_000001.jsonl"]

@@ -9,7 +9,7 @@ from streamrl.errors import ConfigError
 from streamrl.telemetry import Span, TelemetryConfig, WandbConfig
 from streamrl.telemetry.console import PlainConsole
 from streamrl.telemetry.live_console import LiveConsole
-from streamrl.telemetry.sink_group import Fanout, make_console, make_sinks
+from streamrl.telemetry.sink_group import SinkGroup, make_console, make_sink_group
 from streamrl.telemetry.sinks import read_jsonl
 from streamrl.telemetry.wandb_sink import WandbSink
 from tests.telemetry.rows import facts, full_row
@@ -29,10 +29,10 @@ class Recording:
     def start(self, config):
         self._note("start")
 
-    def step(self, step, row):
+    def log_step(self, step, row):
         self._note("step")
 
-    def event(self, name, fields):
+    def log_event(self, name, fields):
         self._note("event")
 
     def close(self, summary):
@@ -50,10 +50,10 @@ def output(*, is_terminal, encoding="utf-8"):
 
 def test_all_sinks_are_told_and_closed_in_reverse():
     log: list[str] = []
-    fanout = Fanout([Recording("a", log), Recording("b", log)])
+    fanout = SinkGroup([Recording("a", log), Recording("b", log)])
     fanout.start({})
-    fanout.step(1, {"reward/mean": 0.5})
-    fanout.event("drop", {})
+    fanout.log_step(1, {"reward/mean": 0.5})
+    fanout.log_event("drop", {})
     fanout.close({})
     fanout.close({})
     assert [entry.split(".")[1] for entry in log] == [
@@ -64,7 +64,7 @@ def test_all_sinks_are_told_and_closed_in_reverse():
 
 def test_a_sink_that_cannot_start_closes_those_before_it():
     log: list[str] = []
-    fanout = Fanout([Recording("a", log), Recording("b", log, fails_at="start")])
+    fanout = SinkGroup([Recording("a", log), Recording("b", log, fails_at="start")])
     with pytest.raises(OSError, match="b failed"):
         fanout.start({})
     assert log == ["a.start", "b.start", "a.close"]
@@ -72,7 +72,7 @@ def test_a_sink_that_cannot_start_closes_those_before_it():
 
 def test_a_sink_that_cannot_close_does_not_keep_the_others_open():
     log: list[str] = []
-    fanout = Fanout([Recording("a", log), Recording("b", log, fails_at="close")])
+    fanout = SinkGroup([Recording("a", log), Recording("b", log, fails_at="close")])
     fanout.start({})
     with pytest.raises(OSError, match="b failed"):
         fanout.close({})
@@ -81,28 +81,28 @@ def test_a_sink_that_cannot_close_does_not_keep_the_others_open():
 
 def test_a_row_outside_the_contract_reaches_no_sink():
     log: list[str] = []
-    fanout = Fanout([Recording("a", log)])
+    fanout = SinkGroup([Recording("a", log)])
     with pytest.raises(ValueError, match="not in the metrics contract"):
-        fanout.step(1, {"rewards": 1.0})
+        fanout.log_step(1, {"rewards": 1.0})
     assert log == []
 
 
 @pytest.mark.parametrize("later", [2, 1, 0])
 def test_a_step_is_reported_once_and_in_order(later):
-    fanout = Fanout([])
-    fanout.step(0, {"eval/pass_at_1": 0.1})
-    fanout.step(2, {"reward/mean": 0.5})
+    fanout = SinkGroup([])
+    fanout.log_step(0, {"eval/pass_at_1": 0.1})
+    fanout.log_step(2, {"reward/mean": 0.5})
     with pytest.raises(ValueError, match=f"step {later} was reported after step 2"):
-        fanout.step(later, {"reward/mean": 0.5})
+        fanout.log_step(later, {"reward/mean": 0.5})
 
 
 def test_a_run_leaves_metrics_events_and_a_trace(tmp_path):
-    run = make_sinks(quiet(), facts(tmp_path))
+    run = make_sink_group(quiet(), facts(tmp_path))
     run.start({"seed": 1})
-    run.status("starting")
-    run.step(1, full_row(1))
-    run.spans([Span("trainer-0", "train", 0, 1.0, 2.0)])
-    run.event("drop", {"cause": "timeout"})
+    run.show_status("starting")
+    run.log_step(1, full_row(1))
+    run.write_spans([Span("trainer-0", "train", 0, 1.0, 2.0)])
+    run.log_event("drop", {"cause": "timeout"})
     run.close({"steps": 1})
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("events.jsonl", "metrics.jsonl", "trace.json")
@@ -112,18 +112,18 @@ def test_a_run_leaves_metrics_events_and_a_trace(tmp_path):
 
 
 def test_a_resumed_run_continues_its_files_and_its_console(tmp_path):
-    run = make_sinks(quiet(), facts(tmp_path))
+    run = make_sink_group(quiet(), facts(tmp_path))
     run.start({})
     for step in (1, 2, 3):
-        run.step(step, full_row(step))
+        run.log_step(step, full_row(step))
     run.close({})
     config = TelemetryConfig(wandb=WandbConfig(mode="disabled"), console="plain")
     text = io.StringIO()
-    again = make_sinks(
+    again = make_sink_group(
         config, facts(tmp_path, resume_step=2), console=Console(file=text, width=100)
     )
     again.start({})
-    again.step(3, full_row(3))
+    again.log_step(3, full_row(3))
     again.close({})
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     trace = json.loads((tmp_path / "trace.json").read_text())
@@ -132,29 +132,29 @@ def test_a_resumed_run_continues_its_files_and_its_console(tmp_path):
 
 
 def test_a_directory_that_holds_a_run_is_left_as_it_is(tmp_path):
-    run = make_sinks(quiet(), facts(tmp_path))
+    run = make_sink_group(quiet(), facts(tmp_path))
     run.start({})
-    run.step(1, full_row(1))
+    run.log_step(1, full_row(1))
     run.close({})
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(ConfigError, match="already holds a run"):
-        make_sinks(quiet(), facts(tmp_path)).start({})
+        make_sink_group(quiet(), facts(tmp_path)).start({})
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_without_a_trace_spans_are_let_go(tmp_path):
-    run = make_sinks(quiet(trace=False), facts(tmp_path))
+    run = make_sink_group(quiet(trace=False), facts(tmp_path))
     run.start({})
-    run.spans([Span("p", "work", 0, 1.0, 2.0)])
+    run.write_spans([Span("p", "work", 0, 1.0, 2.0)])
     run.close({})
     assert not (tmp_path / "trace.json").exists()
 
 
 def test_wandb_is_a_sink_unless_disabled(tmp_path):
-    run = make_sinks(TelemetryConfig(console="none"), facts(tmp_path))
+    run = make_sink_group(TelemetryConfig(console="none"), facts(tmp_path))
     assert any(isinstance(sink, WandbSink) for sink in run.sinks)
     assert not any(
-        isinstance(sink, WandbSink) for sink in make_sinks(quiet(), facts(tmp_path)).sinks
+        isinstance(sink, WandbSink) for sink in make_sink_group(quiet(), facts(tmp_path)).sinks
     )
 
 

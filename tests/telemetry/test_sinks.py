@@ -42,7 +42,7 @@ def test_a_full_row_keeps_every_name(tmp_path):
 
 def test_events_go_to_a_file_of_their_own_and_the_summary_ends_it(tmp_path):
     sink = started(tmp_path)
-    sink.event("drop", {"cause": "timeout", "age_s": math.nan, "last": True})
+    sink.log_event("drop", {"cause": "timeout", "age_s": math.nan, "last": True})
     sink.close({"steps": 3})
     assert read_jsonl(tmp_path / "events.jsonl") == [
         {"time": 1000.0, "event": "drop", "cause": "timeout", "age_s": None, "last": True},
@@ -61,7 +61,7 @@ def test_a_resumed_run_repeats_no_step_and_keeps_all_events(tmp_path):
     sink = started(tmp_path)
     for step in range(1, 6):
         sink.step(step, {"reward/mean": 0.1})
-    sink.event("stall", {})
+    sink.log_event("stall", {})
     sink = started(tmp_path, resume_step=3)
     sink.step(4, {"reward/mean": 0.2})
     rows = read_jsonl(tmp_path / "metrics.jsonl")
@@ -81,7 +81,7 @@ def test_a_line_torn_by_a_crash_is_cut_off_on_resume(tmp_path):
             file.write('{"step": 2, "rew')
     sink = started(tmp_path, resume_step=1)
     sink.step(2, {"reward/mean": 0.2})
-    sink.event("start", {})
+    sink.log_event("start", {})
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
     assert [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")] == ["start"]
 
@@ -112,7 +112,7 @@ def test_a_full_disk_is_named_with_the_file(tmp_path):
     with pytest.raises(DiskError, match=f"^{tmp_path}/metrics.jsonl {full}$"):
         sink.step(1, {"reward/mean": 0.5})
     with pytest.raises(DiskError, match=f"^{tmp_path}/events.jsonl {full}$"):
-        sink.event("failed", {})
+        sink.log_event("failed", {})
     with pytest.raises(DiskError, match=full):
         sink.close({})
     assert all(file.closed for file in files), "both, though neither could be flushed"
@@ -138,8 +138,8 @@ def test_a_directory_with_a_run_in_it_is_refused(tmp_path):
 def test_the_base_models_evaluation_is_an_event_and_no_row(tmp_path):
     sink = JsonlSink(tmp_path)
     sink.start({})
-    sink.step(0, {"eval/pass_at_1": 0.25})
-    sink.step(1, {"reward/mean": 0.5})
+    sink.log_step(0, {"eval/pass_at_1": 0.25})
+    sink.log_step(1, {"reward/mean": 0.5})
     sink.close({})
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.telemetry.spans import Span, SpanRecorder, busy_s, idle_fraction
+from streamrl.telemetry.spans import Span, SpanRecorder, compute_busy_s, compute_idle_fraction
 from tests.telemetry.rows import Clock
 
 
@@ -17,67 +17,67 @@ def span(start, end, process="p"):
 def test_a_span_is_recorded_when_its_block_ends():
     clock = Clock(10.0)
     recorder = SpanRecorder("trainer-0", clock)
-    with recorder.span("train", rollouts=4):
+    with recorder.record_span("train", rollouts=4):
         clock.now = 12.5
-    assert recorder.drain() == [Span("trainer-0", "train", 0, 10.0, 12.5, {"rollouts": 4})]
-    assert recorder.drain() == []
+    assert recorder.drain_spans() == [Span("trainer-0", "train", 0, 10.0, 12.5, {"rollouts": 4})]
+    assert recorder.drain_spans() == []
 
 
 def test_a_block_adds_what_it_finds_out_and_what_was_drained_before_stays_as_it_was():
     recorder = SpanRecorder("p", Clock())
-    with recorder.span("generate", uid="0:1:0") as facts:
-        (still_open,) = recorder.drain()
+    with recorder.record_span("generate", uid="0:1:0") as facts:
+        (still_open,) = recorder.drain_spans()
         facts["lengths"] = "3 4"
-    (whole,) = recorder.drain()
+    (whole,) = recorder.drain_spans()
     assert still_open.args == {"uid": "0:1:0"}
     assert whole.args == {"uid": "0:1:0", "lengths": "3 4"}
 
 
 def test_a_block_that_raises_is_recorded():
     recorder = SpanRecorder("p", Clock())
-    with pytest.raises(RuntimeError), recorder.span("work"):
+    with pytest.raises(RuntimeError), recorder.record_span("work"):
         raise RuntimeError
-    assert [s.name for s in recorder.drain()] == ["work"]
+    assert [s.name for s in recorder.drain_spans()] == ["work"]
 
 
 def test_an_open_span_is_drained_as_far_as_it_got_and_later_whole():
     clock = Clock(1.0)
     recorder = SpanRecorder("p", clock)
-    with recorder.span("work"):
-        assert recorder.drain(now=3.0) == [Span("p", "work", 0, 1.0, 3.0, is_open=True)]
+    with recorder.record_span("work"):
+        assert recorder.drain_spans(now=3.0) == [Span("p", "work", 0, 1.0, 3.0, is_open=True)]
         clock.now = 5.0
-    assert recorder.drain() == [Span("p", "work", 0, 1.0, 5.0)]
+    assert recorder.drain_spans() == [Span("p", "work", 0, 1.0, 5.0)]
 
 
 def test_work_that_stands_still_is_recorded_in_pieces_and_others_whole():
     clock = Clock(1.0)
     recorder = SpanRecorder("p", clock)
-    with recorder.span("work"), recorder.span("other"):
+    with recorder.record_span("work"), recorder.record_span("other"):
         clock.now = 2.0
-        recorder.rest(["work"])
-        with recorder.span("work"):
+        recorder.pause_spans(["work"])
+        with recorder.record_span("work"):
             clock.now = 3.0
-            assert {(s.name, s.start_s, s.end_s) for s in recorder.drain()} == {
+            assert {(s.name, s.start_s, s.end_s) for s in recorder.drain_spans()} == {
                 ("work", 1.0, 2.0),
                 ("other", 1.0, 3.0),
             }
         clock.now = 5.0
-        recorder.go_on()
+        recorder.resume_spans()
         clock.now = 6.0
-    found = [(s.name, s.start_s, s.end_s) for s in recorder.drain()]
+    found = [(s.name, s.start_s, s.end_s) for s in recorder.drain_spans()]
     assert found == [("other", 1.0, 6.0), ("work", 5.0, 6.0)]
 
 
 def test_overlapping_spans_take_the_lowest_free_lane():
     recorder = SpanRecorder("p", Clock())
-    first, second, third = (recorder.span(name) for name in ("a", "b", "c"))
+    first, second, third = (recorder.record_span(name) for name in ("a", "b", "c"))
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     third.__enter__()
     second.__exit__(None, None, None)
     third.__exit__(None, None, None)
-    assert {s.name: s.lane for s in recorder.drain()} == {"a": 0, "b": 1, "c": 0}
+    assert {s.name: s.lane for s in recorder.drain_spans()} == {"a": 0, "b": 1, "c": 0}
 
 
 async def test_tasks_of_one_event_loop_record_side_by_side():
@@ -85,11 +85,11 @@ async def test_tasks_of_one_event_loop_record_side_by_side():
     entered = asyncio.Barrier(3)
 
     async def work():
-        with recorder.span("work"):
+        with recorder.record_span("work"):
             await entered.wait()
 
     await asyncio.gather(work(), work(), work())
-    assert sorted(s.lane for s in recorder.drain()) == [0, 1, 2]
+    assert sorted(s.lane for s in recorder.drain_spans()) == [0, 1, 2]
 
 
 def test_threads_record_side_by_side():
@@ -97,7 +97,7 @@ def test_threads_record_side_by_side():
     entered = threading.Barrier(3)
 
     def work():
-        with recorder.span("work"):
+        with recorder.record_span("work"):
             entered.wait(timeout=10)
 
     threads = [threading.Thread(target=work) for _ in range(3)]
@@ -105,15 +105,15 @@ def test_threads_record_side_by_side():
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(s.lane for s in recorder.drain()) == [0, 1, 2]
+    assert sorted(s.lane for s in recorder.drain_spans()) == [0, 1, 2]
 
 
 def test_a_clock_that_is_set_back_gives_a_span_of_no_length():
     clock = Clock(10.0)
     recorder = SpanRecorder("p", clock)
-    with recorder.span("work"):
+    with recorder.record_span("work"):
         clock.now = 4.0
-    assert recorder.drain() == [Span("p", "work", 0, 10.0, 10.0)]
+    assert recorder.drain_spans() == [Span("p", "work", 0, 10.0, 10.0)]
 
 
 def test_a_span_survives_pickling():
@@ -135,18 +135,18 @@ def test_a_span_survives_pickling():
     ],
 )
 def test_busy_time_is_the_union_within_the_window(spans, wanted):
-    assert busy_s([span(*s) for s in spans], start=0.0, end=10.0) == wanted
+    assert compute_busy_s([span(*s) for s in spans], start=0.0, end=10.0) == wanted
 
 
 def test_an_open_span_counts_and_does_not_count_twice_with_its_whole():
     clock = Clock(1.0)
     recorder = SpanRecorder("p", clock)
-    with recorder.span("work"):
+    with recorder.record_span("work"):
         clock.now = 4.0
-        early = recorder.drain()
+        early = recorder.drain_spans()
         clock.now = 6.0
-    assert busy_s(early, start=0.0, end=4.0) == 3.0
-    assert busy_s(early + recorder.drain(), start=0.0, end=10.0) == 5.0
+    assert compute_busy_s(early, start=0.0, end=4.0) == 3.0
+    assert compute_busy_s(early + recorder.drain_spans(), start=0.0, end=10.0) == 5.0
 
 
 INTERVALS = st.lists(st.tuples(st.floats(-10, 20), st.floats(0, 15)), max_size=12)
@@ -155,30 +155,30 @@ INTERVALS = st.lists(st.tuples(st.floats(-10, 20), st.floats(0, 15)), max_size=1
 @given(INTERVALS, st.randoms(use_true_random=False))
 def test_busy_time_fits_the_window_whatever_the_order(intervals, random):
     spans = [span(start, start + length) for start, length in intervals]
-    busy = busy_s(spans, start=0.0, end=10.0)
+    busy = compute_busy_s(spans, start=0.0, end=10.0)
     assert 0.0 <= busy <= 10.0
     shuffled = list(spans)
     random.shuffle(shuffled)
-    assert busy_s(shuffled, start=0.0, end=10.0) == busy
+    assert compute_busy_s(shuffled, start=0.0, end=10.0) == busy
 
 
 @given(INTERVALS, st.floats(0.0, 10.0))
 def test_busy_time_adds_up_over_a_cut_of_the_window(intervals, cut):
     spans = [span(start, start + length) for start, length in intervals]
-    parts = busy_s(spans, start=0.0, end=cut) + busy_s(spans, start=cut, end=10.0)
-    assert parts == pytest.approx(busy_s(spans, start=0.0, end=10.0), abs=1e-9)
+    parts = compute_busy_s(spans, start=0.0, end=cut) + compute_busy_s(spans, start=cut, end=10.0)
+    assert parts == pytest.approx(compute_busy_s(spans, start=0.0, end=10.0), abs=1e-9)
 
 
 def test_idle_is_what_is_left_of_the_window():
-    assert idle_fraction([span(2, 5)], start=0.0, end=10.0) == pytest.approx(0.7)
+    assert compute_idle_fraction([span(2, 5)], start=0.0, end=10.0) == pytest.approx(0.7)
 
 
 def test_idle_is_averaged_over_processes_also_those_without_a_span():
     spans = [span(0, 10, "a"), span(0, 5, "b")]
-    assert idle_fraction(spans, start=0.0, end=10.0, num_processes=2) == pytest.approx(0.25)
-    assert idle_fraction(spans, start=0.0, end=10.0, num_processes=3) == pytest.approx(0.5)
+    assert compute_idle_fraction(spans, start=0.0, end=10.0, num_processes=2) == pytest.approx(0.25)
+    assert compute_idle_fraction(spans, start=0.0, end=10.0, num_processes=3) == pytest.approx(0.5)
 
 
 def test_an_empty_window_raises():
     with pytest.raises(ValueError, match="is empty"):
-        idle_fraction([], start=1.0, end=1.0)
+        compute_idle_fraction([], start=1.0, end=1.0)

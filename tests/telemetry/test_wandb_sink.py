@@ -15,7 +15,7 @@ import pytest
 from streamrl.errors import ConfigError
 from streamrl.telemetry.config import WandbConfig
 from streamrl.telemetry.metric_names import Histogram
-from streamrl.telemetry.wandb_sink import WandbSink, saved_run_id
+from streamrl.telemetry.wandb_sink import WandbSink, load_run_id
 from tests.telemetry.rows import full_row
 from tests.telemetry.wandb_file import read_wandb_file
 
@@ -83,7 +83,7 @@ def test_an_offline_run_holds_every_metric_of_every_step(tmp_path, called, capfd
     sink = started(tmp_path)
     for step in (1, 2, 3):
         sink.step(step, full_row(step) | {"loss/value": math.nan})
-    sink.event("drop", {"cause": "timeout"})
+    sink.log_event("drop", {"cause": "timeout"})
     sink.close({"steps": 3})
     (run,) = written(tmp_path)
     assert [row["_step"] for row in run.rows] == [1, 2, 3]
@@ -101,8 +101,8 @@ def test_an_offline_run_holds_every_metric_of_every_step(tmp_path, called, capfd
 
 def test_a_stall_is_an_alert_at_once_and_other_events_are_none(tmp_path):
     sink = started(tmp_path)
-    sink.event("drop", {"cause": "timeout"})
-    sink.event("stall", {"stage": "reward", "holder": "reward-0", "age_s": 301.5})
+    sink.log_event("drop", {"cause": "timeout"})
+    sink.log_event("stall", {"stage": "reward", "holder": "reward-0", "age_s": 301.5})
     sink.step(1, full_row(1))
     sink.close({})
     (run,) = written(tmp_path)
@@ -126,14 +126,14 @@ def test_nothing_of_wandb_is_left_after_closing(tmp_path):
 
 
 def test_a_resumed_run_keeps_its_id(tmp_path):
-    assert saved_run_id(tmp_path) is None
+    assert load_run_id(tmp_path) is None
     started(tmp_path).close({})
-    first = saved_run_id(tmp_path)
+    first = load_run_id(tmp_path)
     sink = started(tmp_path, resume_id=first)
     sink.step(4, {"reward/mean": 0.5})
     sink.close({})
     assert [run.run_id for run in written(tmp_path)] == [first, first]
-    assert saved_run_id(tmp_path) == first
+    assert load_run_id(tmp_path) == first
 
 
 def test_the_environment_does_not_put_an_offline_run_online(tmp_path, monkeypatch, called):
@@ -145,7 +145,7 @@ def test_the_environment_does_not_put_an_offline_run_online(tmp_path, monkeypatc
     sink.step(1, {"reward/mean": 0.5})
     sink.close({})
     (run,) = written(tmp_path / "run")
-    assert run.run_id == saved_run_id(tmp_path / "run") != "other"
+    assert run.run_id == load_run_id(tmp_path / "run") != "other"
     assert called == []
 
 
@@ -181,7 +181,7 @@ def test_an_offline_program_calls_nobody_up_to_its_exit(tmp_path):
 def test_online_without_an_account_is_an_error_and_no_prompt(tmp_path, called):
     with pytest.raises(ConfigError, match=r"telemetry.wandb.mode=online: no wandb account"):
         started(tmp_path, WandbConfig(mode="online"))
-    assert saved_run_id(tmp_path) is None
+    assert load_run_id(tmp_path) is None
     assert called == []
 
 
@@ -251,4 +251,4 @@ def test_an_id_that_is_none_is_refused_and_never_waited_for(tmp_path: Path, kind
     if kind == "sparse":
         os.truncate(path, 1 << 40)
     with pytest.raises(ConfigError, match=r"run_id\.txt: "):
-        saved_run_id(tmp_path)
+        load_run_id(tmp_path)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from streamrl.messages import Array
-from streamrl.weights import Bucket, WeightManifest
-from streamrl.weights.pack import own_room
+from streamrl.weights import WeightBucket, WeightManifest
+from streamrl.weights.pack import allocate_host_buffer
 
 
 class LocalOutlet:
@@ -13,16 +13,16 @@ class LocalOutlet:
     def set_readers(self, names: Sequence[str]) -> None:
         pass
 
-    def begin(self, version: int) -> None:
+    def begin_version(self, version: int) -> None:
         pass
 
-    def room(self, num_bytes: int) -> Array:
-        return own_room(num_bytes)
+    def allocate_buffer(self, num_bytes: int) -> Array:
+        return allocate_host_buffer(num_bytes)
 
-    def seal(self, bucket: Bucket, data: Array) -> object:
+    def commit_bucket(self, bucket: WeightBucket, data: Array) -> object:
         return data.copy()
 
-    def finish(self, manifest: WeightManifest) -> None:
+    def commit_version(self, manifest: WeightManifest) -> None:
         pass
 
     def close(self) -> None:
@@ -33,9 +33,9 @@ class LocalInlet:
     """Gives the handles as they are."""
 
     bytes_fetched = 0
-    failure: str | None = None
+    fallback_reason: str | None = None
 
-    def fetch(self, manifest: WeightManifest) -> list[Array]:
+    def fetch_buckets(self, manifest: WeightManifest) -> list[Array]:
         return list(manifest.handles)
 
     def close(self) -> None:

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.weights import checksum as hashing
-from streamrl.weights.checksum import RunningChecksum, checksums
-from streamrl.weights.manifest import checksum
-from streamrl.weights.pack import pack
+from streamrl.weights.checksum import RunningChecksum, compute_checksums
+from streamrl.weights.manifest import compute_checksum
+from streamrl.weights.pack import pack_buckets
 from tests.weights.test_travel import some_tensors
 
 
@@ -18,18 +18,18 @@ def random_bytes(num_bytes: int) -> np.ndarray:
 @given(st.lists(st.lists(st.integers(0, 300), max_size=8), min_size=1, max_size=4))
 def test_a_bucket_hashed_in_pieces_has_the_checksum_of_the_whole(laid: list[list[int]]) -> None:
     with pytest.MonkeyPatch.context() as patch, RunningChecksum() as running:
-        patch.setattr(hashing, "PIECE_BYTES", 100)
+        patch.setattr(hashing, "HASH_CHUNK_BYTES", 100)
         for sizes in laid:
             data = random_bytes(sum(sizes))
             for end in np.cumsum(sizes, dtype=int).tolist():
-                running.laid(data, end)
-            assert running.finish(data) == checksum(data)
+                running.hash_written(data, end)
+            assert running.finish_bucket(data) == compute_checksum(data)
 
 
-@pytest.mark.parametrize("num_bytes", [10, hashing.PIECE_BYTES])
+@pytest.mark.parametrize("num_bytes", [10, hashing.HASH_CHUNK_BYTES])
 def test_checksums_come_in_the_order_of_their_arrays(num_bytes: int) -> None:
     arrays = [random_bytes(num_bytes + i) for i in range(5)]
-    assert checksums(arrays) == [checksum(array) for array in arrays]
+    assert compute_checksums(arrays) == [compute_checksum(array) for array in arrays]
 
 
 def test_a_large_tensor_is_laid_whole() -> None:
@@ -38,8 +38,8 @@ def test_a_large_tensor_is_laid_whole() -> None:
         "b": torch.randn(1_000_001, 3).t(),
         "c": torch.ones(1),
     }
-    ((bucket, data),) = pack(tensors.items(), version=1, bucket_bytes=1 << 30)
-    assert bucket.checksum == checksum(data)
+    ((bucket, data),) = pack_buckets(tensors.items(), version=1, bucket_bytes=1 << 30)
+    assert bucket.checksum == compute_checksum(data)
     for slot in bucket.slots:
         found = torch.from_numpy(data[slot.offset : slot.end]).view(torch.float32).view(slot.shape)
         assert torch.equal(found, tensors[slot.name])
@@ -47,7 +47,7 @@ def test_a_large_tensor_is_laid_whole() -> None:
 
 def test_what_a_room_held_before_is_no_part_of_a_bucket() -> None:
     def packed(filled_with: int) -> list[tuple[str, bytes]]:
-        rooms = pack(
+        rooms = pack_buckets(
             some_tensors().items(),
             version=1,
             bucket_bytes=200,

@@ -5,37 +5,40 @@ import math
 import numpy as np
 import pytest
 
-from streamrl.errors import ProbeError
-from streamrl.weights.logprob_probe import Probe, probe_sequences
+from streamrl.errors import LogprobCheckError
+from streamrl.weights.logprob_probe import LogprobCheck, make_check_sequences
 
 SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
 
 def test_the_first_token_of_a_probe_has_no_say_and_nan_never_passes() -> None:
     logprobs = [np.array([0, -1, -2], np.float32)]
-    probe = Probe([np.array([3, 1, 4], np.int32)], logprobs, limit=0.1)
-    assert probe.check([np.array([9, -1, -2.0625], np.float32)], "it") == 0.0625
-    with pytest.raises(ProbeError, match="by up to nan"):
-        probe.check([np.array([0, math.nan, -2], np.float32)], "it")
+    probe = LogprobCheck([np.array([3, 1, 4], np.int32)], logprobs, max_difference=0.1)
+    assert probe.compare_logprobs([np.array([9, -1, -2.0625], np.float32)], "it") == 0.0625
+    with pytest.raises(LogprobCheckError, match="by up to nan"):
+        probe.compare_logprobs([np.array([0, math.nan, -2], np.float32)], "it")
 
 
 def test_nan_in_any_sequence_of_a_probe_never_passes() -> None:
     logprobs = [np.array([0, -1], np.float32)] * 2
-    probe = Probe([np.array([3, 1], np.int32)] * 2, logprobs, limit=0.1)
-    with pytest.raises(ProbeError, match="by up to nan"):
-        probe.check([logprobs[0], np.array([0, math.nan], np.float32)], "it")
+    probe = LogprobCheck([np.array([3, 1], np.int32)] * 2, logprobs, max_difference=0.1)
+    with pytest.raises(LogprobCheckError, match="by up to nan"):
+        probe.compare_logprobs([logprobs[0], np.array([0, math.nan], np.float32)], "it")
 
 
 def test_a_probe_for_sequences_of_two_has_nothing_to_compare_and_passes() -> None:
-    sequences = probe_sequences(vocab_size=50, max_length=2)
+    sequences = make_check_sequences(vocab_size=50, max_length=2)
     assert {len(ids) for ids in sequences} == {1}
     logprobs = [np.zeros(1, np.float32)] * len(sequences)
-    assert Probe(sequences, logprobs, limit=0.1).check(logprobs, "it") == 0.0
+    assert (
+        LogprobCheck(sequences, logprobs, max_difference=0.1).compare_logprobs(logprobs, "it")
+        == 0.0
+    )
 
 
 def test_a_probe_is_the_same_for_every_version_and_fits_the_model() -> None:
-    first = probe_sequences(vocab_size=50, max_length=20)
-    again = probe_sequences(vocab_size=50, max_length=20)
+    first = make_check_sequences(vocab_size=50, max_length=20)
+    again = make_check_sequences(vocab_size=50, max_length=20)
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert {len(ids) for ids in first} == {19}
     assert all(ids.min() >= 0 and ids.max() < 50 for ids in first)

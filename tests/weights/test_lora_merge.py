@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 
 from streamrl.errors import WeightsError
 from streamrl.weights.lora_merge import (
-    LORA_A,
-    LORA_B,
+    LORA_A_SUFFIX,
+    LORA_B_SUFFIX,
     LORA_SCALE,
-    Adapter,
-    full_weights,
-    stored_weights,
+    LoraAdapter,
+    build_full_weights,
+    load_stored_weights,
 )
 from streamrl.weights.parameters import ParameterSet
 
@@ -35,7 +35,7 @@ class Value(torch.nn.Module):
         self.score = torch.nn.Linear(2, 1, bias=False)
 
 
-PARAMETERS = ParameterSet.of(Value())
+PARAMETERS = ParameterSet.from_module(Value())
 STORED = {
     "embed.weight": torch.arange(18.0).view(6, 3),
     "proj.weight": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]),
@@ -44,8 +44,8 @@ STORED = {
 A = torch.tensor([[1.0, 0.0, -1.0]])
 B = torch.tensor([[0.5], [2.0]])
 PUBLISHED = {
-    "proj" + LORA_A: A,
-    "proj" + LORA_B: B,
+    "proj" + LORA_A_SUFFIX: A,
+    "proj" + LORA_B_SUFFIX: B,
     "score.weight": torch.tensor([[7.0, 8.0]]),
     LORA_SCALE: torch.tensor(2.0),
 }
@@ -62,20 +62,20 @@ def model_path(tmp_path: Path) -> str:
 
 
 def test_the_product_is_added_to_the_weight() -> None:
-    merged = Adapter(A, B, scale=2.0).added_to(STORED["proj.weight"])
+    merged = LoraAdapter(A, B, scale=2.0).compute_merged(STORED["proj.weight"])
     # 2 B A = [[1, 0, -1], [4, 0, -4]]
     assert merged.tolist() == [[2.0, 2.0, 2.0], [8.0, 5.0, 2.0]]
 
 
 def test_the_sum_is_computed_in_float32_whatever_it_is_of() -> None:
     weight, a, b = (torch.full(shape, 1.0, dtype=torch.bfloat16) for shape in [(1, 1)] * 3)
-    merged = Adapter(a, b, scale=2**-10).added_to(weight)
+    merged = LoraAdapter(a, b, scale=2**-10).compute_merged(weight)
     assert merged.dtype == torch.float32
     assert merged.item() == 1 + 2**-10  # bfloat16 has no number between 1 and 1 + 2**-7
 
 
 def test_a_full_set_comes_of_adapters_head_and_the_directory(model_path: str) -> None:
-    full = full_weights(PUBLISHED, PARAMETERS, model_path=model_path, device=CPU)
+    full = build_full_weights(PUBLISHED, PARAMETERS, model_path=model_path, device=CPU)
     assert full.keys() == PARAMETERS.shapes.keys()
     assert full["proj.weight"].tolist() == [[2.0, 2.0, 2.0], [8.0, 5.0, 2.0]]
     assert full["score.weight"].tolist() == [[7.0, 8.0]]
@@ -87,39 +87,46 @@ def test_what_was_published_may_be_read_only_arrays(model_path: str) -> None:
     arrays = {name: tensor.numpy().copy() for name, tensor in PUBLISHED.items()}
     for array in arrays.values():
         array.flags.writeable = False
-    full = full_weights(arrays, PARAMETERS, model_path=model_path, device=CPU)
+    full = build_full_weights(arrays, PARAMETERS, model_path=model_path, device=CPU)
     assert full["proj.weight"].tolist() == [[2.0, 2.0, 2.0], [8.0, 5.0, 2.0]]
 
 
 def test_each_merge_starts_from_the_stored_weight(model_path: str) -> None:
-    full = full_weights(PUBLISHED, PARAMETERS, model_path=model_path, device=CPU)
+    full = build_full_weights(PUBLISHED, PARAMETERS, model_path=model_path, device=CPU)
     assert torch.equal(full["proj.weight"], full["proj.weight"])
-    assert torch.equal(stored_weights(model_path)["proj.weight"], STORED["proj.weight"])
+    assert torch.equal(load_stored_weights(model_path)["proj.weight"], STORED["proj.weight"])
 
 
 def test_adapters_that_say_nothing_give_the_stored_weights_bit_for_bit(tmp_path: Path) -> None:
     weight = torch.randn(2, 3, generator=torch.manual_seed(0)).bfloat16()
     save_file({**STORED, "proj.weight": weight}, tmp_path / "model.safetensors")
-    published = {**PUBLISHED, "proj" + LORA_A: torch.randn(1, 3), "proj" + LORA_B: 0 * B}
-    full = full_weights(published, PARAMETERS, model_path=str(tmp_path), device=CPU)
+    published = {
+        **PUBLISHED,
+        "proj" + LORA_A_SUFFIX: torch.randn(1, 3),
+        "proj" + LORA_B_SUFFIX: 0 * B,
+    }
+    full = build_full_weights(published, PARAMETERS, model_path=str(tmp_path), device=CPU)
     assert torch.equal(full["proj.weight"].bfloat16(), weight)
 
 
 def test_without_adapters_what_was_published_is_all(tmp_path: Path) -> None:
     whole: dict[str, Any] = {"weight": torch.ones(2, 3), "bias": np.zeros(2, np.float32)}
-    parameters = ParameterSet.of(torch.nn.Linear(3, 2))
-    full = full_weights(whole, parameters, model_path=str(tmp_path / "nowhere"), device=CPU)
+    parameters = ParameterSet.from_module(torch.nn.Linear(3, 2))
+    full = build_full_weights(whole, parameters, model_path=str(tmp_path / "nowhere"), device=CPU)
     assert full["weight"] is whole["weight"]
 
 
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"proj" + LORA_A: torch.ones(1, 4)}, r"A \(1, 4\) and B \(2, 1\) fit no weight"),
-        ({"proj" + LORA_A: torch.ones(2, 3)}, r"A \(2, 3\) and B \(2, 1\) fit no weight"),
-        ({"k" + LORA_A: A, "k" + LORA_B: B}, "fit no weight of the model, came for k.weight"),
-        ({"k" + LORA_A: A}, "have unknown 1 parameters, as k.lora_A"),
-        ({"k" + LORA_B: B}, "have unknown 1 parameters, as k.lora_B"),
+        ({"proj" + LORA_A_SUFFIX: torch.ones(1, 4)}, r"A \(1, 4\) and B \(2, 1\) fit no weight"),
+        ({"proj" + LORA_A_SUFFIX: torch.ones(2, 3)}, r"A \(2, 3\) and B \(2, 1\) fit no weight"),
+        (
+            {"k" + LORA_A_SUFFIX: A, "k" + LORA_B_SUFFIX: B},
+            "fit no weight of the model, came for k.weight",
+        ),
+        ({"k" + LORA_A_SUFFIX: A}, "have unknown 1 parameters, as k.lora_A"),
+        ({"k" + LORA_B_SUFFIX: B}, "have unknown 1 parameters, as k.lora_B"),
         ({"score.weight": None}, "lack 1 parameters, as score.weight"),
         ({"bias": B}, "have unknown 1 parameters, as bias"),
     ],
@@ -130,4 +137,4 @@ def test_adapters_of_another_model_are_refused(
     changed = {**PUBLISHED, **change}
     given = {name: tensor for name, tensor in changed.items() if tensor is not None}
     with pytest.raises(WeightsError, match=fault):
-        full_weights(given, PARAMETERS, model_path=model_path, device=CPU)
+        build_full_weights(given, PARAMETERS, model_path=model_path, device=CPU)

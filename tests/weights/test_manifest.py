@@ -7,15 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.weights import Bucket, TensorSlot, TensorSpec, WeightManifest, plan_buckets
+from streamrl.weights import TensorMetadata, TensorSlot, WeightBucket, WeightManifest, plan_buckets
 from streamrl.weights.manifest import ALIGNMENT_BYTES
-from streamrl.weights.tensor_views import DTYPES, tensor_view
+from streamrl.weights.tensor_views import TORCH_DTYPES, view_tensor
 
 SPECS = st.lists(
     st.builds(
-        TensorSpec,
+        TensorMetadata,
         name=st.uuids().map(str),
-        dtype=st.sampled_from(sorted(DTYPES)),
+        dtype=st.sampled_from(sorted(TORCH_DTYPES)),
         shape=st.lists(st.integers(1, 9), max_size=3).map(tuple),
     ),
     max_size=30,
@@ -23,7 +23,7 @@ SPECS = st.lists(
 
 
 def test_tensors_are_laid_end_to_end_at_multiples_of_64() -> None:
-    specs = [TensorSpec("a", "float32", (5,)), TensorSpec("b", "bfloat16", (3, 2))]
+    specs = [TensorMetadata("a", "float32", (5,)), TensorMetadata("b", "bfloat16", (3, 2))]
     assert plan_buckets(specs, max_bytes=100) == (
         (
             TensorSlot("a", "float32", (5,), offset=0, num_bytes=20),
@@ -33,25 +33,25 @@ def test_tensors_are_laid_end_to_end_at_multiples_of_64() -> None:
 
 
 def test_a_tensor_that_does_not_fit_opens_a_bucket() -> None:
-    specs = [TensorSpec(name, "uint8", (40,)) for name in "abc"]
+    specs = [TensorMetadata(name, "uint8", (40,)) for name in "abc"]
     buckets = plan_buckets(specs, max_bytes=104)
     assert [[slot.name for slot in slots] for slots in buckets] == [["a", "b"], ["c"]]
 
 
 def test_a_tensor_larger_than_a_bucket_has_one_of_its_own() -> None:
     sizes = {"a": 10, "big": 1000, "b": 10}
-    specs = [TensorSpec(name, "uint8", (size,)) for name, size in sizes.items()]
+    specs = [TensorMetadata(name, "uint8", (size,)) for name, size in sizes.items()]
     buckets = plan_buckets(specs, max_bytes=128)
     assert [[slot.name for slot in slots] for slots in buckets] == [["a"], ["big"], ["b"]]
 
 
 @given(SPECS, st.integers(1, 2000))
 def test_every_tensor_has_one_place_and_no_two_overlap(
-    specs: list[TensorSpec], max_bytes: int
+    specs: list[TensorMetadata], max_bytes: int
 ) -> None:
     buckets = plan_buckets(specs, max_bytes=max_bytes)
     slots = [slot for bucket in buckets for slot in bucket]
-    assert [TensorSpec(s.name, s.dtype, s.shape) for s in slots] == specs
+    assert [TensorMetadata(s.name, s.dtype, s.shape) for s in slots] == specs
     for bucket in buckets:
         assert bucket[-1].end <= max_bytes or len(bucket) == 1
         assert all(slot.offset % ALIGNMENT_BYTES == 0 for slot in bucket)
@@ -62,22 +62,24 @@ def test_a_view_shares_the_bytes_even_of_a_read_only_array() -> None:
     data = np.zeros(128, np.uint8)
     data[64:68] = np.frombuffer(np.float32(2.5).tobytes(), np.uint8)
     data.flags.writeable = False
-    view = tensor_view(data, TensorSlot("a", "float32", (), offset=64, num_bytes=4))
+    view = view_tensor(data, TensorSlot("a", "float32", (), offset=64, num_bytes=4))
     assert view.item() == 2.5
     assert view.data_ptr() == data.ctypes.data + 64
 
 
 def test_bytes_of_a_manifest_are_the_sum_over_its_buckets() -> None:
-    manifest = WeightManifest(3, (Bucket((), 10, "x"), Bucket((), 5, "y")), ("h0", "h1"))
+    manifest = WeightManifest(
+        3, (WeightBucket((), 10, "x"), WeightBucket((), 5, "y")), ("h0", "h1")
+    )
     assert manifest.num_bytes == 15
     assert pickle.loads(pickle.dumps(manifest)) == manifest
 
 
 def test_each_bucket_needs_a_handle() -> None:
     with pytest.raises(ValueError, match="1 handles for 2 buckets"):
-        WeightManifest(3, (Bucket((), 10, "x"), Bucket((), 5, "y")), ("h0",))
+        WeightManifest(3, (WeightBucket((), 10, "x"), WeightBucket((), 5, "y")), ("h0",))
 
 
 def test_the_size_of_a_tensor_is_that_of_torch() -> None:
-    for name, dtype in DTYPES.items():
-        assert TensorSpec("a", name, (2, 3)).num_bytes == torch.empty(2, 3, dtype=dtype).nbytes
+    for name, dtype in TORCH_DTYPES.items():
+        assert TensorMetadata("a", name, (2, 3)).num_bytes == torch.empty(2, 3, dtype=dtype).nbytes

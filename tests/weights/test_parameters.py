@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from streamrl.errors import WeightsError
-from streamrl.weights.parameters import ParameterSet, side_by_side
+from streamrl.weights.parameters import ParameterSet, order_for_fusion
 from tests.engines.tiny_qwen import tiny_model
 
 
@@ -19,29 +19,31 @@ class Tied(torch.nn.Module):
 
 
 def test_a_set_has_all_names_and_knows_which_are_one_tensor() -> None:
-    found = ParameterSet.of(Tied())
+    found = ParameterSet.from_module(Tied())
     assert found.shapes == {"embed.weight": (6, 4), "norm.weight": (4,), "head.weight": (6, 4)}
-    assert found.tied == (frozenset({"embed.weight", "head.weight"}),)
+    assert found.tied_groups == (frozenset({"embed.weight", "head.weight"}),)
 
 
 @pytest.mark.parametrize("given", ["embed.weight", "head.weight"])
 def test_one_of_two_tied_names_is_enough(given: str) -> None:
     weight = torch.ones(6, 4)
-    full = ParameterSet.of(Tied()).complete({given: weight, "norm.weight": torch.ones(4)})
+    full = ParameterSet.from_module(Tied()).expand_tied(
+        {given: weight, "norm.weight": torch.ones(4)}
+    )
     assert full["embed.weight"] is weight
     assert full["head.weight"] is weight
 
 
 def test_what_is_whole_stays_as_it_is() -> None:
     tensors = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
-    full = ParameterSet.of(torch.nn.Linear(3, 2)).complete(tensors)
+    full = ParameterSet.from_module(torch.nn.Linear(3, 2)).expand_tied(tensors)
     assert all(full[name] is tensor for name, tensor in tensors.items())
 
 
 def test_arrays_are_taken_without_a_copy() -> None:
     arrays = {"weight": np.ones((2, 3), np.float32), "bias": np.zeros(2, np.float32)}
     arrays["bias"].flags.writeable = False
-    full = ParameterSet.of(torch.nn.Linear(3, 2)).complete(arrays)
+    full = ParameterSet.from_module(torch.nn.Linear(3, 2)).expand_tied(arrays)
     assert all(full[name].data_ptr() == array.ctypes.data for name, array in arrays.items())
 
 
@@ -61,10 +63,12 @@ def test_arrays_are_taken_without_a_copy() -> None:
 )
 def test_what_is_not_the_set_is_named(tensors: dict[str, torch.Tensor], fault: str) -> None:
     with pytest.raises(WeightsError, match=fault):
-        ParameterSet.of(torch.nn.Linear(3, 2)).complete(tensors)
+        ParameterSet.from_module(torch.nn.Linear(3, 2)).expand_tied(tensors)
 
 
 def test_tied_names_are_one_parameter_and_go_by_the_first() -> None:
     model = tiny_model(tied=True, seed=0)
-    assert ParameterSet.of(model).once == side_by_side(dict(model.named_parameters()))
-    assert "lm_head.weight" not in ParameterSet.of(model).once
+    assert ParameterSet.from_module(model).unique_names == order_for_fusion(
+        dict(model.named_parameters())
+    )
+    assert "lm_head.weight" not in ParameterSet.from_module(model).unique_names

@@ -5,22 +5,28 @@ from hypothesis import strategies as st
 from streamrl.errors import ConfigError
 from streamrl.weights import WeightsConfig
 from streamrl.weights.config import TRANSPORTS
-from streamrl.weights.transport_choice import Choice, Facts, Published, choose, shares
+from streamrl.weights.transport_choice import (
+    ClusterFacts,
+    PublishedModel,
+    TransportDecision,
+    choose_transport,
+    divide_shared_memory,
+)
 
-POLICY = Published("policy", num_bytes=1_900_000, readers=3)
-ONE_NODE = Facts(1, (POLICY,), max_staleness=0, shm_free_bytes=11_200_000_000)
-TWO_NODES = Facts(2, (POLICY,), max_staleness=0, shm_free_bytes=11_200_000_000)
-LITTLE_ROOM = Facts(
+POLICY = PublishedModel("policy", num_bytes=1_900_000, num_readers=3)
+ONE_NODE = ClusterFacts(1, (POLICY,), max_staleness=0, shm_free_bytes=11_200_000_000)
+TWO_NODES = ClusterFacts(2, (POLICY,), max_staleness=0, shm_free_bytes=11_200_000_000)
+LITTLE_ROOM = ClusterFacts(
     1,
-    (Published("policy", num_bytes=20_000_000, readers=1),),
+    (PublishedModel("policy", num_bytes=20_000_000, num_readers=1),),
     max_staleness=1,
     shm_free_bytes=576_000_000,
-    store_bytes=512_000_000,
+    object_store_bytes=512_000_000,
 )
 
 
 def test_one_node_with_room_takes_shared_memory() -> None:
-    assert choose(WeightsConfig(), ONE_NODE) == Choice(
+    assert choose_transport(WeightsConfig(), ONE_NODE) == TransportDecision(
         "shared_memory",
         "weights: shared memory, as publisher and 3 readers are on one node, /dev/shm has 11.2 GB"
         " and 7.6 MB are needed = (weights.keep_versions=2 + 1 laid + 1 read) x 1.9 MB of policy",
@@ -28,7 +34,7 @@ def test_one_node_with_room_takes_shared_memory() -> None:
 
 
 def test_two_nodes_take_the_store() -> None:
-    assert choose(WeightsConfig(), TWO_NODES) == Choice(
+    assert choose_transport(WeightsConfig(), TWO_NODES) == TransportDecision(
         "store",
         "weights: the object store, as for shared memory publisher and readers are on 2 nodes, "
         "and must be on one",
@@ -36,13 +42,15 @@ def test_two_nodes_take_the_store() -> None:
 
 
 def test_what_rays_store_may_take_is_no_room_for_weights() -> None:
-    assert choose(WeightsConfig(), LITTLE_ROOM) == Choice(
+    assert choose_transport(WeightsConfig(), LITTLE_ROOM) == TransportDecision(
         "store",
         "weights: the object store, as for shared memory /dev/shm has 64.0 MB = 576.0 MB - 512.0 MB"
         " of Ray's own store and 80.0 MB are needed = (weights.keep_versions=2 + 1 laid + 1 read)"
         " x 20.0 MB of policy",
     )
-    assert choose(WeightsConfig(keep_versions=1), LITTLE_ROOM).transport == "shared_memory"
+    assert (
+        choose_transport(WeightsConfig(keep_versions=1), LITTLE_ROOM).transport == "shared_memory"
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,23 +59,26 @@ def test_what_rays_store_may_take_is_no_room_for_weights() -> None:
 def test_readers_hold_one_version_each_and_no_more_than_tokens_may_be_old(
     readers: int, max_staleness: int, read: int
 ) -> None:
-    model = Published("policy", 100, readers)
-    facts = Facts(1, (model,), max_staleness, shm_free_bytes=100 * (3 + read))
-    assert choose(WeightsConfig(), facts).transport == "shared_memory"
-    facts = Facts(1, (model,), max_staleness, shm_free_bytes=100 * (3 + read) - 1)
-    assert choose(WeightsConfig(), facts).transport == "store"
+    model = PublishedModel("policy", 100, readers)
+    facts = ClusterFacts(1, (model,), max_staleness, shm_free_bytes=100 * (3 + read))
+    assert choose_transport(WeightsConfig(), facts).transport == "shared_memory"
+    facts = ClusterFacts(1, (model,), max_staleness, shm_free_bytes=100 * (3 + read) - 1)
+    assert choose_transport(WeightsConfig(), facts).transport == "store"
 
 
 def test_every_published_model_counts_and_they_share_what_there_is() -> None:
-    models = (Published("policy", 100, readers=2), Published("critic", 50, readers=1))
-    facts = Facts(1, models, max_staleness=1, shm_free_bytes=1750, store_bytes=350)
-    choice = choose(WeightsConfig(), facts)
+    models = (
+        PublishedModel("policy", 100, num_readers=2),
+        PublishedModel("critic", 50, num_readers=1),
+    )
+    facts = ClusterFacts(1, models, max_staleness=1, shm_free_bytes=1750, object_store_bytes=350)
+    choice = choose_transport(WeightsConfig(), facts)
     assert choice.reason.endswith(
         "3 readers are on one node, /dev/shm has 1.4 kB = 1.8 kB - 350 bytes of Ray's own store and"
         " 700 bytes are needed = (weights.keep_versions=2 + 1 laid + 2 read) x 100 bytes of policy"
         " + (weights.keep_versions=2 + 1 laid + 1 read) x 50 bytes of critic"
     )
-    assert shares(WeightsConfig(), facts) == {"policy": 1000, "critic": 400}
+    assert divide_shared_memory(WeightsConfig(), facts) == {"policy": 1000, "critic": 400}
 
 
 @pytest.mark.parametrize(
@@ -77,19 +88,19 @@ def test_every_published_model_counts_and_they_share_what_there_is() -> None:
         (LITTLE_ROOM, "weights.transport=shared_memory: /dev/shm has 64.0 MB = 576.0 MB - 512.0"),
     ],
 )
-def test_shared_memory_that_cannot_be_is_refused(facts: Facts, rule: str) -> None:
+def test_shared_memory_that_cannot_be_is_refused(facts: ClusterFacts, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
-        choose(WeightsConfig(transport="shared_memory"), facts)
+        choose_transport(WeightsConfig(transport="shared_memory"), facts)
 
 
 @given(
     st.sampled_from(TRANSPORTS),
     st.builds(
-        Facts,
+        ClusterFacts,
         num_nodes=st.integers(1, 3),
         published=st.tuples(
             st.builds(
-                Published,
+                PublishedModel,
                 role=st.just("policy"),
                 num_bytes=st.integers(1, 10**10),
                 readers=st.integers(1, 3),
@@ -100,9 +111,9 @@ def test_shared_memory_that_cannot_be_is_refused(facts: Facts, rule: str) -> Non
         store_bytes=st.integers(0, 10**11),
     ),
 )
-def test_what_is_asked_for_is_taken_or_refused(transport: str, facts: Facts) -> None:
+def test_what_is_asked_for_is_taken_or_refused(transport: str, facts: ClusterFacts) -> None:
     try:
-        choice = choose(WeightsConfig(transport=transport), facts)
+        choice = choose_transport(WeightsConfig(transport=transport), facts)
     except ConfigError:
         assert transport == "shared_memory"
         return
@@ -110,5 +121,5 @@ def test_what_is_asked_for_is_taken_or_refused(transport: str, facts: Facts) -> 
     assert transport in ("auto", choice.transport)
     assert choice.reason.startswith("weights: ")
     if choice.transport == "shared_memory":
-        (room,) = shares(WeightsConfig(), facts).values()
-        assert 4 * facts.published[0].num_bytes <= room == facts.room_bytes
+        (room,) = divide_shared_memory(WeightsConfig(), facts).values()
+        assert 4 * facts.models[0].num_bytes <= room == facts.capacity_bytes

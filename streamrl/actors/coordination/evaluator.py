@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from streamrl.actors.actor_context import LONGEST_TURN_S
+from streamrl.actors.actor_context import MAX_LEASE_WAIT_S
 from streamrl.actors.coordination.step_reporter import RoleActors
-from streamrl.actors.transport.ray_calls import call
+from streamrl.actors.transport.ray_calls import await_reply
 from streamrl.config import RunConfig
 from streamrl.errors import (
     ActorLostError,
@@ -15,15 +15,15 @@ from streamrl.errors import (
     StreamError,
     WeightsError,
 )
-from streamrl.evaluation import EvaluationResult, evaluate
-from streamrl.messages import Columns, Experience, Lease, Prompt, Rollout, group_columns
-from streamrl.stream.device_lease import Pulse
+from streamrl.evaluation import EvaluationResult, evaluate_policy
+from streamrl.messages import Columns, Experience, GroupLease, Prompt, Rollout, rollouts_to_columns
+from streamrl.stream.device_lease import ProgressClock
 
-RETRY_S = 0.5
+RETRY_INTERVAL_S = 0.5
 """Between two calls of replicas that have died, s."""
 
 
-class Evaluator:
+class RunEvaluator:
     """Spreads an evaluation over the replicas there are, whoever joins or leaves meanwhile.
 
     Where it waits for devices that are shared, its deadlines count the time in which nothing moves
@@ -31,41 +31,45 @@ class Evaluator:
     """
 
     def __init__(
-        self, config: RunConfig, generators: RoleActors, scorers: RoleActors, pulse: Pulse
+        self, config: RunConfig, generators: RoleActors, scorers: RoleActors, pulse: ProgressClock
     ) -> None:
         self._config = config.evaluation
         # A generator that drains for the version first ends what it has begun.
         rounds = 2 if config.weights.on_update == "drain" else 1
         self._timeout_s = config.pipeline.stall_s + rounds * config.generator.request_timeout_s
-        self._pulse = pulse
-        self._returns = config.run.max_restarts > 0
-        self._generators = InTurn(generators)
-        self._scorers = InTurn(scorers)
+        self._progress_clock = pulse
+        self._can_restart = config.run.max_restarts > 0
+        self._generators = RoundRobinReplicas(generators)
+        self._scorers = RoundRobinReplicas(scorers)
 
-    async def run(self, prompts: Mapping[str, Sequence[Prompt]], version: int) -> EvaluationResult:
+    async def run_evaluation(
+        self, prompts: Mapping[str, Sequence[Prompt]], version: int
+    ) -> EvaluationResult:
         """How good `version` is on the prompts of each file."""
 
         async def generate(prompt: Prompt, seeds: Sequence[int]) -> list[Rollout]:
             arguments = (prompt, seeds, self._config.sampling, version)
-            return list(await self._ask(self._generators, "sample", *arguments))
+            return list(await self._call_replica(self._generators, "sample", *arguments))
 
         async def score(prompt: Prompt, rollouts: list[Rollout]) -> Columns:
-            group = _outside(prompt, rollouts, version)
-            (columns,) = await self._ask(self._scorers, "score", [group])
+            group = _make_unqueued_group(prompt, rollouts, version)
+            (columns,) = await self._call_replica(self._scorers, "score", [group])
             if isinstance(columns, StreamError):
                 raise columns
             return dict(columns)
 
-        return await evaluate(
+        return await evaluate_policy(
             prompts,
             generate=generate,
             score=score,
             config=self._config,
             timeout_s=self._timeout_s,
-            patience=self._pulse.patience,
+            patience=self._progress_clock.progress_timeout,
         )
 
-    async def _ask(self, replicas: "InTurn", method: str, *arguments: Any) -> Any:
+    async def _call_replica(
+        self, replicas: "RoundRobinReplicas", method: str, *arguments: Any
+    ) -> Any:
         """What the next replica answers.
 
         One that died, or is about to be replaced, may be back before the time is over; for one
@@ -73,46 +77,48 @@ class Evaluator:
         """
         deadline = None
         while True:
-            name, actor = replicas.next()
+            name, actor = replicas.next_replica()
             reply = getattr(actor, method).remote(*arguments)
             try:
-                return await self._answer(reply, f"{name}.{method}")
+                return await self._await_reply(reply, f"{name}.{method}")
             except (ActorLostError, GenerationError, WeightsError):
-                returns = self._returns or not replicas.has(name)
+                returns = self._can_restart or not replicas.has_replica(name)
                 deadline = deadline or asyncio.get_running_loop().time() + self._timeout_s
                 if not returns or asyncio.get_running_loop().time() > deadline:
                     raise
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(RETRY_INTERVAL_S)
 
-    async def _answer(self, reply: Any, what: str) -> Any:
+    async def _await_reply(self, reply: Any, what: str) -> Any:
         try:
-            async with self._pulse.patience(self._timeout_s):
-                return await call(reply, what, LONGEST_TURN_S)
+            async with self._progress_clock.progress_timeout(self._timeout_s):
+                return await await_reply(reply, what, MAX_LEASE_WAIT_S)
         except TimeoutError:
             raise DeadlineError(
                 f"{what}: no answer, and nothing has moved for {self._timeout_s:g} s"
             ) from None
 
 
-class InTurn:
+class RoundRobinReplicas:
     """The replicas of a role, round and round, as many as there are just then."""
 
     def __init__(self, role: RoleActors) -> None:
         self._role = role
         self._next = 0
 
-    def next(self) -> tuple[str, Any]:
+    def next_replica(self) -> tuple[str, Any]:
         """The next one with its name."""
         place = self._next % len(self._role.actors)
         self._next = place + 1
         return self._role.names[place], self._role.actors[place]
 
-    def has(self, name: str) -> bool:
+    def has_replica(self, name: str) -> bool:
         """Whether it has not left."""
         return name in self._role.names
 
 
-def _outside(prompt: Prompt, rollouts: Sequence[Rollout], version: int) -> Experience:
+def _make_unqueued_group(prompt: Prompt, rollouts: Sequence[Rollout], version: int) -> Experience:
     """A group that is in no queue, so that its lease means nothing."""
-    lease = Lease(token=0, uid=prompt.uid, stage="evaluate", attempt=0, expires_at=float("inf"))
-    return Experience(lease, version, prompt=prompt, columns=group_columns(rollouts))
+    lease = GroupLease(
+        token=0, uid=prompt.uid, stage="evaluate", attempt=0, expires_at=float("inf")
+    )
+    return Experience(lease, version, prompt=prompt, columns=rollouts_to_columns(rollouts))

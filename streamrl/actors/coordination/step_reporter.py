@@ -9,18 +9,18 @@ from statistics import fmean
 from typing import Any
 
 from streamrl.actors.actor_context import ActorReport
-from streamrl.actors.coordination.driver_events import Feed, StepReport
-from streamrl.actors.transport.ray_calls import call
-from streamrl.algorithms import step_normaliser, summarise
-from streamrl.algorithms.math.step_metrics import SHARED_PREFIX, summarise_critic
+from streamrl.actors.coordination.driver_events import DriverEvents, StepReport
+from streamrl.actors.transport.ray_calls import await_reply
+from streamrl.algorithms import step_loss_denominator, summarise_policy
+from streamrl.algorithms.math.step_metrics import SHARED_CRITIC_PREFIX, summarise_critic
 from streamrl.config import RunConfig
-from streamrl.dataflow import CRITIC, CRITICS, POLICY, Call, Kind
+from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY, CallKind, ModelCall
 from streamrl.errors import ActorLostError, DeadlineError
-from streamrl.rewards.metric_means import with_means
-from streamrl.stream.protocols import StepOutcome
-from streamrl.stream.step_metrics import Activity, StepFacts, step_row
-from streamrl.telemetry.cpu_usage import CoreMeter, machine_time, process_time
-from streamrl.telemetry.metric_names import check_row
+from streamrl.rewards.metric_means import sums_to_means
+from streamrl.stream.protocols import StepResult
+from streamrl.stream.step_metrics import StageActivity, StepFacts, compute_step_metrics
+from streamrl.telemetry.cpu_usage import CoreMeter, read_machine_time, read_process_time
+from streamrl.telemetry.metric_names import validate_row
 from streamrl.telemetry.spans import Span
 
 
@@ -31,7 +31,7 @@ class RoleActors:
     Replicas may join and leave while the run goes on.
     """
 
-    calls: Sequence[Call]
+    calls: Sequence[ModelCall]
     names: list[str]
     actors: list[Any]
 
@@ -41,16 +41,16 @@ class RoleActors:
         return self.calls[0].role
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> CallKind:
         """What they do with it."""
         return self.calls[0].kind
 
-    def join(self, name: str, actor: Any) -> None:
+    def add_replica(self, name: str, actor: Any) -> None:
         """One more."""
         self.names.append(name)
         self.actors.append(actor)
 
-    def leave(self, name: str) -> None:
+    def remove_replica(self, name: str) -> None:
         """One less, if it is there."""
         if name in self.names:
             place = self.names.index(name)
@@ -58,10 +58,10 @@ class RoleActors:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class StepSnapshot:
     """What was read at the end of a step, before the next one changed it."""
 
-    outcome: StepOutcome
+    outcome: StepResult
     weights: Mapping[str, float]
     evaluation: Mapping[str, float]
 
@@ -70,38 +70,38 @@ DRAIN_EVERY_S = 0.2
 """Actors are asked what they did at most this often, s; quicker steps are reported together."""
 DRAIN_TIMEOUT_S = 3.0
 """Longest that the report of a step waits for an actor, s: one that hangs must not hold it up."""
-SAMPLES_KEPT = 200
+MAX_PENDING_SAMPLES = 200
 """Most scored texts that wait for their groups to be trained."""
 
 
-class Reporter:
+class StepReporter:
     """Drains the actors after each step, computes the step's row and posts it."""
 
     def __init__(
-        self, config: RunConfig, roles: Sequence[RoleActors], feed: Feed, *, start_s: float
+        self, config: RunConfig, roles: Sequence[RoleActors], feed: DriverEvents, *, start_s: float
     ) -> None:
         self._config = config
         self._roles = roles
-        self._feed = feed
+        self._driver_events = feed
         self._window_start = start_s
         self._spans: dict[str, list[Span]] = {role.role: [] for role in roles}
         self._samples: list[Mapping[str, Any]] = []
         self._counts: Counter[str] = Counter()
-        self._peaks: dict[str, float] = {}
-        self._meters = {name: CoreMeter() for name in ("machine", "stages", "queue")}
-        self._cores: dict[str, float] = {}
+        self._memory_peaks: dict[str, float] = {}
+        self._core_meters = {name: CoreMeter() for name in ("machine", "stages", "queue")}
+        self._busy_cores: dict[str, float] = {}
         self._drained_at = 0.0
-        self._snapshots: asyncio.Queue[Snapshot] = asyncio.Queue()
+        self._snapshots: asyncio.Queue[StepSnapshot] = asyncio.Queue()
 
     def begin_step(self, start_s: float) -> None:
         """Count what comes from `start_s` on, epoch seconds, to the next step."""
         self._window_start = start_s
 
-    def note(self, snapshot: Snapshot) -> None:
+    def add_step(self, snapshot: StepSnapshot) -> None:
         """A step has ended; its report follows in its own time."""
         self._snapshots.put_nowait(snapshot)
 
-    async def run(self) -> None:
+    async def report_steps(self) -> None:
         """Report every noted step, without end."""
         clock = asyncio.get_running_loop().time
         while True:
@@ -110,63 +110,67 @@ class Reporter:
             self._drained_at = clock()
             while not self._snapshots.empty():
                 snapshots.append(self._snapshots.get_nowait())
-            reports = await self._drain()
-            self._measure(reports, shards_s=snapshots[-1].outcome.queue.cpu_s)
-            spans = self._keep(reports)
+            reports = await self._drain_actors()
+            self._measure_cores(reports, shards_s=snapshots[-1].outcome.queue_stats.cpu_s)
+            spans = self._record_reports(reports)
             for snapshot in snapshots:
-                self._report(snapshot, spans)
+                self._post_step(snapshot, spans)
                 self._snapshots.task_done()
                 spans = []
 
-    async def idle(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until every noted step is reported; for ever if `run` has failed."""
         await self._snapshots.join()
 
-    async def finish(self, running: "asyncio.Task[None]") -> None:
+    async def finish_reporting(self, running: "asyncio.Task[None]") -> None:
         """Wait until every noted step is reported by `running`, the task of `run`; end it."""
-        joined = asyncio.create_task(self.idle())
+        joined = asyncio.create_task(self.wait_until_idle())
         await asyncio.wait({joined, running}, return_when=asyncio.FIRST_COMPLETED)
         if not joined.done():
             running.result()
         running.cancel()
 
-    def _report(self, snapshot: Snapshot, spans: Sequence[Span]) -> None:
+    def _post_step(self, snapshot: StepSnapshot, spans: Sequence[Span]) -> None:
         outcome = snapshot.outcome
         # A wall clock may be set back; the step's length is then next to nothing, not negative.
         end_s = max(outcome.ended_at, self._window_start + 1e-3)
-        row = step_row(
+        row = compute_step_metrics(
             StepFacts(
                 version=outcome.version,
                 groups=outcome.groups,
-                sums=next(made.sums for made in outcome.made.values() if made.sums),
-                metrics=self._metrics(snapshot),
-                queue=outcome.queue,
-                ledger=outcome.ledger,
-                activity=self._activity(),
+                metric_sums=next(
+                    made.metric_sums
+                    for made in outcome.results_by_role.values()
+                    if made.metric_sums
+                ),
+                metrics=self._compute_metrics(snapshot),
+                queue_stats=outcome.queue_stats,
+                ledger_counts=outcome.ledger_counts,
+                activity=self._collect_activity(),
                 start_s=self._window_start,
                 end_s=end_s,
                 max_staleness=self._config.pipeline.max_staleness,
-                filtered=outcome.filtered,
+                filter_tally=outcome.filter_tally,
             )
         )
-        check_row(row)
+        validate_row(row)
         self._window_start = end_s
-        samples = self._samples_of(outcome)
-        self._feed.post(StepReport(outcome.version + 1, row, spans, samples))
+        samples = self._pop_samples(outcome)
+        self._driver_events.post_report(StepReport(outcome.version + 1, row, spans, samples))
 
-    def _samples_of(self, outcome: StepOutcome) -> list[Mapping[str, Any]]:
+    def _pop_samples(self, outcome: StepResult) -> list[Mapping[str, Any]]:
         """The samples of the step's groups. Those of groups that were dropped age out."""
         trained = {group.uid for group in outcome.groups}
         found = [sample for sample in self._samples if sample["uid"] in trained]
         others = [sample for sample in self._samples if sample["uid"] not in trained]
-        self._samples = others[-SAMPLES_KEPT:]
+        self._samples = others[-MAX_PENDING_SAMPLES:]
         return found
 
-    async def _drain(self) -> dict[str, list[ActorReport]]:
+    async def _drain_actors(self) -> dict[str, list[ActorReport]]:
         """What every actor did since the last step, by role."""
         asked = {
             role.role: [
-                asyncio.ensure_future(self._ask(name, actor))
+                asyncio.ensure_future(self._drain_actor(name, actor))
                 for name, actor in zip(role.names, role.actors, strict=True)
             ]
             for role in self._roles
@@ -174,29 +178,33 @@ class Reporter:
         return {role: list(await asyncio.gather(*replies)) for role, replies in asked.items()}
 
     @staticmethod
-    async def _ask(name: str, actor: Any) -> ActorReport:
+    async def _drain_actor(name: str, actor: Any) -> ActorReport:
         """What one actor did. What a dead one did is lost; others see to it."""
         try:
-            report = await call(actor.drain.remote(), f"{name}.drain", DRAIN_TIMEOUT_S)
+            report = await await_reply(
+                actor.collect_report.remote(), f"{name}.drain", DRAIN_TIMEOUT_S
+            )
         except (ActorLostError, DeadlineError):
             return ActorReport(name, (), process_time={})
         assert isinstance(report, ActorReport)
         return report
 
-    def _measure(self, reports: Mapping[str, Sequence[ActorReport]], *, shards_s: float) -> None:
+    def _measure_cores(
+        self, reports: Mapping[str, Sequence[ActorReport]], *, shards_s: float
+    ) -> None:
         """The cores that were kept busy since the last drain, by whom."""
         times: dict[str, dict[str, float]] = {
-            "machine": machine_time(),
+            "machine": read_machine_time(),
             "stages": {},
-            "queue": {**process_time(), "shards": shards_s},
+            "queue": {**read_process_time(), "shards": shards_s},
         }
         for part in chain.from_iterable(reports.values()):
             times["stages"] |= part.process_time
         now = asyncio.get_running_loop().time()
-        for name, meter in self._meters.items():
-            self._cores[f"cpu/{name}"] = meter.cores(times[name], now)
+        for name, meter in self._core_meters.items():
+            self._busy_cores[f"cpu/{name}"] = meter.measure_cores(times[name], now)
 
-    def _keep(self, reports: Mapping[str, Sequence[ActorReport]]) -> list[Span]:
+    def _record_reports(self, reports: Mapping[str, Sequence[ActorReport]]) -> list[Span]:
         """Keep what was drained for the windows and steps to come; returns the spans that ended.
 
         A span that is open now comes again with the next drain.
@@ -210,10 +218,10 @@ class Reporter:
             self._counts.update(part.counts)
             for phase, peak_mb in part.peaks_mb.items():
                 name = f"memory/{phase}_mb"
-                self._peaks[name] = max(self._peaks.get(name, 0.0), peak_mb)
+                self._memory_peaks[name] = max(self._memory_peaks.get(name, 0.0), peak_mb)
         return [span for part in parts for span in part.spans if not span.is_open]
 
-    def _activity(self) -> dict[str, Activity]:
+    def _collect_activity(self) -> dict[str, StageActivity]:
         """What reaches into the window, by stage; what ended before it is forgotten.
 
         What actors do for no stage in particular, as a pull, counts to the first of theirs.
@@ -226,34 +234,34 @@ class Reporter:
             parts = {first: [span for span in spans if span.name not in others]}
             parts |= {stage: [span for span in spans if span.name == stage] for stage in others}
             for stage, own in parts.items():
-                activity[stage] = Activity(role.kind.value, role.role, len(role.actors), own)
+                activity[stage] = StageActivity(role.kind.value, role.role, len(role.actors), own)
         return activity
 
-    def _metrics(self, snapshot: Snapshot) -> dict[str, float]:
-        made, settings = snapshot.outcome.made, self._config.settings
-        sums = made[POLICY].sums
-        metrics = summarise(sums, step_normaliser(settings, sums))
+    def _compute_metrics(self, snapshot: StepSnapshot) -> dict[str, float]:
+        made, settings = snapshot.outcome.results_by_role, self._config.algorithm_settings
+        sums = made[POLICY].metric_sums
+        metrics = summarise_policy(sums, step_loss_denominator(settings, sums))
         shared = {
-            name.removeprefix(SHARED_PREFIX): value
+            name.removeprefix(SHARED_CRITIC_PREFIX): value
             for name, value in sums.items()
-            if name.startswith(SHARED_PREFIX)
+            if name.startswith(SHARED_CRITIC_PREFIX)
         }
         if shared:
             metrics |= summarise_critic(shared, CRITIC)
-        dials = dict(snapshot.outcome.dials)
+        dials = dict(snapshot.outcome.adaptive_params)
         metrics["policy/kl_coef"] = dials.pop("kl_coef", settings.kl_coef)
         metrics |= {f"dial/{name}": value for name, value in dials.items()}
         for role in made:
-            if role in CRITICS.values():
-                metrics |= summarise_critic(made[role].sums, role)
-            metrics |= _mean(made[role].updates)
-        counts, self._counts = with_means(self._counts), Counter()
-        peaks, self._peaks = self._peaks, {}
-        measured = {**counts, **peaks, **self._cores}
+            if role in CRITIC_BY_COLUMN.values():
+                metrics |= summarise_critic(made[role].metric_sums, role)
+            metrics |= _average_metrics(made[role].update_metrics)
+        counts, self._counts = sums_to_means(self._counts), Counter()
+        peaks, self._memory_peaks = self._memory_peaks, {}
+        measured = {**counts, **peaks, **self._busy_cores}
         return {**metrics, **measured, **snapshot.weights, **snapshot.evaluation}
 
 
-def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _average_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean of each metric over the rows that have it."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: fmean(row[name] for row in rows if name in row) for name in names}

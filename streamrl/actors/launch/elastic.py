@@ -12,57 +12,63 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamrl.actors.coordination.driver_events import EventReport, Report
-from streamrl.actors.launch.actor_registry import RETURNING, Crew
-from streamrl.actors.launch.startup import Starting
+from streamrl.actors.coordination.driver_events import DriverReport, EventReport
+from streamrl.actors.launch.actor_registry import RESTARTABLE_KINDS, ActorRegistry
+from streamrl.actors.launch.startup import PendingStarts
 from streamrl.config import RunConfig
-from streamrl.dataflow import GENERATE, POLICY
+from streamrl.dataflow import GENERATE_CALL, POLICY
 from streamrl.errors import ConfigError, StreamError
-from streamrl.run_dir.control_requests import LEAVE_S, PLACE_S, Answer, Mailbox, Request
+from streamrl.run_dir.control_requests import (
+    LEAVE_TIMEOUT_S,
+    PLACE_TIMEOUT_S,
+    ScaleAnswer,
+    ScaleRequest,
+    ScaleRequestInbox,
+)
 
-POLL_S = 0.2
-ROLE_WORDS = {"generator": "generators", "reward": "scorers"}
+POLL_INTERVAL_S = 0.2
+ROLE_LABELS = {"generator": "generators", "reward": "scorers"}
 """What the replicas of a role are called where that is not its name."""
 
-Handle = Callable[[Report], None]
+ReportHandler = Callable[[DriverReport], None]
 
 
 @dataclass(frozen=True)
-class Awaited:
+class PendingReply:
     """A reply that is waited for: whose it is, what it says, and by when it must have come."""
 
     name: str
     role: str
-    says: str
+    milestone: str
     deadline: float
 
 
 @dataclass
-class Change:
+class ScaleChange:
     """What became of a request, role by role."""
 
-    request: Request
-    before: Mapping[str, int]
-    joined: dict[str, list[str]] = field(default_factory=dict)
-    left: dict[str, list[str]] = field(default_factory=dict)
-    failed: dict[str, list[str]] = field(default_factory=dict)
-    versions: dict[str, int] = field(default_factory=dict)
+    request: ScaleRequest
+    counts_before: Mapping[str, int]
+    added_replicas: dict[str, list[str]] = field(default_factory=dict)
+    removed_replicas: dict[str, list[str]] = field(default_factory=dict)
+    failure_lines: dict[str, list[str]] = field(default_factory=dict)
+    served_versions: dict[str, int] = field(default_factory=dict)
 
-    def line(self, role: str, now: int) -> str:
+    def format_line(self, role: str, now: int) -> str:
         """As in `generators: 2 -> 4 (generator-2, generator-3 joined, serving version 17)`."""
         parts = []
-        if self.joined.get(role):
-            version = self.versions.get(role, -1)
+        if self.added_replicas.get(role):
+            version = self.served_versions.get(role, -1)
             serving = f", serving version {version}" if version >= 0 else ""
-            parts.append(f"{', '.join(self.joined[role])} joined{serving}")
-        if self.left.get(role):
-            parts.append(f"{', '.join(self.left[role])} left")
-        parts += self.failed.get(role, [])
+            parts.append(f"{', '.join(self.added_replicas[role])} joined{serving}")
+        if self.removed_replicas.get(role):
+            parts.append(f"{', '.join(self.removed_replicas[role])} left")
+        parts += self.failure_lines.get(role, [])
         what = "; ".join(parts) or "nothing to do"
-        return f"{ROLE_WORDS.get(role, role)}: {self.before[role]} -> {now} ({what})"
+        return f"{ROLE_LABELS.get(role, role)}: {self.counts_before[role]} -> {now} ({what})"
 
 
-class Scaling:
+class ReplicaScaler:
     """Answers the requests of a run's mailbox, one after the other. Times are s of `clock`.
 
     `loops` are the replies of the actors' loops and `starting` the actors on their way back: those
@@ -72,199 +78,211 @@ class Scaling:
     def __init__(
         self,
         config: RunConfig,
-        crew: Crew,
-        mailbox: Mailbox,
+        crew: ActorRegistry,
+        mailbox: ScaleRequestInbox,
         *,
         loops: dict[Any, str],
-        starting: Starting,
+        starting: PendingStarts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._start_s = starting.timeout_s
-        self._serve_s = config.pipeline.stall_s
+        self._start_timeout_s = starting.timeout_s
+        self._serve_timeout_s = config.pipeline.stall_s
         self._placement = config.placement
-        self._crew = crew
-        self._mailbox = mailbox
-        self._loops = loops
-        self._starting = starting
+        self._registry = crew
+        self._request_inbox = mailbox
+        self._loop_replies = loops
+        self._pending_starts = starting
         self._clock = clock
-        self._steps: dict[Any, Awaited] = {}
-        self._requests: deque[Request] = deque()
-        self._change: Change | None = None
-        self._looked_at = -POLL_S
-        self._next = {"has a place": self._placed, "started": self._started}
+        self._pending_replies: dict[Any, PendingReply] = {}
+        self._requests: deque[ScaleRequest] = deque()
+        self._change: ScaleChange | None = None
+        self._polled_at_s = -POLL_INTERVAL_S
+        self._milestone_handlers = {
+            "has a place": self._start_replica,
+            "started": self._register_replica,
+        }
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._steps)
+        return iter(self._pending_replies)
 
     def __contains__(self, reply: Any) -> bool:
-        return reply in self._steps
+        return reply in self._pending_replies
 
-    def look(self, handle: Handle) -> None:
+    def poll_requests(self, handle: ReportHandler) -> None:
         """See to new requests and to what takes too long; answer what is done."""
         now = self._clock()
-        if now < self._looked_at + POLL_S:
+        if now < self._polled_at_s + POLL_INTERVAL_S:
             return
-        self._looked_at = now
-        self._requests += self._mailbox.take()
-        for reply, step in list(self._steps.items()):
+        self._polled_at_s = now
+        self._requests += self._request_inbox.take_requests()
+        for reply, step in list(self._pending_replies.items()):
             if now > step.deadline:
-                del self._steps[reply]
-                self._give_up(step, handle)
+                del self._pending_replies[reply]
+                self._handle_timeout(step, handle)
         if self._change is None and self._requests:
-            self._begin(self._requests.popleft(), handle)
+            self._start_change(self._requests.popleft(), handle)
         self._answer_if_done()
 
-    def arrived(self, reply: Any, handle: Handle) -> None:
+    def handle_reply(self, reply: Any, handle: ReportHandler) -> None:
         """A reply that was waited for has come."""
-        step = self._steps.pop(reply)
-        if step.says == "left":
-            self._gone(step, handle)
+        step = self._pending_replies.pop(reply)
+        if step.milestone == "left":
+            self._finish_leave(step, handle)
             return
         try:
-            value = self._crew.answer(reply, step.name)
+            value = self._registry.fetch_reply(reply, step.name)
         except (StreamError, ConfigError) as error:
-            self._fail(step, str(error))
+            self._reject_replica(step, str(error))
             return
-        if step.says == "serves":
-            self._join(step, value, handle)
+        if step.milestone == "serves":
+            self._finish_join(step, value, handle)
         else:
-            self._next[step.says](step)
+            self._milestone_handlers[step.milestone](step)
 
-    def turns_down(self, name: str, reason: str) -> bool:
+    def reject_if_unserved(self, name: str, reason: str) -> bool:
         """An actor's loops have ended so: if it is a newcomer that has not served yet, it goes.
 
         Whether it is.
         """
-        for reply, step in self._steps.items():
-            if step.name == name and step.says == "serves":
-                del self._steps[reply]
-                self._fail(step, reason)
+        for reply, step in self._pending_replies.items():
+            if step.name == name and step.milestone == "serves":
+                del self._pending_replies[reply]
+                self._reject_replica(step, reason)
                 return True
         return False
 
     def close(self) -> None:
         """The run has ended, and nobody answers any more."""
-        self._mailbox.close()
+        self._request_inbox.close()
 
-    def _begin(self, request: Request, handle: Handle) -> None:
-        roles = self._crew.roles
+    def _start_change(self, request: ScaleRequest, handle: ReportHandler) -> None:
+        roles = self._registry.roles
         try:
             for role in request.counts:
                 _check_role(role, roles)
-                self._check_apart(role)
-            self._crew.check_room(request.counts)
+                self._check_scalable(role)
+            self._registry.check_capacity(request.counts)
         except ConfigError as error:
-            self._mailbox.answer(request.id, Answer([str(error)], False))
+            self._request_inbox.write_answer(request.id, ScaleAnswer([str(error)], False))
             return
         before = {role: len(roles[role].names) for role in request.counts}
-        self._change = Change(request, before)
+        self._change = ScaleChange(request, before)
         for role, count in request.counts.items():
             for _ in range(count - before[role]):
-                name, placed = self._crew.hire(role)
-                self._await(placed, Awaited(name, role, "has a place", self._clock() + PLACE_S))
-            for name in sorted(roles[role].names, key=_number)[count:]:
-                self._send_off(name, role, handle)
+                name, placed = self._registry.spawn_replica(role)
+                self._add_pending(
+                    placed, PendingReply(name, role, "has a place", self._clock() + PLACE_TIMEOUT_S)
+                )
+            for name in sorted(roles[role].names, key=_parse_replica_index)[count:]:
+                self._drain_replica(name, role, handle)
 
-    def _check_apart(self, role: str) -> None:
+    def _check_scalable(self, role: str) -> None:
         """Raise ConfigError for a role whose replicas live in the processes of trainers."""
-        if self._placement.is_hybrid and role == GENERATE.role:
-            ranks = len(self._crew.roles[POLICY].names)
+        if self._placement.is_hybrid and role == GENERATE_CALL.role:
+            ranks = len(self._registry.roles[POLICY].names)
             raise ConfigError(
                 f"placement.mode={self._placement.mode}: each of trainer.world_size={ranks} ranks"
                 " has a generator in its process; generators cannot be scaled"
             )
 
-    def _await(self, reply: Any, step: Awaited) -> None:
-        self._steps[reply] = step
+    def _add_pending(self, reply: Any, step: PendingReply) -> None:
+        self._pending_replies[reply] = step
 
     # One that joins.
 
-    def _placed(self, step: Awaited) -> None:
-        deadline = self._clock() + self._start_s
-        reply = self._crew.begin(step.name, step.role)
-        self._await(reply, Awaited(step.name, step.role, "started", deadline))
+    def _start_replica(self, step: PendingReply) -> None:
+        deadline = self._clock() + self._start_timeout_s
+        reply = self._registry.start_replica(step.name, step.role)
+        self._add_pending(reply, PendingReply(step.name, step.role, "started", deadline))
 
-    def _started(self, step: Awaited) -> None:
+    def _register_replica(self, step: PendingReply) -> None:
         """It works from here on, and is the run's once it serves a version."""
-        loop, serving = self._crew.enlist(step.name, step.role)
-        self._loops[loop] = step.name
-        deadline = self._clock() + self._serve_s
-        self._await(serving, Awaited(step.name, step.role, "serves", deadline))
+        loop, serving = self._registry.register_replica(step.name, step.role)
+        self._loop_replies[loop] = step.name
+        deadline = self._clock() + self._serve_timeout_s
+        self._add_pending(serving, PendingReply(step.name, step.role, "serves", deadline))
 
-    def _join(self, step: Awaited, version: int, handle: Handle) -> None:
+    def _finish_join(self, step: PendingReply, version: int, handle: ReportHandler) -> None:
         assert self._change is not None
-        self._change.joined.setdefault(step.role, []).append(step.name)
-        self._change.versions[step.role] = max(
-            version, self._change.versions.get(step.role, version)
+        self._change.added_replicas.setdefault(step.role, []).append(step.name)
+        self._change.served_versions[step.role] = max(
+            version, self._change.served_versions.get(step.role, version)
         )
         facts: dict[str, str | int] = {"actor": step.name}
         if version >= 0:
             facts["version"] = version
         handle(EventReport("joined", facts))
 
-    def _fail(self, step: Awaited, reason: str) -> None:
+    def _reject_replica(self, step: PendingReply, reason: str) -> None:
         assert self._change is not None
-        if step.says == "serves":
-            self._drop_loop(step.name)
-            self._crew.take_back(step.name, step.role)
+        if step.milestone == "serves":
+            self._pop_loops(step.name)
+            self._registry.reject_replica(step.name, step.role)
         else:
-            self._crew.dismiss(step.name)
+            self._registry.kill_actor(step.name)
         line = f"{step.name} cannot join: {reason.splitlines()[0]}"
-        self._change.failed.setdefault(step.role, []).append(line)
+        self._change.failure_lines.setdefault(step.role, []).append(line)
 
     # One that leaves.
 
-    def _send_off(self, name: str, role: str, handle: Handle) -> None:
-        self._crew.send_off(name, role)
-        step = Awaited(name, role, "left", self._clock() + LEAVE_S)
-        if self._starting.drop(name):
-            self._gone(step, handle)  # it holds nothing: it was on its way back
+    def _drain_replica(self, name: str, role: str, handle: ReportHandler) -> None:
+        self._registry.drain_replica(name, role)
+        step = PendingReply(name, role, "left", self._clock() + LEAVE_TIMEOUT_S)
+        if self._pending_starts.drop_actor(name):
+            self._finish_leave(step, handle)  # it holds nothing: it was on its way back
             return
-        for loop in self._drop_loop(name):
-            self._await(loop, step)
+        for loop in self._pop_loops(name):
+            self._add_pending(loop, step)
 
-    def _drop_loop(self, name: str) -> list[Any]:
+    def _pop_loops(self, name: str) -> list[Any]:
         """The reply of an actor's loops, which nobody else waits for any more."""
-        found = [reply for reply, own in self._loops.items() if own == name]
+        found = [reply for reply, own in self._loop_replies.items() if own == name]
         for reply in found:
-            del self._loops[reply]
+            del self._loop_replies[reply]
         return found
 
-    def _gone(self, step: Awaited, handle: Handle) -> None:
+    def _finish_leave(self, step: PendingReply, handle: ReportHandler) -> None:
         assert self._change is not None
-        self._crew.part_with(step.name)
-        self._change.left.setdefault(step.role, []).append(step.name)
+        self._registry.remove_replica(step.name)
+        self._change.removed_replicas.setdefault(step.role, []).append(step.name)
         handle(EventReport("left", {"actor": step.name}))
 
-    def _give_up(self, step: Awaited, handle: Handle) -> None:
-        match step.says:
+    def _handle_timeout(self, step: PendingReply, handle: ReportHandler) -> None:
+        match step.milestone:
             case "left":
-                self._gone(step, handle)
+                self._finish_leave(step, handle)
             case "serves":
-                self._fail(step, f"it held no version of the weights after {self._serve_s:g} s")
+                self._reject_replica(
+                    step, f"it held no version of the weights after {self._serve_timeout_s:g} s"
+                )
             case "has a place":
-                asks = self._crew.asks_for(step.role)
-                self._fail(step, f"it has no place after {PLACE_S:g} s: it {asks}")
+                asks = self._registry.describe_demand(step.role)
+                self._reject_replica(
+                    step, f"it has no place after {PLACE_TIMEOUT_S:g} s: it {asks}"
+                )
             case _:
-                self._fail(step, f"it was not ready within {self._start_s:g} s")
+                self._reject_replica(step, f"it was not ready within {self._start_timeout_s:g} s")
 
     def _answer_if_done(self) -> None:
         change = self._change
-        if change is None or self._steps:
+        if change is None or self._pending_replies:
             return
         self._change = None
         lines = [
-            change.line(role, len(self._crew.roles[role].names)) for role in change.request.counts
+            change.format_line(role, len(self._registry.roles[role].names))
+            for role in change.request.counts
         ]
-        self._mailbox.answer(change.request.id, Answer(lines, not change.failed))
+        self._request_inbox.write_answer(
+            change.request.id, ScaleAnswer(lines, not change.failure_lines)
+        )
 
 
 def _check_role(role: str, roles: Mapping[str, Any]) -> None:
-    serving = [name for name, own in roles.items() if own.kind in RETURNING]
+    serving = [name for name, own in roles.items() if own.kind in RESTARTABLE_KINDS]
     if role not in serving:
-        known = ", ".join(ROLE_WORDS.get(name, name) for name in serving)
-        raise ConfigError(f"this run has no {ROLE_WORDS.get(role, role)} to scale, only {known}")
+        known = ", ".join(ROLE_LABELS.get(name, name) for name in serving)
+        raise ConfigError(f"this run has no {ROLE_LABELS.get(role, role)} to scale, only {known}")
 
 
-def _number(name: str) -> int:
+def _parse_replica_index(name: str) -> int:
     return int(name.rpartition("-")[2])

@@ -36,27 +36,27 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from streamrl.actors.launch.launch_worker import (
-    FILES,
     LEVEL_VARIABLE,
     SOCKETS_VARIABLE,
+    STANDARD_STREAMS,
     is_same_user,
-    socket_address,
+    make_socket_address,
 )
-from streamrl.engines.vllm.environment import generation_env
+from streamrl.engines.vllm.environment import make_vllm_env
 
 FORK_VARIABLE = "STREAMRL_FORK_WORKERS"
 """Set to 0, it has workers start as Ray starts them."""
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+SINGLE_THREAD_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Libraries of numbers start no threads if this holds while they are imported."""
-SERVE = f"from {__name__} import main; main()"
-LAUNCHER = Path(__file__).with_name("launch_worker.py")
+SERVER_CODE = f"from {__name__} import main; main()"
+LAUNCHER_PATH = Path(__file__).with_name("launch_worker.py")
 PR_SET_PDEATHSIG = 1
 BACKLOG = 64
-OPEN_FILES = 1 << 16
+MAX_OPEN_FILES = 1 << 16
 """Files that a worker may have open, if the machine lets it."""
-REQUEST_S = 10.0
+REQUEST_TIMEOUT_S = 10.0
 """Longest that a launcher may take to write its request, s."""
-TOKEN_MODE = {"RAY_AUTH_MODE": "token"}
+TOKEN_AUTH_ENV = {"RAY_AUTH_MODE": "token"}
 """Ray reads this when it is imported; the token itself comes with the environment of a worker."""
 STAGE_ENV = {
     "OMP_NUM_THREADS": "1",
@@ -68,7 +68,7 @@ STAGE_ENV = {
 
 
 @dataclass(frozen=True)
-class Level:
+class ForkLevel:
     """Modules that one process imports, on top of its parent's.
 
     `env` is what they read at import: a worker that asks for other values is refused. `absent` are
@@ -83,10 +83,10 @@ class Level:
     empty: tuple[str, ...] = ()
 
 
-UNUSED = ("scipy",)
+UNUSED_MODULES = ("scipy",)
 """transformers matches boxes with it, vLLM resamples audio; both ask whether it is there, at their
 first import, and it takes 0.7 s."""
-BASE = Level(
+BASE_LEVEL = ForkLevel(
     "base",
     "",
     (
@@ -98,10 +98,12 @@ BASE = Level(
         "transformers",
         "torch",
     ),
-    absent=UNUSED,
+    absent=UNUSED_MODULES,
 )
-MODELS = Level("models", "base", ("transformers.modeling_utils",), STAGE_ENV, absent=UNUSED)
-TRAINER = Level(
+MODELS_LEVEL = ForkLevel(
+    "models", "base", ("transformers.modeling_utils",), STAGE_ENV, absent=UNUSED_MODULES
+)
+TRAINER_LEVEL = ForkLevel(
     "trainer",
     "models",
     (
@@ -111,7 +113,7 @@ TRAINER = Level(
     ),
     {**STAGE_ENV, "DS_ACCELERATOR": "cpu"},
 )
-GENERATOR = Level(
+GENERATOR_LEVEL = ForkLevel(
     "generator",
     "models",
     (
@@ -119,33 +121,37 @@ GENERATOR = Level(
         "vllm.v1.engine.llm_engine",
         "vllm.v1.worker.cpu_worker",
     ),
-    generation_env("cpu"),
-    absent=UNUSED,
+    make_vllm_env("cpu"),
+    absent=UNUSED_MODULES,
     # It patches Inductor, which takes 0.6 s to import and compiles nothing under generation_env.
     empty=("vllm.env_override",),
 )
 # DeepSpeed and vLLM ask for GPUs at import, after which a process cannot be forked.
 HAS_GPU = Path("/dev/nvidiactl").exists()
-LEVELS = (BASE, MODELS) if HAS_GPU else (BASE, MODELS, TRAINER, GENERATOR)
+FORK_LEVELS = (
+    (BASE_LEVEL, MODELS_LEVEL)
+    if HAS_GPU
+    else (BASE_LEVEL, MODELS_LEVEL, TRAINER_LEVEL, GENERATOR_LEVEL)
+)
 
 
 @dataclass
-class Server:
+class ForkServerState:
     """The process of the base level, None if it was not started; and why it could not be."""
 
     process: subprocess.Popen[bytes] | None = None
     refusal: str = ""
 
 
-_server = Server()
+_server_state = ForkServerState()
 
 
-def level_env(level: Level) -> dict[str, str]:
+def make_level_env(level: ForkLevel) -> dict[str, str]:
     """Return the entry of a worker's runtime environment that has it forked from `level`."""
-    return {LEVEL_VARIABLE: (level if level in LEVELS else MODELS).name}
+    return {LEVEL_VARIABLE: (level if level in FORK_LEVELS else MODELS_LEVEL).name}
 
 
-def start_fork_server(levels: Sequence[Level] = LEVELS) -> None:
+def start_fork_server(levels: Sequence[ForkLevel] = FORK_LEVELS) -> None:
     """Start the levels; Ray instances that this process starts from now on fork their workers.
 
     The first level is the base of the others. Does nothing if they run already. They end with the
@@ -159,11 +165,11 @@ def start_fork_server(levels: Sequence[Level] = LEVELS) -> None:
         return
     sockets = f"streamrl-{os.getpid()}-{os.urandom(8).hex()}"
     try:
-        listening = {level.name: _listen(sockets, level) for level in levels}
+        listening = {level.name: _open_listener(sockets, level) for level in levels}
         files = {name: listener.fileno() for name, listener in listening.items()}
         request = json.dumps([os.getpid(), files, [asdict(level) for level in levels]])
-        _server.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", SERVE, request],
+        _server_state.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", SERVER_CODE, request],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -172,7 +178,7 @@ def start_fork_server(levels: Sequence[Level] = LEVELS) -> None:
             start_new_session=True,
         )
     except OSError as error:
-        _server.refusal = str(error)
+        _server_state.refusal = str(error)
         return
     for listener in listening.values():
         listener.close()
@@ -182,30 +188,32 @@ def start_fork_server(levels: Sequence[Level] = LEVELS) -> None:
 
 def is_serving() -> bool:
     """Tell whether this process has started levels, and their base is alive."""
-    return _server.process is not None and _server.process.poll() is None
+    return _server_state.process is not None and _server_state.process.poll() is None
 
 
-def refusal() -> str:
+def describe_refusal() -> str:
     """Return a line that says why there are no levels; empty if there are, or need not be."""
-    reason = _server.refusal
-    if _server.process is not None and not is_serving():
-        reason = f"the process that should fork them has ended with {_server.process.returncode}"
+    reason = _server_state.refusal
+    if _server_state.process is not None and not is_serving():
+        reason = (
+            f"the process that should fork them has ended with {_server_state.process.returncode}"
+        )
     return f"workers import their libraries one by one, for seconds: {reason}" if reason else ""
 
 
 def stop_fork_server() -> None:
     """End all levels and the workers that they forked."""
-    if _server.process:
+    if _server_state.process:
         os.environ.pop(SOCKETS_VARIABLE, None)
-        _server.process.kill()
-        _server.process.wait()
-        _server.process = None
+        _server_state.process.kill()
+        _server_state.process.wait()
+        _server_state.process = None
 
 
-def _listen(sockets: str, level: Level) -> socket.socket:
+def _open_listener(sockets: str, level: ForkLevel) -> socket.socket:
     listening = socket.socket(socket.AF_UNIX)
     # In the abstract namespace: no file is left behind, however the command ends.
-    listening.bind(socket_address(sockets, level.name))
+    listening.bind(make_socket_address(sockets, level.name))
     listening.listen(BACKLOG)
     return listening
 
@@ -213,24 +221,24 @@ def _listen(sockets: str, level: Level) -> socket.socket:
 def main() -> None:
     """Import and serve all levels, as `start_fork_server` asks for them."""
     parent, files, serialized = json.loads(sys.argv[1])
-    levels = [Level(**level) for level in serialized]
+    levels = [ForkLevel(**level) for level in serialized]
     listening = {name: socket.socket(fileno=file) for name, file in files.items()}
     gc.disable()
     # As `ray.init` does it for the workers that it starts itself.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MAX_OPEN_FILES)), hard))
     # Ray reads these at import: a worker without a job takes that of its first task, and one whose
     # raylet is gone ends, as a local raylet does with the command.
     of_worker = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(parent)}
-    os.environ.update({**STAGE_ENV, **TOKEN_MODE, **of_worker})
+    os.environ.update({**STAGE_ENV, **TOKEN_AUTH_ENV, **of_worker})
     _serve_level(levels[0], levels, listening, parent)
 
 
 def _serve_level(
-    level: Level, levels: Sequence[Level], listening: dict[str, socket.socket], parent: int
+    level: ForkLevel, levels: Sequence[ForkLevel], listening: dict[str, socket.socket], parent: int
 ) -> None:
     """Import a level's modules and serve it; a level that cannot import them ends."""
-    _die_with(parent)
+    _die_with_parent(parent)
     pid, needed = os.getpid(), {level.name}
     for other in levels:
         if other.parent in needed:
@@ -238,8 +246,8 @@ def _serve_level(
     # A level that ends must not leave its socket open in others.
     for name in listening.keys() - needed:
         listening.pop(name).close()
-    os.environ.update({**ONE_THREAD, **level.env})
-    _import(level)
+    os.environ.update({**SINGLE_THREAD_ENV, **level.env})
+    _import_modules(level)
     if not _is_forkable():
         return
     for child in levels:
@@ -258,12 +266,12 @@ def _serve_level(
             _serve_launcher(level, connection, listening[level.name])
 
 
-def _serve_launcher(level: Level, connection: socket.socket, listener: socket.socket) -> None:
+def _serve_launcher(level: ForkLevel, connection: socket.socket, listener: socket.socket) -> None:
     """Fork the worker that a launcher asks for, and answer whether it was."""
-    connection.settimeout(REQUEST_S)
+    connection.settimeout(REQUEST_TIMEOUT_S)
     if not is_same_user(connection):
         return
-    request, files = _receive(connection)
+    request, files = _receive_request(connection)
     pid, is_forked = os.getpid(), False
     try:
         # A launcher that has given up has closed its end, and starts the worker itself.
@@ -272,7 +280,7 @@ def _serve_launcher(level: Level, connection: socket.socket, listener: socket.so
             if os.fork() == 0:
                 listener.close()
                 connection.close()
-                _die_with(pid)
+                _die_with_parent(pid)
                 _become_worker(request, files)
             is_forked = True
     finally:
@@ -281,7 +289,7 @@ def _serve_launcher(level: Level, connection: socket.socket, listener: socket.so
         connection.sendall(b"y" if is_forked else b"n")
 
 
-def _import(level: Level) -> None:
+def _import_modules(level: ForkLevel) -> None:
     absent = [name for name in level.absent if name not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
     sys.modules.update({name: ModuleType(name) for name in level.empty})
@@ -293,9 +301,9 @@ def _import(level: Level) -> None:
             del sys.modules[name]
 
 
-def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Read a request and the files of the worker's standard streams."""
-    _, files, _, _ = socket.recv_fds(connection, 1, len(FILES))
+    _, files, _, _ = socket.recv_fds(connection, 1, len(STANDARD_STREAMS))
     with connection.makefile("rb") as lines:
         line = lines.readline()
     return json.loads(line), files
@@ -333,7 +341,7 @@ def _become_worker(request: Mapping[str, Any], files: list[int]) -> NoReturn:
     try:
         os.setpgid(0, 0)  # Ray kills what a worker leaves behind by its process group
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for target, file in zip(FILES, files, strict=True):
+        for target, file in zip(STANDARD_STREAMS, files, strict=True):
             os.dup2(file, target)
             os.close(file)
         faulthandler.enable()  # an end by a signal leaves the stacks of all threads
@@ -355,7 +363,7 @@ def _become_worker(request: Mapping[str, Any], files: list[int]) -> NoReturn:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def _die_with(parent: int) -> None:
+def _die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -16,14 +16,14 @@ SOCKETS_VARIABLE = "STREAMRL_FORK_SERVER"
 """Names the fork server's sockets; without it workers start as Ray starts them."""
 LEVEL_VARIABLE = "STREAMRL_FORK_LEVEL"
 """Names the level that a worker is forked from, in its runtime environment."""
-ANSWER_S = 45.0
+ANSWER_TIMEOUT_S = 45.0
 """Ray gives a worker a minute to register, and a plain start needs some of it."""
-FILES = (0, 1, 2)
-SETUP_OPTIONS = ("--language", "--serialized-runtime-env-context")
+STANDARD_STREAMS = (0, 1, 2)
+SETUP_WORKER_OPTIONS = ("--language", "--serialized-runtime-env-context")
 """Options of Ray's setup script, which stand among those of the worker."""
 
 
-def socket_address(sockets: str, level: str) -> str:
+def make_socket_address(sockets: str, level: str) -> str:
     """Return the address of a level's socket, in Linux's abstract namespace."""
     return f"\0{sockets}.{level}"
 
@@ -46,7 +46,7 @@ def main() -> None:
 def fork_worker(arguments: list[str]) -> bool:
     """Ask the fork server for the worker; False if it has to be started in another way."""
     options = {name: value for name, _, value in (w.partition("=") for w in arguments)}
-    command = [word for word in arguments if word.partition("=")[0] not in SETUP_OPTIONS]
+    command = [word for word in arguments if word.partition("=")[0] not in SETUP_WORKER_OPTIONS]
     context = json.loads(options.get("--serialized-runtime-env-context") or "{}")
     variables = context.get("env_vars") or {}
     is_plain = (
@@ -62,12 +62,12 @@ def fork_worker(arguments: list[str]) -> bool:
     try:
         request = {"argv": command, "env": {**os.environ, **variables}, "cwd": os.getcwd()}
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(ANSWER_S)
-            connection.connect(socket_address(sockets, variables.get(LEVEL_VARIABLE, "base")))
+            connection.settimeout(ANSWER_TIMEOUT_S)
+            connection.connect(make_socket_address(sockets, variables.get(LEVEL_VARIABLE, "base")))
             # The name of a level that has ended is free for anybody, and the request holds secrets.
             if not is_same_user(connection):
                 return False
-            socket.send_fds(connection, [b"f"], FILES)
+            socket.send_fds(connection, [b"f"], STANDARD_STREAMS)
             connection.sendall(json.dumps(request).encode() + b"\n")
             return connection.recv(1) == b"y"
     except OSError:

@@ -25,39 +25,41 @@ from ray._private.authentication.authentication_token_generator import (
 from ray._private.state import GlobalState
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-from streamrl.actors.launch.fork_server import LAUNCHER, TOKEN_MODE, is_serving
+from streamrl.actors.launch.fork_server import LAUNCHER_PATH, TOKEN_AUTH_ENV, is_serving
 from streamrl.errors import ActorError
 
 LOOPBACK = "127.0.0.1"
-LOOPBACK_DEVICE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+LOOPBACK_DEVICE_ENV = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Where the ranks of torch.distributed listen, unless the user has chosen another device."""
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
-NODE_S = 60.0
-NODE_POLL_S = 0.02
+NODE_TIMEOUT_S = 60.0
+NODE_POLL_INTERVAL_S = 0.02
 """Longest wait for the node of an instance, and between two looks at it, s."""
-LONGEST_SOCKET = 107
+MAX_SOCKET_PATH_BYTES = 107
 """Bytes that Linux has for the path of a socket."""
-SESSION = "/ray/session_2000-01-01_00-00-00_000000_1000000/sockets/plasma_store"
+LONGEST_SOCKET_SUFFIX = "/ray/session_2000-01-01_00-00-00_000000_1000000/sockets/plasma_store"
 """What Ray appends to a directory to get the path of its longest socket."""
 
 
 @contextlib.contextmanager
-def local_ray(cpus: int, object_store_bytes: int, *, gpus: int | None = None) -> Iterator[None]:
+def start_local_ray(
+    cpus: int, object_store_bytes: int, *, gpus: int | None = None
+) -> Iterator[None]:
     """Start an instance, connect this process to it, and end it.
 
     Raises ActorError if it does not start.
     """
-    folder = _private_folder()
-    own = {name: os.environ.get(name, device) for name, device in LOOPBACK_DEVICE.items()}
-    own |= {**TOKEN_MODE, TOKEN_VARIABLE: generate_new_authentication_token()}
+    folder = _make_private_folder()
+    own = {name: os.environ.get(name, device) for name, device in LOOPBACK_DEVICE_ENV.items()}
+    own |= {**TOKEN_AUTH_ENV, TOKEN_VARIABLE: generate_new_authentication_token()}
     # Ray prints a warning once there are four times as many processes as may start at once, by
     # default one per core. A run needs one per slot and a few more.
     at_once = max(os.cpu_count() or 1, -(-(cpus + 8) // 4))
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(at_once))
-    with ray_environment(own):
+    with override_ray_environment(own):
         try:
             try:
-                with _lean_ray():
+                with _patch_lean_ray():
                     ray.init(
                         address="local",
                         num_cpus=cpus,
@@ -74,7 +76,7 @@ def local_ray(cpus: int, object_store_bytes: int, *, gpus: int | None = None) ->
                 raise ActorError(f"Ray did not start: {reason}") from None
             yield
         finally:
-            started = _started_by_ray()
+            started = _find_ray_processes()
             ray.shutdown()
             # Ended while it starts, Ray would leave its agents for a minute.
             for process in started:
@@ -83,11 +85,11 @@ def local_ray(cpus: int, object_store_bytes: int, *, gpus: int | None = None) ->
 
 
 @contextlib.contextmanager
-def ray_environment(variables: Mapping[str, str]) -> Iterator[None]:
+def override_ray_environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Have Ray, in this process and in those that it starts, go by these variables meanwhile."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
-    _read_environment()
+    _reload_environment()
     try:
         yield
     finally:
@@ -95,16 +97,16 @@ def ray_environment(variables: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-        _read_environment()
+        _reload_environment()
 
 
-def _read_environment() -> None:
+def _reload_environment() -> None:
     """Have Ray read its settings and the token again, which it keeps from the first time on."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _private_folder() -> Path:
+def _make_private_folder() -> Path:
     """Return a directory of this user that nobody else may enter.
 
     Ray lets all users write into its own directories, those of the sockets among them, which ask
@@ -112,7 +114,7 @@ def _private_folder() -> Path:
     """
     name = f"streamrl-{os.getuid()}"
     chosen = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    is_short = len(os.fsencode(f"{chosen}/{name}{SESSION}")) <= LONGEST_SOCKET
+    is_short = len(os.fsencode(f"{chosen}/{name}{LONGEST_SOCKET_SUFFIX}")) <= MAX_SOCKET_PATH_BYTES
     folder = Path(chosen if is_short else "/tmp", name)
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -128,7 +130,7 @@ def _private_folder() -> Path:
     return folder
 
 
-def _started_by_ray() -> list[psutil.Process]:
+def _find_ray_processes() -> list[psutil.Process]:
     """Find the programs of Ray among the processes that descend from this one."""
     package, found = str(Path(ray.__file__).parent), []
     for process in psutil.Process().children(recursive=True):
@@ -139,7 +141,7 @@ def _started_by_ray() -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def _lean_ray() -> Iterator[None]:
+def _patch_lean_ray() -> Iterator[None]:
     """Have Ray start only what a local instance needs, and workers from the fork server.
 
     No argument of `ray.init` leaves out the autoscaler's monitor, the log monitor, the head of the
@@ -148,18 +150,20 @@ def _lean_ray() -> Iterator[None]:
     """
     changes: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
     if is_serving():
-        changes["setup_worker_path"] = str(LAUNCHER)
+        changes["setup_worker_path"] = str(LAUNCHER_PATH)
     with (
-        _replaced(parameter, "RayParams", partial(parameter.RayParams, **changes)),
-        _replaced(node.Node, "start_api_server", _start_no_api_server),
-        _replaced(utils, "get_dashboard_dependency_error", lambda: ImportError("no dashboard")),
-        _replaced(services, "get_node", _wait_for_node),
-        _replaced(services, "resolve_ip_for_localhost", str),
+        _patch_attribute(parameter, "RayParams", partial(parameter.RayParams, **changes)),
+        _patch_attribute(node.Node, "start_api_server", _skip_api_server),
+        _patch_attribute(
+            utils, "get_dashboard_dependency_error", lambda: ImportError("no dashboard")
+        ),
+        _patch_attribute(services, "get_node", _wait_for_node),
+        _patch_attribute(services, "resolve_ip_for_localhost", str),
     ):
         yield
 
 
-def _start_no_api_server(self: Any, **options: Any) -> None:
+def _skip_api_server(self: Any, **options: Any) -> None:
     self._webui_url = ""
 
 
@@ -167,16 +171,16 @@ def _wait_for_node(gcs_address: str, node_id: str) -> Any:
     """Return what is known of the node that was just started; Ray looks once a second."""
     state = GlobalState()
     state._initialize_global_state(services._get_gcs_client_options(gcs_address))
-    deadline = time.monotonic() + NODE_S
+    deadline = time.monotonic() + NODE_TIMEOUT_S
     while not any(known["NodeID"] == node_id for known in state.node_table()):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"its node has not registered within {NODE_S:g} s")
-        time.sleep(NODE_POLL_S)
+            raise TimeoutError(f"its node has not registered within {NODE_TIMEOUT_S:g} s")
+        time.sleep(NODE_POLL_INTERVAL_S)
     return state.get_node(node_id)
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -19,23 +19,23 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from streamrl.errors import ConfigError
-from streamrl.placement import Demand, SlotMap
+from streamrl.placement import ResourceDemand, SlotMap
 
-ROOM_S = 60.0
+CAPACITY_WAIT_S = 60.0
 """Longest wait until a cluster has room for all slots, s."""
-GIVE_BACK_S = 5.0
+RELEASE_TIMEOUT_S = 5.0
 """Longest wait until a cluster has taken slots back, s: one that is lost never does."""
 
 #: What a slot has, by Ray's name of the resource.
 Bundle = Mapping[str, float]
 
 
-def reserve(
+def reserve_bundles(
     bundles: Sequence[Bundle],
     *,
     strategy: str = "PACK",
     node: str = "",
-    timeout_s: float = ROOM_S,
+    timeout_s: float = CAPACITY_WAIT_S,
     waiting: Callable[[str], None] = lambda text: None,
 ) -> PlacementGroup:
     """A slot for each of the bundles, all of them or none; only on `node` if one is named.
@@ -52,15 +52,15 @@ def reserve(
     try:
         while not group.wait(max(0.0, min(1.0, deadline - time.monotonic()))):
             if time.monotonic() > deadline:
-                raise _no_room(bundles, node, timeout_s)
+                raise _make_capacity_error(bundles, node, timeout_s)
             waiting(f"waiting for room for {len(bundles)} slots")
     except BaseException:
-        give_back(group)
+        release_placement_groups(group)
         raise
     return group
 
 
-def give_back(*groups: PlacementGroup) -> None:
+def release_placement_groups(*groups: PlacementGroup) -> None:
     """Free the slots of these; what runs there is ended. Of no effect on a cluster that is lost."""
 
     def remove() -> None:
@@ -74,40 +74,40 @@ def give_back(*groups: PlacementGroup) -> None:
     # The call has no deadline of its own.
     removal = threading.Thread(target=remove, daemon=True)
     removal.start()
-    removal.join(GIVE_BACK_S)
+    removal.join(RELEASE_TIMEOUT_S)
 
 
 @contextlib.contextmanager
-def room_for_large(
-    demands: Iterable[Demand], *, node: str, waiting: Callable[[str], None]
+def reserve_large_bundles(
+    demands: Iterable[ResourceDemand], *, node: str, waiting: Callable[[str], None]
 ) -> Iterator[None]:
     """Inside, every actor that asks for several devices has room on a node, which it takes later.
 
     Who took single devices first could leave no node with as many. For the rest see `reserve`.
     """
     large = [demand for demand in demands if max(demand.cpus, demand.gpus) > 1]
-    bundles = [_bundle(demand) for demand in large for _ in range(demand.count)]
-    group = reserve(bundles, node=node, waiting=waiting) if bundles else None
+    bundles = [_make_bundle(demand) for demand in large for _ in range(demand.count)]
+    group = reserve_bundles(bundles, node=node, waiting=waiting) if bundles else None
     try:
         yield
     finally:
         if group is not None:
-            give_back(group)
+            release_placement_groups(group)
 
 
-def _bundle(demand: Demand) -> Bundle:
+def _make_bundle(demand: ResourceDemand) -> Bundle:
     """The slot of one of these actors; Ray refuses amounts of nothing."""
     amounts = {"CPU": float(demand.cpus), "GPU": float(demand.gpus)}
     return {name: amount for name, amount in amounts.items() if amount}
 
 
-def bundle_order(group: PlacementGroup, bundles: Sequence[Bundle]) -> list[int]:
-    """Which bundle is each slot, see `neighbours`."""
+def order_bundles(group: PlacementGroup, bundles: Sequence[Bundle]) -> list[int]:
+    """Which bundle is each slot, see `order_by_node`."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
-    return neighbours(bundles, [nodes[i] for i in range(len(bundles))])
+    return order_by_node(bundles, [nodes[i] for i in range(len(bundles))])
 
 
-def neighbours(bundles: Sequence[Bundle], nodes: Sequence[str]) -> list[int]:
+def order_by_node(bundles: Sequence[Bundle], nodes: Sequence[str]) -> list[int]:
     """For every slot a bundle that has what it is to have, those of a node one after the other.
 
     `nodes` are where the bundles lie. Ray does not lay neighbouring bundles on one node.
@@ -121,7 +121,7 @@ def neighbours(bundles: Sequence[Bundle], nodes: Sequence[str]) -> list[int]:
     return found
 
 
-def _no_room(bundles: Sequence[Bundle], node: str, timeout_s: float) -> ConfigError:
+def _make_capacity_error(bundles: Sequence[Bundle], node: str, timeout_s: float) -> ConfigError:
     free, have = ray.available_resources(), ray.cluster_resources()
     names = dict.fromkeys(name for bundle in bundles for name in bundle)
     told = ", ".join(f"{free.get(k, 0):g} of {have.get(k, 0):g} {k}" for k in names)
@@ -134,7 +134,7 @@ def _no_room(bundles: Sequence[Bundle], node: str, timeout_s: float) -> ConfigEr
     return ConfigError(f"{slots} found no room{where} in {timeout_s:g} s; {free_in} are {told}")
 
 
-class Seats:
+class SharedSlots:
     """The places of the actors of a run whose roles share devices.
 
     on_gpu: the roles that compute on one. A slot that any of these has is a GPU, and a core for who
@@ -152,22 +152,22 @@ class Seats:
     ) -> None:
         self._placement = placement
         self._on_gpu = on_gpu
-        self._within = {"generator": "policy"} if is_hybrid else {}
-        gpus = placement.slots_of(on_gpu)
+        self._host_roles = {"generator": "policy"} if is_hybrid else {}
+        gpus = placement.find_slots(on_gpu)
         bundles = [
             {"CPU": 1.0, "GPU": 1.0} if slot in gpus else {"CPU": 1.0}
-            for slot in range(placement.size)
+            for slot in range(placement.num_slots)
         ]
-        self._group = reserve(bundles, waiting=waiting)
-        self._bundles = bundle_order(self._group, bundles)
+        self._group = reserve_bundles(bundles, waiting=waiting)
+        self._bundles = order_bundles(self._group, bundles)
 
-    def options(self, role: str, index: int) -> dict[str, Any]:
+    def make_actor_options(self, role: str, index: int) -> dict[str, Any]:
         """What Ray needs to be told to make the actor of this number in its slot."""
         slot = self._placement.slots[role][index]
-        there = self._placement.on(slot)
+        there = self._placement.list_roles(slot)
         return {
-            "num_cpus": 1 / self._processes(there),
-            "num_gpus": 1 / self._processes(set(there) & set(self._on_gpu))
+            "num_cpus": 1 / self._count_processes(there),
+            "num_gpus": 1 / self._count_processes(set(there) & set(self._on_gpu))
             if role in self._on_gpu
             else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
@@ -175,9 +175,9 @@ class Seats:
             ),
         }
 
-    def _processes(self, roles: Iterable[str]) -> int:
+    def _count_processes(self, roles: Iterable[str]) -> int:
         """How many an actor of each of these roles is."""
-        return len({self._within.get(role, role) for role in roles})
+        return len({self._host_roles.get(role, role) for role in roles})
 
     def __contains__(self, role: str) -> bool:
         """Whether the actors of a role have their places here; in such a run all do."""
@@ -185,10 +185,10 @@ class Seats:
 
     def close(self) -> None:
         """Give the slots back; what runs there is ended."""
-        give_back(self._group)
+        release_placement_groups(self._group)
 
 
-class OwnSeats:
+class DedicatedSlots:
     """The places of the ranks of trained models which have slots of their own.
 
     The ranks of a model get all their slots or none, neighbours on one node as far as can be. One
@@ -198,49 +198,49 @@ class OwnSeats:
 
     def __init__(
         self,
-        demands: Mapping[str, Demand],
+        demands: Mapping[str, ResourceDemand],
         *,
         node: str,
         waiting: Callable[[str], None],
     ) -> None:
         self._groups: dict[str, PlacementGroup] = {}
         self._bundles: dict[str, list[int]] = {}
-        self._shares: dict[str, dict[str, Any]] = {}
+        self._rank_resources: dict[str, dict[str, Any]] = {}
         try:
             for role, demand in demands.items():
                 # Ray refuses slots of nothing.
                 if demand.count > 1 and (demand.cpus or demand.gpus):
-                    self._reserve(role, demand, node, waiting)
+                    self._reserve_role(role, demand, node, waiting)
         except BaseException:
             self.close()
             raise
 
-    def _reserve(
-        self, role: str, demand: Demand, node: str, waiting: Callable[[str], None]
+    def _reserve_role(
+        self, role: str, demand: ResourceDemand, node: str, waiting: Callable[[str], None]
     ) -> None:
-        bundles = [_bundle(demand)] * demand.count
+        bundles = [_make_bundle(demand)] * demand.count
         try:
-            group = reserve(
+            group = reserve_bundles(
                 bundles,
                 node=node,
-                timeout_s=ROOM_S,
+                timeout_s=CAPACITY_WAIT_S,
                 waiting=lambda text: waiting(f"{demand.role}: {text}"),
             )
         except ConfigError as error:
-            raise ConfigError(f"{demand.key}={demand.count}: {error}") from None
+            raise ConfigError(f"{demand.setting}={demand.count}: {error}") from None
         self._groups[role] = group
-        self._bundles[role] = bundle_order(group, bundles)
-        self._shares[role] = {"num_cpus": demand.cpus, "num_gpus": demand.gpus}
+        self._bundles[role] = order_bundles(group, bundles)
+        self._rank_resources[role] = {"num_cpus": demand.cpus, "num_gpus": demand.gpus}
 
     def __contains__(self, role: str) -> bool:
         """Whether the ranks of a role have their places here."""
         return role in self._groups
 
-    def options(self, role: str, index: int) -> dict[str, Any]:
+    def make_actor_options(self, role: str, index: int) -> dict[str, Any]:
         """What Ray needs to be told to make the rank of this number in its slot."""
         where = PlacementGroupSchedulingStrategy(self._groups[role], self._bundles[role][index])
-        return {**self._shares[role], "scheduling_strategy": where}
+        return {**self._rank_resources[role], "scheduling_strategy": where}
 
     def close(self) -> None:
         """Give the slots back; what runs there is ended."""
-        give_back(*self._groups.values())
+        release_placement_groups(*self._groups.values())

@@ -10,41 +10,47 @@ import ray
 from msgspec.structs import replace
 
 from streamrl.actors.transport.ray_calls import fetch_objects
-from streamrl.buffer.codec import LARGE_BYTES, Blob, join, pieces_of, size_of
-from streamrl.buffer.wire_types import Commit, Grant
+from streamrl.buffer.codec import (
+    LARGE_BLOB_BYTES,
+    Blob,
+    count_blob_bytes,
+    join_pieces,
+    split_pieces,
+)
+from streamrl.buffer.wire_types import ColumnCommit, LeaseGrant
 
-INLINE_BYTES = LARGE_BYTES
+INLINE_BYTES = LARGE_BLOB_BYTES
 """A blob up to this size lives with the shard and travels inside messages, a larger one in the
 object store: the size up to which Ray itself does so. An object costs many copies of this size.
 """
-BESIDE_BYTES = 4 * 1024
+OUT_OF_BAND_BYTES = 4 * 1024
 """What is larger than this goes beside the text of a message, without a copy before."""
 
 
 @dataclass(frozen=True)
-class Stored:
+class ObjectStoreBlob:
     """A blob in the object store: a list of its pieces, in an object the shard owns."""
 
-    reference: ray.ObjectRef
+    object_ref: ray.ObjectRef
 
 
 def is_large(blob: Blob) -> bool:
     """Whether a blob goes through the object store."""
-    return size_of(blob) > INLINE_BYTES
+    return count_blob_bytes(blob) > INLINE_BYTES
 
 
 def store_blob(blob: Blob) -> Any:
     """A small blob as it is; a large one as an object owned by the calling actor."""
     if is_large(blob):
-        return Stored(ray.put(to_message(pieces_of(blob))))
-    return to_message(join(blob))
+        return ObjectStoreBlob(ray.put(to_message(split_pieces(blob))))
+    return to_message(join_pieces(blob))
 
 
 def to_message(blob: Blob) -> Any:
     """A blob as messages take it along: arrays are moved without a copy, and bytes with one."""
     if isinstance(blob, tuple):
         return [to_message(piece) for piece in blob]
-    return np.frombuffer(blob, np.uint8) if len(blob) > BESIDE_BYTES else bytes(blob)
+    return np.frombuffer(blob, np.uint8) if len(blob) > OUT_OF_BAND_BYTES else bytes(blob)
 
 
 def from_message(blob: Any) -> Blob:
@@ -56,36 +62,38 @@ def from_message(blob: Any) -> Blob:
 
 async def resolve_blobs(groups: Sequence[Sequence[Any]]) -> list[tuple[Blob, ...]]:
     """Inverse of `store_blob`, on the reader's side: views of the object store, for each group."""
-    stored = [blob.reference for blobs in groups for blob in blobs if isinstance(blob, Stored)]
+    stored = [
+        blob.object_ref for blobs in groups for blob in blobs if isinstance(blob, ObjectStoreBlob)
+    ]
     objects = iter(await fetch_objects(stored, "columns of groups") if stored else [])
     return [
-        tuple([from_message(next(objects) if isinstance(b, Stored) else b) for b in blobs])
+        tuple([from_message(next(objects) if isinstance(b, ObjectStoreBlob) else b) for b in blobs])
         for blobs in groups
     ]
 
 
-async def resolve_grants(grants: Sequence[Grant]) -> list[Grant]:
+async def resolve_grants(grants: Sequence[LeaseGrant]) -> list[LeaseGrant]:
     """Leased groups with the blobs they name."""
-    found = await resolve_blobs([(*grant.blobs, *grant.begun) for grant in grants])
-    return [_resolved(grant, blobs) for grant, blobs in zip(grants, found, strict=True)]
+    found = await resolve_blobs([(*grant.blobs, *grant.partial_rollouts) for grant in grants])
+    return [_resolve_grant(grant, blobs) for grant, blobs in zip(grants, found, strict=True)]
 
 
-def _resolved(grant: Grant, blobs: Sequence[Any]) -> Grant:
-    if all(map(is_, (*grant.blobs, *grant.begun), blobs)):
+def _resolve_grant(grant: LeaseGrant, blobs: Sequence[Any]) -> LeaseGrant:
+    if all(map(is_, (*grant.blobs, *grant.partial_rollouts), blobs)):
         return grant
     count = len(grant.blobs)
-    return replace(grant, blobs=tuple(blobs[:count]), begun=tuple(blobs[count:]))
+    return replace(grant, blobs=tuple(blobs[:count]), partial_rollouts=tuple(blobs[count:]))
 
 
-def to_send(commits: Sequence[Commit]) -> list[Commit]:
+def pack_commits(commits: Sequence[ColumnCommit]) -> list[ColumnCommit]:
     """Commits as messages take them along."""
-    return [_with_blob(commit, to_message(commit.blob)) for commit in commits]
+    return [_replace_blob(commit, to_message(commit.blob)) for commit in commits]
 
 
-def received(commits: Sequence[Commit]) -> list[Commit]:
-    """Inverse of `to_send`, in the shard."""
-    return [_with_blob(commit, from_message(commit.blob)) for commit in commits]
+def unpack_commits(commits: Sequence[ColumnCommit]) -> list[ColumnCommit]:
+    """Inverse of `pack_commits`, in the shard."""
+    return [_replace_blob(commit, from_message(commit.blob)) for commit in commits]
 
 
-def _with_blob(commit: Commit, blob: Any) -> Commit:
+def _replace_blob(commit: ColumnCommit, blob: Any) -> ColumnCommit:
     return commit if blob is commit.blob else replace(commit, blob=blob)

@@ -29,12 +29,12 @@ from streamrl.errors import (
 
 CALL_TIMEOUT_S = 120.0
 """Deadline of a call that only keeps books, s. Work that computes brings its own."""
-LOST_S = 20.0
+DEATH_NOTICE_S = 20.0
 """Longest that Ray takes to tell that an actor has died, s."""
 _DISK_ERRORS = (CheckpointError, JournalError, DiskError)
 
 
-async def call(reply: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+async def await_reply(reply: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
     """Await the reply of an actor. `what` names the call in errors, e.g. "shard-0.put".
 
     Raises DeadlineError after `timeout_s`, ActorLostError if the actor died, and the actor's own
@@ -45,17 +45,17 @@ async def call(reply: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
     except TimeoutError:
         raise DeadlineError(f"{what}: no answer within {timeout_s:g} s") from None
     except RayError as error:
-        raise translate(error, what) from None
+        raise translate_error(error, what) from None
 
 
-def fetch(replies: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+def fetch_reply(replies: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
     """`call` for the driver, which is not asyncio: one reply or a list of them."""
     try:
         return ray.get(replies, timeout=timeout_s)
     except GetTimeoutError:
         raise DeadlineError(f"{what}: no answer within {timeout_s:g} s") from None
     except RayError as error:
-        raise translate(error, what) from None
+        raise translate_error(error, what) from None
 
 
 async def fetch_objects(
@@ -64,10 +64,10 @@ async def fetch_objects(
     """`call` for many objects, of which all are there: to await each costs ten times as much."""
     # Ray warns of a get in an asyncio actor, since it stops the loop; this one is in a thread.
     os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
-    return list(await asyncio.to_thread(fetch, list(references), what, timeout_s))
+    return list(await asyncio.to_thread(fetch_reply, list(references), what, timeout_s))
 
 
-async def all_answered(*replies: Awaitable[Any]) -> list[Any]:
+async def gather_replies(*replies: Awaitable[Any]) -> list[Any]:
     """What all of those who work together answer; the first error of one is raised.
 
     If the disk refuses one of them, not before all have ended: what they write is removed then. If
@@ -76,20 +76,20 @@ async def all_answered(*replies: Awaitable[Any]) -> list[Any]:
     tasks = [asyncio.ensure_future(reply) for reply in replies]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        failed = _errors_of(tasks)
+        failed = _collect_errors(tasks)
         if all(isinstance(error, _DISK_ERRORS) for error in failed):
             await asyncio.wait(tasks)
         elif any(isinstance(error, RankLostError) for error in failed):
-            await asyncio.wait(tasks, timeout=LOST_S)
+            await asyncio.wait(tasks, timeout=DEATH_NOTICE_S)
     finally:
         for task in tasks:
             task.cancel()
-    for error in sorted(_errors_of(tasks), key=lambda error: isinstance(error, RankLostError)):
+    for error in sorted(_collect_errors(tasks), key=lambda error: isinstance(error, RankLostError)):
         raise error
     return [task.result() for task in tasks]
 
 
-def _errors_of(tasks: Iterable[asyncio.Future[Any]]) -> list[BaseException]:
+def _collect_errors(tasks: Iterable[asyncio.Future[Any]]) -> list[BaseException]:
     ended = (task for task in tasks if task.done() and not task.cancelled())
     return [error for task in ended if (error := task.exception()) is not None]
 
@@ -105,10 +105,10 @@ def has_died(reply: Any) -> bool:
     return False
 
 
-def translate(error: RayError, what: str) -> StreamError | ConfigError:
+def translate_error(error: RayError, what: str) -> StreamError | ConfigError:
     """The streamrl error that says the same as an error of Ray, in one line."""
     if isinstance(error, RayTaskError):
-        cause = innermost(error.cause)
+        cause = unwrap_error(error.cause)
         if isinstance(cause, StreamError | ConfigError):
             return cause
         return ActorError(f"{what}: {type(cause).__name__}: {cause}\n{error}")
@@ -125,7 +125,7 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def innermost(error: BaseException) -> BaseException:
+def unwrap_error(error: BaseException) -> BaseException:
     """The first error inside nested exception groups (asyncio task groups wrap what fails)."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -8,14 +8,16 @@ import ray
 
 from streamrl.errors import ActorError
 
-PORTS = range(20_000, 32_000)
+RENDEZVOUS_PORTS = range(20_000, 32_000)
 """Below those the system hands out: gloo's own sockets take these."""
 
 
-def meeting_place() -> tuple[str, int]:
+def find_rendezvous() -> tuple[str, int]:
     """The address of this node, and a port of it that nobody listens at."""
-    for port in random.sample(PORTS, 50):
+    for port in random.sample(RENDEZVOUS_PORTS, 50):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return ray.util.get_node_ip_address(), port
-    raise ActorError(f"found no free port between {PORTS.start} and {PORTS.stop}")
+    raise ActorError(
+        f"found no free port between {RENDEZVOUS_PORTS.start} and {RENDEZVOUS_PORTS.stop}"
+    )

@@ -5,45 +5,49 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamrl.weights.broadcast_tree import Spread
-from streamrl.weights.config import DELTA, SHARED_MEMORY, STORE
-from streamrl.weights.transport_choice import Choice
-from streamrl.weights.transports.shm_segments import PREFIX, SHARED_MEMORY_DIR, clear_up
+from streamrl.weights.broadcast_tree import BroadcastTree
+from streamrl.weights.config import DELTA, OBJECT_STORE, SHARED_MEMORY
+from streamrl.weights.transport_choice import TransportDecision
+from streamrl.weights.transports.shm_segments import (
+    SEGMENT_PREFIX,
+    SHARED_MEMORY_DIR,
+    remove_stale_segments,
+)
 
-END_S = 2.0
+CLEANUP_TIMEOUT_S = 2.0
 """Longest that ended publishers are waited for, s; the next publisher clears up after others."""
 
 
 @dataclass(frozen=True)
-class WeightTravel:
+class TransportSpec:
     """Told to every actor of a run; `travel_ends` makes its ends.
 
     `token` tells the run from others on the machine. `room`: most bytes of shared memory for each
     role that is published. `node`: where all have to be who publish or follow; empty for anywhere.
     """
 
-    choice: Choice
+    decision: TransportDecision
     token: str
     run_dir: Path
     keep_versions: int
-    room: Mapping[str, int]
+    max_bytes: Mapping[str, int]
     node: str = ""
 
-    def spread(self, origin: str) -> Spread | None:
+    def make_broadcast_tree(self, origin: str) -> BroadcastTree | None:
         """Who may pull from whom, with publishers on the node `origin`.
 
         Where every node takes a copy of its own, some wait for others that have one.
         """
-        return Spread(origin) if self.choice.transport in (STORE, DELTA) else None
+        return BroadcastTree(origin) if self.decision.transport in (OBJECT_STORE, DELTA) else None
 
-    def end(self) -> None:
+    def clean_up(self) -> None:
         """Take away what publishers that were ended have left in memory."""
-        if self.choice.transport != SHARED_MEMORY:
+        if self.decision.transport != SHARED_MEMORY:
             return
-        deadline = time.monotonic() + END_S
+        deadline = time.monotonic() + CLEANUP_TIMEOUT_S
         # They may not be quite gone: until then what they hold is theirs.
-        while any(SHARED_MEMORY_DIR.glob(f"{PREFIX}{self.token}*")):
-            clear_up()
+        while any(SHARED_MEMORY_DIR.glob(f"{SEGMENT_PREFIX}{self.token}*")):
+            remove_stale_segments()
             if time.monotonic() > deadline:
                 return
             time.sleep(0.02)

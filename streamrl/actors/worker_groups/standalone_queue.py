@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from streamrl.actors.queue_shard import create_shards
-from streamrl.actors.transport.ray_calls import fetch
+from streamrl.actors.transport.ray_calls import fetch_reply
 from streamrl.actors.transport.shard_proxy import RemoteShard
-from streamrl.buffer import Bounds, Files, Ports, QueueConfig, ShardPlan
+from streamrl.buffer import QueueConfig, ShardCapacity, ShardFiles, ShardPlan, StageSchema
 
 
 def start_shards(
-    stages: Mapping[str, Ports],
+    stages: Mapping[str, StageSchema],
     folder: Path | None,
     *,
-    bounds: Bounds,
+    bounds: ShardCapacity,
     config: QueueConfig | None = None,
 ) -> list[RemoteShard]:
     """The shards of a queue, with their journals in `folder`; without one they forget in death.
@@ -31,12 +31,12 @@ def start_shards(
             config,
             bounds,
             session,
-            Files(folder.absolute() / name) if folder is not None else None,
+            ShardFiles(folder.absolute() / name) if folder is not None else None,
         )
         for name in (f"shard-{i}" for i in range(config.shards))
     }
     shards = create_shards(plans)
     for shard in shards:
-        for text in fetch(shard.actor.ready.remote(), f"{shard.name}.ready"):
+        for text in fetch_reply(shard.actor.open_shard.remote(), f"{shard.name}.ready"):
             warnings.warn(f"{text}; what it held is lost or made again", stacklevel=2)
     return shards

@@ -18,16 +18,24 @@ import ray
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from streamrl.actors.launch.placement_groups import bundle_order, reserve
-from streamrl.actors.transport.ray_calls import fetch, innermost
-from streamrl.actors.transport.rendezvous import meeting_place
-from streamrl.controller.batches import Batch, BatchRef, Part, concatenate, cut, is_batch, num_rows
-from streamrl.controller.collect import Answers, Given, given_by
-from streamrl.controller.register import Place, transfers_of
-from streamrl.controller.transfer_protocols import PROTOCOLS, Mesh, Protocol
+from streamrl.actors.launch.placement_groups import order_bundles, reserve_bundles
+from streamrl.actors.transport.ray_calls import fetch_reply, unwrap_error
+from streamrl.actors.transport.rendezvous import find_rendezvous
+from streamrl.controller.batches import (
+    Batch,
+    BatchRef,
+    RowSlice,
+    concat_columns,
+    count_rows,
+    is_batch,
+    slice_columns,
+)
+from streamrl.controller.collect import RankAnswers, RankInput, make_rank_inputs
+from streamrl.controller.register import WorkerContext, find_transfer_methods
+from streamrl.controller.transfer_protocols import PROTOCOLS, TransferProtocol, WorkerMesh
 from streamrl.errors import ActorError, ConfigError, DeadlineError, StreamError
 
-CALL_TIMEOUT_S = 600.0
+GROUP_CALL_TIMEOUT_S = 600.0
 """Deadline of a call of a group unless it brings its own, s."""
 START_TIMEOUT_S = 600.0
 """Deadline of the start of a group's workers: processes are made, and models are loaded, s."""
@@ -63,31 +71,31 @@ class ResourcePool:
             known = ", ".join(NODE_STRATEGIES)
             raise ConfigError(f"pool: strategy={strategy}: must be one of {known}")
         self.slots = slots
-        self._share = {"num_cpus": cpus / groups, "num_gpus": gpus / groups}
+        self._worker_resources = {"num_cpus": cpus / groups, "num_gpus": gpus / groups}
         self._groups = groups
-        self._held = [0] * slots
+        self._used_shares = [0] * slots
         bundle = {name: each for name, each in (("CPU", cpus), ("GPU", gpus)) if each}
         bundles = [bundle] * slots
-        self._placement = reserve(bundles, strategy=strategy, timeout_s=timeout_s)
-        self._bundles = bundle_order(self._placement, bundles)
+        self._placement = reserve_bundles(bundles, strategy=strategy, timeout_s=timeout_s)
+        self._bundles = order_bundles(self._placement, bundles)
         self.is_closed = False
 
-    def options(self, slot: int) -> dict[str, Any]:
+    def acquire_slot(self, slot: int) -> dict[str, Any]:
         """What an actor is made with to have its part of a slot.
 
         Raises ConfigError if the slot is full, or the pool closed.
         """
         if self.is_closed:
             raise ConfigError("the pool is closed: it has no slots any more")
-        if self._held[slot] == self._groups:
+        if self._used_shares[slot] == self._groups:
             raise ConfigError(f"slot {slot} of the pool has its {self._groups} groups already")
-        self._held[slot] += 1
+        self._used_shares[slot] += 1
         where = PlacementGroupSchedulingStrategy(self._placement, self._bundles[slot])
-        return {**self._share, "scheduling_strategy": where}
+        return {**self._worker_resources, "scheduling_strategy": where}
 
-    def give_back(self, slot: int) -> None:
+    def release_slot(self, slot: int) -> None:
         """A group has left its part of a slot."""
-        self._held[slot] -= 1
+        self._used_shares[slot] -= 1
 
     def close(self) -> None:
         """Give the slots back; what runs there is ended."""
@@ -96,7 +104,7 @@ class ResourcePool:
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """What a worker raised: an error of streamrl itself, or else what it says, and where.
 
     It travels as a value. As an error of Ray it would be printed by each reference that is dropped.
@@ -106,14 +114,14 @@ class Failure:
     text: str
 
     @classmethod
-    def of(cls, error: Exception) -> "Failure":
+    def from_exception(cls, error: Exception) -> "WorkerFailure":
         """Of what was raised."""
-        cause = innermost(error)
+        cause = unwrap_error(error)
         known = cause if isinstance(cause, StreamError | ConfigError) else None
         where = "".join(traceback.format_exception(error)).rstrip()
         return cls(known, f"{type(cause).__name__}: {cause}\n{where}")
 
-    def of_call(self, what: str) -> StreamError | ConfigError:
+    def to_error(self, what: str) -> StreamError | ConfigError:
         """The error to be raised for a call."""
         return self.error or ActorError(f"{what}: {self.text}")
 
@@ -121,101 +129,103 @@ class Failure:
 class WorkerHost:
     """The process of one worker."""
 
-    def meeting(self) -> tuple[str, int]:
+    def find_rendezvous(self) -> tuple[str, int]:
         """An address and a free port of this node."""
-        return meeting_place()
+        return find_rendezvous()
 
-    def build(
+    def build_worker(
         self,
         worker: type,
         rank: int,
-        mesh: Mesh,
+        mesh: WorkerMesh,
         slot: int,
         meeting: tuple[str, int],
         arguments: Sequence[Any],
-    ) -> Failure | None:
+    ) -> WorkerFailure | None:
         """Make the worker."""
         try:
-            self._worker = worker(Place(rank, mesh, *meeting, slot), *arguments)
+            self._worker = worker(WorkerContext(rank, mesh, *meeting, slot), *arguments)
         except Exception as error:  # noqa: BLE001
-            return Failure.of(error)
+            return WorkerFailure.from_exception(error)
         return None
 
-    def call(
+    def call_method(
         self, method: str, arguments: Sequence[Any], named: Mapping[str, int]
-    ) -> tuple[Any, int | Failure | None]:
+    ) -> tuple[Any, int | WorkerFailure | None]:
         """What its method returns, and how many rows that has; None if it is no batch."""
         try:
-            given = [load(value) if isinstance(value, BatchRef) else value for value in arguments]
+            given = [
+                fetch_rows(value) if isinstance(value, BatchRef) else value for value in arguments
+            ]
             answer = methodcaller(method, *given, **named)(self._worker)
-            return answer, num_rows(answer) if is_batch(answer) else None
+            return answer, count_rows(answer) if is_batch(answer) else None
         except Exception as error:  # noqa: BLE001
-            return None, Failure.of(error)
+            return None, WorkerFailure.from_exception(error)
 
 
-HOST: Any = ray.remote(WorkerHost)
+WORKER_HOST: Any = ray.remote(WorkerHost)
 
 
 def put(batch: Batch) -> BatchRef:
     """Put a batch where workers can fetch it. Raises ValueError if its columns do not agree."""
     if not is_batch(batch):
         raise ValueError("put: must be columns in a dict by name, lists or arrays with a row each")
-    return BatchRef.of(Part(ray.put(dict(batch)), 0, num_rows(batch)))
+    return BatchRef.from_slices(RowSlice(ray.put(dict(batch)), 0, count_rows(batch)))
 
 
-def load(batch: BatchRef) -> dict[str, Any]:
+def fetch_rows(batch: BatchRef) -> dict[str, Any]:
     """The rows themselves, fetched from where they lie. Raises ValueError for a column of two."""
     found: dict[str, Any] = {}
-    for strip in batch.strips:
-        wholes = fetch([part.reference for part in strip.parts], "a batch")
+    for strip in batch.blocks:
+        wholes = fetch_reply([part.reference for part in strip.slices], "a batch")
         pieces = [
-            cut(whole, part.start, part.stop)
-            for whole, part in zip(wholes, strip.parts, strict=True)
+            slice_columns(whole, part.start, part.stop)
+            for whole, part in zip(wholes, strip.slices, strict=True)
         ]
-        columns = concatenate(pieces)
+        columns = concat_columns(pieces)
         if twice := sorted(found.keys() & columns.keys()):
             raise ValueError(f"columns {', '.join(twice)}: in two batches that were put together")
         found |= columns
     return found
 
 
-class Reply:
+class WorkerGroupReply:
     """What a call of a group will return; nothing is waited for before it is asked for.
 
     `a | b` is the batch of both, column beside column. Handed to a call, it is its batch.
     """
 
     def __init__(self, settle: Callable[[], Any]) -> None:
-        self._settle = settle
-        self._settled: tuple[Any] | None = None
+        self._collect = settle
+        self._result: tuple[Any] | None = None
 
     def get(self) -> Any:
         """What the protocol makes of the answers: a BatchRef if they are batches, else values.
 
         Waits for the workers. Raises DeadlineError, or the error of the first that failed.
         """
-        if self._settled is None:
-            self._settled = (self._settle(),)
-        return self._settled[0]
+        if self._result is None:
+            self._result = (self._collect(),)
+        return self._result[0]
 
     def load(self) -> dict[str, Any]:
         """The rows of a batch themselves, brought to the controller; ValueError if it is none."""
-        return load(_batch_of(self))
+        return fetch_rows(_require_batch(self))
 
-    def __or__(self, other: "Reply | BatchRef") -> "Reply":
-        return Reply(lambda: _batch_of(self) | _batch_of(other))
+    def __or__(self, other: "WorkerGroupReply | BatchRef") -> "WorkerGroupReply":
+        return WorkerGroupReply(lambda: _require_batch(self) | _require_batch(other))
 
-    def __ror__(self, other: BatchRef) -> "Reply":
-        return Reply(lambda: _batch_of(other) | _batch_of(self))
+    def __ror__(self, other: BatchRef) -> "WorkerGroupReply":
+        return WorkerGroupReply(lambda: _require_batch(other) | _require_batch(self))
 
 
-def settled(value: Any) -> Any:
+def resolve_reply(value: Any) -> Any:
     """What a reply will be, waited for; anything else as it is."""
-    return value.get() if isinstance(value, Reply) else value
+    return value.get() if isinstance(value, WorkerGroupReply) else value
 
 
-def _batch_of(value: Any) -> BatchRef:
-    found = settled(value)
+def _require_batch(value: Any) -> BatchRef:
+    found = resolve_reply(value)
     if not isinstance(found, BatchRef):
         told = type(found).__name__
         raise ValueError(f"a {told} is no batch: rows are what put(...) and workers give by name")
@@ -240,16 +250,16 @@ class WorkerGroup:
         pool: ResourcePool,
         worker: type,
         *arguments: Any,
-        mesh: Mesh,
+        mesh: WorkerMesh,
         first_slot: int = 0,
         env: Mapping[str, str] | None = None,
-        timeout_s: float = CALL_TIMEOUT_S,
+        timeout_s: float = GROUP_CALL_TIMEOUT_S,
     ) -> None:
         self._name = worker.__name__
         self._mesh, self._timeout_s = mesh, timeout_s
         self._methods = {
-            name: (_protocol(f"{self._name}.{name}", one.protocol), one.knows_padding)
-            for name, one in transfers_of(worker).items()
+            name: (_get_protocol(f"{self._name}.{name}", one.protocol), one.knows_padding)
+            for name, one in find_transfer_methods(worker).items()
         }
         slots = range(first_slot, first_slot + mesh.size)
         if first_slot < 0 or slots.stop > pool.slots:
@@ -266,33 +276,33 @@ class WorkerGroup:
         runtime_env = {"env_vars": {"OMP_NUM_THREADS": "1", **(env or {})}}
         try:
             for slot in slots:
-                options = pool.options(slot)
+                options = pool.acquire_slot(slot)
                 self._slots.append(slot)
-                self._hosts.append(HOST.options(runtime_env=runtime_env, **options).remote())
+                self._hosts.append(WORKER_HOST.options(runtime_env=runtime_env, **options).remote())
         except BaseException:
             self.close()
             raise
-        meeting = self._hosts[0].meeting.remote()
-        self._built: list[Any] | None = [
-            host.build.remote(worker, rank, mesh, slot, meeting, arguments)
+        meeting = self._hosts[0].find_rendezvous.remote()
+        self._build_replies: list[Any] | None = [
+            host.build_worker.remote(worker, rank, mesh, slot, meeting, arguments)
             for rank, (slot, host) in enumerate(zip(slots, self._hosts, strict=True))
         ]
 
-    def ready(self) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until all workers are made. Raises DeadlineError, or what stopped one of them."""
         if self._is_closed or self._pool.is_closed:
             what = "group" if self._is_closed else "pool"
             raise ActorError(f"{self._name}: the {what} is closed: it can be called no more")
-        if self._built is not None:
-            self._fetch(dict(enumerate(self._built)), "start", START_TIMEOUT_S)
-            self._built = None
+        if self._build_replies is not None:
+            self._fetch_answers(dict(enumerate(self._build_replies)), "start", START_TIMEOUT_S)
+            self._build_replies = None
 
-    def __getattr__(self, name: str) -> Callable[..., Reply]:
+    def __getattr__(self, name: str) -> Callable[..., WorkerGroupReply]:
         """The registered method of that name, as one call of all ranks."""
         if name.startswith("_") or name not in self._methods:
             known = ", ".join(sorted(vars(self).get("_methods", {})))
             raise AttributeError(f"{name}: is no method of a group; it has {known}")
-        return partial(self._call, name)
+        return partial(self._call_ranks, name)
 
     def close(self) -> None:
         """End the workers; others may have their part of the slots."""
@@ -300,39 +310,39 @@ class WorkerGroup:
         for host in self._hosts:
             ray.kill(host)
         for slot in self._slots:
-            self._pool.give_back(slot)
+            self._pool.release_slot(slot)
         self._slots, self._hosts = [], []
 
-    def _call(self, method: str, *arguments: Any, **named: Any) -> Reply:
+    def _call_ranks(self, method: str, *arguments: Any, **named: Any) -> WorkerGroupReply:
         what = f"{self._name}.{method}"
         if named:
             raise ValueError(f"{what}: {', '.join(named)} by name: arguments go by their places")
-        self.ready()
+        self.wait_until_ready()
         protocol, knows = self._methods[method]
-        values = tuple(map(settled, arguments))
+        values = tuple(map(resolve_reply, arguments))
         try:
-            handed = protocol.hand_out(self._mesh, values)
+            handed = protocol.distribute_calls(self._mesh, values)
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from error
-        given = given_by(handed, protocol, what, knows=knows)
+        given = make_rank_inputs(handed, protocol, what, knows=knows)
         replies = {
             rank: self._hosts[rank]
-            .call.options(num_returns=2)
-            .remote(method, call, {"real": given[rank].real} if knows else {})
+            .call_method.options(num_returns=2)
+            .remote(method, call, {"real": given[rank].num_real} if knows else {})
             for rank, call in enumerate(handed.calls)
             if call is not None
         }
-        return Reply(partial(self._collect, method, given, replies))
+        return WorkerGroupReply(partial(self._collect_answers, method, given, replies))
 
-    def _collect(
-        self, method: str, given: Sequence[Given], replies: Mapping[int, tuple[Any, Any]]
+    def _collect_answers(
+        self, method: str, given: Sequence[RankInput], replies: Mapping[int, tuple[Any, Any]]
     ) -> Any:
         told = {rank: count for rank, (_, count) in replies.items()}
-        counts = self._fetch(told, method, self._timeout_s)
+        counts = self._fetch_answers(told, method, self._timeout_s)
         plain = {rank: replies[rank][0] for rank, count in counts.items() if count is None}
-        answers = self._fetch(plain, method, self._timeout_s)
+        answers = self._fetch_answers(plain, method, self._timeout_s)
         answers |= {
-            rank: BatchRef.of(Part(replies[rank][0], 0, count))
+            rank: BatchRef.from_slices(RowSlice(replies[rank][0], 0, count))
             for rank, count in counts.items()
             if count is not None
         }
@@ -340,10 +350,12 @@ class WorkerGroup:
         ranks = range(self._mesh.size)
         names = [f"{self._name}-{rank}.{method}" for rank in ranks]
         in_order = [answers.get(rank) for rank in ranks]
-        checked = Answers(in_order, given, protocol.answers, names, knows=knows)
+        checked = RankAnswers(in_order, given, protocol.answer_kind, names, knows=knows)
         return protocol.collect(self._mesh, checked)
 
-    def _fetch(self, replies: Mapping[int, Any], what: str, within_s: float) -> dict[int, Any]:
+    def _fetch_answers(
+        self, replies: Mapping[int, Any], what: str, within_s: float
+    ) -> dict[int, Any]:
         """The answers by rank, as they come: one that fails is told at once, whoever is slower."""
         ranks, found = {reply: rank for rank, reply in replies.items()}, {}
         deadline = time.monotonic() + within_s
@@ -358,13 +370,13 @@ class WorkerGroup:
             for reply in done:
                 rank = ranks.pop(reply)
                 name = f"{self._name}-{rank}.{what}"
-                found[rank] = answer = fetch(reply, name)
-                if isinstance(answer, Failure):
-                    raise answer.of_call(name)
+                found[rank] = answer = fetch_reply(reply, name)
+                if isinstance(answer, WorkerFailure):
+                    raise answer.to_error(name)
         return found
 
 
-def _protocol(method: str, name: str) -> Protocol:
+def _get_protocol(method: str, name: str) -> TransferProtocol:
     if method.rpartition(".")[2] in dir(WorkerGroup):
         raise ConfigError(f"{method}: a group has a method of that name itself: must be another")
     if name not in PROTOCOLS:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.math.log_ratio_bounds import LOG_RATIO_LIMIT
-from streamrl.algorithms.math.losses import ratio
-from streamrl.algorithms.math.masks import keep, row_mean, row_sum
+from streamrl.algorithms.math.losses import probability_ratio
+from streamrl.algorithms.math.masks import apply_mask, masked_row_mean, masked_row_sum
 from streamrl.algorithms.options import (
     REJECTION_KINDS,
     REJECTION_LEVELS,
@@ -44,16 +44,16 @@ def importance_weights(
         raise ValueError(f"level={level!r}: must be one of {', '.join(WEIGHT_LEVELS)}")
     if mode not in WEIGHT_MODES:
         raise ValueError(f"mode={mode!r}: must be one of {', '.join(WEIGHT_MODES)}")
-    known = keep(log_ratio.detach(), loss_mask)
+    known = apply_mask(log_ratio.detach(), loss_mask)
     if level == "sequence":
-        known = row_sum(known, loss_mask).expand_as(known)
+        known = masked_row_sum(known, loss_mask).expand_as(known)
     elif level == "geometric":
-        known = row_mean(known, loss_mask).expand_as(known)
-    weights = ratio(known)
+        known = masked_row_mean(known, loss_mask).expand_as(known)
+    weights = probability_ratio(known)
     bounded = weights.clamp(low, high) if (low, high) != (None, None) else weights
     if mode == "mask":
         bounded = torch.where(bounded == weights, weights, 0.0)
-    return keep(bounded, loss_mask)
+    return apply_mask(bounded, loss_mask)
 
 
 def rejection_mask(
@@ -79,10 +79,10 @@ def rejection_mask(
         raise ValueError(f"level={level!r}: must be one of {', '.join(REJECTION_LEVELS)}")
     if kind != "k1" and low is not None:
         raise ValueError(f"low={low}: {kind} is a divergence, which only high bounds")
-    x = _estimate(keep(log_ratio.detach(), loss_mask), kind)
+    x = _estimate_divergence(apply_mask(log_ratio.detach(), loss_mask), kind)
     if level in ("sum", "mean"):
-        x = (row_sum if level == "sum" else row_mean)(x, loss_mask)
-    bounds = [_log(bound) if kind == "k1" else bound for bound in (low, high)]
+        x = (masked_row_sum if level == "sum" else masked_row_mean)(x, loss_mask)
+    bounds = [_log_bound(bound) if kind == "k1" else bound for bound in (low, high)]
     inside = torch.ones_like(x, dtype=torch.bool)
     if bounds[0] is not None:
         inside = inside & (x >= bounds[0])
@@ -101,7 +101,7 @@ def off_policy_sequence_mask(
     A token is left out if its advantage is negative and its rollout has become less likely than
     exp(-threshold) per token, on average. Source: DeepSeek-AI 2025 (DeepSeek-V3.2).
     """
-    left_behind = -row_mean(log_ratio.detach(), loss_mask) > threshold
+    left_behind = -masked_row_mean(log_ratio.detach(), loss_mask) > threshold
     return loss_mask & ~(left_behind & (advantages < 0))
 
 
@@ -111,7 +111,7 @@ def second_moment_mask(log_ratio: Tensor, loss_mask: Tensor, *, threshold: float
     The farthest go first; of the whole step, as the mean of a chunk is another one. Source: Zheng
     et al. 2025 (M2PO).
     """
-    squares = keep(log_ratio.detach().double(), loss_mask).square()
+    squares = apply_mask(log_ratio.detach().double(), loss_mask).square()
     limit = second_moment_limit(squares[loss_mask], threshold=threshold)
     return loss_mask & (squares <= limit)
 
@@ -144,14 +144,14 @@ def interpolated_proximal(
     return generator_logprobs + share * (logprobs.detach() - generator_logprobs)
 
 
-def _estimate(log_ratio: Tensor, kind: str) -> Tensor:
+def _estimate_divergence(log_ratio: Tensor, kind: str) -> Tensor:
     x = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if kind == "k2":
         return x.square() / 2
     return x.exp() - 1 - x if kind == "k3" else x
 
 
-def _log(bound: float | None) -> float | None:
+def _log_bound(bound: float | None) -> float | None:
     if bound is None:
         return None
     return float(torch.tensor(bound, dtype=torch.float64).log())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.math.losses import value_loss
-from streamrl.algorithms.math.masks import keep
+from streamrl.algorithms.math.masks import apply_mask
 
 
 def critic_loss(
@@ -21,18 +21,18 @@ def critic_loss(
     `batch` holds loss_mask bool, returns and values (when the group was scored), all [B, T];
     `values` [B, T] are those in training. Normalised by the tokens of the update.
     """
-    losses, sums = critic_losses(batch, values, clip=clip)
+    losses, sums = critic_token_losses(batch, values, clip=clip)
     return losses.sum(), sums
 
 
-def critic_losses(
+def critic_token_losses(
     batch: Mapping[str, Tensor], values: Tensor, *, clip: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The same before it is summed, [B, T]."""
     mask = batch["loss_mask"]
-    returns, old = keep(batch["returns"], mask), keep(batch["values"], mask)
-    current = keep(values, mask)
-    losses = keep(value_loss(current, returns, old, clip=clip), mask)
+    returns, old = apply_mask(batch["returns"], mask), apply_mask(batch["values"], mask)
+    current = apply_mask(values, mask)
+    losses = apply_mask(value_loss(current, returns, old, clip=clip), mask)
     known = current.detach()
     moved = (known - old).abs()
     sums = {

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.math.log_ratio_bounds import LOG_RATIO_LIMIT
-from streamrl.algorithms.math.losses import ratio
-from streamrl.algorithms.math.masks import keep, row_sum
-from streamrl.algorithms.math.step_metrics import BIN_STEP, FINEST, HALF_BINS
+from streamrl.algorithms.math.losses import probability_ratio
+from streamrl.algorithms.math.masks import apply_mask, masked_row_sum
+from streamrl.algorithms.math.step_metrics import LOG_BIN_WIDTH, MIN_LOG_RATIO, NUM_BINS_PER_SIDE
 
 
 def divergence_sums(log_ratio: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
@@ -18,10 +18,10 @@ def divergence_sums(log_ratio: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
 
     `log_ratio` [B, T] is trained minus sampling policy, without gradient.
     """
-    weights = keep(ratio(log_ratio), loss_mask)
-    whole = ratio(row_sum(log_ratio, loss_mask))[loss_mask.any(-1)]
+    weights = apply_mask(probability_ratio(log_ratio), loss_mask)
+    whole = probability_ratio(masked_row_sum(log_ratio, loss_mask))[loss_mask.any(-1)]
     known = log_ratio[loss_mask]
-    bins = torch.bincount(_bin(known), minlength=2 * HALF_BINS + 1)
+    bins = torch.bincount(_bin_index(known), minlength=2 * NUM_BINS_PER_SIDE + 1)
     return {
         "ratio_sum": weights.sum(),
         "ratio_squared_sum": weights.square().sum(),
@@ -31,7 +31,7 @@ def divergence_sums(log_ratio: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
     } | {f"log_ratio_bin_{i}": count for i, count in enumerate(bins)}
 
 
-def _bin(log_ratio: Tensor) -> Tensor:
+def _bin_index(log_ratio: Tensor) -> Tensor:
     bounded = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    place = (bounded.abs() / FINEST).log1p() / BIN_STEP
-    return (bounded.sign() * place).round().long() + HALF_BINS
+    place = (bounded.abs() / MIN_LOG_RATIO).log1p() / LOG_BIN_WIDTH
+    return (bounded.sign() * place).round().long() + NUM_BINS_PER_SIDE

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 K3_LIMIT = 10.0
-KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
-MAX_ADAPTATION = 0.2
+KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
+MAX_RELATIVE_ERROR = 0.2
 """How far one step may be from the target, in parts of it, for the coefficient to follow."""
 
 
@@ -22,16 +22,16 @@ def kl_estimate(logprobs: "Tensor", ref_logprobs: "Tensor", kind: str) -> "Tenso
     divergence's.
     Source: Schulman 2020, "Approximating KL divergence". Raises ValueError on an unknown kind.
     """
-    if kind not in KINDS:
+    if kind not in KL_KINDS:
         raise ValueError(f"kl kind {kind!r}: no such estimator")
     x = logprobs - ref_logprobs
     if kind.endswith("+"):
         k2 = x.square() / 2
-        return _estimate(x, kind.removesuffix("+")).detach() + (k2 - k2.detach())
-    return _estimate(x, kind)
+        return _estimate_kl(x, kind.removesuffix("+")).detach() + (k2 - k2.detach())
+    return _estimate_kl(x, kind)
 
 
-def _estimate(x: "Tensor", kind: str) -> "Tensor":
+def _estimate_kl(x: "Tensor", kind: str) -> "Tensor":
     if kind == "k2":
         return x.square() / 2
     if kind == "k3":
@@ -40,7 +40,7 @@ def _estimate(x: "Tensor", kind: str) -> "Tensor":
     return x.abs() if kind == "abs" else x
 
 
-def adapt_coefficient(
+def adapt_kl_coef(
     coef: float, kl: float, *, target: float, horizon: float, num_rollouts: int
 ) -> float:
     """The coefficient of the next step, from the divergence `kl` that this one showed.
@@ -48,5 +48,5 @@ def adapt_coefficient(
     It grows where `kl` is above `target` and shrinks below, by at most a fifth in `horizon`
     rollouts. Source: Ziegler et al. 2019, section 2.2.
     """
-    error = min(max(kl / target - 1, -MAX_ADAPTATION), MAX_ADAPTATION)
+    error = min(max(kl / target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
     return coef * (1 + error * num_rollouts / horizon)

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def lagrangian(
+def lagrangian_advantages(
     reward_advantages: "Tensor", cost_advantages: "Tensor", *, multiplier: float
 ) -> "Tensor":
     """(A_R - lambda A_C) / (1 + lambda), of the arguments' shape.

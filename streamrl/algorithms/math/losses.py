@@ -5,7 +5,7 @@ minus those of the policy it is compared with, `advantages` [B, T] or [B, 1], `l
 loss is per token, [B, T], with the gradient through `log_ratio` or `logprobs`; a position that
 `loss_mask` leaves out never counts, but must hold numbers: NaN is masked before it comes here.
 
-The reduction is in two halves. `aggregate_sum` adds up what a micro-batch contributes;
+The reduction is in two halves. `aggregate_loss_sum` adds up what a micro-batch contributes;
 `normaliser` is the one number the sum over a whole step is divided by. So a step may be cut into
 micro-batches and ranks at will: their sums add up to the same loss and the same gradient.
 """
@@ -14,30 +14,30 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.math.log_ratio_bounds import LOG_RATIO_LIMIT
-from streamrl.algorithms.math.masks import keep, row_mean
-from streamrl.algorithms.math.step_metrics import normaliser
-from streamrl.algorithms.options import check_mode
+from streamrl.algorithms.math.masks import apply_mask, masked_row_mean
+from streamrl.algorithms.math.step_metrics import loss_denominator
+from streamrl.algorithms.options import validate_aggregation
 
-DIVERGENCES = ("tv", "kl")
+DIVERGENCE_KINDS = ("tv", "kl")
 SEQUENCE_LOG_RATIO_LIMIT = 10.0
 """The same for the ratio of a whole sequence."""
 
 
-def ratio(log_ratio: Tensor) -> Tensor:
+def probability_ratio(log_ratio: Tensor) -> Tensor:
     """Probability ratio of two policies, kept finite: same shape."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def outside_clip(
+def outside_clip_mask(
     log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
     """Where the clip takes the gradient away (the ratio has gone its way already): bool [B, T]."""
-    r = ratio(log_ratio)
+    r = probability_ratio(log_ratio)
     too_high = (advantages > 0) & (r > 1 + clip_high)
     return too_high | ((advantages < 0) & (r < 1 - clip_low))
 
 
-def clipped_surrogate(
+def clipped_surrogate_loss(
     log_ratio: Tensor,
     advantages: Tensor,
     *,
@@ -50,10 +50,10 @@ def clipped_surrogate(
     With `dual_clip` c a loss under a negative advantage is at most -A c. Source: Schulman et al.
     2017 (PPO), equation 7; low != high: Yu et al. 2025 (DAPO); c: Ye et al. 2020.
     """
-    return _clipped(ratio(log_ratio), advantages, clip_low, clip_high, dual_clip)
+    return _clip_loss(probability_ratio(log_ratio), advantages, clip_low, clip_high, dual_clip)
 
 
-def sequence_clipped_surrogate(
+def sequence_clipped_surrogate_loss(
     log_ratio: Tensor,
     advantages: Tensor,
     loss_mask: Tensor,
@@ -67,10 +67,10 @@ def sequence_clipped_surrogate(
     under advantages that are equal over a rollout the sum over its tokens is GSPO's. Source: Zheng
     et al. 2025 (GSPO).
     """
-    return _clipped(_sequence_ratio(log_ratio, loss_mask), advantages, clip_low, clip_high, None)
+    return _clip_loss(_sequence_ratio(log_ratio, loss_mask), advantages, clip_low, clip_high, None)
 
 
-def clipped_importance(
+def clipped_importance_loss(
     log_ratio: Tensor,
     advantages: Tensor,
     *,
@@ -82,11 +82,11 @@ def clipped_importance(
 
     No token loses its gradient, its weight is bounded. Source: MiniMax 2025 (CISPO, MiniMax-M1).
     """
-    weights = ratio(log_ratio).clamp(1 - clip_low, 1 + clip_high)
+    weights = probability_ratio(log_ratio).clamp(1 - clip_low, 1 + clip_high)
     return -weights.detach() * advantages * logprobs
 
 
-def geometric_mean(
+def geometric_mean_loss(
     log_ratio: Tensor,
     advantages: Tensor,
     loss_mask: Tensor,
@@ -106,13 +106,13 @@ def geometric_mean(
         torch.minimum(log_ratio, clipped),
         torch.maximum(log_ratio, clipped),
     )
-    mean = row_mean(pessimistic, loss_mask)
-    return (-row_mean(advantages.expand_as(log_ratio), loss_mask) * ratio(mean)).expand_as(
-        log_ratio
-    )
+    mean = masked_row_mean(pessimistic, loss_mask)
+    return (
+        -masked_row_mean(advantages.expand_as(log_ratio), loss_mask) * probability_ratio(mean)
+    ).expand_as(log_ratio)
 
 
-def soft_adaptive(
+def soft_adaptive_loss(
     log_ratio: Tensor,
     advantages: Tensor,
     *,
@@ -127,29 +127,33 @@ def soft_adaptive(
     # Not torch.where of two numbers: that is float32 whatever the advantages are.
     tau = torch.full_like(advantages, temperature_negative)
     tau = tau.masked_fill(advantages > 0, temperature_positive)
-    return -advantages * torch.sigmoid(tau * (ratio(log_ratio) - 1)) * 4 / tau
+    return -advantages * torch.sigmoid(tau * (probability_ratio(log_ratio) - 1)) * 4 / tau
 
 
-def covariance_clip(
+def covariance_clip_loss(
     log_ratio: Tensor, advantages: Tensor, *, chosen: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
     """`clipped_surrogate`, and nothing at all on the `chosen` tokens: [B, T].
 
     `chosen` bool [B, T] is `covariance_band`'s. Source: Cui et al. 2025 (Clip-Cov).
     """
-    loss = clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high)
+    loss = clipped_surrogate_loss(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high)
     return torch.where(chosen, 0.0, loss)
 
 
-def covariance_kl(log_ratio: Tensor, advantages: Tensor, *, chosen: Tensor, coef: float) -> Tensor:
+def covariance_kl_loss(
+    log_ratio: Tensor, advantages: Tensor, *, chosen: Tensor, coef: float
+) -> Tensor:
     """The unclipped loss, and on the `chosen` tokens `coef` |log_ratio| on top of it: [B, T].
 
     `chosen` bool [B, T] is `covariance_top`'s. Source: Cui et al. 2025 (KL-Cov).
     """
-    return -advantages * ratio(log_ratio) + torch.where(chosen, coef * log_ratio.abs(), 0.0)
+    return -advantages * probability_ratio(log_ratio) + torch.where(
+        chosen, coef * log_ratio.abs(), 0.0
+    )
 
 
-def covariances(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
+def token_covariances(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
     """(A - mean A) (log pi - mean log pi), means over all tokens that count: [B, T], 0 elsewhere.
 
     Of the whole step: the covariance of a chunk is another one.
@@ -157,12 +161,12 @@ def covariances(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tens
     count = loss_mask.sum().clamp(min=1)
     centred = []
     for values in (advantages.expand_as(logprobs).double(), logprobs.double()):
-        kept = keep(values, loss_mask)
+        kept = apply_mask(values, loss_mask)
         centred.append(kept - kept.sum() / count)
-    return keep(centred[0] * centred[1], loss_mask)
+    return apply_mask(centred[0] * centred[1], loss_mask)
 
 
-def covariance_band(
+def covariance_band_mask(
     logprobs: Tensor,
     advantages: Tensor,
     loss_mask: Tensor,
@@ -179,7 +183,7 @@ def covariance_band(
     """
     if low >= high:
         raise ValueError(f"covariances from {low} to {high}: there are none")
-    values = covariances(logprobs, advantages, loss_mask)
+    values = token_covariances(logprobs, advantages, loss_mask)
     inside = ((values > low) & (values < high) & loss_mask).flatten().nonzero()[:, 0]
     count = max(1, int(fraction * int(loss_mask.sum())))
     drawn = torch.rand(loss_mask.shape, device=loss_mask.device) if lots is None else lots
@@ -189,14 +193,14 @@ def covariance_band(
     return chosen.view_as(loss_mask)
 
 
-def covariance_top(
+def covariance_top_mask(
     logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, fraction: float
 ) -> Tensor:
     """The `fraction` of all tokens with the largest covariance, at least one: bool [B, T].
 
     Source: Cui et al. 2025 (KL-Cov).
     """
-    values = covariances(logprobs, advantages, loss_mask)[loss_mask]
+    values = token_covariances(logprobs, advantages, loss_mask)[loss_mask]
     chosen = torch.zeros_like(loss_mask)
     if len(values):
         count = max(1, int(fraction * len(values)))
@@ -206,7 +210,7 @@ def covariance_top(
     return chosen
 
 
-def divergence_masked(
+def divergence_masked_loss(
     log_ratio: Tensor,
     advantages: Tensor,
     *,
@@ -223,16 +227,16 @@ def divergence_masked(
     measures the difference of the two probabilities, "kl" the divergence of the two choices "this
     token or another". Source: Qi et al. 2026 (DPPO). Raises ValueError on an unknown `kind`.
     """
-    moving = _may_move(log_ratio.detach(), advantages, logprobs.detach(), kind, (low, high))
-    weights = ratio(log_ratio).detach().clamp(max=cap)
+    moving = _trainable_mask(log_ratio.detach(), advantages, logprobs.detach(), kind, (low, high))
+    weights = probability_ratio(log_ratio).detach().clamp(max=cap)
     return torch.where(moving, -weights * advantages * logprobs, 0.0)
 
 
-def _may_move(
+def _trainable_mask(
     log_ratio: Tensor, advantages: Tensor, logprobs: Tensor, kind: str, bounds: tuple[float, float]
 ) -> Tensor:
-    if kind not in DIVERGENCES:
-        raise ValueError(f"kind={kind!r}: must be one of {', '.join(DIVERGENCES)}")
+    if kind not in DIVERGENCE_KINDS:
+        raise ValueError(f"kind={kind!r}: must be one of {', '.join(DIVERGENCE_KINDS)}")
     p, q = logprobs.exp(), (logprobs - log_ratio).exp()
     low, high = bounds
     if kind == "tv":
@@ -244,7 +248,7 @@ def _may_move(
     return torch.where(advantages > 0, rising, (divergence <= low) | (p >= q))
 
 
-def score_function(logprobs: Tensor, advantages: Tensor) -> Tensor:
+def score_function_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
     """-A log pi, the loss of REINFORCE: [B, T]. Source: Williams 1992."""
     return -advantages * logprobs
 
@@ -264,14 +268,14 @@ def value_loss(
     return loss / 2
 
 
-def entropy(logits: Tensor) -> Tensor:
+def entropy_from_logits(logits: Tensor) -> Tensor:
     """Entropy in nats of the distributions softmax(logits): [..., V] -> [...]."""
     # Of a token that cannot be (-inf), 0 times the logprob is to be 0.
     logprobs = logits.log_softmax(-1).clamp(min=torch.finfo(logits.dtype).min)
     return -(logprobs.exp() * logprobs).sum(-1)
 
 
-def aggregate(
+def aggregate_loss(
     token_loss: Tensor,
     loss_mask: Tensor,
     *,
@@ -281,11 +285,11 @@ def aggregate(
     max_length: int | None = None,
     group_ids: Tensor | None = None,
 ) -> Tensor:
-    """One loss from those of the tokens: `aggregate_sum` over `normaliser`.
+    """One loss from those of the tokens: `aggregate_loss_sum` over `normaliser`.
 
     The counts are of the whole step; left out, they are those of this batch (rows without a token
     that counts are no sequences). prompt-mean needs `group_ids` [B], and the batch to hold its
-    groups whole. 0 where nothing counts. Raises what `normaliser` and `aggregate_sum` raise.
+    groups whole. 0 where nothing counts. Raises what `normaliser` and `aggregate_loss_sum` raise.
     """
     num_groups, group_tokens = None, None
     if group_ids is not None:
@@ -297,18 +301,18 @@ def aggregate(
         num_tokens = int(loss_mask.sum())
     if num_sequences is None:
         num_sequences = int(loss_mask.any(-1).sum())
-    divisor = normaliser(
+    divisor = loss_denominator(
         mode,
         num_tokens=num_tokens,
         num_sequences=num_sequences,
         num_groups=num_groups,
         max_length=max_length,
     )
-    summed = aggregate_sum(token_loss, loss_mask, mode=mode, group_tokens=group_tokens)
+    summed = aggregate_loss_sum(token_loss, loss_mask, mode=mode, group_tokens=group_tokens)
     return summed / (divisor or 1.0)
 
 
-def aggregate_sum(
+def aggregate_loss_sum(
     token_loss: Tensor, loss_mask: Tensor, *, mode: str, group_tokens: Tensor | None = None
 ) -> Tensor:
     """What a batch adds to the sum that `normaliser` divides: scalar.
@@ -317,8 +321,8 @@ def aggregate_sum(
     is divided by its number of tokens first, in prompt-mean by `group_tokens` [B], the number of
     its whole group. Raises ValueError on an unknown mode, or where prompt-mean lacks them.
     """
-    check_mode(mode)
-    kept = keep(token_loss, loss_mask)
+    validate_aggregation(mode)
+    kept = apply_mask(token_loss, loss_mask)
     if mode == "seq-mean-token-mean":
         return (kept.sum(-1) / loss_mask.sum(-1).clamp(min=1)).sum()
     if mode == "prompt-mean":
@@ -328,7 +332,7 @@ def aggregate_sum(
     return kept.sum()
 
 
-def _clipped(
+def _clip_loss(
     r: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> Tensor:
     clipped = -advantages * r.clamp(1 - clip_low, 1 + clip_high)
@@ -341,5 +345,5 @@ def _clipped(
 def _sequence_ratio(log_ratio: Tensor, loss_mask: Tensor) -> Tensor:
     """A rollout's geometric mean ratio, with each token's own gradient."""
     own = log_ratio - log_ratio.detach()
-    mean = row_mean(log_ratio.detach(), loss_mask)
+    mean = masked_row_mean(log_ratio.detach(), loss_mask)
     return (mean + own).clamp(max=SEQUENCE_LOG_RATIO_LIMIT).exp()

@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.math.masks import keep
+from streamrl.algorithms.math.masks import apply_mask
 
 
-def soft_overlong(lengths: Tensor, *, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
+def soft_overlong_penalty(
+    lengths: Tensor, *, max_length: int, buffer: int, factor: float = 1.0
+) -> Tensor:
     """What a long completion loses, from 0 to -factor: [B] float32.
 
     Nothing up to `max_length - buffer` tokens, then linearly more, all of `factor` from
@@ -16,12 +18,14 @@ def soft_overlong(lengths: Tensor, *, max_length: int, buffer: int, factor: floa
     return (-factor * excess.clamp(0, 1)).float()
 
 
-def token_rewards(scores: Tensor, loss_mask: Tensor, penalties: Tensor | None = None) -> Tensor:
+def make_token_rewards(
+    scores: Tensor, loss_mask: Tensor, penalties: Tensor | None = None
+) -> Tensor:
     """A rollout's score on its last sampled token, minus the `penalties` of all: [B, T].
 
     `scores` [B]; `penalties` [B, T], for example KL times its weight. 0 where `loss_mask` is false.
     """
     positions = torch.arange(loss_mask.shape[1], device=loss_mask.device)
     last = torch.where(loss_mask, positions, -1).amax(-1, keepdim=True)
-    rewards = keep(scores[:, None].expand(loss_mask.shape), positions == last)
-    return rewards if penalties is None else rewards - keep(penalties, loss_mask)
+    rewards = apply_mask(scores[:, None].expand(loss_mask.shape), positions == last)
+    return rewards if penalties is None else rewards - apply_mask(penalties, loss_mask)

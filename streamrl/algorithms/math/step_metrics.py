@@ -7,28 +7,28 @@ import itertools
 import math
 from collections.abc import Mapping
 
-from streamrl.algorithms.algorithm import Settings
+from streamrl.algorithms.algorithm import AlgorithmSettings
 from streamrl.algorithms.math.log_ratio_bounds import LOG_RATIO_LIMIT
-from streamrl.algorithms.options import check_mode
+from streamrl.algorithms.options import validate_aggregation
 
-HALF_BINS = 40
-FINEST = 1e-3
+NUM_BINS_PER_SIDE = 40
+MIN_LOG_RATIO = 1e-3
 """Log-ratios below this are not told from 0."""
-BIN_STEP = math.log1p(LOG_RATIO_LIMIT / FINEST) / HALF_BINS
+LOG_BIN_WIDTH = math.log1p(LOG_RATIO_LIMIT / MIN_LOG_RATIO) / NUM_BINS_PER_SIDE
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
-SHARED_PREFIX = "critic_"
+SHARED_CRITIC_PREFIX = "critic_"
 """Before the names of a critic's sums among those of the policy it shares a model with."""
-LOSS_NAMES = {"critic": "loss/value", "cost_critic": "loss/cost_value"}
+CRITIC_LOSS_METRICS = {"critic": "loss/value", "cost_critic": "loss/cost_value"}
 
 
-def step_normaliser(settings: Settings, sums: Mapping[str, float]) -> float:
+def step_loss_denominator(settings: AlgorithmSettings, sums: Mapping[str, float]) -> float:
     """What the summed loss of a step is divided by, from its sums over micro-batches and ranks.
 
     0 if no token was kept: there is nothing to divide, and no update to make.
     """
     if not sums.get("num_kept"):
         return 0.0
-    return normaliser(
+    return loss_denominator(
         settings.loss_aggregation,
         num_tokens=sums["num_tokens"],
         num_sequences=sums["num_rollouts"],
@@ -37,7 +37,7 @@ def step_normaliser(settings: Settings, sums: Mapping[str, float]) -> float:
     )
 
 
-def normaliser(
+def loss_denominator(
     mode: str,
     *,
     num_tokens: float,
@@ -45,7 +45,7 @@ def normaliser(
     num_groups: float | None = None,
     max_length: int | None = None,
 ) -> float:
-    """What the sum of `aggregate_sum` over a whole optimizer step is divided by.
+    """What the sum of `aggregate_loss_sum` over a whole optimizer step is divided by.
 
     Counts are of the step, over all micro-batches and ranks: tokens that count, rollouts and groups
     that have some. `max_length` is the longest completion there can be, needed by
@@ -53,7 +53,7 @@ def normaliser(
     would make the loss depend on how the step is cut. Raises ValueError if what the mode needs is
     missing, or on an unknown mode.
     """
-    check_mode(mode)
+    validate_aggregation(mode)
     if mode == "token-mean":
         return float(num_tokens)
     if mode == "prompt-mean":
@@ -67,7 +67,7 @@ def normaliser(
     return float(num_sequences * max_length)
 
 
-def summarise(sums: Mapping[str, float], normaliser: float) -> dict[str, float]:
+def summarise_policy(sums: Mapping[str, float], normaliser: float) -> dict[str, float]:
     """Metrics of a step from its sums over all micro-batches and ranks; none if it had no token.
 
     `loss/*` are the parts of the loss as it was minimised, weights included; `policy/*` are means
@@ -100,21 +100,21 @@ def summarise_divergence(sums: Mapping[str, float], num_tokens: float) -> dict[s
     sampling policy from the trained one per token (k1, the mean of -log r); chi2 the mean of r^2
     minus 1, over tokens and over whole rollouts; ratio_* quantiles of r, to about a tenth of log r.
     """
-    counts = [sums[f"log_ratio_bin_{i}"] for i in range(2 * HALF_BINS + 1)]
+    counts = [sums[f"log_ratio_bin_{i}"] for i in range(2 * NUM_BINS_PER_SIDE + 1)]
     return {
         "policy/ratio_mean": sums["ratio_sum"] / num_tokens,
         "policy/ess": sums["ratio_sum"] ** 2 / (num_tokens * sums["ratio_squared_sum"]),
         "correction/kl": -sums["log_ratio_sum"] / num_tokens,
         "correction/chi2_token": sums["ratio_squared_sum"] / num_tokens - 1,
         "correction/chi2_sequence": sums["sequence_ratio_squared_sum"] / sums["num_sequences"] - 1,
-    } | {f"correction/ratio_{name}": _quantile(counts, q) for name, q in QUANTILES.items()}
+    } | {f"correction/ratio_{name}": _read_quantile(counts, q) for name, q in QUANTILES.items()}
 
 
-def _quantile(counts: list[float], q: float) -> float:
+def _read_quantile(counts: list[float], q: float) -> float:
     """The ratio below which a share q of the tokens lies, at the middle of its bin."""
     reached = itertools.accumulate(counts)
-    place = next(i for i, seen in enumerate(reached) if seen >= q * sum(counts)) - HALF_BINS
-    size = FINEST * math.expm1(abs(place) * BIN_STEP)
+    place = next(i for i, seen in enumerate(reached) if seen >= q * sum(counts)) - NUM_BINS_PER_SIDE
+    size = MIN_LOG_RATIO * math.expm1(abs(place) * LOG_BIN_WIDTH)
     return math.exp(math.copysign(size, place))
 
 
@@ -128,16 +128,16 @@ def summarise_critic(sums: Mapping[str, float], role: str) -> dict[str, float]:
     if not count:
         return {}
     metrics = {
-        LOSS_NAMES[role]: sums["loss_value_sum"] / count,
+        CRITIC_LOSS_METRICS[role]: sums["loss_value_sum"] / count,
         f"{role}/value_mean": sums["value_sum"] / count,
         f"{role}/clip_frac": sums["value_clipped_sum"] / count,
     }
-    spread = _variance(sums, "return", count)
+    spread = _compute_variance(sums, "return", count)
     if spread > 0:
-        metrics[f"{role}/explained_variance"] = 1 - _variance(sums, "error", count) / spread
+        metrics[f"{role}/explained_variance"] = 1 - _compute_variance(sums, "error", count) / spread
     return metrics
 
 
-def _variance(sums: Mapping[str, float], name: str, count: float) -> float:
+def _compute_variance(sums: Mapping[str, float], name: str, count: float) -> float:
     mean = sums[f"{name}_sum"] / count
     return max(sums[f"{name}_squared_sum"] / count - mean * mean, 0.0)

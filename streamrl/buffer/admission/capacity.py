@@ -5,22 +5,22 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from streamrl.buffer.codec import Blob, size_of
-from streamrl.buffer.config import Bounds
-from streamrl.buffer.group import Group, GroupBook
-from streamrl.buffer.log.segment_file import Record
+from streamrl.buffer.codec import Blob, count_blob_bytes
+from streamrl.buffer.config import ShardCapacity
+from streamrl.buffer.group import GroupState, ShardState
+from streamrl.buffer.log.segment_file import JournalRecord
 from streamrl.errors import DeadlineError
 
 
-class Arrival(msgspec.Struct, frozen=True, eq=False):
+class PendingAdmission(msgspec.Struct, frozen=True, eq=False):
     """A group on its way in: its records, and the blob of the last if it brings columns."""
 
     uid: str
-    records: Sequence[Record]
+    records: Sequence[JournalRecord]
     blob: Blob = b""
 
 
-class Entrance:
+class CapacityLimiter:
     """Keeps a shard within its bounds. Times are s of the shard's clock.
 
     Each group is charged with the most it can take until its last column is there, and with what it
@@ -29,78 +29,86 @@ class Entrance:
 
     def __init__(
         self,
-        book: GroupBook,
-        bounds: Bounds,
+        book: ShardState,
+        bounds: ShardCapacity,
         *,
         clock: Callable[[], float],
-        enter: Callable[[Sequence[Arrival]], Awaitable[None]],
+        enter: Callable[[Sequence[PendingAdmission]], Awaitable[None]],
     ) -> None:
-        self._book = book
-        self._bounds = bounds
+        self._state = book
+        self._capacity = bounds
         self._clock = clock
-        self._enter = enter
-        self._arriving: dict[str, int] = {}
-        self._charged = 0
-        self._space = asyncio.Event()
+        self._insert_groups = enter
+        self._pending_bytes: dict[str, int] = {}
+        self._reserved_bytes = 0
+        self._capacity_freed = asyncio.Event()
 
-    async def admit(self, arrivals: Sequence[Arrival], deadline: float) -> list[str]:
+    async def admit_groups(
+        self, arrivals: Sequence[PendingAdmission], deadline: float
+    ) -> list[str]:
         """Let in as many as there is room for, one at least; returns the uids that are in.
 
         Those of a call made again are in, though they may have left. Nothing waits once a part is
         in. Raises DeadlineError if there is no room by `deadline`.
         """
-        while not self._inside(arrivals):
-            batch = self._let_in(arrivals)
+        while not self._list_admitted(arrivals):
+            batch = self._reserve_capacity(arrivals)
             if batch:
                 try:
-                    await self._enter(batch)
+                    await self._insert_groups(batch)
                 finally:
                     for one in batch:
-                        self._charged -= self._arriving.pop(one.uid)
-                    self._space.set()
+                        self._reserved_bytes -= self._pending_bytes.pop(one.uid)
+                    self._capacity_freed.set()
             else:
-                await self._wait_space(deadline, arrivals[0].uid)
-        return self._inside(arrivals)
+                await self._wait_for_capacity(deadline, arrivals[0].uid)
+        return self._list_admitted(arrivals)
 
-    def _inside(self, arrivals: Sequence[Arrival]) -> list[str]:
-        return [one.uid for one in arrivals if self._book.has_had(one.uid)]
+    def _list_admitted(self, arrivals: Sequence[PendingAdmission]) -> list[str]:
+        return [one.uid for one in arrivals if self._state.has_seen(one.uid)]
 
-    def _let_in(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
+    def _reserve_capacity(self, arrivals: Sequence[PendingAdmission]) -> list[PendingAdmission]:
         """Those that are not on their way by another call, as far as there is room."""
         batch = []
         for one in arrivals:
             # One that is too large for any shard comes into an empty one.
-            size = min(size_of(one.blob), self._bounds.num_bytes)
-            num_bytes = int(max(size, self._bounds.group_bytes, 1))
-            if one.uid not in self._arriving and self._has_room(num_bytes):
-                self._arriving[one.uid] = num_bytes
-                self._charged += num_bytes
+            size = min(count_blob_bytes(one.blob), self._capacity.max_bytes)
+            num_bytes = int(max(size, self._capacity.reserved_group_bytes, 1))
+            if one.uid not in self._pending_bytes and self._has_capacity(num_bytes):
+                self._pending_bytes[one.uid] = num_bytes
+                self._reserved_bytes += num_bytes
                 batch.append(one)
         return batch
 
-    def charge(self, group: Group) -> None:
+    def update_reservation(self, group: GroupState) -> None:
         """Bring the account in line with a group that has changed or left."""
-        self._charged -= group.charge
-        group.charge = self._cost(group) if group.uid in self._book.groups else 0
-        self._charged += group.charge
-        self._space.set()
+        self._reserved_bytes -= group.reserved_bytes
+        group.reserved_bytes = self._required_bytes(group) if group.uid in self._state.groups else 0
+        self._reserved_bytes += group.reserved_bytes
+        self._capacity_freed.set()
 
-    def _cost(self, group: Group) -> int:
-        whole = self._book.is_whole(group)
-        return group.num_bytes if whole else max(group.num_bytes, self._bounds.group_bytes)
+    def _required_bytes(self, group: GroupState) -> int:
+        whole = self._state.is_complete(group)
+        return (
+            group.num_bytes if whole else max(group.num_bytes, self._capacity.reserved_group_bytes)
+        )
 
-    def _has_room(self, num_bytes: int) -> bool:
-        has_bytes = self._charged + num_bytes <= self._bounds.num_bytes
-        return has_bytes and len(self._book.groups) + len(self._arriving) < self._bounds.groups
+    def _has_capacity(self, num_bytes: int) -> bool:
+        has_bytes = self._reserved_bytes + num_bytes <= self._capacity.max_bytes
+        return (
+            has_bytes
+            and len(self._state.groups) + len(self._pending_bytes) < self._capacity.max_groups
+        )
 
-    async def _wait_space(self, deadline: float, uid: str) -> None:
-        self._space.clear()
+    async def _wait_for_capacity(self, deadline: float, uid: str) -> None:
+        self._capacity_freed.clear()
         try:
-            await asyncio.wait_for(self._space.wait(), deadline - self._clock())
+            await asyncio.wait_for(self._capacity_freed.wait(), deadline - self._clock())
         except TimeoutError:
-            held, bounds = list(self._book.groups), self._bounds
+            held, bounds = list(self._state.groups), self._capacity
             raise DeadlineError(
                 f"prompt {uid} waited for room in a full shard: it holds {len(held)} of"
-                f" {bounds.groups} groups and {self._charged} of {bounds.num_bytes:g} bytes;"
+                f" {bounds.max_groups} groups and {self._reserved_bytes} of"
+                f" {bounds.max_bytes:g} bytes;"
                 f" the first are {held[:5]}"
             ) from None

@@ -3,16 +3,16 @@
 from collections import deque
 from collections.abc import Iterable
 
-MOST = 32.0
+MAX_FACTOR = 32.0
 """Most prompts that are admitted for a place: the filter takes 97 %."""
-LEAST_VERDICTS = 256
+MIN_VERDICTS = 256
 """So many of the last verdicts count, or those on some steps' groups if these are more."""
-STEPS = 8
-PRIOR = 4
+WINDOW_STEPS = 8
+PRIOR_KEPT = 4
 """Groups that count as kept before any were: a few verdicts say little."""
 
 
-class Oversampling:
+class OversamplingController:
     """The undecided groups there may be for each place that nobody has yet, and who has one.
 
     A group is undecided from its admission until the filter has kept it or taken it out. `fixed` is
@@ -20,45 +20,49 @@ class Oversampling:
     """
 
     def __init__(self, fixed: float | None = 1.0, *, groups_per_step: int = 1) -> None:
-        self._fixed = fixed
-        self._kept: set[str] = set()
-        self._verdicts: deque[bool] = deque(maxlen=max(LEAST_VERDICTS, STEPS * groups_per_step))
+        self._fixed_factor = fixed
+        self._kept_uids: set[str] = set()
+        self._verdicts: deque[bool] = deque(
+            maxlen=max(MIN_VERDICTS, WINDOW_STEPS * groups_per_step)
+        )
         self._num_kept_lately = 0
 
     @property
-    def is_on(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether there may be more undecided groups than places."""
-        return self._fixed != 1.0
+        return self._fixed_factor != 1.0
 
     @property
     def factor(self) -> float:
         """Undecided groups for a place."""
-        if self._fixed is not None:
-            return self._fixed
-        return min(MOST, (len(self._verdicts) + PRIOR) / (self._num_kept_lately + PRIOR))
+        if self._fixed_factor is not None:
+            return self._fixed_factor
+        return min(
+            MAX_FACTOR, (len(self._verdicts) + PRIOR_KEPT) / (self._num_kept_lately + PRIOR_KEPT)
+        )
 
     @property
     def num_kept(self) -> int:
         """Groups in flight that the filter has kept."""
-        return len(self._kept)
+        return len(self._kept_uids)
 
-    def keep(self, uid: str) -> bool:
+    def mark_kept(self, uid: str) -> bool:
         """The filter has kept a group in flight; whether that is news."""
-        if uid in self._kept:
+        if uid in self._kept_uids:
             return False
-        self._kept.add(uid)
-        self._note(is_kept=True)
+        self._kept_uids.add(uid)
+        self._record_verdict(is_kept=True)
         return True
 
-    def filter(self) -> None:
+    def count_filtered(self) -> None:
         """The filter has taken a group out."""
-        self._note(is_kept=False)
+        self._record_verdict(is_kept=False)
 
-    def leave(self, uids: Iterable[str]) -> None:
+    def remove_groups(self, uids: Iterable[str]) -> None:
         """These groups are in flight no more."""
-        self._kept.difference_update(uids)
+        self._kept_uids.difference_update(uids)
 
-    def _note(self, *, is_kept: bool) -> None:
+    def _record_verdict(self, *, is_kept: bool) -> None:
         if len(self._verdicts) == self._verdicts.maxlen:
             self._num_kept_lately -= self._verdicts[0]
         self._verdicts.append(is_kept)

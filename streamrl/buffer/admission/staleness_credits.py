@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from streamrl.buffer.admission.oversampling import Oversampling
+from streamrl.buffer.admission.oversampling import OversamplingController
 from streamrl.buffer.books.ledger import Ledger
 from streamrl.dataflow import Dataflow
 from streamrl.errors import ConfigError
-from streamrl.messages import Per, column_spec
+from streamrl.messages import ColumnAxis, get_column_spec
 
 
-def credit_limit(version: int, *, depth: int, groups_per_step: int) -> int:
+def compute_credit_limit(version: int, *, depth: int, groups_per_step: int) -> int:
     """How many groups may ever have been claimed while `version` is the newest.
 
     A group admitted as number n (from 0) is trained in step n // groups_per_step; admitting it
@@ -36,25 +36,31 @@ def check_capacity(capacity_groups: int, *, depth: int, groups_per_step: int) ->
         )
 
 
-BLOB_BYTES = 2048
+BLOB_OVERHEAD_BYTES = 2048
 """What names and types of a stage's columns take beside the columns themselves, at most."""
 
 
-def most_group_bytes(
+def max_group_bytes(
     dataflow: Dataflow, components: Sequence[str], *, rollouts: int, tokens: int
 ) -> int:
     """Most bytes the columns of one group can take in the queue.
 
     components: columns of the rewards by themselves. tokens: of its longest rollout.
     """
-    entries = {Per.TOKEN: rollouts * tokens, Per.ROLLOUT: rollouts, Per.GROUP: tokens}
+    entries = {
+        ColumnAxis.TOKEN: rollouts * tokens,
+        ColumnAxis.ROLLOUT: rollouts,
+        ColumnAxis.GROUP: tokens,
+    }
     produced = [name for call in dataflow.calls for name in call.produces]
-    specs = [column_spec(name) for name in (*produced, *components)]
-    sizes = [np.dtype(spec.dtype).itemsize * entries[spec.per] for spec in specs]
-    return sum(sizes) + BLOB_BYTES * len(dataflow.calls)
+    specs = [get_column_spec(name) for name in (*produced, *components)]
+    sizes = [np.dtype(spec.dtype).itemsize * entries[spec.axis] for spec in specs]
+    return sum(sizes) + BLOB_OVERHEAD_BYTES * len(dataflow.calls)
 
 
-def check_bytes(shard_bytes: int, *, group_bytes: int, groups_per_step: int, place: str) -> None:
+def check_shard_bytes(
+    shard_bytes: int, *, group_bytes: int, groups_per_step: int, place: str
+) -> None:
     """Raise ConfigError if a shard cannot hold one step's groups at their largest.
 
     All groups of a step may hash to one shard, and none leaves before the step is trained: a shard
@@ -69,7 +75,7 @@ def check_bytes(shard_bytes: int, *, group_bytes: int, groups_per_step: int, pla
         )
 
 
-class Admission:
+class AdmissionController:
     """Counts credits against the ledger and lets the admitting loop wait for one.
 
     A group that was trained, or that the filter has kept, has spent a credit; for each credit that
@@ -86,52 +92,54 @@ class Admission:
         capacity_groups: int,
         total_groups: int,
         version: int = 0,
-        oversampling: Oversampling | None = None,
+        oversampling: OversamplingController | None = None,
     ) -> None:
         check_capacity(capacity_groups, depth=depth, groups_per_step=groups_per_step)
         self.ledger = ledger
-        self.oversampling = oversampling or Oversampling()
+        self.oversampling = oversampling or OversamplingController()
         self.version = version
-        self.published = version
+        self.published_version = version
         self._depth = depth
         self.groups_per_step = groups_per_step
         self._capacity_groups = capacity_groups
         self._total_groups = total_groups
-        self._changed = asyncio.Event()
+        self._credit_changed = asyncio.Event()
 
     @property
-    def credit(self) -> int:
+    def num_credits(self) -> int:
         """Groups that may be admitted now."""
         per_step, in_flight = self.groups_per_step, len(self.ledger.in_flight)
-        limit = credit_limit(self.published, depth=self._depth, groups_per_step=per_step)
+        limit = compute_credit_limit(
+            self.published_version, depth=self._depth, groups_per_step=per_step
+        )
         undecided = in_flight - self.oversampling.num_kept
-        missing = min(limit, self._total_groups) - (self.ledger.claimed - undecided)
+        missing = min(limit, self._total_groups) - (self.ledger.num_credits_spent - undecided)
         credit = math.floor(missing * self.oversampling.factor) - undecided
         return max(0, min(credit, self._capacity_groups - in_flight))
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """True once the run has made all its steps."""
         return self.version * self.groups_per_step >= self._total_groups
 
-    async def wait_credit(self, wait_s: float) -> int:
+    async def wait_for_credit(self, wait_s: float) -> int:
         """The credit, waiting up to `wait_s` for one; 0 if none came."""
-        self._changed.clear()
-        if not self.credit:
+        self._credit_changed.clear()
+        if not self.num_credits:
             try:
-                await asyncio.wait_for(self._changed.wait(), wait_s)
+                await asyncio.wait_for(self._credit_changed.wait(), wait_s)
             except TimeoutError:
                 return 0
-        return self.credit
+        return self.num_credits
 
-    def advance(self, version: int, *, published: bool = True) -> None:
+    def advance_version(self, version: int, *, published: bool = True) -> None:
         """A step was made. If its version is published there are credits for what it samples."""
         assert version == self.version + 1, (version, self.version)
         self.version = version
         if published:
-            self.published = version
-        self._changed.set()
+            self.published_version = version
+        self._credit_changed.set()
 
-    def refund(self) -> None:
+    def refund_credit(self) -> None:
         """A group was dropped or filtered: whoever waits for a credit looks again."""
-        self._changed.set()
+        self._credit_changed.set()

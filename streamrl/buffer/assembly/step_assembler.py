@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from streamrl.buffer.admission.oversampling import Oversampling
+from streamrl.buffer.admission.oversampling import OversamplingController
 from streamrl.buffer.books.run_log import TrainedGroup
 from streamrl.errors import StaleGroupError
 from streamrl.messages import Experience
@@ -34,53 +34,53 @@ class StepAssembler:
         max_staleness: int,
         groups_per_step: int,
         drops_stale: bool = False,
-        oversampling: Oversampling | None = None,
+        oversampling: OversamplingController | None = None,
     ) -> None:
         self._max_staleness = max_staleness
         self._groups_per_step = groups_per_step
-        self.drops_stale = drops_stale
-        self._oversampling = oversampling or Oversampling()
+        self.should_drop_stale = drops_stale
+        self._oversampling = oversampling or OversamplingController()
         self._pending: dict[str, int] = {}
         self._undecided: dict[str, int] = {}
         """Of those that are pending, the ones that the filter has not kept yet."""
         self._ready: dict[str, Experience] = {}
         # Kept up to date, not made anew: a step of a thousand groups looks a thousand times.
-        self._line: list[Experience] = []
+        self._ready_by_deadline: list[Experience] = []
         """What is ready, the earliest deadline first."""
-        self._waiting: Counter[int] = Counter()
+        self._num_by_version: Counter[int] = Counter()
         """Groups, ready or not, by the version they were admitted at."""
-        self._doubtful: Counter[int] = Counter()
+        self._num_undecided_by_version: Counter[int] = Counter()
         """The undecided ones among them, likewise."""
-        self._entered: list[Experience] = []
+        self._step_groups: list[Experience] = []
 
-    def admit(self, uid: str, version: int) -> None:
+    def admit_group(self, uid: str, version: int) -> None:
         """A prompt was admitted at `version`; its group will be ready some day."""
         self._pending[uid] = self._undecided[uid] = version
-        self._waiting[version] += 1
-        self._doubtful[version] += 1
+        self._num_by_version[version] += 1
+        self._num_undecided_by_version[version] += 1
 
-    def keep(self, uid: str) -> None:
+    def keep_group(self, uid: str) -> None:
         """The filter has kept the group: a whole place is kept for it."""
         if uid in self._undecided:
-            self._doubtful[self._undecided.pop(uid)] -= 1
+            self._num_undecided_by_version[self._undecided.pop(uid)] -= 1
 
-    def drop(self, uid: str) -> None:
+    def drop_group(self, uid: str) -> None:
         """The group will never be trained."""
-        self.keep(uid)
+        self.keep_group(uid)
         if uid in self._pending:
-            self._waiting[self._pending.pop(uid)] -= 1
+            self._num_by_version[self._pending.pop(uid)] -= 1
 
-    def offer(self, experiences: Iterable[Experience]) -> None:
+    def offer_groups(self, experiences: Iterable[Experience]) -> None:
         """Groups that are ready to be trained. One that was offered before is passed over."""
         for experience in experiences:
             if experience.uid in self._pending:
-                self.keep(experience.uid)
-                self._waiting[self._pending.pop(experience.uid)] -= 1
-                self._waiting[experience.admitted_version] += 1
+                self.keep_group(experience.uid)
+                self._num_by_version[self._pending.pop(experience.uid)] -= 1
+                self._num_by_version[experience.admitted_version] += 1
                 self._ready[experience.uid] = experience
-                bisect.insort(self._line, experience, key=_admitted)
+                bisect.insort(self._ready_by_deadline, experience, key=_get_admitted_version)
 
-    def take_late(
+    def remove_late_groups(
         self, version: int, *, absent: Collection[str] = (), is_whole: bool = False
     ) -> list[str]:
         """The groups that no step can train from that of `version` on: they are for others to drop.
@@ -90,43 +90,50 @@ class StepAssembler:
         those that are `absent`. With `is_whole` from the step behind it on: what is drawable fills
         that of `version`.
         """
-        spared = {e.uid for e in self.drawable(version)} if is_whole else set()
+        spared = {e.uid for e in self.find_drawable(version)} if is_whole else set()
         oldest = version + is_whole - self._max_staleness
         stale = [
             experience
             for uid, experience in self._ready.items()
             if self._min_version(experience) < oldest and uid not in spared
         ]
-        self._remove(stale)
+        self._remove_ready(stale)
         overdue = [
             uid
             for uid, admitted in self._pending.items()
-            if admitted < oldest and not (self.drops_stale or uid in absent)
+            if admitted < oldest and not (self.should_drop_stale or uid in absent)
         ]
         return [*(experience.uid for experience in stale), *overdue]
 
-    def _remove(self, chosen: Sequence[Experience]) -> None:
+    def _remove_ready(self, chosen: Sequence[Experience]) -> None:
         """Of those that are ready; who enters is first in the line, unless the oldest tokens go."""
         if not chosen:
             return
         for experience in chosen:
             del self._ready[experience.uid]
-            self._waiting[experience.admitted_version] -= 1
-        if self._line[: len(chosen)] == list(chosen):
-            del self._line[: len(chosen)]
+            self._num_by_version[experience.admitted_version] -= 1
+        if self._ready_by_deadline[: len(chosen)] == list(chosen):
+            del self._ready_by_deadline[: len(chosen)]
         else:
-            self._line = [experience for experience in self._line if experience.uid in self._ready]
-        self._waiting, self._doubtful = +self._waiting, +self._doubtful
+            self._ready_by_deadline = [
+                experience
+                for experience in self._ready_by_deadline
+                if experience.uid in self._ready
+            ]
+        self._num_by_version, self._num_undecided_by_version = (
+            +self._num_by_version,
+            +self._num_undecided_by_version,
+        )
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """True if the step has all its groups."""
-        return len(self._entered) == self._groups_per_step
+        return len(self._step_groups) == self._groups_per_step
 
     @property
-    def num_entered(self) -> int:
+    def num_drawn(self) -> int:
         """Groups the step has so far."""
-        return len(self._entered)
+        return len(self._step_groups)
 
     @property
     def num_ready(self) -> int:
@@ -134,28 +141,30 @@ class StepAssembler:
         return len(self._ready)
 
     @property
-    def awaited(self) -> list[str]:
+    def pending_uids(self) -> list[str]:
         """Uids that are not ready yet, the earliest deadline first."""
         return sorted(self._pending, key=self._pending.__getitem__)
 
-    def drawable(self, version: int) -> list[Experience]:
+    def find_drawable(self, version: int) -> list[Experience]:
         """The ready groups that may enter the step of `version`, the earliest deadline first."""
-        places = self._groups_per_step - len(self._entered)
-        if self.drops_stale:
-            oldest = sorted(self._ready.values(), key=lambda e: -self._staleness(e, version))
+        places = self._groups_per_step - len(self._step_groups)
+        if self.should_drop_stale:
+            oldest = sorted(
+                self._ready.values(), key=lambda e: -self._compute_staleness(e, version)
+            )
             return oldest[:places]
         chosen: list[Experience] = []
         taken: Counter[int] = Counter()
-        for experience in self._line:
+        for experience in self._ready_by_deadline:
             left = places - 1 - len(chosen)
             # Where one does not fit, those with the same deadline or a later one do not, either.
-            if left < 0 or not self._others_fit(experience, version, left, taken):
+            if left < 0 or not self._can_others_fit(experience, version, left, taken):
                 break
             chosen.append(experience)
             taken[experience.admitted_version] += 1
         return chosen
 
-    def _others_fit(
+    def _can_others_fit(
         self, chosen: Experience, version: int, places: int, taken: Counter[int]
     ) -> bool:
         """Whether all groups with a deadline before `chosen`'s fit if it takes a place now.
@@ -164,24 +173,26 @@ class StepAssembler:
         """
         first, doubt = version - self._max_staleness, 1 - 1 / self._oversampling.factor
         for admitted in range(first, chosen.admitted_version):
-            due = sum(n - taken[at] for at, n in self._waiting.items() if at <= admitted)
+            due = sum(n - taken[at] for at, n in self._num_by_version.items() if at <= admitted)
             if doubt:
-                doubtful = sum(n for at, n in self._doubtful.items() if at <= admitted)
+                doubtful = sum(
+                    n for at, n in self._num_undecided_by_version.items() if at <= admitted
+                )
                 due = math.floor(due - doubt * doubtful)
             if due > places + (admitted - first) * self._groups_per_step:
                 return False
         return True
 
-    def draw(self, version: int) -> list[Experience]:
+    def draw_groups(self, version: int) -> list[Experience]:
         """Let the drawable groups enter the step.
 
         Raises StaleGroupError if one of them holds a token beyond the bound.
         """
-        drawn = self.drawable(version)
+        drawn = self.find_drawable(version)
         for experience in drawn:
-            self._check(experience, version)
-        self._remove(drawn)
-        self._entered += drawn
+            self._check_staleness(experience, version)
+        self._remove_ready(drawn)
+        self._step_groups += drawn
         return drawn
 
     @staticmethod
@@ -189,11 +200,11 @@ class StepAssembler:
         assert experience.info is not None, experience.uid
         return experience.info.min_version
 
-    def _staleness(self, experience: Experience, version: int) -> int:
+    def _compute_staleness(self, experience: Experience, version: int) -> int:
         return version - self._min_version(experience)
 
-    def _check(self, experience: Experience, version: int) -> None:
-        staleness = self._staleness(experience, version)
+    def _check_staleness(self, experience: Experience, version: int) -> None:
+        staleness = self._compute_staleness(experience, version)
         if staleness > self._max_staleness:
             raise StaleGroupError(
                 f"group {experience.uid} was sampled by version {version - staleness}:"
@@ -201,17 +212,17 @@ class StepAssembler:
                 f" pipeline.max_staleness is {self._max_staleness}"
             )
 
-    def finish(self) -> tuple[TrainedGroup, ...]:
+    def finish_step(self) -> tuple[TrainedGroup, ...]:
         """The groups of the complete step; the next step starts empty."""
-        assert self.complete
-        entered, self._entered = self._entered, []
-        return tuple(_as_trained(experience) for experience in entered)
+        assert self.is_complete
+        entered, self._step_groups = self._step_groups, []
+        return tuple(_to_trained_group(experience) for experience in entered)
 
 
-def _admitted(experience: Experience) -> int:
+def _get_admitted_version(experience: Experience) -> int:
     return experience.admitted_version
 
 
-def _as_trained(experience: Experience) -> TrainedGroup:
+def _to_trained_group(experience: Experience) -> TrainedGroup:
     assert experience.info is not None and experience.ready_version is not None
     return TrainedGroup(experience.uid, experience.info, experience.ready_version)

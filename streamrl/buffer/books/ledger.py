@@ -37,75 +37,77 @@ class Ledger:
 
     def __init__(self, *, debug: bool = False) -> None:
         self.in_flight: dict[str, int] = {}
-        self._ended: dict[str, str] | None = {} if debug else None
-        self._admitted = 0
-        self._trained = 0
-        self._filtered = 0
-        self._drops: Counter[str] = Counter()
+        self._outcomes: dict[str, str] | None = {} if debug else None
+        self._num_admitted = 0
+        self._num_trained = 0
+        self._num_filtered = 0
+        self._drop_counts: Counter[str] = Counter()
 
-    def admit(self, uid: str, version: int) -> None:
+    def mark_admitted(self, uid: str, version: int) -> None:
         """A prompt enters the stream at `version`."""
         if uid in self.in_flight:
             raise LedgerError(f"prompt {uid} is admitted, but it is in flight already")
-        if self._ended is not None and uid in self._ended:
-            raise LedgerError(f"prompt {uid} is admitted, but it was {self._ended[uid]} before")
+        if self._outcomes is not None and uid in self._outcomes:
+            raise LedgerError(f"prompt {uid} is admitted, but it was {self._outcomes[uid]} before")
         self.in_flight[uid] = version
-        self._admitted += 1
-        self._check_debug()
+        self._num_admitted += 1
+        self._check_outcomes()
 
-    def train(self, uid: str) -> None:
+    def mark_trained(self, uid: str) -> None:
         """Its group was part of an optimizer step."""
-        self._end(uid, "trained")
-        self._trained += 1
-        self._check_debug()
+        self._mark_finished(uid, "trained")
+        self._num_trained += 1
+        self._check_outcomes()
 
-    def filter(self, uid: str) -> None:
+    def mark_filtered(self, uid: str) -> None:
         """A predicate took its scored group out."""
-        self._end(uid, "filtered")
-        self._filtered += 1
-        self._check_debug()
+        self._mark_finished(uid, "filtered")
+        self._num_filtered += 1
+        self._check_outcomes()
 
-    def drop(self, uid: str, cause: str) -> None:
+    def mark_dropped(self, uid: str, cause: str) -> None:
         """Its group was given up, for a cause that is counted."""
-        self._end(uid, f"dropped ({cause})")
-        self._drops[cause] += 1
-        self._check_debug()
+        self._mark_finished(uid, f"dropped ({cause})")
+        self._drop_counts[cause] += 1
+        self._check_outcomes()
 
-    def _end(self, uid: str, how: str) -> None:
+    def _mark_finished(self, uid: str, how: str) -> None:
         if uid not in self.in_flight:
             raise LedgerError(f"prompt {uid} is {how}, but it is not in flight")
         del self.in_flight[uid]
-        if self._ended is not None:
-            self._ended[uid] = how
+        if self._outcomes is not None:
+            self._outcomes[uid] = how
 
-    def _check_debug(self) -> None:
-        if self._ended is None:
+    def _check_outcomes(self) -> None:
+        if self._outcomes is None:
             return
-        how = Counter(state.partition(" ")[0] for state in self._ended.values())
+        how = Counter(state.partition(" ")[0] for state in self._outcomes.values())
         found = (how["trained"], how["filtered"], how["dropped"])
-        booked = (self._trained, self._filtered, self._drops.total())
+        booked = (self._num_trained, self._num_filtered, self._drop_counts.total())
         total = sum(found) + len(self.in_flight)
-        if found != booked or total != self._admitted:
+        if found != booked or total != self._num_admitted:
             raise LedgerError(f"the uids do not add up: {found} of {total}, booked {self.counts}")
 
     @property
     def counts(self) -> LedgerCounts:
         """The numbers as they stand."""
         return LedgerCounts(
-            admitted=self._admitted,
-            trained=self._trained,
-            filtered=self._filtered,
-            dropped=self._drops.total(),
+            admitted=self._num_admitted,
+            trained=self._num_trained,
+            filtered=self._num_filtered,
+            dropped=self._drop_counts.total(),
             in_flight=len(self.in_flight),
-            drops=tuple(sorted(self._drops.items())),
+            drops=tuple(sorted(self._drop_counts.items())),
         )
 
     @property
-    def claimed(self) -> int:
+    def num_credits_spent(self) -> int:
         """Groups that were or still may be trained: what a credit was spent on and not returned."""
-        return self._admitted - self._filtered - self._drops.total()
+        return self._num_admitted - self._num_filtered - self._drop_counts.total()
 
-    def check(self, held: Iterable[str], *, booked: Iterable[str] | None = None) -> LedgerCounts:
+    def check_balance(
+        self, held: Iterable[str], *, booked: Iterable[str] | None = None
+    ) -> LedgerCounts:
         """Check the conservation law against the uids the shards hold; returns the counts.
 
         `booked` are the uids that must be among them, by default all in flight: those that were in
@@ -125,22 +127,22 @@ class Ledger:
         """JSON-able state for a checkpoint."""
         return {
             "in_flight": dict(self.in_flight),
-            "admitted": self._admitted,
-            "trained": self._trained,
-            "filtered": self._filtered,
-            "drops": dict(self._drops),
-            **({} if self._ended is None else {"ended": dict(self._ended)}),
+            "admitted": self._num_admitted,
+            "trained": self._num_trained,
+            "filtered": self._num_filtered,
+            "drops": dict(self._drop_counts),
+            **({} if self._outcomes is None else {"ended": dict(self._outcomes)}),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], *, debug: bool = False) -> "Ledger":
         """Inverse of `state_dict`; `debug` goes on only with a state that was written with it."""
         ledger = cls(debug=debug and "ended" in state)
-        if ledger._ended is not None:
-            ledger._ended = dict(state["ended"])
+        if ledger._outcomes is not None:
+            ledger._outcomes = dict(state["ended"])
         ledger.in_flight = dict(state["in_flight"])
-        ledger._admitted = state["admitted"]
-        ledger._trained = state["trained"]
-        ledger._filtered = state["filtered"]
-        ledger._drops = Counter(state["drops"])
+        ledger._num_admitted = state["admitted"]
+        ledger._num_trained = state["trained"]
+        ledger._num_filtered = state["filtered"]
+        ledger._drop_counts = Counter(state["drops"])
         return ledger

@@ -10,22 +10,22 @@ from streamrl.messages import parse_uid
 
 
 @dataclass
-class Account:
+class LedgerAudit:
     """What became of every uid: how often it was admitted, and every way in which it ended."""
 
     admitted: Counter[str] = field(default_factory=Counter)
-    ends: dict[str, list[str]] = field(default_factory=dict)
+    outcomes: dict[str, list[str]] = field(default_factory=dict)
     trained: list[str] = field(default_factory=list)
     filtered: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
-    causes: Counter[str] = field(default_factory=Counter)
+    drop_causes: Counter[str] = field(default_factory=Counter)
     num_steps: int = 0
     num_starts: int = 0
 
     @property
     def in_flight(self) -> list[str]:
         """Uids that were admitted and have not ended, in the order of their admission."""
-        return [uid for uid in self.admitted if uid not in self.ends]
+        return [uid for uid in self.admitted if uid not in self.outcomes]
 
     @property
     def counts(self) -> LedgerCounts:
@@ -36,11 +36,11 @@ class Account:
             filtered=len(self.filtered),
             dropped=len(self.dropped),
             in_flight=len(self.in_flight),
-            drops=tuple(sorted(self.causes.items())),
+            drops=tuple(sorted(self.drop_causes.items())),
         )
 
     @property
-    def epochs(self) -> dict[int, dict[str, int]]:
+    def counts_by_epoch(self) -> dict[int, dict[str, int]]:
         """Per epoch of the data, how many of its uids are where."""
         parts = ("trained", "filtered", "dropped", "in_flight")
         counted = {part: Counter(parse_uid(u)[0] for u in getattr(self, part)) for part in parts}
@@ -50,24 +50,24 @@ class Account:
     @property
     def problems(self) -> list[str]:
         """Uids that were not admitted once or ended more than once, with what the log has."""
-        odd = [uid for uid in {**self.admitted, **self.ends} if self._is_odd(uid)]
+        odd = [uid for uid in {**self.admitted, **self.outcomes} if self._is_inconsistent(uid)]
         return [
-            f"{uid}: admitted {self.admitted[uid]} times, {', '.join(self.ends.get(uid, ()))}"
+            f"{uid}: admitted {self.admitted[uid]} times, {', '.join(self.outcomes.get(uid, ()))}"
             for uid in odd
         ]
 
-    def _is_odd(self, uid: str) -> bool:
-        return self.admitted[uid] != 1 or len(self.ends.get(uid, ())) > 1
+    def _is_inconsistent(self, uid: str) -> bool:
+        return self.admitted[uid] != 1 or len(self.outcomes.get(uid, ())) > 1
 
 
-def take_account(entries: Iterable[Mapping[str, Any]]) -> Account:
-    """Add up a log, entry by entry as `run_log.history` gives it."""
-    account = Account()
+def audit_run_log(entries: Iterable[Mapping[str, Any]]) -> LedgerAudit:
+    """Add up a log, entry by entry as `run_log.read_history` gives it."""
+    account = LedgerAudit()
 
     def end(uids: Sequence[str], how: str, where: list[str]) -> None:
         where.extend(uids)
         for uid in uids:
-            account.ends.setdefault(uid, []).append(how)
+            account.outcomes.setdefault(uid, []).append(how)
 
     for entry in entries:
         if entry["kind"] == "open":
@@ -80,6 +80,6 @@ def take_account(entries: Iterable[Mapping[str, Any]]) -> Account:
         elif entry["filtered"]:
             end([entry["uid"]], "filtered", account.filtered)
         else:
-            account.causes[entry["cause"]] += 1
+            account.drop_causes[entry["cause"]] += 1
             end([entry["uid"]], f"dropped ({entry['cause']})", account.dropped)
     return account

@@ -14,20 +14,25 @@ from typing import Any
 
 import msgspec
 
-from streamrl.buffer.assembly.micro_batch_schedule import Program
+from streamrl.buffer.assembly.micro_batch_schedule import StepSchedule
 from streamrl.buffer.assembly.packing import Round
 from streamrl.buffer.books.ledger import Ledger
-from streamrl.buffer.codec import join
-from streamrl.buffer.log.journal import Log
-from streamrl.buffer.log.segment_file import Corrupt, Record, check_begins_at, replay
+from streamrl.buffer.codec import join_pieces
+from streamrl.buffer.log.journal import RecordLog
+from streamrl.buffer.log.segment_file import (
+    CorruptRecord,
+    JournalRecord,
+    check_first_segment,
+    replay_segments,
+)
 from streamrl.errors import JournalError
-from streamrl.messages import Ended, GroupInfo, parse_uid
+from streamrl.messages import GroupInfo, GroupOutcome, parse_uid
 
-_Numbered = list[list[list[list[tuple[int, int]]]]]
+_EncodedSchedule = list[list[list[list[tuple[int, int]]]]]
 """Of a program: per update, round and rank the rollouts, as place of the group and index."""
-_Packed = tuple[list[tuple[int, GroupInfo]], dict[str, tuple[int, _Numbered]]]
-_unpack = msgspec.json.Decoder(_Packed).decode
-STEP_BYTES = 1 << 30
+_EncodedStep = tuple[list[tuple[int, GroupInfo]], dict[str, tuple[int, _EncodedSchedule]]]
+_decode_step = msgspec.json.Decoder(_EncodedStep).decode
+MAX_STEP_BYTES = 1 << 30
 """Most of a step in the log, which has some 20 bytes a rollout."""
 
 
@@ -42,69 +47,73 @@ class TrainedGroup:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """The step of `version` as it was made, `programs` by the role that is trained."""
+    """The step of `version` as it was made, `schedules` by the role that is trained."""
 
     version: int
     groups: tuple[TrainedGroup, ...]
-    programs: Mapping[str, Program]
+    schedules: Mapping[str, StepSchedule]
 
-    def to_record(self) -> Record:
+    def to_record(self) -> JournalRecord:
         """As the log has it: the uids in plain sight, the rest packed."""
         places = {group.uid: i for i, group in enumerate(self.groups)}
         programs = {
-            role: (program.epochs, _numbered(program, places))
-            for role, program in self.programs.items()
+            role: (program.num_epochs, _encode_schedule(program, places))
+            for role, program in self.schedules.items()
         }
         groups = [(group.ready_version, group.info) for group in self.groups]
         packed = zlib.compress(msgspec.json.encode((groups, programs)))
-        return Record(_entry("step", version=self.version, uids=list(places)), packed)
+        return JournalRecord(_make_entry("step", version=self.version, uids=list(places)), packed)
 
     @classmethod
-    def from_record(cls, record: Record) -> "TrainedStep":
+    def from_record(cls, record: JournalRecord) -> "TrainedStep":
         """Inverse of `to_record`."""
         uids = record.meta["uids"]
-        groups, programs = _unpack(_inflate(join(record.payload)))
+        groups, programs = _decode_step(_decompress_step(join_pieces(record.payload)))
         return cls(
             version=record.meta["version"],
             groups=tuple(
                 TrainedGroup(uid, info, ready)
                 for uid, (ready, info) in zip(uids, groups, strict=True)
             ),
-            programs={
-                role: Program(tuple(_named(rounds, uids) for rounds in updates), epochs)
+            schedules={
+                role: StepSchedule(
+                    tuple(_decode_rounds(rounds, uids) for rounds in updates), epochs
+                )
                 for role, (epochs, updates) in programs.items()
             },
         )
 
 
-def _inflate(data: bytes) -> bytes:
+def _decompress_step(data: bytes) -> bytes:
     """Decompress; raises ValueError for more than a step can be, as of a file made to be that."""
     inflating = zlib.decompressobj()
-    found = inflating.decompress(data, STEP_BYTES)
+    found = inflating.decompress(data, MAX_STEP_BYTES)
     if inflating.unconsumed_tail or not inflating.eof:
         raise ValueError("a step that is cut off, or larger than any step can be")
     return found
 
 
-def _numbered(program: Program, places: Mapping[str, int]) -> _Numbered:
+def _encode_schedule(program: StepSchedule, places: Mapping[str, int]) -> _EncodedSchedule:
     return [
         [[[(places[uid], index) for uid, index in picks] for picks in work] for work in rounds]
-        for rounds in program.updates
+        for rounds in program.update_rounds
     ]
 
 
-def _named(rounds: list[list[list[tuple[int, int]]]], uids: Sequence[str]) -> tuple[Round, ...]:
+def _decode_rounds(
+    rounds: list[list[list[tuple[int, int]]]], uids: Sequence[str]
+) -> tuple[Round, ...]:
     return tuple(
         tuple(tuple((uids[i], index) for i, index in picks) for picks in work) for work in rounds
     )
 
 
-def _entry(kind: str, **facts: Any) -> dict[str, Any]:
+def _make_entry(kind: str, **facts: Any) -> dict[str, Any]:
     return {"kind": kind, "time": time.time(), **facts}
 
 
 @dataclass
-class Books:
+class RunLog:
     """The ledger and its log. A change is in the log before the stream acts on it.
 
     `steps` were made by a predecessor that died after its last checkpoint, by version: they are
@@ -112,62 +121,66 @@ class Books:
     """
 
     ledger: Ledger
-    log: Log
-    steps: dict[int, TrainedStep] = field(default_factory=dict)
+    record_log: RecordLog
+    steps_to_replay: dict[int, TrainedStep] = field(default_factory=dict)
 
-    async def open(self, version: int) -> None:
+    async def record_start(self, version: int) -> None:
         """A process took the books over; the trainer is at `version`."""
-        await self.log.append([Record(_entry("open", version=version))])
+        await self.record_log.append([JournalRecord(_make_entry("open", version=version))])
 
-    async def admit(self, uids: Sequence[str], version: int) -> None:
+    async def record_admissions(self, uids: Sequence[str], version: int) -> None:
         """Prompts enter the stream at `version`."""
         for uid in uids:
-            self.ledger.admit(uid, version)
-        await self.log.append([Record(_entry("admit", version=version, uids=list(uids)))])
+            self.ledger.mark_admitted(uid, version)
+        await self.record_log.append(
+            [JournalRecord(_make_entry("admit", version=version, uids=list(uids)))]
+        )
 
-    async def train(self, step: TrainedStep) -> None:
+    async def record_step(self, step: TrainedStep) -> None:
         """A step was made; it is on the books from here on, unless it was made again."""
-        if self.steps.pop(step.version, None) is None:
-            await self.log.append([step.to_record()])
+        if self.steps_to_replay.pop(step.version, None) is None:
+            await self.record_log.append([step.to_record()])
             for group in step.groups:
-                self.ledger.train(group.uid)
+                self.ledger.mark_trained(group.uid)
 
-    async def end(
-        self, ended: Mapping[str, Ended], *, again: Sequence[str] = (), version: int = 0
+    async def record_finished(
+        self, ended: Mapping[str, GroupOutcome], *, again: Sequence[str] = (), version: int = 0
     ) -> None:
         """Groups ended untrained; `again` are the uids some of their prompts enter anew under.
 
         Both at once: no crash comes between the end of the one and the admission of the other.
         """
-        records = [Record(_entry("end", uid=uid, **asdict(how))) for uid, how in ended.items()]
+        records = [
+            JournalRecord(_make_entry("end", uid=uid, **asdict(how))) for uid, how in ended.items()
+        ]
         if again:
-            records.append(Record(_entry("admit", version=version, uids=list(again))))
-        await self.log.append(records)
+            records.append(JournalRecord(_make_entry("admit", version=version, uids=list(again))))
+        await self.record_log.append(records)
         for uid, how in ended.items():
-            _end(self.ledger, uid, how)
+            _mark_finished(self.ledger, uid, how)
         for uid in again:
-            self.ledger.admit(uid, version)
+            self.ledger.mark_admitted(uid, version)
 
 
-def _end(ledger: Ledger, uid: str, how: Ended) -> None:
+def _mark_finished(ledger: Ledger, uid: str, how: GroupOutcome) -> None:
     if how.filtered:
-        ledger.filter(uid)
+        ledger.mark_filtered(uid)
     else:
-        ledger.drop(uid, how.cause)
+        ledger.mark_dropped(uid, how.cause)
 
 
 @dataclass(frozen=True)
-class Recovered:
+class RecoveredRunLog:
     """What state and log together say: the ledger, steps to make again, prompts drawn since."""
 
     ledger: Ledger
-    steps: dict[int, TrainedStep]
-    drawn: tuple[str, ...]
+    steps_to_replay: dict[int, TrainedStep]
+    drawn_uids: tuple[str, ...]
 
 
-def recover_books(
-    records: Iterable[Record], state: Mapping[str, Any] | None, *, debug: bool = False
-) -> Recovered:
+def recover_run_log(
+    records: Iterable[JournalRecord], state: Mapping[str, Any] | None, *, debug: bool = False
+) -> RecoveredRunLog:
     """The books as they were: a checkpoint's ledger, and what the log has behind its cut.
 
     Raises LedgerError if they contradict each other, JournalError for an entry that says nothing.
@@ -180,34 +193,34 @@ def recover_books(
         try:
             if meta["kind"] == "admit":
                 for uid in meta["uids"]:
-                    ledger.admit(uid, meta["version"])
+                    ledger.mark_admitted(uid, meta["version"])
                 drawn += [uid for uid in meta["uids"] if parse_uid(uid)[2] == 0]
             elif meta["kind"] == "step":
                 step = TrainedStep.from_record(record)
                 steps[step.version] = step
                 for uid in meta["uids"]:
-                    ledger.train(uid)
+                    ledger.mark_trained(uid)
             elif meta["kind"] == "end":
-                _end(ledger, meta["uid"], _ended(meta))
+                _mark_finished(ledger, meta["uid"], _parse_outcome(meta))
         except (LookupError, TypeError, ValueError, AttributeError, zlib.error) as error:
             raise JournalError(f"the books: an entry cannot be used: {error!r}") from error
-    return Recovered(ledger, steps, tuple(drawn))
+    return RecoveredRunLog(ledger, steps, tuple(drawn))
 
 
-def history(folder: Path) -> Iterator[Mapping[str, Any]]:
+def read_history(folder: Path) -> Iterator[Mapping[str, Any]]:
     """Every entry of a log in order: kind, time (epoch s), version or cause, uid or uids."""
     for record in read_log(folder):
         yield record.meta
 
 
-def _ended(meta: Mapping[str, Any]) -> Ended:
-    return Ended(meta["cause"], meta["reason"], meta["filtered"])
+def _parse_outcome(meta: Mapping[str, Any]) -> GroupOutcome:
+    return GroupOutcome(meta["cause"], meta["reason"], meta["filtered"])
 
 
-def read_log(folder: Path, *, first: int = 0) -> Iterator[Record]:
+def read_log(folder: Path, *, first: int = 0) -> Iterator[JournalRecord]:
     """The entries of a log from segment `first` on; JournalError names one that is not readable."""
-    check_begins_at(folder, first)
-    for item in replay(folder, first=first):
-        if isinstance(item, Corrupt):
+    check_first_segment(folder, first)
+    for item in replay_segments(folder, first=first):
+        if isinstance(item, CorruptRecord):
             raise JournalError(f"{item.file}, byte {item.position.offset}: {item.reason}")
         yield item[1]

@@ -17,25 +17,25 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from streamrl.buffer.codec import size_of
+from streamrl.buffer.codec import count_blob_bytes
 from streamrl.buffer.log.segment_file import (
-    Frame,
-    Position,
-    Record,
-    frame_of,
+    EncodedRecord,
+    JournalRecord,
+    RecordPosition,
+    encode_header,
+    encode_record,
     fsync_path,
-    header_of,
-    journal_errors,
+    list_segments,
     segment_path,
-    segments,
+    wrap_journal_errors,
 )
 from streamrl.errors import ConfigError, JournalError, NoSpaceError
 from streamrl.files.atomic_write import NO_SPACE
 
-_Clock = Callable[[], float]
-POST_S = 0.05
+_ClockFunction = Callable[[], float]
+MAX_POST_DELAY_S = 0.05
 """Longest that records nobody waits for are kept back to go out with others, s."""
-_MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
+_MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 SEGMENT_MB = 64
 """Size after which a journal begins a new file, MB; less if it may not grow as large."""
 
@@ -70,7 +70,7 @@ def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
     """Write the buffers one after the other; a system call may take fewer bytes than given."""
     first = 0
     while first < len(buffers):
-        written = os.writev(descriptor, buffers[first : first + _MOST_BUFFERS])
+        written = os.writev(descriptor, buffers[first : first + _MAX_BUFFERS])
         while first < len(buffers) and written >= len(buffers[first]):
             written -= len(buffers[first])
             first += 1
@@ -78,7 +78,7 @@ def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
             buffers[first] = buffers[first][written:]
 
 
-class Log(Protocol):
+class RecordLog(Protocol):
     """Where transitions are kept: a journal, or nothing."""
 
     @property
@@ -86,16 +86,16 @@ class Log(Protocol):
 
     def drain_fsync_s(self) -> float: ...
 
-    async def append(self, records: Sequence[Record], *, sync: bool = True) -> object:
+    async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> object:
         """Returns once they are safe; without `sync` from the death of the process only."""
         ...
 
-    def post(self, records: Sequence[Record]) -> None:
+    def append_nowait(self, records: Sequence[JournalRecord]) -> None:
         """They will be safe soon: to lose one costs work, not a group."""
         ...
 
 
-class NoLog:
+class NullRecordLog:
     """For a queue that need not survive its shards."""
 
     num_bytes = 0
@@ -104,34 +104,38 @@ class NoLog:
         """Nothing is synced."""
         return 0.0
 
-    async def append(self, records: Sequence[Record], *, sync: bool = True) -> None:
+    async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:
         """Nothing to wait for."""
 
-    def post(self, records: Sequence[Record]) -> None:
+    def append_nowait(self, records: Sequence[JournalRecord]) -> None:
         """Nothing to do."""
 
 
-class _Writer:
+class _JournalWriter:
     """The files of a journal; only one thread uses it at a time."""
 
-    def __init__(self, folder: Path, config: JournalConfig, clock: _Clock, first: int) -> None:
+    def __init__(
+        self, folder: Path, config: JournalConfig, clock: _ClockFunction, first: int
+    ) -> None:
         self._folder, self._clock = folder, clock
-        self._fsync_s, self._most_bytes = config.fsync_s, config.segment_bytes
-        self.descriptor, self._end = -1, 0
+        self._fsync_s, self._max_segment_bytes = config.fsync_s, config.segment_bytes
+        self.descriptor, self._end_offset = -1, 0
         self._can_sync = self._fsync_s is not None
-        self.dirty, self.synced_at, self.fsync_total_s = False, clock(), 0.0
+        self.is_dirty, self.synced_at, self.fsync_total_s = False, clock(), 0.0
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         for path in made if self._can_sync else ():
             fsync_path(path.parent)
-        present = segments(folder)
+        present = list_segments(folder)
         if present and self._can_sync:
             # Its writer may have died before its fsync, yet what it wrote is replayed and built on.
             fsync_path(segment_path(folder, present[-1]))
         self.segment = max([first - 1, *present])
-        self._begin()
+        self._begin_segment()
 
-    def commit(self, frames: Sequence[Frame], *, sync: bool, cut: bool) -> list[Position]:
+    def commit_records(
+        self, frames: Sequence[EncodedRecord], *, sync: bool, cut: bool
+    ) -> list[RecordPosition]:
         """Write, fsync, begin a new segment: the places of the records, then that of the next.
 
         Where there is no room for a new one, the last place lies behind the records. Raises
@@ -141,52 +145,54 @@ class _Writer:
             if segment_path(self._folder, self.segment + 1).exists():
                 # A process that was given up for dead and lives on must not go on writing.
                 raise FileExistsError(errno.EEXIST, "another process has taken this journal over")
-            if self._end >= self._most_bytes:
-                self._sync()
-                self._begin()
-            places = self._write(frames)
+            if self._end_offset >= self._max_segment_bytes:
+                self._sync_segment()
+                self._begin_segment()
+            places = self._write_records(frames)
             if sync or cut:
-                self._sync()
-            self._end = places[-1].offset
-            if cut and self._end and self._has_begun():
-                places[-1] = Position(self.segment, 0, 0)
+                self._sync_segment()
+            self._end_offset = places[-1].offset
+            if cut and self._end_offset and self._try_begin_segment():
+                places[-1] = RecordPosition(self.segment, 0, 0)
         except OSError as error:
-            raise JournalError(self._give_up(error)) from error
+            raise JournalError(self._truncate_tail(error)) from error
         return places
 
-    def _write(self, frames: Sequence[Frame]) -> list[Position]:
-        places, buffers, offset = [], [], self._end
+    def _write_records(self, frames: Sequence[EncodedRecord]) -> list[RecordPosition]:
+        places, buffers, offset = [], [], self._end_offset
         for frame in frames:
             meta, pieces = frame
-            head = header_of(frame, offset) + meta
-            places.append(Position(self.segment, offset, len(head) + size_of(pieces)))
+            head = encode_header(frame, offset) + meta
+            places.append(
+                RecordPosition(self.segment, offset, len(head) + count_blob_bytes(pieces))
+            )
             buffers += [memoryview(head), *pieces]
             offset += places[-1].size
-        self.dirty |= bool(frames)
+        self.is_dirty |= bool(frames)
         _write_all(self.descriptor, buffers)
-        return [*places, Position(self.segment, offset, 0)]
+        return [*places, RecordPosition(self.segment, offset, 0)]
 
-    def _sync(self) -> None:
-        if not (self._can_sync and self.dirty):
+    def _sync_segment(self) -> None:
+        if not (self._can_sync and self.is_dirty):
             return
         began = self._clock()
         # The system may drop what it failed to write: a second fsync would succeed all the same.
         self._can_sync = False
         os.fsync(self.descriptor)
-        self._can_sync, self.dirty, self.synced_at = True, False, began
+        self._can_sync, self.is_dirty, self.synced_at = True, False, began
         self.fsync_total_s += self._clock() - began
 
-    def _has_begun(self) -> bool:
+    def _try_begin_segment(self) -> bool:
         """Begin a new segment; False where there is no room: all goes on in the one that is."""
         try:
-            self._begin()
+            self._begin_segment()
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
             return False
         return True
 
-    def _begin(self) -> None:
+    def _begin_segment(self) -> None:
         path = segment_path(self._folder, self.segment + 1)
         # Exclusive: if somebody else writes into this folder, the later one must not go on.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -200,32 +206,32 @@ class _Writer:
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.segment, self.path = self.segment + 1, path
-        self.descriptor, self._end, self.dirty = descriptor, 0, False
+        self.descriptor, self._end_offset, self.is_dirty = descriptor, 0, False
 
-    def _give_up(self, error: OSError) -> str:
+    def _truncate_tail(self, error: OSError) -> str:
         """Cut off what was not accepted; what there is to say."""
         with contextlib.suppress(OSError):
-            os.ftruncate(self.descriptor, self._end)
-            self._sync()
+            os.ftruncate(self.descriptor, self._end_offset)
+            self._sync_segment()
         lost = self._fsync_s and not self._can_sync
         safe = "fsynced" if lost else "accepted"
         return f"journal {self.path}: {error.strerror or error}; what was {safe} before is safe"
 
 
-_Places = asyncio.Future[list[Position]]
+_PositionsFuture = asyncio.Future[list[RecordPosition]]
 
 
 @dataclass(frozen=True, eq=False)
-class _Job:
+class _PendingAppend:
     """Records that came in one call; with `cut` a new segment begins behind them.
 
     `sync` is whether they want an fsync: True at once, None as the policy says, False not at all.
     """
 
-    frames: list[Frame]
-    waiter: _Places
+    frames: list[EncodedRecord]
+    future: _PositionsFuture
     sync: bool | None
-    cut: bool
+    should_rotate: bool
 
 
 class Journal:
@@ -238,17 +244,24 @@ class Journal:
     """
 
     def __init__(
-        self, folder: Path, config: JournalConfig, *, clock: _Clock = time.monotonic, first: int = 1
+        self,
+        folder: Path,
+        config: JournalConfig,
+        *,
+        clock: _ClockFunction = time.monotonic,
+        first: int = 1,
     ) -> None:
         self._folder, self._fsync_s, self._clock = folder, config.fsync_s, clock
-        with journal_errors(folder):
-            self._writer = _Writer(folder, config, clock, first)
-            self._sizes = {n: segment_path(folder, n).stat().st_size for n in segments(folder)}
+        with wrap_journal_errors(folder):
+            self._writer = _JournalWriter(folder, config, clock, first)
+            self._segment_sizes = {
+                n: segment_path(folder, n).stat().st_size for n in list_segments(folder)
+            }
         self._thread = ThreadPoolExecutor(1, "journal")
-        self._pending: list[_Job] = []
-        self._busy = self._closed = False
+        self._pending_appends: list[_PendingAppend] = []
+        self._is_busy = self._is_closed = False
         self._failure = ""
-        self._timer: asyncio.TimerHandle | None = None
+        self._sync_timer: asyncio.TimerHandle | None = None
         self._drained_s = 0.0
 
     @property
@@ -259,35 +272,37 @@ class Journal:
     @property
     def num_bytes(self) -> int:
         """Bytes of all segments present."""
-        return sum(self._sizes.values())
+        return sum(self._segment_sizes.values())
 
     def drain_fsync_s(self) -> float:
         """Seconds spent in fsync since the last call."""
         before, self._drained_s = self._drained_s, self._writer.fsync_total_s
         return self._drained_s - before
 
-    async def append(self, records: Sequence[Record], *, sync: bool = True) -> list[Position]:
+    async def append(
+        self, records: Sequence[JournalRecord], *, sync: bool = True
+    ) -> list[RecordPosition]:
         """Returns where the records are once they are as durable as `fsync_s` says.
 
         Without `sync` once they are written, which survives the death of the process. They stay in
         the order of the calls, and so do the waiters. A cancelled call may still have been written.
         """
-        return await self._submit(records, sync=None if sync else False)
+        return await self._submit_records(records, sync=None if sync else False)
 
-    def post(self, records: Sequence[Record]) -> None:
+    def append_nowait(self, records: Sequence[JournalRecord]) -> None:
         """The same without waiting: written with the next records, or POST_S later.
 
         A failure is raised by the next call.
         """
         # Nobody waits: a cancelled waiter is passed over.
-        self._submit(records, sync=False, delay_s=POST_S).cancel()
+        self._submit_records(records, sync=False, delay_s=MAX_POST_DELAY_S).cancel()
 
     async def rotate(self) -> int:
         """The segment that begins with the next record; all so far are written, in lower ones.
 
         Raises NoSpaceError where there is no room for one: the journal goes on in the one it has.
         """
-        place = (await self._submit([], sync=None, cut=True))[-1]
+        place = (await self._submit_records([], sync=None, cut=True))[-1]
         if place.offset:
             path = segment_path(self._folder, place.segment + 1)
             raise NoSpaceError(f"journal {path} cannot be begun: {os.strerror(errno.ENOSPC)}")
@@ -297,103 +312,107 @@ class Journal:
         """Remove the files of lower segments. Raises JournalError if one stays."""
         assert segment <= self.segment, (segment, self.segment)
         # The lowest first, so that a crash leaves no gap.
-        for number in sorted(n for n in self._sizes if n < segment):
+        for number in sorted(n for n in self._segment_sizes if n < segment):
             path = segment_path(self._folder, number)
-            with journal_errors(path):
+            with wrap_journal_errors(path):
                 path.unlink(missing_ok=True)
-            del self._sizes[number]
+            del self._segment_sizes[number]
 
     async def close(self) -> None:
         """Write and fsync what there is; the journal must not be used any more."""
-        last = self._submit([], sync=True)
-        self._closed = True
+        last = self._submit_records([], sync=True)
+        self._is_closed = True
         await last
 
-    def _submit(
+    def _submit_records(
         self,
-        records: Sequence[Record],
+        records: Sequence[JournalRecord],
         *,
         sync: bool | None,
         cut: bool = False,
         delay_s: float = 0.0,
-    ) -> _Places:
-        frames = [frame_of(record) for record in records]
+    ) -> _PositionsFuture:
+        frames = [encode_record(record) for record in records]
         if self._failure:
             raise JournalError(self._failure)
-        assert not self._closed, "the journal is closed"
+        assert not self._is_closed, "the journal is closed"
         loop = asyncio.get_running_loop()
-        job = _Job(frames, loop.create_future(), sync, cut)
-        self._pending.append(job)
+        job = _PendingAppend(frames, loop.create_future(), sync, cut)
+        self._pending_appends.append(job)
         # Not at once: what else comes in this turn of the loop goes out with it.
-        loop.call_later(delay_s, self._start)
-        return job.waiter
+        loop.call_later(delay_s, self._start_commit)
+        return job.future
 
-    def _start(self) -> None:
+    def _start_commit(self) -> None:
         """Give the thread what waits, up to the first cut."""
-        if self._busy or not self._pending:
+        if self._is_busy or not self._pending_appends:
             return
-        cuts = (index for index, job in enumerate(self._pending, 1) if job.cut)
-        count = next(cuts, len(self._pending))
-        jobs, self._pending = self._pending[:count], self._pending[count:]
+        cuts = (index for index, job in enumerate(self._pending_appends, 1) if job.should_rotate)
+        count = next(cuts, len(self._pending_appends))
+        jobs, self._pending_appends = self._pending_appends[:count], self._pending_appends[count:]
         commit = partial(
-            self._writer.commit,
+            self._writer.commit_records,
             [frame for job in jobs for frame in job.frames],
-            sync=self._wants_sync(jobs),
-            cut=jobs[-1].cut,
+            sync=self._should_sync(jobs),
+            cut=jobs[-1].should_rotate,
         )
-        self._busy = True
+        self._is_busy = True
         done = asyncio.get_running_loop().run_in_executor(self._thread, commit)
-        done.add_done_callback(partial(self._finish, jobs))
+        done.add_done_callback(partial(self._finish_commit, jobs))
 
-    def _finish(self, jobs: list[_Job], done: _Places) -> None:
-        self._busy = False
+    def _finish_commit(self, jobs: list[_PendingAppend], done: _PositionsFuture) -> None:
+        self._is_busy = False
         error = done.exception()
         if error is not None:
-            self._fail(error, jobs)
+            self._fail_pending(error, jobs)
             return
-        self._sizes.update((place.segment, place.offset + place.size) for place in done.result())
+        self._segment_sizes.update(
+            (place.segment, place.offset + place.size) for place in done.result()
+        )
         places = iter(done.result())
         for job in jobs:
-            mine = list(islice(places, len(job.frames) + job.cut))
-            if not job.waiter.done():
-                job.waiter.set_result(mine)
+            mine = list(islice(places, len(job.frames) + job.should_rotate))
+            if not job.future.done():
+                job.future.set_result(mine)
         loop = asyncio.get_running_loop()
-        if self._closed and not self._pending:
-            self._release()
-        elif self._timer is None and self._writer.dirty and self._fsync_s:
-            self._timer = loop.call_later(max(0.0, self._due_s()), self._sync_late)
+        if self._is_closed and not self._pending_appends:
+            self._close_segment()
+        elif self._sync_timer is None and self._writer.is_dirty and self._fsync_s:
+            self._sync_timer = loop.call_later(
+                max(0.0, self._sync_due_in_s()), self._run_overdue_sync
+            )
         # Behind the waiters: what they append next goes out with what waits already.
-        loop.call_soon(self._start)
+        loop.call_soon(self._start_commit)
 
-    def _fail(self, error: BaseException, jobs: list[_Job]) -> None:
+    def _fail_pending(self, error: BaseException, jobs: list[_PendingAppend]) -> None:
         # Anything else than a JournalError is a bug, yet nobody must wait for ever.
         self._failure = str(error) if isinstance(error, JournalError) else repr(error)
-        for job in (*jobs, *self._pending):
-            if not job.waiter.done():
+        for job in (*jobs, *self._pending_appends):
+            if not job.future.done():
                 refusal = JournalError(self._failure)
                 refusal.__cause__ = error
-                job.waiter.set_exception(refusal)
-        self._pending.clear()
-        self._release()
+                job.future.set_exception(refusal)
+        self._pending_appends.clear()
+        self._close_segment()
 
-    def _wants_sync(self, jobs: list[_Job]) -> bool:
-        is_due = self._due_s() <= 0
+    def _should_sync(self, jobs: list[_PendingAppend]) -> bool:
+        is_due = self._sync_due_in_s() <= 0
         return any(job.sync or (job.sync is None and is_due) for job in jobs)
 
-    def _due_s(self) -> float:
+    def _sync_due_in_s(self) -> float:
         """Seconds until the next fsync is due."""
         if self._fsync_s is None:
             return float("inf")
         return self._writer.synced_at + self._fsync_s - self._clock()
 
-    def _sync_late(self) -> None:
+    def _run_overdue_sync(self) -> None:
         """The time is over without a commit that would have brought the fsync."""
-        self._timer = None
-        if not (self._closed or self._failure):
-            self._submit([], sync=None).cancel()
+        self._sync_timer = None
+        if not (self._is_closed or self._failure):
+            self._submit_records([], sync=None).cancel()
 
-    def _release(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+    def _close_segment(self) -> None:
+        if self._sync_timer is not None:
+            self._sync_timer.cancel()
         self._thread.shutdown(wait=False)
         os.close(self._writer.descriptor)

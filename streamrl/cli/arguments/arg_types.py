@@ -4,13 +4,13 @@ import argparse
 from pathlib import Path
 
 
-def named(word: str) -> str:
+def parse_nonempty(word: str) -> str:
     """The word itself, as argparse's `type`; an empty one is refused."""
     if not word:
         raise argparse.ArgumentTypeError("must not be empty")
     return word
 
 
-def named_path(word: str) -> Path:
+def parse_path(word: str) -> Path:
     """The path; an empty word would else be the folder that one is in."""
-    return Path(named(word))
+    return Path(parse_nonempty(word))

@@ -7,29 +7,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.calibration.run_trace import lengths_of_run
-from streamrl.cli.arguments.arg_types import named, named_path
-from streamrl.cli.output.text_table import inner_percent
+from streamrl.calibration.run_trace import load_run_lengths
+from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
+from streamrl.cli.output.text_table import format_inner_percent
 from streamrl.config import RunConfig, load_config
-from streamrl.config.to_planner_problem import Asked, problem_of, prompt_tokens, run_constants
+from streamrl.config.to_planner_problem import (
+    PlannerRequest,
+    build_planner_problem,
+    build_run_constants,
+    measure_prompt_tokens,
+)
 from streamrl.errors import ConfigError
-from streamrl.files.bounded_read import MIB, parse_json, read_small, read_small_yaml
-from streamrl.files.typed_settings import unreadable
+from streamrl.files.bounded_read import MIB, parse_json, read_small_text, read_small_yaml
+from streamrl.files.typed_settings import describe_read_error
 from streamrl.placement import (
     Cluster,
     EmpiricalLengths,
     FixedLength,
-    Lengths,
+    LengthDistribution,
     LognormalLengths,
-    Problem,
+    PlacementProblem,
     Workload,
 )
-from streamrl.placement.costs import Constants
+from streamrl.placement.costs import CostConstants
 
-MOST_LENGTHS_BYTES = 16 * MIB
+MAX_LENGTHS_BYTES = 16 * MIB
 """Of a file of lengths: millions of them."""
 HOUR_S = 3600.0
-MOST_MEDIAN = 1_000_000_000
+MAX_MEDIAN = 1_000_000_000
 LENGTHS_HELP = (
     "of completions: fixed:TOKENS, lognormal:MEDIAN:SIGMA, a file of numbers, or a run directory;"
     " by default all have generator.max_new_tokens, the most they can"
@@ -38,13 +43,13 @@ LENGTHS_HELP = (
 
 def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments that say what is to be placed, and on what."""
-    parser.add_argument("config", type=named_path, metavar="CONFIG", help="a YAML file, or a run")
+    parser.add_argument("config", type=parse_path, metavar="CONFIG", help="a YAML file, or a run")
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="settings that override it"
     )
     parser.add_argument(
         "--cluster",
-        type=named,
+        type=parse_nonempty,
         required=True,
         metavar="FILE|8xH100",
         help="devices, as 64xH100, 16x8xA100@200Gb or 8xA100,8xV100, or a file with its nodes",
@@ -52,7 +57,7 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help="only the first N devices of it")
     parser.add_argument(
         "--model",
-        type=named,
+        type=parse_nonempty,
         action="append",
         default=[],
         metavar="[ROLE=]NAME",
@@ -65,7 +70,7 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="mean of a prompt; by default of data.train",
     )
-    parser.add_argument("--lengths", type=named, metavar="SPEC", help=LENGTHS_HELP)
+    parser.add_argument("--lengths", type=parse_nonempty, metavar="SPEC", help=LENGTHS_HELP)
     parser.add_argument(
         "--filtered",
         type=float,
@@ -75,7 +80,7 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--constants",
-        type=named_path,
+        type=parse_path,
         metavar="FILE",
         help="of the costs, as calibrate writes them",
     )
@@ -83,40 +88,44 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Question:
+class PlannerInputs:
     """What is asked beside a run's config: devices, sizes and lengths, and what devices give."""
 
     cluster: Cluster
-    asked: Asked
-    constants: Constants
+    request: PlannerRequest
+    constants: CostConstants
 
-    def of(self, config: RunConfig, cluster: Cluster | None = None) -> tuple[Problem, Constants]:
+    def build_problem(
+        self, config: RunConfig, cluster: Cluster | None = None
+    ) -> tuple[PlacementProblem, CostConstants]:
         """The problem of a config, on another cluster if one is given. Raises ConfigError."""
         cluster = cluster or self.cluster
-        problem = problem_of(config, cluster, self.asked)
+        problem = build_planner_problem(config, cluster, self.request)
         try:
-            problem.workload.check_room("pipeline.micro_batch_tokens")
+            problem.workload.check_micro_batch_tokens("pipeline.micro_batch_tokens")
         except ConfigError as error:
             hint = "--prompt-tokens and --lengths say how long they are"
             raise ConfigError(f"{error}; {hint}") from None
-        return problem, run_constants(config, self.constants, on_gpu=not cluster.is_cpu)
+        return problem, build_run_constants(config, self.constants, on_gpu=not cluster.is_cpu)
 
 
-def read_problem(arguments: argparse.Namespace, config: RunConfig) -> tuple[Problem, Constants]:
+def read_problem(
+    arguments: argparse.Namespace, config: RunConfig
+) -> tuple[PlacementProblem, CostConstants]:
     """What is asked about a run, and the constants. Raises ConfigError."""
-    return read_question(arguments, config).of(config)
+    return read_planner_inputs(arguments, config).build_problem(config)
 
 
-def read_question(arguments: argparse.Namespace, config: RunConfig) -> Question:
+def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> PlannerInputs:
     """What the options say. Raises ConfigError."""
     if arguments.seed < 0:
         raise ConfigError(f"--seed {arguments.seed}: must be 0 or more")
     cluster = read_cluster(arguments.cluster)
     if arguments.gpus is not None:
-        cluster = cluster.first(arguments.gpus)
-    constants = Constants.of(cluster)
+        cluster = cluster.take_first(arguments.gpus)
+    constants = CostConstants.from_cluster(cluster)
     if arguments.constants is not None:
-        constants = Constants.read(arguments.constants, constants)
+        constants = CostConstants.from_yaml(arguments.constants, constants)
     lengths = None
     if arguments.lengths is not None:
         lengths = read_lengths(arguments.lengths, config.generator.max_new_tokens)
@@ -127,12 +136,12 @@ def read_question(arguments: argparse.Namespace, config: RunConfig) -> Question:
     if mean is not None and not 0 < mean < math.inf:
         raise ConfigError(f"--prompt-tokens {mean:g}: must be above 0 and finite")
     if mean is None:
-        mean, longest = prompt_tokens(config)
-    asked = Asked(mean, read_models(config, arguments.model), lengths, filtered, longest)
-    return Question(cluster, asked, constants)
+        mean, longest = measure_prompt_tokens(config)
+    asked = PlannerRequest(mean, read_models(config, arguments.model), lengths, filtered, longest)
+    return PlannerInputs(cluster, asked, constants)
 
 
-def check_time(seconds: float, workload: Workload, *, place: str) -> None:
+def check_simulation_time(seconds: float, workload: Workload, *, place: str) -> None:
     """Raise ConfigError for what takes more than an hour to simulate."""
     if seconds > HOUR_S:
         raise ConfigError(
@@ -152,17 +161,17 @@ def read_cluster(text: str) -> Cluster:
     """Of a file if there is one of that name, else as it is written."""
     path = Path(text)
     if not os.path.exists(path) and path.suffix not in (".yaml", ".yml", ".json"):
-        return Cluster.parse(text)
+        return Cluster.from_text(text)
     try:
         loaded = read_small_yaml(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cluster {path}: {unreadable(error)}") from None
-    return Cluster.of_dict(loaded, place=f"cluster {path}")
+        raise ConfigError(f"cluster {path}: {describe_read_error(error)}") from None
+    return Cluster.from_dict(loaded, place=f"cluster {path}")
 
 
 def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:
     """Sizes by role of [ROLE=]NAME; one without a role is that of every model but a reward's."""
-    roles = {call.follows or call.role for call in config.dataflow.calls} - {"reward", "cost"}
+    roles = {call.followed_role or call.role for call in config.dataflow.calls} - {"reward", "cost"}
     found: dict[str, str] = {}
     named: dict[str, str] = {}
     for word in words:
@@ -177,18 +186,18 @@ def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:
     return found
 
 
-def read_lengths(text: str, limit: int) -> Lengths:
+def read_lengths(text: str, limit: int) -> LengthDistribution:
     """Of SPEC. Raises ConfigError, also for some that are longer than `limit`."""
-    lengths = _lengths(text, limit)
-    if lengths.most > limit:
+    lengths = _parse_lengths(text, limit)
+    if lengths.max_tokens > limit:
         raise ConfigError(
-            f"--lengths {text}: {lengths.most} tokens: must be at most"
+            f"--lengths {text}: {lengths.max_tokens} tokens: must be at most"
             f" generator.max_new_tokens={limit}"
         )
     return lengths
 
 
-def _lengths(text: str, limit: int) -> Lengths:
+def _parse_lengths(text: str, limit: int) -> LengthDistribution:
     kind, *numbers = text.split(":")
     if kind in ("fixed", "lognormal") and not os.path.exists(text):
         try:
@@ -196,29 +205,29 @@ def _lengths(text: str, limit: int) -> Lengths:
         except ValueError:
             values = []
         if kind == "fixed" and len(values) == 1:
-            return FixedLength(_tokens(numbers[0], text))
+            return FixedLength(_parse_tokens(numbers[0], text))
         if kind == "lognormal" and len(values) == len(("median", "sigma")):
-            if values[0] > MOST_MEDIAN:
-                raise ConfigError(f"--lengths {text}: median: must be at most {MOST_MEDIAN}")
+            if values[0] > MAX_MEDIAN:
+                raise ConfigError(f"--lengths {text}: median: must be at most {MAX_MEDIAN}")
             return LognormalLengths(values[0], values[1], limit)
         raise ConfigError(
             f"--lengths {text}: must be fixed:TOKENS or lognormal:MEDIAN:SIGMA, in numbers"
         )
     path = Path(text)
     if os.path.isdir(path):
-        return lengths_of_run(path)
+        return load_run_lengths(path)
     try:
-        words = read_small(path, most_bytes=MOST_LENGTHS_BYTES)
+        words = read_small_text(path, most_bytes=MAX_LENGTHS_BYTES)
         loaded = parse_json(words) if words.lstrip().startswith("[") else words.split()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--lengths {text}: {unreadable(error)}") from None
-    found = [_tokens(word, text) for word in loaded]
+        raise ConfigError(f"--lengths {text}: {describe_read_error(error)}") from None
+    found = [_parse_tokens(word, text) for word in loaded]
     if not found:
         raise ConfigError(f"--lengths {text}: must be one length or more")
-    return EmpiricalLengths.of(found)
+    return EmpiricalLengths.from_samples(found)
 
 
-def _tokens(word: Any, text: str) -> int:
+def _parse_tokens(word: Any, text: str) -> int:
     """A length, of a word or of JSON. Raises ConfigError, naming SPEC, for what is none."""
     try:
         number = float(word)
@@ -229,18 +238,19 @@ def _tokens(word: Any, text: str) -> int:
     return int(number)
 
 
-def problem_line(config: RunConfig, problem: Problem) -> str:
+def describe_problem(config: RunConfig, problem: PlacementProblem) -> str:
     """What is placed on what, for a person."""
     workload = problem.workload
     models = ", ".join(f"{role} {shape.name}" for role, shape in problem.models.items())
     return (
-        f"{config.algorithm.name} on {problem.cluster} ({problem.cluster.size} devices): {models}\n"
+        f"{config.algorithm.name} on {problem.cluster} ({problem.cluster.num_devices}"
+        f" devices): {models}\n"
         f"a step: {workload.groups_per_step} groups of {workload.group_size}, prompts of"
         f" {workload.prompt_tokens:.0f} tokens, completions of {workload.lengths.mean:.0f} (at most"
-        f" {workload.lengths.most}), {workload.updates} updates"
+        f" {workload.lengths.max_tokens}), {workload.num_updates} updates"
         + (
-            f"; {inner_percent(workload.filtered)} of all groups are filtered"
-            if workload.filtered
+            f"; {format_inner_percent(workload.filtered_fraction)} of all groups are filtered"
+            if workload.filtered_fraction
             else ""
         )
     )

@@ -12,45 +12,45 @@ from pathlib import Path
 from streamrl.cli.arguments.planner_args import read_config
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.placement.placements import MOST_STALENESS
-from streamrl.placement.search import Absent
+from streamrl.placement.placements import MAX_STALENESS
+from streamrl.placement.search import ExcludedBound
 
-BOUNDS = "0,1,2,4"
+DEFAULT_BOUNDS = "0,1,2,4"
 
 
-def read_bounds(text: str) -> Sequence[int]:
+def parse_bounds(text: str) -> Sequence[int]:
     """Bounds of staleness, as 0,1,4. Raises ConfigError."""
     words = text.split(",")
-    if not all(re.fullmatch(r"\s*\d{1,9}\s*", w) and int(w) <= MOST_STALENESS for w in words):
+    if not all(re.fullmatch(r"\s*\d{1,9}\s*", w) and int(w) <= MAX_STALENESS for w in words):
         raise ConfigError(
-            f"--max-staleness {text}: must be numbers from 0 to {MOST_STALENESS}, as 0,1"
+            f"--max-staleness {text}: must be numbers from 0 to {MAX_STALENESS}, as 0,1"
         )
     return sorted({int(word) for word in words})
 
 
-def read_asked(
+def read_staleness_request(
     arguments: argparse.Namespace,
-) -> tuple[RunConfig, int | None, list[int], list[Absent]]:
+) -> tuple[RunConfig, int | None, list[int], list[ExcludedBound]]:
     """The run to be planned, its own bound if that is to be kept, and bounds to plan for.
 
     With those that its settings refuse, and why. Raises ConfigError for a wrong one.
     """
     path, overrides = arguments.config, arguments.overrides
     if arguments.max_staleness is not None:
-        bounds = read_bounds(arguments.max_staleness)
-        config = read_run(path, overrides, bounds)
-        return config, None, *judged(config, bounds)
+        bounds = parse_bounds(arguments.max_staleness)
+        config = read_bounded_config(path, overrides, bounds)
+        return config, None, *split_allowed_bounds(config, bounds)
     own = read_config(path, overrides).pipeline.max_staleness
-    if own > MOST_STALENESS:
+    if own > MAX_STALENESS:
         raise ConfigError(
-            f"pipeline.max_staleness={own}: must be at most {MOST_STALENESS} to be planned"
+            f"pipeline.max_staleness={own}: must be at most {MAX_STALENESS} to be planned"
         )
-    config = read_run(path, overrides, [own])
-    allowed, refused = judged(config, sorted({own, *read_bounds(BOUNDS)}))
+    config = read_bounded_config(path, overrides, [own])
+    allowed, refused = split_allowed_bounds(config, sorted({own, *parse_bounds(DEFAULT_BOUNDS)}))
     return config, own, allowed, refused
 
 
-def read_run(path: Path, overrides: Sequence[str], bounds: Sequence[int]) -> RunConfig:
+def read_bounded_config(path: Path, overrides: Sequence[str], bounds: Sequence[int]) -> RunConfig:
     """A run under the first of the bounds that it goes with. Raises ConfigError if there is none.
 
     It generates as far ahead as its bound allows.
@@ -65,7 +65,9 @@ def read_run(path: Path, overrides: Sequence[str], bounds: Sequence[int]) -> Run
     raise wrong
 
 
-def judged(config: RunConfig, bounds: Sequence[int]) -> tuple[list[int], list[Absent]]:
+def split_allowed_bounds(
+    config: RunConfig, bounds: Sequence[int]
+) -> tuple[list[int], list[ExcludedBound]]:
     """The bounds that the run's settings go with, wherever it is placed, and why not the others."""
     anywhere = replace(config.placement, mode="disaggregated", pools=[], memory_mb=None)
     allowed, refused = [], []
@@ -74,7 +76,7 @@ def judged(config: RunConfig, bounds: Sequence[int]) -> tuple[list[int], list[Ab
         try:
             replace(config, pipeline=pipeline, placement=anywhere)
         except ConfigError as error:
-            refused.append(Absent(bound, str(error)))
+            refused.append(ExcludedBound(bound, str(error)))
         else:
             allowed.append(bound)
     return allowed, refused

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-MOST_DIGITS = 16
+MAX_DIGITS = 16
 """Of a percentage; a number has no more."""
 
 
-def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
+def format_table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
     """Lines of rows, the first a heading; the first `left` columns begin, others end, together."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
@@ -18,7 +18,7 @@ def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
     ]
 
 
-def count(number: float) -> str:
+def format_count(number: float) -> str:
     """A large number, short: 950, 12.3k, 4.56M."""
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if abs(number) >= size:
@@ -26,17 +26,17 @@ def count(number: float) -> str:
     return f"{number:.3g}"
 
 
-def seconds(number: float) -> str:
+def format_seconds(number: float) -> str:
     """Three digits of seconds."""
     return f"{number:.3g}" if number < 1000 else f"{number:.0f}"  # noqa: PLR2004
 
 
-def percent(part: float) -> str:
+def format_percent(part: float) -> str:
     """A part of 1 as whole percents."""
     return f"{part:.0%}"
 
 
-def inner_percent(part: float) -> str:
+def format_inner_percent(part: float) -> str:
     """A part above 0 and below 1, never told as 0% or 100%: with more digits if need be."""
-    texts = (f"{part:.{digits}%}" for digits in range(MOST_DIGITS))
+    texts = (f"{part:.{digits}%}" for digits in range(MAX_DIGITS))
     return next((text for text in texts if float(text[:-1]) not in (0, 100)), f"{part:.3g}")

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from streamrl.cli.run_setup.resume import Claim, claim_new, is_fork
+from streamrl.cli.run_setup.resume import RunDirClaim, claim_new_run, is_fork
 from streamrl.config import RunConfig, dump_config
 from streamrl.errors import ConfigError
-from streamrl.files.atomic_write import write_whole
+from streamrl.files.atomic_write import write_atomic
 from streamrl.run_dir.checkpoint import QueueLayout, ResumePoint, find_resume_point, link_checkpoint
-from streamrl.run_dir.run_lock import RunLock, own_run
+from streamrl.run_dir.run_lock import RunLock, acquire_run_lock
 from streamrl.telemetry.rollout_log import RolloutLog
 from streamrl.telemetry.sinks import METRICS_FILE
 
 
 @contextlib.contextmanager
-def run_directory(
-    config: RunConfig, resume: ResumePoint | None, layout: QueueLayout, claim: Claim
+def open_run_directory(
+    config: RunConfig, resume: ResumePoint | None, layout: QueueLayout, claim: RunDirClaim
 ) -> Iterator[tuple[RolloutLog, ResumePoint | None]]:
     """Make the directory of a new run or a fork, or cut a resumed one back to its checkpoint.
 
@@ -34,11 +34,11 @@ def run_directory(
             resume = _make_run_dir(config, resume, layout, claim, replaced)
         else:
             assert resume is not None
-            claim.own = claim.own or own_run(folder)
+            claim.run_lock = claim.run_lock or acquire_run_lock(folder)
             resume.discard_later()
-            log.discard_after(resume.version)
-            _redeal(config, resume, layout)
-            write_whole(folder / "config.yaml", dump_config(config))
+            log.discard_steps_after(resume.version)
+            _repartition_queue(config, resume, layout)
+            write_atomic(folder / "config.yaml", dump_config(config))
     except OSError as error:
         raise ConfigError(f"run directory {folder}: {error.strerror or error}") from None
     try:
@@ -60,7 +60,7 @@ def _make_run_dir(
     config: RunConfig,
     resume: ResumePoint | None,
     layout: QueueLayout,
-    claim: Claim,
+    claim: RunDirClaim,
     replaced: Path,
 ) -> ResumePoint | None:
     """Make a run directory that is owned and whole when it appears; where it goes on, if it does.
@@ -72,18 +72,18 @@ def _make_run_dir(
     partial_dir.mkdir(parents=True)
     lock: RunLock | None = None
     try:
-        lock = own_run(partial_dir)
+        lock = acquire_run_lock(partial_dir)
         if resume is not None:
             assert resume.checkpoint is not None
             forked = ResumePoint(partial_dir, link_checkpoint(resume.checkpoint, partial_dir))
             (partial_dir / "journal").mkdir()
             layout.write(partial_dir)
-            _redeal(config, forked, layout)
-        write_whole(partial_dir / "config.yaml", dump_config(config))
+            _repartition_queue(config, forked, layout)
+        write_atomic(partial_dir / "config.yaml", dump_config(config))
         if folder.exists():
             # Made since this command began, it is somebody else's.
-            if claim.own is None:
-                claim_new(replace(config, run=replace(config.run, overwrite=False)), claim)
+            if claim.run_lock is None:
+                claim_new_run(replace(config, run=replace(config.run, overwrite=False)), claim)
             shutil.rmtree(replaced, ignore_errors=True)
             folder.rename(replaced)
         partial_dir.rename(folder)
@@ -94,17 +94,17 @@ def _make_run_dir(
         if replaced.exists() and not folder.exists():
             replaced.rename(folder)
         raise
-    if claim.own is not None:
-        claim.own.close()
-    lock.moved_to(folder)
-    claim.own = lock
-    claim.source.close()
+    if claim.run_lock is not None:
+        claim.run_lock.close()
+    lock.set_folder(folder)
+    claim.run_lock = lock
+    claim.source_locks.close()
     return None if resume is None else find_resume_point(folder)
 
 
-def _redeal(config: RunConfig, resume: ResumePoint, layout: QueueLayout) -> None:
+def _repartition_queue(config: RunConfig, resume: ResumePoint, layout: QueueLayout) -> None:
     """Deal the groups in flight to as many shards as the config says."""
-    from streamrl.config.resume_checks import redeal_queue
+    from streamrl.config.resume_checks import repartition_queue
 
     if config.queue.journal.enabled and layout.shards != config.queue.shards:
-        redeal_queue(resume, layout, config.queue.shards)
+        repartition_queue(resume, layout, config.queue.shards)

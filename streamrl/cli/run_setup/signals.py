@@ -7,7 +7,7 @@ from types import FrameType
 
 
 @contextlib.contextmanager
-def graceful_interrupt() -> Iterator[Callable[[], bool]]:
+def catch_first_interrupt() -> Iterator[Callable[[], bool]]:
     """Within the block the first signal only sets what the yielded function returns.
 
     The second raises KeyboardInterrupt. The handlers that were there come back at the end.
@@ -51,7 +51,7 @@ def interrupt_on_signals() -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def uninterrupted_end() -> Iterator[contextlib.ExitStack]:
+def uninterrupted_exit_stack() -> Iterator[contextlib.ExitStack]:
     """A stack whose callbacks run with signals ignored: an orderly end is not cut short half way.
 
     The handlers that were there come back after it.

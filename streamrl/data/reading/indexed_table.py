@@ -19,89 +19,89 @@ import xxhash
 from numpy.typing import NDArray
 
 from streamrl.data.reading.formats import (
-    PACKED,
-    Layout,
-    extension,
+    GZIP_SUFFIX,
+    TextLayout,
+    check_no_split,
+    detect_layout,
+    format_error,
     is_parquet,
-    layout_of,
-    one_line,
-    open_packed,
-    parquet_columns,
-    parquet_files,
-    parse_row,
-    plain_records,
-    read_batches,
-    reading,
-    refuse_split,
-    text_errors,
+    list_parquet_files,
+    open_gzip,
+    parse_extension,
+    parse_text_row,
+    read_parquet_batches,
+    read_parquet_schema,
+    to_plain_records,
+    wrap_read_errors,
+    wrap_text_errors,
 )
-from streamrl.data.saved_dataset import open_dataset
+from streamrl.data.saved_dataset import open_saved_dataset
 from streamrl.errors import ConfigError, DataError
-from streamrl.files.atomic_write import move_whole
-from streamrl.files.bounded_read import MIB, open_regular, read_lines
+from streamrl.files.atomic_write import sync_and_rename
+from streamrl.files.bounded_read import MIB, open_regular_file, read_lines
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Records = list[tuple[str, int, Any]]
+IndexedRecords = list[tuple[str, int, Any]]
 """(place, index from 0, record) of rows; the record of one that cannot be read is the ConfigError.
 """
-BATCH = 512
+READ_BATCH_ROWS = 512
 """Rows that are read together where all are read."""
-MOST_HELD_BYTES = 32 * MIB
+MAX_IN_MEMORY_BYTES = 32 * MIB
 """Of columns of parquet that are held in memory rather than unpacked into a file."""
 _CHUNK_BYTES = 4 * MIB
 
 
 @dataclass
 class TextTable:
-    """The rows of a text file. `path` is what the user named, `plain` the same, unpacked.
+    """The rows of a text file. `path` is what the user named, `unpacked_path` the same, unpacked.
 
     starts, sizes: byte at which each row begins, and its bytes. numbers: the index of each row,
     None where nothing lies between them.
     """
 
     path: str
-    plain: str
-    layout: Layout
-    starts: NDArray[np.int64]
-    sizes: NDArray[np.int32]
-    numbers: NDArray[np.int64] | None
+    unpacked_path: str
+    layout: TextLayout
+    row_offsets: NDArray[np.int64]
+    row_sizes: NDArray[np.int32]
+    row_indices: NDArray[np.int64] | None
     digest: str
-    seal: tuple[int, int]
+    file_stamp: tuple[int, int]
 
     def __post_init__(self) -> None:
         self._file: BinaryIO | None = None
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.row_offsets)
 
-    def indices(self) -> NDArray[np.int64]:
+    def get_indices(self) -> NDArray[np.int64]:
         """Return the index of each row: for JSONL blank lines count."""
-        return np.arange(len(self)) if self.numbers is None else self.numbers
+        return np.arange(len(self)) if self.row_indices is None else self.row_indices
 
-    def records(self, rows: Sequence[int]) -> Records:
+    def read_rows(self, rows: Sequence[int]) -> IndexedRecords:
         """Read rows by their place among all. Raises DataError if the file is not as it was."""
-        file = self._opened()
+        file = self._open_file()
         found = []
         for row in rows:
-            start, size = int(self.starts[row]), int(self.sizes[row])
-            index = row if self.numbers is None else int(self.numbers[row])
+            start, size = int(self.row_offsets[row]), int(self.row_sizes[row])
+            index = row if self.row_indices is None else int(self.row_indices[row])
             place = f"{self.path} {self.layout.unit} {index + 1}"
             raw = os.pread(file.fileno(), size, start)
-            found.append((place, index, parse_row(self.layout, raw, place)))
+            found.append((place, index, parse_text_row(self.layout, raw, place)))
         return found
 
-    def prompt_sizes(self, prompt_key: str) -> NDArray[np.int32]:
+    def get_prompt_sizes(self, prompt_key: str) -> NDArray[np.int32]:
         """Return how long each row is, in bytes."""
-        return self.sizes
+        return self.row_sizes
 
-    def _opened(self) -> BinaryIO:
+    def _open_file(self) -> BinaryIO:
         """The file, which one process opens once: another of its name does not matter."""
-        with data_errors(self.path):
+        with wrap_data_errors(self.path):
             if self._file is None:
-                self._file = open_regular(self.plain)
-            if _seal(self._file) != self.seal:
+                self._file = open_regular_file(self.unpacked_path)
+            if _get_file_stamp(self._file) != self.file_stamp:
                 raise DataError(f"{self.path}: has changed since the run read it first")
             return self._file
 
@@ -109,7 +109,7 @@ class TextTable:
         return {**vars(self), "_file": None}
 
 
-def _seal(file: BinaryIO) -> tuple[int, int]:
+def _get_file_stamp(file: BinaryIO) -> tuple[int, int]:
     """Size and time of the last change: other ones are those of another content."""
     found = os.fstat(file.fileno())
     return found.st_size, found.st_mtime_ns
@@ -121,82 +121,86 @@ class ColumnTable:
     def __init__(self, path: str, load: Callable[[], Any], digest: str) -> None:
         self.path = path
         self.digest = digest
-        self._load = load
+        self._column_loader = load
         self._columns: Any = None
 
     def __len__(self) -> int:
-        return len(self._loaded())
+        return len(self._load_columns())
 
-    def indices(self) -> NDArray[np.int64]:
+    def get_indices(self) -> NDArray[np.int64]:
         """Return the index of each row."""
         return np.arange(len(self))
 
-    def records(self, rows: Sequence[int]) -> Records:
+    def read_rows(self, rows: Sequence[int]) -> IndexedRecords:
         """Read rows by their place among all. Raises DataError if they cannot be read."""
         import pyarrow as pa
 
         runs: Sequence[Sequence[int]] = [rows]
-        with data_errors(self.path):
-            columns = self._loaded()
+        with wrap_data_errors(self.path):
+            columns = self._load_columns()
             if isinstance(columns, pa.Table):
                 if not isinstance(rows, range):
                     runs = [range(row, row + 1) for row in rows]
                 pieces = [columns.slice(run[0], len(run)) for run in runs]
             else:
                 pieces = [columns.with_format("arrow")[list(rows)]]
-        found: Records = []
+        found: IndexedRecords = []
         for run, piece in zip(runs, pieces, strict=True):
             places = [f"{self.path} row {row + 1}" for row in run]
-            found += zip(places, map(int, run), plain_records(piece, places), strict=True)
-            if isinstance(self._load, _Mapped):
-                self._load.release()
+            found += zip(places, map(int, run), to_plain_records(piece, places), strict=True)
+            if isinstance(self._column_loader, _MappedColumns):
+                self._column_loader.release_pages()
         return found
 
-    def prompt_sizes(self, prompt_key: str) -> NDArray[np.int64] | None:
+    def get_prompt_sizes(self, prompt_key: str) -> NDArray[np.int64] | None:
         """Return the bytes of each row's prompt; None where that cannot be told at a glance."""
         import pyarrow as pa
 
-        columns = self._loaded()
+        columns = self._load_columns()
         if isinstance(columns, pa.Table):
-            return _text_sizes(columns, prompt_key)
+            return _compute_text_sizes(columns, prompt_key)
         # Of a dataset whose rows were chosen or reordered, the columns are those of all rows.
-        return None if columns._indices is not None else _text_sizes(columns.data.table, prompt_key)
+        return (
+            None
+            if columns._indices is not None
+            else _compute_text_sizes(columns.data.table, prompt_key)
+        )
 
-    def _loaded(self) -> Any:
+    def _load_columns(self) -> Any:
         if self._columns is None:
-            self._columns = self._load()
+            self._columns = self._column_loader()
         return self._columns
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_columns": None}
 
 
-Table = TextTable | ColumnTable
+IndexedTable = TextTable | ColumnTable
 
 
 @contextlib.contextmanager
-def data_errors(path: str) -> Iterator[None]:
+def wrap_data_errors(path: str) -> Iterator[None]:
     """Raise what happens to a data file in the middle of a run as DataError naming it."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{path}: cannot be read any more: {one_line(error)}") from error
+        raise DataError(f"{path}: cannot be read any more: {format_error(error)}") from error
 
 
-def open_table(path: str, split: str = "") -> Table:
+def open_table(path: str, split: str = "") -> IndexedTable:
     """Open a data file. Raises ConfigError naming it if it cannot be read, or holds no rows."""
-    with reading(path):
+    with wrap_read_errors(path):
         if is_parquet(path):
-            table: Table = _parquet_table(path, split)
+            table: IndexedTable = _open_parquet_table(path, split)
         elif Path(path).is_dir():
-            load = _Dataset(path, split)
+            load = _DatasetColumns(path, split)
             load()  # what is no dataset is refused before all of it is hashed
-            digest = _digest(sorted(file for file in Path(path).rglob("*") if file.is_file()))
+            digest = _hash_files(sorted(file for file in Path(path).rglob("*") if file.is_file()))
             table = ColumnTable(path, load, f"{digest}:{split}")
         else:
-            table = _text_table(path, split)
+            table = _open_text_table(path, split)
     if not len(table):
         raise ConfigError(f"{path}: holds no rows")
     return table
@@ -208,23 +212,23 @@ def read_records(path: str, split: str = "") -> Iterator[tuple[str, int, Any]]:
     Raises ConfigError as `open_table` does.
     """
     table = open_table(path, split)
-    for start in range(0, len(table), BATCH):
-        yield from table.records(range(start, min(start + BATCH, len(table))))
+    for start in range(0, len(table), READ_BATCH_ROWS):
+        yield from table.read_rows(range(start, min(start + READ_BATCH_ROWS, len(table))))
 
 
-def _text_table(path: str, split: str) -> TextTable:
-    kind = extension(path)
-    refuse_split(path, split)
+def _open_text_table(path: str, split: str) -> TextTable:
+    kind = parse_extension(path)
+    check_no_split(path, split)
     plain = path
-    if kind.endswith(PACKED):
-        name = _digest([path]) + kind.removesuffix(PACKED)
-        with text_errors(path):
-            plain = str(_unpacked(path, name, _unpack_text))
+    if kind.endswith(GZIP_SUFFIX):
+        name = _hash_files([path]) + kind.removesuffix(GZIP_SUFFIX)
+        with wrap_text_errors(path):
+            plain = str(_unpack_into_cache(path, name, _unpack_text))
     starts, sizes, numbers = array("q"), array("i"), array("q")
-    with open_regular(plain) as file, text_errors(path):
-        seal = _seal(file)
-        layout = layout_of(file, kind)
-        for index, start, row in layout.rows(file):
+    with open_regular_file(plain) as file, wrap_text_errors(path):
+        seal = _get_file_stamp(file)
+        layout = detect_layout(file, kind)
+        for index, start, row in layout.iter_rows(file):
             numbers.append(index)
             starts.append(start)
             sizes.append(len(row))
@@ -237,23 +241,25 @@ def _text_table(path: str, split: str) -> TextTable:
         np.array(sizes, np.int32),
         np.array(numbers, np.int64) if has_gaps else None,
         # Of what is unpacked: the level of compression makes no other rows.
-        _digest([plain]),
+        _hash_files([plain]),
         seal,
     )
 
 
-def _parquet_table(path: str, split: str) -> ColumnTable:
-    files = parquet_files(path, split)
-    digest = _digest(files)
-    held = _in_memory(path, files)
+def _open_parquet_table(path: str, split: str) -> ColumnTable:
+    files = list_parquet_files(path, split)
+    digest = _hash_files(files)
+    held = _read_into_memory(path, files)
     if held is not None:
-        return ColumnTable(path, _Held(held), digest)
-    plain = _unpacked(path, f"{digest}.arrow", lambda _, out: _unpack_parquet(path, files, out))
-    return ColumnTable(path, _Mapped(str(plain)), digest)
+        return ColumnTable(path, _MemoryColumns(held), digest)
+    plain = _unpack_into_cache(
+        path, f"{digest}.arrow", lambda _, out: _unpack_parquet(path, files, out)
+    )
+    return ColumnTable(path, _MappedColumns(str(plain)), digest)
 
 
 @dataclass(frozen=True)
-class _Held:
+class _MemoryColumns:
     """Columns in memory, which travel with the table."""
 
     columns: "pa.Table"
@@ -262,7 +268,7 @@ class _Held:
         return self.columns
 
 
-class _Mapped:
+class _MappedColumns:
     """Columns in an Arrow file, of which the system reads what is asked for."""
 
     def __init__(self, path: str) -> None:
@@ -272,11 +278,11 @@ class _Mapped:
     def __call__(self) -> "pa.Table":
         import pyarrow as pa
 
-        with open_regular(self._path) as file:
+        with open_regular_file(self._path) as file:
             self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return pa.ipc.open_file(pa.py_buffer(self._pages)).read_all()
 
-    def release(self) -> None:
+    def release_pages(self) -> None:
         """Give back the memory of what has been read: the system holds more around each row."""
         if self._pages is not None:
             self._pages.madvise(mmap.MADV_DONTNEED)
@@ -286,36 +292,36 @@ class _Mapped:
 
 
 @dataclass(frozen=True)
-class _Dataset:
+class _DatasetColumns:
     path: str
     split: str
 
     def __call__(self) -> Any:
-        return open_dataset(self.path, self.split)
+        return open_saved_dataset(self.path, self.split)
 
 
-def _batches(path: str, files: Sequence[str]) -> "Iterator[pa.RecordBatch]":
+def _read_unified_batches(path: str, files: Sequence[str]) -> "Iterator[pa.RecordBatch]":
     """The rows of all files, in the columns of all; one that a file lacks is null in its rows."""
     import pyarrow as pa
 
-    none = pa.Table.from_batches([], _unify(path, files))
+    none = pa.Table.from_batches([], _unify_schemas(path, files))
     for file in files:
-        for batch in read_batches(file):
+        for batch in read_parquet_batches(file):
             tables = [none, pa.Table.from_batches([batch])]
             try:
                 rows = pa.concat_tables(tables, promote_options="permissive")
             except pa.ArrowException as error:
-                raise ConfigError(f"{file}: cannot be read: {one_line(error)}") from error
+                raise ConfigError(f"{file}: cannot be read: {format_error(error)}") from error
             yield from rows.to_batches()
 
 
-def _unify(path: str, files: Sequence[str]) -> "pa.Schema":
+def _unify_schemas(path: str, files: Sequence[str]) -> "pa.Schema":
     """The columns of all files. Raises ConfigError for one of types that have other values."""
     import pyarrow as pa
 
     types: dict[str, dict[pa.DataType, str]] = {}
     for file in files:
-        columns = parquet_columns(file)
+        columns = read_parquet_schema(file)
         for name in columns.names:
             if columns.names.count(name) > 1:
                 raise ConfigError(f"{file}: column {name!r}: must be there once")
@@ -332,7 +338,7 @@ def _unify_types(path: str, name: str, types: "dict[pa.DataType, str]") -> "pa.D
         unified = pa.unify_schemas(fields, promote_options="permissive").field(0).type
     except pa.ArrowException:
         unified = None
-    if unified is None or not all(_keeps_values(one, unified) for one in types):
+    if unified is None or not all(_is_lossless_cast(one, unified) for one in types):
         found = ", ".join(f"{one} in {file}" for one, file in types.items())
         raise ConfigError(
             f"{path}: column {name!r} has other types in its files: {found}; write all with the"
@@ -341,27 +347,27 @@ def _unify_types(path: str, name: str, types: "dict[pa.DataType, str]") -> "pa.D
     return unified
 
 
-def _keeps_values(one: "pa.DataType", other: "pa.DataType") -> bool:
+def _is_lossless_cast(one: "pa.DataType", other: "pa.DataType") -> bool:
     """Whether values of a type are the same in a wider one: text and integers of any width are."""
     from pyarrow import types as t
 
     if one == other or t.is_null(one):
         return True
     if t.is_struct(one) and t.is_struct(other):
-        return all(_keeps_values(each.type, other.field(each.name).type) for each in one)
+        return all(_is_lossless_cast(each.type, other.field(each.name).type) for each in one)
     if t.is_map(one) and t.is_map(other):
         pairs = ((one.key_type, other.key_type), (one.item_type, other.item_type))
-        return all(_keeps_values(*pair) for pair in pairs)
+        return all(_is_lossless_cast(*pair) for pair in pairs)
     kinds: list[Callable[[Any], bool]] = [t.is_integer, t.is_floating]
     kinds.append(lambda type_: t.is_string(type_) or t.is_large_string(type_))
     kinds.append(lambda type_: t.is_binary(type_) or t.is_large_binary(type_))
     if any(is_kind(one) and is_kind(other) for is_kind in kinds):
         return True
     is_list = all(t.is_list(each) or t.is_large_list(each) for each in (one, other))
-    return is_list and _keeps_values(one.value_type, other.value_type)
+    return is_list and _is_lossless_cast(one.value_type, other.value_type)
 
 
-def _in_memory(path: str, files: Sequence[str]) -> "pa.Table | None":
+def _read_into_memory(path: str, files: Sequence[str]) -> "pa.Table | None":
     """The rows of all files; None if they take more than MOST_HELD_BYTES.
 
     A value that a file has once may be that of all its rows: only unpacked it is known what they
@@ -370,10 +376,10 @@ def _in_memory(path: str, files: Sequence[str]) -> "pa.Table | None":
     import pyarrow as pa
 
     batches, size = [], 0
-    for batch in _batches(path, files):
+    for batch in _read_unified_batches(path, files):
         batches.append(batch)
         size += batch.nbytes
-        if size > MOST_HELD_BYTES:
+        if size > MAX_IN_MEMORY_BYTES:
             return None
     if not batches:
         raise ConfigError(f"{path}: holds no rows")
@@ -383,7 +389,7 @@ def _in_memory(path: str, files: Sequence[str]) -> "pa.Table | None":
 def _unpack_parquet(path: str, files: Sequence[str], out: BinaryIO) -> None:
     import pyarrow as pa
 
-    batches = _batches(path, files)
+    batches = _read_unified_batches(path, files)
     first = next(batches, None)
     if first is None:
         raise ConfigError(f"{path}: holds no rows")
@@ -394,21 +400,21 @@ def _unpack_parquet(path: str, files: Sequence[str], out: BinaryIO) -> None:
 
 
 def _unpack_text(path: str, out: BinaryIO) -> None:
-    with open_packed(path) as file:
+    with open_gzip(path) as file:
         for line in read_lines(file):
             out.write(line)
 
 
-def cache_dir() -> Path:
+def get_cache_dir() -> Path:
     """Return the folder that unpacked files lie in."""
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     datasets = os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets")
     return Path(datasets).expanduser() / "streamrl"
 
 
-def _unpacked(path: str, name: str, unpack: Callable[[str, BinaryIO], None]) -> Path:
+def _unpack_into_cache(path: str, name: str, unpack: Callable[[str, BinaryIO], None]) -> Path:
     """The file in the cache that holds what `path` does, made if it is not there."""
-    final = cache_dir() / name
+    final = get_cache_dir() / name
     if final.is_file():
         return final
     partial = final.with_name(f".{name}.{os.getpid()}.partial")
@@ -416,40 +422,40 @@ def _unpacked(path: str, name: str, unpack: Callable[[str, BinaryIO], None]) -> 
         final.parent.mkdir(parents=True, exist_ok=True)
         out = partial.open("xb")
     except OSError as error:
-        raise ConfigError(_no_cache(path, error)) from error
+        raise ConfigError(_describe_cache_error(path, error)) from error
     try:
         with out:
             unpack(path, out)
-        move_whole(partial, final)
+        sync_and_rename(partial, final)
     except OSError as error:
         # Of what is packed, or of where it is unpacked to.
         if error.filename is None and error.errno is not None:
-            raise ConfigError(_no_cache(path, error)) from error
+            raise ConfigError(_describe_cache_error(path, error)) from error
         raise
     finally:
         partial.unlink(missing_ok=True)
     return final
 
 
-def _no_cache(path: str, error: OSError) -> str:
+def _describe_cache_error(path: str, error: OSError) -> str:
     return (
-        f"{path}: cannot be unpacked into {cache_dir()}: {error.strerror or error}"
+        f"{path}: cannot be unpacked into {get_cache_dir()}: {error.strerror or error}"
         " (HF_DATASETS_CACHE names another folder)"
     )
 
 
-def _digest(files: Sequence[str | Path]) -> str:
+def _hash_files(files: Sequence[str | Path]) -> str:
     """Hash of what files hold, in their order."""
     digest = xxhash.xxh3_128()
     for path in files:
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             while piece := file.read(_CHUNK_BYTES):
                 digest.update(piece)
             digest.update(f"/{file.tell()}/".encode())
     return digest.hexdigest()
 
 
-def _text_sizes(table: "pa.Table", prompt_key: str) -> NDArray[np.int64] | None:
+def _compute_text_sizes(table: "pa.Table", prompt_key: str) -> NDArray[np.int64] | None:
     """Bytes of a column of text, or of the contents of chat messages, by row."""
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -22,12 +22,12 @@ from streamrl.files.bounded_read import check_depth, parse_json
 
 JSON_COLUMNS = ("reward_model", "extra_info", "tools", "chat_template_kwargs")
 """Columns of objects, which may stand there as JSON text: a column of parquet has one type."""
-_CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+_CHAT_PATTERN = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 """How a list of chat messages begins, in JSON or as Python prints it."""
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     """One row: `place` names it in errors; `index` counts the file's lines or records from 0.
 
     `tools` (JSON schemas of functions) and `template_arguments` are for the chat template.
@@ -54,7 +54,7 @@ class BadRow:
 
 def load_rows(
     path: str, prompt_key: str = "prompt", *, label_key: str = "", split: str = ""
-) -> Iterator[Row]:
+) -> Iterator[DataRow]:
     """The rows of a data file, one at a time, in file order.
 
     Raises ConfigError naming file, row and rule: at the first row that cannot be used, and before
@@ -69,47 +69,47 @@ def load_rows(
 
 def parse_record(
     record: Any, place: str, index: int, *, prompt_key: str, label_key: str
-) -> Row | BadRow:
+) -> DataRow | BadRow:
     """Read a record of a data file as a row; `record` may be the error that says why it is none."""
     try:
         if isinstance(record, ConfigError):
             raise record
         check_depth(record)
-        return _parse(record, place, index, prompt_key=prompt_key, label_key=label_key)
+        return _parse_row(record, place, index, prompt_key=prompt_key, label_key=label_key)
     except ConfigError as error:
         return BadRow(index, error)
     except ValueError as error:
         return BadRow(index, ConfigError(f"{place}: {error}"))
 
 
-def _parse(record: Any, place: str, index: int, *, prompt_key: str, label_key: str) -> Row:
+def _parse_row(record: Any, place: str, index: int, *, prompt_key: str, label_key: str) -> DataRow:
     if not isinstance(record, dict):
-        raise ConfigError(f"{place}: must be a JSON object, is {_type_name(record)}")
+        raise ConfigError(f"{place}: must be a JSON object, is {_describe_type(record)}")
     for setting, key in (("data.prompt_key", prompt_key), ("label_key", label_key)):
         if key and key not in record:
             columns = ", ".join(map(str, record)) or "none"
             raise ConfigError(f"{place}: no column {key!r} ({setting}); the columns are: {columns}")
-    fields = _without_nulls(_parse_texts(record, place, prompt_key, label_key))
+    fields = _remove_nulls(_parse_json_texts(record, place, prompt_key, label_key))
     prompt = fields.pop(prompt_key, None)
-    data_source = _typed(fields.pop("data_source", ""), str, name="data_source", place=place)
+    data_source = _check_type(fields.pop("data_source", ""), str, name="data_source", place=place)
     ground_truth = fields.get(label_key) if label_key else _take_ground_truth(fields, place)
-    extra_info = _typed(fields.pop("extra_info", {}), dict, name="extra_info", place=place)
-    return Row(
+    extra_info = _check_type(fields.pop("extra_info", {}), dict, name="extra_info", place=place)
+    return DataRow(
         place=place,
         index=index,
-        messages=_messages(prompt, name=prompt_key, place=place),
+        messages=_normalize_messages(prompt, name=prompt_key, place=place),
         data_source=data_source,
         ground_truth=ground_truth,
         extra_info=fields | extra_info,
         is_chat=not isinstance(prompt, str),
-        tools=_tools(fields.get("tools", []), place),
-        template_arguments=_typed(
+        tools=_check_tools(fields.get("tools", []), place),
+        template_arguments=_check_type(
             fields.get("chat_template_kwargs", {}), dict, name="chat_template_kwargs", place=place
         ),
     )
 
 
-def _parse_texts(
+def _parse_json_texts(
     record: Mapping[str, Any], place: str, prompt_key: str, label_key: str
 ) -> dict[str, Any]:
     """Read the JSON texts of a record that stand for objects or messages."""
@@ -130,7 +130,7 @@ def _parse_messages(text: str, name: str, place: str) -> Any:
     try:
         found = parse_json(text) if text.lstrip().startswith("[") else None
     except ValueError as error:
-        if _CHAT.match(text):
+        if _CHAT_PATTERN.match(text):
             raise ConfigError(
                 f"{place}: {name} looks like chat messages, which must be JSON: {error}"
             ) from None
@@ -139,15 +139,15 @@ def _parse_messages(text: str, name: str, place: str) -> Any:
     return found if is_chat else text
 
 
-def _tools(tools: Any, place: str) -> list[Mapping[str, Any]]:
+def _check_tools(tools: Any, place: str) -> list[Mapping[str, Any]]:
     """Read the functions that a row offers to the model."""
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ConfigError(f"{place}: tools must be a list of objects, is {_type_name(tools)}")
+        raise ConfigError(f"{place}: tools must be a list of objects, is {_describe_type(tools)}")
     return tools
 
 
 def _take_ground_truth(fields: dict[str, Any], place: str) -> Any:
-    rule = _typed(fields.pop("reward_model", {}), dict, name="reward_model", place=place)
+    rule = _check_type(fields.pop("reward_model", {}), dict, name="reward_model", place=place)
     if "ground_truth" in rule and "ground_truth" in fields:
         raise ConfigError(
             f"{place}: ground_truth stands at the top and in reward_model: give it once"
@@ -155,28 +155,28 @@ def _take_ground_truth(fields: dict[str, Any], place: str) -> Any:
     return fields.pop("ground_truth", rule.get("ground_truth"))
 
 
-def _messages(prompt: Any, *, name: str, place: str) -> tuple[Mapping[str, Any], ...]:
+def _normalize_messages(prompt: Any, *, name: str, place: str) -> tuple[Mapping[str, Any], ...]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
         raise ConfigError(
-            f"{place}: {name} must be text or a list of chat messages, is {_type_name(prompt)}"
+            f"{place}: {name} must be text or a list of chat messages, is {_describe_type(prompt)}"
         )
     return tuple(
-        _message(message, where=f"message {number} of {name}", place=place)
+        _normalize_message(message, where=f"message {number} of {name}", place=place)
         for number, message in enumerate(prompt, 1)
     )
 
 
-def _message(message: Any, *, where: str, place: str) -> Mapping[str, Any]:
+def _normalize_message(message: Any, *, where: str, place: str) -> Mapping[str, Any]:
     """Check a chat message, and make one text of its parts."""
-    _typed(message, dict, name=where, place=place)
+    _check_type(message, dict, name=where, place=place)
     # An assistant that calls a tool need not say anything besides.
     content = message.get("content", "" if "tool_calls" in message else None)
     if isinstance(content, list):
-        content = "".join(_part(part, where=where, place=place) for part in content)
+        content = "".join(_get_part_text(part, where=where, place=place) for part in content)
     for key, value in (("role", message.get("role")), ("content", content)):
-        text = _typed(value, str, name=f"{key} of {where}", place=place)
+        text = _check_type(value, str, name=f"{key} of {where}", place=place)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -184,32 +184,32 @@ def _message(message: Any, *, where: str, place: str) -> Mapping[str, Any]:
     return {**message, "content": content}
 
 
-def _part(part: Any, *, where: str, place: str) -> str:
+def _get_part_text(part: Any, *, where: str, place: str) -> str:
     """Return the text of one part of a message's content."""
     if isinstance(part, str):
         return part
-    kind = part.get("type") if isinstance(part, dict) else _type_name(part)
+    kind = part.get("type") if isinstance(part, dict) else _describe_type(part)
     if kind != "text" or not isinstance(part.get("text"), str):
         raise ConfigError(f"{place}: content of {where} has a part of type {kind}, must be text")
     return str(part["text"])
 
 
-def _typed(value: Any, wanted: type, *, name: str, place: str) -> Any:
+def _check_type(value: Any, wanted: type, *, name: str, place: str) -> Any:
     if not isinstance(value, wanted):
         word = "text" if wanted is str else "an object"
-        raise ConfigError(f"{place}: {name} must be {word}, is {_type_name(value)}")
+        raise ConfigError(f"{place}: {name} must be {word}, is {_describe_type(value)}")
     return value
 
 
-def _without_nulls(value: Any) -> Any:
+def _remove_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: _remove_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return [_remove_nulls(item) for item in value]
     return value
 
 
-def _type_name(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     if value is None:
         return "null or missing"
     return "an empty list" if value == [] else type(value).__name__

@@ -24,38 +24,38 @@ from torch import Tensor
 
 from streamrl.errors import CheckpointError
 from streamrl.files.bounded_read import parse_json, read_small_json
-from streamrl.resharding import Box, Shard
-from streamrl.resharding.boxes import remainder
-from streamrl.resharding.layouts import Piece
+from streamrl.resharding import TensorBox, TensorShard
+from streamrl.resharding.boxes import subtract_boxes
+from streamrl.resharding.layouts import ShardPiece
 
-FORMAT = 2
+FORMAT_VERSION = 2
 PROGRESS_FILE = "trainer.json"
-VALUE, MOMENTS = "value", ("exp_avg", "exp_avg_sq")
-FILE_BYTES = 256 << 20
+VALUE_KIND, MOMENT_KINDS = "value", ("exp_avg", "exp_avg_sq")
+MAX_FILE_BYTES = 256 << 20
 """Size at which another file is begun: so much of a state is in memory twice while it is saved."""
-_SHARDS = "shards"
+_SHARDS_KEY = "shards"
 
 
 @dataclass(frozen=True)
-class Fragment:
+class ParameterFragment:
     """A part of a parameter as a rank's optimizer has it.
 
     It is `shard.numel` elements of the optimizer's own tensor `owner`, from `start` on. `is_copy`:
     another rank saves the same.
     """
 
-    shard: Shard
-    owner: Tensor
-    start: int = 0
+    shard: TensorShard
+    optimizer_tensor: Tensor
+    offset: int = 0
     is_copy: bool = False
 
-    def of(self, block: Tensor) -> Tensor:
+    def slice_block(self, block: Tensor) -> Tensor:
         """Its elements [n] of a tensor that lies as the owner does."""
-        return block.detach().view(-1).narrow(0, self.start, self.shard.numel)
+        return block.detach().view(-1).narrow(0, self.offset, self.shard.numel)
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainerProgress:
     """How far a trainer has come. `step` is its optimizer's, 0 before the first.
 
     `layout` is what it was written with, in words; `adapters` what another run has to have alike.
@@ -68,63 +68,71 @@ class Progress:
 
 
 def save_state(
-    directory: Path, rank: int, fragments: Iterable[Fragment], optimizer: torch.optim.Optimizer
+    directory: Path,
+    rank: int,
+    fragments: Iterable[ParameterFragment],
+    optimizer: torch.optim.Optimizer,
 ) -> int:
     """Write what a rank has of the state; returns the optimizer's step."""
     steps = {0}
-    with _Files(directory, f"state_{rank:05d}") as files:
+    with _StateWriter(directory, f"state_{rank:05d}") as files:
         for fragment in fragments:
-            state = optimizer.state.get(fragment.owner, {})
+            state = optimizer.state.get(fragment.optimizer_tensor, {})
             steps.add(int(state.get("step", 0)))
             if fragment.is_copy:
                 continue
-            blocks = {VALUE: fragment.owner, **{m: state[m] for m in MOMENTS if m in state}}
+            blocks = {
+                VALUE_KIND: fragment.optimizer_tensor,
+                **{m: state[m] for m in MOMENT_KINDS if m in state},
+            }
             for kind, block in blocks.items():
-                files.add(kind, fragment.shard, fragment.of(block))
+                files.add_shard(kind, fragment.shard, fragment.slice_block(block))
     return max(steps)
 
 
 def load_state(
     directory: Path,
     step: int,
-    fragments: Iterable[Fragment],
+    fragments: Iterable[ParameterFragment],
     optimizer: torch.optim.Optimizer,
-    placed: Iterable[tuple[str, Tensor, Shard]],
+    placed: Iterable[tuple[str, Tensor, TensorShard]],
 ) -> None:
     """Fill a rank's optimizer from what any ranks saved, and the parameters computed with.
 
     Raises CheckpointError if a part of them was not saved.
     """
-    with StateFiles(directory) as files:
+    with StateReader(directory) as files:
         for fragment in fragments:
-            files.fill(VALUE, fragment.shard, fragment.of(fragment.owner))
+            files.fill_shard(
+                VALUE_KIND, fragment.shard, fragment.slice_block(fragment.optimizer_tensor)
+            )
             if not step:
                 continue
-            state = optimizer.state[fragment.owner]
+            state = optimizer.state[fragment.optimizer_tensor]
             if not state:
-                own = fragment.owner.detach()
-                state |= {kind: torch.zeros_like(own) for kind in MOMENTS}
+                own = fragment.optimizer_tensor.detach()
+                state |= {kind: torch.zeros_like(own) for kind in MOMENT_KINDS}
             state["step"] = torch.tensor(float(step), dtype=torch.float32)
-            for kind in MOMENTS:
-                files.fill(kind, fragment.shard, fragment.of(state[kind]))
+            for kind in MOMENT_KINDS:
+                files.fill_shard(kind, fragment.shard, fragment.slice_block(state[kind]))
         for _, tensor, shard in placed:
-            files.fill(VALUE, shard, tensor.detach().view(-1)[: shard.numel])
+            files.fill_shard(VALUE_KIND, shard, tensor.detach().view(-1)[: shard.numel])
 
 
-def write_progress(directory: Path, progress: Progress) -> None:
+def write_progress(directory: Path, progress: TrainerProgress) -> None:
     """Write what one rank knows for all."""
-    text = json.dumps({"format": FORMAT, **vars(progress)}, indent=1)
+    text = json.dumps({"format": FORMAT_VERSION, **vars(progress)}, indent=1)
     (directory / PROGRESS_FILE).write_text(text + "\n")
 
 
-def read_progress(directory: Path) -> Progress:
+def read_progress(directory: Path) -> TrainerProgress:
     """Read what `write_progress` wrote. Raises CheckpointError for anything else."""
     path = directory / PROGRESS_FILE
     try:
         found = read_small_json(path)
-        if found.pop("format") != FORMAT:
-            raise CheckpointError(f"{path}: not a trainer's state of format {FORMAT}")
-        progress = Progress(**found)
+        if found.pop("format") != FORMAT_VERSION:
+            raise CheckpointError(f"{path}: not a trainer's state of format {FORMAT_VERSION}")
+        progress = TrainerProgress(**found)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: {error!r}: cannot be read") from error
     if not all(isinstance(n, int) and n >= 0 for n in (progress.num_updates, progress.step)):
@@ -137,12 +145,12 @@ def save_rng(directory: Path, rank: int) -> None:
     found = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         found["cuda"] = torch.cuda.get_rng_state()
-    _rng_file(directory, rank).write_bytes(to_safetensors(found))
+    _make_rng_path(directory, rank).write_bytes(to_safetensors(found))
 
 
-def load_rng(directory: Path, rank: int) -> None:
+def restore_rng(directory: Path, rank: int) -> None:
     """Go on with them; a rank that was not there when they were saved keeps its own."""
-    path = _rng_file(directory, rank)
+    path = _make_rng_path(directory, rank)
     if not path.is_file():
         return
     found = _read_rng(path)
@@ -153,7 +161,7 @@ def load_rng(directory: Path, rank: int) -> None:
 
 def _read_rng(path: Path) -> dict[str, Tensor]:
     """Read where a rank's random numbers are. Raises CheckpointError for what is no such state."""
-    with _opened(path) as file:
+    with _open_safetensors(path) as file:
         found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     now, then = torch.get_rng_state(), found.get("cpu")
     if then is None or (then.dtype, then.shape) != (now.dtype, now.shape):
@@ -161,44 +169,44 @@ def _read_rng(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def check_state(directory: Path) -> Progress:
+def check_saved_state(directory: Path) -> TrainerProgress:
     """Check, of large files by their headers, that a state is whole, or raise CheckpointError."""
     progress = read_progress(directory)
-    with StateFiles(directory) as files:
-        files.check(MOMENTS if progress.step else ())
+    with StateReader(directory) as files:
+        files.check_complete(MOMENT_KINDS if progress.step else ())
     for path in sorted(directory.glob("rng_*.safetensors")):
         _read_rng(path)
     return progress
 
 
-class StateFiles:
+class StateReader:
     """The parts that all ranks saved, by kind and tensor. A context: its files are mapped."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._parts: dict[tuple[str, str], list[tuple[Shard, Any]]] = {}
-        self._opened = ExitStack()
+        self._parts: dict[tuple[str, str], list[tuple[TensorShard, Any]]] = {}
+        self._exit_stack = ExitStack()
 
-    def __enter__(self) -> "StateFiles":
+    def __enter__(self) -> "StateReader":
         with ExitStack() as unless_done:
-            unless_done.push(self._opened)
+            unless_done.push(self._exit_stack)
             paths = sorted(self._directory.glob("state_*.safetensors"))
             if not paths:
                 raise CheckpointError(f"{self._directory} holds no state of a trainer")
             for path in paths:
-                self._list_parts(path, unless_done.enter_context(_opened(path)))
-            self._opened = unless_done.pop_all()
+                self._index_parts(path, unless_done.enter_context(_open_safetensors(path)))
+            self._exit_stack = unless_done.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._opened.close()
+        self._exit_stack.close()
 
-    def _list_parts(self, path: Path, file: Any) -> None:
+    def _index_parts(self, path: Path, file: Any) -> None:
         try:
-            shards = parse_json((file.metadata() or {})[_SHARDS])
+            shards = parse_json((file.metadata() or {})[_SHARDS_KEY])
             for key in file.keys():  # noqa: SIM118
                 kind, _, name = key.partition("/")
-                shard = _read_shard(name, shards[name])
+                shard = _decode_shard(name, shards[name])
                 if file.get_slice(key).get_shape() != [shard.numel]:
                     raise ValueError(f"{key}: not as many elements as its shard")
                 entry = (shard, partial(file.get_tensor, key))
@@ -206,104 +214,106 @@ class StateFiles:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise CheckpointError(f"{path}: not a trainer's state: {error!r}") from error
 
-    def fill(self, kind: str, shard: Shard, target: Tensor) -> None:
+    def fill_shard(self, kind: str, shard: TensorShard, target: Tensor) -> None:
         """Fill what a rank stores of a tensor, [n], from all parts that have some of it."""
         missing = shard.boxes
         for part, read in self._parts.get((kind, shard.tensor), ()):
             common = [
-                (piece.within(box), own.within(box))
+                (piece.narrow_to(box), own.narrow_to(box))
                 for piece in part.pieces
                 for own in shard.pieces
-                if (box := piece.box.meet(own.box))
+                if (box := piece.box.intersect(own.box))
             ]
             if not common or not missing:
                 continue
             source = read()
             for piece, own in common:
-                _view(target, own).copy_(_view(source, piece))
-            missing = remainder(missing, [piece.box for piece, _ in common])
+                _view_piece(target, own).copy_(_view_piece(source, piece))
+            missing = subtract_boxes(missing, [piece.box for piece, _ in common])
         if missing:
             raise CheckpointError(
                 f"{self._directory} lacks {kind} of {shard.tensor}{missing[0]}: it was written for"
                 " another model, or is not whole"
             )
 
-    def check(self, kinds: Iterable[str]) -> None:
+    def check_complete(self, kinds: Iterable[str]) -> None:
         """Raise CheckpointError unless the parts of each tensor make up all of it."""
-        names = [name for kind, name in self._parts if kind == VALUE]
-        for kind in (VALUE, *kinds):
+        names = [name for kind, name in self._parts if kind == VALUE_KIND]
+        for kind in (VALUE_KIND, *kinds):
             for name in names:
                 found = [
                     box for shard, _ in self._parts.get((kind, name), ()) for box in shard.boxes
                 ]
                 # A tensor ends where the farthest part of it does.
-                stops = zip(*(box.stop for box in self._parts_of(name)), strict=True)
-                whole = Box.whole(tuple(map(max, stops)))
-                if missing := remainder([whole], found):
+                stops = zip(*(box.stop for box in self._iter_boxes(name)), strict=True)
+                whole = TensorBox.from_shape(tuple(map(max, stops)))
+                if missing := subtract_boxes([whole], found):
                     raise CheckpointError(f"{self._directory} lacks {kind} of {name}{missing[0]}")
 
-    def _parts_of(self, name: str) -> Iterator[Box]:
-        for shard, _ in self._parts.get((VALUE, name), ()):
-            yield from (box for box, _ in shard.parts)
+    def _iter_boxes(self, name: str) -> Iterator[TensorBox]:
+        for shard, _ in self._parts.get((VALUE_KIND, name), ()):
+            yield from (box for box, _ in shard.box_origins)
 
 
 @dataclass
-class _Files:
+class _StateWriter:
     """The files that one rank writes, each of bounded size."""
 
     directory: Path
     stem: str
-    _count: int = 0
-    _bytes: int = 0
-    _tensors: dict[str, Tensor] = field(default_factory=dict)
-    _shards: dict[str, Any] = field(default_factory=dict)
+    _num_files: int = 0
+    _pending_bytes: int = 0
+    _pending_tensors: dict[str, Tensor] = field(default_factory=dict)
+    _pending_shards: dict[str, Any] = field(default_factory=dict)
 
-    def __enter__(self) -> "_Files":
+    def __enter__(self) -> "_StateWriter":
         return self
 
-    def add(self, kind: str, shard: Shard, elements: Tensor) -> None:
+    def add_shard(self, kind: str, shard: TensorShard, elements: Tensor) -> None:
         """Take a part; it is copied."""
-        self._tensors[f"{kind}/{shard.tensor}"] = elements.to("cpu", copy=True)
-        self._shards[shard.tensor] = _written_shard(shard)
-        self._bytes += elements.nbytes
-        if self._bytes >= FILE_BYTES:
-            self._write()
+        self._pending_tensors[f"{kind}/{shard.tensor}"] = elements.to("cpu", copy=True)
+        self._pending_shards[shard.tensor] = _encode_shard(shard)
+        self._pending_bytes += elements.nbytes
+        if self._pending_bytes >= MAX_FILE_BYTES:
+            self._write_file()
 
-    def _write(self) -> None:
-        path = self.directory / f"{self.stem}_{self._count:03d}.safetensors"
-        path.write_bytes(to_safetensors(self._tensors, {_SHARDS: json.dumps(self._shards)}))
-        self._tensors, self._shards = {}, {}
-        self._count, self._bytes = self._count + 1, 0
+    def _write_file(self) -> None:
+        path = self.directory / f"{self.stem}_{self._num_files:03d}.safetensors"
+        path.write_bytes(
+            to_safetensors(self._pending_tensors, {_SHARDS_KEY: json.dumps(self._pending_shards)})
+        )
+        self._pending_tensors, self._pending_shards = {}, {}
+        self._num_files, self._pending_bytes = self._num_files + 1, 0
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None and self._tensors:
-            self._write()
+        if kind is None and self._pending_tensors:
+            self._write_file()
 
 
-def _view(stored: Tensor, piece: Piece) -> Tensor:
+def _view_piece(stored: Tensor, piece: ShardPiece) -> Tensor:
     offset = int(stored.storage_offset()) + piece.offset
     return stored.as_strided(piece.box.shape, piece.strides, offset)
 
 
-def _written_shard(shard: Shard) -> list[Any]:
-    parts = [[box.start, box.stop, at] for box, at in shard.parts]
-    return [shard.shape, parts, shard.run]
+def _encode_shard(shard: TensorShard) -> list[Any]:
+    parts = [[box.start, box.stop, at] for box, at in shard.box_origins]
+    return [shard.shape, parts, shard.flat_range]
 
 
-def _read_shard(name: str, written: Any) -> Shard:
+def _decode_shard(name: str, written: Any) -> TensorShard:
     shape, parts, run = written
-    found = tuple((Box(tuple(start), tuple(stop)), tuple(at)) for start, stop, at in parts)
-    shard = Shard(name, tuple(shape), found, None if run is None else (run[0], run[1]))
+    found = tuple((TensorBox(tuple(start), tuple(stop)), tuple(at)) for start, stop, at in parts)
+    shard = TensorShard(name, tuple(shape), found, None if run is None else (run[0], run[1]))
     if shard.numel != sum(box.numel for box in shard.boxes):
         raise ValueError(f"{name}: its parts are not what it stores")
     return shard
 
 
-def _rng_file(directory: Path, rank: int) -> Path:
+def _make_rng_path(directory: Path, rank: int) -> Path:
     return directory / f"rng_{rank:05d}.safetensors"
 
 
-def _opened(path: Path) -> Any:
+def _open_safetensors(path: Path) -> Any:
     """A safetensors file; raises CheckpointError unless it is a whole one."""
     try:
         if not path.is_file():
@@ -320,5 +330,5 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """Read what `save_tensors` wrote, as tensors of their own. Raises CheckpointError."""
-    with _opened(path) as file:
+    with _open_safetensors(path) as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118

@@ -6,25 +6,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from streamrl.engines.checkpoint.legacy_pickles import load_plain, not_plain
+from streamrl.engines.checkpoint.legacy_pickles import load_plain_pickle, make_unsafe_pickle_error
 from streamrl.engines.checkpoint.sharded_state import (
     PROGRESS_FILE,
-    Progress,
-    load_rng,
+    TrainerProgress,
     load_state,
     read_progress,
+    restore_rng,
     save_rng,
     save_state,
     write_progress,
 )
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import CheckpointError
-from streamrl.files.atomic_write import checkpoint_errors
+from streamrl.files.atomic_write import wrap_checkpoint_errors
 
 if TYPE_CHECKING:
     from streamrl.engines.training.trainer import TrainingBackend
 
-PICKLED = {"layout": str, "num_updates": int, "rng": torch.Tensor}
+LEGACY_FIELDS = {"layout": str, "num_updates": int, "rng": torch.Tensor}
 """What each rank once wrote, and of which kind; cuda_rng besides, which may be None."""
 
 
@@ -36,12 +36,14 @@ def save_trainer(
     num_updates: int,
 ) -> None:
     """Write what a rank has. Raises NoSpaceError, or CheckpointError, if the disk refuses."""
-    with checkpoint_errors(directory):
+    with wrap_checkpoint_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        step = save_state(directory, rank, backend.fragments(), backend.optimizer)
+        step = save_state(directory, rank, backend.iter_fragments(), backend.optimizer)
         save_rng(directory, rank)
         if rank == 0:
-            progress = Progress(num_updates, step, layout_of(config), _adapters_of(config))
+            progress = TrainerProgress(
+                num_updates, step, describe_layout(config), _describe_adapters(config)
+            )
             write_progress(directory, progress)
 
 
@@ -53,34 +55,36 @@ def load_trainer(
     Collective. Raises CheckpointError if it is of another model or other adapters.
     """
     if not (directory / PROGRESS_FILE).is_file() and list(directory.glob("rank_*.pt")):
-        return _load_pickled(directory, rank, backend, config)
-    progress, adapters = read_progress(directory), _adapters_of(config)
+        return _load_legacy_state(directory, rank, backend, config)
+    progress, adapters = read_progress(directory), _describe_adapters(config)
     if progress.adapters != adapters:
         was, now = (said or "no adapters" for said in (progress.adapters, adapters))
         raise CheckpointError(f"{directory} was written with {was}, not {now}")
-    load_state(directory, progress.step, backend.fragments(), backend.optimizer, backend.placed())
-    backend.refresh()
-    load_rng(directory, rank)
+    load_state(
+        directory, progress.step, backend.iter_fragments(), backend.optimizer, backend.iter_shards()
+    )
+    backend.refresh_params()
+    restore_rng(directory, rank)
     return progress.num_updates
 
 
-def _load_pickled(
+def _load_legacy_state(
     directory: Path, rank: int, backend: "TrainingBackend", config: TrainerConfig
 ) -> int:
     """Read what backends once wrote by themselves, for their own layout alone."""
-    path, layout = directory / f"rank_{rank}.pt", layout_of(config)
+    path, layout = directory / f"rank_{rank}.pt", describe_layout(config)
     if not path.is_file():
         raise CheckpointError(f"{directory} holds no trainer state of rank {rank}")
     try:
-        progress = load_pickled_progress(path)
+        progress = load_legacy_progress(path)
         if progress["layout"] != layout:
             raise CheckpointError(
                 f"{directory} was written with {progress['layout']}, not {layout}; of this old"
                 " form, the layout has to stay"
             )
-        backend.load_pickled(directory)
+        backend.load_legacy_state(directory)
     except pickle.UnpicklingError as error:
-        raise not_plain(directory) from error
+        raise make_unsafe_pickle_error(directory) from error
     torch.set_rng_state(progress["rng"])
     if progress["cuda_rng"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(progress["cuda_rng"])
@@ -88,26 +92,28 @@ def _load_pickled(
     return num_updates
 
 
-def load_pickled_progress(path: Path) -> dict[str, Any]:
+def load_legacy_progress(path: Path) -> dict[str, Any]:
     """Load what a rank once wrote beside its state. Raises CheckpointError for anything else."""
-    found = load_plain(path)
+    found = load_plain_pickle(path)
     is_it = isinstance(found, dict) and "cuda_rng" in found
-    if not is_it or not all(isinstance(found.get(key), kind) for key, kind in PICKLED.items()):
+    if not is_it or not all(
+        isinstance(found.get(key), kind) for key, kind in LEGACY_FIELDS.items()
+    ):
         raise CheckpointError(f"{path}: not a trainer's state of the old form")
     return found
 
 
-def layout_of(config: TrainerConfig) -> str:
+def describe_layout(config: TrainerConfig) -> str:
     """What a state is written with, in words."""
-    has_stages = config.backend == "deepspeed" or config.gathers
+    has_stages = config.backend == "deepspeed" or config.has_sharded_params
     stage = f" zero_stage={config.zero_stage}" if has_stages else ""
     tensor = f" tensor_parallel={config.tensor_parallel}" if config.tensor_parallel > 1 else ""
-    adapters = _adapters_of(config)
+    adapters = _describe_adapters(config)
     lora = f" {adapters}" if adapters else ""
     return f"backend={config.backend}{stage} world_size={config.world_size}{tensor}{lora}"
 
 
-def _adapters_of(config: TrainerConfig) -> str:
+def _describe_adapters(config: TrainerConfig) -> str:
     """The settings of LoRA, in words; empty without."""
     settings = ("lora_rank", "lora_alpha", "lora_targets") if config.lora_rank else ()
     return " ".join(f"{name}={vars(config)[name]}" for name in settings)

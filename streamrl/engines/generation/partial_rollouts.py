@@ -14,7 +14,7 @@ import numpy as np
 from streamrl.messages import Array, FinishReason, Rollout
 
 
-def unsampled(prompt_ids: Array) -> Rollout:
+def make_empty_rollout(prompt_ids: Array) -> Rollout:
     """The rollout of a prompt, int32 [P], of which nothing is sampled yet."""
     num_tokens = len(prompt_ids)
     return Rollout(
@@ -26,7 +26,7 @@ def unsampled(prompt_ids: Array) -> Rollout:
     )
 
 
-def all_begun(
+def resolve_partials(
     prompt_ids: Array, begun: Sequence[Rollout], *, num_rollouts: int
 ) -> Sequence[Rollout]:
     """What there is of each of the rollouts of a prompt; `begun` may be empty.
@@ -34,7 +34,7 @@ def all_begun(
     Raises ValueError if it is not one per rollout, or begins with another prompt.
     """
     if not begun:
-        return [unsampled(prompt_ids)] * num_rollouts
+        return [make_empty_rollout(prompt_ids)] * num_rollouts
     if len(begun) != num_rollouts:
         raise ValueError(f"{len(begun)} begun rollouts for {num_rollouts} seeds")
     if any(not np.array_equal(r.token_ids[: len(prompt_ids)], prompt_ids) for r in begun):
@@ -42,7 +42,9 @@ def all_begun(
     return begun
 
 
-def room(rollout: Rollout, *, num_prompt: int, max_new_tokens: int, max_length: int) -> int:
+def count_remaining_tokens(
+    rollout: Rollout, *, num_prompt: int, max_new_tokens: int, max_length: int
+) -> int:
     """Tokens a rollout may still be given; 0 if it is finished.
 
     `max_new_tokens` bounds what follows the prompt of `num_prompt` tokens, `max_length` all of it.
@@ -53,14 +55,14 @@ def room(rollout: Rollout, *, num_prompt: int, max_new_tokens: int, max_length: 
     return max(0, min(max_new_tokens - (length - num_prompt), max_length - length))
 
 
-def ended(rollout: Rollout) -> Rollout:
+def finish_by_length(rollout: Rollout) -> Rollout:
     """The rollout, which can be given no more tokens: if it is not finished, its length ends it."""
     if rollout.finish_reason is not FinishReason.ABORT:
         return rollout
     return replace(rollout, finish_reason=FinishReason.LENGTH)
 
 
-def continuation_seed(seed: int, num_begun: int) -> int:
+def derive_continuation_seed(seed: int, num_begun: int) -> int:
     """The seed that samples on after `num_begun` tokens; 0 to 2^63 - 1.
 
     With the rollout's own seed the draws would be those of its first tokens once more. It follows
@@ -72,7 +74,7 @@ def continuation_seed(seed: int, num_begun: int) -> int:
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
-def extended(
+def extend_rollout(
     rollout: Rollout,
     token_ids: Sequence[int],
     *,
@@ -82,13 +84,13 @@ def extended(
 ) -> Rollout:
     """A rollout and the tokens that were sampled after it."""
     return Rollout(
-        token_ids=_appended(rollout.token_ids, token_ids),
-        loss_mask=_appended(rollout.loss_mask, np.ones(len(token_ids), np.bool_)),
-        generator_logprobs=_appended(rollout.generator_logprobs, logprobs),
-        policy_version=_appended(rollout.policy_version, versions),
+        token_ids=_append_values(rollout.token_ids, token_ids),
+        loss_mask=_append_values(rollout.loss_mask, np.ones(len(token_ids), np.bool_)),
+        generator_logprobs=_append_values(rollout.generator_logprobs, logprobs),
+        policy_version=_append_values(rollout.policy_version, versions),
         finish_reason=finish_reason,
     )
 
 
-def _appended(array: Array, values: Sequence[float] | Array) -> Array:
+def _append_values(array: Array, values: Sequence[float] | Array) -> Array:
     return np.concatenate([array, np.asarray(values, array.dtype)])

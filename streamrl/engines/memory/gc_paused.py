@@ -6,31 +6,31 @@ from contextlib import contextmanager
 from threading import Lock
 
 
-class _Collector:
+class _GcPauser:
     """Python's collector of garbage, for those who do without it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._users = 0
-        self._was_on = False
+        self._num_users = 0
+        self._was_enabled = False
 
     @contextmanager
-    def rests(self) -> Iterator[None]:
+    def pause_gc(self) -> Iterator[None]:
         """Nothing is collected until all that are in here, in whatever thread, are out."""
         with self._lock:
-            if not self._users:
-                self._was_on = gc.isenabled()
+            if not self._num_users:
+                self._was_enabled = gc.isenabled()
                 gc.disable()
-            self._users += 1
+            self._num_users += 1
         try:
             yield
         finally:
             with self._lock:
-                self._users -= 1
-                if not self._users and self._was_on:
+                self._num_users -= 1
+                if not self._num_users and self._was_enabled:
                     gc.enable()
 
 
-uncollected = _Collector().rests
+pause_gc = _GcPauser().pause_gc
 """Around such work: `with uncollected(): ...`. Ends that overlap in time or lie in one another are
 no matter."""

@@ -8,30 +8,32 @@ from dataclasses import dataclass
 
 import torch
 
-from streamrl.engines.dtypes import trained_dtype
-from streamrl.engines.trainer_config import BUCKET_ELEMENTS, SHARDS_PARAMETERS, TrainerConfig
+from streamrl.engines.dtypes import resolve_trainer_dtype
+from streamrl.engines.trainer_config import BUCKET_ELEMENTS, PARAMETER_SHARDING_STAGE, TrainerConfig
 
-FLOAT = 4
-REDUCED_AT_ONCE = 500_000_000
+FLOAT32_BYTES = 4
+ZERO0_REDUCE_ELEMENTS = 500_000_000
 """Elements, of ZeRO's stage 0."""
-UPDATED_AT_ONCE = 1_000_000_000
+ZERO3_SUB_GROUP_ELEMENTS = 1_000_000_000
 """Elements, of ZeRO's stage 3."""
 
 
 @dataclass(frozen=True)
-class Passing:
+class TransientMemory:
     """Bytes that come on top of weights, gradients and the optimizer's state.
 
     held: from micro-batch to micro-batch. backward: of a backward pass alone. update: of an update
     alone.
     """
 
-    held: int = 0
+    between_micro_batches: int = 0
     backward: int = 0
     update: int = 0
 
 
-def passing_memory(trainer: TrainerConfig, *, trained: int, largest: int, on_gpu: bool) -> Passing:
+def estimate_transient_memory(
+    trainer: TrainerConfig, *, trained: int, largest: int, on_gpu: bool
+) -> TransientMemory:
     """Of a rank that trains so many elements, of which the largest parameter it keeps has some.
 
     Before ZeRO divides them: `trained` are those of the whole model, with backend torch those that
@@ -39,45 +41,54 @@ def passing_memory(trainer: TrainerConfig, *, trained: int, largest: int, on_gpu
     """
     # On a GPU AdamW takes the roots of all second moments at once, on a CPU of one parameter's, and
     # divides them into new memory.
-    roots = (trained if on_gpu else 2 * largest) * FLOAT
+    roots = (trained if on_gpu else 2 * largest) * FLOAT32_BYTES
     if trainer.backend != "deepspeed":
-        return Passing(update=roots)
-    reduced = min(trained, REDUCED_AT_ONCE) * FLOAT
+        return TransientMemory(update=roots)
+    reduced = min(trained, ZERO0_REDUCE_ELEMENTS) * FLOAT32_BYTES
     if trainer.zero_stage == 0:
-        return Passing(update=max(reduced, roots))
-    if trainer.zero_stage == 1 and trained_dtype(trainer) is torch.bfloat16:
+        return TransientMemory(update=max(reduced, roots))
+    if trainer.zero_stage == 1 and resolve_trainer_dtype(trainer) is torch.bfloat16:
         # Gradients are there as they were computed, too; they are reduced without buckets.
-        roots = _of_one_tensor(-(-trained // trainer.world_size), on_gpu=on_gpu)
-        return Passing(held=trained * trained_dtype(trainer).itemsize, update=max(reduced, roots))
-    return _of_buckets(trainer, trained, on_gpu=on_gpu)
+        roots = _estimate_adamw_bytes(-(-trained // trainer.world_size), on_gpu=on_gpu)
+        return TransientMemory(
+            between_micro_batches=trained * resolve_trainer_dtype(trainer).itemsize,
+            update=max(reduced, roots),
+        )
+    return _estimate_bucket_memory(trainer, trained, on_gpu=on_gpu)
 
 
-def _of_one_tensor(elements: int, *, on_gpu: bool) -> int:
+def _estimate_adamw_bytes(elements: int, *, on_gpu: bool) -> int:
     """Of AdamW for what ZeRO updates as one parameter, in bytes."""
-    return (1 if on_gpu else 2) * elements * FLOAT
+    return (1 if on_gpu else 2) * elements * FLOAT32_BYTES
 
 
-def _of_buckets(trainer: TrainerConfig, trained: int, *, on_gpu: bool) -> Passing:
+def _estimate_bucket_memory(
+    trainer: TrainerConfig, trained: int, *, on_gpu: bool
+) -> TransientMemory:
     """A bucket is reduced in a copy. For the update a rank's gradients are put into one tensor."""
-    itemsize = trained_dtype(trainer).itemsize
+    itemsize = resolve_trainer_dtype(trainer).itemsize
     full = min(BUCKET_ELEMENTS, trained)
     # What a CPU has not written to yet takes no memory.
     bucket = (BUCKET_ELEMENTS if on_gpu else full) * itemsize
     share = -(-trained // trainer.world_size)
-    flat = share * FLOAT
-    if trainer.zero_stage == SHARDS_PARAMETERS:
-        updated = min(share, UPDATED_AT_ONCE)
-        update = updated * FLOAT + _of_one_tensor(updated, on_gpu=on_gpu)
-        return Passing(held=bucket, backward=full * itemsize, update=update)
+    flat = share * FLOAT32_BYTES
+    if trainer.zero_stage == PARAMETER_SHARDING_STAGE:
+        updated = min(share, ZERO3_SUB_GROUP_ELEMENTS)
+        update = updated * FLOAT32_BYTES + _estimate_adamw_bytes(updated, on_gpu=on_gpu)
+        return TransientMemory(
+            between_micro_batches=bucket, backward=full * itemsize, update=update
+        )
     # The gradients are freed once they are in that tensor, before AdamW begins.
-    gradients = (trained if trainer.zero_stage == 1 else share) * FLOAT
-    update = max(flat, flat + _of_one_tensor(share, on_gpu=on_gpu) - gradients)
+    gradients = (trained if trainer.zero_stage == 1 else share) * FLOAT32_BYTES
+    update = max(flat, flat + _estimate_adamw_bytes(share, on_gpu=on_gpu) - gradients)
     last = min(full, trained - full)
     if trainer.zero_stage == 1:
         # Gradients move into the bucket, and out of it into a rank's part. It is there from the
         # first backward pass of a step on.
         held = bucket if on_gpu else 0
-        return Passing(held=held, update=max(update, bucket + last * itemsize - held))
+        return TransientMemory(
+            between_micro_batches=held, update=max(update, bucket + last * itemsize - held)
+        )
     # A rank's part is made anew, and then added to what there was.
     backward = bucket + max(full * itemsize, last * itemsize + share * itemsize)
-    return Passing(backward=backward, update=update)
+    return TransientMemory(backward=backward, update=update)

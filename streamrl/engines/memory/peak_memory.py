@@ -8,25 +8,25 @@ from contextlib import suppress
 from pathlib import Path
 
 MB = 1 << 20
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-RESET_PEAK = "5"
+PROC_STATUS, PROC_CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK_COMMAND = "5"
 """What has the kernel begin a new peak of resident memory."""
 MMAP_THRESHOLD = -3
 """The C library's M_MMAP_THRESHOLD: blocks from this size on are mapped apart."""
-LARGE = 1 << 20
+LARGE_BLOCK_BYTES = 1 << 20
 
 
-def give_back_large_at_once() -> None:
+def release_large_blocks_eagerly() -> None:
     """From now on give the system what is large as soon as it is freed.
 
     Otherwise the allocator learns to keep tensors of up to 32 MB for the next ones: of gradients
     that are freed before an update most would still count while it is made. Memory that is new
     each time costs time.
     """
-    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, LARGE)
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
-def give_back_freed() -> None:
+def release_freed_memory() -> None:
     """Give the system what was freed; the allocator keeps what is smaller than it maps apart.
 
     On a GPU torch's allocator keeps all of it, and vLLM's would find none for keys and values.
@@ -38,7 +38,7 @@ def give_back_freed() -> None:
         torch.cuda.empty_cache()
 
 
-class PeakMemory:
+class PeakMemoryTracker:
     """What was held at most, MB, in each of the phases that follow each other.
 
     On a CPU that is all the process has in memory, libraries and shared memory too. Where the
@@ -47,19 +47,19 @@ class PeakMemory:
 
     def __init__(self) -> None:
         self._peaks: dict[str, float] = {}
-        _take_peak()
+        _read_and_reset_peak()
 
-    def ends(self, phase: str) -> None:
+    def record_phase(self, phase: str) -> None:
         """What was held since the last call was held in this phase."""
-        self._peaks[phase] = max(self._peaks.get(phase, 0.0), _take_peak() / MB)
+        self._peaks[phase] = max(self._peaks.get(phase, 0.0), _read_and_reset_peak() / MB)
 
-    def drain(self) -> dict[str, float]:
+    def drain_peaks(self) -> dict[str, float]:
         """The peaks since the last call, by phase."""
         found, self._peaks = self._peaks, {}
         return found
 
 
-def _take_peak() -> int:
+def _read_and_reset_peak() -> int:
     """Largest memory since the last call, bytes."""
     import torch
 
@@ -67,8 +67,8 @@ def _take_peak() -> int:
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return peak
-    lines = STATUS.read_text().splitlines()
+    lines = PROC_STATUS.read_text().splitlines()
     peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) << 10
     with suppress(OSError):
-        CLEAR.write_text(RESET_PEAK)
+        PROC_CLEAR_REFS.write_text(RESET_PEAK_COMMAND)
     return peak

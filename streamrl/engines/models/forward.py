@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from streamrl.algorithms.math.losses import entropy
-from streamrl.engines.trainer_config import ATTENTIONS
+from streamrl.algorithms.math.losses import entropy_from_logits
+from streamrl.engines.trainer_config import ATTENTION_IMPLEMENTATIONS
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import is_trusted, read_model_config
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 2048
 """Tokens whose distributions over the vocabulary are held in float32 at a time."""
-FLEX = ATTENTIONS["flex"]
-MORE_TOKENS = "num_nextn_predict_layers"
+FLEX_ATTENTION = ATTENTION_IMPLEMENTATIONS["flex"]
+NEXTN_LAYERS_KEY = "num_nextn_predict_layers"
 """Setting of models with layers that predict several tokens at once."""
-VALUE_HEAD = "score."
+VALUE_HEAD_PREFIX = "score."
 """How the names of a value model's own parameters begin."""
 
 EntropyMode = Literal["none", "value", "gradient"]
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class ModelLoadOptions:
     """How a model is built, so that it computes what vLLM computes with the same weights.
 
     attention: a key of ATTENTIONS. max_length: the most tokens of a rollout, prompt included, by
@@ -39,7 +39,7 @@ class ModelOptions:
     max_length: int | None = None
 
 
-DEFAULT_OPTIONS = ModelOptions()
+DEFAULT_OPTIONS = ModelLoadOptions()
 
 
 class TokenScores(NamedTuple):
@@ -49,21 +49,21 @@ class TokenScores(NamedTuple):
     entropy: Tensor
 
 
-def local_device() -> torch.device:
+def get_local_device() -> torch.device:
     """The GPU this process works on, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def wait_for_device() -> None:
+def synchronize_device() -> None:
     """Until a GPU has done what it was given, for whoever goes on with it on another stream."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def load_model(
-    path: str, *, dtype: torch.dtype, options: ModelOptions = DEFAULT_OPTIONS
+    path: str, *, dtype: torch.dtype, options: ModelLoadOptions = DEFAULT_OPTIONS
 ) -> "PreTrainedModel":
     """The causal language model in a Hugging Face directory, in training mode, without dropout.
 
@@ -74,9 +74,9 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     config = read_model_config(path)
-    model, missing = _load(AutoModelForCausalLM, path, config, dtype, options)
+    model, missing = _load_pretrained(AutoModelForCausalLM, path, config, dtype, options)
     _check_complete(path, missing)
-    return model.to(local_device()).train()
+    return model.to(get_local_device()).train()
 
 
 def load_skeleton(path: str) -> "PreTrainedModel":
@@ -99,8 +99,8 @@ def load_value_skeleton(path: str) -> "PreTrainedModel":
         )
 
 
-def _load(
-    kind: Any, path: str, config: Any, dtype: torch.dtype, options: ModelOptions
+def _load_pretrained(
+    kind: Any, path: str, config: Any, dtype: torch.dtype, options: ModelLoadOptions
 ) -> tuple[Any, list[str]]:
     """The model without dropout, and the names of the parameters the directory lacks."""
     from transformers.utils.logging import disable_progress_bar
@@ -109,37 +109,40 @@ def _load(
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
-    if vars(config.get_text_config()).get(MORE_TOKENS):
+    if vars(config.get_text_config()).get(NEXTN_LAYERS_KEY):
         # transformers has no such layers, and writes none into a checkpoint.
-        setattr(config.get_text_config(), MORE_TOKENS, 0)
+        setattr(config.get_text_config(), NEXTN_LAYERS_KEY, 0)
     try:
         model, info = kind.from_pretrained(
             path,
             config=config,
             dtype=dtype,
-            attn_implementation=_attention(config, options.attention),
+            attn_implementation=_choose_attention(config, options.attention),
             output_loading_info=True,
             trust_remote_code=is_trusted(path),
         )
     except (OSError, RuntimeError, ValueError, ImportError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.path={path}: cannot be loaded: {reason[:500]}") from error
-    _settle_positions(model, options.max_length)
-    if model.config.get_text_config()._attn_implementation == FLEX and torch.cuda.is_available():
-        model.register_forward_pre_hook(_keep_from_decoding, with_kwargs=True)
+    _fix_longrope_factors(model, options.max_length)
+    if (
+        model.config.get_text_config()._attn_implementation == FLEX_ATTENTION
+        and torch.cuda.is_available()
+    ):
+        model.register_forward_pre_hook(_force_prefill_kernel, with_kwargs=True)
     return model, sorted(info["missing_keys"])
 
 
-def _attention(config: Any, wanted: str) -> str | None:
+def _choose_attention(config: Any, wanted: str) -> str | None:
     """Name transformers' attention; None leaves the choice to transformers."""
     capped = config.get_text_config().to_dict().get("attn_logit_softcapping")
     if wanted == "auto" and capped:
         # The others leave the cap out without a word.
-        return FLEX if torch.cuda.is_available() else "eager"
-    return ATTENTIONS[wanted]
+        return FLEX_ATTENTION if torch.cuda.is_available() else "eager"
+    return ATTENTION_IMPLEMENTATIONS[wanted]
 
 
-def _keep_from_decoding(
+def _force_prefill_kernel(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Have flex attention take its usual kernel for short rows, too.
@@ -150,7 +153,7 @@ def _keep_from_decoding(
     return args, {"kernel_options": {"BACKEND": "TRITON"}, **kwargs}
 
 
-def _settle_positions(model: Any, max_length: int | None) -> None:
+def _fix_longrope_factors(model: Any, max_length: int | None) -> None:
     """Choose between the factors of LongRoPE once, by the longest rollout, as vLLM does.
 
     transformers chooses by the longest row of each batch.
@@ -174,7 +177,7 @@ def _check_complete(path: str, missing: list[str]) -> None:
 
 
 def load_value_model(
-    path: str, *, dtype: torch.dtype, options: ModelOptions = DEFAULT_OPTIONS
+    path: str, *, dtype: torch.dtype, options: ModelLoadOptions = DEFAULT_OPTIONS
 ) -> "PreTrainedModel":
     """A model with a value for every token: the body of the one in a directory, and a head.
 
@@ -186,27 +189,29 @@ def load_value_model(
     config = read_model_config(path, num_labels=1)
     # Left out, transformers takes it for a tenth.
     config.classifier_dropout = 0.0
-    model, missing = _load(AutoModelForTokenClassification, path, config, dtype, options)
-    head = {name for name, _ in model.named_parameters() if name.startswith(VALUE_HEAD)}
+    model, missing = _load_pretrained(AutoModelForTokenClassification, path, config, dtype, options)
+    head = {name for name, _ in model.named_parameters() if name.startswith(VALUE_HEAD_PREFIX)}
     _check_complete(path, [name for name in missing if name not in head])
     if head.intersection(missing):
         with torch.no_grad():
             for parameter in model.score.parameters():
                 parameter.zero_()
-    return model.to(local_device()).train()
+    return model.to(get_local_device()).train()
 
 
-def token_values(model: Callable[..., Any], token_ids: Tensor, attention_mask: Tensor) -> Tensor:
+def compute_token_values(
+    model: Callable[..., Any], token_ids: Tensor, attention_mask: Tensor
+) -> Tensor:
     """What is expected of the rest of a rollout before each of its tokens: float32 [B, T].
 
     Position t sees the tokens before t, as the choice of token t does; 0 at position 0 and in the
     padding.
     """
-    output = causal_forward(model, token_ids)
-    return shift(output.logits[..., 0].float(), attention_mask)
+    output = run_causal_forward(model, token_ids)
+    return shift_right(output.logits[..., 0].float(), attention_mask)
 
 
-def causal_forward(model: Callable[..., Any], token_ids: Tensor) -> Any:
+def run_causal_forward(model: Callable[..., Any], token_ids: Tensor) -> Any:
     """Run a causal model on rows that are padded on the right, without an attention mask.
 
     No token attends to what follows it, so padding changes nothing before it. Without a mask
@@ -216,7 +221,7 @@ def causal_forward(model: Callable[..., Any], token_ids: Tensor) -> Any:
     return model(input_ids=token_ids, use_cache=False)
 
 
-def token_logprobs(
+def compute_token_logprobs(
     model: Callable[..., Any],
     token_ids: Tensor,
     attention_mask: Tensor,
@@ -233,7 +238,7 @@ def token_logprobs(
     if that is asked for.
     """
     return score_tokens(
-        causal_forward(model, token_ids).logits,
+        run_causal_forward(model, token_ids).logits,
         token_ids,
         attention_mask,
         temperature=temperature,
@@ -249,7 +254,7 @@ def score_tokens(
     temperature: float,
     entropy_mode: EntropyMode = "none",
 ) -> TokenScores:
-    """What `token_logprobs` says, of the logits [B, T, V] of a forward pass."""
+    """What `compute_token_logprobs` says, of the logits [B, T, V] of a forward pass."""
     # Splitting all of it and dropping the last position of the small result keeps the backward
     # pass at one concatenation; a slice of the logits would be padded back to full size.
     targets = token_ids.roll(-1, dims=1)
@@ -257,7 +262,7 @@ def score_tokens(
     pairs = zip(logits.split(width, dim=1), targets.split(width, dim=1), strict=True)
     chunks = [
         checkpoint(
-            _score,
+            _score_chunk,
             part,
             ids,
             temperature,
@@ -268,10 +273,12 @@ def score_tokens(
         for part, ids in pairs
     ]
     logprobs, entropies = (torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True))
-    return TokenScores(shift(logprobs, attention_mask), shift(entropies, attention_mask))
+    return TokenScores(
+        shift_right(logprobs, attention_mask), shift_right(entropies, attention_mask)
+    )
 
 
-def _score(
+def _score_chunk(
     logits: Tensor, targets: Tensor, temperature: float, entropy_mode: EntropyMode
 ) -> tuple[Tensor, Tensor]:
     scaled = logits.float() / temperature
@@ -279,10 +286,10 @@ def _score(
     if entropy_mode == "none":
         return chosen, torch.zeros_like(chosen)
     with torch.set_grad_enabled(entropy_mode == "gradient" and torch.is_grad_enabled()):
-        return chosen, entropy(scaled)
+        return chosen, entropy_from_logits(scaled)
 
 
-def shift(values: Tensor, attention_mask: Tensor) -> Tensor:
+def shift_right(values: Tensor, attention_mask: Tensor) -> Tensor:
     """From "what position t says of the next token" to "what was said of token t"."""
     shifted = torch.nn.functional.pad(values[:, :-1], (1, 0))
     return torch.where(attention_mask, shifted, 0.0)

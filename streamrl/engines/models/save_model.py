@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def write_model(
+def write_hf_model(
     directory: Path,
     module: "PreTrainedModel",
     parameters: Mapping[str, Tensor],
@@ -30,7 +30,7 @@ def write_model(
     # Its state has no buffers that are computed anew, as those of rotary embeddings are.
     own, buffers = module.state_dict(), dict(module.named_buffers())
     state = {**parameters, **{name: own[name].cpu() for name in own.keys() & buffers.keys()}}
-    with _plain_generation(module):
+    with _reset_generation_config(module):
         module.save_pretrained(directory, state_dict=state)
     defaults = Path(tokenizer_from) / GENERATION_CONFIG
     if module.can_generate() and defaults.is_file():
@@ -39,7 +39,7 @@ def write_model(
 
 
 @contextmanager
-def _plain_generation(module: "PreTrainedModel") -> Iterator[None]:
+def _reset_generation_config(module: "PreTrainedModel") -> Iterator[None]:
     """Have a model that generates, as a critic does not, no defaults of generation of its own."""
     if not module.can_generate():
         yield

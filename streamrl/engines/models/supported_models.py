@@ -14,32 +14,32 @@ from typing import Any
 import torch
 
 from streamrl.engines.models.forward import (
-    MORE_TOKENS,
-    VALUE_HEAD,
+    NEXTN_LAYERS_KEY,
+    VALUE_HEAD_PREFIX,
     load_skeleton,
     load_value_skeleton,
 )
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import (
-    COMPUTED,
-    LAYER_NUMBER,
-    num_layers_of,
-    quiet_transformers,
+    LAYER_NUMBER_PATTERN,
+    RECOMPUTED_TENSORS,
     read_model_config,
-    stored_shapes,
-    stored_tensors,
+    read_num_layers,
+    read_stored_shapes,
+    read_stored_tensors,
+    silence_transformers,
 )
 
-Shapes = Mapping[str, tuple[int, ...]]
-BESIDES = re.compile(
-    rf"{COMPUTED.pattern}|(^|\.)mtp[_.]|^(score|v_head|value_head)\.|vision|visual"
+TensorShapes = Mapping[str, tuple[int, ...]]
+UNTRAINED_TENSORS = re.compile(
+    rf"{RECOMPUTED_TENSORS.pattern}|(^|\.)mtp[_.]|^(score|v_head|value_head)\.|vision|visual"
 )
 """Tensors that a model computes anew, or predicts several tokens with; other heads, and eyes."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-ADAPTER = "adapter_config.json"
-FLOATS = ("F16", "BF16", "F32", "F64")
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+ADAPTER_FILE = "adapter_config.json"
+FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
 """Types of numbers, by their names in safetensors, that are weights as they are."""
-POSITIVE = (
+POSITIVE_KEYS = (
     "rope_theta",
     "rope_local_base_freq",
     "factor",
@@ -55,14 +55,14 @@ POSITIVE = (
 )
 """Settings with which a model computes nothing, and says nothing, unless they are above 0."""
 PLAIN_DTYPES = ("None", "float16", "bfloat16", "float32")
-SAVED_ANEW = "load the directory with transformers, save it, and train that"
-QUANTISED = (
+RESAVE_ADVICE = "load the directory with transformers, save it, and train that"
+QUANTISED_ADVICE = (
     "quantised weights cannot be trained; load the directory with transformers, dequantized, save"
     " it, and train that"
 )
 
 
-def check_support(
+def check_model_support(
     path: str,
     attention: str,
     *,
@@ -77,38 +77,39 @@ def check_support(
     """
     whole = read_model_config(path)
     config = whole.get_text_config()
-    settings, stored = config.to_dict(), stored_shapes(Path(path), key)
-    problem = _quantised(settings)
+    settings, stored = config.to_dict(), read_stored_shapes(Path(path), key)
+    problem = _explain_quantised(settings)
     if is_served:
-        problem = problem or _not_served(whole, is_part=config is not whole)
-        problem = problem or _unlike(config.model_type, settings, stored)
+        problem = problem or _explain_unservable(whole, is_part=config is not whole)
+        problem = problem or _explain_vllm_mismatch(config.model_type, settings, stored)
     if problem:
         raise ConfigError(f"{key}={path}: {problem}")
-    if problem := _wrong_attention(config.model_type, settings, attention):
+    if problem := _explain_wrong_attention(config.model_type, settings, attention):
         raise ConfigError(f"{section}.attention={attention}: {problem}")
-    check_weights(path, key, is_served=is_served)
+    check_weight_files(path, key, is_served=is_served)
 
 
-def left_out(path: str) -> list[str]:
+def describe_untrained_layers(path: str) -> list[str]:
     """Say what of a model is not trained, and will not be in its checkpoints."""
     settings = read_model_config(path).get_text_config().to_dict()
-    layers = _layers_in(stored_shapes(Path(path), "model.path"))
-    if not settings.get(MORE_TOKENS) or max(layers, default=0) < settings["num_hidden_layers"]:
+    layers = _parse_layer_numbers(read_stored_shapes(Path(path), "model.path"))
+    if not settings.get(NEXTN_LAYERS_KEY) or max(layers, default=0) < settings["num_hidden_layers"]:
         return []
     return [
-        f"model.path={path}: {MORE_TOKENS}={settings[MORE_TOKENS]}: layers that predict several"
+        f"model.path={path}: {NEXTN_LAYERS_KEY}={settings[NEXTN_LAYERS_KEY]}: layers"
+        f" that predict several"
         " tokens at once are not trained, and left out of checkpoints"
     ]
 
 
-def _quantised(settings: Mapping[str, Any]) -> str:
+def _explain_quantised(settings: Mapping[str, Any]) -> str:
     found = settings.get("quantization_config")
     if not found:
         return ""
-    return f"quantization_config: {found.get('quant_method')} weights: {QUANTISED}"
+    return f"quantization_config: {found.get('quant_method')} weights: {QUANTISED_ADVICE}"
 
 
-def _not_served(config: Any, *, is_part: bool) -> str:
+def _explain_unservable(config: Any, *, is_part: bool) -> str:
     """What vLLM would serve in place of the class that is trained, or cannot."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -127,7 +128,7 @@ def _not_served(config: Any, *, is_part: bool) -> str:
     )
 
 
-def _unlike(family: str, settings: Mapping[str, Any], stored: Shapes) -> str:
+def _explain_vllm_mismatch(family: str, settings: Mapping[str, Any], stored: TensorShapes) -> str:
     """What vLLM's model of a family leaves out, or does not take, with these settings."""
     windows = bool(settings.get("use_sliding_window"))
     kinds, clip = set(settings.get("layer_types") or ()), settings.get("clip_qkv")
@@ -135,7 +136,7 @@ def _unlike(family: str, settings: Mapping[str, Any], stored: Shapes) -> str:
     heads, kv_heads = (settings.get(f"num_{kind}_heads") for kind in ("attention", "key_value"))
     bare = next((name for name in stored if name.startswith("layers.")), "")
     routed = settings.get("num_experts_per_tok")
-    experts = next(filter(None, map(settings.get, EXPERTS)), None)
+    experts = next(filter(None, map(settings.get, EXPERT_COUNT_KEYS)), None)
     biased = next((name for name in stored if name.endswith("self_attn.o_proj.bias")), "")
     rules = {
         "max_window_layers: vLLM takes a sliding window for all layers or none": (
@@ -153,7 +154,7 @@ def _unlike(family: str, settings: Mapping[str, Any], stored: Shapes) -> str:
         f"num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}": bool(
             heads and kv_heads and heads % kv_heads
         ),
-        f"its files have {bare}, a name that vLLM does not take; {SAVED_ANEW}": bool(bare),
+        f"its files have {bare}, a name that vLLM does not take; {RESAVE_ADVICE}": bool(bare),
         f"clip_qkv={clip}: vLLM does not clip": family == "olmoe" and bool(clip),
         f"attention_bias=true: vLLM has no place for {biased}": (
             family in ("qwen3", "qwen3_moe") and bool(biased)
@@ -162,7 +163,7 @@ def _unlike(family: str, settings: Mapping[str, Any], stored: Shapes) -> str:
     return next((text for text, holds in rules.items() if holds), "")
 
 
-def _wrong_attention(family: str, settings: Mapping[str, Any], wanted: str) -> str:
+def _explain_wrong_attention(family: str, settings: Mapping[str, Any], wanted: str) -> str:
     """What is wrong with a way of computing attention that was asked for."""
     if wanted == "flash" and importlib.util.find_spec("flash_attn") is None:
         return "needs the package flash-attn, which is not installed; auto does without"
@@ -173,30 +174,33 @@ def _wrong_attention(family: str, settings: Mapping[str, Any], wanted: str) -> s
     return ""
 
 
-def check_weights(path: str, key: str, *, is_served: bool = True) -> None:
+def check_weight_files(path: str, key: str, *, is_served: bool = True) -> None:
     """Raise ConfigError unless a directory's tensors are those of the model its config describes.
 
     That is transformers' class, whose import takes a second. The tensors of some families are known
     without it. A critic, which is not served, needs no head over the vocabulary.
     """
-    if (Path(path) / ADAPTER).exists():
+    if (Path(path) / ADAPTER_FILE).exists():
         raise ConfigError(
-            f"{key}={path}: {ADAPTER}: transformers would put an adapter on the model, vLLM would"
+            f"{key}={path}: {ADAPTER_FILE}: transformers would put an adapter on the"
+            f" model, vLLM would"
             " not; move it elsewhere"
         )
-    tensors = stored_tensors(Path(path), key)
+    tensors = read_stored_tensors(Path(path), key)
     for name, tensor in tensors.items():
-        if name.endswith("weight") and tensor.dtype not in FLOATS:
-            raise ConfigError(f"{key}={path}: {name} is stored as {tensor.dtype}: {QUANTISED}")
+        if name.endswith("weight") and tensor.dtype not in FLOAT_DTYPES:
+            raise ConfigError(
+                f"{key}={path}: {name} is stored as {tensor.dtype}: {QUANTISED_ADVICE}"
+            )
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    num_layers, last = num_layers_of(Path(path)), max(_layers_in(shapes), default=-1)
+    num_layers, last = read_num_layers(Path(path)), max(_parse_layer_numbers(shapes), default=-1)
     if 0 <= last < num_layers - 1:
         raise ConfigError(
             f"{key}={path}: its files hold {last + 1} layers, config.json says {num_layers}"
         )
     settings = read_model_config(path).get_text_config().to_dict()
     _check_positive(path, key, settings)
-    if shapes != _known_shapes(settings, is_tied="lm_head.weight" not in shapes):
+    if shapes != _predict_shapes(settings, is_tied="lm_head.weight" not in shapes):
         problem = _load_on_meta(path, shapes, is_served=is_served)
         if problem:
             raise ConfigError(f"{key}={path}: {problem}")
@@ -206,7 +210,7 @@ def _check_positive(path: str, key: str, settings: Mapping[str, Any]) -> None:
     """Raise ConfigError for numbers of which a model computes nothing, but that give no error."""
     rope = settings.get("rope_parameters") or {}
     has_windows = "sliding_attention" in (settings.get("layer_types") or ["sliding_attention"])
-    names = (*POSITIVE, "sliding_window") if has_windows else POSITIVE
+    names = (*POSITIVE_KEYS, "sliding_window") if has_windows else POSITIVE_KEYS
     for place in (settings, rope, *(value for value in rope.values() if isinstance(value, dict))):
         for name in names:
             value = place.get(name)
@@ -217,7 +221,7 @@ def _check_positive(path: str, key: str, settings: Mapping[str, Any]) -> None:
                 )
 
 
-def _known_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, tuple[int, ...]]:
+def _predict_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, tuple[int, ...]]:
     """Return all tensors of the plainest families by name; nothing of another."""
     family, heads = settings["model_type"], settings.get("num_attention_heads")
     rope = (settings.get("rope_parameters") or {}).get("rope_type")
@@ -264,14 +268,14 @@ def _known_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, tu
     }
 
 
-def _load_on_meta(path: str, shapes: Shapes, *, is_served: bool) -> str:
+def _load_on_meta(path: str, shapes: TensorShapes, *, is_served: bool) -> str:
     """Load tensors of these shapes as transformers does, without their values.
 
     Returns what is wrong with them, if anything is.
     """
     load = load_skeleton if is_served else load_value_skeleton
     try:
-        with quiet_transformers():
+        with silence_transformers():
             skeleton = load(path)
             _, found = type(skeleton).from_pretrained(
                 None,
@@ -284,24 +288,24 @@ def _load_on_meta(path: str, shapes: Shapes, *, is_served: bool) -> str:
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a class makes of wrong settings
-        return _why_not_loaded(error, "policy" if is_served else "critic")
+        return _explain_load_failure(error, "policy" if is_served else "critic")
     if mismatched := found["mismatched_keys"]:
         name, shape, wanted = min(mismatched)
         return f"{name} has shape {tuple(shape)} in its files, {tuple(wanted)} by config.json"
     settings = skeleton.config.get_text_config()
-    num_layers, num_more = settings.num_hidden_layers, vars(settings).get(MORE_TOKENS) or 0
-    more = {number for number in _layers_in(shapes) if number >= num_layers}
+    num_layers, num_more = settings.num_hidden_layers, vars(settings).get(NEXTN_LAYERS_KEY) or 0
+    more = {number for number in _parse_layer_numbers(shapes) if number >= num_layers}
     if len(more) > num_more:
         return f"its files hold {max(more) + 1} layers, config.json says {num_layers}"
     odd = sorted(
         name
         for name in found["unexpected_keys"]
         # A critic has a head of its own in place of others; vLLM takes none that it does not know.
-        if not (COMPUTED if is_served else BESIDES).search(name)
-        and _layers_in([name]).isdisjoint(more)
-        and (is_served or LAYER_NUMBER.search(name))
+        if not (RECOMPUTED_TENSORS if is_served else UNTRAINED_TENSORS).search(name)
+        and _parse_layer_numbers([name]).isdisjoint(more)
+        and (is_served or LAYER_NUMBER_PATTERN.search(name))
     )
-    missing = [n for n in found["missing_keys"] if is_served or not n.startswith(VALUE_HEAD)]
+    missing = [n for n in found["missing_keys"] if is_served or not n.startswith(VALUE_HEAD_PREFIX)]
     # What is tied to another is missing with it.
     tied = skeleton.all_tied_weights_keys
     lost = sorted(missing, key=lambda name: (name in tied, name))
@@ -312,7 +316,7 @@ def _load_on_meta(path: str, shapes: Shapes, *, is_served: bool) -> str:
     return f"its files have {odd[0]}, which is none of the model's parameters" if odd else ""
 
 
-def _why_not_loaded(error: Exception, role: str) -> str:
+def _explain_load_failure(error: Exception, role: str) -> str:
     """Say what a model's class, or the choice of one, raised of a directory's settings."""
     text = " ".join(str(error).split())
     if text.startswith("Unrecognized configuration class"):
@@ -322,7 +326,9 @@ def _why_not_loaded(error: Exception, role: str) -> str:
     return f"config.json: transformers makes no such model: {type(error).__name__}: {text[:300]}"
 
 
-def _layers_in(names: Iterable[str]) -> set[int]:
+def _parse_layer_numbers(names: Iterable[str]) -> set[int]:
     """Return the numbers of the layers that tensors of these names belong to."""
-    numbers = (LAYER_NUMBER.search(name) for name in names if not BESIDES.search(name))
+    numbers = (
+        LAYER_NUMBER_PATTERN.search(name) for name in names if not UNTRAINED_TENSORS.search(name)
+    )
     return {int(number[1]) for number in numbers if number}

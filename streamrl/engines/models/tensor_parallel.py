@@ -19,40 +19,40 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel.style import ParallelStyle
     from transformers import PreTrainedModel
 
-CUT_BY_OUTPUTS = (
+COLUMN_PARALLEL = (
     *(f"self_attn.{name}_proj" for name in "qkv"),
     "mlp.gate_proj",
     "mlp.up_proj",
 )
-CUT_BY_INPUTS = ("self_attn.o_proj", "mlp.down_proj")
+ROW_PARALLEL = ("self_attn.o_proj", "mlp.down_proj")
 
 
-def split_layers(module: "PreTrainedModel", mesh: "DeviceMesh") -> None:
+def parallelize_layers(module: "PreTrainedModel", mesh: "DeviceMesh") -> None:
     """Leave each rank of the mesh its part of every layer, which is what it computes.
 
     What goes into a layer and comes out of it is whole on every rank, as are its gradients.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
-    for layer in layers_of(module):
-        parallelize_module(layer, mesh, _plan())
+    for layer in iter_layers(module):
+        parallelize_module(layer, mesh, _make_parallelize_plan())
 
 
-def matrices_of(
-    layer: nn.Module, cut: Sequence[str] = (*CUT_BY_OUTPUTS, *CUT_BY_INPUTS)
+def iter_parallel_params(
+    layer: nn.Module, cut: Sequence[str] = (*COLUMN_PARALLEL, *ROW_PARALLEL)
 ) -> Iterator[nn.Parameter]:
     """What of a layer is cut; a few biases that stay whole are counted with it."""
     for name in cut:
         yield from layer.get_submodule(name).parameters()
 
 
-def layers_of(module: "PreTrainedModel") -> Iterator[nn.Module]:
+def iter_layers(module: "PreTrainedModel") -> Iterator[nn.Module]:
     """The blocks a model is a stack of."""
     blocks = set(module._no_split_modules or ())
     return (part for part in module.modules() if type(part).__name__ in blocks)
 
 
-def _plan() -> "dict[str, ParallelStyle]":
+def _make_parallelize_plan() -> "dict[str, ParallelStyle]":
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -68,6 +68,6 @@ def _plan() -> "dict[str, ParallelStyle]":
             desired_input_kwarg_layouts={"hidden_states": whole},
         ),
         "mlp": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
-        **{name: ColwiseParallel() for name in CUT_BY_OUTPUTS},
-        **{name: RowwiseParallel() for name in CUT_BY_INPUTS},
+        **{name: ColwiseParallel() for name in COLUMN_PARALLEL},
+        **{name: RowwiseParallel() for name in ROW_PARALLEL},
     }

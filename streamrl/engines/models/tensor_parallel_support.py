@@ -13,32 +13,36 @@ from streamrl.placement import ModelShape
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-FAMILIES = ("llama", "mistral", "qwen2")
+TENSOR_PARALLEL_FAMILIES = ("llama", "mistral", "qwen2")
 """Types of models, as config.json has them, whose layers have the matrices that are split, and no
 others."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 """How configs call the number of experts of a layer."""
-HEADS, SHARED_HEADS, WIDTH = "num_attention_heads", "num_key_value_heads", "intermediate_size"
-EXPERT_WIDTH = "moe_intermediate_size"
+HEADS_KEY, KV_HEADS_KEY, INTERMEDIATE_KEY = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+)
+EXPERT_INTERMEDIATE_KEY = "moe_intermediate_size"
 """Of models with experts; many call it as they do that of other layers."""
-DIVIDED = (HEADS, SHARED_HEADS, WIDTH)
+DIVIDED_KEYS = (HEADS_KEY, KV_HEADS_KEY, INTERMEDIATE_KEY)
 """What of a model's config is shared out."""
 
-Sizes = Mapping[str, int]
+SplitSizes = Mapping[str, int]
 """What is shared out, as a model's config calls it."""
 
 
 def has_experts(model_path: str) -> bool:
     """Whether the model in a directory is a mixture of experts."""
     config = vars(read_model_config(model_path).get_text_config())
-    return any(config.get(name) for name in EXPERTS)
+    return any(config.get(name) for name in EXPERT_COUNT_KEYS)
 
 
-def check_split_generator(model_path: str, ranks: int) -> None:
+def check_generator_split(model_path: str, ranks: int) -> None:
     """Raise ConfigError if vLLM cannot split the model in a directory over that many ranks."""
-    names = (*DIVIDED, EXPERT_WIDTH) if has_experts(model_path) else DIVIDED
+    names = (*DIVIDED_KEYS, EXPERT_INTERMEDIATE_KEY) if has_experts(model_path) else DIVIDED_KEYS
     sizes = _read_sizes(read_model_config(model_path).get_text_config(), names)
-    if why := unserved_split(sizes, ranks):
+    if why := explain_unservable_split(sizes, ranks):
         raise ConfigError(f"generator.tensor_parallel={ranks}: {why}")
 
 
@@ -47,41 +51,43 @@ def check_tensor_parallel(model_path: str, ranks: int, *, section: str) -> None:
     if ranks == 1:
         return
     config = read_model_config(model_path)
-    if why := untrained_split(config.model_type, _read_sizes(config, DIVIDED), ranks):
+    if why := explain_untrainable_split(
+        config.model_type, _read_sizes(config, DIVIDED_KEYS), ranks
+    ):
         raise ConfigError(f"{section}.tensor_parallel={ranks}: {why}")
 
 
-def sizes_of(shape: ModelShape) -> Sizes:
+def get_split_sizes(shape: ModelShape) -> SplitSizes:
     """What is shared out of a model of this shape."""
-    sizes = {HEADS: shape.heads, SHARED_HEADS: shape.kv_heads}
+    sizes = {HEADS_KEY: shape.heads, KV_HEADS_KEY: shape.kv_heads}
     if not shape.experts:
-        return sizes | {WIDTH: shape.intermediate}
-    own = {WIDTH: shape.dense_intermediate} if shape.dense_intermediate else {}
-    return sizes | own | {EXPERT_WIDTH: shape.intermediate}
+        return sizes | {INTERMEDIATE_KEY: shape.intermediate}
+    own = {INTERMEDIATE_KEY: shape.dense_intermediate} if shape.dense_intermediate else {}
+    return sizes | own | {EXPERT_INTERMEDIATE_KEY: shape.intermediate}
 
 
-def unserved_split(sizes: Sizes, ranks: int) -> str:
+def explain_unservable_split(sizes: SplitSizes, ranks: int) -> str:
     """Why vLLM cannot split a model over that many ranks; empty if it can.
 
     Key and value heads may be fewer: ranks then have the same.
     """
-    repeated = SHARED_HEADS in sizes and not ranks % sizes[SHARED_HEADS]
-    return _undivided(
-        {name: size for name, size in sizes.items() if name != SHARED_HEADS or not repeated}, ranks
+    repeated = KV_HEADS_KEY in sizes and not ranks % sizes[KV_HEADS_KEY]
+    return _explain_indivisible(
+        {name: size for name, size in sizes.items() if name != KV_HEADS_KEY or not repeated}, ranks
     )
 
 
-def untrained_split(family: str, sizes: Sizes, ranks: int) -> str:
+def explain_untrainable_split(family: str, sizes: SplitSizes, ranks: int) -> str:
     """Why a model of a family is not trained split over that many ranks; empty if it is.
 
     One whose family is not known, of which the planner was told sizes alone, may be.
     """
-    if family and family not in FAMILIES:
-        return f"splits models of type {', '.join(FAMILIES)}, not {family}"
-    return _undivided(sizes, ranks)
+    if family and family not in TENSOR_PARALLEL_FAMILIES:
+        return f"splits models of type {', '.join(TENSOR_PARALLEL_FAMILIES)}, not {family}"
+    return _explain_indivisible(sizes, ranks)
 
 
-def unloaded_split(ranks: int, *, has_experts: bool, on_gpu: bool) -> str:
+def explain_unloadable_split(ranks: int, *, has_experts: bool, on_gpu: bool) -> str:
     """Why vLLM cannot load new weights of a model that is split over that many ranks, if so."""
     if on_gpu or ranks == 1 or not has_experts:
         return ""
@@ -91,12 +97,12 @@ def unloaded_split(ranks: int, *, has_experts: bool, on_gpu: bool) -> str:
     )
 
 
-def _read_sizes(config: "PreTrainedConfig", names: Iterable[str]) -> Sizes:
+def _read_sizes(config: "PreTrainedConfig", names: Iterable[str]) -> SplitSizes:
     # Families have names of their own for some, which transformers knows.
     known = {name: getattr(config, name) for name in names if hasattr(config, name)}
     return {name: size for name, size in known.items() if size}
 
 
-def _undivided(sizes: Sizes, ranks: int) -> str:
+def _explain_indivisible(sizes: SplitSizes, ranks: int) -> str:
     found = (f"must divide the model's {k}={size}" for k, size in sizes.items() if size % ranks)
     return next(found, "")

@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from streamrl.engines.models.forward import DEFAULT_OPTIONS, ModelOptions, load_model, shift
+from streamrl.engines.models.forward import (
+    DEFAULT_OPTIONS,
+    ModelLoadOptions,
+    load_model,
+    shift_right,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def load_two_headed(
-    path: str, *, dtype: torch.dtype, options: ModelOptions = DEFAULT_OPTIONS
+def load_two_headed_model(
+    path: str, *, dtype: torch.dtype, options: ModelLoadOptions = DEFAULT_OPTIONS
 ) -> "PreTrainedModel":
     """The causal language model in a directory, with a value head that begins at 0.
 
@@ -49,6 +54,6 @@ def add_value_head(model: "PreTrainedModel", *, dtype: torch.dtype) -> None:
     model.score = torch.nn.Linear(width, 1, device=model.device, dtype=dtype)
 
 
-def values_in(output: Any, attention_mask: Tensor) -> Tensor:
-    """The values of a forward pass, as `token_values` gives them."""
-    return shift(output.state_values[..., 0].float(), attention_mask)
+def extract_values(output: Any, attention_mask: Tensor) -> Tensor:
+    """The values of a forward pass, as `compute_token_values` gives them."""
+    return shift_right(output.state_values[..., 0].float(), attention_mask)

@@ -3,19 +3,19 @@
 import torch
 from torch import Tensor
 
-from streamrl.resharding import Shard
-from streamrl.resharding.storage import Storage
-from streamrl.weights.parameters import sisters
+from streamrl.resharding import TensorShard
+from streamrl.resharding.storage import ShardStorage
+from streamrl.weights.parameters import group_for_fusion
 
 
-def lay_side_by_side(module: torch.nn.Module) -> None:
+def make_sisters_contiguous(module: torch.nn.Module) -> None:
     """Move what is trained of sister layers into one block of memory each, in the order they have
     when they are published.
 
     The generator fuses some of them into one parameter; which, it may then take as it lies there.
     """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    for names in sisters(trained):
+    for names in group_for_fusion(trained):
         parameters = [trained[name] for name in names]
         if len({(p.dtype, p.device) for p in parameters}) > 1:
             continue
@@ -25,7 +25,9 @@ def lay_side_by_side(module: torch.nn.Module) -> None:
             parameter.data = part.view(parameter.shape)
 
 
-def place_in(served: Storage, name: str, kept: Tensor, shard: Shard) -> Tensor | None:
+def find_alias_view(
+    served: ShardStorage, name: str, kept: Tensor, shard: TensorShard
+) -> Tensor | None:
     """Where in what a generator serves a rank may keep its part of a parameter, of one type.
 
     None where that does not lie in one piece there, as columns of a matrix that is served whole.
@@ -33,7 +35,7 @@ def place_in(served: Storage, name: str, kept: Tensor, shard: Shard) -> Tensor |
     if len(shard.boxes) != 1:
         return None
     try:
-        place = served.view(name, shard.boxes[0])
+        place = served.get_view(name, shard.boxes[0])
     except KeyError:
         return None
     is_alike = (place.dtype, place.device) == (kept.dtype, kept.device)

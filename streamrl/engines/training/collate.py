@@ -7,10 +7,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from streamrl.algorithms import Algorithm, Settings, columns_derived_from
-from streamrl.algorithms.objective import derive
-from streamrl.buffer.assembly.packing import Pick
-from streamrl.messages import Array, Columns, Per, column_spec, split_tokens
+from streamrl.algorithms import Algorithm, AlgorithmSettings, list_derivation_columns
+from streamrl.algorithms.objective import derive_group_columns
+from streamrl.buffer.assembly.packing import RolloutIndex
+from streamrl.messages import Array, ColumnAxis, Columns, get_column_spec, split_token_column
 
 TOKEN_COLUMNS = (
     "token_ids",
@@ -23,7 +23,7 @@ TOKEN_COLUMNS = (
 
 
 def derive_columns(
-    row: Algorithm, settings: Settings, groups: Mapping[str, Columns]
+    row: Algorithm, settings: AlgorithmSettings, groups: Mapping[str, Columns]
 ) -> dict[str, Columns]:
     """What the algorithm derives from whole groups, as further columns of each group by uid.
 
@@ -35,21 +35,21 @@ def derive_columns(
     group_ids = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     lengths = np.concatenate([columns["lengths"] for columns in groups.values()])
     wide: dict[str, Tensor] = {}
-    for name in columns_derived_from(row, settings):
+    for name in list_derivation_columns(row, settings):
         column = np.concatenate([columns[name] for columns in groups.values()])
-        if column_spec(name).per is Per.TOKEN:
-            column = _pad(split_tokens(column, lengths))
+        if get_column_spec(name).axis is ColumnAxis.TOKEN:
+            column = _pad_rows(split_token_column(column, lengths))
         wide[name] = torch.from_numpy(column)
-    derived = derive(row, settings, wide, group_ids)
+    derived = derive_group_columns(row, settings, wide, group_ids)
     ends = np.cumsum(sizes).tolist()
     rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
     return {
-        uid: {name: _flat(values[of], lengths[of]) for name, values in derived.items()}
+        uid: {name: _unpad_rows(values[of], lengths[of]) for name, values in derived.items()}
         for uid, of in zip(groups, rows, strict=True)
     }
 
 
-def _flat(values: Tensor, lengths: Array) -> Array:
+def _unpad_rows(values: Tensor, lengths: Array) -> Array:
     array = values.numpy()
     if array.ndim == 1:
         return array
@@ -58,7 +58,7 @@ def _flat(values: Tensor, lengths: Array) -> Array:
 
 def build_batch(
     groups: Mapping[str, Columns],
-    picks: Sequence[Pick],
+    picks: Sequence[RolloutIndex],
     *,
     derived: Mapping[str, Columns],
     token_columns: Sequence[str] = TOKEN_COLUMNS,
@@ -71,22 +71,24 @@ def build_batch(
     tokens, none of which counts, with nothing derived: a rank with nothing to do goes through the
     same forward and backward as the others.
     """
-    rows = [_rollout(groups[uid], derived[uid], index, token_columns) for uid, index in picks]
+    rows = [
+        _collect_rollout(groups[uid], derived[uid], index, token_columns) for uid, index in picks
+    ]
     if not rows:
-        rows = [{name: np.zeros(2, column_spec(name).dtype) for name in token_columns}]
+        rows = [{name: np.zeros(2, get_column_spec(name).dtype) for name in token_columns}]
     lengths = np.array([len(row["token_ids"]) for row in rows])
-    batch = {name: torch.from_numpy(_stack([row[name] for row in rows])) for name in rows[0]}
+    batch = {name: torch.from_numpy(_stack_rows([row[name] for row in rows])) for name in rows[0]}
     batch["token_ids"] = batch["token_ids"].long()
     batch["attention_mask"] = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None])
     return TensorDict(batch, batch_size=[len(rows)])
 
 
-def _rollout(
+def _collect_rollout(
     columns: Columns, derived: Columns, index: int, token_columns: Sequence[str]
 ) -> dict[str, Array]:
     """What one rollout has: per token [T], or one number []."""
     lengths = columns["lengths"]
-    tokens = tokens_of(lengths, index)
+    tokens = find_token_slice(lengths, index)
     taken = {name: columns[name] for name in token_columns if name in columns}
     taken.update(derived)
     return {
@@ -95,17 +97,17 @@ def _rollout(
     }
 
 
-def tokens_of(lengths: Array, index: int) -> slice:
+def find_token_slice(lengths: Array, index: int) -> slice:
     """Where the tokens of a rollout are in a token column of its group."""
     end = int(lengths[: index + 1].sum())
     return slice(end - int(lengths[index]), end)
 
 
-def _stack(rows: Sequence[Array]) -> Array:
-    return _pad(rows) if rows[0].ndim else np.stack(rows)
+def _stack_rows(rows: Sequence[Array]) -> Array:
+    return _pad_rows(rows) if rows[0].ndim else np.stack(rows)
 
 
-def _pad(rows: Sequence[Array]) -> Array:
+def _pad_rows(rows: Sequence[Array]) -> Array:
     padded = np.zeros((len(rows), max(len(row) for row in rows)), rows[0].dtype)
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row

@@ -27,24 +27,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamrl.distributed.process_group import bound_collectives
-from streamrl.engines.checkpoint.sharded_state import Fragment
-from streamrl.engines.models.forward import local_device
+from streamrl.distributed.process_group import set_collective_timeout
+from streamrl.engines.checkpoint.sharded_state import ParameterFragment
+from streamrl.engines.models.forward import get_local_device
 from streamrl.engines.trainer_config import BUCKET_ELEMENTS
-from streamrl.engines.training.aliased_params import lay_side_by_side
-from streamrl.engines.training.optimizer_offload import tensors_of
+from streamrl.engines.training.aliased_params import make_sisters_contiguous
+from streamrl.engines.training.optimizer_offload import iter_optimizer_tensors
 from streamrl.errors import CheckpointError
-from streamrl.resharding import Shard, whole_shard
-from streamrl.resharding.storage import Storage
-from streamrl.weights.parameters import side_by_side
+from streamrl.resharding import TensorShard, create_whole_shard
+from streamrl.resharding.storage import ShardStorage
+from streamrl.weights.parameters import order_for_fusion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from streamrl.engines.trainer_config import TrainerConfig
 
-TAG = "zero"
-FORCE_PLAIN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+CHECKPOINT_TAG = "zero"
+FORCE_WEIGHTS_ONLY_ENV = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 class DeepSpeedBackend:
@@ -54,27 +54,27 @@ class DeepSpeedBackend:
         deepspeed = _import_deepspeed()
         self.module = module
         self._deepspeed = deepspeed
-        self._clip = config.grad_clip
-        self._stage, self._gathers = config.zero_stage, config.gathers
-        lay_side_by_side(module)
+        self._grad_clip = config.grad_clip
+        self._zero_stage, self._has_sharded_params = config.zero_stage, config.has_sharded_params
+        make_sisters_contiguous(module)
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         optimizer = torch.optim.AdamW(
             # From stage 1 on, ZeRO moves them into one block, in this order.
-            [trained[name] for name in side_by_side(trained)],
+            [trained[name] for name in order_for_fusion(trained)],
             lr=config.lr,
             betas=(config.betas[0], config.betas[1]),
             weight_decay=config.weight_decay,
         )
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False)
         self._engine, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=engine_config(module, config)
+            model=module, optimizer=optimizer, config=make_deepspeed_config(module, config)
         )
         self.forward = self._engine
-        if self._stage == 0:
+        if self._zero_stage == 0:
             optimizer.register_step_pre_hook(self._divide_and_clip)
-        self._norm = 0.0
-        self._scale = 1.0
-        bound_collectives(config.collective_timeout_s)
+        self._grad_norm = 0.0
+        self._grad_divisor = 1.0
+        set_collective_timeout(config.collective_timeout_s)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a summed loss. Collective in stages 2 and 3."""
@@ -86,18 +86,18 @@ class DeepSpeedBackend:
         Collective. A norm that is not finite leaves the parameters as they are.
         """
         engine, optimizer = self._engine, self._engine.optimizer
-        self._scale = divisor / dist.get_world_size()
+        self._grad_divisor = divisor / dist.get_world_size()
         for group in optimizer.param_groups:
             group["lr"] = lr
-        if self._stage == 0:
+        if self._zero_stage == 0:
             engine.step()
-            return self._norm
+            return self._grad_norm
         if _is_bf16_optimizer(optimizer):
             for gradients in optimizer.fp32_groups_gradients_flat:
-                gradients.div_(self._scale)
+                gradients.div_(self._grad_divisor)
             engine.step()
         else:
-            optimizer.loss_scale = self._scale
+            optimizer.loss_scale = self._grad_divisor
             engine.step()
             optimizer.loss_scale = 1.0
         return float(engine.get_global_grad_norm())
@@ -105,29 +105,29 @@ class DeepSpeedBackend:
     def _divide_and_clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter in parameters:
-            parameter.grad /= self._scale
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self._clip or math.inf)
+            parameter.grad /= self._grad_divisor
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self._grad_clip or math.inf)
         if not norm.isfinite():
             optimizer.zero_grad()  # without gradients the step that follows changes nothing
-        self._norm = norm.item()
+        self._grad_norm = norm.item()
 
     @property
-    def gathers(self) -> bool:
+    def has_sharded_params(self) -> bool:
         """Whether a rank has only its part of the parameters."""
-        return self._gathers
+        return self._has_sharded_params
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         """What is trained, whole, once each. Collective in stage 3: exhaust it."""
         trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        for name in side_by_side(trained):
+        for name in order_for_fusion(trained):
             tensor: Tensor = trained[name].detach()
-            if self.gathers:
+            if self.has_sharded_params:
                 # Copied inside, yielded outside: a reader that stops must not hold up the ranks.
                 with self._deepspeed.zero.GatheredParameters([trained[name]]):
                     tensor = trained[name].detach().clone()
             yield name, tensor
 
-    def placed(self) -> Iterator[tuple[str, Tensor, Shard]]:
+    def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]:
         """What this rank keeps of each: in stage 3 a run of its elements, else all of it.
 
         Those that stage 3 leaves whole on every rank besides are kept in runs as well.
@@ -136,24 +136,24 @@ class DeepSpeedBackend:
         for name, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
                 continue
-            if not self.gathers:
-                yield name, parameter.detach(), whole_shard(name, tuple(parameter.shape))
+            if not self.has_sharded_params:
+                yield name, parameter.detach(), create_whole_shard(name, tuple(parameter.shape))
                 continue
-            run = whole_shard(name, tuple(parameter.ds_shape)).flat_part(rank, world_size)
+            run = create_whole_shard(name, tuple(parameter.ds_shape)).chunk_flat(rank, world_size)
             if run is not None:
                 yield name, parameter.ds_tensor, run
 
-    def move_into(self, served: Storage) -> None:
+    def alias_into(self, served: ShardStorage) -> None:
         """Nothing: DeepSpeed keeps blocks of its own, which its reductions and updates work on."""
 
-    def optimizer_state(self) -> Iterable[Tensor]:
+    def iter_optimizer_state(self) -> Iterable[Tensor]:
         """Of this rank's part, with the master weights from stage 1 on."""
-        yield from tensors_of(self._engine.basic_optimizer)
-        if self.gathers:
+        yield from iter_optimizer_tensors(self._engine.basic_optimizer)
+        if self.has_sharded_params:
             # Stage 3 shows them to its optimizer during a step alone.
             yield from self._engine.optimizer.fp32_partitioned_groups_flat
 
-    def fragments(self) -> Iterator[Fragment]:
+    def iter_fragments(self) -> Iterator[ParameterFragment]:
         """What ZeRO has this rank update: runs of the elements of each parameter, in flat blocks.
 
         All of them in stage 0, which leaves them to every rank.
@@ -163,24 +163,26 @@ class DeepSpeedBackend:
         for name, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
                 continue
-            if self._stage == 0:
-                whole = whole_shard(name, tuple(parameter.shape))
-                yield Fragment(whole, parameter, is_copy=rank != 0)
-            elif self.gathers:
+            if self._zero_stage == 0:
+                whole = create_whole_shard(name, tuple(parameter.shape))
+                yield ParameterFragment(whole, parameter, is_copy=rank != 0)
+            elif self.has_sharded_params:
                 shape = tuple(parameter.ds_shape)
-                run = whole_shard(name, shape).flat_part(rank, world_size)
+                run = create_whole_shard(name, shape).chunk_flat(rank, world_size)
                 block, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
                 if run is not None:
-                    yield Fragment(run, optimizer.fp32_partitioned_groups_flat[block], start)
+                    yield ParameterFragment(
+                        run, optimizer.fp32_partitioned_groups_flat[block], start
+                    )
             elif parameter._hp_mapping is not None:
                 found = parameter._hp_mapping
                 at, within = found.hp_fragment_address, found.lp_fragment_address
-                whole = whole_shard(name, tuple(parameter.shape))
-                run = replace(whole, run=(within.start, within.start + within.numel))
-                yield Fragment(run, self._blocks[found.param_group_index], at.start)
+                whole = create_whole_shard(name, tuple(parameter.shape))
+                run = replace(whole, flat_range=(within.start, within.start + within.numel))
+                yield ParameterFragment(run, self._master_blocks[found.param_group_index], at.start)
 
     @property
-    def _blocks(self) -> list[Tensor]:
+    def _master_blocks(self) -> list[Tensor]:
         """The float32 blocks of stages 1 and 2, one for each group of parameters."""
         optimizer = self._engine.optimizer
         is_bf16 = _is_bf16_optimizer(optimizer)
@@ -194,15 +196,15 @@ class DeepSpeedBackend:
         found: torch.optim.Optimizer = self._engine.basic_optimizer
         return found
 
-    def refresh(self) -> None:
+    def refresh_params(self) -> None:
         """Gather what stage 3 leaves whole on every rank, once the ranks' parts have changed."""
-        whole = self._engine.optimizer.persistent_parameters if self.gathers else []
+        whole = self._engine.optimizer.persistent_parameters if self.has_sharded_params else []
         if whole:
             # Their whole copies go, unread; then each comes back from the ranks' parts.
             whole[0].partition(whole)
             whole[0].all_gather(whole)
 
-    def load_pickled(self, directory: Path) -> None:
+    def load_legacy_state(self, directory: Path) -> None:
         """Read what DeepSpeed's own save_checkpoint wrote, which holds pickles: only plain ones.
 
         Collective; raises CheckpointError if there is nothing.
@@ -213,10 +215,10 @@ class DeepSpeedBackend:
 
         known = [LossScaler, ZeroStageEnum, fragment_address]
         # DeepSpeed asks for whatever a pickle has; this outvotes it.
-        with torch.serialization.safe_globals(known), _environment(FORCE_PLAIN, "1"):
+        with torch.serialization.safe_globals(known), _set_env_var(FORCE_WEIGHTS_ONLY_ENV, "1"):
             # What is frozen was not saved.
             path, _ = self._engine.load_checkpoint(
-                str(directory), tag=TAG, load_module_strict=False
+                str(directory), tag=CHECKPOINT_TAG, load_module_strict=False
             )
         if path is None:
             raise CheckpointError(f"{directory} holds no DeepSpeed checkpoint")
@@ -227,7 +229,7 @@ class DeepSpeedBackend:
         self._deepspeed.comm.destroy_process_group()
 
 
-def engine_config(module: "PreTrainedModel", config: "TrainerConfig") -> dict[str, Any]:
+def make_deepspeed_config(module: "PreTrainedModel", config: "TrainerConfig") -> dict[str, Any]:
     """DeepSpeed's configuration of a trainer."""
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -253,7 +255,7 @@ def _import_deepspeed() -> Any:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Which device this is; a launcher would have set it.
-    os.environ["LOCAL_RANK"] = str(local_device().index or 0)
+    os.environ["LOCAL_RANK"] = str(get_local_device().index or 0)
     import deepspeed
     import deepspeed.ops
     from deepspeed.runtime import compiler
@@ -270,7 +272,7 @@ def _import_deepspeed() -> Any:
 
 
 @contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
+def _set_env_var(name: str, value: str) -> Iterator[None]:
     before = os.environ.get(name)
     os.environ[name] = value
     try:

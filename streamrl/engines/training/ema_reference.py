@@ -12,21 +12,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from streamrl.engines.checkpoint.legacy_pickles import load_plain
+from streamrl.engines.checkpoint.legacy_pickles import load_plain_pickle
 from streamrl.engines.checkpoint.sharded_state import load_tensors, save_tensors
-from streamrl.engines.reference_config import PICKLED_FILE, STATE_FILE
+from streamrl.engines.reference_config import LEGACY_REFERENCE_FILE, REFERENCE_FILE
 from streamrl.errors import CheckpointError
-from streamrl.files.atomic_write import checkpoint_errors
+from streamrl.files.atomic_write import wrap_checkpoint_errors
 
 
-class MovingReference:
+class EmaReference:
     """The parameters of the reference, on the CPU: empty until the policy has first passed by."""
 
     def __init__(self, decay: float) -> None:
         self._decay = decay
         self._tensors: dict[str, Tensor] = {}
 
-    def follow(self, policy: Iterable[tuple[str, Tensor]], *, moves: bool) -> None:
+    def update_from_policy(self, policy: Iterable[tuple[str, Tensor]], *, moves: bool) -> None:
         """Go through the policy's parameters, all of them, and move; the first time become them.
 
         Raises CheckpointError if the policy has others than it had.
@@ -48,15 +48,15 @@ class MovingReference:
 
     def save(self, folder: Path) -> None:
         """Write it into a folder that exists. Raises as `ModelTrainer.save` does."""
-        with checkpoint_errors(folder / STATE_FILE):
-            save_tensors(folder / STATE_FILE, self._tensors)
+        with wrap_checkpoint_errors(folder / REFERENCE_FILE):
+            save_tensors(folder / REFERENCE_FILE, self._tensors)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote; raises CheckpointError if there is nothing."""
-        if (folder / STATE_FILE).is_file():
-            self._tensors = load_tensors(folder / STATE_FILE)
-        elif (folder / PICKLED_FILE).is_file():
-            self._tensors = load_plain(folder / PICKLED_FILE)
+        if (folder / REFERENCE_FILE).is_file():
+            self._tensors = load_tensors(folder / REFERENCE_FILE)
+        elif (folder / LEGACY_REFERENCE_FILE).is_file():
+            self._tensors = load_plain_pickle(folder / LEGACY_REFERENCE_FILE)
         else:
             raise CheckpointError(
                 f"{folder} was written without a reference that moves: reference.every has to be 0"

@@ -8,22 +8,22 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from streamrl.buffer.assembly.packing import pack
+from streamrl.buffer.assembly.packing import pack_rollouts
 from streamrl.engines.dtypes import resolve_dtype
 from streamrl.engines.models.forward import (
     DEFAULT_OPTIONS,
-    VALUE_HEAD,
-    ModelOptions,
+    VALUE_HEAD_PREFIX,
+    ModelLoadOptions,
+    compute_token_logprobs,
+    compute_token_values,
+    get_local_device,
     load_model,
     load_skeleton,
     load_value_model,
-    local_device,
-    token_logprobs,
-    token_values,
 )
-from streamrl.engines.training.collate import build_batch, tokens_of
+from streamrl.engines.training.collate import build_batch, find_token_slice
 from streamrl.messages import Array, Columns
-from streamrl.weights.lora_merge import full_weights
+from streamrl.weights.lora_merge import build_full_weights
 from streamrl.weights.parameters import ParameterSet
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class LogprobScorer:
         micro_batch_tokens: int,
         threads: int = 1,
         dtype: str = "auto",
-        options: ModelOptions = DEFAULT_OPTIONS,
+        options: ModelLoadOptions = DEFAULT_OPTIONS,
     ) -> None:
         torch.set_num_threads(threads)
         self._model = load_model(model_path, dtype=resolve_dtype(dtype), options=options).eval()
@@ -54,10 +54,12 @@ class LogprobScorer:
 
         A value head that is part of the policy's model says nothing of tokens.
         """
-        own = {name: value for name, value in tensors.items() if not name.startswith(VALUE_HEAD)}
-        take_parameters(self._model, own, model_path=self._model_path)
+        own = {
+            name: value for name, value in tensors.items() if not name.startswith(VALUE_HEAD_PREFIX)
+        }
+        copy_parameters(self._model, own, model_path=self._model_path)
 
-    def ref_logprobs(self, columns: Columns) -> dict[str, Array]:
+    def compute_ref_logprobs(self, columns: Columns) -> dict[str, Array]:
         """The ref_logprobs column of a group with token_ids, loss_mask and lengths.
 
         At the sampling temperature, as all log-probabilities here; 0 where loss_mask is false.
@@ -66,11 +68,11 @@ class LogprobScorer:
 
         def logprobs(batch: TensorDict) -> Tensor:
             ids, attention = batch["token_ids"], batch["attention_mask"]
-            return token_logprobs(
+            return compute_token_logprobs(
                 self._model, ids, attention, temperature=self._temperature
             ).logprobs
 
-        return {"ref_logprobs": per_token(columns, logprobs, self._micro_batch_tokens)}
+        return {"ref_logprobs": compute_token_column(columns, logprobs, self._micro_batch_tokens)}
 
 
 class ValueScorer:
@@ -84,7 +86,7 @@ class ValueScorer:
         threads: int = 1,
         dtype: str = "auto",
         shares_policy: bool = False,
-        options: ModelOptions = DEFAULT_OPTIONS,
+        options: ModelLoadOptions = DEFAULT_OPTIONS,
     ) -> None:
         """`shares_policy`: its weights are part of those of a policy, whose head is left out."""
         torch.set_num_threads(threads)
@@ -92,11 +94,11 @@ class ValueScorer:
         self._model: PreTrainedModel = load_value_model(
             model_path, dtype=resolve_dtype(dtype), options=options
         ).eval()
-        self._parameters = ParameterSet.of(self._model)
-        self._of_policy = frozenset[str]()
+        self._parameters = ParameterSet.from_module(self._model)
+        self._policy_only_names = frozenset[str]()
         if shares_policy:
             names = dict(load_skeleton(model_path).named_parameters(remove_duplicate=False)).keys()
-            self._of_policy = frozenset(names - self._parameters.shapes.keys())
+            self._policy_only_names = frozenset(names - self._parameters.shapes.keys())
         self._micro_batch_tokens = micro_batch_tokens
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
@@ -104,10 +106,12 @@ class ValueScorer:
 
         Raises WeightsError if they are those of another model.
         """
-        own = {name: value for name, value in tensors.items() if name not in self._of_policy}
-        take_parameters(self._model, own, model_path=self._model_path)
+        own = {
+            name: value for name, value in tensors.items() if name not in self._policy_only_names
+        }
+        copy_parameters(self._model, own, model_path=self._model_path)
 
-    def values(self, columns: Columns) -> Array:
+    def compute_values(self, columns: Columns) -> Array:
         """A value per token, float32, of a group with token_ids, loss_mask and lengths.
 
         0 where loss_mask is false. Raises ValueError if a rollout is longer than a micro-batch may
@@ -115,27 +119,27 @@ class ValueScorer:
         """
 
         def values(batch: TensorDict) -> Tensor:
-            return token_values(self._model, batch["token_ids"], batch["attention_mask"])
+            return compute_token_values(self._model, batch["token_ids"], batch["attention_mask"])
 
-        return per_token(columns, values, self._micro_batch_tokens)
+        return compute_token_column(columns, values, self._micro_batch_tokens)
 
 
 @torch.no_grad()
-def take_parameters(
+def copy_parameters(
     model: "PreTrainedModel", tensors: Mapping[str, Tensor], *, model_path: str
 ) -> None:
     """Copy what a trainer has published into a model: parameters, or adapters, merged.
 
     Raises WeightsError, the model as it was, if they are those of another model.
     """
-    full = full_weights(
-        tensors, ParameterSet.of(model), model_path=model_path, device=local_device()
+    full = build_full_weights(
+        tensors, ParameterSet.from_module(model), model_path=model_path, device=get_local_device()
     )
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parameter.copy_(full[name])
 
 
-def per_token(
+def compute_token_column(
     columns: Columns, compute: Callable[[TensorDict], Tensor], micro_batch_tokens: int
 ) -> Array:
     """A token column, float32, of what `compute` says of a group: batch -> [B, T].
@@ -144,7 +148,7 @@ def per_token(
     """
     lengths = columns["lengths"]
     result = np.zeros(len(columns["token_ids"]), np.float32)
-    rounds = pack(
+    rounds = pack_rollouts(
         [("", index, int(length)) for index, length in enumerate(lengths)],
         world_size=1,
         micro_batch_tokens=micro_batch_tokens,
@@ -152,7 +156,7 @@ def per_token(
     for (picks,) in rounds:
         batch = build_batch({"": columns}, picks, derived={"": {}}, token_columns=("token_ids",))
         with torch.inference_mode():
-            found = compute(batch.to(local_device())).cpu().numpy()
+            found = compute(batch.to(get_local_device())).cpu().numpy()
         for (_, index), row in zip(picks, found, strict=True):
-            result[tokens_of(lengths, index)] = row[: lengths[index]]
+            result[find_token_slice(lengths, index)] = row[: lengths[index]]
     return np.where(columns["loss_mask"], result, np.float32(0))

@@ -18,47 +18,51 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamrl.resharding import Layout, ModelSpec, Nodes, Shard, TensorSpec
-from streamrl.resharding.executors import Executor, Moved, least_moving
-from streamrl.resharding.storage import Storage, lying_in
+from streamrl.resharding import ModelLayout, ModelSpec, NodeTopology, TensorShard, TensorSpec
+from streamrl.resharding.executors import (
+    ReshardingExecutor,
+    ReshardingStats,
+    create_least_bytes_executor,
+)
+from streamrl.resharding.storage import ShardStorage, create_from_buffers
 
 BUCKET_BYTES = 16 * 2**20
 """What is under way at once, bytes; gloo holds as much again."""
 
-Placed = Iterable[tuple[str, Tensor, Shard]]
+NamedShards = Iterable[tuple[str, Tensor, TensorShard]]
 """What a rank keeps of what is trained: by name, where it lies and which part that is."""
 
 
-class Keeper(Protocol):
+class ShardSource(Protocol):
     """What keeps a rank's part of what is trained; see `TrainingBackend`."""
 
-    def placed(self) -> Iterator[tuple[str, Tensor, Shard]]: ...
+    def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]: ...
 
-    def move_into(self, served: Storage) -> None: ...
+    def alias_into(self, served: ShardStorage) -> None: ...
 
 
 @dataclass(frozen=True)
-class _Held:
+class _RankShards:
     """What a rank says of itself: what it keeps, what its generator serves, in what types, and on
     which node it is."""
 
-    kept: Mapping[str, Shard]
-    served: Mapping[str, Shard]
-    types: Mapping[str, torch.dtype]
+    train_shards: Mapping[str, TensorShard]
+    serve_shards: Mapping[str, TensorShard]
+    dtypes: Mapping[str, torch.dtype]
     node: str
 
 
-class Switch:
+class WeightResharder:
     """The way of every version into the generator of this rank."""
 
     def __init__(
-        self, executor: Executor, served: Storage, types: Mapping[str, torch.dtype]
+        self, executor: ReshardingExecutor, served: ShardStorage, types: Mapping[str, torch.dtype]
     ) -> None:
         self._executor = executor
-        self._served = served
-        self._types = types
+        self._storage = served
+        self._dtypes = types
 
-    def run(self, placed: Placed, version: int) -> Moved:
+    def run(self, placed: NamedShards, version: int) -> ReshardingStats:
         """Fill the generator's parameters with `version`. Collective.
 
         They must stand still. Raises WeightsError if the ranks hold different versions, or one does
@@ -66,11 +70,15 @@ class Switch:
         """
         buffers, shards = {}, {}
         for name, tensor, shard in placed:
-            buffers[name], shards[name] = tensor.to(self._types[name]), shard
-        return self._executor.run(lying_in(buffers, shards, version=version), self._served)
+            buffers[name], shards[name] = tensor.to(self._dtypes[name]), shard
+        return self._executor.run(
+            create_from_buffers(buffers, shards, version=version), self._storage
+        )
 
 
-def plan_switch(placed: Placed, served: Storage | None, *, timeout_s: float) -> Switch | None:
+def plan_resharding(
+    placed: NamedShards, served: ShardStorage | None, *, timeout_s: float
+) -> WeightResharder | None:
     """The switch from what each rank keeps to what the generator of each serves. Collective.
 
     `served` is where the generator of this rank has what it serves: every parameter, or, where
@@ -78,74 +86,88 @@ def plan_switch(placed: Placed, served: Storage | None, *, timeout_s: float) -> 
     rank's is not, or if they have other parameters than are trained.
     """
     kept = {name: (tensor, shard) for name, tensor, shard in placed}
-    said: list[_Held | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, _held(kept, served))
+    said: list[_RankShards | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, _describe_rank(kept, served))
     ranks = [each for each in said if each is not None]
     if served is None or len(ranks) < len(said):
         return None
-    model = _model(ranks)
-    if {spec.name for spec in model.tensors} != {name for each in ranks for name in each.kept}:
+    model = _merge_served_specs(ranks)
+    if {spec.name for spec in model.tensors} != {
+        name for each in ranks for name in each.train_shards
+    }:
         return None
-    executor = least_moving(
-        Layout(model, {rank: each.kept for rank, each in enumerate(ranks)}),
-        Layout(model, {rank: each.served for rank, each in enumerate(ranks)}),
-        cluster=cluster_of([each.node for each in ranks]),
+    executor = create_least_bytes_executor(
+        ModelLayout(model, {rank: each.train_shards for rank, each in enumerate(ranks)}),
+        ModelLayout(model, {rank: each.serve_shards for rank, each in enumerate(ranks)}),
+        cluster=make_nodes([each.node for each in ranks]),
         bucket_bytes=BUCKET_BYTES,
         timeout_s=timeout_s,
     )
-    return Switch(executor, served, {n: dtype for each in ranks for n, dtype in each.types.items()})
+    return WeightResharder(
+        executor, served, {n: dtype for each in ranks for n, dtype in each.dtypes.items()}
+    )
 
 
-class PlannedOnce:
+class LazyWeightResharder:
     """A switch that is planned at its first run."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._is_planned = False
-        self._switch: Switch | None = None
+        self._resharder: WeightResharder | None = None
 
-    def run(self, keeper: Keeper, served: Storage | None, version: int) -> Moved | None:
-        """See `Switch.run`; None where there is no switch. `served` is the same at every call."""
+    def run(
+        self, keeper: ShardSource, served: ShardStorage | None, version: int
+    ) -> ReshardingStats | None:
+        """See `WeightResharder.run`;
+
+        None where there is no switch. `served` is the same at every call.
+        """
         if not self._is_planned:
-            self._switch = plan_switch(keeper.placed(), served, timeout_s=self._timeout_s)
+            self._resharder = plan_resharding(
+                keeper.iter_shards(), served, timeout_s=self._timeout_s
+            )
             self._is_planned = True
-            if self._switch is not None and served is not None:
-                keeper.move_into(served)
-        return self._switch.run(keeper.placed(), version) if self._switch else None
+            if self._resharder is not None and served is not None:
+                keeper.alias_into(served)
+        return self._resharder.run(keeper.iter_shards(), version) if self._resharder else None
 
 
-def _held(kept: Mapping[str, tuple[Tensor, Shard]], served: Storage | None) -> _Held | None:
+def _describe_rank(
+    kept: Mapping[str, tuple[Tensor, TensorShard]], served: ShardStorage | None
+) -> _RankShards | None:
     """What this rank says; None if what it keeps is not where what it serves is."""
     if served is None or any(tensor.device != served.device for tensor, _ in kept.values()):
         return None
-    return _Held(
-        kept={name: shard for name, (_, shard) in kept.items()},
-        served={
-            name: Shard(name, box.shape, ((box, (0,) * len(box.shape)),)) for name, box, _ in served
+    return _RankShards(
+        train_shards={name: shard for name, (_, shard) in kept.items()},
+        serve_shards={
+            name: TensorShard(name, box.shape, ((box, (0,) * len(box.shape)),))
+            for name, box, _ in served
         },
-        types={name: view.dtype for name, _, view in served},
+        dtypes={name: view.dtype for name, _, view in served},
         node=socket.gethostname(),
     )
 
 
-def cluster_of(nodes: Sequence[str]) -> Nodes:
+def make_nodes(nodes: Sequence[str]) -> NodeTopology:
     """Which ranks are near each other, by the node of each.
 
     All are as near as any where nodes do not have as many neighbours each: then only the number of
     bytes counts.
     """
     sizes = [len(list(each)) for _, each in groupby(nodes)]
-    return Nodes(sizes[0] if len(set(sizes)) == 1 else len(nodes))
+    return NodeTopology(sizes[0] if len(set(sizes)) == 1 else len(nodes))
 
 
-def _model(ranks: Sequence[_Held]) -> ModelSpec:
+def _merge_served_specs(ranks: Sequence[_RankShards]) -> ModelSpec:
     """What all generators serve, whole."""
     shapes: dict[str, tuple[int, ...]] = {}
     sizes: dict[str, int] = {}
     for each in ranks:
-        for name, shard in each.served.items():
+        for name, shard in each.serve_shards.items():
             (box,) = shard.boxes
             shapes[name] = tuple(map(max, shapes.get(name, box.stop), box.stop))
-            sizes[name] = each.types[name].itemsize
+            sizes[name] = each.dtypes[name].itemsize
     specs = (TensorSpec(name, shape, (0,), itemsize=sizes[name]) for name, shape in shapes.items())
     return ModelSpec(tuple(specs), 1)

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from streamrl.engines.memory.peak_memory import give_back_freed
+from streamrl.engines.memory.peak_memory import release_freed_memory
 from streamrl.errors import StreamError
 
 
-class OptimizerMemory:
+class OptimizerOffload:
     """Released and had again; not to be touched in between."""
 
     def __init__(
@@ -26,17 +26,17 @@ class OptimizerMemory:
     ) -> None:
         """`state` is the optimizer's, which may be none before its first step; what shares memory
         with one of `not_of` stays."""
-        self._state = state
-        self._not_of = not_of
-        self._away: Away | None = None
+        self._get_state = state
+        self._get_excluded = not_of
+        self._offloaded_storages: OffloadedStorages | None = None
 
-    def release(self) -> None:
+    def offload_state(self) -> None:
         """Give it up until `restore`. Raises StreamError, nothing given up, if there is no room."""
-        if self._away is not None:
+        if self._offloaded_storages is not None:
             return
-        kept = {tensor.untyped_storage().data_ptr() for tensor in self._not_of()}
+        kept = {tensor.untyped_storage().data_ptr() for tensor in self._get_excluded()}
         storages = {}
-        for tensor in self._state():
+        for tensor in self._get_state():
             # Of what a rank keeps nothing of, others may have the memory.
             if tensor.dim() and tensor.numel() and tensor.untyped_storage().data_ptr() not in kept:
                 if not tensor.untyped_storage().resizable():
@@ -44,25 +44,25 @@ class OptimizerMemory:
                 storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         found = list(storages.values())
         on_gpu = any(storage.device.type == "cuda" for storage in found)
-        self._away = InMainMemory(found) if on_gpu else OnDisk(found)
+        self._offloaded_storages = CpuOffload(found) if on_gpu else DiskOffload(found)
         for storage in found:
             storage.resize_(0)
-        give_back_freed()
+        release_freed_memory()
 
-    def restore(self) -> None:
+    def restore_state(self) -> None:
         """Have it again as it was; nothing if it was not released."""
-        if self._away is not None:
-            self._away.bring_back()
-            self._away = None
+        if self._offloaded_storages is not None:
+            self._offloaded_storages.copy_back()
+            self._offloaded_storages = None
 
 
-class Away(Protocol):
+class OffloadedStorages(Protocol):
     """Copies of storages, which go once they are back."""
 
-    def bring_back(self) -> None: ...
+    def copy_back(self) -> None: ...
 
 
-class InMainMemory:
+class CpuOffload:
     """Pinned copies of what is on a GPU."""
 
     def __init__(self, storages: list[torch.UntypedStorage]) -> None:
@@ -70,42 +70,42 @@ class InMainMemory:
         try:
             for storage in storages:
                 copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-                self._copies.append((storage, copy.copy_(_bytes(storage))))
+                self._copies.append((storage, copy.copy_(_as_byte_tensor(storage))))
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise StreamError(
                 f"the optimizer's state cannot be put aside in main memory: {reason}"
             ) from error
 
-    def bring_back(self) -> None:
+    def copy_back(self) -> None:
         for storage, copy in self._copies:
             storage.resize_(len(copy))
-            _bytes(storage).copy_(copy)
+            _as_byte_tensor(storage).copy_(copy)
 
 
-class OnDisk:
+class DiskOffload:
     """One file with a copy after the other."""
 
     def __init__(self, storages: list[torch.UntypedStorage]) -> None:
         self._sizes = [(storage, storage.nbytes()) for storage in storages]
         with ExitStack() as unless_done:
-            unless_done.enter_context(_telling_where())
+            unless_done.enter_context(_translate_disk_errors())
             self._file: Any = unless_done.enter_context(tempfile.TemporaryFile())
             for storage in storages:
-                self._file.write(_memory(storage))
+                self._file.write(_as_memoryview(storage))
             self._file.flush()
             unless_done.pop_all()
 
-    def bring_back(self) -> None:
+    def copy_back(self) -> None:
         self._file.seek(0)
         for storage, size in self._sizes:
             storage.resize_(size)
-            self._file.readinto(_memory(storage))
+            self._file.readinto(_as_memoryview(storage))
         self._file.close()
 
 
 @contextmanager
-def _telling_where() -> Iterator[None]:
+def _translate_disk_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -115,16 +115,16 @@ def _telling_where() -> Iterator[None]:
         ) from error
 
 
-def _memory(storage: torch.UntypedStorage) -> memoryview:
+def _as_memoryview(storage: torch.UntypedStorage) -> memoryview:
     """Its bytes, where they lie. A view by numpy would leave a storage that cannot be resized."""
     return memoryview((ctypes.c_byte * storage.nbytes()).from_address(storage.data_ptr()))
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
+def _as_byte_tensor(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def tensors_of(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+def iter_optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
     """All an optimizer of torch holds: its state, and what it updates."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))

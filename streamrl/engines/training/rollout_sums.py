@@ -3,11 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from streamrl.buffer.assembly.packing import Pick
-from streamrl.messages import Columns, FinishReason, is_component, split_tokens
+from streamrl.buffer.assembly.packing import RolloutIndex
+from streamrl.messages import Columns, FinishReason, is_component_column, split_token_column
 
 
-def rollout_sums(groups: Mapping[str, Columns], picks: Sequence[Pick]) -> dict[str, float]:
+def sum_rollouts(groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]) -> dict[str, float]:
     """Sums over the picked rollouts: scores, costs, components, sampled tokens, truncations.
 
     `sampled_max` is a maximum; everything else is added.
@@ -20,7 +20,7 @@ def rollout_sums(groups: Mapping[str, Columns], picks: Sequence[Pick]) -> dict[s
         "sampled_max": 0.0,
         "truncated_sum": 0.0,
     }
-    sampled = {uid: _sampled(columns) for uid, columns in groups.items()}
+    sampled = {uid: _count_sampled_tokens(columns) for uid, columns in groups.items()}
     for uid, index in picks:
         columns = groups[uid]
         score, tokens = float(columns["scores"][index]), sampled[uid][index]
@@ -30,7 +30,7 @@ def rollout_sums(groups: Mapping[str, Columns], picks: Sequence[Pick]) -> dict[s
         sums["sampled_max"] = max(sums["sampled_max"], tokens)
         sums["truncated_sum"] += columns["finish_reason"][index] == FinishReason.LENGTH.value
         for name in columns:
-            if is_component(name):
+            if is_component_column(name):
                 _add_component(sums, name, float(columns[name][index]))
         if "costs" in columns:
             sums["cost_sum"] = sums.get("cost_sum", 0.0) + float(columns["costs"][index])
@@ -44,6 +44,6 @@ def _add_component(sums: dict[str, float], name: str, value: float) -> None:
     sums[key] = sums.get(key, 0.0) + more
 
 
-def _sampled(columns: Columns) -> list[float]:
+def _count_sampled_tokens(columns: Columns) -> list[float]:
     """Tokens the policy sampled, per rollout of a group."""
-    return [float(m.sum()) for m in split_tokens(columns["loss_mask"], columns["lengths"])]
+    return [float(m.sum()) for m in split_token_column(columns["loss_mask"], columns["lengths"])]

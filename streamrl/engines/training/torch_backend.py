@@ -12,34 +12,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamrl.distributed.process_group import leave_ranks
-from streamrl.engines.checkpoint.legacy_pickles import load_plain
-from streamrl.engines.checkpoint.sharded_state import Fragment
-from streamrl.engines.training.aliased_params import lay_side_by_side
-from streamrl.engines.training.optimizer_offload import tensors_of
-from streamrl.resharding import Shard, whole_shard
-from streamrl.resharding.storage import Storage
-from streamrl.weights.parameters import side_by_side
+from streamrl.distributed.process_group import leave_process_group
+from streamrl.engines.checkpoint.legacy_pickles import load_plain_pickle
+from streamrl.engines.checkpoint.sharded_state import ParameterFragment
+from streamrl.engines.training.aliased_params import make_sisters_contiguous
+from streamrl.engines.training.optimizer_offload import iter_optimizer_tensors
+from streamrl.resharding import TensorShard, create_whole_shard
+from streamrl.resharding.storage import ShardStorage
+from streamrl.weights.parameters import order_for_fusion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from streamrl.engines.trainer_config import TrainerConfig
 
-STATE_FILE = "torch_state.pt"
+LEGACY_STATE_FILE = "torch_state.pt"
 
 
 class TorchBackend:
     """Gradients add up in `.grad`; a step sums them over the ranks and divides once."""
 
     def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
-        lay_side_by_side(module)
+        make_sisters_contiguous(module)
         self.module = module
         self.forward = module
-        self._clip = config.grad_clip
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._grad_clip = config.grad_clip
+        self._trained_params = [p for p in module.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            self._parameters,
+            self._trained_params,
             lr=config.lr,
             betas=(config.betas[0], config.betas[1]),
             weight_decay=config.weight_decay,
@@ -54,12 +54,12 @@ class TorchBackend:
 
         A norm that is not finite leaves the parameters as they are.
         """
-        for parameter in self._parameters:
+        for parameter in self._trained_params:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
             parameter.grad /= divisor
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._clip or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(self._trained_params, self._grad_clip or math.inf)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if norm.isfinite():
@@ -68,51 +68,51 @@ class TorchBackend:
         return norm.item()
 
     @property
-    def gathers(self) -> bool:
+    def has_sharded_params(self) -> bool:
         """Every rank has all parameters."""
         return False
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         """What is trained, once each; views, which the next step changes."""
         trained = {n: p.detach() for n, p in self.module.named_parameters() if p.requires_grad}
-        yield from ((name, trained[name]) for name in side_by_side(trained))
+        yield from ((name, trained[name]) for name in order_for_fusion(trained))
 
-    def placed(self) -> Iterator[tuple[str, Tensor, Shard]]:
+    def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]:
         """All of it, on every rank."""
         for name, tensor in self.full_state():
-            yield name, tensor, whole_shard(name, tuple(tensor.shape))
+            yield name, tensor, create_whole_shard(name, tuple(tensor.shape))
 
-    def move_into(self, served: Storage) -> None:
+    def alias_into(self, served: ShardStorage) -> None:
         """Nothing: a generator that serves all of it takes it where it lies, and the parts of one
         that is split do not hold all."""
 
-    def optimizer_state(self) -> Iterable[Tensor]:
+    def iter_optimizer_state(self) -> Iterable[Tensor]:
         """Of all parameters, on every rank."""
-        return tensors_of(self._optimizer)
+        return iter_optimizer_tensors(self._optimizer)
 
-    def fragments(self) -> Iterator[Fragment]:
+    def iter_fragments(self) -> Iterator[ParameterFragment]:
         """All of every parameter; the ranks have the same."""
         is_copy = dist.get_rank() != 0
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
-                shard = whole_shard(name, tuple(parameter.shape))
-                yield Fragment(shard, parameter, is_copy=is_copy)
+                shard = create_whole_shard(name, tuple(parameter.shape))
+                yield ParameterFragment(shard, parameter, is_copy=is_copy)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """AdamW, on the parameters."""
         return self._optimizer
 
-    def refresh(self) -> None:
+    def refresh_params(self) -> None:
         """Nothing: what the optimizer updates is computed with."""
 
-    def load_pickled(self, directory: Path) -> None:
+    def load_legacy_state(self, directory: Path) -> None:
         """Read what this backend once wrote."""
-        state = load_plain(directory / STATE_FILE)
+        state = load_plain_pickle(directory / LEGACY_STATE_FILE)
         for name, parameter in self.full_state():
             parameter.copy_(state["model"][name])
         self._optimizer.load_state_dict(state["optimizer"])
 
     def close(self) -> None:
         """Leave the ranks."""
-        leave_ranks()
+        leave_process_group()

@@ -1,7 +1,7 @@
 """The environment that vLLM reads when it is imported."""
 
 
-def generation_env(device: str, *, threads: int = 1) -> dict[str, str]:
+def make_vllm_env(device: str, *, threads: int = 1) -> dict[str, str]:
     """Environment a process needs before it imports torch; `device` is "cpu" or "cuda".
 
     `threads` is GeneratorConfig.threads, which has no effect but through here. Raises ValueError on
@@ -11,7 +11,8 @@ def generation_env(device: str, *, threads: int = 1) -> dict[str, str]:
         raise ValueError(f"device {device!r}: must be cpu or cuda")
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # vLLM would configure all loggers of the process, in half a second; see `build_engine`.
+        # vLLM would configure all loggers of the process, in half a second; see
+        # `build_vllm_engine`.
         "VLLM_CONFIGURE_LOGGING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",

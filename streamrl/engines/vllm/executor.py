@@ -25,21 +25,21 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from streamrl.engines.vllm.rank_groups import Team
+from streamrl.engines.vllm.rank_groups import RankGroup
 from streamrl.errors import GenerationError
 
-NOTICED_S = 2.0
+DISCONNECT_GRACE_S = 2.0
 """How much later the end of a process may be seen here than where it was computed with, s."""
 
 
-class LeadingExecutor(UniProcExecutor):
+class LeaderExecutor(UniProcExecutor):
     """Has every call made by the workers of a team, its own among them."""
 
-    team: Team
+    rank_group: RankGroup
 
     def _init_executor(self) -> None:
-        self.driver_worker = build_worker(self.vllm_config, self.team)
-        self._followers = _followers(self.team)
+        self.driver_worker = build_worker(self.vllm_config, self.rank_group)
+        self._connections = _accept_followers(self.rank_group)
 
     def collective_rpc(
         self,
@@ -55,60 +55,60 @@ class LeadingExecutor(UniProcExecutor):
         Raises GenerationError naming a process of the team that has died.
         """
         try:
-            for connection in self._followers.values():
+            for connection in self._connections.values():
                 connection.send((method, args, kwargs or {}, not single_value))
             own = super().collective_rpc(method, timeout, args, kwargs, single_value=True)
             answers = [own]
             if not single_value:
-                answers += [connection.recv() for connection in self._followers.values()]
+                answers += [connection.recv() for connection in self._connections.values()]
         except (OSError, EOFError, RuntimeError) as error:
-            lost = self.lost
+            lost = self.lost_rank
             if lost is None:
                 raise
             raise GenerationError(f"rank {lost} of the split generator has died") from error
         answer = own if single_value else answers
-        return _done(answer) if non_block else answer
+        return _make_done_future(answer) if non_block else answer
 
     @property
-    def lost(self) -> int | None:
+    def lost_rank(self) -> int | None:
         """The rank of a follower that has ended, if one has."""
-        wait(list(self._followers.values()), NOTICED_S)
-        return next((rank for rank, own in self._followers.items() if _has_ended(own)), None)
+        wait(list(self._connections.values()), DISCONNECT_GRACE_S)
+        return next((rank for rank, own in self._connections.items() if _is_closed(own)), None)
 
     def shutdown(self) -> None:
         """Let the followers end, too."""
-        for connection in self._followers.values():
+        for connection in self._connections.values():
             connection.close()
         super().shutdown()
 
 
-def _done(answer: Any) -> Future[Any]:
+def _make_done_future(answer: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(answer)
     return future
 
 
-def team_arguments(team: Team, timeout_s: float) -> dict[str, Any]:
+def make_rank_group_args(team: RankGroup, timeout_s: float) -> dict[str, Any]:
     """What of vLLM's EngineArgs is that of a team; its ranks wait no longer for each other.
 
     vLLM makes the executor from its own settings alone, so the class knows the team.
     """
     return {
         "tensor_parallel_size": team.size,
-        "distributed_executor_backend": type("Leading", (LeadingExecutor,), {"team": team}),
+        "distributed_executor_backend": type("Leading", (LeaderExecutor,), {"rank_group": team}),
         "disable_custom_all_reduce": True,
         "distributed_timeout_seconds": math.ceil(timeout_s),
         "cpu_distributed_timeout_seconds": math.ceil(timeout_s),
     }
 
 
-class FollowingWorker:
+class FollowerWorker:
     """A worker that makes the calls its leader sends."""
 
-    def __init__(self, config: VllmConfig, team: Team) -> None:
+    def __init__(self, config: VllmConfig, team: RankGroup) -> None:
         self.wrapper = build_worker(config, team)
-        self._leader = team.leader
-        self._calls = _leader(team)
+        self._leader_rank = team.leader_rank
+        self._connection = _connect_leader(team)
         #: Held by who has the worker do something.
         self.lock = threading.Lock()
 
@@ -119,56 +119,56 @@ class FollowingWorker:
         """
         try:
             while True:
-                method, args, kwargs, is_answered = self._calls.recv()
+                method, args, kwargs, is_answered = self._connection.recv()
                 with self.lock:
                     answer = run_method(self.wrapper, method, args, kwargs)
                 if is_answered:
-                    self._calls.send(answer)
+                    self._connection.send(answer)
         except (OSError, EOFError, RuntimeError) as error:
-            if not _has_ended(self._calls, NOTICED_S):
+            if not _is_closed(self._connection, DISCONNECT_GRACE_S):
                 raise
             raise GenerationError(
-                f"rank {self._leader} of the split generator, which leads it, has ended"
+                f"rank {self._leader_rank} of the split generator, which leads it, has ended"
             ) from error
         finally:
             # Nobody is to wait for a worker that has failed.
-            self._calls.close()
+            self._connection.close()
 
 
-def build_worker(config: VllmConfig, team: Team) -> WorkerWrapperBase:
+def build_worker(config: VllmConfig, team: RankGroup) -> WorkerWrapperBase:
     """A worker with its part of the model. Collective over all teams."""
-    wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=team.place)
+    wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=team.group_rank)
     wrapper.init_worker(
         [
             {
                 "vllm_config": config,
                 "local_rank": 0,
-                "rank": team.place,
+                "rank": team.group_rank,
                 "distributed_init_method": "env://",
-                "is_driver_worker": team.leads,
+                "is_driver_worker": team.is_leader,
                 "shared_worker_lock": threading.Lock(),
             }
         ]
     )
     with set_current_vllm_config(config):
-        _make_groups(config, team)
+        _init_process_groups(config, team)
     wrapper.init_device()
     wrapper.load_model()
     current_platform.update_block_size_for_backend(config)
     return wrapper
 
 
-def _make_groups(config: VllmConfig, team: Team) -> None:
+def _init_process_groups(config: VllmConfig, team: RankGroup) -> None:
     """vLLM's groups of ranks, which it would make of consecutive ones. Collective."""
     backend, local_rank = dist.get_backend(), 0
     # On a CPU vLLM's ranks would spin in shared memory, for ever if one of them dies.
     os.environ["VLLM_DIST_IDENT"] = f"rank-{team.rank}"
     parallel_state.set_custom_all_reduce(False)
     parallel_state.init_distributed_environment(
-        config.parallel_config.world_size, team.place, "env://", local_rank, backend
+        config.parallel_config.world_size, team.group_rank, "env://", local_rank, backend
     )
     alone = [[rank] for rank in range(dist.get_world_size())]
-    teams = [list(ranks) for ranks in team.teams]
+    teams = [list(ranks) for ranks in team.groups]
 
     def make(ranks: list[list[int]], name: str) -> parallel_state.GroupCoordinator:
         return parallel_state.init_model_parallel_group(ranks, local_rank, backend, group_name=name)
@@ -180,33 +180,33 @@ def _make_groups(config: VllmConfig, team: Team) -> None:
         parallel_state._EP = make(teams, "ep")
 
 
-def _followers(team: Team) -> dict[int, Connection]:
+def _accept_followers(team: RankGroup) -> dict[int, Connection]:
     """The leader's connections, by rank."""
     key, found = secrets.token_bytes(16), {}
-    with Listener((_own_address(), 0), backlog=team.size, authkey=key) as listener:
-        _told(team, [(listener.address, key)])
+    with Listener((_find_local_address(), 0), backlog=team.size, authkey=key) as listener:
+        _broadcast_from_leader(team, [(listener.address, key)])
         for _ in team.ranks[1:]:
-            connection = _prompt(listener.accept())
+            connection = _disable_nagle(listener.accept())
             found[connection.recv()] = connection
     return {rank: found[rank] for rank in team.ranks[1:]}
 
 
-def _leader(team: Team) -> Connection:
+def _connect_leader(team: RankGroup) -> Connection:
     """A follower's connection."""
-    address, key = _told(team, [None])
-    connection = _prompt(Client(address, authkey=key))
+    address, key = _broadcast_from_leader(team, [None])
+    connection = _disable_nagle(Client(address, authkey=key))
     connection.send(team.rank)
     return connection
 
 
-def _told(team: Team, said: list[Any]) -> Any:
+def _broadcast_from_leader(team: RankGroup, said: list[Any]) -> Any:
     """What the leader says to its team. Collective."""
     group = parallel_state.get_tp_group().cpu_group
-    dist.broadcast_object_list(said, src=team.leader, group=group)
+    dist.broadcast_object_list(said, src=team.leader_rank, group=group)
     return said[0]
 
 
-def _has_ended(connection: Connection, within_s: float = 0.0) -> bool:
+def _is_closed(connection: Connection, within_s: float = 0.0) -> bool:
     """Whether nobody is at the other end any more; what was said before is lost."""
     try:
         while connection.poll(within_s):
@@ -216,14 +216,14 @@ def _has_ended(connection: Connection, within_s: float = 0.0) -> bool:
     return False
 
 
-def _own_address() -> str:
+def _find_local_address() -> str:
     """Where the other ranks reach this process: as it would reach rank 0."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 1))
         return str(probe.getsockname()[0])
 
 
-def _prompt(connection: Connection) -> Connection:
+def _disable_nagle(connection: Connection) -> Connection:
     """Sends small messages at once: a call may follow another that nobody answers."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from streamrl.engines.models.forward import local_device, wait_for_device
+from streamrl.engines.models.forward import get_local_device, synchronize_device
 from streamrl.engines.vllm import engine
 from streamrl.engines.vllm.engine import EngineSpec
-from streamrl.engines.vllm.kv_cache import release_caches
-from streamrl.engines.vllm.partial_weights import PartWeights
+from streamrl.engines.vllm.kv_cache import free_kv_caches
+from streamrl.engines.vllm.partial_weights import PartialWeightLoader
 from streamrl.errors import ConfigError, DeadlineError, GenerationError
 from streamrl.messages import Array
-from streamrl.resharding.storage import Storage
-from streamrl.weights.lora_merge import full_weights
+from streamrl.resharding.storage import ShardStorage
+from streamrl.weights.lora_merge import build_full_weights
 
 if TYPE_CHECKING:
-    from streamrl.engines.vllm.executor import FollowingWorker
+    from streamrl.engines.vllm.executor import FollowerWorker
 
 
-class GeneratorPart:
+class FollowerRank:
     """One part; belongs to the event loop it was started on.
 
     What the leader has all parts do, a thread does; the rest is done while the leader stands still.
@@ -31,15 +31,15 @@ class GeneratorPart:
         self._spec = spec
         loop = asyncio.get_running_loop()
         self._started: asyncio.Future[None] = loop.create_future()
-        self._ended: asyncio.Future[None] = loop.create_future()
+        self._finished: asyncio.Future[None] = loop.create_future()
         self._loop = loop
-        self._worker: FollowingWorker | None = None
-        self._weights: PartWeights | None = None
+        self._worker: FollowerWorker | None = None
+        self._weight_loader: PartialWeightLoader | None = None
         # A daemon, so that a call that is stuck cannot keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name="vllm-part", daemon=True)
+        self._thread = threading.Thread(target=self._run_worker, name="vllm-part", daemon=True)
 
     @classmethod
-    async def start(cls, spec: EngineSpec) -> "GeneratorPart":
+    async def start(cls, spec: EngineSpec) -> "FollowerRank":
         """Build the part of a model directory in this process, as its leader builds the engine.
 
         Raises as `GenerationEngine.start` does.
@@ -56,47 +56,47 @@ class GeneratorPart:
             ) from error
         return part
 
-    async def serve(self) -> None:
+    async def run_rank(self) -> None:
         """Until the leader ends. Raises GenerationError when that, or a call of its, fails."""
-        await asyncio.shield(self._ended)
+        await asyncio.shield(self._finished)
 
-    async def storage(self) -> Storage | None:
-        """Where what is here lies; see `GenerationEngine.storage`.
+    async def get_storage(self) -> ShardStorage | None:
+        """Where what is here lies; see `GenerationEngine.get_storage`.
 
         Raises DeadlineError if the model directory is not read in time.
         """
         timeout_s = self._spec.config.start_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.to_thread(self._storage)
+                return await asyncio.to_thread(self._get_storage)
         except TimeoutError as error:
             raise DeadlineError(
                 f"{self._spec.model_path} was not compared with vLLM's part of it within"
                 f" {timeout_s:g} s"
             ) from error
 
-    def _storage(self) -> Storage | None:
-        assert self._worker is not None and self._weights is not None
+    def _get_storage(self) -> ShardStorage | None:
+        assert self._worker is not None and self._weight_loader is not None
         with self._worker.lock:
-            return self._weights.storage()
+            return self._weight_loader.get_storage()
 
-    def put(self, tensors: Mapping[str, torch.Tensor | Array]) -> int:
+    def fill_shard(self, tensors: Mapping[str, torch.Tensor | Array]) -> int:
         """Serve what is here of a full set of parameters; the bytes that were copied.
 
         See `GenerationEngine.load_weights`. The leader stands still meanwhile, and takes the
         version up after it.
         """
-        assert self._worker is not None and self._weights is not None
-        full = full_weights(
-            tensors, self._parameters, model_path=self._spec.model_path, device=local_device()
+        assert self._worker is not None and self._weight_loader is not None
+        full = build_full_weights(
+            tensors, self._parameters, model_path=self._spec.model_path, device=get_local_device()
         )
         with self._worker.lock:
-            num_bytes, _ = self._weights.put(full)
+            num_bytes, _ = self._weight_loader.load_weights(full)
             # The worker computes on a stream of its own.
-            wait_for_device()
+            synchronize_device()
         return num_bytes
 
-    async def release_kv(self) -> None:
+    async def sleep(self) -> None:
         """Free the memory of keys and values, on a CPU; the leader's next step has it again."""
         await asyncio.to_thread(self._release_kv)
 
@@ -104,29 +104,32 @@ class GeneratorPart:
         assert self._worker is not None
         with self._worker.lock:
             if not self._worker.wrapper.model_config.enable_sleep_mode:
-                release_caches(self._worker.wrapper)
+                free_kv_caches(self._worker.wrapper)
 
-    def _run(self) -> None:
+    def _run_worker(self) -> None:
         try:
-            with engine.only_engine_of_the_process():
-                self._parameters = engine.read_model_facts(self._spec.model_path).parameters
-                worker = self._worker = engine.build_follower(self._spec)
-                assert self._spec.team is not None
-                self._weights = PartWeights(
-                    worker.wrapper.worker, self._parameters, self._spec.model_path, self._spec.team
+            with engine.claim_process_engine():
+                self._parameters = engine.read_model_info(self._spec.model_path).parameters
+                worker = self._worker = engine.build_follower_worker(self._spec)
+                assert self._spec.rank_group is not None
+                self._weight_loader = PartialWeightLoader(
+                    worker.wrapper.worker,
+                    self._parameters,
+                    self._spec.model_path,
+                    self._spec.rank_group,
                 )
-                self._tell(None)
+                self._report_status(None)
                 worker.serve()
         except BaseException as error:
-            self._tell(error)
+            self._report_status(error)
             raise
 
-    def _tell(self, error: BaseException | None) -> None:
+    def _report_status(self, error: BaseException | None) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._settle, error)
+            self._loop.call_soon_threadsafe(self._resolve_future, error)
 
-    def _settle(self, error: BaseException | None) -> None:
-        future = self._ended if self._started.done() else self._started
+    def _resolve_future(self, error: BaseException | None) -> None:
+        future = self._finished if self._started.done() else self._started
         if error is None:
             future.set_result(None)
         elif future is self._started and isinstance(error, ValueError | OSError):

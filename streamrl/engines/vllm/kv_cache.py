@@ -4,66 +4,66 @@ from typing import Any
 
 import torch
 
-from streamrl.engines.memory.peak_memory import give_back_freed
+from streamrl.engines.memory.peak_memory import release_freed_memory
 
 #: vLLM's LLMEngine.
-Engine = Any
+VllmEngine = Any
 #: vLLM's worker, in the process of a rank.
-Worker = Any
+VllmWorker = Any
 
-KV_CACHE = "kv_cache"
+KV_CACHE_TAG = "kv_cache"
 """What vLLM calls this memory where it sleeps."""
 
 
-class KvMemory:
+class KvCacheMemory:
     """Released and had again, on every rank; belongs to the engine's thread.
 
     On a GPU vLLM does it.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
-        self._sleeps: bool = engine.vllm_config.model_config.enable_sleep_mode
-        self._is_released = False
+        self._has_sleep_mode: bool = engine.vllm_config.model_config.enable_sleep_mode
+        self._is_asleep = False
 
-    def release(self) -> None:
+    def sleep(self) -> None:
         """Give it back to the system. What runs is prefilled anew once it goes on."""
-        if self._is_released:
+        if self._is_asleep:
             return
-        self._is_released = True
+        self._is_asleep = True
         self._engine.reset_prefix_cache(reset_running_requests=True)
-        if self._sleeps:
-            self._engine.model_executor.discard((KV_CACHE,))
+        if self._has_sleep_mode:
+            self._engine.model_executor.discard((KV_CACHE_TAG,))
         else:
-            self._engine.collective_rpc(release_caches)
+            self._engine.collective_rpc(free_kv_caches)
 
-    def restore(self) -> None:
+    def wake_up(self) -> None:
         """Have it again, empty; nothing if it was not released."""
-        if not self._is_released:
+        if not self._is_asleep:
             return
-        self._is_released = False
-        if self._sleeps:
-            self._engine.model_executor.wake_up([KV_CACHE])
+        self._is_asleep = False
+        if self._has_sleep_mode:
+            self._engine.model_executor.wake_up([KV_CACHE_TAG])
         else:
-            self._engine.collective_rpc(restore_caches)
+            self._engine.collective_rpc(allocate_kv_caches)
 
 
-def release_caches(worker: Worker) -> None:
+def free_kv_caches(worker: VllmWorker) -> None:
     """In a rank's process: give the memory back, if it is there."""
-    for storage in _storages(worker):
+    for storage in _list_cache_storages(worker):
         storage.resize_(0)
-    give_back_freed()
+    release_freed_memory()
 
 
-def restore_caches(worker: Worker) -> None:
+def allocate_kv_caches(worker: VllmWorker) -> None:
     """In a rank's process: have it again."""
-    for storage, num_bytes in _storages(worker).items():
+    for storage, num_bytes in _list_cache_storages(worker).items():
         storage.resize_(num_bytes)
         # What comes from the allocator may be no number.
         torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
 
 
-def _storages(worker: Worker) -> dict[torch.UntypedStorage, int]:
+def _list_cache_storages(worker: VllmWorker) -> dict[torch.UntypedStorage, int]:
     """Each once, with the bytes that the caches in it take."""
     found: dict[int, tuple[torch.UntypedStorage, int]] = {}
     for cache in worker.model_runner.kv_caches:

@@ -6,17 +6,17 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-ENTRY = re.compile(r'"(\w+)": \(\s*"(\w+)",\s*"\w+",?\s*\)')
+REGISTRY_ENTRY = re.compile(r'"(\w+)": \(\s*"(\w+)",\s*"\w+",?\s*\)')
 
 
 @functools.cache
-def _modules() -> dict[str, str]:
+def _read_vllm_registry() -> dict[str, str]:
     """Return vLLM's module for each architecture, as its registry lists them."""
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         return {}
     file = Path(found.origin).parent / "model_executor" / "models" / "registry.py"
-    return dict(ENTRY.findall(file.read_text())) if file.is_file() else {}
+    return dict(REGISTRY_ENTRY.findall(file.read_text())) if file.is_file() else {}
 
 
 def is_served_by_transformers(architectures: Iterable[str]) -> bool:
@@ -25,13 +25,13 @@ def is_served_by_transformers(architectures: Iterable[str]) -> bool:
     It does of families that it lists so, and of all that it does not know. Where there is no vLLM,
     as where a run is only planned, it is taken to know them.
     """
-    modules = _modules()
+    modules = _read_vllm_registry()
     if not modules:
         return False
     return all(modules.get(name, "transformers") == "transformers" for name in architectures)
 
 
-def unshared_process(architectures: Iterable[str], *, mode: str, on_gpu: bool) -> str:
+def explain_unshareable_process(architectures: Iterable[str], *, mode: str, on_gpu: bool) -> str:
     """Why a generator cannot live in a trainer's process, as in that placement.mode; "" if it can.
 
     architectures: of the model that it serves.

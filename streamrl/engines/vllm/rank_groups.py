@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from streamrl.engines.trainer_config import SHARDS_PARAMETERS
+from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE
 from streamrl.resharding import (
     GenerationSizes,
-    Grid,
-    Layout,
+    ModelLayout,
     ModelSpec,
+    RankGrid,
     TensorSpec,
-    chunked,
-    max_overlap,
-    seated_layout,
-    zero_redundancy,
+    assign_max_overlap,
+    assign_zero_redundancy,
+    create_layout,
+    partition_fsdp2,
 )
 
 if TYPE_CHECKING:
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Team:
-    """A rank among those that share generators: `teams` are the ranks of each, by their parts.
+class RankGroup:
+    """A rank among those that share generators: `groups` are the ranks of each, by their parts.
 
     The first of a team leads it: it schedules, and the others compute along.
     """
 
     rank: int
-    teams: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Those that share the generator of this one."""
-        return next(ranks for ranks in self.teams if self.rank in ranks)
+        return next(ranks for ranks in self.groups if self.rank in ranks)
 
     @property
-    def place(self) -> int:
+    def group_rank(self) -> int:
         """Which part of the generator is here."""
         return self.ranks.index(self.rank)
 
@@ -53,44 +53,45 @@ class Team:
         return len(self.ranks)
 
     @property
-    def leader(self) -> int:
+    def leader_rank(self) -> int:
         """The rank that schedules."""
         return self.ranks[0]
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether it is this one."""
-        return self.rank == self.leader
+        return self.rank == self.leader_rank
 
 
-def team_of(rank: int, trainer: "TrainerConfig", size: int) -> Team:
+def make_rank_group(rank: int, trainer: "TrainerConfig", size: int) -> RankGroup:
     """Where a rank of a trainer is among generators of `size` ranks each."""
-    return Team(rank, teams_of(trainer, size))
+    return RankGroup(rank, assign_rank_groups(trainer, size))
 
 
-def teams_of(trainer: "TrainerConfig", size: int) -> tuple[tuple[int, ...], ...]:
+def assign_rank_groups(trainer: "TrainerConfig", size: int) -> tuple[tuple[int, ...], ...]:
     """The ranks of every generator, in the order of their parts; `size` divides all ranks."""
-    train = Grid(1, trainer.tensor_parallel, trainer.num_shares)
-    if train.tensor % size == 0:
-        sizes = GenerationSizes(1, size, train.tensor // size, train.replicas)
-        return tuple(map(tuple, zero_redundancy(train, sizes).tensor_groups()))
-    held = _held(train, trainer, size)
+    train = RankGrid(1, trainer.tensor_parallel, trainer.dp_size)
+    if train.tp_size % size == 0:
+        sizes = GenerationSizes(1, size, train.tp_size // size, train.dp_size)
+        return tuple(map(tuple, assign_zero_redundancy(train, sizes).list_tp_groups()))
+    held = _make_train_layout(train, trainer, size)
     return tuple(
-        _by_parts(held, range(first, first + size)) for first in range(0, train.size, size)
+        _order_by_overlap(held, range(first, first + size))
+        for first in range(0, train.num_ranks, size)
     )
 
 
-def _by_parts(held: Layout, ranks: Sequence[int]) -> tuple[int, ...]:
+def _order_by_overlap(held: ModelLayout, ranks: Sequence[int]) -> tuple[int, ...]:
     """Some ranks in an order in which they keep the most of what they have."""
-    there = Layout(held.model, {i: held.shards[rank] for i, rank in enumerate(ranks)})
-    (order,) = max_overlap(there, GenerationSizes(1, len(ranks), 1, 1)).tensor_groups()
+    there = ModelLayout(held.model, {i: held.shards[rank] for i, rank in enumerate(ranks)})
+    (order,) = assign_max_overlap(there, GenerationSizes(1, len(ranks), 1, 1)).list_tp_groups()
     return tuple(ranks[i] for i in order)
 
 
-def _held(train: Grid, trainer: "TrainerConfig", size: int) -> Layout:
+def _make_train_layout(train: RankGrid, trainer: "TrainerConfig", size: int) -> ModelLayout:
     """What each rank trains of a matrix that is cut by its rows, and of one cut by its columns."""
-    side = train.size * size
+    side = train.num_ranks * size
     specs = tuple(TensorSpec(f"cut {dim}", (side, side), (0,), dim) for dim in range(2))
-    held = seated_layout(ModelSpec(specs, 1), train.seating())
-    is_sharded = trainer.zero_stage == SHARDS_PARAMETERS
-    return chunked(held, train.seating().data_groups()) if is_sharded else held
+    held = create_layout(ModelSpec(specs, 1), train.assign_ranks())
+    is_sharded = trainer.zero_stage == PARAMETER_SHARDING_STAGE
+    return partition_fsdp2(held, train.assign_ranks().list_dp_groups()) if is_sharded else held

@@ -14,7 +14,7 @@ BYTES_PER_CHARACTER = 4
 """Most bytes of a character, each of which may be a token of its own."""
 
 
-class StopRules:
+class StopConditions:
     """Stop texts and token ids of an engine; texts are looked for in what its tokens say."""
 
     def __init__(self, model_path: str, config: GeneratorConfig) -> None:
@@ -31,11 +31,11 @@ class StopRules:
         """
         if self._tokenizer is None:
             return None
-        return _detokenizer_class()(self._tokenizer, self._texts, sampled)
+        return _make_detokenizer_class()(self._tokenizer, self._texts, sampled)
 
 
 @functools.cache
-def _detokenizer_class() -> Any:
+def _make_detokenizer_class() -> Any:
     """Return the class, which cannot be made before vLLM is imported."""
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
@@ -57,13 +57,13 @@ def _detokenizer_class() -> Any:
         def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
             super().update(new_token_ids, stop_terminated)
             tail = [*self._sampled, *self.token_ids[-self._window :]][-self._window :]
-            text = decode_exactly(self._tokenizer, tail)
+            text = decode_verbatim(self._tokenizer, tail)
             return next((stop for stop in self._texts if stop in text), None)
 
     return StopTextDetokenizer
 
 
-def decode_exactly(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> str:
+def decode_verbatim(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> str:
     """Return the text of tokens with special tokens and spaces as they are."""
     text = tokenizer.decode(
         list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False

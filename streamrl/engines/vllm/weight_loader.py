@@ -25,22 +25,22 @@ import torch
 from torch import Tensor
 
 from streamrl.engines.models.forward import load_skeleton
-from streamrl.engines.vllm.load_check import ArrivalCheck, Prints
+from streamrl.engines.vllm.load_check import FingerprintsByDtype, LoadCheck
 from streamrl.errors import WeightsError
-from streamrl.files.hf_config import COMPUTED
-from streamrl.resharding import Box
-from streamrl.resharding.storage import Storage
-from streamrl.weights import Arrival
-from streamrl.weights.logprob_probe import FIRST_PROBED
-from streamrl.weights.lora_merge import MergedWeights, stored_weights
+from streamrl.files.hf_config import RECOMPUTED_TENSORS
+from streamrl.resharding import TensorBox
+from streamrl.resharding.storage import ShardStorage
+from streamrl.weights import LoadVerification
+from streamrl.weights.logprob_probe import NUM_INITIAL_CHECKS
+from streamrl.weights.lora_merge import MergedWeights, load_stored_weights
 from streamrl.weights.parameters import ParameterSet
 
 #: vLLM's LLMEngine.
-Engine = Any
+VllmEngine = Any
 
 #: Below this many elements of a weight torch's own product is as fast: oneDNN takes some 30 us to
 #: make up its mind.
-LEAST_FOR_ONEDNN = 2**19
+MIN_ONEDNN_ELEMENTS = 2**19
 
 
 NUM_HEAD_AXES = 3
@@ -48,7 +48,7 @@ NUM_HEAD_AXES = 3
 
 
 @contextmanager
-def plain_linears() -> Iterator[None]:
+def keep_plain_linears() -> Iterator[None]:
     """A model that vLLM builds in here keeps its linear weights as they are.
 
     So do the classes of transformers that vLLM builds some models of: to be compiled, which is not
@@ -94,7 +94,7 @@ def use_onednn(model: torch.nn.Module) -> None:
     for module in model.modules():
         if "cpu_linear" in vars(module):
             weight = module.get_parameter("weight")
-            if weight.numel() >= LEAST_FOR_ONEDNN and _onednn_takes(weight.dtype):
+            if weight.numel() >= MIN_ONEDNN_ELEMENTS and _has_onednn_kernel(weight.dtype):
                 vars(module)["cpu_linear"] = onednn_linear
 
 
@@ -104,7 +104,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 @functools.cache
-def _onednn_takes(dtype: torch.dtype) -> bool:
+def _has_onednn_kernel(dtype: torch.dtype) -> bool:
     """Whether this build of oneDNN has a kernel for a type; many have none for float16."""
     try:
         onednn_linear(torch.zeros(1, 8, dtype=dtype), torch.zeros(8, 8, dtype=dtype))
@@ -113,96 +113,98 @@ def _onednn_takes(dtype: torch.dtype) -> bool:
     return True
 
 
-class ServedWeights:
+class WeightLoader:
     """The parameters of an engine's model; belongs to the engine's thread."""
 
-    def __init__(self, engine: Engine, parameters: ParameterSet, model_path: str) -> None:
+    def __init__(self, engine: VllmEngine, parameters: ParameterSet, model_path: str) -> None:
         """Find out whether the model's parameters are those of the checkpoint.
 
         `parameters` and `model_path` are of the directory the engine was built from.
         """
         self._engine = engine
-        self._model = _model_of(engine)
-        self._on_cpu = all(p.device.type == "cpu" for p in self._model.parameters())
+        self._model = _get_model(engine)
+        self._is_on_cpu = all(p.device.type == "cpu" for p in self._model.parameters())
         self._parameters = parameters
         self._model_path = model_path
         self._is_plain = _is_one_plain_rank(engine)
-        self._bound: list[BoundParameter] = []
-        self._undertaker = ThreadPoolExecutor(1, "old-weights")
-        if self._on_cpu:
+        self._bound_parameters: list[BoundParameter] = []
+        self._free_executor = ThreadPoolExecutor(1, "old-weights")
+        if self._is_on_cpu:
             use_onednn(self._model)
-        if self._on_cpu and self._is_plain:
-            self._bound = bind(self._model, parameters, model_path)
+        if self._is_on_cpu and self._is_plain:
+            self._bound_parameters = bind_parameters(self._model, parameters, model_path)
         self._num_checked = 0
-        self._check: ArrivalCheck | None = None
-        if self._is_plain and not self._bound:
-            merged = merged_modules(self._model)
-            self._check = ArrivalCheck(self._model, stored_weights(model_path), merged)
+        self._load_check: LoadCheck | None = None
+        if self._is_plain and not self._bound_parameters:
+            merged = get_merged_modules(self._model)
+            self._load_check = LoadCheck(self._model, load_stored_weights(model_path), merged)
 
-    def put(self, tensors: Mapping[str, Tensor]) -> tuple[int, Arrival]:
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
         """Serve a full set of parameters, each asked for once; the bytes that were copied, or
         merged of adapters, and whether they have arrived, which the first few sets tell.
 
         What was not copied is used where it lies, and only read: it must stay unchanged until the
         next set is put. If this raises, the model is half old and half new.
         """
-        if not self._bound:
-            return self._reload(tensors)
-        before = [bound.held for bound in self._bound]
-        num_bytes = sum(self._put(bound, tensors) for bound in self._bound)
+        if not self._bound_parameters:
+            return self._reload_weights(tensors)
+        before = [bound.live_tensors for bound in self._bound_parameters]
+        num_bytes = sum(self._load_parameter(bound, tensors) for bound in self._bound_parameters)
         # To unmap a version takes as long as all else here: not while sampling stands still.
-        self._undertaker.submit(before.clear)
-        return num_bytes, Arrival(len(self._parameters.shapes))
+        self._free_executor.submit(before.clear)
+        return num_bytes, LoadVerification(len(self._parameters.shapes))
 
     @staticmethod
-    def _put(bound: "BoundParameter", tensors: Mapping[str, Tensor]) -> int:
+    def _load_parameter(bound: "BoundParameter", tensors: Mapping[str, Tensor]) -> int:
         parts = {name: tensors[name] for name in bound.names}
-        num_bytes = bound.put(list(parts.values()))
+        num_bytes = bound.load_parts(list(parts.values()))
         if num_bytes or not isinstance(tensors, MergedWeights):
             return num_bytes
         # What is looked at where it lies was laid down there only now.
-        return sum(parts[name].nbytes for name in parts.keys() & tensors.merged)
+        return sum(parts[name].nbytes for name in parts.keys() & tensors.merged_names)
 
-    def storage(self) -> Storage | None:
+    def get_storage(self) -> ShardStorage | None:
         """Where every parameter lies, by the first of its names, for others to fill there.
 
         To be asked for before the first `put`. It is to be filled while nothing is computed, and
         `put` is not to be called any more. None if the model's parameters are not those of the
         checkpoint.
         """
-        bound = self._bound
-        if self._is_plain and not self._on_cpu:
+        bound = self._bound_parameters
+        if self._is_plain and not self._is_on_cpu:
             # Only for this: captured graphs read the parameters where they are, never as views.
-            bound = bind(self._model, self._parameters, self._model_path)
-        views: dict[str, list[tuple[Box, Tensor]]] = {}
+            bound = bind_parameters(self._model, self._parameters, self._model_path)
+        views: dict[str, list[tuple[TensorBox, Tensor]]] = {}
         for each in bound:
-            for name, rows in each.places(self._parameters.shapes):
-                whole = Box.whole(self._parameters.shapes[name])
-                views.setdefault(self._parameters.first_name(name), []).append((whole, rows))
-        return Storage(views) if views else None
+            for name, rows in each.list_targets(self._parameters.shapes):
+                whole = TensorBox.from_shape(self._parameters.shapes[name])
+                views.setdefault(self._parameters.get_first_name(name), []).append((whole, rows))
+        return ShardStorage(views) if views else None
 
-    def _reload(self, tensors: Mapping[str, Tensor]) -> tuple[int, Arrival]:
-        num_bytes, prints = 0, dict[str, Prints]()
-        check = self._check if self._num_checked < FIRST_PROBED else None
+    def _reload_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
+        num_bytes, prints = 0, dict[str, FingerprintsByDtype]()
+        check = self._load_check if self._num_checked < NUM_INITIAL_CHECKS else None
         self._num_checked += 1
 
         def counted() -> Iterator[tuple[str, Tensor]]:
             nonlocal num_bytes
-            for name, tensor in as_stored(self._model_path, tensors):
+            for name, tensor in iter_stored_tensors(self._model_path, tensors):
                 num_bytes += tensor.nbytes
                 if check is not None:
-                    prints[name] = check.print_of(tensor)
+                    prints[name] = check.make_fingerprints(tensor)
                 yield name, tensor
 
-        if self._on_cpu:
-            load_beside(self._engine.vllm_config, self._model, counted())
+        if self._is_on_cpu:
+            reload_through_copy(self._engine.vllm_config, self._model, counted())
             use_onednn(self._model)
         else:
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
-        return num_bytes, Arrival() if check is None else check.compare(prints)
+        return num_bytes, LoadVerification() if check is None else check.compare_loaded(prints)
 
 
-def as_stored(model_path: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def iter_stored_tensors(
+    model_path: str, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield a model's tensors by the names, and in the shapes, that they have in its directory.
 
     First what the directory holds besides parameters, as the biases of a router, which are not
@@ -216,15 +218,15 @@ def as_stored(model_path: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[
     skeleton = load_skeleton(model_path)
     if get_model_conversion_mapping(skeleton, add_legacy=False):
         tensors = revert_weight_conversion(skeleton, dict(tensors))
-    stored = stored_weights(model_path)
+    stored = load_stored_weights(model_path)
     trained = dict(skeleton.named_parameters(remove_duplicate=False)).keys() | tensors.keys()
     for name in stored.keys() - trained:
-        if not COMPUTED.search(name):
+        if not RECOMPUTED_TENSORS.search(name):
             yield name, stored[name]
     yield from tensors.items()
 
 
-def load_beside(
+def reload_through_copy(
     vllm_config: Any, model: torch.nn.Module, stored: Iterator[tuple[str, Tensor]]
 ) -> None:
     """Have a model of vLLM take up what vLLM makes of a directory with these tensors in it.
@@ -245,7 +247,7 @@ def load_beside(
     # The layers of the first model are known by their names there.
     compilation.static_forward_context = {}
     loader = Given(vllm_config.load_config)
-    with set_current_vllm_config(beside), plain_linears():
+    with set_current_vllm_config(beside), keep_plain_linears():
         loaded = loader.load_model(beside, vllm_config.model_config)
     found = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
     for name, held in (*model.named_parameters(), *model.named_buffers()):
@@ -263,16 +265,16 @@ class BoundParameter:
         self.names = names
         self._parameter = parameter
         #: What may be written into; nobody else has it. None while the parameter is a view.
-        self._own: Tensor | None = parameter.data
+        self._own_tensor: Tensor | None = parameter.data
         #: What a view looks at: memory lives as long as one of its tensors.
-        self._viewed: Sequence[Tensor] = ()
+        self._viewed_tensors: Sequence[Tensor] = ()
 
     @property
-    def held(self) -> tuple[Tensor, Sequence[Tensor]]:
+    def live_tensors(self) -> tuple[Tensor, Sequence[Tensor]]:
         """What keeps the memory of its values alive."""
-        return self._parameter.data, self._viewed
+        return self._parameter.data, self._viewed_tensors
 
-    def fits(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    def has_matching_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether tensors of these shapes, by name, make up the parameter.
 
         vLLM pads the rows of embeddings and heads.
@@ -285,7 +287,7 @@ class BoundParameter:
         padded = len(parts) == 1 and num_rows < rows and len(rest) == 1
         return (num_rows == rows or padded) and all(list(part[1:]) == rest for part in parts)
 
-    def holds(self, parts: Sequence[Tensor]) -> bool:
+    def has_equal_values(self, parts: Sequence[Tensor]) -> bool:
         """Whether these are its values now, to the last bit of its own type."""
         start = 0
         for part in parts:
@@ -296,62 +298,64 @@ class BoundParameter:
             start += len(part)
         return True
 
-    def put(self, parts: Sequence[Tensor]) -> int:
+    def load_parts(self, parts: Sequence[Tensor]) -> int:
         """Take these values, as a view if that can be; the bytes that were copied."""
         parts = [part.detach() for part in parts]
-        block = one_block(parts, self._parameter)
+        block = view_as_block(parts, self._parameter)
         if block is not None:
-            self._parameter.data, self._own, self._viewed = block, None, parts
+            self._parameter.data, self._own_tensor, self._viewed_tensors = block, None, parts
             return 0
         shapes = {n: tuple(part.shape) for n, part in zip(self.names, parts, strict=True)}
         num_bytes = 0
-        for (_, rows), part in zip(self.places(shapes), parts, strict=True):
+        for (_, rows), part in zip(self.list_targets(shapes), parts, strict=True):
             rows.copy_(part)
             num_bytes += rows.nbytes
         return num_bytes
 
-    def places(self, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, Tensor]]:
+    def list_targets(self, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, Tensor]]:
         """What to write the values of each name into, in memory of the parameter's own."""
-        if self._own is None:
-            self._own = torch.zeros_like(self._parameter)
-        self._parameter.data, self._viewed = self._own, ()
+        if self._own_tensor is None:
+            self._own_tensor = torch.zeros_like(self._parameter)
+        self._parameter.data, self._viewed_tensors = self._own_tensor, ()
         found, start = [], 0
         for name in self.names:
             stop = start + shapes[name][0]
-            found.append((name, self._own[start:stop]))
+            found.append((name, self._own_tensor[start:stop]))
             start = stop
         return found
 
 
-def bind(model: torch.nn.Module, parameters: ParameterSet, model_path: str) -> list[BoundParameter]:
+def bind_parameters(
+    model: torch.nn.Module, parameters: ParameterSet, model_path: str
+) -> list[BoundParameter]:
     """Every parameter of vLLM's model with its names in the checkpoint; none if they do not fit.
 
     vLLM has just read the model from `model_path`: if the tensors there, laid end to end, are
     what its parameters hold, so they will be for every later version.
     """
-    merged = merged_modules(model)
+    merged = get_merged_modules(model)
     bound = [
-        BoundParameter(parameter, source_names(name, merged))
+        BoundParameter(parameter, list_source_names(name, merged))
         for name, parameter in model.named_parameters()
     ]
     used = {name for each in bound for name in each.names}
-    tied = {name for names in parameters.tied if names & used for name in names}
+    tied = {name for names in parameters.tied_groups if names & used for name in names}
     if parameters.shapes.keys() != used | tied:
         return []
-    if not all(each.fits(parameters.shapes) for each in bound):
+    if not all(each.has_matching_shapes(parameters.shapes) for each in bound):
         return []
-    stored = stored_weights(model_path)
+    stored = load_stored_weights(model_path)
     known = {name: tensor for name, tensor in stored.items() if name in parameters.shapes}
     try:
-        full = parameters.complete(known)
+        full = parameters.expand_tied(known)
     except WeightsError:
         return []
-    if not all(each.holds([full[name] for name in each.names]) for each in bound):
+    if not all(each.has_equal_values([full[name] for name in each.names]) for each in bound):
         return []
     return bound
 
 
-def merged_modules(model: torch.nn.Module) -> Mapping[str, Sequence[str]]:
+def get_merged_modules(model: torch.nn.Module) -> Mapping[str, Sequence[str]]:
     """Return which modules of the checkpoint a module of vLLM's model takes together.
 
     Only models that take adapters or quantisation say so.
@@ -360,7 +364,7 @@ def merged_modules(model: torch.nn.Module) -> Mapping[str, Sequence[str]]:
     return dict(found)
 
 
-def source_names(name: str, merged: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def list_source_names(name: str, merged: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """The checkpoint's names of what one parameter of vLLM is made of, in order.
 
     `merged` says which modules of the checkpoint a module of vLLM takes together.
@@ -372,7 +376,7 @@ def source_names(name: str, merged: Mapping[str, Sequence[str]]) -> tuple[str, .
     return tuple(f"{parent}.{source}.{kind}" for source in merged[module])
 
 
-def one_block(parts: Sequence[Tensor], like: Tensor) -> Tensor | None:
+def view_as_block(parts: Sequence[Tensor], like: Tensor) -> Tensor | None:
     """The tensors as one, in the place of `like`, without a copy, if their bytes allow it.
 
     They do if the tensors follow each other in memory and have the type and place of `like`. The
@@ -396,10 +400,10 @@ def one_block(parts: Sequence[Tensor], like: Tensor) -> Tensor | None:
     return torch.frombuffer(memory, dtype=like.dtype).view(rows, *like.shape[1:])
 
 
-def _model_of(engine: Engine) -> torch.nn.Module:
+def _get_model(engine: VllmEngine) -> torch.nn.Module:
     return engine.model_executor.driver_worker.worker.model_runner.get_model()
 
 
-def _is_one_plain_rank(engine: Engine) -> bool:
+def _is_one_plain_rank(engine: VllmEngine) -> bool:
     parallel = engine.vllm_config.parallel_config
     return parallel.world_size == 1 and engine.model_config.quantization is None

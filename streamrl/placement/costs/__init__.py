@@ -1,7 +1,7 @@
 """What calls cost: seconds and bytes, from shapes, devices and constants. Pure."""
 
-from streamrl.placement.costs.constants import CPU, Constants
+from streamrl.placement.costs.constants import CPU_CONSTANTS, CostConstants
 from streamrl.placement.costs.cost_model import CostModel
-from streamrl.placement.costs.traffic import Moved, Traffic
+from streamrl.placement.costs.traffic import TransferCost, WeightTraffic
 
-__all__ = ["CPU", "Constants", "CostModel", "Moved", "Traffic"]
+__all__ = ["CPU_CONSTANTS", "CostConstants", "CostModel", "TransferCost", "WeightTraffic"]

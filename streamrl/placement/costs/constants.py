@@ -14,10 +14,10 @@ import yaml
 
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_yaml
-from streamrl.files.typed_settings import read_settings, unreadable
+from streamrl.files.typed_settings import describe_read_error, read_settings
 from streamrl.placement.clusters import Cluster
 
-ABOVE_ZERO = (
+POSITIVE_FRACTIONS = (
     "train_flops_fraction",
     "forward_flops_fraction",
     "decode_flops_fraction",
@@ -28,11 +28,16 @@ ABOVE_ZERO = (
     "host_fraction",
 )
 """Parts of what a maker states; nothing can be divided by 0."""
-PARTS = (*ABOVE_ZERO, "zero_exposed_fraction", "pause_fraction", "memory_reserve_fraction")
+FRACTION_NAMES = (
+    *POSITIVE_FRACTIONS,
+    "zero_exposed_fraction",
+    "pause_fraction",
+    "memory_reserve_fraction",
+)
 
 
-MOST = {
-    **dict.fromkeys(PARTS, 1.0),
+UPPER_BOUNDS = {
+    **dict.fromkeys(FRACTION_NAMES, 1.0),
     # Seconds: of a layer or a hop, of a token's decode step, and of what is there once a batch, a
     # rollout, an update or a version.
     **dict.fromkeys(("collective_s", "link_hop_s", "network_hop_s"), 1.0),
@@ -62,7 +67,7 @@ MOST = {
 
 
 @dataclass(frozen=True)
-class Constants:
+class CostConstants:
     """Calibratable. The defaults of generation show what arXiv:2409.19256 published of A100s in
     2024 (its Figure 15); engines since then have hosts that do less for each rollout.
 
@@ -187,49 +192,51 @@ class Constants:
             value = vars(self)[field.name]
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{field.name}={value}: must be finite")
-            if value < 0 or (field.name in ABOVE_ZERO and value == 0):
-                least = "above 0" if field.name in ABOVE_ZERO else "0 or more"
+            if value < 0 or (field.name in POSITIVE_FRACTIONS and value == 0):
+                least = "above 0" if field.name in POSITIVE_FRACTIONS else "0 or more"
                 raise ConfigError(f"{field.name}={value}: must be {least}")
-            if value > MOST[field.name]:
+            if value > UPPER_BOUNDS[field.name]:
                 shown = f"{value!s:.40}"
-                raise ConfigError(f"{field.name}={shown}: must be at most {MOST[field.name]:g}")
+                raise ConfigError(
+                    f"{field.name}={shown}: must be at most {UPPER_BOUNDS[field.name]:g}"
+                )
         for name in ("max_running", "score_tokens", "stage_micro_batches"):
             if vars(self)[name] < 1:
                 raise ConfigError(f"{name}={vars(self)[name]}: must be at least 1")
 
     @classmethod
-    def of(cls, cluster: Cluster) -> "Constants":
+    def from_cluster(cls, cluster: Cluster) -> "CostConstants":
         """The defaults for the devices of a cluster: CPU's where any of them is one."""
-        return CPU if cluster.is_cpu else cls()
+        return CPU_CONSTANTS if cluster.is_cpu else cls()
 
     @classmethod
-    def read(cls, path: Path, defaults: "Constants | None" = None) -> "Constants":
+    def from_yaml(cls, path: Path, defaults: "CostConstants | None" = None) -> "CostConstants":
         """Those of a YAML file; what it does not name is as in `defaults`. Raises ConfigError."""
         try:
             found = read_small_yaml(path)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"constants {path}: {unreadable(error)}") from None
+            raise ConfigError(f"constants {path}: {describe_read_error(error)}") from None
         if not isinstance(found, Mapping):
             raise ConfigError(f"constants {path}: must be a mapping of names to numbers")
-        return cls.of_dict(found, defaults, place=f"constants {path}")
+        return cls.from_dict(found, defaults, place=f"constants {path}")
 
     @classmethod
-    def of_dict(
-        cls, loose: Mapping[str, Any], defaults: "Constants | None" = None, *, place: str
-    ) -> "Constants":
+    def from_dict(
+        cls, loose: Mapping[str, Any], defaults: "CostConstants | None" = None, *, place: str
+    ) -> "CostConstants":
         """Those of a mapping, likewise. Raises ConfigError with `place` and the nearest name."""
         return read_settings(cls, asdict(defaults or cls()) | dict(loose), section=place)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values; `of_dict` is the inverse."""
+        """As plain values; `from_dict` is the inverse."""
         return asdict(self)
 
-    def dump(self, path: Path) -> None:
+    def write_yaml(self, path: Path) -> None:
         """Write them as YAML; `read` is the inverse."""
         path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
 
 
-CPU = Constants(
+CPU_CONSTANTS = CostConstants(
     train_flops_fraction=0.3,
     forward_flops_fraction=0.3,
     decode_flops_fraction=0.3,

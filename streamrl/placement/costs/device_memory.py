@@ -2,24 +2,24 @@
 
 A device holds what all its calls keep, and what one of them computes with, as they take turns. Keys
 and values get the rest, or what the run gives them; they give way to training, unless
-`Constants.keeps_kv` has them stay, and never to scoring.
+`CostConstants.keeps_kv` has them stay, and never to scoring.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from streamrl.dataflow import Kind
-from streamrl.placement.clusters import GB, Cluster, Device
-from streamrl.placement.costs.call_memory import usable
-from streamrl.placement.costs.constants import Constants
+from streamrl.dataflow import CallKind
+from streamrl.placement.clusters import GB, Cluster, DeviceSpec
+from streamrl.placement.costs.call_memory import usable_bytes
+from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Placement
 from streamrl.placement.problem import CallMemory
 
 
 @dataclass(frozen=True)
-class Holder:
+class CallFootprint:
     """A call on devices. One that samples gets the rest of a device for keys and values.
 
     memory: without those. weights: names what it keeps, which calls of one role on the same
@@ -29,38 +29,38 @@ class Holder:
     as may run at the same time.
     """
 
-    kind: Kind
+    kind: CallKind
     memory: CallMemory
-    weights: str
-    tokens: float = 0.0
-    least_kv: float = 0.0
-    step_kv: float = 0.0
-    most_kv: float = 0.0
+    weights_key: str
+    batch_tokens: float = 0.0
+    min_kv_bytes: float = 0.0
+    step_kv_bytes: float = 0.0
+    max_kv_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
-class Stretch:
+class DeviceRange:
     """Devices next to each other that the same calls hold, all of one kind."""
 
     mesh: Mesh
-    device: Device
+    device: DeviceSpec
     stages: tuple[str, ...]
 
 
-def stretches(placement: Placement, cluster: Cluster) -> Iterator[Stretch]:
+def iter_device_ranges(placement: Placement, cluster: Cluster) -> Iterator[DeviceRange]:
     """All devices that have calls."""
-    edges = {edge for start in cluster.starts for edge in (start,)}
-    for assignment in placement.calls.values():
+    edges = {edge for start in cluster.group_starts for edge in (start,)}
+    for assignment in placement.assignments.values():
         edges |= {assignment.mesh.first, assignment.mesh.first + assignment.mesh.size}
     for first, end in pairwise(sorted(edges)):
         mesh = Mesh(first, end - first)
-        stages = tuple(s for s, each in placement.calls.items() if each.mesh.overlaps(mesh))
+        stages = tuple(s for s, each in placement.assignments.items() if each.mesh.overlaps(mesh))
         if stages:
-            yield Stretch(mesh, cluster.group_of(first).device, stages)
+            yield DeviceRange(mesh, cluster.find_node_group(first).device, stages)
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryItem:
     """Bytes that a call computes with, or of its keys and values."""
 
     stage: str
@@ -69,135 +69,154 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Holdings:
+class DeviceMemory:
     """Who holds what in a placement."""
 
     placement: Placement
-    holders: Mapping[str, Holder]
+    footprints: Mapping[str, CallFootprint]
     cluster: Cluster
-    constants: Constants
+    constants: CostConstants
 
-    def kv_room(self, stage: str) -> float:
+    def kv_capacity_bytes(self, stage: str) -> float:
         """Bytes each device of a call that samples has for keys and values; less than 0 if none."""
-        return min(self._left(stretch) for stretch in self._stretches if stage in stretch.stages)
+        return min(
+            self._free_kv_bytes(stretch)
+            for stretch in self._device_ranges
+            if stage in stretch.stages
+        )
 
-    def kv_cache(self, stage: str) -> float:
+    def kv_cache_bytes(self, stage: str) -> float:
         """Of those, the bytes that it has a use for: what its engines are to be given."""
-        holder, steps = self.holders[stage], self.placement.max_staleness + 1
-        return max(0.0, min(self.kv_room(stage), holder.most_kv, steps * holder.step_kv))
+        holder, steps = self.footprints[stage], self.placement.max_staleness + 1
+        return max(
+            0.0,
+            min(self.kv_capacity_bytes(stage), holder.max_kv_bytes, steps * holder.step_kv_bytes),
+        )
 
-    def memory(self) -> dict[str, CallMemory]:
+    def memory_by_stage(self) -> dict[str, CallMemory]:
         """Of each call, on a device; of one that samples, with the KV cache it has use of.
 
         Weights that several calls compute with are the first one's.
         """
         found: dict[str, CallMemory] = {}
         seen: set[str] = set()
-        for stage, holder in self.holders.items():
-            kept = 0.0 if holder.weights in seen else holder.memory.kept
-            active = holder.memory.active
-            if holder.kind is Kind.GENERATE and self.constants.keeps_kv:
-                kept += self.kv_cache(stage)
-            elif holder.kind is Kind.GENERATE:
-                active += self.kv_cache(stage)
+        for stage, holder in self.footprints.items():
+            kept = 0.0 if holder.weights_key in seen else holder.memory.resident_bytes
+            active = holder.memory.active_bytes
+            if holder.kind is CallKind.GENERATE and self.constants.keeps_kv:
+                kept += self.kv_cache_bytes(stage)
+            elif holder.kind is CallKind.GENERATE:
+                active += self.kv_cache_bytes(stage)
             found[stage] = CallMemory(kept, active)
-            seen.add(holder.weights)
+            seen.add(holder.weights_key)
         return found
 
-    def unfit(self) -> str:
+    def explain_infeasible(self) -> str:
         """Why the devices that lack most cannot hold it, in a line; empty if all can."""
-        short = [(self._short(stretch), stretch) for stretch in self._stretches]
+        short = [(self._missing_bytes(stretch), stretch) for stretch in self._device_ranges]
         if not short:
             return ""  # nothing is placed yet
         most, worst = max(short, key=lambda each: each[0])
-        return self._why(worst) if most > 0 else ""
+        return self._explain_shortage(worst) if most > 0 else ""
 
     @property
-    def _stretches(self) -> list[Stretch]:
-        return list(stretches(self.placement, self.cluster))
+    def _device_ranges(self) -> list[DeviceRange]:
+        return list(iter_device_ranges(self.placement, self.cluster))
 
-    def _kept(self, stretch: Stretch) -> float:
-        found = {self.holders[s].weights: self.holders[s].memory.kept for s in stretch.stages}
+    def _resident_bytes(self, stretch: DeviceRange) -> float:
+        found = {
+            self.footprints[s].weights_key: self.footprints[s].memory.resident_bytes
+            for s in stretch.stages
+        }
         return sum(found.values())
 
-    def _left(self, stretch: Stretch) -> float:
+    def _free_kv_bytes(self, stretch: DeviceRange) -> float:
         """For keys and values."""
-        room = usable(stretch.device.memory_bytes, self.constants)
-        takes = self._beside_kv(stretch) + self._most(stretch, Kind.GENERATE)
-        return room - self._kept(stretch) - takes
+        room = usable_bytes(stretch.device.memory_bytes, self.constants)
+        takes = self._active_beside_kv(stretch) + self._max_active_bytes(stretch, CallKind.GENERATE)
+        return room - self._resident_bytes(stretch) - takes
 
-    def _beside_kv(self, stretch: Stretch) -> float:
+    def _active_beside_kv(self, stretch: DeviceRange) -> float:
         """What others compute with while keys and values stay."""
-        scores = self._most(stretch, Kind.SCORE)
-        return max(scores, self._most(stretch, Kind.TRAIN)) if self.constants.keeps_kv else scores
+        scores = self._max_active_bytes(stretch, CallKind.SCORE)
+        return (
+            max(scores, self._max_active_bytes(stretch, CallKind.TRAIN))
+            if self.constants.keeps_kv
+            else scores
+        )
 
-    def _most(self, stretch: Stretch, kind: Kind) -> float:
+    def _max_active_bytes(self, stretch: DeviceRange, kind: CallKind) -> float:
         """What the calls of a kind compute with, keys and values apart: the one with most."""
-        holders = (self.holders[stage] for stage in stretch.stages)
-        return max((each.memory.active for each in holders if each.kind is kind), default=0.0)
+        holders = (self.footprints[stage] for stage in stretch.stages)
+        return max((each.memory.active_bytes for each in holders if each.kind is kind), default=0.0)
 
-    def _peak(self, stretch: Stretch) -> list[Part]:
+    def _peak_items(self, stretch: DeviceRange) -> list[MemoryItem]:
         """What is held at a time beside what is kept, at most."""
-        own = {stage: self.holders[stage] for stage in stretch.stages}
-        worst = max(own, key=lambda stage: own[stage].memory.active)
-        peak = [Part(worst, own[worst].memory.active)]
-        stays = (Kind.SCORE, Kind.TRAIN) if self.constants.keeps_kv else (Kind.SCORE,)
+        own = {stage: self.footprints[stage] for stage in stretch.stages}
+        worst = max(own, key=lambda stage: own[stage].memory.active_bytes)
+        peak = [MemoryItem(worst, own[worst].memory.active_bytes)]
+        stays = (CallKind.SCORE, CallKind.TRAIN) if self.constants.keeps_kv else (CallKind.SCORE,)
         for stage, each in own.items():
-            if each.kind is not Kind.GENERATE:
+            if each.kind is not CallKind.GENERATE:
                 continue
             beside = [other for other in own if own[other].kind in stays]
-            found = [Part(stage, each.least_kv, is_kv=True), Part(stage, each.memory.active)]
+            found = [
+                MemoryItem(stage, each.min_kv_bytes, is_kv=True),
+                MemoryItem(stage, each.memory.active_bytes),
+            ]
             if beside:
-                most = max(beside, key=lambda other: own[other].memory.active)
-                found.append(Part(most, own[most].memory.active))
-            peak = max(peak, found, key=_total)
+                most = max(beside, key=lambda other: own[other].memory.active_bytes)
+                found.append(MemoryItem(most, own[most].memory.active_bytes))
+            peak = max(peak, found, key=_sum_bytes)
         return peak
 
-    def _short(self, stretch: Stretch) -> float:
+    def _missing_bytes(self, stretch: DeviceRange) -> float:
         """Bytes that a device has too little; less than 0 where some are left."""
-        needed = self._kept(stretch) + _total(self._peak(stretch))
-        return needed - usable(stretch.device.memory_bytes, self.constants)
+        needed = self._resident_bytes(stretch) + _sum_bytes(self._peak_items(stretch))
+        return needed - usable_bytes(stretch.device.memory_bytes, self.constants)
 
-    def _why(self, stretch: Stretch) -> str:
+    def _explain_shortage(self, stretch: DeviceRange) -> str:
         """The sum of what is too much."""
-        device, short = stretch.device, self._short(stretch)
-        room = usable(device.memory_bytes, self.constants)
+        device, short = stretch.device, self._missing_bytes(stretch)
+        room = usable_bytes(device.memory_bytes, self.constants)
         kept: dict[str, list[str]] = {}
         for stage in stretch.stages:
-            kept.setdefault(self.holders[stage].weights, []).append(stage)
+            kept.setdefault(self.footprints[stage].weights_key, []).append(stage)
         keeps = [
-            f"{' and '.join(stages)} {_gb(self.holders[stages[0]].memory.kept)}"
+            f"{' and '.join(stages)} {_format_gb(self.footprints[stages[0]].memory.resident_bytes)}"
             for stages in kept.values()
         ]
-        on_top = [self._told(part) for part in self._peak(stretch) if part.num_bytes]
+        on_top = [self._describe_item(part) for part in self._peak_items(stretch) if part.num_bytes]
         return (
-            f"devices {stretch.mesh}: {_gb(room + short)} GB on each {device.name}, which has"
-            f" {_gb(room)} of {_gb(device.memory_bytes)} to give, {_gb(short)} too little: kept by"
+            f"devices {stretch.mesh}: {_format_gb(room + short)} GB on each"
+            f" {device.name}, which has"
+            f" {_format_gb(room)} of {_format_gb(device.memory_bytes)} to give,"
+            f" {_format_gb(short)} too little: kept by"
             f" {', '.join(keeps)}; on top {', '.join(on_top)}"
         )
 
-    def _told(self, part: Part) -> str:
-        holder = self.holders[part.stage]
-        what = _WORK[holder.kind].format(tokens=holder.tokens)
+    def _describe_item(self, part: MemoryItem) -> str:
+        holder = self.footprints[part.stage]
+        what = _ACTIVE_MEMORY_TEXT[holder.kind].format(tokens=holder.batch_tokens)
         if part.is_kv:
-            is_set = holder.least_kv == holder.most_kv
+            is_set = holder.min_kv_bytes == holder.max_kv_bytes
             what = "for keys and values" + ("" if is_set else " of one rollout")
-        return f"{part.stage} {_gb(part.num_bytes)} {what}"
+        return f"{part.stage} {_format_gb(part.num_bytes)} {what}"
 
 
-_WORK = {
-    Kind.GENERATE: "to lay down a version",
-    Kind.SCORE: "for {tokens:.0f} tokens at a time",
-    Kind.TRAIN: "for {tokens:.0f} tokens at a time",
+_ACTIVE_MEMORY_TEXT = {
+    CallKind.GENERATE: "to lay down a version",
+    CallKind.SCORE: "for {tokens:.0f} tokens at a time",
+    CallKind.TRAIN: "for {tokens:.0f} tokens at a time",
 }
 """What a call computes with memory of its own for."""
 
 
-def _total(parts: Sequence[Part]) -> float:
+def _sum_bytes(parts: Sequence[MemoryItem]) -> float:
     return sum(part.num_bytes for part in parts)
 
 
-def _gb(num_bytes: float) -> str:
+def _format_gb(num_bytes: float) -> str:
     """With as many digits as what is little needs."""
     size = num_bytes / GB
     return f"{size:.1f}" if size >= 1 or not size else f"{size:.2g}"

@@ -5,10 +5,10 @@ meet values over the whole length, 2 * 2 * length * width operations a token and
 counts them (arXiv:2406.14088): what a causal mask leaves out is not subtracted.
 """
 
-from streamrl.placement.costs.constants import Constants
+from streamrl.placement.costs.constants import CostConstants
 from streamrl.placement.model_shapes import ModelShape
 
-FORWARD_AND_BACKWARD = 3
+FORWARD_BACKWARD_PASSES = 3
 """Forward passes that a forward and a backward one take; one more where the first is repeated."""
 
 
@@ -26,9 +26,9 @@ def token_flops(shape: ModelShape, length: float) -> float:
     return forward_flops(shape, 1.0, length)
 
 
-def train_passes(constants: Constants) -> int:
+def train_passes(constants: CostConstants) -> int:
     """How many forward passes a training pass takes."""
-    return FORWARD_AND_BACKWARD + constants.recompute
+    return FORWARD_BACKWARD_PASSES + constants.recompute
 
 
 def routed_flops(shape: ModelShape) -> float:
@@ -36,6 +36,6 @@ def routed_flops(shape: ModelShape) -> float:
     return 2 * shape.moe_layers * shape.experts_per_token * shape.expert_params
 
 
-def reached(fraction: float, width: float, constants: Constants) -> float:
-    """The part of a device's FLOP/s that matrices so narrow reach, see `Constants`."""
+def achieved_fraction(fraction: float, width: float, constants: CostConstants) -> float:
+    """The part of a device's FLOP/s that matrices so narrow reach, see `CostConstants`."""
     return fraction * width / (width + constants.half_width)

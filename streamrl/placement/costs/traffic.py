@@ -12,54 +12,54 @@ from dataclasses import dataclass, replace
 from math import gcd, lcm
 
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs.constants import Constants
-from streamrl.placement.costs.param_shards import fullest_stage, spec_of
+from streamrl.placement.costs.constants import CostConstants
+from streamrl.placement.costs.param_shards import build_model_spec, max_stage_params
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.model_shapes import ModelShape
-from streamrl.placement.placements import Assignment
+from streamrl.placement.placements import CallAssignment
 from streamrl.resharding import (
     BytesReport,
     CopyPlan,
     GenerationSizes,
-    Grid,
-    Layout,
+    ModelLayout,
     ModelSpec,
-    Nodes,
-    Seating,
+    NodeTopology,
+    RankAssignment,
+    RankGrid,
+    assign_generation_ranks,
+    create_layout,
+    partition_zero3,
     plan_copies,
-    seat,
-    seated_layout,
-    zero_partitioned,
 )
-from streamrl.resharding.tensor_specs import even_stages
+from streamrl.resharding.tensor_specs import split_stages_evenly
 
 SHARDS_PARAMETERS = 3
 """The stage of ZeRO from which on replicas share out the weights."""
 
 
 @dataclass(frozen=True)
-class ClusterNodes(Nodes):
+class ClusterNodes(NodeTopology):
     """The nodes of a cluster, which need not be alike. node_of: by device."""
 
-    node_of: tuple[int, ...] = ()
+    node_by_device: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, cluster: Cluster) -> "ClusterNodes":
+    def from_cluster(cls, cluster: Cluster) -> "ClusterNodes":
         """Of a cluster."""
         nodes: list[int] = []
         first = 0
-        for group in cluster.groups:
-            nodes += [first + at // group.devices for at in range(group.size)]
-            first += group.count
-        return cls(max(group.devices for group in cluster.groups), tuple(nodes))
+        for group in cluster.node_groups:
+            nodes += [first + at // group.devices_per_node for at in range(group.num_devices)]
+            first += group.num_nodes
+        return cls(max(group.devices_per_node for group in cluster.node_groups), tuple(nodes))
 
-    def node(self, rank: int) -> int:
+    def get_node(self, rank: int) -> int:
         """The node a device is on."""
-        return self.node_of[rank]
+        return self.node_by_device[rank]
 
 
 @dataclass(frozen=True)
-class Moved:
+class TransferCost:
     """One version's way. seconds: of its bytes alone. received_bytes: of the rank with most.
 
     network_bytes: what most passes one node's network, in or out. beside_bytes: what the fullest
@@ -69,78 +69,91 @@ class Moved:
     seconds: float
     received_bytes: int
     network_bytes: int
-    beside_bytes: int
+    extra_bytes: int
 
 
-class Traffic:
+class WeightTraffic:
     """Of one cluster; keeps what it found."""
 
-    def __init__(self, cluster: Cluster, constants: Constants) -> None:
+    def __init__(self, cluster: Cluster, constants: CostConstants) -> None:
         self._cluster = cluster
         self._constants = constants
-        self._nodes = ClusterNodes.of(cluster)
-        self._link_s: list[float] = []
-        self._network_s: dict[int, float] = {}
-        for group in cluster.groups:
+        self._nodes = ClusterNodes.from_cluster(cluster)
+        self._link_byte_s: list[float] = []
+        self._network_byte_s: dict[int, float] = {}
+        for group in cluster.node_groups:
             link = group.device.link_bytes_per_s * constants.link_fraction
-            self._link_s += [1 / link] * group.size
-            network = 1 / (group.network * constants.network_fraction)
-            self._network_s |= dict.fromkeys(
-                range(len(self._network_s), len(self._network_s) + group.count), network
+            self._link_byte_s += [1 / link] * group.num_devices
+            network = 1 / (group.node_bytes_per_s * constants.network_fraction)
+            self._network_byte_s |= dict.fromkeys(
+                range(len(self._network_byte_s), len(self._network_byte_s) + group.num_nodes),
+                network,
             )
-        self._found: dict[Hashable, Moved] = {}
+        self._transfer_costs: dict[Hashable, TransferCost] = {}
 
-    def moved(self, shape: ModelShape, source: Assignment, target: Assignment) -> Moved:
+    def estimate_transfer(
+        self, shape: ModelShape, source: CallAssignment, target: CallAssignment
+    ) -> TransferCost:
         """What a version costs that `target` gets from `source`, which trains it."""
-        where = self._where(source.mesh, target.mesh)
+        where = self._location_key(source.mesh, target.mesh)
         shards = source.zero_stage >= SHARDS_PARAMETERS
-        key = (shape, source.grid, source.expert, shards, target.grid, target.expert, where)
-        if key not in self._found:
-            self._found[key] = self._move(shape, source, target)
-        return self._found[key]
+        key = (shape, source.grid, source.ep_size, shards, target.grid, target.ep_size, where)
+        if key not in self._transfer_costs:
+            self._transfer_costs[key] = self._compute_transfer(shape, source, target)
+        return self._transfer_costs[key]
 
-    def plan(
-        self, shape: ModelShape, source: Assignment, target: Assignment, *, full: bool = False
+    def plan_transfer(
+        self,
+        shape: ModelShape,
+        source: CallAssignment,
+        target: CallAssignment,
+        *,
+        full: bool = False,
     ) -> CopyPlan:
         """What moves; with `full`, of every layer and every replica by itself."""
-        return _Plan(shape, source, target, self._nodes, self._constants.served_bytes).copies(
-            full=full
-        )
+        return _TransferPlanner(
+            shape, source, target, self._nodes, self._constants.served_bytes
+        ).build_plan(full=full)
 
-    def seconds(self, report: BytesReport) -> float:
+    def report_duration_s(self, report: BytesReport) -> float:
         """The longest of what any device has to send or receive in its node, and any node beyond.
 
         Both at full speed in both directions at once.
         """
         longest = 0.0
-        for device, counts in report.ranks.items():
-            near = max(counts.received["node"], counts.sent["node"])
-            longest = max(longest, near * self._link_s[device])
-        for node, num_bytes in _through_network(report, self._nodes).items():
-            longest = max(longest, num_bytes * self._network_s[node])
+        for device, counts in report.rank_bytes.items():
+            near = max(counts.received_by_link["node"], counts.sent_by_link["node"])
+            longest = max(longest, near * self._link_byte_s[device])
+        for node, num_bytes in _network_bytes_by_node(report, self._nodes).items():
+            longest = max(longest, num_bytes * self._network_byte_s[node])
         return longest
 
-    def _move(self, shape: ModelShape, source: Assignment, target: Assignment) -> Moved:
-        plan = self.plan(shape, source, target)
-        report = plan.bytes_report()
-        through = _through_network(report, self._nodes)
-        shares = source.mesh == target.mesh and self._one_type
+    def _compute_transfer(
+        self, shape: ModelShape, source: CallAssignment, target: CallAssignment
+    ) -> TransferCost:
+        plan = self.plan_transfer(shape, source, target)
+        report = plan.report_bytes()
+        through = _network_bytes_by_node(report, self._nodes)
+        shares = source.mesh == target.mesh and self._has_one_dtype
         itemsize = self._constants.served_bytes
-        alone = fullest_stage(shape, target.grid.stages, target.grid.tensor) * itemsize
-        return Moved(
-            self.seconds(report),
-            max(counts.received_bytes for counts in report.ranks.values()),
+        alone = max_stage_params(shape, target.grid.pp_size, target.grid.tp_size) * itemsize
+        return TransferCost(
+            self.report_duration_s(report),
+            max(counts.received_bytes for counts in report.rank_bytes.values()),
             max(through.values(), default=0),
-            _beside(plan, report) if shares else alone,
+            _max_extra_bytes(plan, report) if shares else alone,
         )
 
     @property
-    def _one_type(self) -> bool:
+    def _has_one_dtype(self) -> bool:
         return self._constants.weight_bytes == self._constants.served_bytes
 
-    def _where(self, source: Mesh, target: Mesh) -> Hashable:
+    def _location_key(self, source: Mesh, target: Mesh) -> Hashable:
         """All that a plan's seconds depend on of where the meshes are."""
-        kinds = (tuple(source.groups(self._cluster)), tuple(target.groups(self._cluster)))
+        kinds = (
+            tuple(source.find_node_groups(self._cluster)),
+            tuple(target.find_node_groups(self._cluster)),
+        )
         if not self._cluster.is_uniform:
             return source, target
         per_node = self._nodes.ranks_per_node
@@ -153,78 +166,84 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _TransferPlanner:
     """How weights of a shape get from the one to the other."""
 
     shape: ModelShape
-    source: Assignment
-    target: Assignment
+    source: CallAssignment
+    target: CallAssignment
     nodes: ClusterNodes
     itemsize: int
 
     @property
-    def shards(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether the replicas of the source share the weights out."""
-        return self.source.zero_stage >= SHARDS_PARAMETERS and self.source.grid.replicas > 1
+        return self.source.zero_stage >= SHARDS_PARAMETERS and self.source.grid.dp_size > 1
 
     @property
-    def nests(self) -> bool:
+    def is_nested(self) -> bool:
         """Whether on the same devices every replica that is trained becomes some that follow."""
         train, follow = self.source.grid, self.target.grid
         return (
             self.source.mesh == self.target.mesh
-            and not train.stages % follow.stages
-            and not train.tensor % follow.tensor
-            and not follow.replicas % train.replicas
+            and not train.pp_size % follow.pp_size
+            and not train.tp_size % follow.tp_size
+            and not follow.dp_size % train.dp_size
         )
 
-    def copies(self, *, full: bool) -> CopyPlan:
+    def build_plan(self, *, full: bool) -> CopyPlan:
         """What moves."""
-        parts = 1 if full or self.shards else self._alike()
-        train = replace(self.source.grid, replicas=self.source.grid.replicas // parts)
-        follow = replace(self.target.grid, replicas=self.target.grid.replicas // parts)
-        spec = spec_of(self.shape, self.itemsize)
+        parts = 1 if full or self.is_sharded else self._count_equal_parts()
+        train = replace(self.source.grid, dp_size=self.source.grid.dp_size // parts)
+        follow = replace(self.target.grid, dp_size=self.target.grid.dp_size // parts)
+        spec = build_model_spec(self.shape, self.itemsize)
         if not full:
-            pieces = 1 if self.shards else _pieces(train, follow)
-            spec = _merged(spec, (train, follow), pieces, in_runs=self.shards)
-        wanted = seated_layout(spec, self._seating(spec, train, follow))
-        return plan_copies(self._held(spec, train, self.source.mesh.first), wanted, self.nodes)
+            pieces = 1 if self.is_sharded else _count_pieces(train, follow)
+            spec = _merge_tensors(spec, (train, follow), pieces, in_runs=self.is_sharded)
+        wanted = create_layout(spec, self._assign_target_ranks(spec, train, follow))
+        return plan_copies(
+            self._make_source_layout(spec, train, self.source.mesh.first), wanted, self.nodes
+        )
 
-    def _held(self, spec: ModelSpec, train: Grid, first: int) -> Layout:
-        seating = replace(train.seating(), first_rank=first)
-        layout = seated_layout(spec, seating)
-        return zero_partitioned(layout, seating.data_groups()) if self.shards else layout
+    def _make_source_layout(self, spec: ModelSpec, train: RankGrid, first: int) -> ModelLayout:
+        seating = replace(train.assign_ranks(), first_rank=first)
+        layout = create_layout(spec, seating)
+        return partition_zero3(layout, seating.list_dp_groups()) if self.is_sharded else layout
 
-    def _seating(self, spec: ModelSpec, train: Grid, follow: Grid) -> Seating:
+    def _assign_target_ranks(
+        self, spec: ModelSpec, train: RankGrid, follow: RankGrid
+    ) -> RankAssignment:
         """On the same devices who serves what follows from what they hold; elsewhere in order."""
         first = self.target.mesh.first
         if self.source.mesh != self.target.mesh:
-            return replace(follow.seating(), first_rank=first)
-        grouping = "zero" if self.nests else "overlap"
-        replicas = train.replicas if self.nests else 1
-        micro = follow.replicas // replicas
-        sizes = GenerationSizes(follow.stages, follow.tensor, micro, replicas)
-        served = seat(grouping, train, sizes, self._held(spec, train, 0))
+            return replace(follow.assign_ranks(), first_rank=first)
+        grouping = "zero" if self.is_nested else "overlap"
+        replicas = train.dp_size if self.is_nested else 1
+        micro = follow.dp_size // replicas
+        sizes = GenerationSizes(follow.pp_size, follow.tp_size, micro, replicas)
+        served = assign_generation_ranks(
+            grouping, train, sizes, self._make_source_layout(spec, train, 0)
+        )
         return replace(served, first_rank=first)
 
-    def _alike(self) -> int:
+    def _count_equal_parts(self) -> int:
         """Into how many parts source and target fall that do the same beside each other.
 
         On the same devices as few ranks as are replicas of both. On others, parts of whole nodes
         are served from parts of whole nodes.
         """
         train, follow = self.source.grid, self.target.grid
-        if train.order != "hf" or follow.order != "hf" or len(set(self.nodes.node_of)) == 1:
+        if train.order != "hf" or follow.order != "hf" or len(set(self.nodes.node_by_device)) == 1:
             return 1
         per_node = self.nodes.ranks_per_node
         if self.source.mesh == self.target.mesh:
             # Blocks of whole replicas of both; all blocks hold and want the same.
-            size = lcm(train.model_ranks, follow.model_ranks)
+            size = lcm(train.ranks_per_replica, follow.ranks_per_replica)
             whole = size % per_node == 0 or per_node % size == 0
-            return train.size // size if whole and train.size % size == 0 else 1
+            return train.num_ranks // size if whole and train.num_ranks % size == 0 else 1
         if self.source.mesh.overlaps(self.target.mesh):
             return 1
-        most = gcd(train.replicas, follow.replicas)
+        most = gcd(train.dp_size, follow.dp_size)
         for parts in range(most, 0, -1):
             sizes = (self.source.mesh.size // parts, self.target.mesh.size // parts)
             if most % parts == 0 and not any(size % per_node for size in sizes):
@@ -232,21 +251,23 @@ class _Plan:
         return 1
 
 
-def _pieces(train: Grid, follow: Grid) -> int:
+def _count_pieces(train: RankGrid, follow: RankGrid) -> int:
     """How many tensors layers are merged into, so that those who hold them can share them out."""
-    return train.replicas // gcd(train.replicas, follow.replicas)
+    return train.dp_size // gcd(train.dp_size, follow.dp_size)
 
 
-def _merged(spec: ModelSpec, grids: tuple[Grid, Grid], pieces: int, *, in_runs: bool) -> ModelSpec:
+def _merge_tensors(
+    spec: ModelSpec, grids: tuple[RankGrid, RankGrid], pieces: int, *, in_runs: bool
+) -> ModelSpec:
     """The same bytes in fewer tensors: those that are cut alike and lie in the same stages.
 
     in_runs: for those who hold a run of a tensor's elements, each element of the one beside the
     same of the others, so that a run is of all of them what it was of each.
     """
-    stages = [_stage_of(spec.num_places, grid.stages) for grid in grids]
+    stages = [_list_place_stages(spec.num_pipeline_positions, grid.pp_size) for grid in grids]
     alike: dict[Hashable, list[int]] = {}
     for index, each in enumerate(spec.tensors):
-        at = tuple(tuple(sorted({of[place] for place in each.places})) for of in stages)
+        at = tuple(tuple(sorted({of[place] for place in each.pipeline_positions})) for of in stages)
         cut = (each.shape, each.split_dim, each.components, each.itemsize)
         alike.setdefault((at, cut), []).append(index)
     found = []
@@ -260,30 +281,31 @@ def _merged(spec: ModelSpec, grids: tuple[Grid, Grid], pieces: int, *, in_runs: 
                 continue
             dim = None if first.split_dim is None else first.split_dim + 1
             found.append(replace(first, shape=(len(some), *first.shape), split_dim=dim))
-    return ModelSpec(tuple(found), spec.num_places)
+    return ModelSpec(tuple(found), spec.num_pipeline_positions)
 
 
-def _stage_of(num_places: int, stages: int) -> list[int]:
-    counts = even_stages(num_places, stages)
+def _list_place_stages(num_places: int, stages: int) -> list[int]:
+    counts = split_stages_evenly(num_places, stages)
     return [stage for stage, count in enumerate(counts) for _ in range(count)]
 
 
-def _beside(plan: CopyPlan, report: BytesReport) -> int:
+def _max_extra_bytes(plan: CopyPlan, report: BytesReport) -> int:
     """What the fullest device holds of what follows, but for what lies in what is trained."""
     held: dict[int, int] = {}
     for rank, shards in plan.source.shards.items():
         if id(shards) not in held:
-            held[id(shards)] = plan.source.num_bytes(rank)
+            held[id(shards)] = plan.source.count_bytes(rank)
     return max(
-        counts.memory - held[id(plan.source.shards[rank])] for rank, counts in report.ranks.items()
+        counts.memory_bytes - held[id(plan.source.shards[rank])]
+        for rank, counts in report.rank_bytes.items()
     )
 
 
-def _through_network(report: BytesReport, nodes: Nodes) -> Counter[int]:
+def _network_bytes_by_node(report: BytesReport, nodes: NodeTopology) -> Counter[int]:
     """Bytes that pass each node's network, in or out, whichever is more."""
     received: Counter[int] = Counter()
     sent: Counter[int] = Counter()
-    for device, counts in report.ranks.items():
-        received[nodes.node(device)] += counts.received["network"]
-        sent[nodes.node(device)] += counts.sent["network"]
+    for device, counts in report.rank_bytes.items():
+        received[nodes.get_node(device)] += counts.received_by_link["network"]
+        sent[nodes.get_node(device)] += counts.sent_by_link["network"]
     return received | sent

@@ -1,23 +1,34 @@
 """Which placement is best: exact and random search, rules, and an oracle. Pure."""
 
 from streamrl.placement.search.feasibility import can_fit
-from streamrl.placement.search.hybridflow_parallel import Choices
-from streamrl.placement.search.pareto import Absent, Candidate, FrontPoint, Planned, compared
-from streamrl.placement.search.planner import BY_WHOLE_STEPS, PROPOSALS, RUNNERS_UP, plan
-from streamrl.placement.search.split_rules import Rules, anything
+from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
+from streamrl.placement.search.pareto import (
+    ExcludedBound,
+    ParetoPoint,
+    PlacementCandidate,
+    PlanResult,
+    compare_to_winner,
+)
+from streamrl.placement.search.planner import (
+    DEFAULT_PROPOSALS,
+    DEFAULT_RUNNERS_UP,
+    WHOLE_STEPS_SUFFIX,
+    plan_placement,
+)
+from streamrl.placement.search.split_rules import SplitRules, allow_any_split
 
 __all__ = [
-    "BY_WHOLE_STEPS",
-    "PROPOSALS",
-    "RUNNERS_UP",
-    "Absent",
-    "Candidate",
-    "Choices",
-    "FrontPoint",
-    "Planned",
-    "Rules",
-    "anything",
+    "DEFAULT_PROPOSALS",
+    "DEFAULT_RUNNERS_UP",
+    "WHOLE_STEPS_SUFFIX",
+    "ExcludedBound",
+    "ParallelismChoices",
+    "ParetoPoint",
+    "PlacementCandidate",
+    "PlanResult",
+    "SplitRules",
+    "allow_any_split",
     "can_fit",
-    "compared",
-    "plan",
+    "compare_to_winner",
+    "plan_placement",
 ]

@@ -10,123 +10,140 @@ only scores and is never published, what is slower on the same devices and holds
 import math
 from collections.abc import Sequence
 
-from streamrl.dataflow import Kind
+from streamrl.dataflow import CallKind
 from streamrl.errors import ConfigError
-from streamrl.placement.meshes import Mesh, meshes
-from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.search.hybridflow_mapping import SLACK
-from streamrl.placement.search.hybridflow_parallel import Choices
-from streamrl.placement.steady_state.jobs import Flow
+from streamrl.placement.meshes import Mesh, iter_meshes
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.search.hybridflow_mapping import BOUND_SLACK
+from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
+from streamrl.placement.steady_state.jobs import CallGraph
 
-MOST_DEVICES = 8
+MAX_DEVICES = 8
 
 
-class Oracle:
+class ExhaustiveSearch:
     """Looks at every placement. Raises ConfigError for a cluster that is too large."""
 
-    def __init__(self, choices: Choices, aheads: Sequence[int], streamed: Sequence[bool]) -> None:
+    def __init__(
+        self, choices: ParallelismChoices, aheads: Sequence[int], streamed: Sequence[bool]
+    ) -> None:
         cluster = choices.problem.cluster
-        if cluster.size > MOST_DEVICES:
+        if cluster.num_devices > MAX_DEVICES:
             raise ConfigError(
-                f"oracle: {cluster.size} devices: every placement of at most {MOST_DEVICES}"
+                f"oracle: {cluster.num_devices} devices: every placement of at most {MAX_DEVICES}"
             )
         self._choices = choices
-        self._aheads = list(aheads)
-        self._streamed = list(streamed)
-        self._leaders = _leaders(choices)
-        every = list(meshes(cluster))
+        self._allowed_steps_ahead = list(aheads)
+        self._allowed_streaming = list(streamed)
+        self._leader_by_role = _find_leaders(choices)
+        every = list(iter_meshes(cluster))
         self._options = {
-            role: [one for mesh in every for one in self._worthwhile(role, mesh)]
+            role: [one for mesh in every for one in self._list_undominated(role, mesh)]
             for role in choices.roles
         }
         self._best: tuple[float, Placement | None] = (math.inf, None)
-        self._symmetric = cluster.is_uniform and (cluster.size & (cluster.size - 1)) == 0
-        self.looked = 0
+        self._is_symmetric = (
+            cluster.is_uniform and (cluster.num_devices & (cluster.num_devices - 1)) == 0
+        )
+        self.num_scheduled = 0
 
-    def best(self, known: Placement | None = None) -> tuple[Placement | None, float]:
+    def find_best(self, known: Placement | None = None) -> tuple[Placement | None, float]:
         """The best, and its step time; a placement that is `known` already spares some work."""
         if known is not None:
             self._best = (self._choices.estimator.step_s(known), known)
-        for ahead in self._aheads:
-            self._search(ahead)
+        for ahead in self._allowed_steps_ahead:
+            self._search_steps_ahead(ahead)
         return self._best[1], self._best[0]
 
-    def _worthwhile(self, role: str, mesh: Mesh) -> list[Assignment]:
+    def _list_undominated(self, role: str, mesh: Mesh) -> list[CallAssignment]:
         """What a role may have there: of one whose weights stay, nothing that another beats."""
-        found = self._choices.of(role, mesh)
-        if role in self._leaders:
+        found = self._choices.list_options(role, mesh)
+        if role in self._leader_by_role:
             return found
-        kept: list[tuple[Assignment, Sequence[float]]] = []
+        kept: list[tuple[CallAssignment, Sequence[float]]] = []
         for each in found:
-            prices = self._prices(role, each)
+            prices = self._option_costs(role, each)
             beaten = (all(a <= b for a, b in zip(other, prices, strict=True)) for _, other in kept)
             if not any(beaten):
                 kept.append((each, prices))
         return [each for each, _ in kept]
 
-    def _prices(self, role: str, option: Assignment) -> Sequence[float]:
+    def _option_costs(self, role: str, option: CallAssignment) -> Sequence[float]:
         """Seconds of each call, and bytes it keeps and takes."""
         choices = self._choices
-        memory = choices.estimator.costs.memory(choices.placement({role: option}))
-        seconds = [choices.estimator.costs.call_s(s, option) for s in choices.stages[role]]
-        return [*seconds, *(b for each in memory.values() for b in (each.kept, each.active))]
+        memory = choices.estimator.costs.predict_memory(choices.make_placement({role: option}))
+        seconds = [
+            choices.estimator.costs.call_duration_s(s, option) for s in choices.stages_by_role[role]
+        ]
+        return [
+            *seconds,
+            *(b for each in memory.values() for b in (each.resident_bytes, each.active_bytes)),
+        ]
 
-    def _search(self, ahead: int) -> None:
+    def _search_steps_ahead(self, ahead: int) -> None:
         """Under one bound; the generator first, as others wait for it, then who has most to do."""
-        choices, size = self._choices, self._choices.problem.cluster.size
-        self._ahead = ahead
-        self._wants = {
-            role: [choices.least_s(role, one, ahead) * SLACK for one in options]
+        choices, size = self._choices, self._choices.problem.cluster.num_devices
+        self._steps_ahead = ahead
+        self._busy_s = {
+            role: [choices.min_busy_s(role, one, ahead) * BOUND_SLACK for one in options]
             for role, options in self._options.items()
         }
-        self._firsts = {
-            one: choices.estimator.costs.first_s(one) * SLACK if not ahead else 0.0
-            for one in self._options[choices.generator]
+        self._first_rollouts_s = {
+            one: choices.estimator.costs.first_rollouts_s(one) * BOUND_SLACK if not ahead else 0.0
+            for one in self._options[choices.generator_role]
         }
         areas = {
             role: min(
                 (w * o.mesh.size for w, o in zip(wants, self._options[role], strict=True)),
                 default=math.inf,
             )
-            for role, wants in self._wants.items()
+            for role, wants in self._busy_s.items()
         }
-        self._order = sorted(areas, key=lambda role: (role != choices.generator, -areas[role]))
-        left = [areas[role] for role in self._order]
-        self._left = [sum(left[i:]) for i in range(len(left) + 1)]
-        self._place({}, [0.0] * size, [0.0] * size)
+        self._role_order = sorted(
+            areas, key=lambda role: (role != choices.generator_role, -areas[role])
+        )
+        left = [areas[role] for role in self._role_order]
+        self._remaining_device_s = [sum(left[i:]) for i in range(len(left) + 1)]
+        self._place_next_role({}, [0.0] * size, [0.0] * size)
 
-    def _place(self, roles: dict[str, Assignment], busy: list[float], after: list[float]) -> None:
+    def _place_next_role(
+        self, roles: dict[str, CallAssignment], busy: list[float], after: list[float]
+    ) -> None:
         """busy, after: by device, seconds of all there and of what follows the first rollouts."""
         depth = len(roles)
-        if depth == len(self._order):
-            self._look(roles)
+        if depth == len(self._role_order):
+            self._evaluate_roles(roles)
             return
-        role = self._order[depth]
+        role = self._role_order[depth]
         used = {each.mesh for each in roles.values()}
-        for option, wants in zip(self._options[role], self._wants[role], strict=True):
-            if self._symmetric and not self._first_alike(option.mesh, used):
+        for option, wants in zip(self._options[role], self._busy_s[role], strict=True):
+            if self._is_symmetric and not self._is_canonical_mesh(option.mesh, used):
                 continue
             found = {**roles, role: option}
-            taken, behind = _with(busy, option.mesh, wants), after
-            if role != self._choices.generator:
-                behind = _with(after, option.mesh, wants)
-            first = self._firsts[found[self._choices.generator]]
+            taken, behind = _add_seconds(busy, option.mesh, wants), after
+            if role != self._choices.generator_role:
+                behind = _add_seconds(after, option.mesh, wants)
+            first = self._first_rollouts_s[found[self._choices.generator_role]]
             least = max(
-                max(taken), (sum(taken) + self._left[depth + 1]) / len(taken), first + max(behind)
+                max(taken),
+                (sum(taken) + self._remaining_device_s[depth + 1]) / len(taken),
+                first + max(behind),
             )
-            if least < self._best[0] and self._fits(found):
-                self._place(found, taken, behind)
+            if least < self._best[0] and self._can_still_fit(found):
+                self._place_next_role(found, taken, behind)
 
-    def _fits(self, roles: dict[str, Assignment]) -> bool:
+    def _can_still_fit(self, roles: dict[str, CallAssignment]) -> bool:
         """Whether those fit together of whom it can be told: who follows a model may share it."""
         sure = {
-            role: each for role, each in roles.items() if self._leaders.get(role, role) in roles
+            role: each
+            for role, each in roles.items()
+            if self._leader_by_role.get(role, role) in roles
         }
-        return self._choices.fits(sure)
+        return self._choices.can_fit(sure)
 
-    def _first_alike(self, mesh: Mesh, used: set[Mesh]) -> bool:
+    def _is_canonical_mesh(self, mesh: Mesh, used: set[Mesh]) -> bool:
         """Whether no mesh further left is the same but for numbers of unused devices."""
-        first, size = 0, self._choices.problem.cluster.size
+        first, size = 0, self._choices.problem.cluster.num_devices
         while size > mesh.size:
             size //= 2
             left, right = Mesh(first, size), Mesh(first + size, size)
@@ -137,28 +154,28 @@ class Oracle:
                 first += size
         return True
 
-    def _look(self, roles: dict[str, Assignment]) -> None:
+    def _evaluate_roles(self, roles: dict[str, CallAssignment]) -> None:
         apart = len({each.mesh for each in roles.values()}) > 1
-        for streamed in self._streamed if apart else self._streamed[:1]:
-            self.looked += 1
-            placement = self._choices.placement(roles, self._ahead, streamed=streamed)
+        for streamed in self._allowed_streaming if apart else self._allowed_streaming[:1]:
+            self.num_scheduled += 1
+            placement = self._choices.make_placement(roles, self._steps_ahead, streamed=streamed)
             seconds = self._choices.estimator.step_s(placement, self._best[0])
             if seconds < self._best[0]:
                 self._best = (seconds, placement)
 
 
-def _leaders(choices: Choices) -> dict[str, str]:
+def _find_leaders(choices: ParallelismChoices) -> dict[str, str]:
     """Of each role that is trained, or follows one that is, who that is."""
-    flow = Flow.of(choices.problem.dataflow)
+    flow = CallGraph.from_dataflow(choices.problem.dataflow)
     found = {
-        call.role: call.role if call.kind is Kind.TRAIN else flow.leader(call)
+        call.role: call.role if call.kind is CallKind.TRAIN else flow.find_leader(call)
         for call in flow.calls
         if call.role in choices.roles
     }
     return {role: leader for role, leader in found.items() if leader}
 
 
-def _with(seconds: list[float], mesh: Mesh, more: float) -> list[float]:
+def _add_seconds(seconds: list[float], mesh: Mesh, more: float) -> list[float]:
     taken = list(seconds)
     for device in mesh.devices:
         taken[device] += more

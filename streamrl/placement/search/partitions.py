@@ -5,52 +5,52 @@ from collections.abc import Callable, Iterator, Sequence
 from math import comb
 from typing import TypeVar
 
-from streamrl.dataflow import MOVED, Dataflow
+from streamrl.dataflow import EMA_REFERENCE, Dataflow
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.problem import Problem
+from streamrl.placement.problem import PlacementProblem
 
 T = TypeVar("T")
 
 
-def models(problem: Problem) -> list[tuple[str, ...]]:
+def group_roles_by_model(problem: PlacementProblem) -> list[tuple[str, ...]]:
     """Roles with devices, those that have one model together: who is trained, and who follows."""
-    roles = placed_roles(problem)
-    leaders = {role: _leader(problem.dataflow, role) for role in roles}
+    roles = list_placed_roles(problem)
+    leaders = {role: _find_leader(problem.dataflow, role) for role in roles}
     return [
         tuple(role for role in roles if leaders[role] == leader)
         for leader in dict.fromkeys(leaders.values())
     ]
 
 
-def placed_roles(problem: Problem) -> list[str]:
+def list_placed_roles(problem: PlacementProblem) -> list[str]:
     """Roles with devices, in flow order."""
-    placed = set(problem.stages)
+    placed = set(problem.placed_stages)
     return [
         role
-        for role, calls in problem.dataflow.roles.items()
+        for role, calls in problem.dataflow.calls_by_role.items()
         if any(call.stage in placed for call in calls)
     ]
 
 
-def _leader(dataflow: Dataflow, role: str) -> str:
-    follows = {call.follows for call in dataflow.roles[role]} - {"", MOVED}
+def _find_leader(dataflow: Dataflow, role: str) -> str:
+    follows = {call.followed_role for call in dataflow.calls_by_role[role]} - {"", EMA_REFERENCE}
     return min(follows, default=role)
 
 
-def set_partitions(items: Sequence[T]) -> Iterator[list[list[T]]]:
+def iter_set_partitions(items: Sequence[T]) -> Iterator[list[list[T]]]:
     """Every way to divide them into sets; the sets in the order of their first items."""
     if not items:
         yield []
         return
     *before, last = items
-    for parts in set_partitions(before):
+    for parts in iter_set_partitions(before):
         for i in range(len(parts)):
             yield [[*part, last] if i == j else part for j, part in enumerate(parts)]
         yield [*parts, [last]]
 
 
-def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+def iter_compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
     """Every way to write `total` as so many numbers from 1 on, in order."""
     for cuts in itertools.combinations(range(1, total), parts - 1):
         edges = (0, *cuts, total)
@@ -59,16 +59,16 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 def count_allocations(items: int, units: int) -> int:
     """How many allocations of so many units to sets of items there are, over all partitions."""
-    return sum(comb(units - 1, len(parts) - 1) for parts in set_partitions(range(items)))
+    return sum(comb(units - 1, len(parts) - 1) for parts in iter_set_partitions(range(items)))
 
 
-def any_mesh(number: int, mesh: Mesh) -> bool:
+def accept_any_mesh(number: int, mesh: Mesh) -> bool:
     """Each set may have each mesh."""
     return True
 
 
-def allocations(
-    cluster: Cluster, sets: int, wanted: Callable[[int, Mesh], bool] = any_mesh
+def iter_allocations(
+    cluster: Cluster, sets: int, wanted: Callable[[int, Mesh], bool] = accept_any_mesh
 ) -> Iterator[tuple[Mesh, ...]]:
     """Disjoint meshes for so many sets, which are the whole cluster.
 
@@ -76,16 +76,20 @@ def allocations(
     mesh may have. wanted: whether a set, by number, may have a mesh.
     """
     if cluster.num_nodes > 1:
-        yield from _runs(node_edges(cluster), sets, wanted, ())
+        yield from _iter_runs(list_node_edges(cluster), sets, wanted, ())
         return
-    sizes = [size for size in range(1, cluster.size + 1) if cluster.size % size == 0]
+    sizes = [size for size in range(1, cluster.num_devices + 1) if cluster.num_devices % size == 0]
     for chosen in itertools.product(sizes, repeat=sets):
-        found = _packed(chosen, cluster.size) if sum(chosen) == cluster.size else None
+        found = (
+            _pack_meshes(chosen, cluster.num_devices)
+            if sum(chosen) == cluster.num_devices
+            else None
+        )
         if found is not None and all(wanted(i, mesh) for i, mesh in enumerate(found)):
             yield found
 
 
-def _runs(
+def _iter_runs(
     edges: Sequence[int],
     sets: int,
     wanted: Callable[[int, Mesh], bool],
@@ -101,10 +105,10 @@ def _runs(
     for count in range(1, len(edges) - sets + 1):
         mesh = Mesh(first, edges[count] - first)
         if wanted(number, mesh):
-            yield from _runs(edges[count:], sets - 1, wanted, (*before, mesh))
+            yield from _iter_runs(edges[count:], sets - 1, wanted, (*before, mesh))
 
 
-def _packed(sizes: Sequence[int], devices: int) -> tuple[Mesh, ...] | None:
+def _pack_meshes(sizes: Sequence[int], devices: int) -> tuple[Mesh, ...] | None:
     """The large ones first, each at the first multiple of its size that is free; None if none is.
 
     What divides one another always fits.
@@ -124,9 +128,9 @@ def _packed(sizes: Sequence[int], devices: int) -> tuple[Mesh, ...] | None:
     return tuple(found[i] for i in range(len(sizes)))
 
 
-def node_edges(cluster: Cluster) -> list[int]:
+def list_node_edges(cluster: Cluster) -> list[int]:
     """Where nodes begin, and where the last one ends."""
     edges = [0]
-    for group in cluster.groups:
-        edges += [edges[-1] + group.devices * (i + 1) for i in range(group.count)]
+    for group in cluster.node_groups:
+        edges += [edges[-1] + group.devices_per_node * (i + 1) for i in range(group.num_nodes)]
     return edges

@@ -10,23 +10,23 @@ from dataclasses import replace
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Placement
-from streamrl.placement.problem import Problem
+from streamrl.placement.problem import PlacementProblem
 
 
-def parts(problem: Problem) -> Iterator[tuple[int, Problem]]:
+def iter_sub_problems(problem: PlacementProblem) -> Iterator[tuple[int, PlacementProblem]]:
     """The same on each part, and the part's first device."""
-    cluster, rollouts = problem.cluster, problem.workload.sampled.rollouts
-    for first, group in zip(cluster.starts, cluster.groups, strict=True):
-        nodes = min(group.count, max(1, rollouts // group.devices))
-        if len(cluster.groups) > 1 or nodes < group.count:
-            part = Cluster((replace(group, count=nodes),))
+    cluster, rollouts = problem.cluster, problem.workload.sampled_workload.num_rollouts
+    for first, group in zip(cluster.group_starts, cluster.node_groups, strict=True):
+        nodes = min(group.num_nodes, max(1, rollouts // group.devices_per_node))
+        if len(cluster.node_groups) > 1 or nodes < group.num_nodes:
+            part = Cluster((replace(group, num_nodes=nodes),))
             yield first, replace(problem, cluster=part)
 
 
-def moved(placement: Placement, first: int) -> Placement:
+def shift_devices(placement: Placement, first: int) -> Placement:
     """A placement on a part of a cluster, as one on all of it."""
     calls = {
         stage: replace(each, mesh=Mesh(each.mesh.first + first, each.mesh.size))
-        for stage, each in placement.calls.items()
+        for stage, each in placement.assignments.items()
     }
-    return replace(placement, calls=calls)
+    return replace(placement, assignments=calls)

@@ -13,17 +13,17 @@ from streamrl.messages import Array
 from streamrl.placement.workload import Workload
 
 
-def of_mini_batch(workload: Workload, shares: int) -> tuple[int, float]:
-    """`rounds_of` a mini-batch whose completions are the quantiles of their distribution."""
-    if shares not in workload.packed:
-        rollouts = math.ceil(workload.rollouts / workload.mini_batches)
+def pack_mini_batch(workload: Workload, shares: int) -> tuple[int, float]:
+    """`pack_rounds` a mini-batch whose completions are the quantiles of their distribution."""
+    if shares not in workload.packing_cache:
+        rollouts = math.ceil(workload.num_rollouts / workload.mini_batches)
         parts = (np.arange(rollouts) + 0.5) / rollouts
         lengths = workload.prompt_tokens + np.rint(workload.lengths.quantiles(parts))
-        workload.packed[shares] = rounds_of(lengths, workload.micro_batch_tokens, shares)
-    return workload.packed[shares]
+        workload.packing_cache[shares] = pack_rounds(lengths, workload.micro_batch_tokens, shares)
+    return workload.packing_cache[shares]
 
 
-def rounds_of(lengths: Array, budget: float, shares: int) -> tuple[int, float]:
+def pack_rounds(lengths: Array, budget: float, shares: int) -> tuple[int, float]:
     """Rounds of one micro-batch a share, and the most tokens of a share in each, added up.
 
     Micro-batches take the longest first, at most `budget` tokens with their padding; the largest
@@ -35,15 +35,15 @@ def rounds_of(lengths: Array, budget: float, shares: int) -> tuple[int, float]:
         rows = max(1, int(budget // ordered[start]))
         bins.append(ordered[start : start + rows])
         start += rows
-    bins = sorted(_spread(bins, shares), key=_padded, reverse=True)
+    bins = sorted(_halve_largest(bins, shares), key=_padded_tokens, reverse=True)
     sums = [float(rows.sum()) for rows in bins]
     firsts = range(0, len(sums), shares)
     return len(firsts), sum(max(sums[first : first + shares]) for first in firsts)
 
 
-def _spread(bins: list[Array], shares: int) -> list[Array]:
+def _halve_largest(bins: list[Array], shares: int) -> list[Array]:
     """With the largest halved until they fill whole rounds."""
-    heap = [(-_padded(rows), i) for i, rows in enumerate(bins) if len(rows) > 1]
+    heap = [(-_padded_tokens(rows), i) for i, rows in enumerate(bins) if len(rows) > 1]
     heapq.heapify(heap)
     made, halved = list(bins), set[int]()
     while heap and (len(made) - len(halved)) % shares:
@@ -51,10 +51,10 @@ def _spread(bins: list[Array], shares: int) -> list[Array]:
         halved.add(i)
         for half in (made[i][::2], made[i][1::2]):
             if len(half) > 1:
-                heapq.heappush(heap, (-_padded(half), len(made)))
+                heapq.heappush(heap, (-_padded_tokens(half), len(made)))
             made.append(half)
     return [rows for i, rows in enumerate(made) if i not in halved]
 
 
-def _padded(rows: Array) -> float:
+def _padded_tokens(rows: Array) -> float:
     return len(rows) * float(rows[0])

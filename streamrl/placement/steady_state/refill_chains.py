@@ -15,7 +15,7 @@ from streamrl.messages import Array
 
 
 @dataclass(frozen=True)
-class Chained:
+class RefillChains:
     """Groups and their order: lengths float64 [groups, rollouts], those asked for at once first.
 
     chain [groups]: which one each is in, numbered by the first of them. links [chains]: how many
@@ -23,66 +23,68 @@ class Chained:
     """
 
     lengths: Array
-    chain: Array
-    links: Array
+    chain_by_group: Array
+    num_refills: Array
 
     @classmethod
-    def of(cls, lengths: Array, counts: Array) -> "Chained":
+    def from_counts(cls, lengths: Array, counts: Array) -> "RefillChains":
         """Groups [groups, rollouts] in chains with so many of them each, int [chains]."""
         turns = range(int(counts.max()))
         chain = np.concatenate([np.flatnonzero(counts > turn) for turn in turns])
         return cls(lengths, chain, counts - 1.0)
 
-    def split(self, parts: int) -> Iterator["Chained"]:
+    def split_chains(self, parts: int) -> Iterator["RefillChains"]:
         """As many chains, next to one another, in each part."""
-        each = self.first // parts
+        each = self.num_chains // parts
         for part in range(parts):
-            chosen = self.chain // each == part
-            links = self.links[part * each : (part + 1) * each]
-            yield Chained(self.lengths[chosen], self.chain[chosen] - part * each, links)
+            chosen = self.chain_by_group // each == part
+            links = self.num_refills[part * each : (part + 1) * each]
+            yield RefillChains(
+                self.lengths[chosen], self.chain_by_group[chosen] - part * each, links
+            )
 
-    def stretched(self, longest: float) -> "Chained":
+    def stretch_longest(self, longest: float) -> "RefillChains":
         """With the longest chain made to have so many tokens that follow one another."""
-        paths, links = self.paths, self.links.copy()
+        paths, links = self.chain_tokens, self.num_refills.copy()
         one = int(paths.argmax())
         factor = longest / float(paths[one])
-        factors = np.where(self.chain == one, factor, 1.0)
+        factors = np.where(self.chain_by_group == one, factor, 1.0)
         # It has more groups, which here are longer ones.
         links[one] = max(0.0, (links[one] + 1) * factor - 1)
         return replace(
-            self, lengths=np.rint(self.lengths * factors[:, None]).clip(1.0), links=links
+            self, lengths=np.rint(self.lengths * factors[:, None]).clip(1.0), num_refills=links
         )
 
     @property
-    def first(self) -> int:
+    def num_chains(self) -> int:
         """How many are asked for at once: one of each chain."""
-        return int(self.chain.max()) + 1
+        return int(self.chain_by_group.max()) + 1
 
     @cached_property
-    def next(self) -> dict[int, int]:
+    def next_group(self) -> dict[int, int]:
         """Who comes when a group is done, if anybody does."""
         found: dict[int, int] = {}
         before: dict[int, int] = {}
-        for group, chain in enumerate(self.chain.tolist()):
+        for group, chain in enumerate(self.chain_by_group.tolist()):
             if chain in before:
                 found[before[chain]] = group
             before[chain] = group
         return found
 
     @cached_property
-    def last(self) -> Array:
+    def last_groups(self) -> Array:
         """The last group of each chain, int [chains]."""
-        found = np.zeros(self.first, np.int64)
-        found[self.chain] = np.arange(len(self.chain))
+        found = np.zeros(self.num_chains, np.int64)
+        found[self.chain_by_group] = np.arange(len(self.chain_by_group))
         return found
 
     @property
-    def paths(self) -> Array:
+    def chain_tokens(self) -> Array:
         """Tokens that follow one another in each chain: of each group's longest, [chains]."""
-        return np.asarray(np.bincount(self.chain, weights=self.lengths.max(axis=1)))
+        return np.asarray(np.bincount(self.chain_by_group, weights=self.lengths.max(axis=1)))
 
 
-def counts_of(filtered: float, chains: int) -> Array:
+def chain_length_quantiles(filtered: float, chains: int) -> Array:
     """Groups of so many chains, ascending: the quantiles of their distribution."""
     if not filtered:
         return np.ones(chains, np.int64)
@@ -91,7 +93,7 @@ def counts_of(filtered: float, chains: int) -> Array:
     return np.asarray(np.maximum(1, counts), np.int64)
 
 
-def sampled_counts(filtered: float, chains: int, rng: np.random.Generator) -> Array:
+def sample_chain_lengths(filtered: float, chains: int, rng: np.random.Generator) -> Array:
     """Groups of so many chains, drawn."""
     if not filtered:
         return np.ones(chains, np.int64)

@@ -12,21 +12,21 @@ import numpy as np
 
 from streamrl.messages import Array
 from streamrl.placement.stage_timings import GeneratorTiming
-from streamrl.placement.steady_state.refill_chains import sampled_counts
+from streamrl.placement.steady_state.refill_chains import sample_chain_lengths
 from streamrl.placement.workload import Workload
 
-SAMPLED = 32768
+NUM_SAMPLED_ROLLOUTS = 32768
 """Rollouts, in whole steps."""
-FEWEST, MOST = 4, 256
+MIN_STEPS, MAX_STEPS = 4, 256
 """Steps that are sampled."""
-CHAINED = 256
+MIN_CHAIN_STEPS = 256
 """At least, where some are filtered: chains differ more than rollouts do."""
-MOST_CHAINED = 1 << 21
+MAX_CHAIN_ROLLOUTS = 1 << 21
 """Rollouts that are sampled for it."""
 
 
 @dataclass(frozen=True)
-class Loads:
+class ReplicaLoads:
     """Of replicas: tokens of the longest rollout, of all, and those read while they are sampled.
 
     The longest are those that follow one another, where groups take the places of others.
@@ -34,24 +34,24 @@ class Loads:
     Any shape; the same for all three.
     """
 
-    longest: Array
-    tokens: Array
-    read: Array
+    longest_tokens: Array
+    total_tokens: Array
+    read_tokens: Array
 
-    def seconds(self, timing: GeneratorTiming, steps: Array) -> Array:
+    def duration_s(self, timing: GeneratorTiming, steps: Array) -> Array:
         """What so many decode steps take."""
-        return timing.reading_s(steps, self.tokens, self.read)
+        return timing.memory_bound_s(steps, self.total_tokens, self.read_tokens)
 
 
-def sampled(workload: Workload, per_group: int, replicas: int) -> Loads:
+def sample_loads(workload: Workload, per_group: int, replicas: int) -> ReplicaLoads:
     """Of whole steps, float64 [steps, replicas]; longest are those that follow one another."""
-    groups, kept = workload.groups_per_step, 1 - workload.filtered
+    groups, kept = workload.groups_per_step, 1 - workload.filtered_fraction
     rollouts = groups * per_group / kept
-    count = int(np.clip(SAMPLED // rollouts, FEWEST, MOST))
-    if workload.filtered:
-        count = max(count, min(CHAINED, int(MOST_CHAINED // rollouts)))
+    count = int(np.clip(NUM_SAMPLED_ROLLOUTS // rollouts, MIN_STEPS, MAX_STEPS))
+    if workload.filtered_fraction:
+        count = max(count, min(MIN_CHAIN_STEPS, int(MAX_CHAIN_ROLLOUTS // rollouts)))
     rng = np.random.default_rng(0)
-    counts = sampled_counts(workload.filtered, count * groups, rng)
+    counts = sample_chain_lengths(workload.filtered_fraction, count * groups, rng)
     lengths = workload.lengths.sample(int(counts.sum()) * per_group, rng).astype(np.float64)
     every = lengths.reshape(-1, per_group)
     read = every * workload.prompt_tokens + every**2 / 2
@@ -69,13 +69,13 @@ def sampled(workload: Workload, per_group: int, replicas: int) -> Loads:
         dealt(every.sum(axis=1)),
         dealt(read.sum(axis=1)),
     )
-    return Loads(longest.max(axis=1), tokens.sum(axis=1), taken.sum(axis=1))
+    return ReplicaLoads(longest.max(axis=1), tokens.sum(axis=1), taken.sum(axis=1))
 
 
-def slower(
+def slowest_replica_factor(
     timing: GeneratorTiming,
-    every: Loads,
-    share: Loads,
+    every: ReplicaLoads,
+    share: ReplicaLoads,
     *,
     steps: float,
     slots: float,
@@ -86,10 +86,12 @@ def slower(
     That takes `steps` decode steps, with `slots` of its `rollouts` at a time.
     """
     if rollouts <= slots:
-        taken = every.longest
+        taken = every.longest_tokens
     else:
         # What is left when no more rollouts wait grows with the longest of them.
-        tail = (steps - share.tokens / slots) / share.longest
-        taken = np.maximum(every.longest, every.tokens / slots + tail * every.longest)
-    slowest = every.seconds(timing, taken).max(axis=1).mean()
-    return float(slowest / share.seconds(timing, np.asarray(steps)).item())
+        tail = (steps - share.total_tokens / slots) / share.longest_tokens
+        taken = np.maximum(
+            every.longest_tokens, every.total_tokens / slots + tail * every.longest_tokens
+        )
+    slowest = every.duration_s(timing, taken).max(axis=1).mean()
+    return float(slowest / share.duration_s(timing, np.asarray(steps)).item())

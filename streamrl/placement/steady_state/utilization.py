@@ -6,87 +6,89 @@ from functools import cached_property
 
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.problem import Interval
-from streamrl.placement.steady_state.list_scheduler import Job, Unrolled
+from streamrl.placement.problem import DeviceInterval
+from streamrl.placement.steady_state.list_scheduler import StepJob, UnrolledSchedule
 
-Span = tuple[float, float]
+TimeSpan = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Steady:
+class SteadyState:
     """The last steps of a schedule, as many as take turns; `generate` is the job that samples.
 
     Where one step's work goes on beside another's, single steps have more or less of it in them.
     meshes: by number, as jobs have them. overlaps: of meshes, likewise.
     """
 
-    jobs: Sequence[Job]
-    generate: int
+    jobs: Sequence[StepJob]
+    generate_job: int
     meshes: Sequence[Mesh]
     overlaps: Sequence[Sequence[int]]
-    run: Unrolled
-    depth: int
+    schedule: UnrolledSchedule
+    max_steps_ahead: int
 
     @property
     def end_s(self) -> float:
         """When a step ends whose successors generate already, if they do."""
-        return self.run.ends_s[-1 - min(self.depth, len(self.run.ends_s) - 1)]
+        return self.schedule.ends_s[-1 - min(self.max_steps_ahead, len(self.schedule.ends_s) - 1)]
 
     @property
     def start_s(self) -> float:
         """So many steps before."""
-        last = len(self.run.ends_s) - 1 - min(self.depth, len(self.run.ends_s) - 1)
-        first = last - self.run.steps
-        return self.run.ends_s[first] if first >= 0 else self.end_s - self.run.period_s
+        last = (
+            len(self.schedule.ends_s) - 1 - min(self.max_steps_ahead, len(self.schedule.ends_s) - 1)
+        )
+        first = last - self.schedule.period_steps
+        return self.schedule.ends_s[first] if first >= 0 else self.end_s - self.schedule.period_s
 
-    def timeline(self) -> list[Interval]:
+    def list_intervals(self) -> list[DeviceInterval]:
         """Who has their devices when in the last period, in order; 0 is where it begins."""
-        return self._since(self.end_s - self.run.period_s)
+        return self._list_intervals_since(self.end_s - self.schedule.period_s)
 
-    def _since(self, start_s: float) -> list[Interval]:
+    def _list_intervals_since(self, start_s: float) -> list[DeviceInterval]:
         found = [
             (self.jobs[taken.job].stage, taken.step, taken.start_s, taken.end_s)
-            for taken in self.run.taken
-            if not (taken.job == self.generate and self._stands)
+            for taken in self.schedule.busy_intervals
+            if not (taken.job == self.generate_job and self._is_overlapped)
         ]
-        if self._stands:
-            found += self._standing(start_s)
+        if self._is_overlapped:
+            found += self._list_generation_intervals(start_s)
         clipped = [
-            Interval(stage, step, max(start, start_s), min(end, self.end_s))
+            DeviceInterval(stage, step, max(start, start_s), min(end, self.end_s))
             for stage, step, start, end in found
             if min(end, self.end_s) > max(start, start_s)
         ]
-        return _joined(
-            Interval(each.stage, each.step, each.start_s - start_s, each.end_s - start_s)
+        return _join_adjacent(
+            DeviceInterval(each.stage, each.step, each.start_s - start_s, each.end_s - start_s)
             for each in sorted(clipped, key=lambda each: (each.stage, each.start_s))
         )
 
     @property
-    def _stands(self) -> bool:
-        return self.jobs[self.generate].stream is not None
+    def _is_overlapped(self) -> bool:
+        return self.jobs[self.generate_job].profile is not None
 
-    def _standing(self, start_s: float) -> list[tuple[str, int, float, float]]:
+    def _list_generation_intervals(self, start_s: float) -> list[tuple[str, int, float, float]]:
         """Generation that never ends has its devices whenever nobody else has them."""
-        job = self.jobs[self.generate]
+        job = self.jobs[self.generate_job]
         beside = set(self.overlaps[job.mesh])
         taken = sorted(
             (each.start_s, each.end_s)
-            for each in self.run.taken
-            if each.job != self.generate and self.jobs[each.job].mesh in beside
+            for each in self.schedule.busy_intervals
+            if each.job != self.generate_job and self.jobs[each.job].mesh in beside
         )
         found, at = [], start_s
-        for step in range(len(self.run.ends_s) + self.depth):
-            begin = self.run.started_s.get((self.generate, step))
-            end = self.run.done_s.get((self.generate, step))
+        for step in range(len(self.schedule.ends_s) + self.max_steps_ahead):
+            begin = self.schedule.started_s.get((self.generate_job, step))
+            end = self.schedule.done_s.get((self.generate_job, step))
             if begin is None or end is None or end <= max(begin, at):
                 continue
             at = max(begin, at)
-            for start, stop in _gaps(taken, (at, end)):
+            for start, stop in _find_gaps(taken, (at, end)):
                 found.append((job.stage, step, start, stop))
             at = end
         return found
 
-    def idle(self) -> dict[str, float]:
+    def idle_fractions(self) -> dict[str, float]:
         """By stage, the part of the time it does not compute."""
         whole = self.end_s - self.start_s
         return {
@@ -94,41 +96,46 @@ class Steady:
             for stage, seconds in self._busy_s.items()
         }
 
-    def device_idle(self, cluster: Cluster) -> float:
+    def device_idle_fraction(self, cluster: Cluster) -> float:
         """The part of all devices' time that nobody uses."""
         sizes = {job.stage: self.meshes[job.mesh].size if job.mesh >= 0 else 0 for job in self.jobs}
         used = sum(seconds * sizes[stage] for stage, seconds in self._busy_s.items())
-        whole = (self.end_s - self.start_s) * cluster.size
+        whole = (self.end_s - self.start_s) * cluster.num_devices
         return max(0.0, 1 - used / whole) if whole else 0.0
 
     @cached_property
     def _busy_s(self) -> dict[str, float]:
         busy = {job.stage: 0.0 for job in self.jobs}
-        for each in self._since(self.start_s):
+        for each in self._list_intervals_since(self.start_s):
             busy[each.stage] += each.end_s - each.start_s
         return busy
 
-    def staleness(self) -> float:
+    def mean_staleness(self) -> float:
         """Mean of a trained token, in versions: what is sampled between two pulls has the older."""
-        if not self._stands:
+        if not self._is_overlapped:
             return 0.0
-        since = self.jobs[self.generate].needs[0].job
-        last = len(self.run.ends_s) - 1
-        every = self.jobs[since].every
+        since = self.jobs[self.generate_job].dependencies[0].job
+        last = len(self.schedule.ends_s) - 1
+        every = self.jobs[since].step_interval
         arrived: dict[int, float] = {}
-        for (job, pulled), at in self.run.done_s.items():
-            if job == since and pulled >= self.depth:
-                version = -((self.depth - pulled) // every) * every
+        for (job, pulled), at in self.schedule.done_s.items():
+            if job == since and pulled >= self.max_steps_ahead:
+                version = -((self.max_steps_ahead - pulled) // every) * every
                 arrived[version] = min(at, arrived.get(version, at))
         found = [
-            _mean_behind((self.run.started_s[self.generate, step], at), step, arrived, self.depth)
-            for step in range(max(0, last - self.depth), last + 1)
-            for at in self.run.results_s[step]
+            _mean_versions_behind(
+                (self.schedule.started_s[self.generate_job, step], at),
+                step,
+                arrived,
+                self.max_steps_ahead,
+            )
+            for step in range(max(0, last - self.max_steps_ahead), last + 1)
+            for at in self.schedule.results_s[step]
         ]
         return sum(found) / len(found)
 
 
-def _mean_behind(span: Span, step: int, arrived: dict[int, float], most: int) -> float:
+def _mean_versions_behind(span: TimeSpan, step: int, arrived: dict[int, float], most: int) -> float:
     """Mean of `step` less the version held, over a span of time; from 0 to `most`."""
     start, end = span
     total, at, behind = 0.0, start, float(most)
@@ -143,7 +150,7 @@ def _mean_behind(span: Span, step: int, arrived: dict[int, float], most: int) ->
     return total / (end - start) if end > start else behind
 
 
-def _gaps(taken: Iterable[Span], within: Span) -> list[Span]:
+def _find_gaps(taken: Iterable[TimeSpan], within: TimeSpan) -> list[TimeSpan]:
     """The parts of a span that none of these, in order, has."""
     at, end = within
     found = []
@@ -158,14 +165,14 @@ def _gaps(taken: Iterable[Span], within: Span) -> list[Span]:
     return found
 
 
-def _joined(intervals: Iterable[Interval]) -> list[Interval]:
+def _join_adjacent(intervals: Iterable[DeviceInterval]) -> list[DeviceInterval]:
     """Those of one stage and step that follow one another at once, as one."""
-    found: list[Interval] = []
+    found: list[DeviceInterval] = []
     for each in intervals:
         last = found[-1] if found else None
         joins = last and (last.stage, last.step) == (each.stage, each.step)
         if last and joins and each.start_s - last.end_s <= 1e-9 * max(1.0, each.start_s):
-            found[-1] = Interval(last.stage, last.step, last.start_s, each.end_s)
+            found[-1] = DeviceInterval(last.stage, last.step, last.start_s, each.end_s)
         else:
             found.append(each)
     return sorted(found, key=lambda each: (each.start_s, each.stage))

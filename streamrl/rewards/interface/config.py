@@ -26,7 +26,7 @@ class RewardConfig:
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def component(self) -> str:
+    def component_name(self) -> str:
         """Name of the component."""
         return self.name or self.kind
 

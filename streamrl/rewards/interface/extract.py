@@ -34,7 +34,7 @@ def decode_ids(tokenizer: "PreTrainedTokenizerBase", completions: Sequence[Array
     return [str(text) for text in texts]
 
 
-class SlowPatternError(RewardError):
+class PatternTimeoutError(RewardError):
     """A pattern took too long on a text. Of a completion that is a verdict: timeout."""
 
 
@@ -48,33 +48,33 @@ class AnswerPattern:
     def __init__(self, pattern: str, *, option: str = "pattern") -> None:
         """`option` is what the message of the error calls it."""
         try:
-            self._compiled = regex.compile(pattern)
+            self._regex = regex.compile(pattern)
         except regex.error as error:
             raise ConfigError(f"rewards.{option}={pattern}: {error}") from error
 
-    def last(self, text: str) -> str | None:
+    def find_last(self, text: str) -> str | None:
         """First group of the last match (all of it if there are no groups); None: no match.
 
         Raises SlowPatternError if the search takes longer than SEARCH_TIMEOUT_S.
         """
-        matches = self._matches(text, most=None)
+        matches = self._find_matches(text, most=None)
         answer: str | None = None
         if matches:
-            answer = matches[-1][1 if self._compiled.groups else 0]
+            answer = matches[-1][1 if self._regex.groups else 0]
         return answer
 
-    def occurs(self, text: str) -> bool:
+    def has_match(self, text: str) -> bool:
         """Whether there is a match anywhere. Raises SlowPatternError like `last`."""
-        return bool(self._matches(text, most=1))
+        return bool(self._find_matches(text, most=1))
 
-    def _matches(self, text: str, most: int | None) -> list["regex.Match[str]"]:
+    def _find_matches(self, text: str, most: int | None) -> list["regex.Match[str]"]:
         try:
             # Without the interpreter's lock: what else the process does goes on meanwhile.
-            found = self._compiled.finditer(text, timeout=SEARCH_TIMEOUT_S, concurrent=True)
+            found = self._regex.finditer(text, timeout=SEARCH_TIMEOUT_S, concurrent=True)
             return list(islice(found, most))
         except TimeoutError as error:
-            raise SlowPatternError(
-                f"pattern {self._compiled.pattern} took more than {SEARCH_TIMEOUT_S} s on a "
+            raise PatternTimeoutError(
+                f"pattern {self._regex.pattern} took more than {SEARCH_TIMEOUT_S} s on a "
                 f"completion of {len(text)} characters"
             ) from error
 
@@ -88,12 +88,12 @@ class PatternOptions:
 
     pattern: str = ""
 
-    def compiled(self) -> AnswerPattern | None:
+    def compile_pattern(self) -> AnswerPattern | None:
         """The pattern, if there is one. Raises ConfigError if it is wrong."""
         return AnswerPattern(self.pattern) if self.pattern else None
 
 
-def answer_in(completion: str, pattern: AnswerPattern | None) -> str | None:
+def extract_answer(completion: str, pattern: AnswerPattern | None) -> str | None:
     """The answer a completion gives, trimmed: what `pattern` finds, or all of it without one."""
-    answer = completion if pattern is None else pattern.last(completion)
+    answer = completion if pattern is None else pattern.find_last(completion)
     return None if answer is None else answer.strip()

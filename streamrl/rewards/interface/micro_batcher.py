@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-Row = Sequence[int]
-Numbers = Sequence[float]
+TokenRow = Sequence[int]
+RowLogits = Sequence[float]
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int, max_rows: int) -> list[list[int]]:
@@ -22,7 +22,7 @@ def plan_batches(lengths: Sequence[int], max_tokens: int, max_rows: int) -> list
     return batches
 
 
-class Batcher:
+class MicroBatcher:
     """Computes what is waiting in rounds: what comes while a round is computed is the next one.
 
     `compute` gives the numbers of each row of a batch; one batch at a time.
@@ -30,7 +30,7 @@ class Batcher:
 
     def __init__(
         self,
-        compute: Callable[[Sequence[Row]], Awaitable[Sequence[Numbers]]],
+        compute: Callable[[Sequence[TokenRow]], Awaitable[Sequence[RowLogits]]],
         *,
         max_tokens: int,
         max_rows: int,
@@ -38,36 +38,38 @@ class Batcher:
         self._compute = compute
         self._max_tokens = max_tokens
         self._max_rows = max_rows
-        self._waiting: list[tuple[Row, asyncio.Future[Numbers]]] = []
-        self._round: asyncio.Task[None] | None = None
-        self._promised: set[asyncio.Future[Numbers]] = set()
+        self._pending_rows: list[tuple[TokenRow, asyncio.Future[RowLogits]]] = []
+        self._batch_task: asyncio.Task[None] | None = None
+        self._open_futures: set[asyncio.Future[RowLogits]] = set()
 
-    async def numbers(self, rows: Sequence[Row]) -> list[Numbers]:
+    async def compute_rows(self, rows: Sequence[TokenRow]) -> list[RowLogits]:
         """The numbers of each row, none of which is empty. Raises what `compute` raises."""
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in rows]
-        self._waiting += zip(rows, futures, strict=True)
-        self._promised.update(futures)
-        if self._round is None or self._round.done():
-            self._round = asyncio.create_task(self._work())
+        self._pending_rows += zip(rows, futures, strict=True)
+        self._open_futures.update(futures)
+        if self._batch_task is None or self._batch_task.done():
+            self._batch_task = asyncio.create_task(self._run_batches())
         try:
             return await asyncio.gather(*futures)
         finally:
-            self._promised.difference_update(futures)
+            self._open_futures.difference_update(futures)
             for future in futures:
                 future.cancel()
 
-    async def _work(self) -> None:
-        while self._waiting:
-            waiting, self._waiting = self._waiting, []
+    async def _run_batches(self) -> None:
+        while self._pending_rows:
+            waiting, self._pending_rows = self._pending_rows, []
             lengths = [len(row) for row, _ in waiting]
             for places in plan_batches(lengths, self._max_tokens, self._max_rows):
                 # Nobody waits any more for what has failed elsewhere, or was given up.
                 batch = [waiting[i] for i in places if not waiting[i][1].done()]
                 if batch:
-                    await self._settle(batch)
+                    await self._run_batch(batch)
 
-    async def _settle(self, batch: Sequence[tuple[Row, "asyncio.Future[Numbers]"]]) -> None:
+    async def _run_batch(
+        self, batch: Sequence[tuple[TokenRow, "asyncio.Future[RowLogits]"]]
+    ) -> None:
         # What it raises is for those who wait, whatever it is.
         (found,) = await asyncio.gather(
             self._compute([row for row, _ in batch]), return_exceptions=True
@@ -82,7 +84,7 @@ class Batcher:
 
     def close(self) -> None:
         """Whoever still waits is told so by cancellation."""
-        if self._round is not None:
-            self._round.cancel()
-        for future in self._promised:
+        if self._batch_task is not None:
+            self._batch_task.cancel()
+        for future in self._open_futures:
             future.cancel()

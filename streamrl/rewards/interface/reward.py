@@ -11,9 +11,9 @@ from typing import Any, Generic, TypeVar
 
 from streamrl.errors import (
     ConfigError,
-    InfraError,
     RewardCrashError,
     RewardError,
+    RewardInfraError,
     RewardMemoryError,
     RewardRaisedError,
     RewardTimeoutError,
@@ -24,21 +24,21 @@ from streamrl.process_pool import (
     WorkerError,
     WorkerMemoryError,
     WorkerPool,
-    WorkerSettings,
+    WorkerPoolSettings,
     WorkerTimeoutError,
 )
 from streamrl.rewards.interface.config import SandboxConfig, ScorerConfig
-from streamrl.rewards.interface.extract import SlowPatternError
-from streamrl.rewards.interface.verdict import Judgement, Verdict
+from streamrl.rewards.interface.extract import PatternTimeoutError
+from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
 
-Options = TypeVar("Options")
+OptionsT = TypeVar("OptionsT")
 
 BACKOFF_S = 0.25
 """Half of the mean wait before the second attempt, which is doubled for each one after it, s."""
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RewardContext:
     """Settings that rewards read besides their own."""
 
     scorer: ScorerConfig = field(default_factory=ScorerConfig)
@@ -46,12 +46,12 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
-class Given(Generic[Options]):
+class RewardSpec(Generic[OptionsT]):
     """What a reward is made of: the name of its component, its options, and the other settings."""
 
     name: str
-    options: Options
-    around: Surroundings = field(default_factory=Surroundings)
+    options: OptionsT
+    context: RewardContext = field(default_factory=RewardContext)
 
 
 class Reward:
@@ -62,13 +62,13 @@ class Reward:
     """
 
     def __init__(self) -> None:
-        self.killed: Counter[str] = Counter()
+        self.kill_counts: Counter[str] = Counter()
         self.model_bytes = 0
 
-    def check(self, prompt: Prompt) -> None:
+    def validate_prompt(self, prompt: Prompt) -> None:
         """Raise RewardError if this prompt's row lacks what the reward needs."""
 
-    async def preflight(self) -> str:
+    async def run_preflight(self) -> str:
         """What the user should know before a run starts with this reward; empty: nothing.
 
         Raises ConfigError for what cannot be had on this machine.
@@ -78,7 +78,7 @@ class Reward:
     async def start(self) -> None:
         """Make ready what judging takes. Raises ConfigError, or RewardError, if that fails."""
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[Judgement]:
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
         """One judgement per completion, or RewardError. Never 0 for what went wrong."""
         raise NotImplementedError
 
@@ -94,35 +94,35 @@ class RuleReward(Reward):
 
     def __init__(
         self,
-        judge: Callable[[str, Any], Judgement],
+        judge: Callable[[str, Any], RewardResult],
         check_truth: Callable[[Any], object] = lambda truth: None,
     ) -> None:
         """`check_truth` raises RewardError for a ground truth the rule cannot use."""
         super().__init__()
-        self._judge = judge
-        self._check_truth = check_truth
+        self._judge_completion = judge
+        self._validate_truth = check_truth
 
-    def check(self, prompt: Prompt) -> None:
+    def validate_prompt(self, prompt: Prompt) -> None:
         """Raise RewardError for a ground truth the rule cannot use."""
-        self._check_truth(prompt.ground_truth)
+        self._validate_truth(prompt.ground_truth)
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[Judgement]:
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
         """What the rule says of each completion."""
-        return await asyncio.to_thread(self._judge_all, prompt.ground_truth, completions)
+        return await asyncio.to_thread(self._judge_completions, prompt.ground_truth, completions)
 
-    def _judge_all(self, truth: Any, completions: Sequence[str]) -> list[Judgement]:
-        self._check_truth(truth)
-        return [self._judge_one(text, truth) for text in completions]
+    def _judge_completions(self, truth: Any, completions: Sequence[str]) -> list[RewardResult]:
+        self._validate_truth(truth)
+        return [self._judge_with_timeout(text, truth) for text in completions]
 
-    def _judge_one(self, completion: str, truth: Any) -> Judgement:
+    def _judge_with_timeout(self, completion: str, truth: Any) -> RewardResult:
         try:
-            return self._judge(completion, truth)
-        except SlowPatternError as error:
-            return Judgement(0.0, Verdict.TIMEOUT, detail=str(error))
+            return self._judge_completion(completion, truth)
+        except PatternTimeoutError as error:
+            return RewardResult(0.0, RewardOutcome.TIMEOUT, detail=str(error))
 
 
 @dataclass
-class AttemptOptions:
+class RetryOptions:
     """Of a reward that may fail for reasons that are not the completion's.
 
     attempts: times it is tried for a group before the group is dropped.
@@ -140,7 +140,7 @@ class AttemptOptions:
 
 
 @dataclass
-class WorkerOptions(AttemptOptions):
+class WorkerOptions(RetryOptions):
     """Of a reward that is computed in processes of its own.
 
     replicas: processes of each scorer.
@@ -161,7 +161,7 @@ class WorkerOptions(AttemptOptions):
             raise ConfigError(f"memory_gib={self.memory_gib}: must be above 0")
 
 
-_RAISED: dict[type[WorkerError], type[InfraError]] = {
+_REWARD_ERRORS: dict[type[WorkerError], type[RewardInfraError]] = {
     WorkerTimeoutError: RewardTimeoutError,
     WorkerCrashError: RewardCrashError,
     WorkerMemoryError: RewardMemoryError,
@@ -175,58 +175,58 @@ class WorkerReward(Reward):
     of judgements, or with text: why what it computed is no judgement.
     """
 
-    def __init__(self, target: str, payload: Any, given: Given[Any]) -> None:
+    def __init__(self, target: str, payload: Any, given: RewardSpec[Any]) -> None:
         """The options are WorkerOptions."""
         super().__init__()
         options: WorkerOptions = given.options
         self._attempts = options.attempts
-        settings = WorkerSettings(
+        settings = WorkerPoolSettings(
             replicas=options.replicas,
             concurrency=options.concurrency,
-            timeout_s=options.timeout_s or given.around.scorer.timeout_s,
+            timeout_s=options.timeout_s or given.context.scorer.timeout_s,
             memory_bytes=int(options.memory_gib * 2**30),
         )
-        self._new_pool = partial(WorkerPool, given.name, target, payload, settings)
-        self._pool = self._new_pool()
-        self.killed = self._pool.killed
+        self._make_pool = partial(WorkerPool, given.name, target, payload, settings)
+        self._pool = self._make_pool()
+        self.kill_counts = self._pool.kill_counts
 
     async def start(self) -> None:
         """Start a worker: what it cannot load is told now."""
-        await _started(self._pool)
+        await _start_pool(self._pool)
 
-    async def trial(self) -> Any:
+    async def probe_worker(self) -> Any:
         """What a worker answers to the request None, one that is started only for that."""
-        pool = self._new_pool()
+        pool = self._make_pool()
         try:
-            await _started(pool)
+            await _start_pool(pool)
             return await pool.call(None)
         except WorkerError as error:
             raise RewardCrashError(str(error)) from None
         finally:
             await pool.close()
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[Judgement]:
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
         """What a worker says. Raises RewardError after so many attempts, or at once for nonsense.
 
         What kind of error is that of the last attempt.
         """
-        found: list[Judgement] = await self.ask((prompt, list(completions)))
+        found: list[RewardResult] = await self.call_worker((prompt, list(completions)))
         return found
 
-    async def ask(self, request: Any) -> Any:
+    async def call_worker(self, request: Any) -> Any:
         """What a worker answers to a request."""
         made = itertools.count()
         # What has failed before does not share a worker any more.
-        return await attempt(
-            lambda: self._once(request, alone=next(made) > 0),
+        return await retry_infra_errors(
+            lambda: self._call_once(request, alone=next(made) > 0),
             self._attempts,
         )
 
-    async def _once(self, request: Any, *, alone: bool = False) -> Any:
+    async def _call_once(self, request: Any, *, alone: bool = False) -> Any:
         try:
             answer = await self._pool.call(request, alone=alone)
         except WorkerError as failure:
-            raise _RAISED.get(type(failure), RewardRaisedError)(str(failure)) from None
+            raise _REWARD_ERRORS.get(type(failure), RewardRaisedError)(str(failure)) from None
         if isinstance(answer, str):
             raise RewardError(answer)
         return answer
@@ -236,22 +236,23 @@ class WorkerReward(Reward):
         await self._pool.close()
 
 
-async def _started(pool: WorkerPool) -> None:
+async def _start_pool(pool: WorkerPool) -> None:
     try:
         await pool.start()
     except WorkerCrashError as error:
         raise RewardCrashError(f"its worker does not start: {error}") from None
 
 
-async def attempt(once: Callable[[], Any], attempts: int) -> Any:
-    """What `once()` gives, tried so many times as long as it raises InfraError, with growing waits.
+async def retry_infra_errors(once: Callable[[], Any], attempts: int) -> Any:
+    """What `unique_names()` gives, tried so many times as long as it raises InfraError, with
+    growing waits.
 
     Any other error is raised at once.
     """
     for made in range(1, attempts + 1):
         try:
             return await once()
-        except InfraError as error:
+        except RewardInfraError as error:
             if made == attempts:
                 times = f", tried {made} times" if made > 1 else ""
                 raise type(error)(f"{error}{times}") from error

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Verdict(Enum):
+class RewardOutcome(Enum):
     """How judging one completion ended; the value is its name in metrics and files.
 
     All but INFRA_ERROR are of the completion and final. INFRA_ERROR says that there was no
@@ -25,7 +25,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True)
-class Judgement:
+class RewardResult:
     """One completion judged.
 
     answer: what was compared with the ground truth, in one form for all that are equal (maj@k
@@ -35,22 +35,22 @@ class Judgement:
     """
 
     score: float
-    verdict: Verdict
+    outcome: RewardOutcome
     answer: str | None = None
     detail: str = ""
-    numbers: tuple[tuple[str, float], ...] = ()
+    extra_metrics: tuple[tuple[str, float], ...] = ()
 
     @classmethod
-    def absent(cls) -> "Judgement":
+    def make_not_judged(cls) -> "RewardResult":
         """Nothing is said of the completion."""
-        return cls(math.nan, Verdict.NOT_JUDGED)
+        return cls(math.nan, RewardOutcome.NOT_JUDGED)
 
     @property
-    def is_absent(self) -> bool:
+    def is_not_judged(self) -> bool:
         """Whether nothing is said of the completion."""
-        return self.verdict is Verdict.NOT_JUDGED
+        return self.outcome is RewardOutcome.NOT_JUDGED
 
     @classmethod
-    def of(cls, passes: bool, answer: str | None = None) -> "Judgement":
+    def from_correctness(cls, passes: bool, answer: str | None = None) -> "RewardResult":
         """1 and PASS, or 0 and WRONG."""
-        return cls(float(passes), Verdict.PASS if passes else Verdict.WRONG, answer)
+        return cls(float(passes), RewardOutcome.PASS if passes else RewardOutcome.WRONG, answer)

@@ -11,9 +11,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from streamrl.data import load_tokenizer
 from streamrl.engines.dtypes import resolve_dtype
-from streamrl.engines.models.forward import local_device
+from streamrl.engines.models.forward import get_local_device
 from streamrl.errors import ConfigError, RewardMemoryError
-from streamrl.files.hf_config import is_trusted, read_model_config, stored_shapes
+from streamrl.files.hf_config import is_trusted, read_model_config, read_stored_shapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +31,7 @@ class ClassifierFiles:
     path: str
     tokenizer: "PreTrainedTokenizerBase"
     labels: tuple[str, ...]
-    tokens: int | None
+    max_tokens: int | None
     pad_id: int | None
     weight_bytes: int
 
@@ -45,16 +45,16 @@ def read_classifier(path: str) -> ClassifierFiles:
         tokenizer = load_tokenizer(path)
     except ConfigError as error:
         raise ConfigError(f"rewards.path={error}") from None
-    config = _config(path)
+    config = _read_config(path)
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
-        raise _refusal(path, "holds no .safetensors file")
+        raise _make_config_error(path, "holds no .safetensors file")
     _check_head(path, config)
     settings = config.get_text_config().to_dict()
     known, pad_id = settings["vocab_size"], settings.get("pad_token_id")
     largest = max(tokenizer.get_vocab().values())
     if largest >= known:
-        raise _refusal(
+        raise _make_config_error(
             path,
             f"its tokenizer gives token id {largest}, the model knows ids below {known}: they do"
             " not belong together",
@@ -63,18 +63,18 @@ def read_classifier(path: str) -> ClassifierFiles:
         path=path,
         tokenizer=tokenizer,
         labels=tuple(config.id2label[i] for i in range(config.num_labels)),
-        tokens=settings.get("max_position_embeddings"),
+        max_tokens=settings.get("max_position_embeddings"),
         # Some configs name one that there is not, such as -1.
         pad_id=pad_id if pad_id in range(known) else None,
         weight_bytes=sum(file.stat().st_size for file in files),
     )
 
 
-def _refusal(path: str, reason: object) -> ConfigError:
+def _make_config_error(path: str, reason: object) -> ConfigError:
     return ConfigError(f"rewards.path={path}: {' '.join(str(reason).split())[:500]}")
 
 
-def _config(path: str) -> Any:
+def _read_config(path: str) -> Any:
     try:
         return read_model_config(path)
     except ConfigError as error:
@@ -89,31 +89,33 @@ def _check_head(path: str, config: Any) -> None:
                 config, trust_remote_code=is_trusted(path)
             )
     except (ValueError, TypeError, AttributeError) as error:
-        raise _refusal(path, error) from None
+        raise _make_config_error(path, error) from None
     body = f"{skeleton.base_model_prefix}."
     parameters = skeleton.state_dict().items()
     head = {name: tuple(value.shape) for name, value in parameters if not name.startswith(body)}
-    stored = stored_shapes(Path(path), "rewards.path")
+    stored = read_stored_shapes(Path(path), "rewards.path")
     for name, shape in head.items():
         if name not in stored:
             kind = (config.architectures or ["a model"])[0]
-            raise _refusal(
+            raise _make_config_error(
                 path,
                 f"{kind} without a classification head (its files lack {name}): a reward model is"
                 " trained as a sequence-classification model",
             )
         if stored[name] != shape:
-            raise _refusal(path, f"{name} has shape {stored[name]}, config.json says {shape}")
+            raise _make_config_error(
+                path, f"{name} has shape {stored[name]}, config.json says {shape}"
+            )
 
 
-class Classifier:
+class SequenceClassifier:
     """The model, on the GPU of this process if it has one. Belongs to the thread that makes it."""
 
     def __init__(self, files: ClassifierFiles, *, dtype: str, threads: int) -> None:
         """Load it. Raises ConfigError if that cannot be, or the directory lacks parameters."""
         torch.set_num_threads(threads)
         disable_progress_bar()
-        config = _config(files.path)
+        config = _read_config(files.path)
         if "use_cache" in config.to_dict():
             config.use_cache = False  # of keys and values, for more tokens than there will be
         try:
@@ -126,14 +128,14 @@ class Classifier:
                 output_loading_info=True,
             )
         except (OSError, RuntimeError, ValueError) as error:
-            raise _refusal(files.path, f"cannot be loaded: {error}") from error
+            raise _make_config_error(files.path, f"cannot be loaded: {error}") from error
         if missing := sorted(info["missing_keys"]):
             first = ", ".join(missing[:3])
-            raise _refusal(files.path, f"lacks {len(missing)} parameters, as {first}")
-        self._model = model.to(local_device()).eval()
+            raise _make_config_error(files.path, f"lacks {len(missing)} parameters, as {first}")
+        self._model = model.to(get_local_device()).eval()
         self._pad_id = files.pad_id or 0
 
-    def logits(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+    def compute_logits(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """A number per label for each row of token ids, padded on the right.
 
         Raises RewardMemoryError if the GPU has not the memory for them.

@@ -6,21 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from streamrl.errors import ConfigError, InfraError
+from streamrl.errors import ConfigError, RewardInfraError
 from streamrl.files.typed_settings import read_settings
 from streamrl.messages import Prompt
-from streamrl.rewards.interface.extract import AnswerPattern, SlowPatternError
-from streamrl.rewards.interface.reward import AttemptOptions, Given, Reward, attempt
-from streamrl.rewards.interface.verdict import Judgement, Verdict
+from streamrl.rewards.interface.extract import AnswerPattern, PatternTimeoutError
+from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
+from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
 from streamrl.rewards.kinds.code_tests import read_tests
-from streamrl.rewards.sandbox import LANGUAGES, Language, Limits, Outcome, Program, Sandbox
+from streamrl.rewards.sandbox import (
+    LANGUAGES,
+    LanguageSpec,
+    ProgramLimits,
+    ProgramResult,
+    Sandbox,
+    SandboxProgram,
+)
 
-FENCED = r"(?s)```[\w+-]*\n(.*?)(?:```|\Z)"
+FENCED_CODE = r"(?s)```[\w+-]*\n(.*?)(?:```|\Z)"
 """The code blocks of a markdown text."""
 
 
 @dataclass
-class CodeOptions(AttemptOptions):
+class CodeOptions(RetryOptions):
     """Options of kind code.
 
     language: of the programs.
@@ -38,7 +45,7 @@ class CodeOptions(AttemptOptions):
     """
 
     language: str = "python"
-    extract: str = FENCED
+    extract: str = FENCED_CODE
     score: str = "all"
     most_tests: int = 0
     loose_numbers: bool = False
@@ -56,10 +63,10 @@ class CodeOptions(AttemptOptions):
                 raise ConfigError(f"{key}={vars(self)[key]}: must be 0 or more")
 
 
-class Runner(Protocol):
+class ProgramRunner(Protocol):
     """A sandbox, here or elsewhere."""
 
-    async def run(self, program: Program) -> Outcome:
+    async def run(self, program: SandboxProgram) -> ProgramResult:
         """Run the tests of a program and judge them. Raises InfraError if it cannot be asked."""
         ...
 
@@ -75,40 +82,42 @@ class CodeReward(Reward):
     The ground truth is what code_tests.py reads.
     """
 
-    def __init__(self, given: Given[CodeOptions]) -> None:
+    def __init__(self, given: RewardSpec[CodeOptions]) -> None:
         """Raises ConfigError for limits or languages that cannot be."""
         super().__init__()
         options = given.options
         self._options = options
-        self._extract = AnswerPattern(options.extract, option="extract")
-        self._limits = read_settings(Limits, options.limits, section="rewards.limits")
-        self._languages = _languages(options)
-        self._allow_unsafe = given.around.sandbox.allow_unsafe
-        self._runner: Runner | None = None
+        self._program_pattern = AnswerPattern(options.extract, option="extract")
+        self._limits = read_settings(ProgramLimits, options.limits, section="rewards.limits")
+        self._languages = _select_language(options)
+        self._allow_unsafe = given.context.sandbox.allow_unsafe
+        self._runner: ProgramRunner | None = None
 
-    def check(self, prompt: Prompt) -> None:
+    def validate_prompt(self, prompt: Prompt) -> None:
         """Raise RewardError for a ground truth that holds no tests."""
         read_tests(prompt.ground_truth, most=self._options.most_tests)
 
-    async def preflight(self) -> str:
+    async def run_preflight(self) -> str:
         """Raise ConfigError if this machine cannot isolate a program, or lacks a language."""
         if self._options.url:
             return ""
-        sandbox = await self._local(jails=1)
+        sandbox = await self._start_local_sandbox(jails=1)
         await sandbox.close()
-        return sandbox.note
+        return sandbox.user_warning
 
     async def start(self) -> None:
-        """Have a sandbox. Raises ConfigError like `preflight`."""
+        """Have a sandbox. Raises ConfigError like `run_preflight`."""
         options = self._options
         if options.url:
             from streamrl.rewards.sandbox.remote import RemoteSandbox
 
             self._runner = RemoteSandbox(options.url, self._limits)
         else:
-            self._runner = await self._local(jails=options.jails or os.cpu_count() or 1)
+            self._runner = await self._start_local_sandbox(
+                jails=options.jails or os.cpu_count() or 1
+            )
 
-    async def _local(self, *, jails: int) -> Sandbox:
+    async def _start_local_sandbox(self, *, jails: int) -> Sandbox:
         return await Sandbox.start(
             self._limits,
             jails=jails,
@@ -116,46 +125,48 @@ class CodeReward(Reward):
             allow_unsafe=self._allow_unsafe,
         )
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[Judgement]:
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
         """Each program's verdict. Raises InfraError if the sandbox cannot be had."""
         options = self._options
         tests = read_tests(prompt.ground_truth, most=options.most_tests)
 
-        async def judge(source: str | SlowPatternError) -> Judgement:
-            if isinstance(source, SlowPatternError):
-                return Judgement(0.0, Verdict.TIMEOUT, detail=str(source))
-            program = Program(
+        async def judge(source: str | PatternTimeoutError) -> RewardResult:
+            if isinstance(source, PatternTimeoutError):
+                return RewardResult(0.0, RewardOutcome.TIMEOUT, detail=str(source))
+            program = SandboxProgram(
                 options.language,
                 source,
                 tests,
                 stop_early=options.score == "all",
                 loose_numbers=options.loose_numbers,
             )
-            return await self._judge(program)
+            return await self._judge_program(program)
 
         # Beside the event loop: a pattern may take its time.
-        sources = await asyncio.to_thread(lambda: [*map(self._source_in, completions)])
+        sources = await asyncio.to_thread(lambda: [*map(self._extract_source, completions)])
         return await asyncio.gather(*map(judge, sources))
 
-    def _source_in(self, completion: str) -> str | SlowPatternError:
+    def _extract_source(self, completion: str) -> str | PatternTimeoutError:
         """The program of a completion, or why it is not found in time."""
         try:
-            found = self._extract.last(completion)
-        except SlowPatternError as error:
+            found = self._program_pattern.find_last(completion)
+        except PatternTimeoutError as error:
             return error
         return completion if found is None else found
 
-    async def _judge(self, program: Program) -> Judgement:
-        outcome: Outcome = await attempt(lambda: self._run(program), self._options.attempts)
-        passes = outcome.verdict is Verdict.PASS
+    async def _judge_program(self, program: SandboxProgram) -> RewardResult:
+        outcome: ProgramResult = await retry_infra_errors(
+            lambda: self._run_program(program), self._options.attempts
+        )
+        passes = outcome.outcome is RewardOutcome.PASS
         score = float(passes) if self._options.score == "all" else outcome.pass_rate
-        return Judgement(score, outcome.verdict, detail=outcome.detail)
+        return RewardResult(score, outcome.outcome, detail=outcome.detail)
 
-    async def _run(self, program: Program) -> Outcome:
+    async def _run_program(self, program: SandboxProgram) -> ProgramResult:
         assert self._runner is not None, "not started"
         outcome = await self._runner.run(program)
-        if outcome.verdict is Verdict.INFRA_ERROR:
-            raise InfraError(outcome.detail)
+        if outcome.outcome is RewardOutcome.INFRA_ERROR:
+            raise RewardInfraError(outcome.detail)
         return outcome
 
     async def close(self) -> None:
@@ -164,12 +175,12 @@ class CodeReward(Reward):
             await self._runner.close()
 
 
-def _languages(options: CodeOptions) -> dict[str, Language]:
+def _select_language(options: CodeOptions) -> dict[str, LanguageSpec]:
     """The language of the run, from the user's table or from ours."""
     table = dict(LANGUAGES)
     for name, row in options.languages.items():
-        read = read_settings(_LanguageRow, row, section=f"rewards.languages.{name}")
-        table[name] = Language(
+        read = read_settings(_LanguageEntry, row, section=f"rewards.languages.{name}")
+        table[name] = LanguageSpec(
             read.file, tuple(read.run), tuple(read.compile), read.limit_address_space
         )
     if options.language not in table:
@@ -181,7 +192,7 @@ def _languages(options: CodeOptions) -> dict[str, Language]:
 
 
 @dataclass
-class _LanguageRow:
+class _LanguageEntry:
     """A language as a config gives it."""
 
     file: str

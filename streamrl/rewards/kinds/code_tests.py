@@ -16,14 +16,18 @@ from streamrl.errors import RewardError
 from streamrl.files.bounded_read import parse_json
 from streamrl.rewards.sandbox import CallTest, StdinTest
 
-Test = StdinTest | CallTest
+ProgramTest = StdinTest | CallTest
 
 
-def read_tests(truth: Any, *, most: int = 0) -> list[Test]:
+def read_tests(truth: Any, *, most: int = 0) -> list[ProgramTest]:
     """The first `most` tests of a ground truth, 0: all. Raises RewardError if it holds none."""
     try:
-        facts = _object(truth)
-        tests = _assertions(facts["assert_case"]) if "assert_case" in facts else _pairs(facts)
+        facts = _parse_object(truth)
+        tests = (
+            _parse_assertions(facts["assert_case"])
+            if "assert_case" in facts
+            else _parse_pairs(facts)
+        )
     except (RecursionError, MemoryError, OverflowError) as error:
         raise RewardError(f"ground_truth cannot be read: {type(error).__name__}") from None
     if not tests:
@@ -31,15 +35,15 @@ def read_tests(truth: Any, *, most: int = 0) -> list[Test]:
     return tests[: most or None]
 
 
-def _assertions(cases: Any) -> list[Test]:
+def _parse_assertions(cases: Any) -> list[ProgramTest]:
     if isinstance(cases, str):
         cases = [cases]
     if not isinstance(cases, Sequence):
         raise RewardError(f"assert_case must be a list of asserts, is {type(cases).__name__}")
-    return [_assertion(case) for case in cases]
+    return [_parse_assertion(case) for case in cases]
 
 
-def _object(truth: Any) -> dict[str, Any]:
+def _parse_object(truth: Any) -> dict[str, Any]:
     if isinstance(truth, str):
         try:
             truth = parse_json(truth)
@@ -54,7 +58,7 @@ def _object(truth: Any) -> dict[str, Any]:
     return truth
 
 
-def _pairs(facts: dict[str, Any]) -> list[Test]:
+def _parse_pairs(facts: dict[str, Any]) -> list[ProgramTest]:
     inputs, outputs = facts.get("inputs"), facts.get("outputs")
     for name, values in (("inputs", inputs), ("outputs", outputs)):
         if not isinstance(values, Sequence) or isinstance(values, str):
@@ -66,21 +70,23 @@ def _pairs(facts: dict[str, Any]) -> list[Test]:
         )
     function = facts.get("fn_name")
     if not function:
-        return [StdinTest(_text(i), _text(o)) for i, o in zip(inputs, outputs, strict=True)]
+        return [
+            StdinTest(_join_lines(i), _join_lines(o)) for i, o in zip(inputs, outputs, strict=True)
+        ]
     return [
-        CallTest(function, _arguments(i), _accepted(o))
+        CallTest(function, _parse_arguments(i), _parse_accepted(o))
         for i, o in zip(inputs, outputs, strict=True)
     ]
 
 
-def _text(value: Any) -> str:
+def _join_lines(value: Any) -> str:
     """Text, or lines of it."""
     if isinstance(value, list):
         return "\n".join(str(line) for line in value)
     return str(value)
 
 
-def _arguments(value: Any) -> list[Any]:
+def _parse_arguments(value: Any) -> list[Any]:
     if not isinstance(value, str):
         return list(value) if isinstance(value, list) else [value]
     try:
@@ -89,7 +95,7 @@ def _arguments(value: Any) -> list[Any]:
         raise RewardError(f"an input of fn_name must be JSON on each line: {error}") from None
 
 
-def _accepted(value: Any) -> list[Any]:
+def _parse_accepted(value: Any) -> list[Any]:
     """The value; some data sets put it into a list of one."""
     if isinstance(value, str):
         try:
@@ -99,7 +105,7 @@ def _accepted(value: Any) -> list[Any]:
     return [value, value[0]] if isinstance(value, list) and len(value) == 1 else [value]
 
 
-def _assertion(case: Any) -> CallTest:
+def _parse_assertion(case: Any) -> CallTest:
     """`assert f(...) == value`; any other would be left to the program that it judges."""
     try:
         (statement,) = ast.parse(str(case).strip()).body
@@ -108,7 +114,9 @@ def _assertion(case: Any) -> CallTest:
         assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.keywords
         assert isinstance(statement.test.ops[0], ast.Eq)
         arguments = [ast.literal_eval(argument) for argument in call.args]
-        return CallTest(call.func.id, _plain(arguments), [_plain(ast.literal_eval(value))])
+        return CallTest(
+            call.func.id, _to_json_types(arguments), [_to_json_types(ast.literal_eval(value))]
+        )
     except (SyntaxError, ValueError, TypeError, AssertionError):
         text = " ".join(str(case).split())[:80]
         raise RewardError(
@@ -116,6 +124,6 @@ def _assertion(case: Any) -> CallTest:
         ) from None
 
 
-def _plain(value: Any) -> Any:
+def _to_json_types(value: Any) -> Any:
     """A literal made of JSON's types. Raises TypeError for one that cannot be."""
     return json.loads(json.dumps(value))

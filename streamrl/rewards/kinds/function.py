@@ -5,8 +5,8 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt
-from streamrl.rewards.interface.reward import Given, WorkerOptions, WorkerReward
-from streamrl.rewards.user_code.user_function import Needs, Source
+from streamrl.rewards.interface.reward import RewardSpec, WorkerOptions, WorkerReward
+from streamrl.rewards.user_code.user_function import FunctionCallSpec, FunctionSource
 
 
 @dataclass
@@ -30,32 +30,36 @@ class FunctionReward(WorkerReward):
     the calls of a group, and of several groups, side by side.
     """
 
-    def __init__(self, source: Source, given: Given[FunctionOptions]) -> None:
-        super().__init__("streamrl.rewards.user_code.worker_entry:serve", source, given)
-        self._needs: Needs | None = None
+    def __init__(self, source: FunctionSource, given: RewardSpec[FunctionOptions]) -> None:
+        super().__init__(
+            "streamrl.rewards.user_code.worker_entry:make_reward_handler", source, given
+        )
+        self._call_spec: FunctionCallSpec | None = None
 
-    async def preflight(self) -> str:
+    async def run_preflight(self) -> str:
         """Import the user's file in a worker. Raises ConfigError as `Source.load` does."""
-        self._needs = await self.trial()
+        self._call_spec = await self.probe_worker()
         return ""
 
-    def check(self, prompt: Prompt) -> None:
+    def validate_prompt(self, prompt: Prompt) -> None:
         """Raise RewardError if the function wants a column the prompt's row does not have."""
-        assert self._needs is not None, "preflight comes first"
-        self._needs.arguments(prompt, [""])
+        assert self._call_spec is not None, "preflight comes first"
+        self._call_spec.build_arguments(prompt, [""])
 
 
-def function_reward(given: Given[FunctionOptions]) -> FunctionReward:
+def build_function_reward(given: RewardSpec[FunctionOptions]) -> FunctionReward:
     """Kind `function`. The file is not loaded yet: that happens in workers alone."""
     options = given.options
     if not options.path:
         raise ConfigError("rewards.path: missing; kind function needs it")
     kwargs = tuple(options.kwargs.items())
-    return FunctionReward(Source(options.path, options.function or given.name, kwargs), given)
+    return FunctionReward(
+        FunctionSource(options.path, options.function or given.name, kwargs), given
+    )
 
 
-def registered_reward(kind: str, given: Given[FunctionOptions]) -> FunctionReward:
+def build_registered_reward(kind: str, given: RewardSpec[FunctionOptions]) -> FunctionReward:
     """A kind of a user's own: registered in the file `path`, or by an installed package."""
     options = given.options
     kwargs = tuple(options.kwargs.items())
-    return FunctionReward(Source(options.path, kind, kwargs, is_registered=True), given)
+    return FunctionReward(FunctionSource(options.path, kind, kwargs, is_registered=True), given)

@@ -15,26 +15,26 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from streamrl.errors import ConfigError, InfraError, RewardError
-from streamrl.files.bounded_read import read_small
+from streamrl.errors import ConfigError, RewardError, RewardInfraError
+from streamrl.files.bounded_read import read_small_text
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.extract import AnswerPattern
-from streamrl.rewards.interface.reward import AttemptOptions, Given, Reward, attempt
-from streamrl.rewards.interface.verdict import Judgement, Verdict
+from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
+from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
 
 if TYPE_CHECKING:
-    from streamrl.rewards.kinds.openai_client import Endpoint
+    from streamrl.rewards.kinds.openai_client import ChatClient
 
-PLACE = re.compile(r"\{(prompt|completion|ground_truth)\}")
+PLACEHOLDER = re.compile(r"\{(prompt|completion|ground_truth)\}")
 """What stands in a template for a text."""
 BYTES_PER_TOKEN = 3
 """Of what is sent, for tokens_per_minute: most texts have more bytes to a token."""
-MAX_DETAIL = 300
+MAX_DETAIL_CHARS = 300
 """Most characters of an answer that are kept with a judgement: its end."""
 
 
 @dataclass
-class JudgeOptions(AttemptOptions):
+class JudgeOptions(RetryOptions):
     """Options of kind judge; each completion has its own attempts, a request each.
 
     url: of the server's API, such as http://localhost:8000/v1.
@@ -90,56 +90,58 @@ class JudgeOptions(AttemptOptions):
 class JudgeReward(Reward):
     """Asks about each completion by itself, all of a group side by side."""
 
-    def __init__(self, template: str, key: str, given: Given[JudgeOptions]) -> None:
+    def __init__(self, template: str, key: str, given: RewardSpec[JudgeOptions]) -> None:
         """`key` is the server's, or empty. Raises ConfigError for a pattern that is wrong."""
         super().__init__()
         self._options = options = given.options
         self._template = template
-        self._key = key
+        self._api_key = key
         self._pattern = AnswerPattern(options.pattern)
         self._pass_score = options.most if options.pass_score is None else options.pass_score
-        self._scorer = given.around.scorer
-        self._request = {
+        self._scorer_config = given.context.scorer
+        self._request_fields = {
             "temperature": options.temperature,
             "max_tokens": options.max_tokens,
             "extra_body": options.request,
         }
-        self._endpoint: Endpoint | None = None
+        self._client: ChatClient | None = None
 
-    def check(self, prompt: Prompt) -> None:
+    def validate_prompt(self, prompt: Prompt) -> None:
         """Raise RewardError if the template wants a ground truth and the row has none."""
         if "{ground_truth}" in self._template and prompt.ground_truth is None:
             raise RewardError("the template has {ground_truth}, the row has none")
 
-    async def preflight(self) -> str:
+    async def run_preflight(self) -> str:
         """Wait for the server. Raises ConfigError if it does not come, or cannot be used."""
-        endpoint = self._connect()
+        endpoint = self._make_client()
         try:
-            return await endpoint.ready()
+            return await endpoint.wait_until_ready()
         finally:
             await endpoint.close()
 
     async def start(self) -> None:
         """Nothing is asked: where the server is away for a while, completions have attempts."""
-        self._endpoint = self._connect()
+        self._client = self._make_client()
 
-    def _connect(self) -> "Endpoint":
-        from streamrl.rewards.kinds.openai_client import Endpoint, Limits
+    def _make_client(self) -> "ChatClient":
+        from streamrl.rewards.kinds.openai_client import ChatClient, RequestLimits
 
-        options, share = self._options, 1 / self._scorer.replicas
-        limits = Limits(
+        options, share = self._options, 1 / self._scorer_config.replicas
+        limits = RequestLimits(
             options.concurrency,
             options.requests_per_minute * share,
             options.tokens_per_minute * share,
-            options.timeout_s or self._scorer.timeout_s,
+            options.timeout_s or self._scorer_config.timeout_s,
         )
-        return Endpoint(options.url.rstrip("/"), options.model, self._key, limits)
+        return ChatClient(options.url.rstrip("/"), options.model, self._api_key, limits)
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[Judgement]:
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
         """What the judge says of each. Raises the error of the first that gets no number."""
-        self.check(prompt)
+        self.validate_prompt(prompt)
         tasks = [
-            asyncio.create_task(self._judge(_filled(self._template, prompt, completion)))
+            asyncio.create_task(
+                self._judge_text(_fill_template(self._template, prompt, completion))
+            )
             for completion in completions
         ]
         try:
@@ -148,51 +150,53 @@ class JudgeReward(Reward):
             for task in tasks:
                 task.cancel()
 
-    async def _judge(self, text: str) -> Judgement:
-        found: Judgement = await attempt(lambda: self._once(text), self._options.attempts)
+    async def _judge_text(self, text: str) -> RewardResult:
+        found: RewardResult = await retry_infra_errors(
+            lambda: self._judge_once(text), self._options.attempts
+        )
         return found
 
-    async def _once(self, text: str) -> Judgement:
-        assert self._endpoint is not None
+    async def _judge_once(self, text: str) -> RewardResult:
+        assert self._client is not None
         size = len(text.encode("utf-8", "replace"))
-        answer = await self._endpoint.ask(
+        answer = await self._client.request_completion(
             text,
             tokens=size // BYTES_PER_TOKEN + 1 + self._options.max_tokens,
-            request=self._request,
+            request=self._request_fields,
         )
         # Beside the event loop: a pattern may take its time.
-        number = await asyncio.to_thread(self._number, answer.text)
+        number = await asyncio.to_thread(self._parse_score, answer.text)
         if number is None:
-            cut = f", cut at max_tokens={self._options.max_tokens}" if answer.is_cut else ""
-            raise InfraError(
+            cut = f", cut at max_tokens={self._options.max_tokens}" if answer.is_truncated else ""
+            raise RewardInfraError(
                 f"the judge's answer has no number from {self._options.least:g} to"
                 f" {self._options.most:g} where the pattern looks{cut}: {answer.text[-100:]!r}"
             )
-        verdict = Verdict.PASS if number >= self._pass_score else Verdict.WRONG
-        return Judgement(number, verdict, detail=answer.text[-MAX_DETAIL:])
+        verdict = RewardOutcome.PASS if number >= self._pass_score else RewardOutcome.WRONG
+        return RewardResult(number, verdict, detail=answer.text[-MAX_DETAIL_CHARS:])
 
-    def _number(self, answer: str) -> float | None:
+    def _parse_score(self, answer: str) -> float | None:
         """The number in an answer; None where there is none that it may be."""
         try:
-            number = float(self._pattern.last(answer) or "")
+            number = float(self._pattern.find_last(answer) or "")
         except ValueError:
             return None
         return number if self._options.least <= number <= self._options.most else None
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._endpoint is not None:
-            await self._endpoint.close()
+        if self._client is not None:
+            await self._client.close()
 
 
-def judge_reward(given: Given[JudgeOptions]) -> JudgeReward:
+def build_judge_reward(given: RewardSpec[JudgeOptions]) -> JudgeReward:
     """Kind `judge`. Raises ConfigError for a template, pattern or key that cannot be had."""
     options = given.options
     setting, template = "rewards.template", options.template
     if options.path:
         setting = f"rewards.path={options.path}"
         try:
-            template = read_small(Path(options.path))
+            template = read_small_text(Path(options.path))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{setting}: cannot be read: {error}") from None
     if "{completion}" not in template:
@@ -206,22 +210,22 @@ def judge_reward(given: Given[JudgeOptions]) -> JudgeReward:
     return JudgeReward(template, key, given)
 
 
-def _filled(template: str, prompt: Prompt, completion: str) -> str:
+def _fill_template(template: str, prompt: Prompt, completion: str) -> str:
     """The template with its texts. What a text holds, braces too, stays as it is: one pass."""
     texts = {
-        "prompt": _conversation(prompt.messages),
+        "prompt": _render_conversation(prompt.messages),
         "completion": completion,
-        "ground_truth": _plain(prompt.ground_truth),
+        "ground_truth": _to_text(prompt.ground_truth),
     }
-    return PLACE.sub(lambda found: texts[found[1]], template)
+    return PLACEHOLDER.sub(lambda found: texts[found[1]], template)
 
 
-def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
+def _render_conversation(messages: Sequence[Mapping[str, Any]]) -> str:
     """What a single message says, or who says what in several."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
-def _plain(truth: Any) -> str:
+def _to_text(truth: Any) -> str:
     return truth if isinstance(truth, str) else json.dumps(truth, default=str, ensure_ascii=False)

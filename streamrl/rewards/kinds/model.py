@@ -11,21 +11,21 @@ from omegaconf import MISSING
 
 from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
 from streamrl.messages import Prompt
-from streamrl.rewards.interface.micro_batcher import Batcher, Numbers, Row
-from streamrl.rewards.interface.reward import AttemptOptions, Given, Reward, attempt
-from streamrl.rewards.interface.verdict import Judgement, Verdict
+from streamrl.rewards.interface.micro_batcher import MicroBatcher, RowLogits, TokenRow
+from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
+from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
 
 if TYPE_CHECKING:
-    from streamrl.rewards.kinds.classifier import Classifier, ClassifierFiles
+    from streamrl.rewards.kinds.classifier import ClassifierFiles, SequenceClassifier
 
 T = TypeVar("T")
 
 DTYPES = ("auto", "float32", "bfloat16")
-ON_LONG_TEXT = ("error", "truncate")
+LONG_TEXT_POLICIES = ("error", "truncate")
 
 
 @dataclass
-class ModelOptions(AttemptOptions):
+class ModelOptions(RetryOptions):
     """Options of kind model; its deadline is that of one forward pass.
 
     path: directory of a sequence-classification model, with its tokenizer.
@@ -55,7 +55,7 @@ class ModelOptions(AttemptOptions):
         for key in ("batch_tokens", "threads", "max_length"):
             if vars(self)[key] is not None and vars(self)[key] < 1:
                 raise ConfigError(f"{key}={vars(self)[key]}: must be 1 or more")
-        for key, known in (("dtype", DTYPES), ("on_long_text", ON_LONG_TEXT)):
+        for key, known in (("dtype", DTYPES), ("on_long_text", LONG_TEXT_POLICIES)):
             if vars(self)[key] not in known:
                 raise ConfigError(f"{key}={vars(self)[key]}: must be one of {', '.join(known)}")
         if self.max_length is not None and self.max_length > self.batch_tokens:
@@ -72,37 +72,37 @@ class ModelReward(Reward):
     completion right after them.
     """
 
-    def __init__(self, files: "ClassifierFiles", given: Given[ModelOptions]) -> None:
+    def __init__(self, files: "ClassifierFiles", given: RewardSpec[ModelOptions]) -> None:
         """Raises ConfigError for a label, or a length, that the model has not."""
         super().__init__()
         options = given.options
         self._options = options
         self._files = files
-        self._label = _label(options, files.labels)
-        self._max_length = _max_length(options, files)
-        self._timeout_s = options.timeout_s or given.around.scorer.timeout_s
+        self._label_index = _find_label_index(options, files.labels)
+        self._max_length = _resolve_max_length(options, files)
+        self._timeout_s = options.timeout_s or given.context.scorer.timeout_s
         is_logit = len(files.labels) == 1 and not options.sigmoid
         own = options.pass_score
         self._pass_score = own if own is not None else 0.0 if is_logit else 0.5
         self._tokenizer = files.tokenizer
         self._tokenizer.truncation_side = "left"
-        self._thread = ThreadPoolExecutor(1)
+        self._model_thread = ThreadPoolExecutor(1)
         # Another, so that texts are made rows, and can share the next forward, while one runs.
-        self._encoder = ThreadPoolExecutor(1)
-        self._model: Classifier | None = None
-        self._batcher = Batcher(
-            self._logits,
+        self._tokenizer_thread = ThreadPoolExecutor(1)
+        self._model: SequenceClassifier | None = None
+        self._batcher = MicroBatcher(
+            self._compute_logits,
             max_tokens=options.batch_tokens,
             # Where there is no padding token, a model takes its number from the last column.
             max_rows=options.batch_tokens if files.pad_id is not None else 1,
         )
         self.model_bytes = files.weight_bytes
 
-    def check(self, prompt: Prompt) -> None:
+    def validate_prompt(self, prompt: Prompt) -> None:
         """Raise RewardError if the model's chat template refuses the prompt."""
-        self._text(prompt, "")
+        self._render_text(prompt, "")
 
-    async def preflight(self) -> str:
+    async def run_preflight(self) -> str:
         """Whether the model can be asked about one text at a time only."""
         if self._files.pad_id is None:
             return f"{self._files.path}: has no padding token, is asked about one text at a time"
@@ -110,24 +110,30 @@ class ModelReward(Reward):
 
     async def start(self) -> None:
         """Load the model. Raises ConfigError if that cannot be."""
-        self._model = await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
+        self._model = await asyncio.get_running_loop().run_in_executor(
+            self._model_thread, self._load_model
+        )
 
-    def _load(self) -> "Classifier":
-        from streamrl.rewards.kinds.classifier import Classifier
+    def _load_model(self) -> "SequenceClassifier":
+        from streamrl.rewards.kinds.classifier import SequenceClassifier
 
-        return Classifier(self._files, dtype=self._options.dtype, threads=self._options.threads)
+        return SequenceClassifier(
+            self._files, dtype=self._options.dtype, threads=self._options.threads
+        )
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[Judgement]:
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
         """What the model says. Raises RewardError for a text that is too long, or no number."""
-        texts = [self._text(prompt, completion) for completion in completions]
-        return await attempt(lambda: self._once(texts), self._options.attempts)
+        texts = [self._render_text(prompt, completion) for completion in completions]
+        return await retry_infra_errors(lambda: self._score_texts(texts), self._options.attempts)
 
-    async def _once(self, texts: Sequence[str]) -> list[Judgement]:
-        rows = await self._bounded(self._encoder, lambda: self._encode(texts))
-        found = await self._batcher.numbers(rows)
-        return [self._judgement(logits, i) for i, logits in enumerate(found)]
+    async def _score_texts(self, texts: Sequence[str]) -> list[RewardResult]:
+        rows = await self._run_with_timeout(
+            self._tokenizer_thread, lambda: self._tokenize_texts(texts)
+        )
+        found = await self._batcher.compute_rows(rows)
+        return [self._to_result(logits, i) for i, logits in enumerate(found)]
 
-    def _text(self, prompt: Prompt, completion: str) -> str:
+    def _render_text(self, prompt: Prompt, completion: str) -> str:
         from jinja2 import TemplateError
 
         messages = [dict(message) for message in prompt.messages]
@@ -141,7 +147,7 @@ class ModelReward(Reward):
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise RewardError(f"the reward model's chat template refuses it: {reason}") from error
 
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def _tokenize_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text; raises RewardError for one that is too long."""
         rows: list[list[int]] = self._tokenizer(
             list(texts),
@@ -159,40 +165,42 @@ class ModelReward(Reward):
                 )
         return rows
 
-    async def _logits(self, rows: Sequence[Row]) -> Sequence[Numbers]:
+    async def _compute_logits(self, rows: Sequence[TokenRow]) -> Sequence[RowLogits]:
         model = self._model
         assert model is not None
-        return await self._bounded(self._thread, lambda: model.logits(rows))
+        return await self._run_with_timeout(self._model_thread, lambda: model.compute_logits(rows))
 
-    async def _bounded(self, thread: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+    async def _run_with_timeout(self, thread: ThreadPoolExecutor, function: Callable[[], T]) -> T:
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.get_running_loop().run_in_executor(thread, function)
         except TimeoutError:
             raise RewardTimeoutError(f"the model gave nothing in {self._timeout_s:g} s") from None
 
-    def _judgement(self, logits: Numbers, place: int) -> Judgement:
+    def _to_result(self, logits: RowLogits, place: int) -> RewardResult:
         if not all(math.isfinite(logit) for logit in logits):
             raise RewardError(f"{self._files.path} gives {list(logits)} for completion {place}")
-        score = number_of(logits, self._label, sigmoid=self._options.sigmoid)
-        return Judgement(score, Verdict.PASS if score >= self._pass_score else Verdict.WRONG)
+        score = logits_to_score(logits, self._label_index, sigmoid=self._options.sigmoid)
+        return RewardResult(
+            score, RewardOutcome.PASS if score >= self._pass_score else RewardOutcome.WRONG
+        )
 
     async def close(self) -> None:
         """Let go of the model."""
         self._batcher.close()
-        for thread in (self._thread, self._encoder):
+        for thread in (self._model_thread, self._tokenizer_thread):
             thread.shutdown(wait=False, cancel_futures=True)
         self._model = None
 
 
-def model_reward(given: Given[ModelOptions]) -> ModelReward:
+def build_model_reward(given: RewardSpec[ModelOptions]) -> ModelReward:
     """Kind `model`. Raises ConfigError for a directory that is no sequence-classification model."""
     from streamrl.rewards.kinds.classifier import read_classifier
 
     return ModelReward(read_classifier(given.options.path), given)
 
 
-def number_of(logits: Numbers, label: int, *, sigmoid: bool) -> float:
+def logits_to_score(logits: RowLogits, label: int, *, sigmoid: bool) -> float:
     """The score: the one logit there is, or the label's share of the softmax of several.
 
     With `sigmoid` the logistic function of the label's logit, as of a model that has several
@@ -206,7 +214,7 @@ def number_of(logits: Numbers, label: int, *, sigmoid: bool) -> float:
     return math.exp(logits[label] - highest) / sum(math.exp(logit - highest) for logit in logits)
 
 
-def _label(options: ModelOptions, labels: Sequence[str]) -> int:
+def _find_label_index(options: ModelOptions, labels: Sequence[str]) -> int:
     """The place of the label that is asked for."""
     known = {
         **{str(i): i for i in range(len(labels))},
@@ -222,8 +230,8 @@ def _label(options: ModelOptions, labels: Sequence[str]) -> int:
     return 0
 
 
-def _max_length(options: ModelOptions, files: "ClassifierFiles") -> int:
-    limit = files.tokens or options.batch_tokens
+def _resolve_max_length(options: ModelOptions, files: "ClassifierFiles") -> int:
+    limit = files.max_tokens or options.batch_tokens
     if options.max_length is None:
         return int(min(limit, files.tokenizer.model_max_length, options.batch_tokens))
     if options.max_length > limit:

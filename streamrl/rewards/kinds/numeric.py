@@ -5,9 +5,9 @@ from fractions import Fraction
 from typing import Any
 
 from streamrl.errors import RewardError
-from streamrl.rewards.interface.extract import PatternOptions, answer_in
+from streamrl.rewards.interface.extract import PatternOptions, extract_answer
 from streamrl.rewards.interface.reward import RuleReward
-from streamrl.rewards.interface.verdict import Judgement
+from streamrl.rewards.interface.verdict import RewardResult
 
 # Longer text, or a larger exponent, is no answer but an attack on memory: 1e999999999 has 124 MB.
 _MAX_CHARACTERS = 1000
@@ -15,22 +15,22 @@ _DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?
 _NUMBER = re.compile(rf"([+-]?{_DECIMAL})(?:/({_DECIMAL}))?", re.ASCII)
 
 
-def numeric_reward(options: PatternOptions) -> RuleReward:
+def build_numeric_reward(options: PatternOptions) -> RuleReward:
     """Compares numbers: 0.5, .50, 1/2 and 5e-1 are the same, as are 1,000 and 1000.
 
     The whole completion must be the number, or with `pattern` the whole of what that finds: an
     answer buried in prose is wrong unless the pattern says where to look. ground_truth is such a
     text, an int or a float (0.1 is taken as the decimal that was written, not its binary value).
     """
-    pattern = options.compiled()
+    pattern = options.compile_pattern()
 
-    def judge(completion: str, truth: Any) -> Judgement:
-        answer = answer_in(completion, pattern)
+    def judge(completion: str, truth: Any) -> RewardResult:
+        answer = extract_answer(completion, pattern)
         number = None if answer is None else parse_number(answer)
-        passes = number is not None and number == _number(truth)
-        return Judgement.of(passes, None if number is None else str(number))
+        passes = number is not None and number == _parse_truth(truth)
+        return RewardResult.from_correctness(passes, None if number is None else str(number))
 
-    return RuleReward(judge, _number)
+    return RuleReward(judge, _parse_truth)
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -44,7 +44,7 @@ def parse_number(text: str) -> Fraction | None:
     return numerator / denominator if denominator else None
 
 
-def _number(truth: Any) -> Fraction:
+def _parse_truth(truth: Any) -> Fraction:
     number = None
     if isinstance(truth, str | int | float) and not isinstance(truth, bool):
         number = parse_number(str(truth))

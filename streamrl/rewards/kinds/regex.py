@@ -7,7 +7,7 @@ from omegaconf import MISSING
 
 from streamrl.rewards.interface.extract import AnswerPattern
 from streamrl.rewards.interface.reward import RuleReward
-from streamrl.rewards.interface.verdict import Judgement
+from streamrl.rewards.interface.verdict import RewardResult
 
 
 @dataclass
@@ -20,11 +20,11 @@ class RegexOptions:
     pattern: str = MISSING
 
 
-def regex_reward(options: RegexOptions) -> RuleReward:
+def build_regex_reward(options: RegexOptions) -> RuleReward:
     r"""1 where `pattern` is found anywhere in the completion; \A and \Z demand all of it."""
     pattern = AnswerPattern(options.pattern)
 
-    def judge(completion: str, truth: Any) -> Judgement:
-        return Judgement.of(pattern.occurs(completion))
+    def judge(completion: str, truth: Any) -> RewardResult:
+        return RewardResult.from_correctness(pattern.has_match(completion))
 
     return RuleReward(judge)

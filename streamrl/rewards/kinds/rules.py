@@ -11,23 +11,23 @@ from typing import Any
 from streamrl.errors import RewardMemoryError, RewardTimeoutError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.reward import (
-    Given,
     Reward,
+    RewardSpec,
     RuleReward,
     WorkerOptions,
     WorkerReward,
-    attempt,
+    retry_infra_errors,
 )
-from streamrl.rewards.interface.verdict import Judgement, Verdict
-from streamrl.rewards.matchers import RULES, judge_for
+from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
+from streamrl.rewards.matchers import MATCHERS, find_matcher
 from streamrl.rewards.matchers.choice import LETTERS
 
-_TRIES = 2
+_LIMIT_ATTEMPTS = 2
 """A completion that is judged too slowly may be bad luck once; twice, it is its own doing."""
 
 
 @dataclass
-class NoOptions:
+class EmptyRewardOptions:
     """Of a kind that has none."""
 
 
@@ -100,13 +100,13 @@ class SymbolicOptions(WorkerOptions):
     memory_gib: float = 1.0
 
 
-def rule_reward(name: str, given: Given[Any]) -> RuleReward:
+def build_rule_reward(name: str, given: RewardSpec[Any]) -> RuleReward:
     """The rule of a name. Raises ConfigError for an option it refuses."""
-    rule, options = RULES[name], dataclasses.asdict(given.options)
+    rule, options = MATCHERS[name], dataclasses.asdict(given.options)
     # A wrong option is refused whatever is judged; this truth is one that every rule can use.
-    rule.judge("", "A" if name == "choice" else "0", **options)
-    check = partial(rule.check_truth, **options) if name == "choice" else rule.check_truth
-    return RuleReward(partial(rule.judge, **options), check)
+    rule.judge_completion("", "A" if name == "choice" else "0", **options)
+    check = partial(rule.validate_truth, **options) if name == "choice" else rule.validate_truth
+    return RuleReward(partial(rule.judge_completion, **options), check)
 
 
 class SymbolicReward(WorkerReward):
@@ -115,46 +115,46 @@ class SymbolicReward(WorkerReward):
     That is a verdict on the completion, as it is on a program: nothing is retried for it but once.
     """
 
-    def __init__(self, given: Given[SymbolicOptions]) -> None:
-        super().__init__("streamrl.rewards.kinds.rules:serve_symbolic", None, given)
+    def __init__(self, given: RewardSpec[SymbolicOptions]) -> None:
+        super().__init__("streamrl.rewards.kinds.rules:make_symbolic_handler", None, given)
 
-    def check(self, prompt: Prompt) -> None:
+    def validate_prompt(self, prompt: Prompt) -> None:
         """Raise RewardError for a ground truth that is neither text nor an int."""
-        RULES["symbolic"].check_truth(prompt.ground_truth)
+        MATCHERS["symbolic"].validate_truth(prompt.ground_truth)
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[Judgement]:
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
         """What math-verify says of each. Raises RewardError."""
         truth = prompt.ground_truth
-        return await asyncio.gather(*(self._judge(truth, text) for text in completions))
+        return await asyncio.gather(*(self._judge_completion(truth, text) for text in completions))
 
-    async def _judge(self, truth: Any, completion: str) -> Judgement:
+    async def _judge_completion(self, truth: Any, completion: str) -> RewardResult:
         mishaps = 0
 
-        async def once() -> Judgement:
+        async def once() -> RewardResult:
             nonlocal mishaps
             try:
-                judgement: Judgement = await self._once((truth, completion))
+                judgement: RewardResult = await self._call_once((truth, completion))
                 return judgement
             except (RewardTimeoutError, RewardMemoryError) as error:
                 mishaps += 1
-                if mishaps < _TRIES:
+                if mishaps < _LIMIT_ATTEMPTS:
                     raise
                 is_late = isinstance(error, RewardTimeoutError)
-                verdict = Verdict.TIMEOUT if is_late else Verdict.MEMORY
-                return Judgement(0.0, verdict, detail=str(error))
+                verdict = RewardOutcome.TIMEOUT if is_late else RewardOutcome.MEMORY
+                return RewardResult(0.0, verdict, detail=str(error))
 
-        found: Judgement = await attempt(once, max(self._attempts, _TRIES))
+        found: RewardResult = await retry_infra_errors(once, max(self._attempts, _LIMIT_ATTEMPTS))
         return found
 
 
-def serve_symbolic(_: None) -> Callable[[Any], Judgement]:
+def make_symbolic_handler(_: None) -> Callable[[Any], RewardResult]:
     """What a worker answers with."""
     # Loaded before the first deadline runs.
     import math_verify  # noqa: F401
 
-    judge = RULES["symbolic"].judge
+    judge = MATCHERS["symbolic"].judge_completion
 
-    def answer(request: tuple[Any, str]) -> Judgement:
+    def answer(request: tuple[Any, str]) -> RewardResult:
         truth, completion = request
         return judge(completion, truth)
 
@@ -164,26 +164,28 @@ def serve_symbolic(_: None) -> Callable[[Any], Judgement]:
 class AutoReward(Reward):
     """Judges each row by the rule of its data_source."""
 
-    def __init__(self, given: Given[SymbolicOptions]) -> None:
+    def __init__(self, given: RewardSpec[SymbolicOptions]) -> None:
         super().__init__()
-        self._symbolic = SymbolicReward(given)
-        self.killed = self._symbolic.killed
+        self._symbolic_reward = SymbolicReward(given)
+        self.kill_counts = self._symbolic_reward.kill_counts
 
-    def check(self, prompt: Prompt) -> None:
+    def validate_prompt(self, prompt: Prompt) -> None:
         """Raise RewardError for a source that has no rule, or a ground truth it cannot use."""
-        judge_for(prompt.data_source).check_truth(prompt.ground_truth)
+        find_matcher(prompt.data_source).validate_truth(prompt.ground_truth)
 
     async def start(self) -> None:
         """Start a worker for what may hang."""
-        await self._symbolic.start()
+        await self._symbolic_reward.start()
 
     async def close(self) -> None:
         """End it."""
-        await self._symbolic.close()
+        await self._symbolic_reward.close()
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[Judgement]:
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
         """What the source's rule says of each completion."""
-        rule = judge_for(prompt.data_source)
+        rule = find_matcher(prompt.data_source)
         if rule.may_hang:
-            return await self._symbolic.score(prompt, completions)
-        return await RuleReward(rule.judge, rule.check_truth).score(prompt, completions)
+            return await self._symbolic_reward.score(prompt, completions)
+        return await RuleReward(rule.judge_completion, rule.validate_truth).score(
+            prompt, completions
+        )

@@ -1,6 +1,6 @@
 """Rules for answers in text: pure functions of a completion and a ground truth."""
 
-from streamrl.rewards.matchers.matcher import Rule
-from streamrl.rewards.matchers.registry import BY_SOURCE, RULES, judge_for
+from streamrl.rewards.matchers.matcher import AnswerMatcher
+from streamrl.rewards.matchers.registry import MATCHER_BY_SOURCE, MATCHERS, find_matcher
 
-__all__ = ["BY_SOURCE", "RULES", "Rule", "judge_for"]
+__all__ = ["MATCHERS", "MATCHER_BY_SOURCE", "AnswerMatcher", "find_matcher"]

@@ -7,11 +7,17 @@ differences are in docs/rewards_reference.md.
 import re
 
 from streamrl.errors import RewardError
-from streamrl.rewards.interface.verdict import Judgement
-from streamrl.rewards.matchers.matcher import Truth, not_found, passed, something, truth_text
+from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.matchers.matcher import (
+    GroundTruth,
+    make_missing_answer_result,
+    make_result,
+    parse_truth_text,
+    require_nonempty,
+)
 
 #: In this order: what is read as something else before anything is looked at.
-_READ_AS = (
+_REPLACEMENTS = (
     ("\n", ""),
     ("\\!", ""),
     ("\\\\", "\\"),
@@ -30,25 +36,25 @@ _RATIO = re.compile(r"(-?(?:0|[1-9][0-9]*))/(-?(?:0|[1-9][0-9]*))")
 _BRACE = re.compile(r"[{}]")
 
 
-def judge(completion: str, truth: Truth) -> Judgement:
+def judge_completion(completion: str, truth: GroundTruth) -> RewardResult:
     """1 if the box and the truth have the same normal form, else 0. Raises RewardError."""
-    expected = check_truth(truth)
-    box = last_box(completion)
+    expected = validate_truth(truth)
+    box = find_last_box(completion)
     if box is None:
-        return not_found("\\boxed{} that is closed")
-    answer = normal_form(box)
-    return passed(answer == expected, score=float(answer == expected), answer=answer)
+        return make_missing_answer_result("\\boxed{} that is closed")
+    answer = normalize_latex(box)
+    return make_result(answer == expected, score=float(answer == expected), answer=answer)
 
 
-def check_truth(truth: Truth) -> str:
+def validate_truth(truth: GroundTruth) -> str:
     r"""The normal form. Raises RewardError if it is empty, or the truth no text or in a \boxed."""
-    text = truth_text(truth)
+    text = parse_truth_text(truth)
     if "\\boxed" in text:
         raise RewardError(f"ground_truth must be what stands in the \\boxed{{}}, is {truth!r}")
-    return something(normal_form(text), truth)
+    return require_nonempty(normalize_latex(text), truth)
 
 
-def last_box(text: str) -> str | None:
+def find_last_box(text: str) -> str | None:
     r"""What the last \boxed{}, \boxed up to a $, or where there is none \fbox{} holds.
 
     None if there is none, or the last has no end.
@@ -59,11 +65,11 @@ def last_box(text: str) -> str | None:
     for command in ("\\boxed", "\\fbox"):
         _, found, rest = text.rpartition(command)
         if found:
-            return braced(rest)
+            return extract_braced(rest)
     return None
 
 
-def braced(text: str) -> str | None:
+def extract_braced(text: str) -> str | None:
     """What stands in the braces that a text begins with; None if there are none that close."""
     depth = 0
     if text.startswith("{"):
@@ -74,9 +80,9 @@ def braced(text: str) -> str | None:
     return None
 
 
-def normal_form(text: str) -> str:
+def normalize_latex(text: str) -> str:
     """One way to write what can be written in several: see docs/rewards_reference.md."""
-    for written, read in _READ_AS:
+    for written, read in _REPLACEMENTS:
         text = text.replace(written, read)
     if text.count(_UNIT) == 1:  # with more it is a sentence
         text = text.partition(_UNIT)[0]
@@ -87,12 +93,12 @@ def normal_form(text: str) -> str:
     if equals and "=" not in value and len(name) <= len("x "):
         text = value
     text = _ROOT.sub(r"\\sqrt{\1}", text).replace(" ", "")
-    text = _FRACTION.sub(_with_braces, text)
+    text = _FRACTION.sub(_add_braces, text)
     if text == "0.5":
         return "\\frac{1}{2}"
     return _RATIO.sub(r"\\frac{\1}{\2}", text) if _RATIO.fullmatch(text) else text
 
 
-def _with_braces(fraction: re.Match[str]) -> str:
+def _add_braces(fraction: re.Match[str]) -> str:
     numerator, denominator = fraction.groups()
     return f"\\frac{{{numerator}}}" + (f"{{{denominator}}}" if denominator else "")

@@ -7,17 +7,23 @@ docs/rewards_reference.md.
 
 import re
 
-from streamrl.rewards.interface.verdict import Judgement
-from streamrl.rewards.matchers.boxed import braced
-from streamrl.rewards.matchers.matcher import Truth, not_found, passed, something, truth_text
+from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.matchers.boxed import extract_braced
+from streamrl.rewards.matchers.matcher import (
+    GroundTruth,
+    make_missing_answer_result,
+    make_result,
+    parse_truth_text,
+    require_nonempty,
+)
 
 #: Only the end of a completion is read, characters; for a box an even shorter one.
-WINDOW = 300
-BOX_WINDOW = 100
-_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
-_BOX = "\\boxed{"
+WINDOW_CHARS = 300
+BOX_WINDOW_CHARS = 100
+_ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+_BOX_START = "\\boxed{"
 #: In this order, before spaces go: articles, money, and words between numbers.
-_READ_AS = (
+_REPLACEMENTS = (
     ("an ", ""),
     ("a ", ""),
     (".$", "$"),
@@ -30,61 +36,63 @@ _READ_AS = (
     ("\\text{m}", "\\text{}"),
 )
 #: In this order. The paper lacks a comma in "childrentickets", and so do those who score by it.
-_LEFT_OUT = (
+_REMOVED_WORDS = (
     *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units"),
     *("\\ldots", "sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm"),
     *("pounds", "meters", "meals", "edges", "students", "childrentickets", "multiples"),
     *("\\text{s}", "\\text{.}", "\\text{}^2", "\\text{}^3", "\\text{}", "\\mathrm{th}"),
     *("^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
 )
-_STYLED = re.compile(r"\\(?:text|textbf|overline)\{([^}]*)\}")
+_STYLED_TEXT = re.compile(r"\\(?:text|textbf|overline)\{([^}]*)\}")
 _BOXED = re.compile(r"\\boxed\{(.*)\}")
 _FRACTION = re.compile(r"frac([^{\\])([^{\\])")
 _ROOT = re.compile(r"sqrt([^{\\])")
 
 
-def judge(completion: str, truth: Truth, *, strict_box: bool = False) -> Judgement:
+def judge_completion(
+    completion: str, truth: GroundTruth, *, strict_box: bool = False
+) -> RewardResult:
     r"""1 or -1. The answer is the rest of the last line with "Answer:", compared in normal form.
 
     Without such a line it is the last \boxed{}, trimmed and compared to the letter. strict_box:
     such a line counts for nothing. Raises RewardError.
     """
-    expected = check_truth(truth)
-    lines = [] if strict_box else _ANSWER.findall(completion[-WINDOW:])
+    expected = validate_truth(truth)
+    lines = [] if strict_box else _ANSWER_LINE.findall(completion[-WINDOW_CHARS:])
     if lines:
-        answer, expected = normal_form(lines[-1]), normal_form(expected)
+        answer, expected = normalize_answer(lines[-1]), normalize_answer(expected)
     else:
-        box = _last_box(completion[-BOX_WINDOW:])
+        box = _find_last_box(completion[-BOX_WINDOW_CHARS:])
         if box is None:
-            return not_found("Answer: and no \\boxed{} at the end", score=-1.0)
+            return make_missing_answer_result("Answer: and no \\boxed{} at the end", score=-1.0)
         answer = box.strip()
     right = answer == expected
-    return passed(right, score=1.0 if right else -1.0, answer=answer)
+    return make_result(right, score=1.0 if right else -1.0, answer=answer)
 
 
-def check_truth(truth: Truth) -> str:
+def validate_truth(truth: GroundTruth) -> str:
     """The text of it. Raises RewardError if it is no text, or nothing is left in normal form."""
-    text = truth_text(truth)
-    something(normal_form(text), truth)
+    text = parse_truth_text(truth)
+    require_nonempty(normalize_answer(text), truth)
     return text
 
 
-def normal_form(text: str) -> str:
+def normalize_answer(text: str) -> str:
     """One way to write what can be written in several: see docs/rewards_reference.md."""
     text = text.rpartition("=")[2]
-    for written, read in _READ_AS:
+    for written, read in _REPLACEMENTS:
         text = text.replace(written, read)
-    for word in _LEFT_OUT:
+    for word in _REMOVED_WORDS:
         text = text.replace(word, "")
     before, _, maths = text.partition("$")
     maths, closed, _ = maths.partition("$")
     text = maths if closed else before + maths
-    text = _BOXED.sub(r"\1", _STYLED.sub(r"\1", text))
+    text = _BOXED.sub(r"\1", _STYLED_TEXT.sub(r"\1", text))
     text = _ROOT.sub(r"sqrt{\1}", _FRACTION.sub(r"frac{\1}{\2}", text))
     digits = text.replace(",", "")
     return digits if digits.isdigit() else text
 
 
-def _last_box(text: str) -> str | None:
-    _, found, rest = text.rpartition(_BOX)
-    return braced("{" + rest) if found else None
+def _find_last_box(text: str) -> str | None:
+    _, found, rest = text.rpartition(_BOX_START)
+    return extract_braced("{" + rest) if found else None

@@ -3,23 +3,23 @@
 import math
 
 from streamrl.errors import ConfigError
-from streamrl.rewards.interface.verdict import Judgement
-from streamrl.rewards.matchers.matcher import Truth, no_truth, passed
+from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.matchers.matcher import GroundTruth, accept_any_truth, make_result
 
 UNITS = ("words", "characters")
 
-check_truth = no_truth
+validate_truth = accept_any_truth
 
 
-def judge(
+def judge_completion(
     completion: str,
-    truth: Truth = None,
+    truth: GroundTruth = None,
     *,
     unit: str = "words",
     least: int = 0,
     most: float = math.inf,
     tolerance: int = 0,
-) -> Judgement:
+) -> RewardResult:
     """1 from `least` to `most`, both included; outside, falling in a line to 0 over `tolerance`.
 
     All are counted in `unit`: words are what spaces separate. One beyond the limit scores
@@ -36,4 +36,4 @@ def judge(
     length = len(completion.split()) if unit == "words" else len(completion)
     beyond = max(least - length, length - most, 0)
     score = 1.0 if beyond == 0 else max(0.0, 1 - beyond / tolerance) if tolerance else 0.0
-    return passed(beyond == 0, score=score, detail=f"{length} {unit}")
+    return make_result(beyond == 0, score=score, detail=f"{length} {unit}")

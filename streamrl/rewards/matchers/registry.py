@@ -13,19 +13,19 @@ from streamrl.rewards.matchers import (
     symbolic,
     tags,
 )
-from streamrl.rewards.matchers.matcher import Rule
+from streamrl.rewards.matchers.matcher import AnswerMatcher
 
-RULES: Mapping[str, Rule] = {
-    "gsm8k": Rule(gsm8k.judge, gsm8k.check_truth),
-    "math": Rule(boxed.judge, boxed.check_truth),
-    "dapo_math": Rule(dapo_math.judge, dapo_math.check_truth),
-    "symbolic": Rule(symbolic.judge, symbolic.check_truth, may_hang=True),
-    "choice": Rule(choice.judge, choice.check_truth),
-    "tags": Rule(tags.judge, tags.check_truth),
-    "length": Rule(length.judge, length.check_truth),
+MATCHERS: Mapping[str, AnswerMatcher] = {
+    "gsm8k": AnswerMatcher(gsm8k.judge_completion, gsm8k.validate_truth),
+    "math": AnswerMatcher(boxed.judge_completion, boxed.validate_truth),
+    "dapo_math": AnswerMatcher(dapo_math.judge_completion, dapo_math.validate_truth),
+    "symbolic": AnswerMatcher(symbolic.judge_completion, symbolic.validate_truth, may_hang=True),
+    "choice": AnswerMatcher(choice.judge_completion, choice.validate_truth),
+    "tags": AnswerMatcher(tags.judge_completion, tags.validate_truth),
+    "length": AnswerMatcher(length.judge_completion, length.validate_truth),
 }
 #: Which of RULES a row is judged by whose data_source fits; * stands for any ending.
-BY_SOURCE: Mapping[str, str] = {
+MATCHER_BY_SOURCE: Mapping[str, str] = {
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math",
     "DigitalLearningGmbH/MATH-lighteval": "math",
@@ -38,11 +38,11 @@ BY_SOURCE: Mapping[str, str] = {
 }
 
 
-def judge_for(data_source: str) -> Rule:
+def find_matcher(data_source: str) -> AnswerMatcher:
     """The rule of a data source. Raises RewardError, naming the source, if it has none."""
-    for source, name in BY_SOURCE.items():
+    for source, name in MATCHER_BY_SOURCE.items():
         if fnmatchcase(data_source, source):
-            return RULES[name]
+            return MATCHERS[name]
     raise RewardError(
-        f"data_source {data_source!r} has no rule of its own; known: {', '.join(BY_SOURCE)}"
+        f"data_source {data_source!r} has no rule of its own; known: {', '.join(MATCHER_BY_SOURCE)}"
     )

@@ -8,11 +8,16 @@ import logging
 from typing import Any
 
 from streamrl.errors import RewardError
-from streamrl.rewards.interface.verdict import Judgement
-from streamrl.rewards.matchers.matcher import Truth, not_found, passed, truth_text
+from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.matchers.matcher import (
+    GroundTruth,
+    make_missing_answer_result,
+    make_result,
+    parse_truth_text,
+)
 
 
-def judge(completion: str, truth: Truth) -> Judgement:
+def judge_completion(completion: str, truth: GroundTruth) -> RewardResult:
     r"""1 if what the completion says last equals the truth, else 0.
 
     The truth is LaTeX, with or without $ or \boxed{}, or a number. In the completion a \boxed{}
@@ -22,23 +27,23 @@ def judge(completion: str, truth: Truth) -> Judgement:
     # More than half a second, which only those who use it should wait.
     from math_verify import verify
 
-    text = check_truth(truth)
-    expected = _read(text if "$" in text or "\\boxed" in text else f"\\boxed{{{text}}}")
+    text = validate_truth(truth)
+    expected = _parse_math(text if "$" in text or "\\boxed" in text else f"\\boxed{{{text}}}")
     if not expected:
         raise RewardError(f"ground_truth is no mathematics that math-verify can read: {truth!r}")
-    found = _read(completion)
+    found = _parse_math(completion)
     if not found:
-        return not_found("mathematics that math-verify can read")
+        return make_missing_answer_result("mathematics that math-verify can read")
     right = bool(verify(expected, found, timeout_seconds=None))
-    return passed(right, score=float(right), answer=_answer(found))
+    return make_result(right, score=float(right), answer=_format_answer(found))
 
 
-def check_truth(truth: Truth) -> str:
+def validate_truth(truth: GroundTruth) -> str:
     """The text of it. Raises RewardError if it is neither text nor an int; it is not parsed."""
-    return truth_text(truth)
+    return parse_truth_text(truth)
 
 
-def _read(text: str) -> list[Any]:
+def _parse_math(text: str) -> list[Any]:
     from math_verify import parse
 
     # It warns that nobody bounds the time. The pool does.
@@ -46,7 +51,7 @@ def _read(text: str) -> list[Any]:
     return list(parse(text, parsing_timeout=None))
 
 
-def _answer(found: list[Any]) -> str:
+def _format_answer(found: list[Any]) -> str:
     """The same text for what is written differently: the first reading, as sympy prints it."""
     try:
         return str(found[0])

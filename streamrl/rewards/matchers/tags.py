@@ -4,19 +4,19 @@ import re
 from collections.abc import Sequence
 
 from streamrl.errors import ConfigError
-from streamrl.rewards.interface.verdict import Judgement
-from streamrl.rewards.matchers.matcher import Truth, no_truth, passed
+from streamrl.rewards.interface.verdict import RewardResult
+from streamrl.rewards.matchers.matcher import GroundTruth, accept_any_truth, make_result
 
-check_truth = no_truth
+validate_truth = accept_any_truth
 
 
-def judge(
+def judge_completion(
     completion: str,
-    truth: Truth = None,
+    truth: GroundTruth = None,
     *,
     tags: Sequence[str] = ("think", "answer"),
     nothing_outside: bool = True,
-) -> Judgement:
+) -> RewardResult:
     """1 if every tag is opened and closed once, in this order, around more than spaces; else 0.
 
     nothing_outside: before, between and behind them is nothing but spaces. The ground truth is not
@@ -28,11 +28,11 @@ def judge(
             f"rewards.tags={list(tags)}: must be words (letters, digits and _ . -), each once,"
             " at least one"
         )
-    detail = _fault(completion, tags, nothing_outside=nothing_outside)
-    return passed(not detail, score=float(not detail), detail=detail)
+    detail = _find_format_error(completion, tags, nothing_outside=nothing_outside)
+    return make_result(not detail, score=float(not detail), detail=detail)
 
 
-def _fault(completion: str, tags: Sequence[str], *, nothing_outside: bool) -> str:
+def _find_format_error(completion: str, tags: Sequence[str], *, nothing_outside: bool) -> str:
     """What is wrong with the form, or nothing."""
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     for mark in marks:

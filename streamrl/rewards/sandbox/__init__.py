@@ -1,14 +1,14 @@
 """Running programs that nobody vouches for, against tests, with no harm to who runs them."""
 
-from streamrl.rewards.sandbox.backend_choice import why_unavailable
+from streamrl.rewards.sandbox.backend_choice import explain_unavailability
 from streamrl.rewards.sandbox.program import (
     LANGUAGES,
     CallTest,
-    Language,
-    Limits,
-    Outcome,
-    Program,
-    Result,
+    LanguageSpec,
+    ProgramLimits,
+    ProgramResult,
+    ProgramTestResult,
+    SandboxProgram,
     StdinTest,
 )
 from streamrl.rewards.sandbox.sandbox import Sandbox
@@ -16,12 +16,12 @@ from streamrl.rewards.sandbox.sandbox import Sandbox
 __all__ = [
     "LANGUAGES",
     "CallTest",
-    "Language",
-    "Limits",
-    "Outcome",
-    "Program",
-    "Result",
+    "LanguageSpec",
+    "ProgramLimits",
+    "ProgramResult",
+    "ProgramTestResult",
     "Sandbox",
+    "SandboxProgram",
     "StdinTest",
-    "why_unavailable",
+    "explain_unavailability",
 ]

@@ -14,32 +14,39 @@ from pathlib import Path
 from streamrl.errors import ConfigError
 from streamrl.rewards.sandbox.isolation import (
     ENVIRONMENT,
-    UNSAFE,
-    candidates,
+    NO_ISOLATION,
     find_bubblewrap,
+    list_isolation_modes,
 )
 from streamrl.rewards.sandbox.jail import (
-    Blueprint,
     Jail,
     JailError,
     JailLostError,
+    JailSpec,
     MemoryLimitError,
-    blueprint,
+    make_jail_spec,
 )
-from streamrl.rewards.sandbox.program import LANGUAGES, MIB, CallTest, Language, Limits, Program
-from streamrl.rewards.sandbox.seccomp import build_filter
-from streamrl.rewards.sandbox.verdicts import program_message, test_message
+from streamrl.rewards.sandbox.program import (
+    LANGUAGES,
+    MIB,
+    CallTest,
+    LanguageSpec,
+    ProgramLimits,
+    SandboxProgram,
+)
+from streamrl.rewards.sandbox.seccomp import build_syscall_filter
+from streamrl.rewards.sandbox.verdicts import make_program_message, make_test_message
 
 UNSAFE_NOTE = (
     "sandbox.allow_unsafe=true and no isolation here: generated code runs with the rights of this"
     " process, held by rlimits alone. This is no sandbox"
 )
-_CURE = "or set sandbox.allow_unsafe=true to run generated code with no isolation"
-_PROBE_S = 20.0
+_UNSAFE_HINT = "or set sandbox.allow_unsafe=true to run generated code with no isolation"
+_PROBE_TIMEOUT_S = 20.0
 _PROBE_PROCESSES = 8
 
 #: Runs in a jail as any program would, and returns what it could do but should not.
-_PROBE = """
+_PROBE_SOURCE = """
 import ctypes, os, socket, time
 
 def probe(port, canary, places, entries, names, disk_bytes, processes):
@@ -79,7 +86,7 @@ def probe(port, canary, places, entries, names, disk_bytes, processes):
 """
 
 
-def missing_tools(languages: Mapping[str, Language]) -> None:
+def check_language_tools(languages: Mapping[str, LanguageSpec]) -> None:
     """Raise ConfigError if a language needs a program that jails would not find."""
     for name, language in languages.items():
         for command in (language.compile, language.run):
@@ -90,18 +97,18 @@ def missing_tools(languages: Mapping[str, Language]) -> None:
                 )
 
 
-async def choose(limits: Limits, *, allow_unsafe: bool) -> tuple[Blueprint, str]:
+async def choose_isolation(limits: ProgramLimits, *, allow_unsafe: bool) -> tuple[JailSpec, str]:
     """How to make jails here, and a note for the user, empty where programs are isolated.
 
     Raises ConfigError if programs cannot be isolated, unless `allow_unsafe`.
     """
-    why = _unequipped()
+    why = _find_missing_dependency()
     if why is None:
-        syscall_filter = build_filter()
+        syscall_filter = build_syscall_filter()
         reasons = []
-        for isolation in candidates():
-            plan = blueprint(isolation, limits, syscall_filter)
-            reason = await broken(plan)
+        for isolation in list_isolation_modes():
+            plan = make_jail_spec(isolation, limits, syscall_filter)
+            reason = await probe_isolation(plan)
             if reason is None:
                 return plan, ""
             reasons.append(f"{isolation.name}: {reason}")
@@ -110,20 +117,20 @@ async def choose(limits: Limits, *, allow_unsafe: bool) -> tuple[Blueprint, str]
             " container CAP_SYS_ADMIN,"
         )
     if not allow_unsafe:
-        raise ConfigError(f"sandbox: {why} {_CURE}")
-    return blueprint(UNSAFE, limits, b""), UNSAFE_NOTE
+        raise ConfigError(f"sandbox: {why} {_UNSAFE_HINT}")
+    return make_jail_spec(NO_ISOLATION, limits, b""), UNSAFE_NOTE
 
 
-def why_unavailable() -> str | None:
+def explain_unavailability() -> str | None:
     """Why this machine cannot isolate programs, in one line; None where it can."""
     try:
-        asyncio.run(choose(Limits(), allow_unsafe=False))
+        asyncio.run(choose_isolation(ProgramLimits(), allow_unsafe=False))
     except ConfigError as error:
         return str(error)
     return None
 
 
-def _unequipped() -> str | None:
+def _find_missing_dependency() -> str | None:
     """What is not installed that every isolation needs."""
     if sys.platform != "linux":
         return f"isolating programs needs Linux, this is {sys.platform}: use a remote sandbox,"
@@ -136,24 +143,28 @@ def _unequipped() -> str | None:
     return None
 
 
-async def broken(plan: Blueprint) -> str | None:
+async def probe_isolation(plan: JailSpec) -> str | None:
     """How a program gets out of a jail made to this plan, or why there is none; None if neither."""
-    limits = replace(plan.limits, processes=_PROBE_PROCESSES, wall_s=_PROBE_S, cpu_s=_PROBE_S)
+    limits = replace(
+        plan.limits, processes=_PROBE_PROCESSES, wall_s=_PROBE_TIMEOUT_S, cpu_s=_PROBE_TIMEOUT_S
+    )
     with socket.create_server(("127.0.0.1", 0)) as server:
-        program, test = _probe(limits, server.getsockname()[1])
+        program, test = _make_probe_program(limits, server.getsockname()[1])
         jail = None
         try:
             jail = await Jail.start(plan, 0)
-            deadline = time.monotonic() + _PROBE_S
-            await jail.request(program_message(program, LANGUAGES["python"], limits), deadline)
-            report = await jail.request(test_message(test, _PROBE_S), deadline)
-            if not jail.memory_bytes():
+            deadline = time.monotonic() + _PROBE_TIMEOUT_S
+            await jail.request_report(
+                make_program_message(program, LANGUAGES["python"], limits), deadline
+            )
+            report = await jail.request_report(make_test_message(test, _PROBE_TIMEOUT_S), deadline)
+            if not jail.measure_memory():
                 return "what a program holds in memory is not seen in /proc"
         except (JailError, JailLostError, MemoryLimitError, TimeoutError) as error:
             return f"{type(error).__name__} {error}".strip()
         finally:
             if jail is not None:
-                await jail.end()
+                await jail.kill()
     try:
         found = json.loads(report.out)
     except ValueError:
@@ -161,7 +172,7 @@ async def broken(plan: Blueprint) -> str | None:
     return f"a program could {', '.join(found)}" if found else None
 
 
-def _probe(limits: Limits, port: int) -> tuple[Program, CallTest]:
+def _make_probe_program(limits: ProgramLimits, port: int) -> tuple[SandboxProgram, CallTest]:
     base = Path(sys.base_prefix)
     system = ["usr", "bin", "sbin", "lib", "lib32", "lib64", "etc", "dev", "tmp"]
     arguments = [
@@ -174,4 +185,4 @@ def _probe(limits: Limits, port: int) -> tuple[Program, CallTest]:
         _PROBE_PROCESSES + 1,
     ]
     test = CallTest("probe", arguments, [[]])
-    return Program("python", _PROBE, [test]), test
+    return SandboxProgram("python", _PROBE_SOURCE, [test]), test

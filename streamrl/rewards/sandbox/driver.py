@@ -18,55 +18,55 @@ import time
 from _sitebuiltins import Quitter
 
 #: How a run ended, the first number of a report.
-READY, EXITED, WALL, OUTPUT, FILES, NOT_COMPILED = range(6)
+READY, EXITED, WALL_TIMEOUT, OUTPUT_LIMIT, FILE_LIMIT, COMPILE_FAILED = range(6)
 #: The others: exit code (below 0: a signal), seconds, CPU seconds, bytes of output and of errors.
-REPORT = struct.Struct("!BiddII")
-LENGTH = struct.Struct("!I")
-_HOST = 200  # the descriptor of the socket, away from those that a program is given
-_ERRORS_KEPT = 4096
+REPORT_FORMAT = struct.Struct("!BiddII")
+LENGTH_FORMAT = struct.Struct("!I")
+_HOST_FD = 200  # the descriptor of the socket, away from those that a program is given
+_MAX_ERROR_BYTES = 4096
 _TICK_MS = 50
-_PLACES = 1 << 12
-_EXEC_STACK = 64 << 20
+_MAX_FDS = 1 << 12
+_EXEC_STACK_BYTES = 64 << 20
 
 #: What a message of the host says: of the program (first), then of each test.
-Job = dict
-_JAILED = os.getpid() == 1
+JobMessage = dict
+_IS_JAILED = os.getpid() == 1
 
 
 def main() -> None:
     """Serve the host until it hangs up. In the fork for a Python program: run that, and return."""
-    os.dup2(0, _HOST)
+    os.dup2(0, _HOST_FD)
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
-    os.closerange(3, _HOST)
-    os.closerange(_HOST + 1, _PLACES)
+    os.closerange(3, _HOST_FD)
+    os.closerange(_HOST_FD + 1, _MAX_FDS)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # for process 1 that is to be deaf to it
     builtins.exit = Quitter("exit", "Ctrl-D")  # type: ignore[assignment]
     builtins.quit = Quitter("quit", "Ctrl-D")  # type: ignore[assignment]
-    report(READY)
-    program = receive()
-    if make_ready(program):
+    send_report(READY)
+    program = receive_message()
+    if prepare_program(program):
         return
-    kept = keep()
+    kept = read_compiled_files()
     while True:
-        job = {**program, **receive()}
-        clean(program, kept)
-        if run(job):
+        job = {**program, **receive_message()}
+        reset_workspace(program, kept)
+        if run_job(job):
             return
 
 
-def receive() -> Job:
+def receive_message() -> JobMessage:
     """The next message of the host; the end, and with it the jail's, if there is none."""
-    (length,) = LENGTH.unpack(_read_exactly(LENGTH.size))
-    message: Job = marshal.loads(_read_exactly(length))
+    (length,) = LENGTH_FORMAT.unpack(_read_exactly(LENGTH_FORMAT.size))
+    message: JobMessage = marshal.loads(_read_exactly(length))
     return message
 
 
 def _read_exactly(size: int) -> bytes:
     parts = []
     while size:
-        part = os.read(_HOST, min(size, 1 << 20))
+        part = os.read(_HOST_FD, min(size, 1 << 20))
         if not part:
             os._exit(0)
         parts.append(part)
@@ -74,7 +74,7 @@ def _read_exactly(size: int) -> bytes:
     return b"".join(parts)
 
 
-def report(
+def send_report(
     how: int,
     code: int = 0,
     seconds: float = 0.0,
@@ -83,15 +83,15 @@ def report(
     err: bytes = b"",
 ) -> None:
     """Tell the host how a run ended."""
-    data = REPORT.pack(how, code, seconds, cpu_s, len(out), len(err)) + out + err
+    data = REPORT_FORMAT.pack(how, code, seconds, cpu_s, len(out), len(err)) + out + err
     while data:
-        data = data[os.write(_HOST, data) :]
+        data = data[os.write(_HOST_FD, data) :]
 
 
-def make_ready(program: Job) -> bool:
+def prepare_program(program: JobMessage) -> bool:
     """Write the source where its language wants it and compile it; report how that went."""
     os.chdir(program["directory"])
-    if os.listdir("."):  # `clean` is only for what is ours alone
+    if os.listdir("."):  # `reset_workspace` is only for what is ours alone
         os._exit(1)
     os.mkdir("program")
     os.mkdir("work")
@@ -100,12 +100,12 @@ def make_ready(program: Job) -> bool:
         with open(path, "w", encoding="utf-8", errors="replace") as file:
             file.write(program["source"])
     if program["compile"]:
-        return run({**program, "run": program["compile"], "wall_s": program["compile_s"]})
-    report(EXITED)
+        return run_job({**program, "run": program["compile"], "wall_s": program["compile_s"]})
+    send_report(EXITED)
     return False
 
 
-def keep() -> list[tuple[str, int, bytes]]:
+def read_compiled_files() -> list[tuple[str, int, bytes]]:
     """What compiling made, as path, mode and content: a test may change it, for itself alone."""
     kept = []
     for folder, _, names in os.walk("program"):
@@ -116,7 +116,7 @@ def keep() -> list[tuple[str, int, bytes]]:
     return kept
 
 
-def clean(program: Job, kept: list[tuple[str, int, bytes]]) -> None:
+def reset_workspace(program: JobMessage, kept: list[tuple[str, int, bytes]]) -> None:
     """Remove what an earlier test left, however deep it is, and put there what was compiled."""
     os.chdir(program["directory"])
     left = os.listdir(".")
@@ -142,7 +142,7 @@ def clean(program: Job, kept: list[tuple[str, int, bytes]]) -> None:
         os.chmod(path, mode & 0o777)
 
 
-def run(job: Job) -> bool:
+def run_job(job: JobMessage) -> bool:
     """Run one command or Python program and report; true in the process that is that program."""
     with open("stdin", "w", encoding="utf-8", errors="replace") as file:
         file.write(job["stdin"])
@@ -152,27 +152,27 @@ def run(job: Job) -> bool:
     started = time.monotonic()
     pid = os.fork()
     if pid == 0:
-        become(job, [write for _, write in pipes])
+        exec_program(job, [write for _, write in pipes])
         return True
     for _, write in pipes:
         os.close(write)
-    streams = [Stream(read, job["output_bytes"]) for read, _ in pipes]
-    how = watch(pid, streams, job, started + job["wall_s"])
-    code, cpu_s = end_all(pid)
+    streams = [PipeReader(read, job["output_bytes"]) for read, _ in pipes]
+    how = wait_for_exit(pid, streams, job, started + job["wall_s"])
+    code, cpu_s = kill_all(pid)
     seconds = time.monotonic() - started
     for stream in streams:
         stream.drain()
     out, err, value, note = streams
-    if how == EXITED and any(stream.full for stream in streams):
-        how = OUTPUT
+    if how == EXITED and any(stream.is_full for stream in streams):
+        how = OUTPUT_LIMIT
     if note.data:
-        how, err = NOT_COMPILED, note
+        how, err = COMPILE_FAILED, note
     result = value if "call" in job else out
-    report(how, code, seconds, cpu_s, bytes(result.data), bytes(err.data[-_ERRORS_KEPT:]))
+    send_report(how, code, seconds, cpu_s, bytes(result.data), bytes(err.data[-_MAX_ERROR_BYTES:]))
     return False
 
 
-class Stream:
+class PipeReader:
     """The reading end of a pipe from the program, up to `limit` bytes."""
 
     def __init__(self, fd: int, limit: int) -> None:
@@ -181,7 +181,7 @@ class Stream:
         self._limit = limit
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether more came than may."""
         return len(self.data) > self._limit
 
@@ -195,47 +195,47 @@ class Stream:
         """Read what is left in the pipe of a program that has ended, and close it."""
         os.set_blocking(self.fd, False)
         try:
-            while not self.full and self.read():
+            while not self.is_full and self.read():
                 pass
         except BlockingIOError:  # somebody outside of a jail holds on to it
             pass
         os.close(self.fd)
 
 
-def watch(pid: int, streams: list[Stream], job: Job, deadline: float) -> int:
+def wait_for_exit(pid: int, streams: list[PipeReader], job: JobMessage, deadline: float) -> int:
     """Wait until process `pid` ends, or must be ended: how it came to that."""
     ended = os.pidfd_open(pid)
     poller = select.poll()
     by_fd = {stream.fd: stream for stream in streams}
-    for fd in (ended, _HOST, *by_fd):
+    for fd in (ended, _HOST_FD, *by_fd):
         poller.register(fd, select.POLLIN)
     how = None
     while how is None:
         for fd, _ in poller.poll(_TICK_MS):
-            if fd == _HOST:  # nothing more is to come: the host is gone
+            if fd == _HOST_FD:  # nothing more is to come: the host is gone
                 os._exit(0)
             if fd == ended:
                 how = EXITED
             elif not by_fd[fd].read():
                 poller.unregister(fd)
-        if how is None and any(stream.full for stream in streams):
-            how = OUTPUT
+        if how is None and any(stream.is_full for stream in streams):
+            how = OUTPUT_LIMIT
         elif how is None and time.monotonic() > deadline:
-            how = WALL
-        elif how is None and _JAILED and too_many_files(job):
-            how = FILES
-        reap(but=pid)
+            how = WALL_TIMEOUT
+        elif how is None and _IS_JAILED and has_too_many_files(job):
+            how = FILE_LIMIT
+        reap_orphans(but=pid)
     os.close(ended)
     return how
 
 
-def too_many_files(job: Job) -> bool:
+def has_too_many_files(job: JobMessage) -> bool:
     """Whether there are more files than the limit; memory that is in no process."""
     found = os.statvfs(job["directory"])
     return found.f_files - found.f_ffree > job["files"]
 
 
-def reap(but: int) -> None:
+def reap_orphans(but: int) -> None:
     """Collect processes that the program left behind, which count as processes until then."""
     while True:
         try:
@@ -247,14 +247,14 @@ def reap(but: int) -> None:
         os.waitpid(found.si_pid, 0)
 
 
-def end_all(pid: int) -> tuple[int, float]:
+def kill_all(pid: int) -> tuple[int, float]:
     """Kill everything there is but this process; exit code and CPU seconds of process `pid`."""
-    if _JAILED:
+    if _IS_JAILED:
         os.kill(-1, signal.SIGKILL)
     else:
         os.killpg(pid, signal.SIGKILL)
     _, status, used = os.wait4(pid, 0)
-    while _JAILED:
+    while _IS_JAILED:
         try:
             os.wait()
         except ChildProcessError:
@@ -262,7 +262,7 @@ def end_all(pid: int) -> tuple[int, float]:
     return os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
 
 
-def become(job: Job, pipes: list[int]) -> None:
+def exec_program(job: JobMessage, pipes: list[int]) -> None:
     """Turn this fork into the program, within its limits."""
     out, err, value, note = pipes
     os.dup2(os.open("stdin", os.O_RDONLY), 0)
@@ -271,11 +271,11 @@ def become(job: Job, pipes: list[int]) -> None:
     first, second = sorted((value, note))
     os.closerange(3, first)
     os.closerange(first + 1, second)
-    os.closerange(second + 1, _PLACES)
-    if not _JAILED:
+    os.closerange(second + 1, _MAX_FDS)
+    if not _IS_JAILED:
         os.setsid()
     os.chdir("work")
-    limit(job)
+    set_rlimits(job)
     if not job["run"]:
         run_python(job, value, note)
         return
@@ -290,7 +290,7 @@ def become(job: Job, pipes: list[int]) -> None:
         os._exit(127)
 
 
-def limit(job: Job) -> None:
+def set_rlimits(job: JobMessage) -> None:
     """Bound what this process and those it starts may use."""
     limits = {
         # First, a second earlier, comes a signal that says why, but can be ignored.
@@ -304,7 +304,7 @@ def limit(job: Job) -> None:
         resource.RLIMIT_MSGQUEUE: 0,
     }
     if job["run"]:
-        limits[resource.RLIMIT_STACK] = _EXEC_STACK
+        limits[resource.RLIMIT_STACK] = _EXEC_STACK_BYTES
     if job["limit_address_space"]:
         limits[resource.RLIMIT_AS] = job["memory_bytes"]
     for what, most in limits.items():
@@ -315,7 +315,7 @@ def limit(job: Job) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (min(job["cpu_s"], hard), hard))
 
 
-def run_python(job: Job, value: int, note: int) -> None:
+def run_python(job: JobMessage, value: int, note: int) -> None:
     """Run the source as a script, or call its function and write what that returns to `value`.
 
     What is written to `note`, which is closed before the program begins, is why there is none.
@@ -324,7 +324,9 @@ def run_python(job: Job, value: int, note: int) -> None:
     try:
         code = compile(job["source"], job["file"], "exec", dont_inherit=True)
     except (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError) as error:
-        os.write(note, f"{type(error).__name__}: {error}".encode(errors="replace")[:_ERRORS_KEPT])
+        os.write(
+            note, f"{type(error).__name__}: {error}".encode(errors="replace")[:_MAX_ERROR_BYTES]
+        )
         os._exit(1)
     os.close(note)
     module = type(sys)("__main__")
@@ -332,10 +334,10 @@ def run_python(job: Job, value: int, note: int) -> None:
     sys.argv = [job["file"]]
     exec(code, module.__dict__)
     if "call" in job:
-        call(job, module.__dict__, value)
+        call_function(job, module.__dict__, value)
 
 
-def call(job: Job, names: Job, value: int) -> None:
+def call_function(job: JobMessage, names: JobMessage, value: int) -> None:
     """Call the function and write what it returns to `value`, as JSON; the program ends there."""
     import json
     from types import CoroutineType

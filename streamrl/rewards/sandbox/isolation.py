@@ -12,27 +12,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamrl.rewards.sandbox.program import MIB, Limits
+from streamrl.rewards.sandbox.program import MIB, ProgramLimits
 
 #: Where a program may write, and all that it may write.
-PRIVATE = "/tmp"
+PRIVATE_DIR = "/tmp"
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "HOME": PRIVATE,
-    "TMPDIR": PRIVATE,
+    "HOME": PRIVATE_DIR,
+    "TMPDIR": PRIVATE_DIR,
     "LANG": "C.UTF-8",
 }
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-_SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache")
+_SYSTEM_DIRS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+_SYSTEM_SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache")
 _DEVICES = ("null", "urandom")  # not zero: it is shared memory without limit
 #: One user for each jail of a machine, for processes are limited by user: a process id leaves
 #: room for 256, and all of it lies above the ids that systems give out.
-_FIRST_USER = 1 << 30
-_USERS_EACH = 256
-_ALL_USERS = 1 << 32
+_FIRST_USER_ID = 1 << 30
+_USERS_PER_PROCESS = 256
+_NUM_USER_IDS = 1 << 32
 
 #: What the jail's Python does first: it takes the driver from its stdin and becomes it.
-_BOOT = (
+_BOOT_SOURCE = (
     "import marshal,os\n"
     "size,code={size},b''\n"
     "while len(code)<size: code+=os.read(0,size-len(code)) or os._exit(0)\n"
@@ -41,7 +41,7 @@ _BOOT = (
 
 
 @dataclass(frozen=True)
-class Isolation:
+class IsolationMode:
     """One way to make a jail.
 
     name: for messages. user_namespace: whether the jail has a user namespace of its own.
@@ -49,29 +49,35 @@ class Isolation:
     """
 
     name: str
-    user_namespace: bool
-    own_user: bool
+    has_user_namespace: bool
+    has_dedicated_user: bool
 
 
 #: No isolation: limits alone.
-UNSAFE = Isolation("none", user_namespace=False, own_user=False)
+NO_ISOLATION = IsolationMode("none", has_user_namespace=False, has_dedicated_user=False)
 
 
-def candidates() -> list[Isolation]:
+def list_isolation_modes() -> list[IsolationMode]:
     """What is worth trying here, the best first."""
     if os.geteuid() != 0:
-        return [Isolation("user namespace", user_namespace=True, own_user=False)]
-    if not _all_users() or shutil.which("setpriv") is None:
-        return [Isolation("user namespace of root", user_namespace=True, own_user=False)]
+        return [IsolationMode("user namespace", has_user_namespace=True, has_dedicated_user=False)]
+    if not _has_all_user_ids() or shutil.which("setpriv") is None:
+        return [
+            IsolationMode(
+                "user namespace of root", has_user_namespace=True, has_dedicated_user=False
+            )
+        ]
     return [
-        Isolation("root", user_namespace=False, own_user=True),
-        Isolation("user namespace of a user of its own", user_namespace=True, own_user=True),
+        IsolationMode("root", has_user_namespace=False, has_dedicated_user=True),
+        IsolationMode(
+            "user namespace of a user of its own", has_user_namespace=True, has_dedicated_user=True
+        ),
     ]
 
 
-def _all_users() -> bool:
+def _has_all_user_ids() -> bool:
     inside, _, count = Path("/proc/self/uid_map").read_text().split()[:3]
-    return (inside, int(count)) == ("0", _ALL_USERS - 1)
+    return (inside, int(count)) == ("0", _NUM_USER_IDS - 1)
 
 
 def find_bubblewrap() -> str | None:
@@ -79,14 +85,14 @@ def find_bubblewrap() -> str | None:
     return shutil.which("bwrap") or shutil.which("bwrap", path=f"{sys.prefix}/bubblewrap")
 
 
-def user_of_jail(number: int) -> int:
+def compute_jail_user(number: int) -> int:
     """The user id of the jail with this running number."""
-    return _FIRST_USER + os.getpid() * _USERS_EACH + number % _USERS_EACH
+    return _FIRST_USER_ID + os.getpid() * _USERS_PER_PROCESS + number % _USERS_PER_PROCESS
 
 
-def jail_command(
-    isolation: Isolation,
-    limits: Limits,
+def build_jail_command(
+    isolation: IsolationMode,
+    limits: ProgramLimits,
     number: int,
     *,
     fds: tuple[int, int],
@@ -98,69 +104,73 @@ def jail_command(
     """
     bubblewrap = find_bubblewrap()
     assert bubblewrap is not None, "looked for when the sandbox started"
-    id_ = user_of_jail(number)
+    id_ = compute_jail_user(number)
     user = ["setpriv", f"--reuid={id_}", f"--regid={id_}", "--clear-groups", "--inh-caps=-all"]
     user += ["--no-new-privs", "--pdeathsig=KILL"]
-    jail = [bubblewrap, *_namespaces(isolation), *_view(limits)]
+    jail = [bubblewrap, *_build_namespace_options(isolation), *_build_mount_options(limits)]
     jail += ["--seccomp", str(fds[0]), "--info-fd", str(fds[1])]
-    if not isolation.own_user:
+    if not isolation.has_dedicated_user:
         return [*jail, *boot]
-    if isolation.user_namespace:
+    if isolation.has_user_namespace:
         return [*user, *jail, *boot]
     for right in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
         jail += ["--cap-add", right]
     return [*jail, *user, "--bounding-set=-all", *boot]
 
 
-def boot_command(size: int) -> list[str]:
+def build_boot_command(size: int) -> list[str]:
     """The command that turns into the driver once it is sent its code of `size` bytes."""
     return [
-        python(),
+        find_python(),
         *["-I", "-S", "-B", "-X", "utf8", "-X", "no_debug_ranges", "-c"],
-        _BOOT.format(size=size),
+        _BOOT_SOURCE.format(size=size),
     ]
 
 
-def python() -> str:
+def find_python() -> str:
     """The interpreter that this one's environment was made from, outside of any venv."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return str(Path(sys.base_prefix, "bin", version))
 
 
-def _namespaces(isolation: Isolation) -> list[str]:
+def _build_namespace_options(isolation: IsolationMode) -> list[str]:
     options = "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try"
     options += " --hostname sandbox --as-pid-1 --die-with-parent --new-session"
     options += " --cap-drop ALL"
-    if isolation.user_namespace:
+    if isolation.has_user_namespace:
         options += " --unshare-user"
     return options.split()
 
 
-def _view(limits: Limits) -> list[str]:
+def _build_mount_options(limits: ProgramLimits) -> list[str]:
     """The files that a program sees: the system's, Python's, and one directory of its own."""
     view = []
-    for path in _SYSTEM:
-        view += ["--symlink", os.readlink(path), path] if os.path.islink(path) else _shown([path])
+    for path in _SYSTEM_DIRS:
+        view += (
+            ["--symlink", os.readlink(path), path]
+            if os.path.islink(path)
+            else _bind_read_only([path])
+        )
     base = Path(sys.base_prefix)
     folders = ["/etc", "/dev"]
-    shown = list(_SETTINGS)
+    shown = list(_SYSTEM_SETTINGS)
     if not base.is_relative_to("/usr"):
         folders += map(str, [*reversed(base.parents[:-1]), base])
         shown += [str(base / "bin"), str(base / "lib")]
     for folder in folders:
         view += ["--perms", "0755", "--dir", folder]  # else it is made for root alone
-    view += _shown(shown)
+    view += _bind_read_only(shown)
     packages = sysconfig.get_path("purelib", vars={"base": sys.base_prefix})
     if os.path.isdir(packages):
         view += ["--tmpfs", packages, "--remount-ro", packages]
     for device in _DEVICES:
         view += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     view += ["--symlink", "urandom", "/dev/random"]
-    view += ["--symlink", f"{PRIVATE}/stdin", "/dev/stdin"]  # which /proc would offer
-    view += ["--symlink", PRIVATE, "/dev/shm"]  # for locks of multiprocessing
-    view += ["--perms", "1777", "--size", str(limits.disk_mib * MIB), "--tmpfs", PRIVATE]
-    return [*view, "--remount-ro", "/", "--chdir", PRIVATE]
+    view += ["--symlink", f"{PRIVATE_DIR}/stdin", "/dev/stdin"]  # which /proc would offer
+    view += ["--symlink", PRIVATE_DIR, "/dev/shm"]  # for locks of multiprocessing
+    view += ["--perms", "1777", "--size", str(limits.disk_mib * MIB), "--tmpfs", PRIVATE_DIR]
+    return [*view, "--remount-ro", "/", "--chdir", PRIVATE_DIR]
 
 
-def _shown(paths: Sequence[str]) -> list[str]:
+def _bind_read_only(paths: Sequence[str]) -> list[str]:
     return [part for path in paths for part in ("--ro-bind-try", path, path)]

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamrl.errors import ConfigError
-from streamrl.rewards.interface.verdict import Verdict
+from streamrl.rewards.interface.verdict import RewardOutcome
 
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """What one program may use. A memory, process or disk limit holds for all its processes.
 
     wall_s: of one test, s.
@@ -65,7 +65,7 @@ class CallTest:
 
 
 @dataclass(frozen=True)
-class Program:
+class SandboxProgram:
     """Source code that nobody vouches for, and its tests.
 
     language: a name from the table of languages.
@@ -81,50 +81,52 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Result:
+class ProgramTestResult:
     """One test: how it ended, after how many seconds, and what a person should know besides."""
 
-    verdict: Verdict
+    outcome: RewardOutcome
     seconds: float
     detail: str = ""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramResult:
     """A program: the tests that were run, in order, of the `num_tests` that it has."""
 
-    results: tuple[Result, ...]
+    test_results: tuple[ProgramTestResult, ...]
     num_tests: int
 
     @property
-    def verdict(self) -> Verdict:
+    def outcome(self) -> RewardOutcome:
         """An infra_error if there is one, else the first that is no pass; a pass if all are."""
-        return self._telling.verdict
+        return self._decisive_result.outcome
 
     @property
     def detail(self) -> str:
         """What is said of the test that the verdict is of."""
-        return self._telling.detail
+        return self._decisive_result.detail
 
     @property
     def seconds(self) -> float:
         """Of all tests that were run."""
-        return sum(result.seconds for result in self.results)
+        return sum(result.seconds for result in self.test_results)
 
     @property
     def pass_rate(self) -> float:
         """Share of the tests that pass; one that was not run does not."""
-        return sum(r.verdict is Verdict.PASS for r in self.results) / self.num_tests
+        return sum(r.outcome is RewardOutcome.PASS for r in self.test_results) / self.num_tests
 
     @property
-    def _telling(self) -> Result:
-        failed = [result for result in self.results if result.verdict is not Verdict.PASS]
-        unknown = [result for result in failed if result.verdict is Verdict.INFRA_ERROR]
-        return [*unknown, *failed, *self.results][0]
+    def _decisive_result(self) -> ProgramTestResult:
+        failed = [
+            result for result in self.test_results if result.outcome is not RewardOutcome.PASS
+        ]
+        unknown = [result for result in failed if result.outcome is RewardOutcome.INFRA_ERROR]
+        return [*unknown, *failed, *self.test_results][0]
 
 
 @dataclass(frozen=True)
-class Language:
+class LanguageSpec:
     """How programs of a language are run.
 
     file: what the source is called, in the directory that `{dir}` stands for in a command.
@@ -141,17 +143,17 @@ class Language:
 
 
 #: The languages that need no settings. Another is one more row: see docs/sandbox.md.
-LANGUAGES: Mapping[str, Language] = {
-    "python": Language("solution.py"),
-    "cpp": Language(
+LANGUAGES: Mapping[str, LanguageSpec] = {
+    "python": LanguageSpec("solution.py"),
+    "cpp": LanguageSpec(
         "solution.cpp",
         run=("{dir}/solution",),
         compile=("g++", "-O2", "-std=c++17", "-o", "{dir}/solution", "{dir}/solution.cpp"),
     ),
-    "javascript": Language(
+    "javascript": LanguageSpec(
         "solution.js", run=("node", "{dir}/solution.js"), limit_address_space=False
     ),
-    "bash": Language("solution.sh", run=("bash", "{dir}/solution.sh")),
+    "bash": LanguageSpec("solution.sh", run=("bash", "{dir}/solution.sh")),
 }
 #: What every machine can run.
-PYTHON_ONLY: Mapping[str, Language] = {"python": LANGUAGES["python"]}
+PYTHON_ONLY: Mapping[str, LanguageSpec] = {"python": LANGUAGES["python"]}

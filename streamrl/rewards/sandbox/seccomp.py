@@ -35,9 +35,9 @@ _HIDDEN_MEMORY = (
 )
 #: They put pages of files into pipes and sockets, where each counts as the bytes that were asked
 #: for. A program is told that there are none such and copies, as it would on an older kernel.
-_PAGES_OF_FILES = "splice tee sendfile"
+_ZERO_COPY_CALLS = "splice tee sendfile"
 #: What other processes do on the machine; and what makes them wait.
-_NEIGHBOURS = "inotify_init inotify_init1 inotify_add_watch ioprio_set sync syncfs flock"
+_CROSS_PROCESS_EFFECTS = "inotify_init inotify_init1 inotify_add_watch ioprio_set sync syncfs flock"
 #: All sockets but a pair of local ones, which pipes between processes and asyncio are made of.
 _SOCKETS = "socket bind connect listen accept accept4 setsockopt"
 
@@ -55,18 +55,25 @@ _F_SETLEASE, _F_NOTIFY = 1024, 1026
 _NEW_CALLS = range(450, 600)
 
 
-def build_filter() -> bytes:
+def build_syscall_filter() -> bytes:
     """The filter in the form that bubblewrap takes. Raises RuntimeError without libseccomp."""
     import pyseccomp as seccomp  # here, for it looks for libseccomp when it is imported
 
     denied = seccomp.ERRNO(errno.EPERM)
     missing = seccomp.ERRNO(errno.ENOSYS)
     rules = seccomp.SyscallFilter(seccomp.ALLOW)
-    calls = (_OTHER_PROCESSES, _NAMESPACES, _KERNEL, _HIDDEN_MEMORY, _NEIGHBOURS, _SOCKETS)
+    calls = (
+        _OTHER_PROCESSES,
+        _NAMESPACES,
+        _KERNEL,
+        _HIDDEN_MEMORY,
+        _CROSS_PROCESS_EFFECTS,
+        _SOCKETS,
+    )
     for name in " ".join(calls).split():
         if seccomp.resolve_syscall(seccomp.Arch.NATIVE, name) >= 0:  # else not on this machine
             rules.add_rule(denied, name)
-    for name in _PAGES_OF_FILES.split():
+    for name in _ZERO_COPY_CALLS.split():
         rules.add_rule(missing, name)
     for command in (*_LOCKS, _F_SETLEASE, _F_NOTIFY):
         low_word = seccomp.Arg(1, seccomp.MASKED_EQ, 0xFFFFFFFF, command)
@@ -84,10 +91,10 @@ def build_filter() -> bytes:
         rules.add_rule(denied, "ioctl", low_word)
     for number in _NEW_CALLS:
         rules.add_rule(missing, number)
-    return _exported(rules)
+    return _export_filter(rules)
 
 
-def _exported(rules: Any) -> bytes:
+def _export_filter(rules: Any) -> bytes:
     with os.fdopen(os.memfd_create("filter"), "w+b") as file:
         rules.export_bpf(file)
         file.seek(0)

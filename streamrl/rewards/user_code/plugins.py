@@ -7,73 +7,73 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from streamrl.errors import ConfigError
-from streamrl.files.python_module import failure_place, import_file, in_time
+from streamrl.files.python_module import format_failure, import_file, limit_import_time
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 #: What packages name their rewards under, as entry points.
-ENTRY_POINTS = "streamrl.rewards"
-_registered: dict[str, Callable[..., Any]] = {}
+ENTRY_POINT_GROUP = "streamrl.rewards"
+_registered_functions: dict[str, Callable[..., Any]] = {}
 
 
-def reward(name: str) -> Callable[[Function], Function]:
+def reward(name: str) -> Callable[[FunctionT], FunctionT]:
     """Register a reward function as a kind: `@reward("my_name")` above it.
 
     A run finds it by `{kind: my_name, path: its_file.py}`, or without a path where an installed
     package names it as an entry point of the group `streamrl.rewards`.
     """
 
-    def register(function: Function) -> Function:
+    def register(function: FunctionT) -> FunctionT:
         if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
             raise ValueError(f"kind {name!r}: letters, digits and _ . - only")
-        if name in _registered:
+        if name in _registered_functions:
             raise ValueError(f"kind {name} is registered twice")
-        _registered[name] = function
+        _registered_functions[name] = function
         return function
 
     return register
 
 
-def installed() -> dict[str, str]:
+def list_installed_kinds() -> dict[str, str]:
     """Kinds that installed packages bring: name to where the function is."""
-    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
-def registered_in(path: str, *, setting: str) -> dict[str, Callable[..., Any]]:
+def load_registered_kinds(path: str, *, setting: str) -> dict[str, Callable[..., Any]]:
     """The kinds that a Python file registers. Raises ConfigError as `import_file` does."""
-    before = dict(_registered)
-    _registered.clear()
+    before = dict(_registered_functions)
+    _registered_functions.clear()
     try:
         import_file(path, setting=setting)
-        return dict(_registered)
+        return dict(_registered_functions)
     finally:
-        _registered.update(before)
+        _registered_functions.update(before)
 
 
-def _loaded(point: EntryPoint) -> Callable[..., Any]:
+def _load_entry_point(point: EntryPoint) -> Callable[..., Any]:
     try:
-        with in_time():
+        with limit_import_time():
             function = point.load()
     # Whatever another's package does wrong while it is imported, exit() included.
     except (Exception, SystemExit) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
-            f"rewards.kind={point.name}: {point.value}: {failure_place(place.filename, error)}"
+            f"rewards.kind={point.name}: {point.value}: {format_failure(place.filename, error)}"
         ) from error
     if not callable(function):
         raise ConfigError(f"rewards.kind={point.name}: {point.value} is no function")
     return function
 
 
-def find_registered(kind: str, path: str) -> Callable[..., Any]:
+def find_registered_function(kind: str, path: str) -> Callable[..., Any]:
     """The function of a kind. Raises ConfigError, with the names there are, if there is none."""
     if path:
-        found = registered_in(path, setting="rewards.path")
+        found = load_registered_kinds(path, setting="rewards.path")
         if kind not in found:
             names = ", ".join(found) or "none"
             raise ConfigError(f"rewards.kind={kind}: not registered in {path}, which has {names}")
         return found[kind]
-    for point in entry_points(group=ENTRY_POINTS):
+    for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == kind:
-            return _loaded(point)
+            return _load_entry_point(point)
     raise ConfigError(f"rewards.kind={kind}: no such kind")

@@ -4,24 +4,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from streamrl.engines.reference_config import ReferenceConfig
-from streamrl.placement.stage_timings import Timings
-from streamrl.simulator.replicas.cpu_model import Machine
-from streamrl.simulator.replicas.device_leases import Leases
-from streamrl.simulator.replicas.prompts import Completions
-from streamrl.simulator.replicas.queue import StreamQueue
-from streamrl.simulator.replicas.recorder import Recording
-from streamrl.simulator.replicas.weight_followers import Versions
+from streamrl.placement.stage_timings import StageTimings
+from streamrl.simulator.replicas.cpu_model import CpuModel
+from streamrl.simulator.replicas.device_leases import DeviceLeases
+from streamrl.simulator.replicas.prompts import CompletionLengths
+from streamrl.simulator.replicas.queue import SimulatedQueue
+from streamrl.simulator.replicas.recorder import ProcessRecordings
+from streamrl.simulator.replicas.weight_followers import SimulatedWeightRegistry
 
 
 @dataclass
-class Site:
+class SimulationContext:
     """`versions` is by the role that is followed; it is new after each restart of the trainers."""
 
-    timings: Timings
-    machine: Machine
-    queue: StreamQueue
-    leases: Leases
-    completions: Completions
-    recording: Recording
+    timings: StageTimings
+    cpu: CpuModel
+    queue: SimulatedQueue
+    leases: DeviceLeases
+    completions: CompletionLengths
+    recordings: ProcessRecordings
     reference: ReferenceConfig
-    versions: Mapping[str, Versions]
+    registries: Mapping[str, SimulatedWeightRegistry]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from streamrl.stream.protocols import DeviceLease
 
 
-class Holding:
+class DeviceHold:
     """Holds a lease while there is work: all pieces of one replica's work are under it together.
 
     `granted` is called each time it begins. Without a lease it is had at once.
@@ -17,41 +17,41 @@ class Holding:
     ) -> None:
         self._stage = stage
         self._lease = lease
-        self._granted = granted
-        self._works = 0
-        self._idle = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self.has = lease is None
+        self._on_granted = granted
+        self._num_pending = 0
+        self._idle_event = asyncio.Event()
+        self._hold_task: asyncio.Task[None] | None = None
+        self.is_held = lease is None
 
-    def begin(self, works: int = 1) -> None:
+    def begin_work(self, works: int = 1) -> None:
         """There are so many pieces of work more."""
-        self._works += works
+        self._num_pending += works
         if self._lease is None:
-            self._granted()
-        elif self._task is None:
-            self._task = asyncio.create_task(self._hold(self._lease))
-        elif self.has:
-            self._granted()
+            self._on_granted()
+        elif self._hold_task is None:
+            self._hold_task = asyncio.create_task(self._hold_lease(self._lease))
+        elif self.is_held:
+            self._on_granted()
 
-    def end(self) -> None:
+    def end_work(self) -> None:
         """A piece of work is done."""
-        self._works -= 1
-        if not self._works and self._lease is not None:
-            self.has = False
-            self._idle.set()
+        self._num_pending -= 1
+        if not self._num_pending and self._lease is not None:
+            self.is_held = False
+            self._idle_event.set()
 
     def close(self) -> None:
         """The replica is no more."""
-        if self._task is not None:
-            self._task.cancel()
-        self.has = False
+        if self._hold_task is not None:
+            self._hold_task.cancel()
+        self.is_held = False
 
-    async def _hold(self, lease: DeviceLease) -> None:
-        while self._works:
-            self._idle.clear()
+    async def _hold_lease(self, lease: DeviceLease) -> None:
+        while self._num_pending:
+            self._idle_event.clear()
             async with lease.hold(self._stage):
-                self.has = bool(self._works)
-                if self.has:
-                    self._granted()
-                    await self._idle.wait()
-        self._task = None
+                self.is_held = bool(self._num_pending)
+                if self.is_held:
+                    self._on_granted()
+                    await self._idle_event.wait()
+        self._hold_task = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from streamrl.errors import ConfigError
 from streamrl.placement.meshes import Mesh
 
-MOST_DEATHS = 5.0
+MAX_EXPECTED_FAILURES = 5.0
 """Most deaths, on average, in what is lost whole if one comes: a choice, so that simulations end.
 
 With x of them one attempt in e^x gets through: with 5 one in 150, and with 10 one in 22,000.
@@ -16,7 +16,7 @@ With x of them one attempt in e^x gets through: with 5 one in 150, and with 10 o
 
 
 @dataclass(frozen=True)
-class Failures:
+class FailureModel:
     """How often nodes die, and what follows.
 
     mttf_s: mean time to failure of a node; times are exponentially distributed. restart_s: until
@@ -52,8 +52,8 @@ class Failures:
         size = self.node_devices
         nodes = len({device // size for mesh in trained for device in mesh.devices})
         unsaved = min(self.checkpoint_every, steps)
-        most_s = MOST_DEATHS * self.mttf_s / nodes
-        most = f"must be at most {MOST_DEATHS:g} times as long"
+        most_s = MAX_EXPECTED_FAILURES * self.mttf_s / nodes
+        most = f"must be at most {MAX_EXPECTED_FAILURES:g} times as long"
         place = f"failures.mttf_s={self.mttf_s:g}: of {nodes} nodes that train one dies every"
         place += f" {self.mttf_s / nodes:.6g} s"
         if first_s > most_s:
@@ -66,21 +66,21 @@ class Failures:
 
 
 @dataclass(frozen=True)
-class Crash:
+class NodeCrash:
     """What the death of a node took along.
 
     lost_tokens: sampled, of groups that were not done. steps_again: made before, and to be made
     once more. is_restart: the whole run started again.
     """
 
-    at_s: float
+    time_s: float
     processes: tuple[str, ...]
     lost_tokens: int
-    steps_again: int = 0
+    repeated_steps: int = 0
     is_restart: bool = False
 
 
-def times_of(node: int, failures: Failures, seed: int) -> Iterator[float]:
+def sample_failure_times(node: int, failures: FailureModel, seed: int) -> Iterator[float]:
     """Seconds from each of a node's deaths, or the beginning, to the next, without end."""
     rng = random.Random(f"{seed}/{node}")
     while True:

@@ -8,77 +8,79 @@ import numpy as np
 from streamrl.messages import Prompt, make_uid, parse_uid
 from streamrl.placement.workload import Workload
 
-_BLOCK = 256
+_BLOCK_SIZE = 256
 """Prompts of which is drawn at once what they come to."""
 
 
-class Prompts:
+class SimulatedPrompts:
     """Endless: a PromptSource."""
 
     def __init__(self) -> None:
-        self._drawn = 0
+        self._num_drawn = 0
         self._tokens = np.zeros(1, np.int32)
 
-    async def ready(self, count: int) -> None:
+    async def prefetch_prompts(self, count: int) -> None:
         """They always are."""
 
-    def draw(self, count: int) -> list[Prompt]:
+    def draw_prompts(self, count: int) -> list[Prompt]:
         """The next ones."""
-        first, self._drawn = self._drawn, self._drawn + count
-        return [self.prompt(make_uid(0, index)) for index in range(first, self._drawn)]
+        first, self._num_drawn = self._num_drawn, self._num_drawn + count
+        return [self.get_prompt(make_uid(0, index)) for index in range(first, self._num_drawn)]
 
-    def prompt(self, uid: str) -> Prompt:
+    def get_prompt(self, uid: str) -> Prompt:
         """The one of a uid."""
         return Prompt(uid, self._tokens)
 
-    def retry(self, uid: str) -> Prompt:
+    def retry_prompt(self, uid: str) -> Prompt:
         """The same as its next attempt."""
         epoch, index, attempt = parse_uid(uid)
-        return self.prompt(make_uid(epoch, index, attempt + 1))
+        return self.get_prompt(make_uid(epoch, index, attempt + 1))
 
     def state_dict(self) -> Mapping[str, Any]:
         """How many were drawn."""
-        return {"drawn": self._drawn}
+        return {"drawn": self._num_drawn}
 
 
-class Completions:
+class CompletionLengths:
     """Lengths by prompt, drawn by number: the same whatever becomes of it, and when."""
 
     def __init__(self, workload: Workload, seed: int) -> None:
-        self.prompt_tokens = workload.whole_prompt_tokens
+        self.prompt_tokens = workload.rounded_prompt_tokens
         self.group_size = workload.group_size
         self._lengths = workload.lengths
-        self._filtered = workload.filtered
+        self._filtered_fraction = workload.filtered_fraction
         self._seed = seed
-        self._blocks: dict[int, list[list[int]]] = {}
-        self._fates: dict[int, list[bool]] = {}
-        self._by_uid: dict[str, list[int]] = {}
+        self._length_blocks: dict[int, list[list[int]]] = {}
+        self._filtered_flags: dict[int, list[bool]] = {}
+        self._lengths_by_uid: dict[str, list[int]] = {}
 
-    def of(self, uid: str) -> Sequence[int]:
+    def get_lengths(self, uid: str) -> Sequence[int]:
         """Tokens of each completion of its group."""
-        found = self._by_uid.get(uid)
+        found = self._lengths_by_uid.get(uid)
         if found is None:
-            found = self._by_uid[uid] = self._row(uid)[:-1]
+            found = self._lengths_by_uid[uid] = self._draw_lengths(uid)[:-1]
         return found
 
     def is_filtered(self, uid: str) -> bool:
         """Whether its group is taken out once it is scored."""
-        if not self._filtered:
+        if not self._filtered_fraction:
             return False
-        block, place = divmod(parse_uid(uid)[1], _BLOCK)
-        if block not in self._fates:
+        block, place = divmod(parse_uid(uid)[1], _BLOCK_SIZE)
+        if block not in self._filtered_flags:
             rng = np.random.default_rng((self._seed, block, 1))
-            self._fates[block] = (rng.random(_BLOCK) < self._filtered).tolist()
-        return self._fates[block][place]
+            self._filtered_flags[block] = (
+                rng.random(_BLOCK_SIZE) < self._filtered_fraction
+            ).tolist()
+        return self._filtered_flags[block][place]
 
-    def greedy(self, uid: str) -> int:
+    def get_greedy_length(self, uid: str) -> int:
         """Tokens of its greedy completion."""
-        return self._row(uid)[-1]
+        return self._draw_lengths(uid)[-1]
 
-    def _row(self, uid: str) -> list[int]:
-        block, place = divmod(parse_uid(uid)[1], _BLOCK)
-        if block not in self._blocks:
+    def _draw_lengths(self, uid: str) -> list[int]:
+        block, place = divmod(parse_uid(uid)[1], _BLOCK_SIZE)
+        if block not in self._length_blocks:
             rng = np.random.default_rng((self._seed, block))
-            drawn = self._lengths.sample(_BLOCK * (self.group_size + 1), rng)
-            self._blocks[block] = drawn.reshape(_BLOCK, -1).tolist()
-        return self._blocks[block][place]
+            drawn = self._lengths.sample(_BLOCK_SIZE * (self.group_size + 1), rng)
+            self._length_blocks[block] = drawn.reshape(_BLOCK_SIZE, -1).tolist()
+        return self._length_blocks[block][place]

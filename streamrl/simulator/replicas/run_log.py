@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Sequence
 
-from streamrl.buffer import Books, Ledger
+from streamrl.buffer import Ledger, RunLog
 from streamrl.buffer.books.run_log import TrainedStep
-from streamrl.buffer.log.segment_file import Record
+from streamrl.buffer.log.segment_file import JournalRecord
 
 
-class _NoLog:
+class _NullLog:
     """A log that keeps nothing: what a simulation crashes of is not its own."""
 
     num_bytes = 0
@@ -16,30 +16,30 @@ class _NoLog:
     def drain_fsync_s(self) -> float:
         return 0.0
 
-    async def append(self, records: Sequence[Record], *, sync: bool = True) -> None:
+    async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:
         pass
 
-    def post(self, records: Sequence[Record]) -> None:
+    def append_nowait(self, records: Sequence[JournalRecord]) -> None:
         pass
 
 
-class TimedBooks(Books):
+class SimulatedRunLog(RunLog):
     """A real ledger without a log; a step takes step_s to be booked.
 
     `made` are the steps since the last checkpoint, if somebody `keeps` them.
     """
 
     def __init__(self, ledger: Ledger, *, step_s: float, keeps: bool) -> None:
-        super().__init__(ledger, _NoLog())
+        super().__init__(ledger, _NullLog())
         self._step_s = step_s
-        self._keeps = keeps
-        self.made: dict[int, TrainedStep] = {}
+        self._keeps_steps = keeps
+        self.steps_since_checkpoint: dict[int, TrainedStep] = {}
 
-    async def train(self, step: TrainedStep) -> None:
+    async def record_step(self, step: TrainedStep) -> None:
         """As any books, but for the record."""
         await asyncio.sleep(self._step_s)
-        if self.steps.pop(step.version, None) is None:
+        if self.steps_to_replay.pop(step.version, None) is None:
             for group in step.groups:
-                self.ledger.train(group.uid)
-        if self._keeps:
-            self.made[step.version] = step
+                self.ledger.mark_trained(group.uid)
+        if self._keeps_steps:
+            self.steps_since_checkpoint[step.version] = step

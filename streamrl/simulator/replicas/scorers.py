@@ -4,136 +4,146 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streamrl.dataflow import MOVED, Call
+from streamrl.dataflow import EMA_REFERENCE, ModelCall
 from streamrl.placement.stage_timings import WeightsTiming
-from streamrl.simulator.replicas.context import Site
-from streamrl.simulator.replicas.cpu_model import Timer
-from streamrl.simulator.replicas.device_hold import Holding
-from streamrl.simulator.replicas.queue import Group
-from streamrl.simulator.replicas.weight_followers import Following
-from streamrl.stream.device_lease import FreeLease
+from streamrl.simulator.replicas.context import SimulationContext
+from streamrl.simulator.replicas.cpu_model import CpuTimer
+from streamrl.simulator.replicas.device_hold import DeviceHold
+from streamrl.simulator.replicas.queue import SimulatedGroup
+from streamrl.simulator.replicas.weight_followers import WeightPuller
+from streamrl.stream.device_lease import DedicatedDeviceLease
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class ScoreBatch:
     """Groups that are scored together."""
 
     stage: str
-    groups: Sequence[Group]
+    groups: Sequence[SimulatedGroup]
 
     @property
-    def version(self) -> int:
+    def newest_version(self) -> int:
         """The newest that any of them was admitted at."""
         return max(group.admitted_version for group in self.groups)
 
 
-class ScorerReplica:
+class SimulatedScorer:
     """Serves all stages of a role; it has two batches of each at most, one of which it computes."""
 
-    def __init__(self, process: str, calls: Sequence[Call], site: Site, *, holder: str) -> None:
+    def __init__(
+        self, process: str, calls: Sequence[ModelCall], site: SimulationContext, *, holder: str
+    ) -> None:
         """`holder` is its name among those who share devices, unlike any before."""
         self.process = process
-        self._site = site
+        self._context = site
         self._calls = {call.stage: call for call in calls}
-        self._room = {stage: 2 * site.timings.score[stage].batch for stage in self._calls}
-        self._recorder = site.recording.of(process)
-        lease = site.leases.of(calls[0].role, holder)
-        self._holding = Holding(calls[0].stage, lease, self._granted)
-        self._following: Following | None = None
-        if calls[0].follows:
+        self._free_slots = {stage: 2 * site.timings.score[stage].batch for stage in self._calls}
+        self._recorder = site.recordings.get_recorder(process)
+        lease = site.leases.make_lease(calls[0].role, holder)
+        self._device_hold = DeviceHold(calls[0].stage, lease, self._start_next_batch)
+        self._weight_puller: WeightPuller | None = None
+        if calls[0].followed_role:
             timing = site.timings.weights.get(calls[0].stage, WeightsTiming())
-            versions = site.versions[calls[0].follows]
-            self._following = Following(
-                self, timing, versions, lease or FreeLease(), self._recorder
+            versions = site.registries[calls[0].followed_role]
+            self._weight_puller = WeightPuller(
+                self, timing, versions, lease or DedicatedDeviceLease(), self._recorder
             )
-        self._early: list[Batch] = []
-        self._ready: deque[Batch] = deque()
-        self._timer: Timer | None = None
+        self._awaiting_version: list[ScoreBatch] = []
+        self._ready_batches: deque[ScoreBatch] = deque()
+        self._timer: CpuTimer | None = None
         self._is_busy = self._is_dead = False
 
     def start(self) -> None:
         """Take groups, if it follows a model once a version is there."""
-        if self._following is not None:
-            self._following.start()
+        if self._weight_puller is not None:
+            self._weight_puller.start()
         else:
-            self.arrived()
+            self.on_version_loaded()
 
-    def _due(self, version: int) -> int:
+    def _required_version(self, version: int) -> int:
         """What must be held at least for what was admitted at a version."""
-        is_moved = next(iter(self._calls.values())).follows == MOVED
-        return self._site.reference.version_for(version) if is_moved else version
+        is_moved = next(iter(self._calls.values())).followed_role == EMA_REFERENCE
+        return self._context.reference.find_reference_version(version) if is_moved else version
 
-    def die(self) -> int:
+    def kill(self) -> int:
         """What it was at is handed out again; no token is lost."""
         self._is_dead = True
-        self._holding.close()
-        if self._following is not None:
-            self._following.close()
+        self._device_hold.close()
+        if self._weight_puller is not None:
+            self._weight_puller.close()
         if self._timer is not None:
             self._timer.cancel()
         if self._is_busy:
-            self._site.machine.occupy(-1)
-        self._recorder.close()
-        self._site.queue.release(self)
+            self._context.cpu.adjust_busy(-1)
+        self._recorder.close_spans()
+        self._context.queue.requeue_groups(self)
         return 0
 
-    def room(self, stage: str) -> int:
+    def count_free_slots(self, stage: str) -> int:
         """How many groups more it may be given."""
-        return 0 if self._is_dead else self._room[stage]
+        return 0 if self._is_dead else self._free_slots[stage]
 
-    def give(self, stage: str, groups: Sequence[Group]) -> None:
+    def assign_groups(self, stage: str, groups: Sequence[SimulatedGroup]) -> None:
         """It has these from now on."""
-        self._room[stage] -= len(groups)
-        size = self._site.timings.score[stage].batch
-        self._enter([Batch(stage, groups[i : i + size]) for i in range(0, len(groups), size)])
+        self._free_slots[stage] -= len(groups)
+        size = self._context.timings.score[stage].batch
+        self._enqueue_batches(
+            [ScoreBatch(stage, groups[i : i + size]) for i in range(0, len(groups), size)]
+        )
 
-    def _enter(self, batches: Sequence[Batch]) -> None:
+    def _enqueue_batches(self, batches: Sequence[ScoreBatch]) -> None:
         for batch in batches:
-            if self._following is not None and self._due(batch.version) > self._following.held:
-                self._early.append(batch)
+            if (
+                self._weight_puller is not None
+                and self._required_version(batch.newest_version)
+                > self._weight_puller.loaded_version
+            ):
+                self._awaiting_version.append(batch)
             else:
-                self._ready.append(batch)
-                self._holding.begin()
+                self._ready_batches.append(batch)
+                self._device_hold.begin_work()
 
-    async def load(self, version: int, pause_s: float) -> None:
+    async def load_version(self, version: int, pause_s: float) -> None:
         """Go over to this version."""
-        await self._site.machine.until(self._site.machine.now + pause_s)
+        await self._context.cpu.wait_until(self._context.cpu.now + pause_s)
 
-    def arrived(self) -> None:
+    def on_version_loaded(self) -> None:
         """A version is held."""
-        early, self._early = self._early, []
-        self._enter(early)
-        for stage, room in self._room.items():
+        early, self._awaiting_version = self._awaiting_version, []
+        self._enqueue_batches(early)
+        for stage, room in self._free_slots.items():
             if room:
-                self._site.queue.wait(stage, self)
+                self._context.queue.request_groups(stage, self)
 
-    def _granted(self) -> None:
+    def _start_next_batch(self) -> None:
         """Compute the next batch, if the devices are there and free."""
-        if self._is_busy or not self._ready or not self._holding.has:
+        if self._is_busy or not self._ready_batches or not self._device_hold.is_held:
             return
-        batch, machine = self._ready.popleft(), self._site.machine
-        rollouts, tokens = self._size(batch)
+        batch, machine = self._ready_batches.popleft(), self._context.cpu
+        rollouts, tokens = self._count_batch_tokens(batch)
         facts = {"groups": len(batch.groups), "rollouts": rollouts, "tokens": tokens}
-        lane = self._recorder.begin(batch.stage, facts)
+        lane = self._recorder.begin_span(batch.stage, facts)
         self._is_busy = True
-        machine.occupy(1)
-        at = machine.now + self._site.timings.score[batch.stage].batch_of(rollouts, tokens)
-        self._timer = machine.call_at(at, lambda: self._finish(batch, lane))
+        machine.adjust_busy(1)
+        at = machine.now + self._context.timings.score[batch.stage].batch_duration_s(
+            rollouts, tokens
+        )
+        self._timer = machine.call_at(at, lambda: self._finish_batch(batch, lane))
 
-    def _size(self, batch: Batch) -> tuple[int, int]:
+    def _count_batch_tokens(self, batch: ScoreBatch) -> tuple[int, int]:
         """Rollouts, and their tokens."""
         groups = batch.groups
         if "greedy_ids" in self._calls[batch.stage].needs:
-            return len(groups), sum(group.extra_tokens for group in groups)
+            return len(groups), sum(group.greedy_tokens for group in groups)
         infos = [group.info for group in groups if group.info is not None]
         return sum(len(info.lengths) for info in infos), sum(info.num_tokens for info in infos)
 
-    def _finish(self, batch: Batch, lane: int) -> None:
+    def _finish_batch(self, batch: ScoreBatch, lane: int) -> None:
         self._is_busy = False
-        self._site.machine.occupy(-1)
-        self._recorder.end(lane)
-        self._room[batch.stage] += len(batch.groups)
-        self._holding.end()
-        self._granted()
-        self._site.queue.commit(batch.stage, batch.groups)
-        self._site.queue.wait(batch.stage, self)
+        self._context.cpu.adjust_busy(-1)
+        self._recorder.end_span(lane)
+        self._free_slots[batch.stage] += len(batch.groups)
+        self._device_hold.end_work()
+        self._start_next_batch()
+        self._context.queue.commit_groups(batch.stage, batch.groups)
+        self._context.queue.request_groups(batch.stage, self)

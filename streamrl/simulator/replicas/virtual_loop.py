@@ -8,7 +8,7 @@ from contextvars import Context
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-NANOSECOND = 1e-9
+MIN_CLOCK_RESOLUTION_S = 1e-9
 
 
 class _InstantSelector(selectors.SelectSelector):
@@ -28,7 +28,7 @@ class _InstantSelector(selectors.SelectSelector):
         return ready
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
+class VirtualEventLoop(asyncio.SelectorEventLoop):
     """`loop.time()` starts at 0 and jumps from timer to timer.
 
     A timer that is never due is not kept: where nothing else goes on, to wait for it is a deadlock.
@@ -36,13 +36,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self, *, polls: bool = True) -> None:
-        self._instant = _InstantSelector(polls=polls)
-        super().__init__(self._instant)
+        self._instant_selector = _InstantSelector(polls=polls)
+        super().__init__(self._instant_selector)
 
     @property
     def _clock_resolution(self) -> float:
         """What is this close is due, s: after half a year a nanosecond is less than rounding."""
-        return max(NANOSECOND, math.ulp(self._instant.now))
+        return max(MIN_CLOCK_RESOLUTION_S, math.ulp(self._instant_selector.now))
 
     @_clock_resolution.setter
     def _clock_resolution(self, seconds: float) -> None:
@@ -50,7 +50,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
-        return self._instant.now
+        return self._instant_selector.now
 
     def call_at(  # type: ignore[override]
         self,
@@ -67,5 +67,5 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 def run_virtual(main: Coroutine[Any, Any, T], *, polls: bool = True) -> T:
     """Run a coroutine to its end on a virtual clock."""
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(polls=polls)) as runner:
+    with asyncio.Runner(loop_factory=lambda: VirtualEventLoop(polls=polls)) as runner:
         return runner.run(main)

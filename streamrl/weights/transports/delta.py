@@ -14,23 +14,23 @@ import numpy as np
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.weights.manifest import Bucket, TensorSlot, WeightManifest, checksum
-from streamrl.weights.tensor_views import DTYPES
-from streamrl.weights.transport_protocol import Inlet, Outlet
+from streamrl.weights.manifest import TensorSlot, WeightBucket, WeightManifest, compute_checksum
+from streamrl.weights.tensor_views import TORCH_DTYPES
+from streamrl.weights.transport_protocol import TransportReader, TransportWriter
 
 
 @dataclass(frozen=True)
 class DeltaHandle:
     """Handles of the carrier: of the whole bucket, and of what makes it of `base`'s, if shorter."""
 
-    whole: Any
-    delta: Any = None
+    full_handle: Any
+    delta_handle: Any = None
     delta_bytes: int = 0
-    base: int = -1
+    base_version: int = -1
 
 
 @dataclass(frozen=True)
-class _Base:
+class _BaseBucket:
     """A bucket of the last version, to compare with."""
 
     slots: tuple[TensorSlot, ...]
@@ -39,10 +39,10 @@ class _Base:
 
 def word_bytes(slots: Sequence[TensorSlot]) -> int:
     """The length of the words a bucket is compared by: of its shortest element, 1 to 8."""
-    return min(DTYPES[slot.dtype].itemsize for slot in slots)
+    return min(TORCH_DTYPES[slot.dtype].itemsize for slot in slots)
 
 
-def encode(base: Array, data: Array, word: int) -> Array:
+def encode_delta(base: Array, data: Array, word: int) -> Array:
     """What has changed from `base` to `data`, uint8 both, of the same size, a multiple of `word`.
 
     Returns uint8: the bitmap, filled up to whole words, and the words of `data` that differ.
@@ -55,7 +55,7 @@ def encode(base: Array, data: Array, word: int) -> Array:
     return np.concatenate([bitmap, new[changed].view(np.uint8)])
 
 
-def decode(base: Array, delta: Array, word: int) -> Array:
+def decode_delta(base: Array, delta: Array, word: int) -> Array:
     """The `data` that `encode` made `delta` of. Raises ValueError if the sizes do not fit."""
     kind = np.dtype(f"u{word}")
     data = base.copy()
@@ -73,106 +73,114 @@ def _bitmap_bytes(num_words: int, word: int) -> int:
     return -(-num_words // (8 * word)) * word
 
 
-class DeltaOutlet:
+class DeltaWriter:
     """The publisher's end: all goes through `carrier`. Keeps a copy of the last version."""
 
-    def __init__(self, carrier: Outlet) -> None:
+    def __init__(self, carrier: TransportWriter) -> None:
         self._carrier = carrier
         self._base_version = -1
-        self._base: list[_Base] = []
-        self._next: list[_Base] = []
+        self._base_buckets: list[_BaseBucket] = []
+        self._next_buckets: list[_BaseBucket] = []
         self._version = -1
-        self._buckets: list[Bucket] = []
+        self._buckets: list[WeightBucket] = []
         self._handles: list[Any] = []
 
     def set_readers(self, names: Sequence[str]) -> None:
         """As the carrier does."""
         self._carrier.set_readers(names)
 
-    def begin(self, version: int) -> None:
+    def begin_version(self, version: int) -> None:
         """As the carrier does. A version that comes once more comes whole."""
-        self._carrier.begin(version)
+        self._carrier.begin_version(version)
         if version == self._base_version:
-            self._base = []
+            self._base_buckets = []
         self._version = version
-        self._next, self._buckets, self._handles = [], [], []
+        self._next_buckets, self._buckets, self._handles = [], [], []
 
-    def room(self, num_bytes: int) -> Array:
+    def allocate_buffer(self, num_bytes: int) -> Array:
         """The carrier's."""
-        return self._carrier.room(num_bytes)
+        return self._carrier.allocate_buffer(num_bytes)
 
-    def seal(self, bucket: Bucket, data: Array) -> DeltaHandle:
+    def commit_bucket(self, bucket: WeightBucket, data: Array) -> DeltaHandle:
         """Seal the bucket, and a delta if that is shorter."""
-        index = len(self._next)
-        old = self._base[index] if index < len(self._base) else None
+        index = len(self._next_buckets)
+        old = self._base_buckets[index] if index < len(self._base_buckets) else None
         kept = data.copy()  # the carrier's memory is no longer ours once it is sealed
-        self._next.append(_Base(bucket.slots, kept))
-        whole = self._sealed(bucket, data)
+        self._next_buckets.append(_BaseBucket(bucket.slots, kept))
+        whole = self._commit_to_carrier(bucket, data)
         if old is None or old.slots != bucket.slots:
             return DeltaHandle(whole)
-        delta = encode(old.data, kept, word_bytes(bucket.slots))
+        delta = encode_delta(old.data, kept, word_bytes(bucket.slots))
         if delta.nbytes >= data.nbytes:
             return DeltaHandle(whole)
-        room = self._carrier.room(delta.nbytes)[: delta.nbytes]
+        room = self._carrier.allocate_buffer(delta.nbytes)[: delta.nbytes]
         room[:] = delta
-        handle = self._sealed(Bucket((), delta.nbytes, checksum(delta)), room)
+        handle = self._commit_to_carrier(
+            WeightBucket((), delta.nbytes, compute_checksum(delta)), room
+        )
         return DeltaHandle(whole, handle, delta.nbytes, self._base_version)
 
-    def finish(self, manifest: WeightManifest) -> None:
+    def commit_version(self, manifest: WeightManifest) -> None:
         """From now on deltas are to this version."""
-        self._carrier.finish(
+        self._carrier.commit_version(
             WeightManifest(self._version, tuple(self._buckets), tuple(self._handles))
         )
-        self._base, self._base_version = self._next, self._version
+        self._base_buckets, self._base_version = self._next_buckets, self._version
 
     def close(self) -> None:
         """Close the carrier."""
         self._carrier.close()
 
-    def _sealed(self, bucket: Bucket, data: Array) -> Any:
-        handle = self._carrier.seal(bucket, data)
+    def _commit_to_carrier(self, bucket: WeightBucket, data: Array) -> Any:
+        handle = self._carrier.commit_bucket(bucket, data)
         self._buckets.append(bucket)
         self._handles.append(handle)
         return handle
 
 
-class DeltaInlet:
+class DeltaReader:
     """A reader's end: keeps the last version it fetched. `bytes_fetched` is what came so far."""
 
-    def __init__(self, carrier: Inlet) -> None:
+    def __init__(self, carrier: TransportReader) -> None:
         self._carrier = carrier
         self._version = -1
-        self._last: Sequence[Array] = ()
+        self._last_buckets: Sequence[Array] = ()
         self.bytes_fetched = 0
-        self.failure: str | None = None
+        self.fallback_reason: str | None = None
 
-    def fetch(self, manifest: WeightManifest) -> Sequence[Array]:
+    def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
         """The buckets, made of those of the version before where it is at hand."""
         pairs = list(zip(manifest.handles, manifest.buckets, strict=True))
         by_delta = [
-            self._version >= 0 and handle.delta is not None and handle.base == self._version
+            self._version >= 0
+            and handle.delta_handle is not None
+            and handle.base_version == self._version
             for handle, _ in pairs
         ]
         wanted = [
-            (Bucket((), handle.delta_bytes, ""), handle.delta) if short else (bucket, handle.whole)
+            (WeightBucket((), handle.delta_bytes, ""), handle.delta_handle)
+            if short
+            else (bucket, handle.full_handle)
             for (handle, bucket), short in zip(pairs, by_delta, strict=True)
         ]
         buckets, handles = zip(*wanted, strict=True) if wanted else ((), ())
-        came = list(self._carrier.fetch(WeightManifest(manifest.version, buckets, handles)))
+        came = list(self._carrier.fetch_buckets(WeightManifest(manifest.version, buckets, handles)))
         self.bytes_fetched += sum(array.nbytes for array in came)
         for index in np.flatnonzero(by_delta).tolist():
-            came[index] = self._applied(manifest, index, came[index])
-        self._last, self._version = came, manifest.version
+            came[index] = self._apply_delta(manifest, index, came[index])
+        self._last_buckets, self._version = came, manifest.version
         return came
 
     def close(self) -> None:
         """Close the carrier's end."""
-        self._last, self._version = (), -1
+        self._last_buckets, self._version = (), -1
         self._carrier.close()
 
-    def _applied(self, manifest: WeightManifest, index: int, delta: Array) -> Array:
+    def _apply_delta(self, manifest: WeightManifest, index: int, delta: Array) -> Array:
         try:
-            data = decode(self._last[index], delta, word_bytes(manifest.buckets[index].slots))
+            data = decode_delta(
+                self._last_buckets[index], delta, word_bytes(manifest.buckets[index].slots)
+            )
         except ValueError as error:
             raise WeightsError(
                 f"weights version {manifest.version}, bucket {index}: the delta of {delta.nbytes} "

@@ -20,26 +20,26 @@ import numpy as np
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.weights.manifest import Bucket, WeightManifest
-from streamrl.weights.transport_protocol import Inlet, Outlet, seal_copy
+from streamrl.weights.manifest import WeightBucket, WeightManifest
+from streamrl.weights.transport_protocol import TransportReader, TransportWriter, commit_copy
 from streamrl.weights.transports.shm_segments import (
     HEADER_BYTES,
-    LAYING,
-    OWNER,
+    OWNER_SUFFIX,
     SHARED_MEMORY_DIR,
-    Segment,
+    UNCOMMITTED_HEADER,
     SegmentHandle,
-    clear_up,
-    free_bytes,
+    SharedMemorySegment,
+    claim_name_prefix,
+    get_free_bytes,
     map_segment,
-    own_name,
+    remove_stale_segments,
 )
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+OUT_OF_MEMORY_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 """What the system says where there is no memory to be had."""
 
 
-class SharedMemoryOutlet:
+class SharedMemoryWriter:
     """The publisher's end. `token` tells a run from others on the node; see the module.
 
     The newest `keep_versions` versions stay as they are. Its files have at most `max_bytes`: what
@@ -51,181 +51,191 @@ class SharedMemoryOutlet:
     def __init__(
         self,
         token: str,
-        fallback: Outlet,
+        fallback: TransportWriter,
         *,
         keep_versions: int,
         max_bytes: int = sys.maxsize,
         directory: Path = SHARED_MEMORY_DIR,
     ) -> None:
-        clear_up(directory)
+        remove_stale_segments(directory)
         self._fallback = fallback
         self._directory = directory
         self._keep_versions = keep_versions
         self._max_bytes = max_bytes
-        self._name, self._owner = own_name(directory, token)
+        self._name_prefix, self._owner_fd = claim_name_prefix(directory, token)
         self._serials = itertools.count()
         self._version = -1
-        self._own_room = np.empty(0, np.uint8)
-        self._asked = 0
-        self._num_sealed = 0
-        self._laying: Segment | None = None
-        self._laid: dict[int, Segment] = {}
-        self._kept: list[dict[int, Segment]] = []
-        self._free: list[tuple[int, Segment]] = []
-        self._sizes: tuple[int, ...] = ()
+        self._staging_buffer = np.empty(0, np.uint8)
+        self._requested_bytes = 0
+        self._num_committed = 0
+        self._open_segment: SharedMemorySegment | None = None
+        self._committed_segments: dict[int, SharedMemorySegment] = {}
+        self._kept_versions: list[dict[int, SharedMemorySegment]] = []
+        self._free_segments: list[tuple[int, SharedMemorySegment]] = []
+        self._last_bucket_bytes: tuple[int, ...] = ()
 
     def set_readers(self, names: Sequence[str]) -> None:
         """It matters to the fallback, if to anybody."""
         self._fallback.set_readers(names)
 
-    def begin(self, version: int) -> None:
+    def begin_version(self, version: int) -> None:
         """What was laid of a version that was never finished is free again."""
-        self._put_back()
-        self._free += self._laid.items()
-        self._laid, self._num_sealed = {}, 0
+        self._release_open_segment()
+        self._free_segments += self._committed_segments.items()
+        self._committed_segments, self._num_committed = {}, 0
         self._version = version
-        self._fallback.begin(version)
+        self._fallback.begin_version(version)
 
-    def room(self, num_bytes: int) -> Array:
+    def allocate_buffer(self, num_bytes: int) -> Array:
         """Where the bucket will be read, if it is known how large it is: as large as the last time.
 
         Otherwise it is laid elsewhere and moved when it is sealed, since there may be no room for
         the largest one it could be.
         """
-        index = self._num_sealed
-        self._put_back()
-        self._asked = num_bytes
-        expected = self._sizes[index] if index < len(self._sizes) else 0
-        self._laying = self._take(index, expected) if expected else None
-        if self._laying is not None:
-            if num_bytes - self._laying.reserved <= free_bytes(self._directory):
-                return self._laying.bytes(num_bytes)
-            self._put_back()
-        if self._own_room.nbytes < num_bytes:
-            self._own_room = np.zeros(num_bytes, np.uint8)
-        return self._own_room[:num_bytes]
+        index = self._num_committed
+        self._release_open_segment()
+        self._requested_bytes = num_bytes
+        expected = self._last_bucket_bytes[index] if index < len(self._last_bucket_bytes) else 0
+        self._open_segment = self._acquire_segment(index, expected) if expected else None
+        if self._open_segment is not None:
+            if num_bytes - self._open_segment.reserved_bytes <= get_free_bytes(self._directory):
+                return self._open_segment.view_bytes(num_bytes)
+            self._release_open_segment()
+        if self._staging_buffer.nbytes < num_bytes:
+            self._staging_buffer = np.zeros(num_bytes, np.uint8)
+        return self._staging_buffer[:num_bytes]
 
-    def seal(self, bucket: Bucket, data: Array) -> Any:
+    def commit_bucket(self, bucket: WeightBucket, data: Array) -> Any:
         """Where the bucket is, or its handle in the fallback."""
-        index, segment = self._num_sealed, self._laying
-        self._num_sealed += 1
+        index, segment = self._num_committed, self._open_segment
+        self._num_committed += 1
         if segment is None:
-            segment = self._take(index, data.nbytes)
+            segment = self._acquire_segment(index, data.nbytes)
             if segment is None:
-                self._check_fallback(data.nbytes)
-                return seal_copy(self._fallback, bucket, data)
-            segment.bytes(data.nbytes)[:] = data
-        segment.label(self._version, index)
+                self._require_free_memory(data.nbytes)
+                return commit_copy(self._fallback, bucket, data)
+            segment.view_bytes(data.nbytes)[:] = data
+        segment.write_header(self._version, index)
         segment.unlock()
-        self._laid[index] = segment
-        self._laying = None
+        self._committed_segments[index] = segment
+        self._open_segment = None
         return SegmentHandle(str(segment.path), self._version, index)
 
-    def finish(self, manifest: WeightManifest) -> None:
+    def commit_version(self, manifest: WeightManifest) -> None:
         """The version is kept; the one that no longer is will be laid anew."""
-        self._fallback.finish(_elsewhere(manifest))
-        self._drop_unread()
-        self._sizes = tuple(bucket.num_bytes for bucket in manifest.buckets)
-        self._own_room = np.empty(0, np.uint8)
-        self._kept.append(self._laid)
-        self._laid = {}
-        while len(self._kept) > self._keep_versions:
-            self._free += self._kept.pop(0).items()
+        self._fallback.commit_version(_fallback_manifest(manifest))
+        self._drop_unread_segments()
+        self._last_bucket_bytes = tuple(bucket.num_bytes for bucket in manifest.buckets)
+        self._staging_buffer = np.empty(0, np.uint8)
+        self._kept_versions.append(self._committed_segments)
+        self._committed_segments = {}
+        while len(self._kept_versions) > self._keep_versions:
+            self._free_segments += self._kept_versions.pop(0).items()
 
     def close(self) -> None:
         """Take all names away: who reads a version goes on, who comes later finds none."""
-        for segment in self._segments():
-            segment.drop()
-        self._laying, self._laid, self._kept, self._free = None, {}, [], []
-        (self._directory / f"{self._name}{OWNER}").unlink(missing_ok=True)
-        if self._owner >= 0:
-            os.close(self._owner)
-            self._owner = -1
+        for segment in self._list_segments():
+            segment.unlink_file()
+        self._open_segment, self._committed_segments, self._kept_versions, self._free_segments = (
+            None,
+            {},
+            [],
+            [],
+        )
+        (self._directory / f"{self._name_prefix}{OWNER_SUFFIX}").unlink(missing_ok=True)
+        if self._owner_fd >= 0:
+            os.close(self._owner_fd)
+            self._owner_fd = -1
         self._fallback.close()
 
-    def _take(self, index: int, num_bytes: int) -> Segment | None:
+    def _acquire_segment(self, index: int, num_bytes: int) -> SharedMemorySegment | None:
         """A segment nobody reads, locked, with memory for so many bytes; None without room."""
-        segment = self._recycled(index)
+        segment = self._reuse_segment(index)
         try:
             if segment is None:
-                path = self._directory / f"{self._name}-{next(self._serials)}"
-                segment = Segment(path, self._asked)
-            taken = sum(other.reserved + HEADER_BYTES for other in self._segments())
-            if taken + max(num_bytes, segment.reserved) + HEADER_BYTES > self._max_bytes:
-                segment.drop()
+                path = self._directory / f"{self._name_prefix}-{next(self._serials)}"
+                segment = SharedMemorySegment(path, self._requested_bytes)
+            taken = sum(other.reserved_bytes + HEADER_BYTES for other in self._list_segments())
+            if taken + max(num_bytes, segment.reserved_bytes) + HEADER_BYTES > self._max_bytes:
+                segment.unlink_file()
                 return None
-            segment.reserve(num_bytes)
+            segment.reserve_memory(num_bytes)
         except OSError as error:
             if segment is not None:
-                segment.drop()
-            if error.errno in NO_ROOM:
+                segment.unlink_file()
+            if error.errno in OUT_OF_MEMORY_ERRNOS:
                 return None
             raise WeightsError(
                 f"weights version {self._version}, bucket {index}: cannot be laid in "
                 f"{self._directory}: {error.strerror}"
             ) from error
-        segment.label(*LAYING)
+        segment.write_header(*UNCOMMITTED_HEADER)
         return segment
 
-    def _check_fallback(self, num_bytes: int) -> None:
+    def _require_free_memory(self, num_bytes: int) -> None:
         """Raise WeightsError if the memory is full, of whatever: the fallback's may be the same.
 
         Ray's store dies of that. Full of what this publisher may take at most, it has room.
         """
-        there = free_bytes(self._directory)
+        there = get_free_bytes(self._directory)
         if there < num_bytes:
             raise WeightsError(
-                f"weights version {self._version}, bucket {self._num_sealed - 1}: needs "
+                f"weights version {self._version}, bucket {self._num_committed - 1}: needs "
                 f"{num_bytes / 1e6:.1f} MB, and {self._directory} has {there / 1e6:.1f} MB free"
             )
 
-    def _recycled(self, index: int) -> Segment | None:
+    def _reuse_segment(self, index: int) -> SharedMemorySegment | None:
         """One of the bucket's that nobody reads any more; those that are too small go."""
-        for place in [place for place in self._free if place[0] == index]:
+        for place in [place for place in self._free_segments if place[0] == index]:
             segment = place[1]
             if segment.try_lock():
-                self._free.remove(place)
-                if segment.capacity >= self._asked:
+                self._free_segments.remove(place)
+                if segment.capacity_bytes >= self._requested_bytes:
                     return segment
-                segment.drop()
+                segment.unlink_file()
         return None
 
-    def _put_back(self) -> None:
+    def _release_open_segment(self) -> None:
         """What was to be laid was not."""
-        if self._laying is not None:
-            self._free.append((self._num_sealed, self._laying))
-            self._laying = None
+        if self._open_segment is not None:
+            self._free_segments.append((self._num_committed, self._open_segment))
+            self._open_segment = None
 
-    def _segments(self) -> list[Segment]:
+    def _list_segments(self) -> list[SharedMemorySegment]:
         """All that have memory."""
-        free = [segment for _, segment in self._free]
-        versions = [segment for version in self._kept for segment in version.values()]
-        return [*versions, *self._laid.values(), *free, *([self._laying] if self._laying else [])]
+        free = [segment for _, segment in self._free_segments]
+        versions = [segment for version in self._kept_versions for segment in version.values()]
+        return [
+            *versions,
+            *self._committed_segments.values(),
+            *free,
+            *([self._open_segment] if self._open_segment else []),
+        ]
 
-    def _drop_unread(self) -> None:
+    def _drop_unread_segments(self) -> None:
         """Give back what this version had no use for. What is read is not given back by that."""
-        for place in list(self._free):
+        for place in list(self._free_segments):
             if place[1].try_lock():
-                self._free.remove(place)
-                place[1].drop()
+                self._free_segments.remove(place)
+                place[1].unlink_file()
 
 
-class SharedMemoryInlet:
+class SharedMemoryReader:
     """A reader's end, on the publisher's node; `name` is whose weights are read, for errors.
 
     Buckets that found no room come by `fallback`; `failure` says of how many of the last version
     that is so.
     """
 
-    def __init__(self, name: str, fallback: Inlet) -> None:
+    def __init__(self, name: str, fallback: TransportReader) -> None:
         self._name = name
         self._fallback = fallback
         self.bytes_fetched = 0
-        self.failure: str | None = None
+        self.fallback_reason: str | None = None
 
-    def fetch(self, manifest: WeightManifest) -> Sequence[Array]:
+    def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
         """The publisher's own memory: it is not laid anew as long as the arrays live."""
-        self.failure = None
+        self.fallback_reason = None
         pairs = zip(manifest.handles, manifest.buckets, strict=True)
         # First, so that they are held while the others come.
         laid = [
@@ -234,10 +244,10 @@ class SharedMemoryInlet:
             else None
             for handle, bucket in pairs
         ]
-        others = _elsewhere(manifest)
-        came = iter(self._fallback.fetch(others) if others.buckets else ())
+        others = _fallback_manifest(manifest)
+        came = iter(self._fallback.fetch_buckets(others) if others.buckets else ())
         if others.buckets:
-            self.failure = (
+            self.fallback_reason = (
                 f"weights version {manifest.version}: {len(others.buckets)} of {len(laid)} "
                 f"buckets found no room in {SHARED_MEMORY_DIR} and came another way"
             )
@@ -249,7 +259,7 @@ class SharedMemoryInlet:
         self._fallback.close()
 
 
-def _elsewhere(manifest: WeightManifest) -> WeightManifest:
+def _fallback_manifest(manifest: WeightManifest) -> WeightManifest:
     """The part of a version that is in no segment."""
     pairs = zip(manifest.buckets, manifest.handles, strict=True)
     others = [pair for pair in pairs if not isinstance(pair[1], SegmentHandle)]

@@ -24,12 +24,12 @@ from streamrl.errors import WeightsError
 from streamrl.messages import Array
 
 SHARED_MEMORY_DIR = Path("/dev/shm")
-PREFIX = "streamrl-"
-OWNER = ".owner"
+SEGMENT_PREFIX = "streamrl-"
+OWNER_SUFFIX = ".owner"
 HEADER_BYTES = mmap.PAGESIZE
 #: Version and bucket.
-_HEADER = struct.Struct("<qq")
-LAYING = (-1, -1)
+_HEADER_STRUCT = struct.Struct("<qq")
+UNCOMMITTED_HEADER = (-1, -1)
 
 
 @dataclass(frozen=True)
@@ -41,57 +41,57 @@ class SegmentHandle:
     bucket: int
 
 
-class Segment:
+class SharedMemorySegment:
     """A file of the publisher's and its mapping: `capacity` bytes behind the header.
 
-    Locked by the publisher while it is laid. Of the file, which is sparse, only `reserved` bytes
-    are sure to be there: to write more could end the process with a SIGBUS.
+    Locked by the publisher while it is laid. Of the file, which is sparse, only `reserved_bytes`
+    bytes are sure to be there: to write more could end the process with a SIGBUS.
     """
 
     def __init__(self, path: Path, capacity: int) -> None:
         self.path = path
-        self.capacity = capacity
-        self.reserved = 0
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        os.ftruncate(self._file, HEADER_BYTES + capacity)
+        self.capacity_bytes = capacity
+        self.reserved_bytes = 0
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        os.ftruncate(self._fd, HEADER_BYTES + capacity)
         self._mapping: mmap.mmap | None = None
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve_memory(self, num_bytes: int) -> None:
         """Have memory for so many bytes and the header. Raises OSError where there is none."""
-        if num_bytes > self.reserved or not self.reserved:
-            os.posix_fallocate(self._file, 0, HEADER_BYTES + num_bytes)
-            self.reserved = num_bytes
+        if num_bytes > self.reserved_bytes or not self.reserved_bytes:
+            os.posix_fallocate(self._fd, 0, HEADER_BYTES + num_bytes)
+            self.reserved_bytes = num_bytes
         if self._mapping is None:
-            self._mapping = mmap.mmap(self._file, HEADER_BYTES + self.capacity)
+            self._mapping = mmap.mmap(self._fd, HEADER_BYTES + self.capacity_bytes)
 
-    def bytes(self, num_bytes: int) -> Array:
+    def view_bytes(self, num_bytes: int) -> Array:
         """The first so many bytes, writable."""
         assert self._mapping is not None
         return np.frombuffer(self._mapping, np.uint8, num_bytes, HEADER_BYTES)
 
-    def label(self, version: int, bucket: int) -> None:
+    def write_header(self, version: int, bucket: int) -> None:
         """Say what it holds."""
         assert self._mapping is not None
-        _HEADER.pack_into(self._mapping, 0, version, bucket)
+        _HEADER_STRUCT.pack_into(self._mapping, 0, version, bucket)
 
     def try_lock(self) -> bool:
         """Whether nobody reads it; nobody can from now on, if so."""
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
 
     def unlock(self) -> None:
         """Let it be read."""
-        fcntl.flock(self._file, fcntl.LOCK_UN)
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
 
-    def drop(self) -> None:
+    def unlink_file(self) -> None:
         """Take its name away; those who read it keep what they have."""
         self.path.unlink(missing_ok=True)
         # Not before the name is gone: to close is to unlock. The mapping goes with its arrays.
-        os.close(self._file)
+        os.close(self._fd)
         self._mapping = None
 
 
@@ -114,7 +114,7 @@ def map_segment(handle: SegmentHandle, num_bytes: int, name: str) -> Array:
         raise WeightsError(f"{place}: gone, {handle.path} is being laid anew") from error
     finally:
         os.close(file)
-    holds = _HEADER.unpack_from(mapping)
+    holds = _HEADER_STRUCT.unpack_from(mapping)
     if holds != (handle.version, handle.bucket):
         raise WeightsError(
             f"{place}: gone, {handle.path} holds version {holds[0]}, bucket {holds[1]}"
@@ -122,17 +122,17 @@ def map_segment(handle: SegmentHandle, num_bytes: int, name: str) -> Array:
     return np.frombuffer(mapping, np.uint8, num_bytes, HEADER_BYTES)
 
 
-def free_bytes(directory: Path = SHARED_MEMORY_DIR) -> int:
+def get_free_bytes(directory: Path = SHARED_MEMORY_DIR) -> int:
     """What can still be written there; 0 if there is no such directory."""
-    return _blocks(directory, "f_bavail")
+    return _count_block_bytes(directory, "f_bavail")
 
 
-def total_bytes(directory: Path = SHARED_MEMORY_DIR) -> int:
+def get_total_bytes(directory: Path = SHARED_MEMORY_DIR) -> int:
     """What could be written there if nothing were; 0 if there is no such directory."""
-    return _blocks(directory, "f_blocks")
+    return _count_block_bytes(directory, "f_blocks")
 
 
-def _blocks(directory: Path, kind: str) -> int:
+def _count_block_bytes(directory: Path, kind: str) -> int:
     """The bytes of a file system's blocks of a kind, by its name in statvfs."""
     try:
         found = os.statvfs(directory)
@@ -141,22 +141,22 @@ def _blocks(directory: Path, kind: str) -> int:
     return int(getattr(found, kind)) * found.f_frsize
 
 
-def clear_up(directory: Path = SHARED_MEMORY_DIR) -> list[str]:
+def remove_stale_segments(directory: Path = SHARED_MEMORY_DIR) -> list[str]:
     """Take away what dead publishers of this user left; the names of those files."""
     gone = []
-    for owner in directory.glob(f"{PREFIX}*{OWNER}"):
+    for owner in directory.glob(f"{SEGMENT_PREFIX}*{OWNER_SUFFIX}"):
         with contextlib.suppress(OSError):  # another user's, or somebody else clears up
             if owner.stat().st_uid == os.getuid():
-                gone += _clear_after(owner)
+                gone += _remove_segments_of(owner)
     return gone
 
 
-def _clear_after(owner: Path) -> list[str]:
+def _remove_segments_of(owner: Path) -> list[str]:
     file = os.open(owner, os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The owner last: without it nobody would look for the others.
-        files = [*owner.parent.glob(f"{owner.name.removesuffix(OWNER)}-*"), owner]
+        files = [*owner.parent.glob(f"{owner.name.removesuffix(OWNER_SUFFIX)}-*"), owner]
         for path in files:
             path.unlink(missing_ok=True)
         return [path.name for path in files]
@@ -164,12 +164,14 @@ def _clear_after(owner: Path) -> list[str]:
         os.close(file)
 
 
-def own_name(directory: Path, token: str) -> tuple[str, int]:
+def claim_name_prefix(directory: Path, token: str) -> tuple[str, int]:
     """A name no other publisher has, and the open file that says we live."""
     while True:
-        name = f"{PREFIX}{token}-{os.getpid()}-{secrets.token_hex(4)}"
+        name = f"{SEGMENT_PREFIX}{token}-{os.getpid()}-{secrets.token_hex(4)}"
         try:
-            file = os.open(directory / f"{name}{OWNER}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            file = os.open(
+                directory / f"{name}{OWNER_SUFFIX}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600
+            )
         except OSError as error:
             raise WeightsError(f"weights: cannot write to {directory}: {error}") from error
         with contextlib.suppress(BlockingIOError):

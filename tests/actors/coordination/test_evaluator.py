@@ -7,30 +7,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.actors.coordination.evaluator import Evaluator, InTurn
+from streamrl.actors.coordination.evaluator import RoundRobinReplicas, RunEvaluator
 from streamrl.actors.coordination.step_reporter import RoleActors
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.data.config import DataConfig
-from streamrl.dataflow import GENERATE, REWARD
+from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.errors import DeadlineError, GenerationError
 from streamrl.messages import Array, Experience, FinishReason, Prompt, Rollout
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.simulator.replicas.virtual_loop import run_virtual
-from streamrl.stream.device_lease import Pulse
+from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.run_state import PipelineConfig
 
 
 def test_each_replica_has_its_turn_and_none_that_has_left() -> None:
-    role = RoleActors([GENERATE], ["generator-0", "generator-1"], ["a", "b"])
-    replicas = InTurn(role)
-    assert [replicas.next()[1] for _ in range(3)] == ["a", "b", "a"]
-    role.join("generator-2", "c")
-    assert [replicas.next()[1] for _ in range(4)] == ["b", "c", "a", "b"]
-    role.leave("generator-2")
-    role.leave("generator-0")
-    assert [replicas.next() for _ in range(2)] == [("generator-1", "b")] * 2
-    assert replicas.has("generator-1") and not replicas.has("generator-2")
+    role = RoleActors([GENERATE_CALL], ["generator-0", "generator-1"], ["a", "b"])
+    replicas = RoundRobinReplicas(role)
+    assert [replicas.next_replica()[1] for _ in range(3)] == ["a", "b", "a"]
+    role.add_replica("generator-2", "c")
+    assert [replicas.next_replica()[1] for _ in range(4)] == ["b", "c", "a", "b"]
+    role.remove_replica("generator-2")
+    role.remove_replica("generator-0")
+    assert [replicas.next_replica() for _ in range(2)] == [("generator-1", "b")] * 2
+    assert replicas.has_replica("generator-1") and not replicas.has_replica("generator-2")
 
 
 class Replica:
@@ -48,7 +48,8 @@ class Replica:
         facts: dict[str, Any] = {"logprobs": [0.0], "versions": [0]}
         reason = FinishReason.STOP
         return [
-            Rollout.single_turn(prompt.token_ids, [1], finish_reason=reason, **facts) for _ in seeds
+            Rollout.from_single_turn(prompt.token_ids, [1], finish_reason=reason, **facts)
+            for _ in seeds
         ]
 
     async def _score(self, groups: Sequence[Experience]) -> list[dict[str, Array]]:
@@ -69,7 +70,7 @@ class Method:
 def test_its_deadline_counts_the_time_in_which_nothing_moves_on_shared_devices(
     moves: bool, dies: bool
 ) -> None:
-    pulse = Pulse()
+    pulse = ProgressClock()
     config = RunConfig(
         model=ModelConfig(path="model"),
         data=DataConfig(train="rows.jsonl"),
@@ -78,7 +79,9 @@ def test_its_deadline_counts_the_time_in_which_nothing_moves_on_shared_devices(
         rewards=[RewardConfig("exact")],
     )
     replica = Replica(100.0, dies=dies)
-    sampling, scoring = (RoleActors([each], [each.role], [replica]) for each in (GENERATE, REWARD))
+    sampling, scoring = (
+        RoleActors([each], [each.role], [replica]) for each in (GENERATE_CALL, REWARD_CALL)
+    )
     prompts = {"held_out": [Prompt("0:0:0", np.array([1], np.int32))]}
 
     async def main() -> float:
@@ -86,11 +89,13 @@ def test_its_deadline_counts_the_time_in_which_nothing_moves_on_shared_devices(
             while True:
                 await asyncio.sleep(15.0)
                 if moves:
-                    pulse.beat()
+                    pulse.record_progress()
 
         training = asyncio.create_task(train())
         try:
-            result = await Evaluator(config, sampling, scoring, pulse).run(prompts, version=0)
+            result = await RunEvaluator(config, sampling, scoring, pulse).run_evaluation(
+                prompts, version=0
+            )
         finally:
             training.cancel()
         return result.pass_at_1

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from streamrl.actors.coordination.run_persistence import STEPS_WITHOUT_ROOM, Durability
+from streamrl.actors.coordination.run_persistence import NO_SPACE_RETRY_STEPS, RunPersistence
 from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.errors import JournalError, NoSpaceError, StreamError
-from streamrl.run_dir.checkpoint import CheckpointConfig, journal_dir
+from streamrl.run_dir.checkpoint import CheckpointConfig, get_journal_dir
 
 
 class Trainer:
-    async def save(self, writer: Any) -> None:
+    async def save_checkpoint(self, writer: Any) -> None:
         await asyncio.sleep(0.01)
-        (writer.dirs("policy")[0]).mkdir(parents=True)
+        (writer.get_role_dirs("policy")[0]).mkdir(parents=True)
 
 
 class Shard:
@@ -26,12 +26,12 @@ class Shard:
         self._cut, self._snapshot = cut, snapshot
         self.discarded: list[int] = []
 
-    async def cut(self) -> int:
+    async def rotate_journal(self) -> int:
         if self._cut:
             raise self._cut
         return 1
 
-    async def snapshot(self, cut: int, out: Path, *, timeout_s: float) -> None:
+    async def write_snapshot(self, cut: int, out: Path, *, timeout_s: float) -> None:
         out.mkdir(parents=True)
         if self._snapshot:
             raise self._snapshot
@@ -47,8 +47,8 @@ def saved(run_dir: Path, shard: Shard) -> Any:
         checkpoint=CheckpointConfig(), queue=SimpleNamespace(journal=journal)
     )
     shards: Any = [shard]
-    durability = Durability(config, run_dir, shards, None)
-    durability._journal = Journal(journal_dir(run_dir, "books"), JournalConfig())
+    durability = RunPersistence(config, run_dir, shards, None)
+    durability._journal = Journal(get_journal_dir(run_dir, "books"), JournalConfig())
     admission = SimpleNamespace(version=3, ledger=SimpleNamespace(state_dict=dict))
     control: Any = SimpleNamespace(
         books=SimpleNamespace(steps={}),
@@ -62,7 +62,7 @@ def saved(run_dir: Path, shard: Shard) -> Any:
     async def reported() -> None:
         await asyncio.sleep(0)
 
-    return durability, lambda: durability.save(control, trainers, reported)
+    return durability, lambda: durability.save_checkpoint(control, trainers, reported)
 
 
 @pytest.mark.parametrize("where", ["cut", "snapshot"])
@@ -76,7 +76,7 @@ async def test_nothing_is_left_of_a_checkpoint_that_a_journal_refuses(
     with pytest.raises(kind, match="cannot be begun"):
         await save()
     assert list((tmp_path / "checkpoints").iterdir()) == [] and shard.discarded == []
-    is_put_off = not durability.is_due(3 + STEPS_WITHOUT_ROOM - 1, 1 << 30)
+    is_put_off = not durability.is_due(3 + NO_SPACE_RETRY_STEPS - 1, 1 << 30)
     assert is_put_off == (kind is NoSpaceError)
     shard._cut = shard._snapshot = None
     path = await save()

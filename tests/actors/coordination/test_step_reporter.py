@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 
 from streamrl.actors.actor_context import ActorReport
-from streamrl.actors.coordination.driver_events import EventReport, Feed, StepReport
+from streamrl.actors.coordination.driver_events import DriverEvents, EventReport, StepReport
 from streamrl.actors.coordination.step_reporter import (
     DRAIN_EVERY_S,
     DRAIN_TIMEOUT_S,
-    SAMPLES_KEPT,
-    Reporter,
+    MAX_PENDING_SAMPLES,
     RoleActors,
-    Snapshot,
+    StepReporter,
+    StepSnapshot,
 )
 from streamrl.buffer.books.ledger import LedgerCounts
 from streamrl.buffer.books.run_log import TrainedGroup
 from streamrl.buffer.wire_types import ShardStats
 from streamrl.config import load_config
-from streamrl.dataflow import dataflow_for
+from streamrl.dataflow import build_dataflow
 from streamrl.errors import DeadlineError
 from streamrl.messages import ROLLOUT_COLUMNS, GroupInfo
 from streamrl.simulator.replicas.virtual_loop import run_virtual
-from streamrl.stream.protocols import Made, StepOutcome
+from streamrl.stream.protocols import StepResult, TrainStepResult
 from streamrl.telemetry.spans import SpanRecorder
 
 RECIPE = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
@@ -55,28 +55,28 @@ class Worker:
     async def remote(self) -> ActorReport:
         """The reply to drain."""
         self.drains.append(asyncio.get_running_loop().time())
-        spans = self.spans.drain()
+        spans = self.spans.drain_spans()
         return ActorReport(self.name, spans, self.samples, process_time=self.process_time)
 
     async def work(self, seconds: float) -> None:
         """One span."""
-        with self.spans.span("work"):
+        with self.spans.record_span("work"):
             await asyncio.sleep(seconds)
 
 
-def snapshot(version: int, ended_at: float, *, uid: str = "a") -> Snapshot:
+def snapshot(version: int, ended_at: float, *, uid: str = "a") -> StepSnapshot:
     group = TrainedGroup(uid, GroupInfo((6,), 4, ((version, 4),)), ready_version=version)
-    outcome = StepOutcome(
+    outcome = StepResult(
         version=version,
         groups=[group],
-        made={"policy": Made(SUMS, [{}])},
-        dials={},
-        queue=ShardStats({}, 0, 0.0, (), {}),
-        ledger=LedgerCounts(1, 1, 0, 0, 0, ()),
+        results_by_role={"policy": TrainStepResult(SUMS, [{}])},
+        adaptive_params={},
+        queue_stats=ShardStats({}, 0, 0.0, (), {}),
+        ledger_counts=LedgerCounts(1, 1, 0, 0, 0, ()),
         started_at=0.0,
         ended_at=ended_at,
     )
-    return Snapshot(outcome, {}, {})
+    return StepSnapshot(outcome, {}, {})
 
 
 class Reported:
@@ -84,18 +84,18 @@ class Reported:
 
     def __init__(self) -> None:
         self.generator, self.rank = Worker("generator-0"), Worker("trainer-0")
-        self.feed = Feed()
-        calls = dataflow_for(ROLLOUT_COLUMNS).roles
+        self.feed = DriverEvents()
+        calls = build_dataflow(ROLLOUT_COLUMNS).calls_by_role
         roles = self.roles = [
             RoleActors(calls["generator"], ["generator-0"], [self.generator]),
             RoleActors(calls["policy"], ["trainer-0"], [self.rank]),
         ]
-        self.reporter = Reporter(load_config(RECIPE), roles, self.feed, start_s=0.0)
-        self.running = asyncio.create_task(self.reporter.run())
+        self.reporter = StepReporter(load_config(RECIPE), roles, self.feed, start_s=0.0)
+        self.running = asyncio.create_task(self.reporter.report_steps())
 
     async def finish(self) -> Sequence[StepReport]:
-        await self.reporter.finish(self.running)
-        reports = await self.feed.after(0, 1.0)
+        await self.reporter.finish_reporting(self.running)
+        reports = await self.feed.read_after(0, 1.0)
         assert all(isinstance(report, StepReport) for report in reports)
         return reports  # type: ignore[return-value]
 
@@ -105,9 +105,9 @@ def test_work_across_the_end_of_a_step_counts_in_both_and_is_traced_once() -> No
         run = Reported()
         working = asyncio.create_task(run.generator.work(3.0))
         await asyncio.sleep(2.0)
-        run.reporter.note(snapshot(0, ended_at=2.0))
+        run.reporter.add_step(snapshot(0, ended_at=2.0))
         await asyncio.sleep(2.0)
-        run.reporter.note(snapshot(1, ended_at=4.0))
+        run.reporter.add_step(snapshot(1, ended_at=4.0))
         first, second = await run.finish()
         await working
         assert [first.row["idle/generate"], second.row["idle/generate"]] == pytest.approx([0, 0.5])
@@ -122,12 +122,12 @@ def test_quick_steps_share_a_drain_and_keep_windows_of_their_own() -> None:
     async def scenario() -> None:
         run = Reported()
         await asyncio.sleep(1.0)
-        run.reporter.note(snapshot(0, ended_at=1.0))
+        run.reporter.add_step(snapshot(0, ended_at=1.0))
         for version in range(1, 6):
             start = asyncio.get_running_loop().time()
             await run.rank.work(0.01)
             await asyncio.sleep(0.01)
-            run.reporter.note(snapshot(version, ended_at=start + 0.02))
+            run.reporter.add_step(snapshot(version, ended_at=start + 0.02))
         reports = await run.finish()
         assert run.rank.drains == pytest.approx([1.0, 1.0 + DRAIN_EVERY_S])
         assert [report.step for report in reports] == [1, 2, 3, 4, 5, 6]
@@ -142,15 +142,15 @@ def test_who_joins_and_leaves_counts_while_it_is_there() -> None:
         run, more = Reported(), Worker("generator-1")
         generators = run.roles[0]
         joining = asyncio.create_task(more.work(2.0))
-        generators.join("generator-1", more)
+        generators.add_replica("generator-1", more)
         await asyncio.sleep(2.0)
-        run.reporter.note(snapshot(0, ended_at=2.0))
+        run.reporter.add_step(snapshot(0, ended_at=2.0))
         await asyncio.sleep(1.0)
         await joining
-        generators.leave("generator-1")
-        generators.leave("generator-1")
+        generators.remove_replica("generator-1")
+        generators.remove_replica("generator-1")
         await run.generator.work(1.0)
-        run.reporter.note(snapshot(1, ended_at=4.0))
+        run.reporter.add_step(snapshot(1, ended_at=4.0))
         first, second = await run.finish()
         assert [first.row["idle/generate"], second.row["idle/generate"]] == pytest.approx([0.5] * 2)
         assert (len(more.drains), len(run.generator.drains)) == (1, 2)
@@ -163,10 +163,10 @@ def test_cores_are_those_that_the_processes_of_all_stages_kept_busy() -> None:
         run = Reported()
         # Both are in one process: what it takes counts once.
         run.generator.process_time = run.rank.process_time = {"both": 5.0}
-        run.reporter.note(snapshot(0, ended_at=1.0))
+        run.reporter.add_step(snapshot(0, ended_at=1.0))
         await asyncio.sleep(2.0)
         run.generator.process_time = run.rank.process_time = {"both": 6.5}
-        run.reporter.note(snapshot(1, ended_at=2.0))
+        run.reporter.add_step(snapshot(1, ended_at=2.0))
         first, second = [dict[str, Any](report.row) for report in await run.finish()]
         assert math.isnan(first["cpu/stages"])
         assert second["cpu/stages"] == pytest.approx(1.5 / (2.0 - DRAIN_EVERY_S))
@@ -179,16 +179,16 @@ def test_a_sample_is_reported_with_the_step_that_trained_its_group() -> None:
     async def scenario() -> None:
         run = Reported()
         run.generator.samples = [{"uid": uid} for uid in "ab"]
-        run.reporter.note(snapshot(0, ended_at=1.0, uid="a"))
+        run.reporter.add_step(snapshot(0, ended_at=1.0, uid="a"))
         await asyncio.sleep(1.0)
         run.generator.samples = [{"uid": "c"}]
-        run.reporter.note(snapshot(1, ended_at=2.0, uid="c"))
+        run.reporter.add_step(snapshot(1, ended_at=2.0, uid="c"))
         await asyncio.sleep(1.0)
         run.generator.samples = []
-        run.reporter.note(snapshot(2, ended_at=3.0, uid="b"))
+        run.reporter.add_step(snapshot(2, ended_at=3.0, uid="b"))
         await asyncio.sleep(1.0)
-        run.generator.samples = [{"uid": "dropped"} for _ in range(SAMPLES_KEPT)]
-        run.reporter.note(snapshot(3, ended_at=4.0, uid="d"))
+        run.generator.samples = [{"uid": "dropped"} for _ in range(MAX_PENDING_SAMPLES)]
+        run.reporter.add_step(snapshot(3, ended_at=4.0, uid="d"))
         found = [[sample["uid"] for sample in r.samples] for r in await run.finish()]
         assert found == [["a"], ["c"], ["b"], []]
 
@@ -199,7 +199,7 @@ def test_a_clock_that_is_set_back_does_not_end_the_run() -> None:
     async def scenario() -> None:
         run = Reported()
         for version, ended_at in enumerate((9.0, 5.0, 12.0)):
-            run.reporter.note(snapshot(version, ended_at=ended_at))
+            run.reporter.add_step(snapshot(version, ended_at=ended_at))
         lengths = [report.row["time/step_s"] for report in await run.finish()]
         assert lengths == pytest.approx([9.0, 0.0, 3.0], abs=0.01)
 
@@ -211,7 +211,7 @@ def test_an_actor_that_hangs_holds_no_report_up_for_long() -> None:
         run = Reported()
         await run.rank.work(1.0)
         run.generator.drain = Hung()  # type: ignore[assignment]
-        run.reporter.note(snapshot(0, ended_at=2.0))
+        run.reporter.add_step(snapshot(0, ended_at=2.0))
         began = asyncio.get_running_loop().time()
         (report,) = await run.finish()
         assert asyncio.get_running_loop().time() - began <= DRAIN_TIMEOUT_S + DRAIN_EVERY_S
@@ -236,7 +236,7 @@ def test_an_actor_that_cannot_be_drained_ends_the_wait_for_reports() -> None:
             raise RuntimeError("gone")
 
         run.rank.remote = fail  # type: ignore[method-assign]
-        run.reporter.note(snapshot(0, ended_at=1.0))
+        run.reporter.add_step(snapshot(0, ended_at=1.0))
         with pytest.raises(RuntimeError, match="gone"):
             await run.finish()
 
@@ -245,24 +245,24 @@ def test_an_actor_that_cannot_be_drained_ends_the_wait_for_reports() -> None:
 
 def test_a_report_is_delivered_once_the_reader_asks_for_what_comes_behind_it() -> None:
     async def main() -> list[float]:
-        feed, times = Feed(), list[float]()
+        feed, times = DriverEvents(), list[float]()
         clock = asyncio.get_running_loop().time
-        feed.post(EventReport("note", {}))
+        feed.post_report(EventReport("note", {}))
 
         async def wait() -> None:
-            await feed.delivered(10.0)
+            await feed.wait_until_delivered(10.0)
             times.append(clock())
 
         waiting = asyncio.create_task(wait())
         await asyncio.sleep(1.0)
-        assert len(await feed.after(0, 1.0)) == 1, "it is on its way now, and may get lost"
+        assert len(await feed.read_after(0, 1.0)) == 1, "it is on its way now, and may get lost"
         await asyncio.sleep(1.0)
-        feed.post(EventReport("later", {}))
+        feed.post_report(EventReport("later", {}))
         assert not times
-        await feed.after(1, 1.0)
+        await feed.read_after(1, 1.0)
         await waiting
         with pytest.raises(DeadlineError, match="1 reports were not fetched"):
-            await feed.delivered(5.0)
+            await feed.wait_until_delivered(5.0)
         return [*times, clock()]
 
     assert run_virtual(main()) == [2.0, 7.0]
@@ -272,10 +272,10 @@ def test_a_norm_is_the_mean_of_the_updates_of_its_model() -> None:
     async def scenario() -> None:
         run, one = Reported(), snapshot(0, ended_at=1.0)
         made = {
-            "policy": Made(SUMS, [{"policy/grad_norm": 1.0}, {"policy/grad_norm": 3.0}]),
-            "critic": Made({}, [{"critic/grad_norm": 3.0}]),
+            "policy": TrainStepResult(SUMS, [{"policy/grad_norm": 1.0}, {"policy/grad_norm": 3.0}]),
+            "critic": TrainStepResult({}, [{"critic/grad_norm": 3.0}]),
         }
-        run.reporter.note(replace(one, outcome=replace(one.outcome, made=made)))
+        run.reporter.add_step(replace(one, outcome=replace(one.outcome, results_by_role=made)))
         (report,) = await run.finish()
         assert report.row["policy/grad_norm"] == 2.0
         assert report.row["critic/grad_norm"] == 3.0

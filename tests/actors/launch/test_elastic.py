@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 
 from streamrl.actors.coordination.step_reporter import RoleActors
-from streamrl.actors.launch.elastic import LEAVE_S, PLACE_S, Scaling
-from streamrl.actors.launch.startup import Starting
+from streamrl.actors.launch.elastic import LEAVE_TIMEOUT_S, PLACE_TIMEOUT_S, ReplicaScaler
+from streamrl.actors.launch.startup import PendingStarts
 from streamrl.config import load_config
-from streamrl.dataflow import dataflow_for
+from streamrl.dataflow import build_dataflow
 from streamrl.errors import ActorLostError, ConfigError, WeightsError
 from streamrl.messages import ROLLOUT_COLUMNS
-from streamrl.run_dir.control_requests import FOLDER, Answer, Mailbox, Request
+from streamrl.run_dir.control_requests import (
+    REQUESTS_FOLDER,
+    ScaleAnswer,
+    ScaleRequest,
+    ScaleRequestInbox,
+)
 
 RECIPE = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
 START_S = 30.0
@@ -23,7 +28,7 @@ STALL_S = load_config(RECIPE).pipeline.stall_s
 
 @dataclass
 class FakeCrew:
-    """Replies are words; those in `errors` are errors."""
+    """Replies are words; those in `standard_errors` are errors."""
 
     roles: dict[str, RoleActors] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)
@@ -31,11 +36,11 @@ class FakeCrew:
     errors: dict[str, Exception] = field(default_factory=dict)
     room: int = 8
 
-    def check_room(self, counts: Mapping[str, int]) -> None:
+    def check_capacity(self, counts: Mapping[str, int]) -> None:
         if max(counts.values()) > self.room:
             raise ConfigError(f"the cluster has {self.room}")
 
-    def hire(self, role: str) -> tuple[str, Any]:
+    def spawn_replica(self, role: str) -> tuple[str, Any]:
         taken = [*self.roles[role].names, *self.hired]
         name = next(n for i in range(99) if (n := f"{role}-{i}") not in taken)
         self.hired.append(name)
@@ -43,49 +48,49 @@ class FakeCrew:
 
     hired: list[str] = field(default_factory=list)
 
-    def asks_for(self, role: str) -> str:
+    def describe_demand(self, role: str) -> str:
         return "asks for 1 GPU; 0 GPUs are free"
 
-    def begin(self, name: str, role: str) -> Any:
+    def start_replica(self, name: str, role: str) -> Any:
         return f"started {name}"
 
-    def enlist(self, name: str, role: str) -> tuple[Any, Any]:
-        self.roles[role].join(name, name)
+    def register_replica(self, name: str, role: str) -> tuple[Any, Any]:
+        self.roles[role].add_replica(name, name)
         return f"run {name}", f"serving {name}"
 
-    def send_off(self, name: str, role: str) -> None:
-        self.roles[role].leave(name)
+    def drain_replica(self, name: str, role: str) -> None:
+        self.roles[role].remove_replica(name)
         self.sent_off.append(name)
 
-    def part_with(self, name: str) -> None:
+    def remove_replica(self, name: str) -> None:
         self.gone.append(name)
 
-    def take_back(self, name: str, role: str) -> None:
-        self.roles[role].leave(name)
+    def reject_replica(self, name: str, role: str) -> None:
+        self.roles[role].remove_replica(name)
         self.gone.append(name)
 
-    def dismiss(self, name: str) -> None:
+    def kill_actor(self, name: str) -> None:
         self.gone.append(name)
 
-    def answer(self, reply: Any, name: str) -> Any:
+    def fetch_reply(self, reply: Any, name: str) -> Any:
         if reply in self.errors:
             raise self.errors[reply]
         return 17
 
 
-class FakeMailbox(Mailbox):
+class FakeMailbox(ScaleRequestInbox):
     """Requests in, answers out."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.requests: list[Request] = []
-        self.answers: list[Answer] = []
+        self.requests: list[ScaleRequest] = []
+        self.answers: list[ScaleAnswer] = []
 
-    def take(self) -> list[Request]:
+    def take_requests(self) -> list[ScaleRequest]:
         found, self.requests = self.requests, []
         return found
 
-    def answer(self, request: str, answer: Answer) -> None:
+    def write_answer(self, request: str, answer: ScaleAnswer) -> None:
         self.answers.append(answer)
 
 
@@ -94,7 +99,7 @@ class Run:
 
     def __init__(self, generators: int, folder: Path, *overrides: str) -> None:
         names = [f"generator-{i}" for i in range(generators)]
-        calls = dataflow_for((*ROLLOUT_COLUMNS, "scores")).roles
+        calls = build_dataflow((*ROLLOUT_COLUMNS, "scores")).calls_by_role
         self.now = 0.0
         self.crew = FakeCrew(
             {
@@ -105,9 +110,9 @@ class Run:
         )
         self.mailbox = FakeMailbox(folder)
         self.loops: dict[Any, str] = {f"run {name}": name for name in [*names, "reward-0"]}
-        self.starting = Starting(START_S, clock=lambda: self.now)
+        self.starting = PendingStarts(START_S, clock=lambda: self.now)
         self.events: list[tuple[str, Any]] = []
-        self.scaling = Scaling(
+        self.scaling = ReplicaScaler(
             load_config(RECIPE, overrides),
             self.crew,  # type: ignore[arg-type]
             self.mailbox,
@@ -117,12 +122,12 @@ class Run:
         )
 
     def ask(self, **counts: int) -> None:
-        self.mailbox.requests.append(Request("id", counts))
+        self.mailbox.requests.append(ScaleRequest("id", counts))
         self.look()
 
     def look(self, after_s: float = 1.0) -> None:
         self.now += after_s
-        self.scaling.look(self._note)
+        self.scaling.poll_requests(self._note)
 
     def _note(self, event: Any) -> None:
         self.events.append((event.name, event.fields["actor"]))
@@ -130,7 +135,7 @@ class Run:
     def reply(self, *replies: str) -> None:
         for reply in replies:
             assert reply in self.scaling
-            self.scaling.arrived(reply, self._note)
+            self.scaling.handle_reply(reply, self._note)
         self.look()
 
     @property
@@ -163,7 +168,7 @@ def test_those_with_the_highest_numbers_leave_and_their_loops_are_not_missed(
     assert not run.crew.gone, "they still hold something"
     run.reply("run generator-2")
     # Whether it ends by itself, dies or is silent: it has left.
-    run.look(after_s=LEAVE_S + 1)
+    run.look(after_s=LEAVE_TIMEOUT_S + 1)
     run.look()
     assert run.line == "done: generators: 3 -> 1 (generator-2, generator-1 left)"
     assert run.crew.gone == ["generator-2", "generator-1"]
@@ -172,7 +177,7 @@ def test_those_with_the_highest_numbers_leave_and_their_loops_are_not_missed(
 def test_one_that_is_on_its_way_back_leaves_at_once(tmp_path: Path) -> None:
     run = Run(2, tmp_path)
     del run.loops["run generator-1"]
-    run.starting.add("back generator-1", "generator-1")
+    run.starting.add_actor("back generator-1", "generator-1")
     run.ask(generator=1)
     run.look()
     assert run.line == "done: generators: 2 -> 1 (generator-1 left)"
@@ -186,7 +191,7 @@ def test_a_newcomer_that_fails_is_told_of_and_the_run_goes_on(tmp_path: Path) ->
     run.reply("placed generator-1", "started generator-1", "placed generator-2")
     run.look(after_s=START_S + 0.5)
     assert not run.mailbox.answers
-    run.look(after_s=PLACE_S)
+    run.look(after_s=PLACE_TIMEOUT_S)
     run.look()
     assert run.line == (
         "failed: generators: 1 -> 1 (generator-1 cannot join: generator-1: the actor died;"
@@ -209,7 +214,7 @@ def test_a_newcomer_that_never_serves_is_turned_down_and_the_run_goes_on(
     match told_by:
         case "its loops":
             del run.loops["run generator-1"]
-            assert run.scaling.turns_down("generator-1", "bucket 0: gone\nmore")
+            assert run.scaling.reject_if_unserved("generator-1", "bucket 0: gone\nmore")
         case "its answer":
             run.reply("serving generator-1")
         case "nobody":
@@ -229,8 +234,8 @@ def test_one_that_has_served_is_the_runs_and_not_turned_down(tmp_path: Path) -> 
     run = Run(1, tmp_path)
     run.ask(generator=2)
     run.reply("placed generator-1", "started generator-1", "serving generator-1")
-    assert not run.scaling.turns_down("generator-1", "it died")
-    assert not run.scaling.turns_down("generator-0", "it died")
+    assert not run.scaling.reject_if_unserved("generator-1", "it died")
+    assert not run.scaling.reject_if_unserved("generator-0", "it died")
     assert run.crew.gone == []
 
 
@@ -286,4 +291,4 @@ def test_nobody_can_ask_a_run_that_has_ended(tmp_path: Path) -> None:
     run.ask(generator=2)
     run.ask(generator=3)
     run.scaling.close()
-    assert not (tmp_path / FOLDER).exists()
+    assert not (tmp_path / REQUESTS_FOLDER).exists()

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from streamrl.actors.launch.fork_server import (
+    FORK_LEVELS,
     FORK_VARIABLE,
-    LEVELS,
-    OPEN_FILES,
+    MAX_OPEN_FILES,
     _is_forkable,
 )
 from streamrl.actors.launch.launch_worker import (
@@ -27,9 +27,9 @@ from streamrl.actors.launch.launch_worker import (
     SOCKETS_VARIABLE,
     fork_worker,
     is_same_user,
-    socket_address,
+    make_socket_address,
 )
-from streamrl.engines.vllm.environment import generation_env
+from streamrl.engines.vllm.environment import make_vllm_env
 
 # A command with two light levels: the second is imported under X=1.
 COMMAND = """
@@ -135,7 +135,7 @@ def test_a_forked_worker_has_arguments_environment_and_directory_of_its_launcher
     assert found["collects"]
     assert found["waits"], "it learns how its own children end"
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert found["open_files"] >= min(most, OPEN_FILES)
+    assert found["open_files"] >= min(most, MAX_OPEN_FILES)
 
 
 def test_a_worker_is_forked_from_the_level_it_names_and_draws_numbers_of_its_own(
@@ -202,7 +202,7 @@ def test_a_level_forks_nothing_for_another_user(
         assert not fork_worker(ray_arguments(worker, str(out)))
     if os.geteuid() == 0:
         done = subprocess.run(
-            ["/usr/bin/python3", "-c", STRANGER, socket_address(asked, "base")[1:]],
+            ["/usr/bin/python3", "-c", STRANGER, make_socket_address(asked, "base")[1:]],
             user=NOBODY,
             cwd="/",
             capture_output=True,
@@ -239,7 +239,7 @@ def test_a_launcher_says_nothing_to_a_listener_of_another_user(
     name = f"streamrl-test-{os.getpid()}"
     monkeypatch.setenv(SOCKETS_VARIABLE, name)
     with socket.socket(socket.AF_UNIX) as squatter:
-        squatter.bind(socket_address(name, "base"))
+        squatter.bind(make_socket_address(name, "base"))
         squatter.listen()
         monkeypatch.setattr(os, "getuid", lambda: 12345)
         assert not fork_worker(ray_arguments(worker))
@@ -335,7 +335,7 @@ def test_no_two_forks_of_a_level_draw_the_same_id_from_ray() -> None:
         "import ray; ray.remote(int)\n"
         "print(fork_server._draws_unique_ids())\n"
     )
-    assert printed_by(code, **generation_env("cpu"))[-2:] == ["True", "False"]
+    assert printed_by(code, **make_vllm_env("cpu"))[-2:] == ["True", "False"]
 
 
 KILLED_LEVEL = """
@@ -367,5 +367,5 @@ def test_an_actor_whose_level_is_killed_is_started_again_as_ray_does_it() -> Non
 
 
 def test_every_level_forks_from_one_before_it() -> None:
-    for i, level in enumerate(LEVELS):
-        assert level.parent in {"", *(one.name for one in LEVELS[:i])}
+    for i, level in enumerate(FORK_LEVELS):
+        assert level.parent in {"", *(one.name for one in FORK_LEVELS[:i])}

@@ -10,13 +10,13 @@ import psutil
 import pytest
 import ray
 
-from streamrl.actors.launch.fork_server import TOKEN_MODE
+from streamrl.actors.launch.fork_server import TOKEN_AUTH_ENV
 from streamrl.actors.launch.local_ray import (
-    LONGEST_SOCKET,
-    SESSION,
+    LONGEST_SOCKET_SUFFIX,
+    MAX_SOCKET_PATH_BYTES,
     TOKEN_VARIABLE,
-    _private_folder,
-    ray_environment,
+    _make_private_folder,
+    override_ray_environment,
 )
 from streamrl.errors import ActorError
 from tests.e2e.outside import listening
@@ -39,12 +39,12 @@ def place(
 def test_the_directory_of_sockets_and_logs_is_its_users_alone(place: Path) -> None:
     before = os.umask(0)
     try:
-        folder = _private_folder()
+        folder = _make_private_folder()
     finally:
         os.umask(before)
     assert folder == place / f"streamrl-{os.getuid()}"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert _private_folder() == folder
+    assert _make_private_folder() == folder
 
 
 @pytest.mark.parametrize("what", ["open", "link", "file"])
@@ -61,7 +61,7 @@ def test_a_directory_that_others_may_enter_or_have_put_there_is_refused(
     else:
         folder.touch()
     with pytest.raises(ActorError) as caught:
-        _private_folder()
+        _make_private_folder()
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -69,15 +69,15 @@ def test_where_the_paths_of_sockets_would_be_too_long_the_directory_is_in_tmp(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", "/tmp/" + "x" * 60)
-    folder = _private_folder()
+    folder = _make_private_folder()
     assert folder.parent == Path("/tmp")
-    assert len(f"{folder}{SESSION}") <= LONGEST_SOCKET
+    assert len(f"{folder}{LONGEST_SOCKET_SUFFIX}") <= MAX_SOCKET_PATH_BYTES
 
 
 def test_a_directory_that_cannot_be_made_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", "/nowhere")
     with pytest.raises(ActorError, match=r"^Ray did not start: /nowhere/streamrl-\d+: No such"):
-        _private_folder()
+        _make_private_folder()
 
 
 def test_what_a_user_has_set_for_ray_is_there_again_afterwards(
@@ -85,7 +85,7 @@ def test_what_a_user_has_set_for_ray_is_there_again_afterwards(
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv(TOKEN_VARIABLE, "of a cluster")
-    with ray_environment({**TOKEN_MODE, TOKEN_VARIABLE: "own", "STREAMRL_TEST": "1"}):
+    with override_ray_environment({**TOKEN_AUTH_ENV, TOKEN_VARIABLE: "own", "STREAMRL_TEST": "1"}):
         assert (os.environ["RAY_AUTH_MODE"], os.environ[TOKEN_VARIABLE]) == ("token", "own")
     assert (os.environ["RAY_AUTH_MODE"], os.environ[TOKEN_VARIABLE]) == ("disabled", "of a cluster")
     assert "STREAMRL_TEST" not in os.environ

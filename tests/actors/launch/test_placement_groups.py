@@ -13,9 +13,15 @@ from ray.util.placement_group import (
 )
 
 from streamrl.actors.launch import placement_groups as seats_module
-from streamrl.actors.launch.placement_groups import OwnSeats, Seats, give_back, neighbours, reserve
+from streamrl.actors.launch.placement_groups import (
+    DedicatedSlots,
+    SharedSlots,
+    order_by_node,
+    release_placement_groups,
+    reserve_bundles,
+)
 from streamrl.errors import ConfigError
-from streamrl.placement import Demand, lay_out
+from streamrl.placement import ResourceDemand, lay_out_slots
 from tests.actors.conftest import CPUS
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -27,9 +33,9 @@ POOLS = [{"policy": 1.0, "generator": 1.0, "reference": 0.5, "reward": 0.5}]
 @pytest.fixture(scope="module", autouse=True)
 def held(local_ray: None) -> Iterator[PlacementGroup]:
     """What leaves three slots of one CPU to these tests."""
-    group = reserve([{"CPU": CPUS - 3.0}], timeout_s=60.0)
+    group = reserve_bundles([{"CPU": CPUS - 3.0}], timeout_s=60.0)
     yield group
-    give_back(group)
+    release_placement_groups(group)
 
 
 class Where:
@@ -41,18 +47,20 @@ class Where:
 
 def test_every_actor_has_its_part_of_its_slot_and_the_slots_are_given_back() -> None:
     said: list[str] = []
-    seats = Seats(lay_out(POOLS, COUNTS), is_hybrid=True, on_gpu=(), waiting=said.append)
+    seats = SharedSlots(
+        lay_out_slots(POOLS, COUNTS), is_hybrid=True, on_gpu=(), waiting=said.append
+    )
     # Policy and generator are one process, beside which there is one more in each slot.
-    options = [seats.options(role, 0) for role in ("policy", "reference", "reward")]
+    options = [seats.make_actor_options(role, 0) for role in ("policy", "reference", "reward")]
     indices = [each["scheduling_strategy"].placement_group_bundle_index for each in options]
     assert indices == [0, 0, 1]
     assert shares(options) == [{"CPU": 0.5}] * 3
     said.clear()
     with pytest.raises(ConfigError, match=r"2 slots of 1 CPU each found no room in 2 s; free are"):
-        reserve([{"CPU": 1.0}] * 2, timeout_s=2.0, waiting=said.append)
+        reserve_bundles([{"CPU": 1.0}] * 2, timeout_s=2.0, waiting=said.append)
     assert set(said) == {"waiting for room for 2 slots"}
     seats.close()
-    remove_placement_group(reserve([{"CPU": 1.0}] * 3, timeout_s=60.0))
+    remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
 
 
 @pytest.mark.slow
@@ -62,10 +70,10 @@ def test_only_a_slot_where_somebody_computes_on_a_gpu_is_one_and_only_they_have_
     counts = {"policy": 1, "generator": 1, "reference": 1, "reward": 2}
     pools = [{"policy": 1.0, "generator": 1.0, "reference": 1.0, "reward": 1.0}]
     on_gpu = {"policy", "generator", "reference"}
-    seats = Seats(lay_out(pools, counts), is_hybrid=True, on_gpu=on_gpu, waiting=print)
+    seats = SharedSlots(lay_out_slots(pools, counts), is_hybrid=True, on_gpu=on_gpu, waiting=print)
     places = [("policy", 0), ("reference", 0), ("reward", 0), ("reward", 1)]
     third = pytest.approx(1 / 3, abs=1e-3)
-    assert shares([seats.options(*place) for place in places]) == [
+    assert shares([seats.make_actor_options(*place) for place in places]) == [
         {"CPU": third, "GPU": 0.5},
         {"CPU": third, "GPU": 0.5},
         {"CPU": third},
@@ -73,17 +81,17 @@ def test_only_a_slot_where_somebody_computes_on_a_gpu_is_one_and_only_they_have_
     ]
     both = "1 slots of 1 CPU and 1 GPU each and 1 slots of 1 CPU each found no room in 1 s"
     with pytest.raises(ConfigError, match=both):
-        reserve([{"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}], timeout_s=1.0)
+        reserve_bundles([{"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}], timeout_s=1.0)
     seats.close()
 
 
 def test_neighbouring_slots_are_on_one_node_as_far_as_can_be() -> None:
     gpu, cpu = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}
-    assert neighbours([gpu] * 6, ["a", "b", "a", "b", "a", "b"]) == [0, 2, 4, 1, 3, 5]
-    assert neighbours([gpu] * 3, ["a", "a", "a"]) == [0, 1, 2]
+    assert order_by_node([gpu] * 6, ["a", "b", "a", "b", "a", "b"]) == [0, 2, 4, 1, 3, 5]
+    assert order_by_node([gpu] * 3, ["a", "a", "a"]) == [0, 1, 2]
     # What is to be a GPU is one.
-    assert neighbours([gpu, gpu, gpu, cpu], ["a", "b", "a", "a"]) == [0, 2, 1, 3]
-    assert neighbours([gpu, cpu, gpu], ["b", "a", "b"]) == [0, 1, 2]
+    assert order_by_node([gpu, gpu, gpu, cpu], ["a", "b", "a", "a"]) == [0, 2, 1, 3]
+    assert order_by_node([gpu, cpu, gpu], ["b", "a", "b"]) == [0, 1, 2]
 
 
 def shares(options: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
@@ -99,16 +107,16 @@ def test_a_wait_for_room_can_be_broken_off_and_leaves_nothing(held: PlacementGro
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        reserve([{"CPU": 1.0}] * 4, waiting=stop)
+        reserve_bundles([{"CPU": 1.0}] * 4, waiting=stop)
     groups = placement_group_table()
     del groups[held.id.hex()]
     assert {group["state"] for group in groups.values()} == {"REMOVED"}
 
 
-def ranks(count: int, *, role: str = "trainer", cpus: int = 1, gpus: int = 0) -> Demand:
+def ranks(count: int, *, role: str = "trainer", cpus: int = 1, gpus: int = 0) -> ResourceDemand:
     """What so many ranks of a model ask for."""
     key = f"{role}.world_size"
-    return Demand((), role=role, key=key, count=count, cpus=cpus, gpus=gpus)
+    return ResourceDemand((), role=role, setting=key, count=count, cpus=cpus, gpus=gpus)
 
 
 @pytest.mark.slow
@@ -117,38 +125,38 @@ def test_ranks_of_a_model_have_slots_of_their_own_which_are_given_back() -> None
     # A rank alone takes a place as any actor does, and what asks for nothing has no slot.
     demands = {"policy": ranks(3), "critic": ranks(1), "cost_critic": ranks(2, cpus=0)}
     here = ray.get_runtime_context().get_node_id()
-    seats = OwnSeats(demands, node=here, waiting=said.append)
+    seats = DedicatedSlots(demands, node=here, waiting=said.append)
     assert [role for role in demands if role in seats] == ["policy"]
-    options = [seats.options("policy", rank) for rank in range(3)]
+    options = [seats.make_actor_options("policy", rank) for rank in range(3)]
     indices = [each["scheduling_strategy"].placement_group_bundle_index for each in options]
     assert indices == [0, 1, 2]
     assert shares(options) == [{"CPU": 1.0}] * 3
     seats.close()
-    remove_placement_group(reserve([{"CPU": 1.0}] * 3, timeout_s=60.0))
+    remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
 
 
 def test_a_model_whose_ranks_find_no_room_is_named_and_no_other_keeps_its_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    remove_placement_group(reserve([{"CPU": 1.0}] * 3, timeout_s=60.0))
-    monkeypatch.setattr(seats_module, "ROOM_S", 2.0)
+    remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
+    monkeypatch.setattr(seats_module, "CAPACITY_WAIT_S", 2.0)
     said: list[str] = []
     words = (
         r"^trainer.world_size=2: 2 slots of 1 CPU each found no room in 2 s; free are \S+ of 5 CPU"
     )
     with pytest.raises(ConfigError, match=words):
         demands = {"critic": ranks(2, role="critic"), "policy": ranks(2)}
-        OwnSeats(demands, node="", waiting=said.append)
+        DedicatedSlots(demands, node="", waiting=said.append)
     assert "trainer: waiting for room for 2 slots" in said
-    remove_placement_group(reserve([{"CPU": 1.0}] * 3, timeout_s=60.0))
+    remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
 
     # A core that nobody asks for is no part of a slot.
     with pytest.raises(ConfigError, match=r"2 slots of 1 GPU each .* free are \S+ of 1 GPU$"):
-        OwnSeats({"policy": ranks(2, cpus=0, gpus=1)}, node="", waiting=said.append)
+        DedicatedSlots({"policy": ranks(2, cpus=0, gpus=1)}, node="", waiting=said.append)
 
 
 def test_slots_of_a_cluster_that_is_lost_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    group, asked = reserve([{"CPU": 1.0}]), threading.Event()
+    group, asked = reserve_bundles([{"CPU": 1.0}]), threading.Event()
 
     def unanswered(group: Any) -> None:
         asked.set()
@@ -158,19 +166,19 @@ def test_slots_of_a_cluster_that_is_lost_hold_nobody_up(monkeypatch: pytest.Monk
         raise ray.exceptions.RaySystemError("lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(seats_module, "GIVE_BACK_S", 0.1)
+        patch.setattr(seats_module, "RELEASE_TIMEOUT_S", 0.1)
         patch.setattr(seats_module, "remove_placement_group", unanswered)
-        give_back(group)
+        release_placement_groups(group)
         assert asked.wait(60.0)
         # Without a connection, Ray is asked nothing: it would look for a cluster.
         asked.clear()
         patch.setattr(ray, "is_initialized", lambda: False)
-        give_back(group)
+        release_placement_groups(group)
         assert not asked.is_set()
     with monkeypatch.context() as patch:
-        patch.setattr(seats_module, "GIVE_BACK_S", 60.0)
+        patch.setattr(seats_module, "RELEASE_TIMEOUT_S", 60.0)
         patch.setattr(seats_module, "remove_placement_group", refused)
         patch.setattr(threading, "excepthook", lambda arguments: asked.set())
-        give_back(group)
+        release_placement_groups(group)
         assert not asked.is_set()
     remove_placement_group(group)

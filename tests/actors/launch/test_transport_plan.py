@@ -7,14 +7,14 @@ import pytest
 import ray
 
 from streamrl.actors.launch import transport_plan
-from streamrl.actors.launch.transport_plan import plan_travel
-from streamrl.actors.transport.transport_spec import WeightTravel
+from streamrl.actors.launch.transport_plan import plan_transport
+from streamrl.actors.transport.transport_spec import TransportSpec
 from streamrl.config import RunConfig, load_config
-from streamrl.config.preflight import Prepared, demands
+from streamrl.config.preflight import PreparedRun, list_resource_demands
 from streamrl.errors import ConfigError
-from streamrl.placement import Demand
-from streamrl.weights.config import DELTA, STORE, TRANSPORTS
-from streamrl.weights.transport_choice import Choice
+from streamrl.placement import ResourceDemand
+from streamrl.weights.config import DELTA, OBJECT_STORE, TRANSPORTS
+from streamrl.weights.transport_choice import TransportDecision
 from tests.engines.tiny_qwen import save, tiny_model
 
 WHOLE = 78_400
@@ -41,8 +41,8 @@ def node(monkeypatch: pytest.MonkeyPatch) -> None:
     """One node with 100 MB in /dev/shm, of which Ray's store may take 60 MB."""
     found = {"Alive": True, "NodeID": "abc", "Resources": {"object_store_memory": 60.0 * MB}}
     monkeypatch.setattr(ray, "nodes", lambda: [found, {**found, "Alive": False}])
-    monkeypatch.setattr(transport_plan, "free_bytes", lambda: 100 * MB)
-    monkeypatch.setattr(transport_plan, "total_bytes", lambda: 200 * MB)
+    monkeypatch.setattr(transport_plan, "get_free_bytes", lambda: 100 * MB)
+    monkeypatch.setattr(transport_plan, "get_total_bytes", lambda: 200 * MB)
 
 
 def config_of(model_path: str, tmp_path: Path, *overrides: str) -> RunConfig:
@@ -53,15 +53,17 @@ def config_of(model_path: str, tmp_path: Path, *overrides: str) -> RunConfig:
     return load_config(recipe, overrides)
 
 
-def demands_of(config: RunConfig) -> list[Demand]:
+def demands_of(config: RunConfig) -> list[ResourceDemand]:
     nothing: Any = None
-    return demands(config, Prepared(config.dataflow, nothing, {}, (), 8, 0, ()), on_gpu=False)
+    return list_resource_demands(
+        config, PreparedRun(config.dataflow, nothing, {}, (), 8, 0, ()), on_gpu=False
+    )
 
 
 def counted(config: RunConfig) -> dict[str, tuple[int, int]]:
     """Bytes of a version and readers of each model that is published."""
-    found = transport_plan._published(config, demands_of(config))
-    return {model.role: (model.num_bytes, model.readers) for model in found}
+    found = transport_plan._list_published_models(config, demands_of(config))
+    return {model.role: (model.num_bytes, model.num_readers) for model in found}
 
 
 MOVING = ["algorithm.kl_coef=0.1", "reference.every=1"]
@@ -115,31 +117,33 @@ def test_all_stay_on_the_node_of_shared_memory_within_its_room(
     model_path: str, tmp_path: Path
 ) -> None:
     config = config_of(model_path, tmp_path, "weights.transport=shared_memory")
-    travel = plan_travel(config, demands_of(config), token="t")
+    travel = plan_transport(config, demands_of(config), token="t")
     assert travel.node == "abc"
-    assert travel.room == {"policy": 40 * MB}
+    assert travel.max_bytes == {"policy": 40 * MB}
 
 
 @pytest.mark.parametrize("transport", ["store", "collective", "disk", "delta"])
 def test_other_transports_go_anywhere(model_path: str, tmp_path: Path, transport: str) -> None:
     config = config_of(model_path, tmp_path, f"weights.transport={transport}")
-    travel = plan_travel(config, demands_of(config), token="t")
-    assert (travel.node, travel.room) == ("", {})
+    travel = plan_transport(config, demands_of(config), token="t")
+    assert (travel.node, travel.max_bytes) == ("", {})
 
 
 def test_a_store_that_fills_dev_shm_leaves_no_room(
     model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(model_path, tmp_path, "weights.transport=shared_memory")
-    monkeypatch.setattr(transport_plan, "node_stores", lambda: [99.0 * MB])
+    monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [99.0 * MB])
     with pytest.raises(ConfigError, match=r"/dev/shm has 1.0 MB = 100.0 MB - 99.0 MB of Ray's"):
-        plan_travel(config, demands_of(config), token="t")
+        plan_transport(config, demands_of(config), token="t")
     # Larger than all of /dev/shm, Ray keeps it elsewhere.
-    monkeypatch.setattr(transport_plan, "node_stores", lambda: [201.0 * MB])
-    assert plan_travel(config, demands_of(config), token="t").room == {"policy": 100 * MB}
+    monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [201.0 * MB])
+    assert plan_transport(config, demands_of(config), token="t").max_bytes == {"policy": 100 * MB}
 
 
 def test_nodes_take_turns_where_each_takes_a_copy_of_its_own(tmp_path: Path) -> None:
     for transport in TRANSPORTS:
-        travel = WeightTravel(Choice(transport, ""), "run", tmp_path, 2, {})
-        assert (travel.spread("node-0") is not None) is (transport in (STORE, DELTA))
+        travel = TransportSpec(TransportDecision(transport, ""), "run", tmp_path, 2, {})
+        assert (travel.make_broadcast_tree("node-0") is not None) is (
+            transport in (OBJECT_STORE, DELTA)
+        )

@@ -15,8 +15,8 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from streamrl.actors.launch.local_ray import local_ray
-from streamrl.actors.transport.ray_calls import all_answered, translate
+from streamrl.actors.launch.local_ray import start_local_ray
+from streamrl.actors.transport.ray_calls import gather_replies, translate_error
 from streamrl.errors import ActorError, ActorLostError, ConfigError, RankLostError, RewardError
 
 
@@ -24,23 +24,23 @@ from streamrl.errors import ActorError, ActorLostError, ConfigError, RankLostErr
 def test_an_actors_own_error_arrives_as_itself(error: Exception) -> None:
     nested = ExceptionGroup("tasks", [error])
     for cause in (error, nested):
-        assert translate(RayTaskError("start", "", cause), "trainer-0.start") is error
+        assert translate_error(RayTaskError("start", "", cause), "trainer-0.start") is error
 
 
 def test_any_other_error_names_the_call() -> None:
-    found = translate(RayTaskError("put", "", KeyError("lengths")), "shard-0.put")
+    found = translate_error(RayTaskError("put", "", KeyError("lengths")), "shard-0.put")
     assert isinstance(found, ActorError)
     assert str(found).startswith("shard-0.put: KeyError: 'lengths'")
 
 
 def test_whatever_else_ray_says_is_told_in_one_line() -> None:
     told = "The node was running low on memory.\n" * 40
-    ended = translate(OutOfMemoryError(told), "generator-0.run")
+    ended = translate_error(OutOfMemoryError(told), "generator-0.run")
     assert isinstance(ended, ActorLostError)
     assert (
         str(ended) == "generator-0.run: the actor was ended, as its node was running out of memory"
     )
-    assert "\n" not in str(translate(ObjectStoreFullError(told), "shard-0.put"))
+    assert "\n" not in str(translate_error(ObjectStoreFullError(told), "shard-0.put"))
 
 
 def test_a_cluster_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,16 +49,16 @@ def test_a_cluster_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(ray, "init", init)
     reason = r"^Ray did not start: The node timed out during startup"
-    with pytest.raises(ActorError, match=reason), local_ray(1, 1 << 27):
+    with pytest.raises(ActorError, match=reason), start_local_ray(1, 1 << 27):
         pass
 
 
 def test_a_dead_actor_is_lost_and_so_is_what_it_owned() -> None:
     for error in (ActorDiedError(), ActorUnavailableError("closed", None)):
-        found = translate(error, "shard-0.take")
+        found = translate_error(error, "shard-0.take")
         assert isinstance(found, ActorLostError)
         assert str(found).startswith("shard-0.take: the actor died (")
-    found = translate(OwnerDiedError("ab", None, ""), "columns of a group")
+    found = translate_error(OwnerDiedError("ab", None, ""), "columns of a group")
     assert isinstance(found, ActorLostError)
     assert str(found) == "columns of a group: the actor that owned it died"
 
@@ -82,13 +82,13 @@ def test_a_rank_that_is_gone_without_a_trace_is_not_waited_for(
     async def survive() -> None:
         raise RankLostError("another rank is gone")
 
-    monkeypatch.setattr("streamrl.actors.transport.ray_calls.LOST_S", 0.1)
+    monkeypatch.setattr("streamrl.actors.transport.ray_calls.DEATH_NOTICE_S", 0.1)
     with pytest.raises(RankLostError):
         asyncio.run(_answers(survive(), asyncio.sleep(60)))
 
 
 async def _answers(*replies: Awaitable[Any]) -> list[Any]:
-    return await asyncio.wait_for(all_answered(*replies), 10.0)
+    return await asyncio.wait_for(gather_replies(*replies), 10.0)
 
 
 def test_ranks_answer_in_their_order() -> None:

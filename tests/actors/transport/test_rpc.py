@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from streamrl.actors.transport import rpc
-from streamrl.actors.transport.rpc import Connection, Endpoint, Listener
+from streamrl.actors.transport.rpc import RpcConnection, RpcEndpoint, RpcServer
 from streamrl.errors import ActorError, ConfigError, DeadlineError, RewardError, StreamError
 
 HOST = "127.0.0.1"
@@ -22,18 +22,18 @@ async def echo(request: Any) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def listening(answer: Any) -> AsyncIterator[Endpoint]:
-    listener = Listener(HOST, answer)
+async def listening(answer: Any) -> AsyncIterator[RpcEndpoint]:
+    listener = RpcServer(HOST, answer)
     try:
-        yield await listener.endpoint()
+        yield await listener.get_endpoint()
     finally:
         listener.close()
 
 
 @contextlib.asynccontextmanager
-async def connected(answer: Any = echo) -> AsyncIterator[Connection]:
+async def connected(answer: Any = echo) -> AsyncIterator[RpcConnection]:
     async with listening(answer) as endpoint:
-        connection = await Connection.open(endpoint)
+        connection = await RpcConnection.open(endpoint)
         try:
             yield connection
         finally:
@@ -75,7 +75,7 @@ def test_answers_come_in_the_order_they_are_ready() -> None:
     async def main() -> None:
         ended = []
 
-        async def ask(connection: Connection, index: int) -> None:
+        async def ask(connection: RpcConnection, index: int) -> None:
             ended.append(await connection.call(index, "wait"))
 
         async with connected(wait) as connection, asyncio.TaskGroup() as tasks:
@@ -195,10 +195,10 @@ def test_nobody_without_the_secret_is_listened_to() -> None:
         async with listening(answer) as right:
             assert str(right.secret) not in repr(right)
             with pytest.raises(ConnectionError, match="hung up when it was greeted"):
-                await Connection.open(Endpoint(right.host, right.port, bytes(32)))
+                await RpcConnection.open(RpcEndpoint(right.host, right.port, bytes(32)))
             # Somebody who begins with a message, in place of a proof.
             reader, writer = await asyncio.open_connection(right.host, right.port)
-            writer.write(rpc._frame(0, "x") + bytes(64))
+            writer.write(rpc._encode_frame(0, "x") + bytes(64))
             assert len(await asyncio.wait_for(reader.read(), 5.0)) == rpc._CHALLENGE_BYTES
             writer.close()
 
@@ -223,23 +223,23 @@ class Marked:
 def test_nothing_is_unpickled_that_somebody_without_the_secret_sends() -> None:
     async def main() -> None:
         async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(bytes(64) + rpc._frame(0, (True, Marked())))
+            writer.write(bytes(64) + rpc._encode_frame(0, (True, Marked())))
             await reader.read()
 
         server = await asyncio.start_server(pretend, HOST, 0)
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(ConnectionError, match="does not have the secret"):
-            await Connection.open(Endpoint(HOST, port, bytes(32)))
+            await RpcConnection.open(RpcEndpoint(HOST, port, bytes(32)))
         server.close()
         async with listening(echo) as endpoint:
             _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
-            writer.write(bytes(64) + rpc._frame(0, Marked()))
+            writer.write(bytes(64) + rpc._encode_frame(0, Marked()))
             await asyncio.sleep(0.05)
             writer.close()
 
     asyncio.run(main())
     assert MARKS == []
-    rpc._unpack(memoryview(rpc._frame(0, Marked()))[rpc._HEAD.size :])
+    rpc._decode_message(memoryview(rpc._encode_frame(0, Marked()))[rpc._FRAME_HEADER.size :])
     assert MARKS == ["read"], "what was sent would have left its mark"
 
 
@@ -263,14 +263,14 @@ def test_a_greeting_that_was_heard_opens_no_other_connection_and_tells_no_secret
 
             server = await asyncio.start_server(relay, HOST, 0)
             port = server.sockets[0].getsockname()[1]
-            connection = await Connection.open(Endpoint(HOST, port, right.secret))
+            connection = await RpcConnection.open(RpcEndpoint(HOST, port, right.secret))
             call = asyncio.create_task(connection.call("x", "shard-0.put", 5.0))
             while len(heard) < 2:
                 await asyncio.sleep(0.001)
             call.cancel()
             assert right.secret not in b"".join(heard)
             reader, writer = await asyncio.open_connection(right.host, right.port)
-            writer.write(heard[0] + rpc._frame(0, "again"))
+            writer.write(heard[0] + rpc._encode_frame(0, "again"))
             assert len(await asyncio.wait_for(reader.read(), 5.0)) == rpc._CHALLENGE_BYTES
             writer.close()
             connection.close()
@@ -285,13 +285,13 @@ def test_calls_under_way_hear_that_the_other_side_is_gone() -> None:
         lines: list[asyncio.StreamWriter] = []
 
         async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await rpc._greet_caller(reader, writer, bytes(32))
+            await rpc._authenticate_client(reader, writer, bytes(32))
             lines.append(writer)
             await reader.readexactly(40)
 
         server = await asyncio.start_server(hear, HOST, 0)
         port = server.sockets[0].getsockname()[1]
-        connection = await Connection.open(Endpoint(HOST, port, bytes(32)))
+        connection = await RpcConnection.open(RpcEndpoint(HOST, port, bytes(32)))
         calls = [asyncio.create_task(connection.call(i, "shard-0.take")) for i in range(3)]
         while not lines:
             await asyncio.sleep(0.001)
@@ -309,20 +309,20 @@ def test_calls_under_way_hear_that_the_other_side_is_gone() -> None:
 def test_whoever_does_not_read_for_long_is_given_up_and_the_deadline_is_not_blamed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rpc, "SILENCE_S", 4)
+    monkeypatch.setattr(rpc, "KEEPALIVE_TIMEOUT_S", 4)
 
     async def main() -> None:
         gone = asyncio.Event()
 
         async def stare(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await rpc._greet_caller(reader, writer, bytes(32))
+            await rpc._authenticate_client(reader, writer, bytes(32))
             reader._transport.pause_reading()  # type: ignore[attr-defined]
             await gone.wait()
             writer.close()
 
         server = await asyncio.start_server(stare, HOST, 0)
         port = server.sockets[0].getsockname()[1]
-        connection = await Connection.open(Endpoint(HOST, port, bytes(32)))
+        connection = await RpcConnection.open(RpcEndpoint(HOST, port, bytes(32)))
         with pytest.raises(ConnectionResetError, match=r"the connection is lost .*timed out"):
             await connection.call(bytes(64 << 20), "shard-0.put", 60.0)
         gone.set()
@@ -334,7 +334,7 @@ def test_whoever_does_not_read_for_long_is_given_up_and_the_deadline_is_not_blam
 def test_a_connection_that_is_closed_at_once_takes_no_calls() -> None:
     async def main() -> None:
         async with listening(echo) as endpoint:
-            connection = await Connection.open(endpoint)
+            connection = await RpcConnection.open(endpoint)
             connection.close()
             calling = connection.call("x", "shard-0.put")
             with pytest.raises(ConnectionResetError, match="closed here"):
@@ -350,6 +350,6 @@ def test_where_nobody_listens_the_error_names_the_place() -> None:
         server.close()
         await server.wait_closed()
         with pytest.raises(ConnectionError, match=f"{HOST}:{port} cannot be reached"):
-            await Connection.open(Endpoint(HOST, port, bytes(32)))
+            await RpcConnection.open(RpcEndpoint(HOST, port, bytes(32)))
 
     asyncio.run(main())

@@ -13,17 +13,24 @@ import ray
 
 from streamrl.actors.queue_shard import create_shards
 from streamrl.actors.transport import shard_proxy
-from streamrl.actors.transport.rpc import Endpoint
+from streamrl.actors.transport.rpc import RpcEndpoint
 from streamrl.actors.transport.shard_proxy import RemoteShard
-from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, ShardPlan
-from streamrl.buffer.codec import LARGE_BYTES
+from streamrl.buffer import (
+    ExperienceQueue,
+    QueueConfig,
+    ShardCapacity,
+    ShardFiles,
+    ShardPlan,
+    StageSchema,
+)
+from streamrl.buffer.codec import LARGE_BLOB_BYTES
 from streamrl.errors import ActorLostError, ContractError
 from streamrl.messages import ROLLOUT_COLUMNS, Columns, Prompt
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("local_ray")]
 
-STAGES = {"generate": Ports((), ROLLOUT_COLUMNS), "train": Ports(ROLLOUT_COLUMNS, ())}
-SIZES = {"0:0:0": 5, "0:1:0": LARGE_BYTES // 13 + 1, "0:2:0": 900}
+STAGES = {"generate": StageSchema((), ROLLOUT_COLUMNS), "train": StageSchema(ROLLOUT_COLUMNS, ())}
+SIZES = {"0:0:0": 5, "0:1:0": LARGE_BLOB_BYTES // 13 + 1, "0:2:0": 900}
 """Tokens of each group, 13 bytes each: the second goes through the object store."""
 
 Make = Callable[..., RemoteShard]
@@ -49,8 +56,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     def make_one(*, journal: bool = True, groups: int = 100) -> RemoteShard:
         name = f"shard-{len(made)}"
-        files = Files(tmp_path / name) if journal else None
-        plans = {name: ShardPlan(STAGES, QueueConfig(), Bounds(groups), files=files)}
+        files = ShardFiles(tmp_path / name) if journal else None
+        plans = {name: ShardPlan(STAGES, QueueConfig(), ShardCapacity(groups), files=files)}
         (shard,) = create_shards(plans)
         made.append(shard.actor)
         shard.actor = Spy(shard.actor)
@@ -92,14 +99,14 @@ def test_what_was_begun_goes_to_the_next_holder(make: Make, uid: str) -> None:
 
     async def main() -> None:
         first, second = (ExperienceQueue([shard], holder) for holder in ("a", "b"))
-        await first.admit([Prompt(uid, np.array([1], np.int32))], 0)
-        (taken,) = await first.take("generate", max_groups=1, columns=(), wait_s=5.0)
-        assert taken.begun is None
-        await first.note([(taken.lease, columns_of(uid))])
-        assert await second.release("a", died=False) == 1
-        (again,) = await second.take("generate", max_groups=1, columns=(), wait_s=5.0)
-        assert again.begun is not None and again.lease.attempt == 1
-        assert_same(again.begun, uid)
+        await first.admit_prompts([Prompt(uid, np.array([1], np.int32))], 0)
+        (taken,) = await first.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
+        assert taken.partial_rollouts is None
+        await first.save_partials([(taken.lease, columns_of(uid))])
+        assert await second.release_holder("a", died=False) == 1
+        (again,) = await second.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
+        assert again.partial_rollouts is not None and again.lease.attempt == 1
+        assert_same(again.partial_rollouts, uid)
 
     asyncio.run(main())
 
@@ -110,29 +117,31 @@ def test_only_what_is_large_takes_actor_calls(make: Make, uid: str) -> None:
     queue = ExperienceQueue([shard], "me")
 
     async def main() -> None:
-        await queue.admit([Prompt(uid, np.array([1], np.int32))], 0)
-        (taken,) = await queue.take("generate", max_groups=1, columns=(), wait_s=5.0)
-        assert await queue.put([(taken.lease, columns_of(uid))]) == []
-        (whole,) = await queue.take("train", max_groups=1, columns=ROLLOUT_COLUMNS, wait_s=5.0)
+        await queue.admit_prompts([Prompt(uid, np.array([1], np.int32))], 0)
+        (taken,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
+        assert await queue.commit_columns([(taken.lease, columns_of(uid))]) == []
+        (whole,) = await queue.lease_groups(
+            "train", max_groups=1, columns=ROLLOUT_COLUMNS, wait_s=5.0
+        )
         assert_same(whole.columns, uid)
-        assert_same((await queue.read([uid], ROLLOUT_COLUMNS))[uid], uid)
-        await queue.leave([uid], 1)
-        assert (await queue.stats()).uids == ()
+        assert_same((await queue.read_columns([uid], ROLLOUT_COLUMNS))[uid], uid)
+        await queue.remove_groups([uid], 1)
+        assert (await queue.get_stats()).uids == ()
 
     asyncio.run(main())
-    by_actor = ["endpoint"] if SIZES[uid] * 13 < LARGE_BYTES else ["endpoint", *["ask"] * 3]
+    by_actor = ["endpoint"] if SIZES[uid] * 13 < LARGE_BLOB_BYTES else ["endpoint", *["ask"] * 3]
     assert shard.actor.called == by_actor
 
 
 def test_an_error_of_the_shard_is_the_callers(make: Make) -> None:
     async def main() -> None:
         queue = ExperienceQueue([make()], "me")
-        await queue.admit(prompts(), 0)
-        (taken,) = await queue.take("generate", max_groups=1, columns=(), wait_s=5.0)
+        await queue.admit_prompts(prompts(), 0)
+        (taken,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
         with pytest.raises(ContractError, match="token_ids"):
-            await queue.put([(taken.lease, {"scores": np.zeros(2, np.float32)})])
+            await queue.commit_columns([(taken.lease, {"scores": np.zeros(2, np.float32)})])
         with pytest.raises(ContractError, match="judge"):
-            await queue.take("judge", max_groups=1, columns=(), wait_s=5.0)
+            await queue.lease_groups("judge", max_groups=1, columns=(), wait_s=5.0)
 
     asyncio.run(main())
 
@@ -142,15 +151,17 @@ def test_a_lost_connection_is_made_anew_and_loses_no_answer(make: Make) -> None:
 
     async def main() -> None:
         queue = ExperienceQueue([shard], "me")
-        waiting = asyncio.create_task(queue.take("generate", max_groups=3, columns=(), wait_s=20.0))
-        await queue.stats()
-        (await shard._connection()).close()
-        await queue.admit(prompts(), 0)
+        waiting = asyncio.create_task(
+            queue.lease_groups("generate", max_groups=3, columns=(), wait_s=20.0)
+        )
+        await queue.get_stats()
+        (await shard._get_connection()).close()
+        await queue.admit_prompts(prompts(), 0)
         taken = await waiting
-        await queue.put([(one.lease, columns_of(one.uid)) for one in taken])
+        await queue.commit_columns([(one.lease, columns_of(one.uid)) for one in taken])
         found = {one.uid for one in taken}
         while found != set(SIZES):
-            rest = await queue.take("generate", max_groups=3, columns=(), wait_s=5.0)
+            rest = await queue.lease_groups("generate", max_groups=3, columns=(), wait_s=5.0)
             assert rest and not found & {one.uid for one in rest}
             found |= {one.uid for one in rest}
 
@@ -163,12 +174,14 @@ def test_a_shard_that_died_is_asked_until_it_is_back(make: Make) -> None:
 
     async def main() -> None:
         queue = ExperienceQueue([shard], "me")
-        await queue.admit(prompts(), 0)
-        waiting = asyncio.create_task(queue.take("train", max_groups=1, columns=(), wait_s=150.0))
+        await queue.admit_prompts(prompts(), 0)
+        waiting = asyncio.create_task(
+            queue.lease_groups("train", max_groups=1, columns=(), wait_s=150.0)
+        )
         await asyncio.sleep(0.1)
         await asyncio.to_thread(kill, shard)
-        taken = await queue.take("generate", max_groups=3, columns=(), wait_s=90.0)
-        assert await queue.put([(one.lease, columns_of(one.uid)) for one in taken]) == []
+        taken = await queue.lease_groups("generate", max_groups=3, columns=(), wait_s=90.0)
+        assert await queue.commit_columns([(one.lease, columns_of(one.uid)) for one in taken]) == []
         assert (await waiting)[0].uid in SIZES
 
     asyncio.run(main())
@@ -178,10 +191,10 @@ def test_a_shard_without_a_journal_does_not_come_back(make: Make) -> None:
     shard = make(journal=False)
 
     async def main() -> None:
-        await shard.stats()
+        await shard.get_stats()
         await asyncio.to_thread(kill, shard)
         with pytest.raises(ActorLostError, match=r"shard-0\.endpoint: the actor died"):
-            await shard.stats()
+            await shard.get_stats()
 
     asyncio.run(main())
 
@@ -192,14 +205,14 @@ def test_a_shard_that_cannot_be_reached_is_named_with_its_place(
     monkeypatch.setattr(shard_proxy, "RECONNECT_S", 0.5)
     shard = make()
 
-    async def nowhere(_: Any) -> Endpoint:
-        return Endpoint("127.0.0.1", 1, bytes(32))
+    async def nowhere(_: Any) -> RpcEndpoint:
+        return RpcEndpoint("127.0.0.1", 1, bytes(32))
 
     async def main() -> None:
         replies = type("Method", (), {"remote": staticmethod(lambda: nowhere(None))})
         shard.actor = type("Actor", (), {"endpoint": replies})
         with pytest.raises(ActorLostError, match=r"shard-0\.stats: 127\.0\.0\.1:1 cannot be"):
-            await shard.stats()
+            await shard.get_stats()
 
     asyncio.run(main())
 
@@ -213,18 +226,18 @@ def test_a_call_that_waits_for_long_may_lose_its_connection_now_and_then(
 
     async def main() -> None:
         queue = ExperienceQueue([shard], "me")
-        admitting = asyncio.create_task(queue.admit(prompts()[:2], 0))
+        admitting = asyncio.create_task(queue.admit_prompts(prompts()[:2], 0))
         for _ in range(2):
             await asyncio.sleep(1.0)
-            connection = await shard._connection()
+            connection = await shard._get_connection()
             async with asyncio.timeout(30.0):
-                while not connection._waiting:
+                while not connection._pending_replies:
                     await asyncio.sleep(0.01)
             connection.close()
-        (first,) = (await shard.stats()).uids
-        await queue.leave([first], 1)
+        (first,) = (await shard.get_stats()).uids
+        await queue.remove_groups([first], 1)
         await admitting
-        assert {first, *(await shard.stats()).uids} == {"0:0:0", "0:1:0"}
+        assert {first, *(await shard.get_stats()).uids} == {"0:0:0", "0:1:0"}
 
     asyncio.run(main())
 
@@ -232,15 +245,15 @@ def test_a_call_that_waits_for_long_may_lose_its_connection_now_and_then(
 def test_every_event_loop_and_process_has_a_connection_of_its_own(make: Make) -> None:
     shard = make()
     with asyncio.Runner() as one, asyncio.Runner() as other:
-        one.run(shard.admit([("0:0:0", b"", 0)], wait_s=1.0))
+        one.run(shard.admit_prompts([("0:0:0", b"", 0)], wait_s=1.0))
         for runner in (other, one, other):
-            assert runner.run(shard.stats()).uids == ("0:0:0",)
+            assert runner.run(shard.get_stats()).uids == ("0:0:0",)
     assert shard.actor.called == ["endpoint"] * 2
-    assert asyncio.run(shard.stats()).uids == ("0:0:0",)
+    assert asyncio.run(shard.get_stats()).uids == ("0:0:0",)
     shard.actor = shard.actor.actor
 
     @ray.remote(num_cpus=0)
     def elsewhere(shard: RemoteShard) -> Any:
-        return asyncio.run(shard.stats()).uids
+        return asyncio.run(shard.get_stats()).uids
 
     assert ray.get(elsewhere.remote(shard)) == ("0:0:0",)

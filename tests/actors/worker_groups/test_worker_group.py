@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import ray
 
-from streamrl.actors.worker_groups.worker_group import ResourcePool, WorkerGroup, load, put
+from streamrl.actors.worker_groups.worker_group import ResourcePool, WorkerGroup, fetch_rows, put
 from streamrl.controller import (
     PROTOCOLS,
     BatchRef,
-    Handed,
-    Mesh,
-    Place,
+    RankCalls,
+    WorkerContext,
+    WorkerMesh,
     add_protocol,
     transfers,
 )
 from streamrl.errors import ActorError, ActorLostError, ConfigError, DeadlineError
-from streamrl.resharding import Grid
+from streamrl.resharding import RankGrid
 from tests.e2e.launched import Launched
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 class Doubler:
     """Doubles what it is given, and says where that was done."""
 
-    def __init__(self, place: Place, factor: float = 2.0) -> None:
+    def __init__(self, place: WorkerContext, factor: float = 2.0) -> None:
         self._place = place
         self._factor = factor
 
@@ -86,7 +86,9 @@ def pool(local_ray: None) -> Iterator[ResourcePool]:
 
 @pytest.fixture(scope="module")
 def group(pool: ResourcePool) -> Iterator[WorkerGroup]:
-    group = WorkerGroup(pool, Doubler, mesh=Mesh(Grid.parse("2-1-2").seating()), timeout_s=60.0)
+    group = WorkerGroup(
+        pool, Doubler, mesh=WorkerMesh(RankGrid.from_text("2-1-2").assign_ranks()), timeout_s=60.0
+    )
     yield group
     group.close()
 
@@ -108,9 +110,9 @@ def test_what_one_call_returns_is_given_to_the_next_without_being_looked_at(
 
     def noted(batch: BatchRef) -> object:
         fetched.append(batch)
-        return load(batch)
+        return fetch_rows(batch)
 
-    monkeypatch.setattr("streamrl.actors.worker_groups.worker_group.load", noted)
+    monkeypatch.setattr("streamrl.actors.worker_groups.worker_group.fetch_rows", noted)
     first = group.double(put({"x": np.arange(6.0)}))
     second = group.double(first)
     both = group.twice_as_many(second)
@@ -121,12 +123,12 @@ def test_what_one_call_returns_is_given_to_the_next_without_being_looked_at(
 def test_columns_of_two_batches_go_side_by_side(group: WorkerGroup) -> None:
     prompts = put({"x": np.arange(4.0)})
     answers = put({"y": np.arange(4.0) + 10})
-    found = load((prompts | answers).rows(1, 3))
+    found = fetch_rows((prompts | answers).slice_rows(1, 3))
     assert {name: column.tolist() for name, column in found.items()} == {"x": [1, 2], "y": [11, 12]}
     joined = put({"z": np.arange(4.0)}) | group.double(prompts)
     assert set(joined.load()) == {"x", "z", "rank"}
     with pytest.raises(ValueError, match="columns x: in two batches"):
-        load(prompts | prompts)
+        fetch_rows(prompts | prompts)
 
 
 def test_ranks_know_where_they_are_and_where_to_meet(group: WorkerGroup) -> None:
@@ -207,7 +209,7 @@ def test_methods_that_a_group_cannot_have_are_refused(
     pool: ResourcePool, worker: type, told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
-        WorkerGroup(pool, worker, mesh=Mesh(Grid.parse("1-1-1").seating()))
+        WorkerGroup(pool, worker, mesh=WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks()))
 
 
 def test_what_a_call_cannot_take_is_told_in_a_line(group: WorkerGroup) -> None:
@@ -222,10 +224,10 @@ def test_what_a_call_cannot_take_is_told_in_a_line(group: WorkerGroup) -> None:
 @pytest.mark.slow
 def test_a_group_that_finds_a_slot_full_leaves_the_others_free(pool: ResourcePool) -> None:
     pool = ResourcePool(2, cpus=0.5, groups=1)
-    one = Mesh(Grid.parse("1-1-1").seating())
+    one = WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks())
     second = WorkerGroup(pool, Doubler, mesh=one, first_slot=1)
     with pytest.raises(ConfigError, match="slot 1 of the pool has its 1 groups already"):
-        WorkerGroup(pool, Doubler, mesh=Mesh(Grid.parse("1-1-2").seating()))
+        WorkerGroup(pool, Doubler, mesh=WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks()))
     first = WorkerGroup(pool, Doubler, mesh=one)
     assert first.first().get() == 0
     first.close()
@@ -239,7 +241,7 @@ def test_a_group_that_finds_a_slot_full_leaves_the_others_free(pool: ResourcePoo
 
 
 def test_slots_that_there_cannot_be_are_refused(pool: ResourcePool) -> None:
-    one = Mesh(Grid.parse("1-1-1").seating())
+    one = WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks())
     with pytest.raises(ConfigError, match="1 ranks from slot -1 on; the pool has 4 slots"):
         WorkerGroup(pool, Doubler, mesh=one, first_slot=-1)
     with pytest.raises(ConfigError, match="Doubler: timeout_s=0: must be more than 0"):
@@ -310,16 +312,26 @@ def test_several_groups_share_a_pool_until_it_is_full(
     pool: ResourcePool, group: WorkerGroup
 ) -> None:
     others = [
-        WorkerGroup(pool, Doubler, factor, mesh=Mesh(Grid.parse("1-1-2").seating()), first_slot=2)
+        WorkerGroup(
+            pool,
+            Doubler,
+            factor,
+            mesh=WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks()),
+            first_slot=2,
+        )
         for factor in (3.0, 5.0)
     ]
     batch = put({"x": np.arange(4.0)})
     found = [other.double(batch).load()["x"].tolist() for other in others]
     assert found == [[0, 3, 6, 9], [0, 5, 10, 15]]
     with pytest.raises(ConfigError, match="slot 2 of the pool has its 3 groups already"):
-        WorkerGroup(pool, Doubler, mesh=Mesh(Grid.parse("1-1-1").seating()), first_slot=2)
+        WorkerGroup(
+            pool, Doubler, mesh=WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks()), first_slot=2
+        )
     with pytest.raises(ConfigError, match="2 ranks from slot 3 on; the pool has 4 slots"):
-        WorkerGroup(pool, Doubler, mesh=Mesh(Grid.parse("1-1-2").seating()), first_slot=3)
+        WorkerGroup(
+            pool, Doubler, mesh=WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks()), first_slot=3
+        )
     for other in others:
         other.close()
 
@@ -336,13 +348,19 @@ def test_trouble_is_named_and_no_wait_is_endless(group: WorkerGroup) -> None:
 @pytest.mark.slow
 def test_a_worker_that_hangs_or_dies_is_told(pool: ResourcePool) -> None:
     group = WorkerGroup(
-        pool, Doubler, mesh=Mesh(Grid.parse("1-1-1").seating()), first_slot=1, timeout_s=2.0
+        pool,
+        Doubler,
+        mesh=WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks()),
+        first_slot=1,
+        timeout_s=2.0,
     )
     group_late = group.sleep(60.0)
     with pytest.raises(DeadlineError, match=r"Doubler\.sleep: no answer within 2 s from rank 0"):
         group_late.get()
     group.close()
-    other = WorkerGroup(pool, Doubler, mesh=Mesh(Grid.parse("1-1-1").seating()), timeout_s=60.0)
+    other = WorkerGroup(
+        pool, Doubler, mesh=WorkerMesh(RankGrid.from_text("1-1-1").assign_ranks()), timeout_s=60.0
+    )
     with pytest.raises(ActorLostError, match=r"Doubler-0\.die: the actor died"):
         other.die().get()
 
@@ -353,11 +371,11 @@ def test_a_pool_that_finds_no_room_says_what_there_is(pool: ResourcePool) -> Non
     assert ray.is_initialized()
 
 
-def backwards(mesh: Mesh, arguments: tuple[object, ...]) -> Handed:
+def backwards(mesh: WorkerMesh, arguments: tuple[object, ...]) -> RankCalls:
     """The first rows to the last rank."""
     (batch,) = arguments
     assert isinstance(batch, BatchRef)
-    return Handed(tuple((piece,) for piece in reversed(batch.split(mesh.size))))
+    return RankCalls(tuple((piece,) for piece in reversed(batch.split(mesh.size))))
 
 
 add_protocol("BACKWARDS", backwards, PROTOCOLS["DP"].collect)
@@ -387,14 +405,17 @@ class Served(Doubler):
 
 
 def test_serving_may_have_a_layout_and_a_user_a_protocol_of_their_own(pool: ResourcePool) -> None:
-    mesh = Mesh(Grid.parse("1-2-1").seating(), serving=Grid.parse("1-1-2").seating())
+    mesh = WorkerMesh(
+        RankGrid.from_text("1-2-1").assign_ranks(),
+        serving=RankGrid.from_text("1-1-2").assign_ranks(),
+    )
     group = WorkerGroup(pool, Served, mesh=mesh, first_slot=2, env={"SPECIAL": "yes"})
     batch = put({"x": np.arange(3.0)})
     # Trained, the two hold one model together; serving, each has one for itself.
     assert group.double(batch).load()["rank"].tolist() == [0, 0, 0]
     served = group.serve(batch).load()
     assert (served["x"].tolist(), served["rank"].tolist()) == ([0, 2, 4], [0, 0, 1])
-    assert group.back(batch.rows(0, 2)).load()["x"].tolist() == [2, 0]
+    assert group.back(batch.slice_rows(0, 2)).load()["x"].tolist() == [2, 0]
     assert group.environment("SPECIAL").get() == ["yes", "yes"]
     assert group.environment("OMP_NUM_THREADS").get() == ["1", "1"]
     # Who has died is told before who is late; and what it left behind is a group without it.
@@ -406,7 +427,7 @@ def test_serving_may_have_a_layout_and_a_user_a_protocol_of_their_own(pool: Reso
 class Stubborn(Doubler):
     """One rank of it does not start."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: WorkerContext) -> None:
         if place.rank == 1:
             raise ConfigError("rank=1: must be another")
 
@@ -416,9 +437,11 @@ def test_a_worker_that_does_not_start_is_told_and_its_slot_is_free_again(
     pool: ResourcePool,
 ) -> None:
     for _ in range(4):
-        group = WorkerGroup(pool, Stubborn, mesh=Mesh(Grid.parse("1-1-2").seating()))
+        group = WorkerGroup(
+            pool, Stubborn, mesh=WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks())
+        )
         group.close()
-    group = WorkerGroup(pool, Stubborn, mesh=Mesh(Grid.parse("1-1-2").seating()))
+    group = WorkerGroup(pool, Stubborn, mesh=WorkerMesh(RankGrid.from_text("1-1-2").assign_ranks()))
     with pytest.raises(ConfigError, match="rank=1: must be another"):
         group.first()
     group.close()

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms.math.advantages import (
-    best_of_group,
-    decoupled_reward_normalization,
-    gpg,
-    greedy_baseline,
-    group_relative,
-    leave_one_out,
-    length_weighted_baseline,
+    best_of_group_advantages,
+    decoupled_reward_advantages,
+    gpg_advantages,
+    greedy_baseline_advantages,
+    group_relative_advantages,
+    leave_one_out_advantages,
+    length_weighted_advantages,
 )
 from tests.algorithms.ragged import assert_as_in_loops
 
@@ -55,116 +55,134 @@ def test_two_groups_by_hand():
     scores = torch.tensor([1.0, 0.0, 2.0, 1.0, 3.0])
     ids = torch.tensor([7, 3, 7, 3, 7])
     half = 0.5 / math.sqrt(0.5)
-    near(group_relative(scores, ids), [-1.0, -half, 0.0, half, 1.0])
+    near(group_relative_advantages(scores, ids), [-1.0, -half, 0.0, half, 1.0])
 
 
 def test_scale_none_only_subtracts_the_mean():
-    near(group_relative(*grouped([[1.0, 2.0, 6.0]]), scale="none"), [-2.0, -1.0, 3.0])
+    near(group_relative_advantages(*grouped([[1.0, 2.0, 6.0]]), scale="none"), [-2.0, -1.0, 3.0])
 
 
 def test_scale_batch_divides_by_the_deviation_of_all_scores():
     # All: mean 3, squares of what is left 9 + 1 + 1 + 9 = 20. Groups: means 1 and 5.
     scores, ids = grouped([[0.0, 2.0], [4.0, 6.0]])
     unbiased, biased = math.sqrt(20 / 3), math.sqrt(20 / 4)
-    near(group_relative(scores, ids, scale="batch"), [x / unbiased for x in (-1, 1, -1, 1)])
-    divided = group_relative(scores, ids, scale="batch", unbiased=False)
+    near(
+        group_relative_advantages(scores, ids, scale="batch"),
+        [x / unbiased for x in (-1, 1, -1, 1)],
+    )
+    divided = group_relative_advantages(scores, ids, scale="batch", unbiased=False)
     near(divided, [x / biased for x in (-1, 1, -1, 1)])
 
 
 def test_scale_mean_divides_by_the_mean_and_gives_0_where_that_is_not_positive():
     scores, ids = grouped([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0], [-3.0, 1.0], [1.0, 3.0]])
     expected = [1.0, -1.0, -1.0, 1.0, 0.0, 0.0, 0.0, 0.0, -0.5, 0.5]
-    near(group_relative(scores, ids, scale="mean"), expected)
+    near(group_relative_advantages(scores, ids, scale="mean"), expected)
 
 
 def test_the_biased_deviation_divides_by_n():
-    near(group_relative(*grouped([[0.0, 2.0]]), unbiased=False), [-1.0, 1.0])
+    near(group_relative_advantages(*grouped([[0.0, 2.0]]), unbiased=False), [-1.0, 1.0])
 
 
 @pytest.mark.parametrize("scale", ["std", "batch", "mean"])
 def test_eps_is_added_to_what_is_divided_by(scale):
     # Mean 1 and biased deviation 1; and both a millionth, as eps is if nothing is said.
-    large = group_relative(*grouped([[0.0, 2.0]]), scale=scale, eps=1.0, unbiased=False)
+    large = group_relative_advantages(*grouped([[0.0, 2.0]]), scale=scale, eps=1.0, unbiased=False)
     near(large, [-0.5, 0.5])
-    near(group_relative(*grouped([[0.0, 2e-6]]), scale=scale, unbiased=False), [-0.5, 0.5])
+    near(
+        group_relative_advantages(*grouped([[0.0, 2e-6]]), scale=scale, unbiased=False), [-0.5, 0.5]
+    )
 
 
 @given(st.floats(-1e6, 1e6, width=32), st.integers(1, 9))
 def test_equal_scores_give_exactly_zero(score, size):
     scores, ids = grouped([[score] * size, [0.0, 1.0]])
-    assert group_relative(scores, ids)[:size].tolist() == [0.0] * size
-    assert leave_one_out(scores, ids)[:size].tolist() == [0.0] * size
-    assert gpg(scores, ids)[:size].tolist() == [0.0] * size
+    assert group_relative_advantages(scores, ids)[:size].tolist() == [0.0] * size
+    assert leave_one_out_advantages(scores, ids)[:size].tolist() == [0.0] * size
+    assert gpg_advantages(scores, ids)[:size].tolist() == [0.0] * size
     lengths = torch.arange(1, size + 3)
-    assert length_weighted_baseline(scores, ids, lengths)[:size].tolist() == [0.0] * size
+    assert length_weighted_advantages(scores, ids, lengths)[:size].tolist() == [0.0] * size
 
 
 def test_a_group_of_one_gets_zero_or_keeps_its_score():
     scores, ids = grouped([[3.0], [1.0, 1.0]])
-    assert group_relative(scores, ids).tolist() == [0.0, 0.0, 0.0]
-    assert group_relative(scores, ids, scale="none", single="keep").tolist() == [3.0, 0.0, 0.0]
-    kept = group_relative(scores, ids, single="keep")
+    assert group_relative_advantages(scores, ids).tolist() == [0.0, 0.0, 0.0]
+    assert group_relative_advantages(scores, ids, scale="none", single="keep").tolist() == [
+        3.0,
+        0.0,
+        0.0,
+    ]
+    kept = group_relative_advantages(scores, ids, single="keep")
     torch.testing.assert_close(kept, torch.tensor([3.0 / (1 + 1e-6), 0.0, 0.0]))
-    assert group_relative(scores, ids, single="keep", eps=2.0).tolist() == [1.0, 0.0, 0.0]
+    assert group_relative_advantages(scores, ids, single="keep", eps=2.0).tolist() == [
+        1.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_a_group_of_one_elsewhere():
     scores, ids = grouped([[3.0], [0.0, 0.0]])
     lengths = torch.tensor([5, 1, 2])
     for single, expected in (("zero", [0.0, 0.0, 0.0]), ("keep", [3.0, 0.0, 0.0])):
-        assert leave_one_out(scores, ids, single=single).tolist() == expected
-        opo = length_weighted_baseline(scores, ids, lengths, single=single)
+        assert leave_one_out_advantages(scores, ids, single=single).tolist() == expected
+        opo = length_weighted_advantages(scores, ids, lengths, single=single)
         assert opo.tolist() == expected
         # Three rollouts, one score that is not 0.
-        assert gpg(scores, ids, single=single).tolist() == [3 * x for x in expected]
+        assert gpg_advantages(scores, ids, single=single).tolist() == [3 * x for x in expected]
 
 
 def test_leave_one_out_by_hand():
     # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2; and 0 - 4, 4 - 0.
     scores, ids = grouped([[1.0, 2.0, 6.0], [0.0, 4.0]])
-    near(leave_one_out(scores, ids), [-3.0, -1.5, 4.5, -4.0, 4.0])
+    near(leave_one_out_advantages(scores, ids), [-3.0, -1.5, 4.5, -4.0, 4.0])
 
 
 def test_the_length_weighted_baseline_by_hand():
     # Group 0: (1 * 4 + 3 * 0) / 4 = 1. Group 1: (2 * 1 + 2 * 3) / 4 = 2.
     scores, ids = grouped([[4.0, 0.0], [1.0, 3.0]])
-    advantages = length_weighted_baseline(scores, ids, torch.tensor([1, 3, 2, 2]))
+    advantages = length_weighted_advantages(scores, ids, torch.tensor([1, 3, 2, 2]))
     near(advantages, [3.0, -1.0, -1.0, 1.0])
 
 
 def test_the_best_of_a_group_by_hand():
     # Leads of 3 and of 2, and one that is shared. Deviation of 0, 0, 3: sqrt((1 + 1 + 4) / 2).
     scores, ids = grouped([[0.0, 3.0, 0.0], [-3.0, -5.0], [2.0, 2.0, 1.0]])
-    near(best_of_group(scores, ids), [0.0, 3.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0])
-    scaled = best_of_group(scores, ids, scale="std")
+    near(best_of_group_advantages(scores, ids), [0.0, 3.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0])
+    scaled = best_of_group_advantages(scores, ids, scale="std")
     near(scaled, [0.0, math.sqrt(3), 0.0, math.sqrt(2), 0.0, 0.0, 0.0, 0.0])
-    biased = best_of_group(scores, ids, scale="std", unbiased=False)
+    biased = best_of_group_advantages(scores, ids, scale="std", unbiased=False)
     near(biased, [0.0, 3 / math.sqrt(2), 0.0, 2.0, 0.0, 0.0, 0.0, 0.0])
 
 
 def test_the_lead_over_the_deviation_and_eps():
-    near(best_of_group(*grouped([[0.0, 2.0]]), scale="std", eps=1.0, unbiased=False), [0.0, 1.0])
-    near(best_of_group(*grouped([[0.0, 2e-6]]), scale="std", unbiased=False), [0.0, 1.0])
+    near(
+        best_of_group_advantages(*grouped([[0.0, 2.0]]), scale="std", eps=1.0, unbiased=False),
+        [0.0, 1.0],
+    )
+    near(best_of_group_advantages(*grouped([[0.0, 2e-6]]), scale="std", unbiased=False), [0.0, 1.0])
 
 
 def test_a_group_of_one_has_no_second_best():
     with pytest.raises(ValueError, match="group of one"):
-        best_of_group(*grouped([[1.0], [0.0, 1.0]]))
+        best_of_group_advantages(*grouped([[1.0], [0.0, 1.0]]))
 
 
 def test_gpg_by_hand_and_that_its_factor_is_of_the_whole_batch():
     # 4 rollouts, 1 with a score: a factor of 4. The first group alone: a factor of 2.
     scores, ids = grouped([[1.0, 0.0], [0.0, 0.0]])
-    near(gpg(scores, ids), [2.0, -2.0, 0.0, 0.0])
-    near(gpg(scores[:2], ids[:2]), [1.0, -1.0])
+    near(gpg_advantages(scores, ids), [2.0, -2.0, 0.0, 0.0])
+    near(gpg_advantages(scores[:2], ids[:2]), [1.0, -1.0])
 
 
 def test_gpg_of_a_batch_without_a_score_is_0():
-    assert gpg(*grouped([[0.0, 0.0], [0.0]]), single="keep").tolist() == [0.0, 0.0, 0.0]
+    assert gpg_advantages(*grouped([[0.0, 0.0], [0.0]]), single="keep").tolist() == [0.0, 0.0, 0.0]
 
 
 def test_the_greedy_baseline_by_hand():
-    advantages = greedy_baseline(torch.tensor([1.0, 0.0, 2.5]), torch.tensor([1.0, 1.0, -1.0]))
+    advantages = greedy_baseline_advantages(
+        torch.tensor([1.0, 0.0, 2.5]), torch.tensor([1.0, 1.0, -1.0])
+    )
     assert advantages.tolist() == [0.0, -1.0, 3.5]
 
 
@@ -173,10 +191,10 @@ def test_decoupled_rewards_by_hand():
     rewards = torch.tensor([[0.0, 100.0], [2.0, -100.0], [5.0, 0.0], [5.0, 200.0]])
     ids = torch.tensor([4, 4, 1, 1])
     half = 1 / math.sqrt(2)
-    near(decoupled_reward_normalization(rewards, ids), [0.0, 0.0, -half, half])
-    weighted = decoupled_reward_normalization(rewards, ids, weights=torch.tensor([3.0, 1.0]))
+    near(decoupled_reward_advantages(rewards, ids), [0.0, 0.0, -half, half])
+    weighted = decoupled_reward_advantages(rewards, ids, weights=torch.tensor([3.0, 1.0]))
     near(weighted, [-2 * half, 2 * half, -half, half])
-    biased = decoupled_reward_normalization(rewards, ids, unbiased=False)
+    biased = decoupled_reward_advantages(rewards, ids, unbiased=False)
     near(biased, [0.0, 0.0, -1.0, 1.0])
 
 
@@ -185,21 +203,21 @@ def test_a_reward_that_says_nothing_of_a_rollout_is_left_out_for_it_by_hand():
     # In the first group the first reward speaks of two rollouts of three, in the other of none.
     rewards = torch.tensor([[0.0, 1.0], [nan, 1.0], [2.0, 1.0], [nan, 0.0], [nan, 4.0]])
     ids = torch.tensor([4, 4, 4, 1, 1])
-    near(decoupled_reward_normalization(rewards, ids), [-half, 0.0, half, -half, half])
-    near(decoupled_reward_normalization(torch.full((2, 1), nan), ids[:2]), [0.0, 0.0])
+    near(decoupled_reward_advantages(rewards, ids), [-half, 0.0, half, -half, half])
+    near(decoupled_reward_advantages(torch.full((2, 1), nan), ids[:2]), [0.0, 0.0])
 
 
 def test_eps_of_decoupled_rewards():
     rewards = torch.tensor([[0.0], [2.0]])
     ids = torch.tensor([0, 0])
-    near(decoupled_reward_normalization(rewards, ids, eps=1.0, unbiased=False), [-0.5, 0.5])
-    near(decoupled_reward_normalization(rewards / 1e6, ids, unbiased=False), [-0.5, 0.5])
+    near(decoupled_reward_advantages(rewards, ids, eps=1.0, unbiased=False), [-0.5, 0.5])
+    near(decoupled_reward_advantages(rewards / 1e6, ids, unbiased=False), [-0.5, 0.5])
 
 
 @given(st.lists(SCORES, min_size=1, max_size=4))
 def test_advantages_of_a_group_sum_to_zero(groups):
     scores, ids = grouped(groups)
-    advantages = group_relative(scores, ids)
+    advantages = group_relative_advantages(scores, ids)
     assert advantages.isfinite().all()
     for i in range(len(groups)):
         assert abs(float(advantages[ids == i].sum())) < 1e-4
@@ -217,18 +235,18 @@ def two_rewards(scores: torch.Tensor) -> torch.Tensor:
 # Without eps, but for what keeps 0 / 0 away.
 TINY = 1e-12
 ESTIMATORS = {
-    "std": lambda s, g: group_relative(s, g, eps=TINY),
-    "biased std": lambda s, g: group_relative(s, g, eps=TINY, unbiased=False),
-    "batch": lambda s, g: group_relative(s, g, scale="batch", eps=TINY),
-    "mean": lambda s, g: group_relative(s, g, scale="mean", eps=TINY),
-    "none": lambda s, g: group_relative(s, g, scale="none"),
-    "leave one out": leave_one_out,
-    "length weighted": lambda s, g: length_weighted_baseline(s, g, lengths_of(s)),
-    "best": best_of_group,
-    "best over std": lambda s, g: best_of_group(s, g, scale="std", eps=TINY),
-    "gpg": gpg,
-    "greedy": lambda s, g: greedy_baseline(s, s.square()),
-    "decoupled": lambda s, g: decoupled_reward_normalization(two_rewards(s), g, eps=TINY),
+    "std": lambda s, g: group_relative_advantages(s, g, eps=TINY),
+    "biased std": lambda s, g: group_relative_advantages(s, g, eps=TINY, unbiased=False),
+    "batch": lambda s, g: group_relative_advantages(s, g, scale="batch", eps=TINY),
+    "mean": lambda s, g: group_relative_advantages(s, g, scale="mean", eps=TINY),
+    "none": lambda s, g: group_relative_advantages(s, g, scale="none"),
+    "leave one out": leave_one_out_advantages,
+    "length weighted": lambda s, g: length_weighted_advantages(s, g, lengths_of(s)),
+    "best": best_of_group_advantages,
+    "best over std": lambda s, g: best_of_group_advantages(s, g, scale="std", eps=TINY),
+    "gpg": gpg_advantages,
+    "greedy": lambda s, g: greedy_baseline_advantages(s, s.square()),
+    "decoupled": lambda s, g: decoupled_reward_advantages(two_rewards(s), g, eps=TINY),
 }
 OF_THE_BATCH = ("batch", "gpg")
 SQUARING = ("greedy", "decoupled")
@@ -333,9 +351,9 @@ def test_a_shift_of_all_scores_does_nothing(name, groups, shift):
 def test_a_shift_does_nothing_under_given_lengths_and_baselines():
     scores, ids = grouped([[1.0, 2.0, 6.0], [0.0, 4.0]])
     lengths = torch.tensor([1, 4, 2, 8, 2])
-    moved = length_weighted_baseline(scores + 8, ids, lengths)
-    near(moved, length_weighted_baseline(scores, ids, lengths).tolist())
-    near(greedy_baseline(scores + 8, scores.flip(0) + 8), [-3.0, 2.0, 0.0, -2.0, 3.0])
+    moved = length_weighted_advantages(scores + 8, ids, lengths)
+    near(moved, length_weighted_advantages(scores, ids, lengths).tolist())
+    near(greedy_baseline_advantages(scores + 8, scores.flip(0) + 8), [-3.0, 2.0, 0.0, -2.0, 3.0])
 
 
 @pytest.mark.parametrize(
@@ -362,11 +380,11 @@ def test_no_groups_have_no_advantages():
 def test_an_unknown_choice_is_refused():
     scores, ids = grouped([[0.0, 1.0]])
     with pytest.raises(ValueError, match="scale='iqr'"):
-        group_relative(scores, ids, scale="iqr")
+        group_relative_advantages(scores, ids, scale="iqr")
     with pytest.raises(ValueError, match="scale='batch'"):
-        best_of_group(scores, ids, scale="batch")
-    for estimate in (group_relative, leave_one_out, gpg):
+        best_of_group_advantages(scores, ids, scale="batch")
+    for estimate in (group_relative_advantages, leave_one_out_advantages, gpg_advantages):
         with pytest.raises(ValueError, match="single='drop'"):
             estimate(scores, ids, single="drop")
     with pytest.raises(ValueError, match="single='drop'"):
-        length_weighted_baseline(scores, ids, torch.ones(2), single="drop")
+        length_weighted_advantages(scores, ids, torch.ones(2), single="drop")

@@ -8,7 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms.math.diagnostics import divergence_sums
-from streamrl.algorithms.math.step_metrics import FINEST, HALF_BINS, summarise_divergence
+from streamrl.algorithms.math.step_metrics import (
+    MIN_LOG_RATIO,
+    NUM_BINS_PER_SIDE,
+    summarise_divergence,
+)
 from tests.algorithms.ragged import (
     BATCHES,
     BOUNDS,
@@ -95,7 +99,7 @@ def test_padding_has_no_say(batch):
 def test_every_token_is_counted_in_one_bin(batch, spread):
     sums = sums_of(batch | {"log_ratio": batch["log_ratio"] * 10**spread})
     counts = [n for name, n in sums.items() if "bin" in name]
-    assert len(counts) == 2 * HALF_BINS + 1
+    assert len(counts) == 2 * NUM_BINS_PER_SIDE + 1
     assert sum(counts) == batch["loss_mask"].sum()
     assert sums["num_sequences"] == batch["loss_mask"].any(-1).sum()
 
@@ -111,7 +115,7 @@ def test_quantiles_are_near_the_true_ones(seed, spread, shift):
     for name, place in (("p01", 3), ("p50", 150), ("p99", 297)):
         exact = true[place - 1]
         error = abs(math.log(metrics[f"correction/ratio_{name}"]) - exact)
-        assert error <= 0.14 * (abs(exact) + FINEST)
+        assert error <= 0.14 * (abs(exact) + MIN_LOG_RATIO)
 
 
 def test_policies_that_are_far_apart_have_numbers():

@@ -14,20 +14,20 @@ from torch import Tensor
 
 from streamrl.algorithms.math.kl import kl_estimate
 from streamrl.algorithms.math.losses import (
-    aggregate,
-    clipped_importance,
-    clipped_surrogate,
-    covariance_clip,
-    covariance_kl,
-    divergence_masked,
-    geometric_mean,
-    score_function,
-    sequence_clipped_surrogate,
-    soft_adaptive,
+    aggregate_loss,
+    clipped_importance_loss,
+    clipped_surrogate_loss,
+    covariance_clip_loss,
+    covariance_kl_loss,
+    divergence_masked_loss,
+    geometric_mean_loss,
+    score_function_loss,
+    sequence_clipped_surrogate_loss,
+    soft_adaptive_loss,
     value_loss,
 )
-from streamrl.algorithms.math.masks import keep
-from streamrl.algorithms.options import MODES
+from streamrl.algorithms.math.masks import apply_mask
+from streamrl.algorithms.options import LOSS_AGGREGATIONS
 from tests.algorithms.ragged import (
     BATCHES,
     Batch,
@@ -49,29 +49,31 @@ SEEDS = st.integers(0, 9999)
 
 # Of a batch that is masked already, as policy_loss does it: the loss, [B, T].
 POLICY_LOSSES: dict[str, Callable[[Batch], Tensor]] = {
-    "ppo": lambda b: clipped_surrogate(b["log_ratio"], b["advantages"], **CLIP),
-    "dual": lambda b: clipped_surrogate(b["log_ratio"], b["advantages"], dual_clip=DUAL, **CLIP),
-    "gspo": lambda b: sequence_clipped_surrogate(
+    "ppo": lambda b: clipped_surrogate_loss(b["log_ratio"], b["advantages"], **CLIP),
+    "dual": lambda b: clipped_surrogate_loss(
+        b["log_ratio"], b["advantages"], dual_clip=DUAL, **CLIP
+    ),
+    "gspo": lambda b: sequence_clipped_surrogate_loss(
         b["log_ratio"], b["advantages"], b["loss_mask"], **CLIP
     ),
-    "cispo": lambda b: clipped_importance(
+    "cispo": lambda b: clipped_importance_loss(
         b["log_ratio"], b["advantages"], logprobs=b["logprobs"], **CLIP
     ),
-    "gmpo": lambda b: geometric_mean(b["log_ratio"], b["advantages"], b["loss_mask"], **CLIP),
-    "sapo": lambda b: soft_adaptive(b["log_ratio"], b["advantages"]),
-    "clip_cov": lambda b: covariance_clip(
+    "gmpo": lambda b: geometric_mean_loss(b["log_ratio"], b["advantages"], b["loss_mask"], **CLIP),
+    "sapo": lambda b: soft_adaptive_loss(b["log_ratio"], b["advantages"]),
+    "clip_cov": lambda b: covariance_clip_loss(
         b["log_ratio"], b["advantages"], chosen=b["chosen"], **CLIP
     ),
-    "kl_cov": lambda b: covariance_kl(
+    "kl_cov": lambda b: covariance_kl_loss(
         b["log_ratio"], b["advantages"], chosen=b["chosen"], coef=COEF
     ),
-    "dppo_tv": lambda b: divergence_masked(
+    "dppo_tv": lambda b: divergence_masked_loss(
         b["log_ratio"], b["advantages"], logprobs=b["logprobs"], kind="tv", **DPPO
     ),
-    "dppo_kl": lambda b: divergence_masked(
+    "dppo_kl": lambda b: divergence_masked_loss(
         b["log_ratio"], b["advantages"], logprobs=b["logprobs"], kind="kl", **DPPO
     ),
-    "reinforce": lambda b: score_function(b["logprobs"], b["advantages"]),
+    "reinforce": lambda b: score_function_loss(b["logprobs"], b["advantages"]),
 }
 
 
@@ -98,11 +100,11 @@ def run(name: str, batch: Batch) -> tuple[Tensor, Tensor]:
     leaf = batch[trained(name)].clone().requires_grad_()
     mask = batch["loss_mask"]
     tokens = {
-        key: keep(x, mask) if x.is_floating_point() and x.ndim == 2 else x
+        key: apply_mask(x, mask) if x.is_floating_point() and x.ndim == 2 else x
         for key, x in (batch | {trained(name): leaf}).items()
     }
     tokens["log_ratio"] = tokens["logprobs"] - tokens["old_logprobs"]
-    loss = keep(LOSSES[name](tokens), mask)
+    loss = apply_mask(LOSSES[name](tokens), mask)
     loss.sum().backward()
     return loss.detach(), gradient(leaf)
 
@@ -288,10 +290,12 @@ def test_policies_that_are_far_apart_have_a_loss_and_a_gradient(name):
 def test_one_advantage_per_rollout_may_be_given_once(name, batch):
     mask = batch["loss_mask"]
     once = batch["advantages"][:, :1]
-    tokens = batch | {"log_ratio": keep(batch["log_ratio"], mask), "advantages": once}
+    tokens = batch | {"log_ratio": apply_mask(batch["log_ratio"], mask), "advantages": once}
     wide = tokens | {"advantages": once.expand(mask.shape)}
     result, expected = POLICY_LOSSES[name](tokens), POLICY_LOSSES[name](wide)
-    torch.testing.assert_close(keep(result, mask), keep(expected, mask), atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        apply_mask(result, mask), apply_mask(expected, mask), atol=1e-12, rtol=0
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name != "kl_cov"])
@@ -306,24 +310,24 @@ def first_step(loss: Callable[[Batch], Tensor], batch: Batch, mode: str) -> Tens
     """The gradient of a first on-policy step, by logprobs: every ratio is 1, and moves."""
     mask = batch["loss_mask"]
     leaf = batch["logprobs"].clone().requires_grad_()
-    logprobs = keep(leaf, mask)
+    logprobs = apply_mask(leaf, mask)
     tokens = batch | {"logprobs": logprobs, "log_ratio": logprobs - logprobs.detach()}
     group_ids = torch.arange(len(mask)) // 2
-    total = aggregate(loss(tokens), mask, mode=mode, max_length=9, group_ids=group_ids)
+    total = aggregate_loss(loss(tokens), mask, mode=mode, max_length=9, group_ids=group_ids)
     total.backward()
     return gradient(leaf)
 
 
 def dppo_masked(kind: str, bound: float) -> Callable[[Batch], Tensor]:
     bounds = {"low": bound, "high": bound, "cap": 1.0}
-    return lambda b: divergence_masked(
+    return lambda b: divergence_masked_loss(
         b["log_ratio"], b["advantages"], logprobs=b["logprobs"], kind=kind, **bounds
     )
 
 
 EXACTLY = {
     **{name: POLICY_LOSSES[name] for name in ("ppo", "dual", "cispo", "gspo", "kl_cov")},
-    "sapo at temperature 1": lambda b: soft_adaptive(
+    "sapo at temperature 1": lambda b: soft_adaptive_loss(
         b["log_ratio"], b["advantages"], temperature_negative=1.0
     ),
     **{
@@ -336,7 +340,7 @@ EXACTLY = {
 
 @pytest.mark.parametrize("name", EXACTLY)
 def test_a_first_on_policy_step_has_exactly_the_gradient_of_reinforce(name):
-    for mode, seed in itertools.product(MODES, range(8)):
+    for mode, seed in itertools.product(LOSS_AGGREGATIONS, range(8)):
         batch = ragged(seed)
         expected = first_step(POLICY_LOSSES["reinforce"], batch, mode)
         assert torch.equal(first_step(EXACTLY[name], batch, mode), expected), mode
@@ -346,7 +350,7 @@ def test_a_first_on_policy_step_has_exactly_the_gradient_of_reinforce(name):
 def test_a_first_step_of_sapo_and_of_gmpo_under_one_advantage_per_rollout_is_it_but_for_rounding(
     name,
 ):
-    for mode, seed in itertools.product(MODES, range(8)):
+    for mode, seed in itertools.product(LOSS_AGGREGATIONS, range(8)):
         batch = ragged(seed)
         if name == "gmpo":
             batch["advantages"] = batch["scores"][:, None].expand_as(batch["advantages"])
@@ -359,7 +363,7 @@ def test_a_first_step_of_gmpo_has_the_mean_advantage_of_the_rollout():
     batch = ragged(11)
     mask = batch["loss_mask"]
     lengths = mask.sum(-1, keepdim=True).clamp(min=1)
-    mean = keep(batch["advantages"], mask).sum(-1, keepdim=True) / lengths
+    mean = apply_mask(batch["advantages"], mask).sum(-1, keepdim=True) / lengths
     gradient = first_step(POLICY_LOSSES["gmpo"], batch, "token-mean")
     levelled = batch | {"advantages": mean.expand(mask.shape)}
     expected = first_step(POLICY_LOSSES["reinforce"], levelled, "token-mean")

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.algorithms.math.kl import KINDS, adapt_coefficient, kl_estimate
+from streamrl.algorithms.math.kl import KL_KINDS, adapt_kl_coef, kl_estimate
 from tests.algorithms.ragged import gradient
 
-STRAIGHT_THROUGH = [kind for kind in KINDS if kind.endswith("+")]
+STRAIGHT_THROUGH = [kind for kind in KL_KINDS if kind.endswith("+")]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_gradients_by_hand_and_straight_through_ones_are_those_of_k2(kind, expec
     torch.testing.assert_close(logprobs.grad, torch.tensor(expected))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KL_KINDS)
 def test_the_same_policy_has_no_divergence(kind):
     logprobs = torch.tensor([-0.3, -7.0])
     assert kl_estimate(logprobs, logprobs, kind).tolist() == [0.0, 0.0]
@@ -79,7 +79,7 @@ def test_k3_is_bounded_for_any_input():
     assert kl_estimate(torch.tensor(0.0), torch.tensor(-1e6), "k3").item() == 10.0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KL_KINDS)
 def test_estimates_and_gradients_are_finite_however_far_the_policies_are(kind):
     logprobs = torch.tensor([-1e6, 0.0], requires_grad=True)
     estimates = kl_estimate(logprobs, torch.tensor([0.0, -1e6]), kind)
@@ -116,7 +116,7 @@ def test_in_the_mean_only_k2_and_the_straight_through_ones_lead_down_the_diverge
 
     forward = gradient((p * (logprobs - reference)).sum())
     reverse = gradient((q * (reference - logprobs)).sum())
-    for kind in KINDS:
+    for kind in KL_KINDS:
         # Tokens are sampled with p, and that sampling has no gradient.
         mean = gradient((p.detach() * kl_estimate(logprobs, reference, kind)).sum())
         expected = {"k1": torch.zeros(4).double(), "k3": reverse}.get(kind, forward)
@@ -144,16 +144,16 @@ ADAPTATION: dict[str, Any] = {"target": 0.1, "horizon": 1000.0, "num_rollouts": 
     ],
 )
 def test_the_coefficient_follows_the_divergence_by_hand(kl, expected):
-    assert adapt_coefficient(0.5, kl, **ADAPTATION) == pytest.approx(expected)
+    assert adapt_kl_coef(0.5, kl, **ADAPTATION) == pytest.approx(expected)
 
 
 @given(st.floats(0.01, 10), st.floats(-1, 1), st.floats(-1, 1))
 def test_a_larger_divergence_never_gives_a_smaller_coefficient(coef, kl, other):
     low, high = sorted((kl, other))
-    assert adapt_coefficient(coef, low, **ADAPTATION) <= adapt_coefficient(coef, high, **ADAPTATION)
+    assert adapt_kl_coef(coef, low, **ADAPTATION) <= adapt_kl_coef(coef, high, **ADAPTATION)
 
 
 @given(st.floats(0, 1), st.floats(0.5, 4))
 def test_only_the_ratio_of_divergence_and_target_matters(kl, unit):
-    scaled = adapt_coefficient(1.0, kl * unit, **(ADAPTATION | {"target": 0.1 * unit}))
-    assert scaled == pytest.approx(adapt_coefficient(1.0, kl, **ADAPTATION))
+    scaled = adapt_kl_coef(1.0, kl * unit, **(ADAPTATION | {"target": 0.1 * unit}))
+    assert scaled == pytest.approx(adapt_kl_coef(1.0, kl, **ADAPTATION))

@@ -6,25 +6,29 @@ import pytest
 import torch
 
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.algorithms.math.lagrange import adapt_multiplier, lagrangian
-from streamrl.algorithms.objective import derive
+from streamrl.algorithms.math.lagrange import adapt_multiplier, lagrangian_advantages
+from streamrl.algorithms.objective import derive_group_columns
 from tests.algorithms.steps import made_up_step, settings_of
 
 
 def test_the_advantage_by_hand():
     reward, cost = torch.tensor([1.0, 0.0, -2.0]), torch.tensor([0.5, 1.0, 0.0])
-    found = lagrangian(reward, cost, multiplier=3.0)
+    found = lagrangian_advantages(reward, cost, multiplier=3.0)
     torch.testing.assert_close(found, torch.tensor([(1 - 1.5) / 4, -3 / 4, -2 / 4]))
 
 
 def test_without_a_weight_on_costs_it_is_the_advantage_of_the_reward():
     reward = torch.tensor([[1.0, -3.0]])
-    assert torch.equal(lagrangian(reward, torch.full((1, 2), 9.0), multiplier=0.0), reward)
+    assert torch.equal(
+        lagrangian_advantages(reward, torch.full((1, 2), 9.0), multiplier=0.0), reward
+    )
 
 
 def test_cost_and_reward_in_each_others_place_change_the_sign():
     reward, cost = torch.randn(5), torch.randn(5)
-    one, other = (lagrangian(a, b, multiplier=1.0) for a, b in ((reward, cost), (cost, reward)))
+    one, other = (
+        lagrangian_advantages(a, b, multiplier=1.0) for a, b in ((reward, cost), (cost, reward))
+    )
     torch.testing.assert_close(one, -other)
 
 
@@ -49,7 +53,7 @@ def of_one_rollout(config, **columns):
         "ref_logprobs": torch.tensor([[0.0, -1.5, -1.0]]),
         **{name: torch.tensor([value]) for name, value in columns.items()},
     }
-    return derive(config.row, settings_of(config), step, torch.tensor([0]))
+    return derive_group_columns(config.row, settings_of(config), step, torch.tensor([0]))
 
 
 def test_each_critic_learns_its_own_returns():
@@ -80,7 +84,7 @@ def test_no_token_has_more_than_token_clip():
 
 def test_a_greedy_completion_is_what_its_rollouts_are_compared_with():
     config, step = AlgorithmConfig(name="remax"), made_up_step()
-    derived = derive(config.row, settings_of(config), step.columns, step.group_ids)
+    derived = derive_group_columns(config.spec, settings_of(config), step.columns, step.group_ids)
     lead = step.columns["scores"] - step.columns["baseline_scores"]
     mask = step.columns["loss_mask"]
     torch.testing.assert_close(derived["advantages"][mask], lead[:, None].expand(mask.shape)[mask])

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from streamrl.algorithms.math.log_ratio_bounds import LOG_RATIO_LIMIT
 from streamrl.algorithms.math.losses import (
-    aggregate,
-    aggregate_sum,
-    clipped_surrogate,
-    entropy,
-    outside_clip,
-    ratio,
+    aggregate_loss,
+    aggregate_loss_sum,
+    clipped_surrogate_loss,
+    entropy_from_logits,
+    outside_clip_mask,
+    probability_ratio,
 )
-from streamrl.algorithms.math.masks import keep
-from streamrl.algorithms.math.step_metrics import normaliser
-from streamrl.algorithms.options import MODES
+from streamrl.algorithms.math.masks import apply_mask
+from streamrl.algorithms.math.step_metrics import loss_denominator
+from streamrl.algorithms.options import LOSS_AGGREGATIONS
 from tests.algorithms.ragged import (
     BATCHES,
     assert_as_in_loops,
@@ -37,7 +37,7 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 def surrogate(ratio: float, advantage: float, **clip: float) -> float:
     log_ratio = torch.tensor([[math.log(ratio)]])
-    loss = clipped_surrogate(log_ratio, torch.tensor([[advantage]]), **(CLIP | clip))
+    loss = clipped_surrogate_loss(log_ratio, torch.tensor([[advantage]]), **(CLIP | clip))
     return round(loss.item(), 5)
 
 
@@ -54,8 +54,8 @@ def test_clipped_surrogate_by_hand():
 def test_the_gradient_stops_where_outside_clip_says():
     log_ratio = torch.tensor([[0.5, -0.5, 0.1, 0.5, -0.5]], requires_grad=True)
     advantages = torch.tensor([[1.0, 1.0, 1.0, -1.0, -1.0]])
-    clipped_surrogate(log_ratio, advantages, **CLIP).sum().backward()
-    stopped = outside_clip(log_ratio, advantages, **CLIP)
+    clipped_surrogate_loss(log_ratio, advantages, **CLIP).sum().backward()
+    stopped = outside_clip_mask(log_ratio, advantages, **CLIP)
     assert stopped.tolist() == [[True, False, False, False, True]]
     assert torch.equal(gradient(log_ratio) == 0, stopped)
 
@@ -63,24 +63,24 @@ def test_the_gradient_stops_where_outside_clip_says():
 def test_outside_clip_by_hand_and_on_the_bound_is_inside():
     log_ratio = torch.tensor([1.5, 0.75, 1.6, 0.7, 1.6, 0.7, 1.6, 0.7]).log()
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0, 0.0, 0.0])
-    high, low, *_ = ratio(log_ratio).tolist()  # 1.5 and 0.75, as rounded
+    high, low, *_ = probability_ratio(log_ratio).tolist()  # 1.5 and 0.75, as rounded
     bounds = {"clip_low": 1 - low, "clip_high": high - 1}
-    stopped = outside_clip(log_ratio, advantages, **bounds)
+    stopped = outside_clip_mask(log_ratio, advantages, **bounds)
     assert stopped.tolist() == [False, False, True, True, False, False, False, False]
 
 
 def test_a_ratio_is_that_of_the_probabilities_and_stays_finite():
     log_ratio = torch.tensor([math.log(3), 0.0, -math.log(4), 1e4, -1e4], dtype=torch.float64)
     expected = torch.tensor([3, 1, 0.25, math.exp(20), math.exp(-20)], dtype=torch.float64)
-    torch.testing.assert_close(ratio(log_ratio), expected, atol=0, rtol=1e-9)
+    torch.testing.assert_close(probability_ratio(log_ratio), expected, atol=0, rtol=1e-9)
     assert LOG_RATIO_LIMIT == 20
 
 
 @given(batch=BATCHES, seed=st.integers(0, 9999))
 def test_where_the_clip_is_sees_neither_padding_nor_other_rows(batch, seed):
     def stopped(b):
-        x, a = (keep(b[name], b["loss_mask"]) for name in ("log_ratio", "advantages"))
-        return outside_clip(x, a, **CLIP).double()
+        x, a = (apply_mask(b[name], b["loss_mask"]) for name in ("log_ratio", "advantages"))
+        return outside_clip_mask(x, a, **CLIP).double()
 
     assert_padding_has_no_say(stopped, batch)
     assert_rows_are_apart(stopped, batch, seed)
@@ -88,7 +88,7 @@ def test_where_the_clip_is_sees_neither_padding_nor_other_rows(batch, seed):
 
 def test_a_huge_log_ratio_stays_finite():
     log_ratio = torch.tensor([[1e4, -1e4]], requires_grad=True)
-    loss = clipped_surrogate(log_ratio, torch.tensor([[-1.0]]), **CLIP)
+    loss = clipped_surrogate_loss(log_ratio, torch.tensor([[-1.0]]), **CLIP)
     loss.sum().backward()
     assert loss.isfinite().all()
     assert gradient(log_ratio).isfinite().all()
@@ -97,21 +97,21 @@ def test_a_huge_log_ratio_stays_finite():
 def test_at_ratio_one_the_gradient_is_that_of_reinforce():
     logprobs = torch.zeros(2, 3, requires_grad=True)
     advantages = torch.tensor([[2.0], [-3.0]])
-    clipped_surrogate(logprobs - logprobs.detach(), advantages, **CLIP).sum().backward()
+    clipped_surrogate_loss(logprobs - logprobs.detach(), advantages, **CLIP).sum().backward()
     assert torch.equal(gradient(logprobs), -advantages.expand(2, 3))
 
 
 def test_entropy_by_hand():
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.25], [1 / 3, 1 / 3, 1 / 3]]))
     expected = torch.tensor([1.5 * math.log(2), math.log(3)])
-    torch.testing.assert_close(entropy(logits + 7.0), expected)
+    torch.testing.assert_close(entropy_from_logits(logits + 7.0), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_entropy_and_its_gradient_are_as_in_plain_loops(dtype):
     for seed in range(6):
         logits = ragged(seed, dtype)["logits"].requires_grad_()
-        result = entropy(logits)
+        result = entropy_from_logits(logits)
         result.sum().backward()
         expected, slopes = [], []
         for row in logits.detach().flatten(0, 1).tolist():
@@ -128,24 +128,26 @@ def test_the_entropy_and_its_gradient_are_as_in_plain_loops(dtype):
 @given(batch=BATCHES, seed=st.integers(0, 9999), shift=st.floats(-50, 50))
 def test_the_entropy_sees_neither_padding_nor_other_rows_nor_a_shift(batch, seed, shift):
     def kept(b):
-        return keep(entropy(b["logits"]), b["loss_mask"])
+        return apply_mask(entropy_from_logits(b["logits"]), b["loss_mask"])
 
     assert_padding_has_no_say(kept, batch)
     assert_rows_are_apart(kept, batch, seed)
-    torch.testing.assert_close(entropy(batch["logits"] + shift), entropy(batch["logits"]))
+    torch.testing.assert_close(
+        entropy_from_logits(batch["logits"] + shift), entropy_from_logits(batch["logits"])
+    )
 
 
 def test_tokens_that_cannot_be_add_nothing_to_the_entropy_nor_to_its_gradient():
     logits = torch.tensor([0.0, 1.0, -torch.inf], dtype=torch.float64, requires_grad=True)
     without = logits.detach()[:2].clone().requires_grad_()
-    torch.testing.assert_close(entropy(logits), entropy(without))
-    (gradient,) = torch.autograd.grad(entropy(logits), logits)
-    (expected,) = torch.autograd.grad(entropy(without), without)
+    torch.testing.assert_close(entropy_from_logits(logits), entropy_from_logits(without))
+    (gradient,) = torch.autograd.grad(entropy_from_logits(logits), logits)
+    (expected,) = torch.autograd.grad(entropy_from_logits(without), without)
     torch.testing.assert_close(gradient, torch.cat([expected, torch.zeros(1)]))
 
 
 def test_the_entropy_of_logits_far_apart_is_0():
-    assert entropy(torch.tensor([1e4, 0.0, -1e4])).item() == 0
+    assert entropy_from_logits(torch.tensor([1e4, 0.0, -1e4])).item() == 0
 
 
 LOSSES = torch.tensor([[1.0, 2.0, 3.0, 9.0], [10.0, 9.0, 9.0, 9.0]])
@@ -163,25 +165,25 @@ APART, TOGETHER = torch.tensor([5, 2]), torch.tensor([5, 5])
     ],
 )
 def test_aggregate_by_hand(mode, expected):
-    loss = aggregate(LOSSES, MASK, mode=mode, max_length=8)
+    loss = aggregate_loss(LOSSES, MASK, mode=mode, max_length=8)
     assert loss.item() == pytest.approx(expected)
 
 
 def test_prompt_mean_by_hand():
     # The means of the tokens of a group, 2 and 10, or of all in one: 16 / 4.
-    assert aggregate(LOSSES, MASK, mode="prompt-mean", group_ids=APART).item() == 6
-    assert aggregate(LOSSES, MASK, mode="prompt-mean", group_ids=TOGETHER).item() == 4
+    assert aggregate_loss(LOSSES, MASK, mode="prompt-mean", group_ids=APART).item() == 6
+    assert aggregate_loss(LOSSES, MASK, mode="prompt-mean", group_ids=TOGETHER).item() == 4
     # Three rows of two groups: (10 + 6) / 4 and 9 / 1; a group without a token is none.
     losses, mask = torch.cat([LOSSES, LOSSES]), torch.cat([MASK, MASK])
     mask[2:] = torch.tensor([[False, False, False, True], [False] * 4])
-    loss = aggregate(losses, mask, mode="prompt-mean", group_ids=torch.tensor([7, 7, 1, 3]))
+    loss = aggregate_loss(losses, mask, mode="prompt-mean", group_ids=torch.tensor([7, 7, 1, 3]))
     assert loss.item() == pytest.approx((4 + 9) / 2)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 def test_only_prompt_mean_sees_the_groups(mode):
     losses = {
-        aggregate(LOSSES, MASK, mode=mode, max_length=8, group_ids=ids).item()
+        aggregate_loss(LOSSES, MASK, mode=mode, max_length=8, group_ids=ids).item()
         for ids in (APART, TOGETHER)
     }
     assert len(losses) == (2 if mode == "prompt-mean" else 1)
@@ -199,41 +201,41 @@ def test_only_prompt_mean_sees_the_groups(mode):
 )
 def test_the_normaliser_by_hand(mode, expected):
     counts = {"num_tokens": 12, "num_sequences": 5, "num_groups": 2, "max_length": 9}
-    assert normaliser(mode, **counts) == expected
+    assert loss_denominator(mode, **counts) == expected
 
 
 def test_one_loss_per_row_counts_for_each_of_its_tokens():
     losses = torch.tensor([[2.0], [3.0]])
-    assert aggregate_sum(losses, MASK, mode="token-mean").item() == 3 * 2 + 3
-    assert aggregate_sum(losses, MASK, mode="seq-mean-token-mean").item() == 2 + 3
+    assert aggregate_loss_sum(losses, MASK, mode="token-mean").item() == 3 * 2 + 3
+    assert aggregate_loss_sum(losses, MASK, mode="seq-mean-token-mean").item() == 2 + 3
 
 
 def test_a_batch_without_a_token_adds_nothing():
     nothing = torch.zeros_like(MASK)
-    for mode in MODES:
-        total = aggregate_sum(LOSSES, nothing, mode=mode, group_tokens=torch.zeros(2).long())
+    for mode in LOSS_AGGREGATIONS:
+        total = aggregate_loss_sum(LOSSES, nothing, mode=mode, group_tokens=torch.zeros(2).long())
         assert total.item() == 0
 
 
 def test_aggregate_takes_the_counts_of_the_whole_step():
-    loss = aggregate(LOSSES, MASK, mode="token-mean", num_tokens=32)
+    loss = aggregate_loss(LOSSES, MASK, mode="token-mean", num_tokens=32)
     assert loss.item() == pytest.approx(16 / 32)
-    loss = aggregate(LOSSES, MASK, mode="seq-mean-token-mean", num_sequences=4)
+    loss = aggregate_loss(LOSSES, MASK, mode="seq-mean-token-mean", num_sequences=4)
     assert loss.item() == pytest.approx(12 / 4)
 
 
 def test_an_all_masked_row_is_no_sequence():
     mask = torch.tensor([[True, True, True, False], [False, False, False, False]])
-    assert aggregate(LOSSES, mask, mode="seq-mean-token-mean").item() == pytest.approx(2.0)
+    assert aggregate_loss(LOSSES, mask, mode="seq-mean-token-mean").item() == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 def test_nan_under_the_mask_reaches_neither_loss_nor_gradient(mode):
     tokens = torch.where(MASK, LOSSES, math.nan).requires_grad_()
-    loss = aggregate(tokens, MASK, mode=mode, max_length=8, group_ids=TOGETHER)
+    loss = aggregate_loss(tokens, MASK, mode=mode, max_length=8, group_ids=TOGETHER)
     loss.backward()
     clean = torch.where(MASK, LOSSES, 0.0).requires_grad_()
-    aggregate(clean, MASK, mode=mode, max_length=8, group_ids=TOGETHER).backward()
+    aggregate_loss(clean, MASK, mode=mode, max_length=8, group_ids=TOGETHER).backward()
     assert loss.isfinite()
     assert torch.equal(gradient(tokens), gradient(clean))
 
@@ -245,7 +247,7 @@ def cut_up(draw):
     return lengths, sorted(cuts)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 @given(case=cut_up(), seed=st.integers(0, 99))
 def test_splitting_a_step_leaves_its_loss_and_gradient_alone(mode, case, seed):
     lengths, cuts = case
@@ -253,18 +255,18 @@ def test_splitting_a_step_leaves_its_loss_and_gradient_alone(mode, case, seed):
     losses = torch.randn(len(lengths), max(lengths), generator=draw).double().requires_grad_()
     group_ids = torch.randint(3, (len(lengths),), generator=draw)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    whole = aggregate(losses, mask, mode=mode, max_length=7, group_ids=group_ids)
+    whole = aggregate_loss(losses, mask, mode=mode, max_length=7, group_ids=group_ids)
     # A cut may go through a group: what a row needs to know is the tokens of its whole group.
     of_group = [sum(n for n, g in zip(lengths, group_ids, strict=True) if g == i) for i in range(3)]
     group_tokens = torch.tensor(of_group)[group_ids]
     parts = losses.new_zeros(())
     for start, end in zip([0, *cuts], [*cuts, len(lengths)], strict=True):
         part, width = slice(start, end), max(lengths[start:end])
-        parts = parts + aggregate_sum(
+        parts = parts + aggregate_loss_sum(
             losses[part, :width], mask[part, :width], mode=mode, group_tokens=group_tokens[part]
         )
     counts = {"num_tokens": sum(lengths), "num_sequences": len(lengths), "max_length": 7}
-    divisor = normaliser(mode, num_groups=len(set(group_ids.tolist())), **counts)
+    divisor = loss_denominator(mode, num_groups=len(set(group_ids.tolist())), **counts)
     torch.testing.assert_close(parts / divisor, whole)
     gradients = [torch.autograd.grad(loss, losses)[0] for loss in (parts / divisor, whole)]
     torch.testing.assert_close(*gradients)
@@ -285,7 +287,7 @@ def in_loops(rows: list[list[float]], group_ids: list[int], mode: str) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 def test_any_loss_is_as_in_plain_loops_however_wide_the_padding(mode, dtype):
     for seed in range(1, 9):
         batch = ragged(seed, dtype)
@@ -293,12 +295,12 @@ def test_any_loss_is_as_in_plain_loops_however_wide_the_padding(mode, dtype):
         rows = [row["values"] for row in rows_that_count(batch)]
         expected = torch.tensor(in_loops(rows, group_ids.tolist(), mode), dtype=torch.float64)
         for b in (batch, spoilt(batch), wider(batch)):
-            loss = aggregate(
+            loss = aggregate_loss(
                 b["values"], b["loss_mask"], mode=mode, max_length=8, group_ids=group_ids
             )
             assert_as_in_loops(loss, expected, dtype)
             order = torch.arange(len(group_ids)).flip(0)
-            turned = aggregate(
+            turned = aggregate_loss(
                 b["values"][order],
                 b["loss_mask"][order],
                 mode=mode,
@@ -310,12 +312,12 @@ def test_any_loss_is_as_in_plain_loops_however_wide_the_padding(mode, dtype):
 
 def test_an_unknown_mode_and_what_a_mode_lacks_are_refused():
     with pytest.raises(ValueError, match="'mean'"):
-        aggregate_sum(LOSSES, MASK, mode="mean")
+        aggregate_loss_sum(LOSSES, MASK, mode="mean")
     with pytest.raises(ValueError, match="max_length"):
-        normaliser("seq-mean-token-sum-norm", num_tokens=1, num_sequences=1)
+        loss_denominator("seq-mean-token-sum-norm", num_tokens=1, num_sequences=1)
     with pytest.raises(ValueError, match="'mean'"):
-        normaliser("mean", num_tokens=1, num_sequences=1)
+        loss_denominator("mean", num_tokens=1, num_sequences=1)
     with pytest.raises(ValueError, match="number of groups"):
-        normaliser("prompt-mean", num_tokens=1, num_sequences=1)
+        loss_denominator("prompt-mean", num_tokens=1, num_sequences=1)
     with pytest.raises(ValueError, match="needs the groups"):
-        aggregate_sum(LOSSES, MASK, mode="prompt-mean")
+        aggregate_loss_sum(LOSSES, MASK, mode="prompt-mean")

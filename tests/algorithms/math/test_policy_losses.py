@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from streamrl.algorithms.math.losses import (
-    aggregate,
-    clipped_importance,
-    clipped_surrogate,
-    covariance_band,
-    covariance_clip,
-    covariance_kl,
-    covariance_top,
-    covariances,
-    divergence_masked,
-    geometric_mean,
-    score_function,
-    sequence_clipped_surrogate,
-    soft_adaptive,
+    aggregate_loss,
+    clipped_importance_loss,
+    clipped_surrogate_loss,
+    covariance_band_mask,
+    covariance_clip_loss,
+    covariance_kl_loss,
+    covariance_top_mask,
+    divergence_masked_loss,
+    geometric_mean_loss,
+    score_function_loss,
+    sequence_clipped_surrogate_loss,
+    soft_adaptive_loss,
+    token_covariances,
     value_loss,
 )
-from streamrl.algorithms.math.masks import keep
+from streamrl.algorithms.math.masks import apply_mask
 from tests.algorithms.ragged import (
     BATCHES,
     assert_as_in_loops,
@@ -65,25 +65,25 @@ ALL = torch.tensor([[True, True]])
 def test_gspo_by_hand():
     # The geometric mean of 4 and 1 is 2, of 1/4 and 1 1/2; token t's gradient is its own.
     up, wide = logs(4, 1), {"clip_low": 0.9, "clip_high": 9.0}
-    loss = sequence_clipped_surrogate(up, row(1, 3), ALL, **wide)
+    loss = sequence_clipped_surrogate_loss(up, row(1, 3), ALL, **wide)
     check(loss, up, [-2, -6], [-2, -6])
     up = logs(4, 1)
-    check(sequence_clipped_surrogate(up, row(1, 1), ALL, **CLIP), up, [-1.28] * 2, [0, 0])
+    check(sequence_clipped_surrogate_loss(up, row(1, 1), ALL, **CLIP), up, [-1.28] * 2, [0, 0])
     up = logs(4, 1)
-    check(sequence_clipped_surrogate(up, row(-1, -1), ALL, **CLIP), up, [2, 2], [2, 2])
+    check(sequence_clipped_surrogate_loss(up, row(-1, -1), ALL, **CLIP), up, [2, 2], [2, 2])
     down = logs(0.25, 1)
-    check(sequence_clipped_surrogate(down, row(-1, -1), ALL, **CLIP), down, [0.8, 0.8], [0, 0])
+    check(sequence_clipped_surrogate_loss(down, row(-1, -1), ALL, **CLIP), down, [0.8, 0.8], [0, 0])
 
 
 def test_the_ratio_of_a_rollout_is_that_of_its_tokens_that_count():
     log_ratio, mask = logs(4, 1, 64), torch.tensor([[True, True, False]])
-    loss = sequence_clipped_surrogate(log_ratio, row(-1, -1, -1), mask, **CLIP)
-    assert keep(loss, mask).tolist() == [[pytest.approx(2), pytest.approx(2), 0]]
+    loss = sequence_clipped_surrogate_loss(log_ratio, row(-1, -1, -1), mask, **CLIP)
+    assert apply_mask(loss, mask).tolist() == [[pytest.approx(2), pytest.approx(2), 0]]
 
 
 def test_the_ratio_of_a_rollout_is_kept_finite():
     log_ratio = row(12.0, 12.0).requires_grad_()
-    loss = sequence_clipped_surrogate(log_ratio, row(-1, -1), ALL, **CLIP)
+    loss = sequence_clipped_surrogate_loss(log_ratio, row(-1, -1), ALL, **CLIP)
     check(loss, log_ratio, [math.exp(10)] * 2, [0, 0])
 
 
@@ -93,15 +93,15 @@ def test_gspo_under_seq_mean_token_mean_has_the_gradient_of_one_ratio_per_rollou
     gradients = []
     for whole in (False, True):
         leaf = batch["log_ratio"].clone().requires_grad_()
-        log_ratio = keep(leaf, mask)
+        log_ratio = apply_mask(leaf, mask)
         if whole:  # The paper's: -A s of each rollout, s = exp(mean of its log-ratios).
             lengths = mask.sum(-1, keepdim=True).clamp(min=1)
             loss = -(weights * (log_ratio.sum(-1, keepdim=True) / lengths).exp())
             loss = loss[mask.any(-1)].mean()
         else:
             wide = {"clip_low": 1.0, "clip_high": 99.0}
-            losses = sequence_clipped_surrogate(log_ratio, weights, mask, **wide)
-            loss = aggregate(losses, mask, mode="seq-mean-token-mean")
+            losses = sequence_clipped_surrogate_loss(log_ratio, weights, mask, **wide)
+            loss = aggregate_loss(losses, mask, mode="seq-mean-token-mean")
         loss.backward()
         gradients.append(leaf.grad)
     torch.testing.assert_close(gradients[0], gradients[1])
@@ -111,7 +111,7 @@ def test_cispo_by_hand():
     # The weights 2, 1/2 and 1.1 are held within 0.8 and 1.28, and have no gradient.
     logprobs = logs(0.5, 0.25, 0.5)
     log_ratio = logprobs - logs(0.25, 0.5, 0.5 / 1.1).detach()
-    loss = clipped_importance(log_ratio, row(2, 3, -1), logprobs=logprobs, **CLIP)
+    loss = clipped_importance_loss(log_ratio, row(2, 3, -1), logprobs=logprobs, **CLIP)
     one, two = math.log(0.5), math.log(0.25)
     check(loss, logprobs, [-1.28 * 2 * one, -0.8 * 3 * two, 1.1 * one], [-2.56, -2.4, 1.1])
 
@@ -122,24 +122,29 @@ def test_gmpo_by_hand():
     clip = {"clip_low": 0.4, "clip_high": 0.4}
     good, bad = row(0.1, 0.6).requires_grad_(), row(0.6, -0.6).requires_grad_()
     loss, slope = -2 * math.exp(0.25), -2 * math.exp(0.25)
-    check(geometric_mean(good, row(2, 2), ALL, **clip), good, [loss] * 2, [slope, 0])
+    check(geometric_mean_loss(good, row(2, 2), ALL, **clip), good, [loss] * 2, [slope, 0])
     check(
-        geometric_mean(bad, row(-1, -1), ALL, **clip), bad, [math.exp(0.1)] * 2, [math.exp(0.1), 0]
+        geometric_mean_loss(bad, row(-1, -1), ALL, **clip),
+        bad,
+        [math.exp(0.1)] * 2,
+        [math.exp(0.1), 0],
     )
 
 
 def test_gmpo_clips_each_way_by_its_own_bound():
     clip = {"clip_low": 0.2, "clip_high": 0.5}
     for log_ratio, advantage, clipped in ((2.0, 1, 0.5), (-2.0, -1, -0.2), (-2.0, 1, -2.0)):
-        loss = geometric_mean(row(log_ratio, log_ratio), row(advantage, advantage), ALL, **clip)
+        loss = geometric_mean_loss(
+            row(log_ratio, log_ratio), row(advantage, advantage), ALL, **clip
+        )
         assert loss.tolist()[0] == [pytest.approx(-advantage * math.exp(clipped))] * 2
 
 
 def test_the_advantage_of_a_rollout_in_gmpo_is_the_mean_of_its_tokens_that_count():
     mask = torch.tensor([[True, True, False]])
     clip = {"clip_low": 0.4, "clip_high": 0.4}
-    loss = geometric_mean(row(0.3, 0.1, 9.0), row(1, 3, 50), mask, **clip)
-    assert keep(loss, mask).tolist()[0] == [pytest.approx(-2 * math.exp(0.2))] * 2 + [0]
+    loss = geometric_mean_loss(row(0.3, 0.1, 9.0), row(1, 3, 50), mask, **clip)
+    assert apply_mask(loss, mask).tolist()[0] == [pytest.approx(-2 * math.exp(0.2))] * 2 + [0]
 
 
 def test_sapo_by_hand():
@@ -147,7 +152,7 @@ def test_sapo_by_hand():
     log_ratio = logs(1, 1, 2)
     s = 1 / (1 + math.exp(-1))
     check(
-        soft_adaptive(log_ratio, row(3, -3, 1)),
+        soft_adaptive_loss(log_ratio, row(3, -3, 1)),
         log_ratio,
         [-3 * 2, 3 * 2 / 1.05, -4 * s],
         [-3, 3, -4 * s * (1 - s) * 2],
@@ -159,7 +164,7 @@ def test_sapo_has_a_temperature_for_each_sign():
     temperatures = {"temperature_positive": 2.0, "temperature_negative": 4.0}
     good, bad = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))
     check(
-        soft_adaptive(log_ratio, row(1, -1), **temperatures),
+        soft_adaptive_loss(log_ratio, row(1, -1), **temperatures),
         log_ratio,
         [-good * 2, bad],
         [-4 * good * (1 - good) * 1.5, 4 * bad * (1 - bad) * 1.5],
@@ -171,14 +176,14 @@ CHOSEN = torch.tensor([[True, False, False]])
 
 def test_clip_cov_by_hand():
     log_ratio = logs(1.1, 1.1, 2)
-    loss = covariance_clip(log_ratio, row(2, 2, 2), chosen=CHOSEN, **CLIP)
+    loss = covariance_clip_loss(log_ratio, row(2, 2, 2), chosen=CHOSEN, **CLIP)
     check(loss, log_ratio, [0, -2.2, -2.56], [0, -2.2, 0])
 
 
 def test_kl_cov_by_hand_pulls_the_chosen_back_from_either_side():
     for ratio, pull in ((2.0, 0.7), (0.5, -0.7)):
         log_ratio = logs(ratio, ratio, ratio)
-        loss = covariance_kl(log_ratio, row(3, 3, -1), chosen=CHOSEN, coef=0.7)
+        loss = covariance_kl_loss(log_ratio, row(3, 3, -1), chosen=CHOSEN, coef=0.7)
         expected = [-3 * ratio + 0.7 * math.log(2), -3 * ratio, ratio]
         check(loss, log_ratio, expected, [-3 * ratio + pull, -3 * ratio, ratio])
 
@@ -192,11 +197,11 @@ COV = COV_LOGPROBS, COV_ADVANTAGES, COV_MASK
 
 def test_covariances_by_hand():
     # (3 - 1)(-1 + 2), (0 - 1)(-2 + 2), (0 - 1)(-3 + 2)
-    assert covariances(*COV).tolist() == [[2.0, 0.0], [0.0, 1.0]]
+    assert token_covariances(*COV).tolist() == [[2.0, 0.0], [0.0, 1.0]]
 
 
 def test_one_token_varies_with_nothing():
-    assert covariances(row(-1, math.nan), row(3, 0), torch.tensor([[True, False]])).sum() == 0
+    assert token_covariances(row(-1, math.nan), row(3, 0), torch.tensor([[True, False]])).sum() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -216,14 +221,14 @@ def test_covariances_are_as_in_plain_loops(dtype):
             for row in rows
         ]
         mask = batch["loss_mask"]
-        result = covariances(batch["logprobs"], batch["advantages"], mask)
+        result = token_covariances(batch["logprobs"], batch["advantages"], mask)
         assert_as_in_loops(result, on_tokens(expected, mask), torch.float64)
 
 
 OF_COVARIANCES: dict[str, Callable[..., Tensor]] = {
-    "covariances": covariances,
-    "top": partial(covariance_top, fraction=0.3),
-    "band": partial(covariance_band, low=-0.1, high=0.3, fraction=1.0),
+    "covariances": token_covariances,
+    "top": partial(covariance_top_mask, fraction=0.3),
+    "band": partial(covariance_band_mask, low=-0.1, high=0.3, fraction=1.0),
 }
 
 
@@ -246,7 +251,7 @@ def test_one_advantage_per_rollout_is_enough_for_covariances(batch):
     once = batch["advantages"][:, :1]
     wide = once.expand_as(batch["logprobs"])
     result, expected = (
-        covariances(batch["logprobs"], advantages, batch["loss_mask"])
+        token_covariances(batch["logprobs"], advantages, batch["loss_mask"])
         for advantages in (once, wide)
     )
     assert torch.equal(result, expected)
@@ -254,7 +259,7 @@ def test_one_advantage_per_rollout_is_enough_for_covariances(batch):
 
 def test_a_fraction_of_the_tokens_is_chosen_from_the_band():
     def chosen(low: float, high: float, fraction: float) -> list[list[bool]]:
-        return covariance_band(*COV, low=low, high=high, fraction=fraction).tolist()
+        return covariance_band_mask(*COV, low=low, high=high, fraction=fraction).tolist()
 
     assert chosen(0.5, 3.0, 1.0) == [[True, False], [False, True]]
     assert chosen(0.5, 3.0, 0.67) == [[True, False], [False, True]]  # 2 of 3
@@ -269,7 +274,7 @@ def test_a_fraction_of_the_tokens_is_chosen_from_the_band():
 def test_which_of_the_band_is_drawn_follows_from_the_lots():
     def drawn(seed: int) -> list[list[bool]]:
         lots = torch.rand(2, 2, generator=torch.Generator().manual_seed(seed))
-        return covariance_band(*COV, low=0.5, high=3.0, fraction=0.4, lots=lots).tolist()
+        return covariance_band_mask(*COV, low=0.5, high=3.0, fraction=0.4, lots=lots).tolist()
 
     assert [drawn(seed) for seed in range(9)] == [drawn(seed) for seed in range(9)]
     assert {str(drawn(seed)) for seed in range(9)} == {
@@ -279,17 +284,20 @@ def test_which_of_the_band_is_drawn_follows_from_the_lots():
 
 
 def test_the_largest_covariances_are_chosen():
-    assert covariance_top(*COV, fraction=0.67).tolist() == [[True, False], [False, True]]
+    assert covariance_top_mask(*COV, fraction=0.67).tolist() == [[True, False], [False, True]]
     for fraction in (0.0, 0.34, 0.66):
-        assert covariance_top(*COV, fraction=fraction).tolist() == [[True, False], [False, False]]
-    assert covariance_top(*COV, fraction=1.0).tolist() == COV_MASK.tolist()
+        assert covariance_top_mask(*COV, fraction=fraction).tolist() == [
+            [True, False],
+            [False, False],
+        ]
+    assert covariance_top_mask(*COV, fraction=1.0).tolist() == COV_MASK.tolist()
 
 
 def test_nothing_is_chosen_of_nothing():
     nothing = torch.zeros_like(COV_MASK)
-    assert not covariance_top(COV_LOGPROBS, COV_ADVANTAGES, nothing, fraction=1.0).any()
+    assert not covariance_top_mask(COV_LOGPROBS, COV_ADVANTAGES, nothing, fraction=1.0).any()
     band: dict[str, Any] = {"low": -1.0, "high": 9.0, "fraction": 1.0}
-    assert not covariance_band(COV_LOGPROBS, COV_ADVANTAGES, nothing, **band).any()
+    assert not covariance_band_mask(COV_LOGPROBS, COV_ADVANTAGES, nothing, **band).any()
 
 
 @pytest.mark.parametrize(
@@ -308,7 +316,7 @@ def test_dppo_leaves_out_what_has_come_too_far_and_would_go_on(kind, distance):
         ):
             logprobs = logs(p)
             limits = {"low": 9.0, "high": 9.0} | {"high" if advantage > 0 else "low": bound}
-            loss = divergence_masked(
+            loss = divergence_masked_loss(
                 logprobs - math.log(q),
                 row(advantage),
                 logprobs=logprobs,
@@ -324,7 +332,7 @@ def test_dppo_leaves_out_what_has_come_too_far_and_would_go_on(kind, distance):
 def test_dppo_holds_the_weight_under_its_cap(kind):
     logprobs, bounds = logs(0.5, 0.25), {"low": 1.0, "high": 1.0, "cap": 1.5}
     log_ratio = logprobs - logs(0.25, 0.25).detach()
-    loss = divergence_masked(log_ratio, row(1, 1), logprobs=logprobs, kind=kind, **bounds)
+    loss = divergence_masked_loss(log_ratio, row(1, 1), logprobs=logprobs, kind=kind, **bounds)
     check(loss, logprobs, [-1.5 * math.log(0.5), -math.log(0.25)], [-1.5, -1])
 
 
@@ -339,21 +347,25 @@ def test_dppo_has_a_divergence_for_tokens_that_were_or_became_certain(p, q, adva
     for bound, stays in ((divergence + 0.01, True), (divergence - 0.01, False)):
         logprobs, bounds = logs(p), {"low": bound, "high": bound, "cap": 20.0}
         log_ratio = logprobs - math.log(q)
-        loss = divergence_masked(log_ratio, row(advantage), logprobs=logprobs, kind="kl", **bounds)
+        loss = divergence_masked_loss(
+            log_ratio, row(advantage), logprobs=logprobs, kind="kl", **bounds
+        )
         slope = -p / q * advantage if stays else 0.0
         check(loss, logprobs, [slope * math.log(p)], [slope])
 
 
 def test_dppo_refuses_an_unknown_divergence():
     with pytest.raises(ValueError, match="kind='js'"):
-        divergence_masked(row(0), row(0), logprobs=row(0), kind="js", low=1.0, high=1.0, cap=1.0)
+        divergence_masked_loss(
+            row(0), row(0), logprobs=row(0), kind="js", low=1.0, high=1.0, cap=1.0
+        )
 
 
 def test_reinforce_by_hand():
     logprobs = logs(0.5, 0.25)
     slopes = [-2.0, 1.0]
     losses = [-2 * math.log(0.5), math.log(0.25)]
-    check(score_function(logprobs, row(2, -1)), logprobs, losses, slopes)
+    check(score_function_loss(logprobs, row(2, -1)), logprobs, losses, slopes)
 
 
 def test_the_loss_of_the_critic_by_hand():
@@ -369,7 +381,7 @@ def test_the_loss_of_the_critic_by_hand():
 def test_the_first_step_of_clip_cov_is_that_of_ppo_but_for_the_chosen():
     logprobs, advantages = logs(0.5, 0.5, 0.5), row(1, -2, 3)
     log_ratio = logprobs - logprobs.detach()
-    covariance_clip(log_ratio, advantages, chosen=CHOSEN, **CLIP).sum().backward()
+    covariance_clip_loss(log_ratio, advantages, chosen=CHOSEN, **CLIP).sum().backward()
     other = logprobs.detach().requires_grad_()
-    clipped_surrogate(other - other.detach(), advantages, **CLIP).sum().backward()
+    clipped_surrogate_loss(other - other.detach(), advantages, **CLIP).sum().backward()
     assert torch.equal(gradient(logprobs), torch.where(CHOSEN, 0.0, gradient(other)))

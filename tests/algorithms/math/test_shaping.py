@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.algorithms.math.shaping import soft_overlong, token_rewards
+from streamrl.algorithms.math.shaping import make_token_rewards, soft_overlong_penalty
 from tests.algorithms.ragged import (
     BATCHES,
     assert_as_in_loops,
@@ -25,10 +25,10 @@ SEEDS = st.integers(0, 9999)
 def test_the_penalty_of_long_completions_by_hand():
     # The last 4 of 10 tokens cost a quarter each.
     lengths = torch.tensor([0, 6, 7, 8, 10, 15])
-    penalties = soft_overlong(lengths, max_length=10, buffer=4)
+    penalties = soft_overlong_penalty(lengths, max_length=10, buffer=4)
     assert penalties.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
     assert penalties.dtype == torch.float32
-    assert soft_overlong(lengths, max_length=10, buffer=4, factor=3.0).tolist()[2:] == [
+    assert soft_overlong_penalty(lengths, max_length=10, buffer=4, factor=3.0).tolist()[2:] == [
         -0.75,
         -1.5,
         -3.0,
@@ -38,7 +38,9 @@ def test_the_penalty_of_long_completions_by_hand():
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=9), st.integers(1, 30), st.floats(0.1, 10))
 def test_the_penalty_falls_linearly_from_0_to_the_factor(lengths, buffer, factor):
-    penalties = soft_overlong(torch.tensor(lengths), max_length=40, buffer=buffer, factor=factor)
+    penalties = soft_overlong_penalty(
+        torch.tensor(lengths), max_length=40, buffer=buffer, factor=factor
+    )
     for length, penalty in zip(lengths, penalties.tolist(), strict=True):
         over = max(min(length, 40) - (40 - buffer), 0)
         assert penalty == pytest.approx(-factor * over / buffer, abs=2e-5)
@@ -48,8 +50,8 @@ def test_the_penalty_falls_linearly_from_0_to_the_factor(lengths, buffer, factor
 def test_a_completion_does_not_see_the_others(lengths, seed):
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed))
     many = torch.tensor(lengths)
-    alone = [soft_overlong(n[None], max_length=40, buffer=7).item() for n in many[order]]
-    assert soft_overlong(many, max_length=40, buffer=7)[order].tolist() == alone
+    alone = [soft_overlong_penalty(n[None], max_length=40, buffer=7).item() for n in many[order]]
+    assert soft_overlong_penalty(many, max_length=40, buffer=7)[order].tolist() == alone
 
 
 MASK = torch.tensor(
@@ -58,18 +60,18 @@ MASK = torch.tensor(
 
 
 def test_a_score_is_on_the_last_sampled_token_and_nowhere_without_one():
-    rewards = token_rewards(torch.tensor([3.0, 4.0, 5.0]), MASK)
+    rewards = make_token_rewards(torch.tensor([3.0, 4.0, 5.0]), MASK)
     assert rewards.tolist() == [[0, 0, 3.0, 0], [4.0, 0, 0, 0], [0, 0, 0, 0]]
 
 
 def test_penalties_are_subtracted_where_tokens_were_sampled():
     penalties = torch.tensor([[0.5, NAN, 0.25, NAN], [-1.0, NAN, NAN, NAN], [NAN] * 4])
-    rewards = token_rewards(torch.tensor([3.0, 4.0, 5.0]), MASK, penalties)
+    rewards = make_token_rewards(torch.tensor([3.0, 4.0, 5.0]), MASK, penalties)
     assert rewards.tolist() == [[-0.5, 0, 2.75, 0], [5.0, 0, 0, 0], [0, 0, 0, 0]]
 
 
 def rewards_of(batch):
-    return token_rewards(batch["scores"], batch["loss_mask"], batch["values"])
+    return make_token_rewards(batch["scores"], batch["loss_mask"], batch["values"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -83,7 +85,7 @@ def test_rewards_of_tokens_are_as_in_plain_loops(dtype):
             )
             penalised.append([r - x for r, x in zip(plain[-1], row["values"], strict=True)])
         mask = batch["loss_mask"]
-        assert_as_in_loops(token_rewards(batch["scores"], mask), on_tokens(plain, mask), dtype)
+        assert_as_in_loops(make_token_rewards(batch["scores"], mask), on_tokens(plain, mask), dtype)
         assert_as_in_loops(rewards_of(batch), on_tokens(penalised, mask), dtype)
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.algorithms.math.advantages import generalized_advantages, reward_to_go, whiten
+from streamrl.algorithms.math.advantages import generalized_advantages, masked_whiten, reward_to_go
 from tests.algorithms.ragged import (
     BATCHES,
     Batch,
@@ -56,28 +56,30 @@ def test_whitened_by_hand():
     # 1, 2, 3: variance 1 with n - 1, 2/3 with n.
     x = torch.tensor([[1.0, NAN], [2.0, 3.0]])
     mask = torch.tensor([[True, False], [True, True]])
-    torch.testing.assert_close(whiten(x, mask), torch.tensor([[-1.0, 0.0], [0.0, 1.0]]))
+    torch.testing.assert_close(masked_whiten(x, mask), torch.tensor([[-1.0, 0.0], [0.0, 1.0]]))
     third = math.sqrt(1.5)
-    biased = whiten(x, mask, unbiased=False)
+    biased = masked_whiten(x, mask, unbiased=False)
     torch.testing.assert_close(biased, torch.tensor([[-third, 0.0], [0.0, third]]))
 
 
 def test_eps_is_added_to_the_variance():
     x, mask = torch.tensor([[-1.0, 1.0]]), torch.tensor([[True, True]])
-    assert whiten(x, mask, eps=3.0, unbiased=False).tolist() == [[-0.5, 0.5]]
+    assert masked_whiten(x, mask, eps=3.0, unbiased=False).tolist() == [[-0.5, 0.5]]
     # A variance of 3e-8, and a third of it if nothing is said.
-    small = whiten(x * math.sqrt(3e-8), mask, unbiased=False)
+    small = masked_whiten(x * math.sqrt(3e-8), mask, unbiased=False)
     torch.testing.assert_close(small, x * math.sqrt(3 / 4))
 
 
 def test_fewer_than_two_tokens_cannot_be_whitened():
     x = torch.tensor([[5.0, NAN]])
     for mask in ([[True, False]], [[False, False]]):
-        assert whiten(x, torch.tensor(mask)).tolist() == [[0.0, 0.0]]
+        assert masked_whiten(x, torch.tensor(mask)).tolist() == [[0.0, 0.0]]
 
 
 def test_equal_tokens_are_whitened_to_0():
-    assert whiten(torch.full((2, 2), 4.0), torch.ones(2, 2).bool()).tolist() == [[0.0] * 2] * 2
+    assert (
+        masked_whiten(torch.full((2, 2), 4.0), torch.ones(2, 2).bool()).tolist() == [[0.0] * 2] * 2
+    )
 
 
 def gae_of_row(row: dict[str, list[float]], last: float, gamma: float, lam: float) -> list[float]:
@@ -143,7 +145,7 @@ def test_whitened_tokens_are_as_in_plain_loops(dtype):
         squares = math.fsum((x - mean) ** 2 for x in tokens)
         deviation = math.sqrt(squares / max(len(tokens) - unbiased, 1) + 1e-8)
         expected = [[(x - mean) / deviation for x in row] for row in rows]
-        result = whiten(batch["values"], batch["loss_mask"], unbiased=unbiased)
+        result = masked_whiten(batch["values"], batch["loss_mask"], unbiased=unbiased)
         assert_as_in_loops(result, on_tokens(expected, batch["loss_mask"]), dtype)
 
 
@@ -158,7 +160,7 @@ def test_long_sums_do_not_pile_up_rounding_in_float32():
     )
     torch.testing.assert_close(advantages.double(), expected, atol=0, rtol=1e-7)
     # Of a mean far from 0 little is lost.
-    far = whiten(2.0**23 + torch.tensor([[0.0, 1.0, 2.0]]), mask[:, :3])
+    far = masked_whiten(2.0**23 + torch.tensor([[0.0, 1.0, 2.0]]), mask[:, :3])
     torch.testing.assert_close(far, torch.tensor([[-1.0, 0.0, 1.0]]))
 
 
@@ -210,7 +212,7 @@ def test_a_critic_that_is_right_leaves_no_advantage(batch):
 @given(batch=BATCHES)
 def test_whitened_tokens_have_mean_0_and_variance_1(batch):
     mask = batch["loss_mask"]
-    tokens = whiten(batch["values"], mask)[mask]
+    tokens = masked_whiten(batch["values"], mask)[mask]
     if len(tokens) > 1:
         assert tokens.mean().item() == pytest.approx(0, abs=1e-9)
         variance = batch["values"][mask].var().item()
@@ -221,15 +223,17 @@ def test_whitened_tokens_have_mean_0_and_variance_1(batch):
 @given(batch=BATCHES, shift=st.integers(-9, 9), factor=st.integers(1, 9))
 def test_whitening_takes_away_shift_and_unit(batch, shift, factor):
     mask = batch["loss_mask"]
-    moved = whiten(batch["values"] * factor + shift, mask, eps=1e-15)
-    torch.testing.assert_close(moved, whiten(batch["values"], mask, eps=1e-15), atol=1e-9, rtol=0)
+    moved = masked_whiten(batch["values"] * factor + shift, mask, eps=1e-15)
+    torch.testing.assert_close(
+        moved, masked_whiten(batch["values"], mask, eps=1e-15), atol=1e-9, rtol=0
+    )
 
 
 OF_TOKENS = {
     "advantages": lambda batch: gae(batch)[0],
     "returns": lambda batch: gae(batch)[1],
     "rewards to go": lambda b: reward_to_go(b["token_rewards"], b["loss_mask"], gamma=0.9),
-    "whitened": lambda batch: whiten(batch["values"], batch["loss_mask"]),
+    "whitened": lambda batch: masked_whiten(batch["values"], batch["loss_mask"]),
 }
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from streamrl.buffer import Bounds, Shard, group
-from streamrl.buffer.codec import encode
+from streamrl.buffer import QueueShard, ShardCapacity, group
+from streamrl.buffer.codec import encode_columns
 from streamrl.errors import ConfigError, DeadlineError
-from streamrl.messages import Lease
+from streamrl.messages import GroupLease
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.buffer.shards import (
     STAGES,
@@ -25,102 +25,104 @@ from tests.buffer.shards import (
 )
 from tests.fake_shards import MemoryLog, recover
 
-WHOLE_BYTES = sum(len(encode(columns)) for columns in WORK.values())
+WHOLE_BYTES = sum(len(encode_columns(columns)) for columns in WORK.values())
 """What the columns of a finished group take."""
 
 
 def test_a_full_shard_blocks_until_a_group_leaves() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
         await asyncio.sleep(5.0)
         await finish(shard)
         assert len(await take(shard, "train")) == 1
         assert not blocked.done()
-        await shard.leave(["a"], 1)
+        await shard.remove_groups(["a"], 1)
         await blocked
-        assert shard.stats().uids == ("b",)
+        assert shard.get_stats().uids == ("b",)
 
-    on_shard(test, bounds=Bounds(1))
+    on_shard(test, bounds=ShardCapacity(1))
 
 
 def test_a_group_that_has_ended_keeps_its_place_until_it_leaves() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (one,) = await take(shard, "generate")
-        shard.fail([(one.lease, DeadlineError("no"))])
+        shard.fail_groups([(one.lease, DeadlineError("no"))])
         blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
         await asyncio.sleep(5.0)
         assert not blocked.done()
-        await shard.leave(["a"], 1)
+        await shard.remove_groups(["a"], 1)
         await blocked
 
-    on_shard(test, bounds=Bounds(1), max_attempts=1)
+    on_shard(test, bounds=ShardCapacity(1), max_attempts=1)
 
 
 def test_what_has_room_comes_in_and_the_rest_is_for_another_call() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         entries = [entry(uid) for uid in "abc"]
-        assert await shard.admit(entries, wait_s=60.0) == ["a", "b"]
-        again = asyncio.create_task(shard.admit(entries[2:], wait_s=60.0))
+        assert await shard.admit_prompts(entries, wait_s=60.0) == ["a", "b"]
+        again = asyncio.create_task(shard.admit_prompts(entries[2:], wait_s=60.0))
         await asyncio.sleep(1.0)
         assert not again.done()
-        await shard.leave(["a"], 1)
+        await shard.remove_groups(["a"], 1)
         assert await again == ["c"]
-        assert shard.stats().uids == ("b", "c")
+        assert shard.get_stats().uids == ("b", "c")
 
-    on_shard(test, bounds=Bounds(2))
+    on_shard(test, bounds=ShardCapacity(2))
 
 
-@pytest.mark.parametrize("bounds", [Bounds(2), Bounds(9, num_bytes=2999, group_bytes=1000)])
-def test_those_on_their_way_into_the_journal_have_a_place_already(bounds: Bounds) -> None:
+@pytest.mark.parametrize(
+    "bounds", [ShardCapacity(2), ShardCapacity(9, max_bytes=2999, reserved_group_bytes=1000)]
+)
+def test_those_on_their_way_into_the_journal_have_a_place_already(bounds: ShardCapacity) -> None:
     async def main() -> None:
         shard = make_shard(bounds=bounds, log=MemoryLog(write_s=1.0))
         entering = [asyncio.create_task(admit(shard, uid, wait_s=5.0)) for uid in "abc"]
         await asyncio.wait(entering)
         assert [task.exception() is None for task in entering] == [True, True, False]
-        assert shard.stats().uids == ("a", "b")
+        assert shard.get_stats().uids == ("a", "b")
 
     run_virtual(main())
 
 
 def test_a_repeated_admission_is_passed_over() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a", version=3)
         (one,) = await take(shard, "generate")
         await admit(shard, "a", version=3)
         assert not await take(shard, "generate"), "the first one stands, with its lease"
-        assert shard.renew([one.lease]) == []
+        assert shard.renew_leases([one.lease]) == []
 
-    on_shard(test, bounds=Bounds(1))
+    on_shard(test, bounds=ShardCapacity(1))
 
 
 def test_an_admission_repeated_while_the_first_one_waits_comes_in_once() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "x")
         both = [asyncio.create_task(admit(shard, "a", wait_s=60.0)) for _ in range(2)]
         await asyncio.sleep(1.0)
-        await shard.leave(["x"], 0)
+        await shard.remove_groups(["x"], 0)
         await asyncio.gather(*both)
-        assert shard.stats().uids == ("a",)
+        assert shard.get_stats().uids == ("a",)
         assert len(await take(shard, "generate")) == 1
 
-    on_shard(test, bounds=Bounds(1))
+    on_shard(test, bounds=ShardCapacity(1))
 
 
 def test_an_admission_made_again_after_its_group_has_left_does_not_bring_it_back() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
-        waiting = asyncio.create_task(shard.admit([entry("b")], wait_s=60.0))
+        waiting = asyncio.create_task(shard.admit_prompts([entry("b")], wait_s=60.0))
         await asyncio.sleep(1.0)
-        await shard.leave(["a"], 1)
-        assert await shard.admit([entry("b")], wait_s=1.0) == ["b"]
-        await shard.leave(["b"], 1)
-        assert await shard.admit([entry("a")], wait_s=1.0) == ["a"]
+        await shard.remove_groups(["a"], 1)
+        assert await shard.admit_prompts([entry("b")], wait_s=1.0) == ["b"]
+        await shard.remove_groups(["b"], 1)
+        assert await shard.admit_prompts([entry("a")], wait_s=1.0) == ["a"]
         assert await waiting == ["b"]
-        assert shard.stats().uids == ()
+        assert shard.get_stats().uids == ()
 
-    on_shard(test, bounds=Bounds(1))
+    on_shard(test, bounds=ShardCapacity(1))
 
 
 def test_what_was_admitted_is_remembered_over_the_death_of_the_shard_but_not_of_the_run() -> None:
@@ -129,11 +131,11 @@ def test_what_was_admitted_is_remembered_over_the_death_of_the_shard_but_not_of_
         shard = make_shard(log=log, session="first")
         await take(shard, "generate")
         await admit(shard, "a")
-        await shard.leave(["a"], 1)
+        await shard.remove_groups(["a"], 1)
         for session in ("first", "second"):
             successor = make_shard(book=recover(STAGES, log), session=session)
-            assert await successor.admit([entry("a")], wait_s=1.0) == ["a"]
-            left[session] = successor.stats().uids
+            assert await successor.admit_prompts([entry("a")], wait_s=1.0) == ["a"]
+            left[session] = successor.get_stats().uids
         assert left == {"first": (), "second": ("a",)}
 
     run_virtual(main())
@@ -144,19 +146,19 @@ def test_no_more_uids_are_remembered_than_a_repeated_call_can_name(
 ) -> None:
     monkeypatch.setattr(group, "REMEMBERED", 2)
 
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         for uid in "abc":
             await admit(shard, uid)
-            await shard.leave([uid], 1)
+            await shard.remove_groups([uid], 1)
         await admit(shard, "a", "b", "c")
-        assert shard.stats().uids == ("a",)
+        assert shard.get_stats().uids == ("a",)
 
     on_shard(test)
 
 
 def test_whoever_gives_up_while_it_is_written_leaves_nothing_behind() -> None:
     async def main() -> None:
-        shard = make_shard(bounds=Bounds(1), log=MemoryLog(write_s=1.0))
+        shard = make_shard(bounds=ShardCapacity(1), log=MemoryLog(write_s=1.0))
         dying = asyncio.create_task(admit(shard, "a", wait_s=5.0))
         await asyncio.sleep(0.5)
         dying.cancel()
@@ -168,28 +170,28 @@ def test_whoever_gives_up_while_it_is_written_leaves_nothing_behind() -> None:
 
 
 def test_waiting_for_room_has_a_deadline_that_names_what_is_in_the_way() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         message = r"prompt b waited .* full shard: it holds 1 of 1 groups .*; the first are \['a'\]"
         with pytest.raises(DeadlineError, match=message):
             await admit(shard, "b", wait_s=5.0)
         assert asyncio.get_running_loop().time() == pytest.approx(5.0)
 
-    on_shard(test, bounds=Bounds(1))
+    on_shard(test, bounds=ShardCapacity(1))
 
 
 def test_bytes_are_set_aside_for_each_group_at_its_admission() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         message = r"it holds 2 of 10 groups and 2000 of 2999 bytes; the first are \['a', 'b'\]"
         with pytest.raises(DeadlineError, match=message):
             await admit(shard, "c", wait_s=5.0)
 
-    on_shard(test, bounds=Bounds(10, num_bytes=2999, group_bytes=1000))
+    on_shard(test, bounds=ShardCapacity(10, max_bytes=2999, reserved_group_bytes=1000))
 
 
 def test_a_group_that_is_whole_gives_back_what_it_did_not_need() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         blocked = asyncio.create_task(admit(shard, "c", wait_s=60.0))
         await do(shard, "generate", "reward", max_groups=1)
@@ -198,75 +200,81 @@ def test_a_group_that_is_whole_gives_back_what_it_did_not_need() -> None:
         await do(shard, "reference", max_groups=1)
         await blocked
 
-    bounds = Bounds(10, num_bytes=2 * 2000 + WHOLE_BYTES, group_bytes=2000)
+    bounds = ShardCapacity(10, max_bytes=2 * 2000 + WHOLE_BYTES, reserved_group_bytes=2000)
     assert WHOLE_BYTES < 2000
     on_shard(test, bounds=bounds)
 
 
 def test_a_group_that_ends_gives_its_bytes_back() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
         (one,) = await take(shard, "reward")
         blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
         await asyncio.sleep(1.0)
         assert not blocked.done()
-        shard.fail([(one.lease, DeadlineError("no"))])
+        shard.fail_groups([(one.lease, DeadlineError("no"))])
         await blocked
 
-    on_shard(test, bounds=Bounds(10, num_bytes=1000, group_bytes=1000), max_attempts=1)
+    on_shard(
+        test, bounds=ShardCapacity(10, max_bytes=1000, reserved_group_bytes=1000), max_attempts=1
+    )
 
 
 def test_a_commit_never_waits_and_never_goes_beyond_the_bytes_set_aside() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, *"abc")
         await finish(shard)
         assert asyncio.get_running_loop().time() == 0.0
-        assert shard.stats().num_bytes == 3 * WHOLE_BYTES
+        assert shard.get_stats().num_bytes == 3 * WHOLE_BYTES
 
-    on_shard(test, bounds=Bounds(3, num_bytes=3 * WHOLE_BYTES, group_bytes=WHOLE_BYTES))
+    on_shard(
+        test, bounds=ShardCapacity(3, max_bytes=3 * WHOLE_BYTES, reserved_group_bytes=WHOLE_BYTES)
+    )
 
 
 def test_without_a_largest_group_the_bytes_that_are_there_count() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await finish(shard)
         with pytest.raises(DeadlineError, match=f"{2 * WHOLE_BYTES} of {2 * WHOLE_BYTES} bytes"):
             await admit(shard, "c", wait_s=5.0)
-        await shard.leave(["a"], 1)
+        await shard.remove_groups(["a"], 1)
         await admit(shard, "c")
 
-    on_shard(test, bounds=Bounds(10, num_bytes=2 * WHOLE_BYTES))
+    on_shard(test, bounds=ShardCapacity(10, max_bytes=2 * WHOLE_BYTES))
 
 
 def test_what_comes_with_columns_is_charged_with_them_before_it_is_in() -> None:
-    async def test(shard: Shard) -> None:
-        size = len(encode(WORK["generate"]))
+    async def test(shard: QueueShard) -> None:
+        size = len(encode_columns(WORK["generate"]))
         entries = [entry(uid) for uid in "abcde"]
-        commits = [commit(Lease(0, uid, "generate", 0, 0.0), WORK["generate"]) for uid in "abcde"]
-        first = asyncio.create_task(shard.add(entries[:2], commits[:2], wait_s=1.0))
+        commits = [
+            commit(GroupLease(0, uid, "generate", 0, 0.0), WORK["generate"]) for uid in "abcde"
+        ]
+        first = asyncio.create_task(shard.add_groups(entries[:2], commits[:2], wait_s=1.0))
         await asyncio.sleep(0)  # it is being written
-        assert await shard.add(entries[2:], commits[2:], wait_s=1.0) == ["c"]
+        assert await shard.add_groups(entries[2:], commits[2:], wait_s=1.0) == ["c"]
         assert await first == ["a", "b"]
-        assert shard.stats().num_bytes == 3 * size
+        assert shard.get_stats().num_bytes == 3 * size
         with pytest.raises(DeadlineError, match="full shard"):
-            await shard.add(entries[3:], commits[3:], wait_s=1.0)
-        await shard.leave(["a", "b"], 1)
-        assert await shard.add(entries[3:], commits[3:], wait_s=1.0) == ["d", "e"]
+            await shard.add_groups(entries[3:], commits[3:], wait_s=1.0)
+        await shard.remove_groups(["a", "b"], 1)
+        assert await shard.add_groups(entries[3:], commits[3:], wait_s=1.0) == ["d", "e"]
 
-    size = len(encode(WORK["generate"]))
-    on_shard(test, bounds=Bounds(100, 3 * size + 1), log=MemoryLog())
+    size = len(encode_columns(WORK["generate"]))
+    on_shard(test, bounds=ShardCapacity(100, 3 * size + 1), log=MemoryLog())
 
 
 def test_a_group_larger_than_its_shard_may_be_comes_in_alone() -> None:
-    async def test(shard: Shard) -> None:
+    async def test(shard: QueueShard) -> None:
         entries = [entry(uid) for uid in "ab"]
-        commits = [commit(Lease(0, uid, "generate", 0, 0.0), WORK["generate"]) for uid in "ab"]
-        assert await shard.add(entries, commits, wait_s=1.0) == ["a"]
+        commits = [commit(GroupLease(0, uid, "generate", 0, 0.0), WORK["generate"]) for uid in "ab"]
+        assert await shard.add_groups(entries, commits, wait_s=1.0) == ["a"]
         with pytest.raises(DeadlineError, match="full shard"):
-            await shard.add(entries[1:], commits[1:], wait_s=1.0)
+            await shard.add_groups(entries[1:], commits[1:], wait_s=1.0)
 
-    on_shard(test, bounds=Bounds(100, 10), log=MemoryLog())
+    on_shard(test, bounds=ShardCapacity(100, 10), log=MemoryLog())
 
 
 @pytest.mark.parametrize(
@@ -280,4 +288,4 @@ def test_a_group_larger_than_its_shard_may_be_comes_in_alone() -> None:
 )
 def test_bounds_that_let_nothing_in_are_refused(bounds: tuple[Any, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Bounds(*bounds)
+        ShardCapacity(*bounds)

@@ -7,14 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.buffer import Admission, Ledger
-from streamrl.buffer.admission.staleness_credits import check_bytes, check_capacity, credit_limit
+from streamrl.buffer import AdmissionController, Ledger
+from streamrl.buffer.admission.staleness_credits import (
+    check_capacity,
+    check_shard_bytes,
+    compute_credit_limit,
+)
 from streamrl.errors import ConfigError
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 
 
-def make(ledger: Ledger, *, depth: int = 1, steps: int = 10, capacity: int = 8) -> Admission:
-    return Admission(
+def make(
+    ledger: Ledger, *, depth: int = 1, steps: int = 10, capacity: int = 8
+) -> AdmissionController:
+    return AdmissionController(
         ledger,
         depth=depth,
         groups_per_step=4,
@@ -26,26 +32,26 @@ def make(ledger: Ledger, *, depth: int = 1, steps: int = 10, capacity: int = 8) 
 def test_on_policy_admits_exactly_one_step_of_groups() -> None:
     ledger = Ledger()
     admission = make(ledger, depth=0, capacity=4)
-    assert admission.credit == 4
+    assert admission.num_credits == 4
     for i in range(4):
-        ledger.admit(str(i), 0)
-    assert admission.credit == 0
+        ledger.mark_admitted(str(i), 0)
+    assert admission.num_credits == 0
 
 
 def test_one_step_of_depth_admits_one_step_more() -> None:
-    assert make(Ledger(), depth=1).credit == 8
+    assert make(Ledger(), depth=1).num_credits == 8
 
 
 def test_a_new_version_brings_credits_for_one_step() -> None:
     ledger = Ledger()
     admission = make(ledger)
     for i in range(8):
-        ledger.admit(str(i), 0)
+        ledger.mark_admitted(str(i), 0)
     for i in range(4):
-        ledger.train(str(i))
-    assert admission.credit == 0, "trained groups do not come back as credits by themselves"
-    admission.advance(1)
-    assert admission.credit == 4
+        ledger.mark_trained(str(i))
+    assert admission.num_credits == 0, "trained groups do not come back as credits by themselves"
+    admission.advance_version(1)
+    assert admission.num_credits == 4
 
 
 def test_a_version_that_is_made_and_not_published_brings_no_credits() -> None:
@@ -53,30 +59,30 @@ def test_a_version_that_is_made_and_not_published_brings_no_credits() -> None:
     ledger = Ledger()
     admission = make(ledger, depth=1)
     for i in range(8):
-        ledger.admit(str(i), 0)
+        ledger.mark_admitted(str(i), 0)
     for i in range(4):
-        ledger.train(str(i))
-    admission.advance(1, published=False)
-    assert admission.credit == 0
+        ledger.mark_trained(str(i))
+    admission.advance_version(1, published=False)
+    assert admission.num_credits == 0
     for i in range(4, 8):
-        ledger.train(str(i))
-    admission.advance(2)
-    assert admission.credit == 8, "two steps were made, both have their credits now"
+        ledger.mark_trained(str(i))
+    admission.advance_version(2)
+    assert admission.num_credits == 8, "two steps were made, both have their credits now"
 
 
 def test_a_dropped_group_returns_its_credit() -> None:
     ledger = Ledger()
     admission = make(ledger)
     for i in range(8):
-        ledger.admit(str(i), 0)
-    ledger.drop("3", "deadline")
-    assert admission.credit == 1
+        ledger.mark_admitted(str(i), 0)
+    ledger.mark_dropped("3", "deadline")
+    assert admission.num_credits == 1
 
 
 def test_no_prompt_is_admitted_that_no_step_will_train() -> None:
     ledger = Ledger()
     admission = make(ledger, steps=1)
-    assert admission.credit == 4
+    assert admission.num_credits == 4
 
 
 def test_waiting_for_credit_ends_when_a_version_is_published() -> None:
@@ -84,13 +90,13 @@ def test_waiting_for_credit_ends_when_a_version_is_published() -> None:
         ledger = Ledger()
         admission = make(ledger)
         for i in range(8):
-            ledger.admit(str(i), 0)
-        waiting = asyncio.create_task(admission.wait_credit(100.0))
+            ledger.mark_admitted(str(i), 0)
+        waiting = asyncio.create_task(admission.wait_for_credit(100.0))
         await asyncio.sleep(5.0)
         assert not waiting.done()
         for i in range(4):
-            ledger.train(str(i))
-        admission.advance(1)
+            ledger.mark_trained(str(i))
+        admission.advance_version(1)
         return await waiting
 
     assert run_virtual(main()) == 4
@@ -101,8 +107,8 @@ def test_waiting_for_credit_gives_up_at_its_deadline() -> None:
         ledger = Ledger()
         admission = make(ledger)
         for i in range(8):
-            ledger.admit(str(i), 0)
-        return await admission.wait_credit(3.0)
+            ledger.mark_admitted(str(i), 0)
+        return await admission.wait_for_credit(3.0)
 
     assert run_virtual(main()) == 0
 
@@ -112,11 +118,11 @@ def test_a_returned_credit_wakes_whoever_waits_for_one() -> None:
         ledger = Ledger()
         admission = make(ledger)
         for i in range(8):
-            ledger.admit(str(i), 0)
-        waiting = asyncio.create_task(admission.wait_credit(100.0))
+            ledger.mark_admitted(str(i), 0)
+        waiting = asyncio.create_task(admission.wait_for_credit(100.0))
         await asyncio.sleep(5.0)
-        ledger.filter("3")
-        admission.refund()
+        ledger.mark_filtered("3")
+        admission.refund_credit()
         assert await waiting == 1
         return asyncio.get_running_loop().time()
 
@@ -127,21 +133,21 @@ def test_what_is_in_flight_never_exceeds_the_capacity() -> None:
     ledger = Ledger()
     admission = make(ledger, depth=0, capacity=5)
     for i in range(4):
-        ledger.admit(str(i), 0)
-    admission.advance(1)
-    assert admission.credit == 1, "the step's groups are not yet booked as trained"
+        ledger.mark_admitted(str(i), 0)
+    admission.advance_version(1)
+    assert admission.num_credits == 1, "the step's groups are not yet booked as trained"
 
 
 def test_a_resumed_run_goes_on_at_its_version() -> None:
     ledger = Ledger()
     for i in range(12):
-        ledger.admit(str(i), i // 4)
+        ledger.mark_admitted(str(i), i // 4)
     for i in range(8):
-        ledger.train(str(i))
-    admission = Admission(
+        ledger.mark_trained(str(i))
+    admission = AdmissionController(
         ledger, depth=1, groups_per_step=4, capacity_groups=8, total_groups=16, version=2
     )
-    assert (admission.credit, admission.finished) == (4, False)
+    assert (admission.num_credits, admission.is_finished) == (4, False)
 
 
 def test_a_queue_that_would_deadlock_is_refused_with_the_arithmetic() -> None:
@@ -162,13 +168,13 @@ def test_a_shard_too_small_for_a_step_is_refused_with_the_arithmetic() -> None:
         "place": "queue.store_share=0.5",
     }
     with pytest.raises(ConfigError, match=message):
-        check_bytes(8 << 20, **facts)
-    check_bytes(10 << 20, **facts)
+        check_shard_bytes(8 << 20, **facts)
+    check_shard_bytes(10 << 20, **facts)
 
 
 @given(st.integers(0, 8), st.integers(1, 64), st.integers(0, 100))
 def test_the_last_credit_of_a_version_is_trained_depth_steps_later(
     depth: int, groups: int, version: int
 ) -> None:
-    last = credit_limit(version, depth=depth, groups_per_step=groups) - 1
+    last = compute_credit_limit(version, depth=depth, groups_per_step=groups) - 1
     assert last // groups - version == depth

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.buffer.assembly.packing import Packer, Round, pack
+from streamrl.buffer.assembly.packing import MicroBatchPacker, Round, pack_rollouts
 
 BUDGET = 64
 LENGTHS = st.lists(st.integers(1, BUDGET), max_size=40)
@@ -32,7 +32,7 @@ def check(rounds: list[Round], rollouts: list[tuple[str, int, int]], world_size:
 @given(LENGTHS, WORLD)
 def test_every_rollout_once_within_the_bound_and_balanced(lengths, world_size):
     rollouts = named(lengths)
-    rounds = pack(rollouts, world_size=world_size, micro_batch_tokens=BUDGET)
+    rounds = pack_rollouts(rollouts, world_size=world_size, micro_batch_tokens=BUDGET)
     check(rounds, rollouts, world_size)
 
 
@@ -40,7 +40,7 @@ def test_every_rollout_once_within_the_bound_and_balanced(lengths, world_size):
 def test_a_rank_is_idle_only_when_every_micro_batch_of_the_step_is_a_single_rollout(
     lengths, world_size
 ):
-    rounds = pack(named(lengths), world_size=world_size, micro_batch_tokens=BUDGET)
+    rounds = pack_rollouts(named(lengths), world_size=world_size, micro_batch_tokens=BUDGET)
     micro_batches = [picks for work in rounds for picks in work]
     if not all(micro_batches):
         assert all(len(picks) <= 1 for picks in micro_batches)
@@ -49,53 +49,53 @@ def test_a_rank_is_idle_only_when_every_micro_batch_of_the_step_is_a_single_roll
 @given(LENGTHS, WORLD, st.randoms())
 def test_the_plan_does_not_depend_on_the_order_of_arrival(lengths, world_size, random):
     rollouts = named(lengths)
-    plan = pack(rollouts, world_size=world_size, micro_batch_tokens=BUDGET)
+    plan = pack_rollouts(rollouts, world_size=world_size, micro_batch_tokens=BUDGET)
     random.shuffle(rollouts)
-    assert pack(rollouts, world_size=world_size, micro_batch_tokens=BUDGET) == plan
+    assert pack_rollouts(rollouts, world_size=world_size, micro_batch_tokens=BUDGET) == plan
 
 
 @given(st.lists(st.lists(st.integers(1, BUDGET), min_size=1, max_size=6), max_size=12), WORLD)
 def test_a_stream_loses_nothing_and_its_early_rounds_are_well_filled(groups, world_size):
-    packer = Packer(world_size=world_size, micro_batch_tokens=BUDGET)
+    packer = MicroBatchPacker(world_size=world_size, micro_batch_tokens=BUDGET)
     rollouts = [(f"g{g}", i, n) for g, group in enumerate(groups) for i, n in enumerate(group)]
     size = {(uid, index): length for uid, index, length in rollouts}
     early = []
     for g, group in enumerate(groups):
-        packer.add(f"g{g}", group)
-        early += packer.rounds(final=False)
+        packer.add_group(f"g{g}", group)
+        early += packer.take_rounds(final=False)
     assert all(2 * padded(picks, size) > BUDGET for work in early for picks in work)
-    check(early + packer.rounds(final=True), rollouts, world_size)
-    assert packer.rounds(final=True) == []
+    check(early + packer.take_rounds(final=True), rollouts, world_size)
+    assert packer.take_rounds(final=True) == []
 
 
 def test_a_plan_by_hand():
     rollouts = [("a", 0, 10), ("a", 1, 6), ("b", 0, 10), ("b", 1, 5), ("b", 2, 5)]
-    plan = pack(rollouts, world_size=2, micro_batch_tokens=20)
+    plan = pack_rollouts(rollouts, world_size=2, micro_batch_tokens=20)
     # 10 + 10, then 6 padded with 5 + 5: 20 against 18.
     assert plan == [((("a", 0), ("b", 0)), (("a", 1), ("b", 1), ("b", 2)))]
 
 
 def test_one_micro_batch_for_two_ranks_is_shared_between_them():
-    plan = pack([("a", 0, 4), ("a", 1, 3)], world_size=2, micro_batch_tokens=20)
+    plan = pack_rollouts([("a", 0, 4), ("a", 1, 3)], world_size=2, micro_batch_tokens=20)
     assert plan == [((("a", 0),), (("a", 1),))]
 
 
 def test_a_single_rollout_leaves_the_other_ranks_an_empty_micro_batch():
-    plan = pack([("a", 0, 4)], world_size=3, micro_batch_tokens=20)
+    plan = pack_rollouts([("a", 0, 4)], world_size=3, micro_batch_tokens=20)
     assert plan == [((("a", 0),), (), ())]
 
 
 def test_a_stream_waits_until_every_rank_has_a_full_micro_batch():
-    packer = Packer(world_size=2, micro_batch_tokens=20)
-    packer.add("a", [10, 10, 10])
-    assert packer.rounds(final=False) == []
-    packer.add("b", [10])
-    assert packer.rounds(final=False) == [((("a", 0), ("a", 1)), (("a", 2), ("b", 0)))]
-    assert packer.rounds(final=False) == []
+    packer = MicroBatchPacker(world_size=2, micro_batch_tokens=20)
+    packer.add_group("a", [10, 10, 10])
+    assert packer.take_rounds(final=False) == []
+    packer.add_group("b", [10])
+    assert packer.take_rounds(final=False) == [((("a", 0), ("a", 1)), (("a", 2), ("b", 0)))]
+    assert packer.take_rounds(final=False) == []
 
 
 def test_a_rollout_over_the_bound_is_refused():
     with pytest.raises(
         ValueError, match="rollout 1 of 3:7:0 has 21 tokens; a micro-batch holds 20"
     ):
-        Packer(world_size=1, micro_batch_tokens=20).add("3:7:0", [20, 21])
+        MicroBatchPacker(world_size=1, micro_batch_tokens=20).add_group("3:7:0", [20, 21])

@@ -3,16 +3,16 @@
 import pytest
 
 from streamrl.buffer import StepAssembler
-from streamrl.buffer.admission.oversampling import Oversampling
+from streamrl.buffer.admission.oversampling import OversamplingController
 from streamrl.buffer.books.run_log import TrainedGroup
 from streamrl.errors import StaleGroupError
-from streamrl.messages import Experience, GroupInfo, Lease
+from streamrl.messages import Experience, GroupInfo, GroupLease
 
 
 def group(uid: str, admitted: int, sampled: int | None = None) -> Experience:
     version = admitted if sampled is None else sampled
     return Experience(
-        lease=Lease(1, uid, "train", 1, float("inf")),
+        lease=GroupLease(1, uid, "train", 1, float("inf")),
         admitted_version=admitted,
         info=GroupInfo((4,), 2, ((version, 2),)),
         ready_version=admitted,
@@ -24,7 +24,7 @@ def assembler(
 ) -> StepAssembler:
     made = StepAssembler(max_staleness=staleness, groups_per_step=groups, drops_stale=drops_stale)
     for uid, version in admitted.items():
-        made.admit(uid, version)
+        made.admit_group(uid, version)
     return made
 
 
@@ -34,72 +34,72 @@ def uids(groups: list[Experience]) -> list[str]:
 
 def test_groups_enter_in_any_order_while_there_is_room() -> None:
     steps = assembler(1, 2, a=0, b=0, c=1, d=1)
-    steps.offer([group("d", 1)])
-    assert uids(steps.draw(0)) == ["d"]
-    steps.offer([group("a", 0)])
-    assert uids(steps.draw(0)) == ["a"]
-    assert steps.complete
+    steps.offer_groups([group("d", 1)])
+    assert uids(steps.draw_groups(0)) == ["d"]
+    steps.offer_groups([group("a", 0)])
+    assert uids(steps.draw_groups(0)) == ["a"]
+    assert steps.is_complete
 
 
 def test_a_group_that_would_be_too_old_next_time_keeps_its_place() -> None:
     steps = assembler(1, 2, a=0, b=0, c=1, d=1)
-    steps.offer([group("c", 1), group("d", 1)])
-    assert steps.awaited == ["a", "b"]
-    assert uids(steps.draw(1)) == [], "both places are kept for a and b"
-    steps.offer([group("b", 0)])
-    assert uids(steps.draw(1)) == ["b"]
-    steps.offer([group("a", 0)])
-    assert uids(steps.draw(1)) == ["a"]
-    steps.finish()
-    assert uids(steps.draw(2)) == ["c", "d"]
+    steps.offer_groups([group("c", 1), group("d", 1)])
+    assert steps.pending_uids == ["a", "b"]
+    assert uids(steps.draw_groups(1)) == [], "both places are kept for a and b"
+    steps.offer_groups([group("b", 0)])
+    assert uids(steps.draw_groups(1)) == ["b"]
+    steps.offer_groups([group("a", 0)])
+    assert uids(steps.draw_groups(1)) == ["a"]
+    steps.finish_step()
+    assert uids(steps.draw_groups(2)) == ["c", "d"]
 
 
 def test_the_oldest_ready_group_goes_first() -> None:
     steps = assembler(2, 1, a=1, b=0)
-    steps.offer([group("a", 1), group("b", 0)])
-    assert uids(steps.draw(1)) == ["b"]
+    steps.offer_groups([group("a", 1), group("b", 0)])
+    assert uids(steps.draw_groups(1)) == ["b"]
 
 
 def test_a_dropped_group_frees_the_place_that_was_kept_for_it() -> None:
     steps = assembler(0, 1, a=0)
-    steps.drop("a")
-    assert steps.awaited == []
+    steps.drop_group("a")
+    assert steps.pending_uids == []
 
 
 def test_newcomers_do_not_crowd_older_groups_into_their_last_step() -> None:
     steps = assembler(2, 1, b=0, c=0, d=1)
     # b and c have the steps of versions 1 and 2 left, one place each: d cannot have the first.
-    steps.offer([group("d", 1)])
-    assert uids(steps.draw(1)) == []
-    steps.offer([group("b", 0)])
-    assert uids(steps.draw(1)) == ["b"]
+    steps.offer_groups([group("d", 1)])
+    assert uids(steps.draw_groups(1)) == []
+    steps.offer_groups([group("b", 0)])
+    assert uids(steps.draw_groups(1)) == ["b"]
 
 
 def test_a_token_beyond_the_bound_is_an_error_that_names_the_group() -> None:
     steps = assembler(1, 1, a=1)
-    steps.offer([group("a", 1, sampled=0)])
+    steps.offer_groups([group("a", 1, sampled=0)])
     with pytest.raises(StaleGroupError, match="group a was sampled by version 0: 2 behind"):
-        steps.draw(2)
+        steps.draw_groups(2)
 
 
 def test_a_group_that_is_offered_again_is_passed_over() -> None:
     steps = assembler(1, 2, a=0)
     for _ in range(2):
-        steps.offer([group("a", 0)])
-    assert uids(steps.draw(0)) == ["a"]
-    steps.offer([group("a", 0), group("unknown", 0)])
-    assert uids(steps.draw(0)) == []
-    steps.drop("unknown")
+        steps.offer_groups([group("a", 0)])
+    assert uids(steps.draw_groups(0)) == ["a"]
+    steps.offer_groups([group("a", 0), group("unknown", 0)])
+    assert uids(steps.draw_groups(0)) == []
+    steps.drop_group("unknown")
 
 
 def test_a_finished_step_says_what_it_trained_and_the_next_one_is_empty() -> None:
     steps = assembler(1, 2, a=0, b=1)
-    steps.offer([group("b", 1), group("a", 0)])
-    steps.draw(1)
-    assert steps.complete
+    steps.offer_groups([group("b", 1), group("a", 0)])
+    steps.draw_groups(1)
+    assert steps.is_complete
     info = [GroupInfo((4,), 2, ((version, 2),)) for version in (0, 1)]
-    assert steps.finish() == (TrainedGroup("a", info[0], 0), TrainedGroup("b", info[1], 1))
-    assert not steps.complete
+    assert steps.finish_step() == (TrainedGroup("a", info[0], 0), TrainedGroup("b", info[1], 1))
+    assert not steps.is_complete
 
 
 # on_stale: drop.
@@ -107,29 +107,29 @@ def test_a_finished_step_says_what_it_trained_and_the_next_one_is_empty() -> Non
 
 def test_dropping_what_is_stale_keeps_no_place_for_it() -> None:
     steps = assembler(1, 2, drops_stale=True, a=0, b=0, c=1, d=1)
-    steps.offer([group("c", 1), group("d", 1)])
-    assert uids(steps.draw(1)) == ["c", "d"], "a and b would be due now"
-    assert steps.awaited == ["a", "b"]
+    steps.offer_groups([group("c", 1), group("d", 1)])
+    assert uids(steps.draw_groups(1)) == ["c", "d"], "a and b would be due now"
+    assert steps.pending_uids == ["a", "b"]
 
 
 def test_the_oldest_tokens_go_first_and_not_the_oldest_admission() -> None:
     steps = assembler(3, 1, drops_stale=True, a=0, b=1)
-    steps.offer([group("a", 0, sampled=2), group("b", 1, sampled=1)])
-    assert uids(steps.draw(2)) == ["b"]
+    steps.offer_groups([group("a", 0, sampled=2), group("b", 1, sampled=1)])
+    assert uids(steps.draw_groups(2)) == ["b"]
 
 
 def test_what_has_become_too_old_is_given_up_and_nothing_else() -> None:
     steps = assembler(1, 2, drops_stale=True, a=0, b=0, c=1)
-    steps.offer([group("a", 0), group("b", 0, sampled=1), group("c", 1)])
-    assert steps.take_late(1) == []
-    assert steps.take_late(2) == ["a"]
-    assert steps.take_late(2) == []
-    assert sorted(uids(steps.draw(2))) == ["b", "c"]
+    steps.offer_groups([group("a", 0), group("b", 0, sampled=1), group("c", 1)])
+    assert steps.remove_late_groups(1) == []
+    assert steps.remove_late_groups(2) == ["a"]
+    assert steps.remove_late_groups(2) == []
+    assert sorted(uids(steps.draw_groups(2))) == ["b", "c"]
 
 
 def test_what_is_not_ready_may_still_turn_out_to_be_fresh_and_is_waited_for() -> None:
     steps = assembler(1, 2, drops_stale=True, a=0)
-    assert steps.take_late(99) == []
+    assert steps.remove_late_groups(99) == []
 
 
 # More are admitted than have places.
@@ -141,42 +141,42 @@ def oversampled(
     made = StepAssembler(
         max_staleness=staleness,
         groups_per_step=groups,
-        oversampling=Oversampling(factor, groups_per_step=groups),
+        oversampling=OversamplingController(factor, groups_per_step=groups),
     )
     for uid, version in admitted.items():
-        made.admit(uid, version)
+        made.admit_group(uid, version)
     return made
 
 
 def test_what_is_undecided_keeps_its_part_of_a_place_and_what_is_kept_a_whole_one() -> None:
     # Of three admitted for each place one is kept, as far as one knows.
     steps = oversampled(3.0, 1, 2, a=0, b=0, c=0, d=1, e=1)
-    steps.offer([group("d", 1), group("e", 1)])
-    assert uids(steps.draw(1)) == ["d"], "one place is for the one of a, b and c"
-    steps.drop("a")
-    assert uids(steps.drawable(1)) == ["e"], "two of them make less than a place"
-    steps.keep("b")
-    assert uids(steps.draw(1)) == [], "b is sure to need one"
-    steps.offer([group("b", 0)])
-    assert uids(steps.draw(1)) == ["b"]
+    steps.offer_groups([group("d", 1), group("e", 1)])
+    assert uids(steps.draw_groups(1)) == ["d"], "one place is for the one of a, b and c"
+    steps.drop_group("a")
+    assert uids(steps.find_drawable(1)) == ["e"], "two of them make less than a place"
+    steps.keep_group("b")
+    assert uids(steps.draw_groups(1)) == [], "b is sure to need one"
+    steps.offer_groups([group("b", 0)])
+    assert uids(steps.draw_groups(1)) == ["b"]
 
 
 def test_once_a_step_is_whole_what_was_due_at_it_is_late_and_what_fills_it_is_not() -> None:
     steps = oversampled(4.0, 0, 1, a=0, b=0, c=0, d=1)
-    steps.offer([group("a", 0), group("b", 0)])
-    assert steps.take_late(0) == []
-    assert steps.take_late(0, is_whole=True, absent=["d"]) == ["b", "c"]
-    assert uids(steps.draw(0)) == ["a"]
+    steps.offer_groups([group("a", 0), group("b", 0)])
+    assert steps.remove_late_groups(0) == []
+    assert steps.remove_late_groups(0, is_whole=True, absent=["d"]) == ["b", "c"]
+    assert uids(steps.draw_groups(0)) == ["a"]
 
 
 def test_those_that_are_due_no_more_are_late_whether_they_are_ready_or_not() -> None:
     steps = oversampled(4.0, 1, 1, a=0, b=0, c=0, d=0, e=1)
-    steps.offer([group("a", 0), group("b", 0), group("c", 0, sampled=1)])
-    assert steps.take_late(1) == []
-    assert uids(steps.draw(1)) == ["a"]
-    steps.finish()
-    assert steps.take_late(2) == ["b", "d"], "c is newer than it had to be"
+    steps.offer_groups([group("a", 0), group("b", 0), group("c", 0, sampled=1)])
+    assert steps.remove_late_groups(1) == []
+    assert uids(steps.draw_groups(1)) == ["a"]
+    steps.finish_step()
+    assert steps.remove_late_groups(2) == ["b", "d"], "c is newer than it had to be"
     for uid in ("b", "d"):
-        steps.drop(uid)
-    assert uids(steps.draw(2)) == ["c"]
-    assert steps.awaited == ["e"]
+        steps.drop_group(uid)
+    assert uids(steps.draw_groups(2)) == ["c"]
+    assert steps.pending_uids == ["e"]

@@ -13,63 +13,63 @@ from streamrl.errors import LedgerError
 def with_admitted(*uids: str, debug: bool = False) -> Ledger:
     ledger = Ledger(debug=debug)
     for uid in uids:
-        ledger.admit(uid, 0)
+        ledger.mark_admitted(uid, 0)
     return ledger
 
 
 def test_every_prompt_is_in_one_state() -> None:
     ledger = with_admitted(*"abcd")
-    ledger.train("a")
-    ledger.filter("b")
-    ledger.drop("c", "deadline")
-    counts = ledger.check(held=["d"])
+    ledger.mark_trained("a")
+    ledger.mark_filtered("b")
+    ledger.mark_dropped("c", "deadline")
+    counts = ledger.check_balance(held=["d"])
     assert str(counts) == "admitted 4 = trained 1 + filtered 1 + dropped 1 + in flight 1"
     assert counts.drops == (("deadline", 1),)
 
 
 def test_the_version_of_an_admission_is_kept_while_it_is_in_flight() -> None:
     ledger = Ledger()
-    ledger.admit("a", 3)
-    ledger.admit("b", 4)
-    ledger.train("a")
+    ledger.mark_admitted("a", 3)
+    ledger.mark_admitted("b", 4)
+    ledger.mark_trained("a")
     assert ledger.in_flight == {"b": 4}
 
 
 def test_training_a_group_twice_is_an_error() -> None:
     ledger = with_admitted("a")
-    ledger.train("a")
+    ledger.mark_trained("a")
     with pytest.raises(LedgerError, match="prompt a is trained, but it is not in flight"):
-        ledger.train("a")
+        ledger.mark_trained("a")
 
 
 def test_admitting_a_prompt_twice_is_an_error() -> None:
     ledger = with_admitted("a")
     with pytest.raises(LedgerError, match="in flight already"):
-        ledger.admit("a", 1)
+        ledger.mark_admitted("a", 1)
 
 
 def test_a_group_the_queue_lost_is_named() -> None:
     with pytest.raises(LedgerError, match=r"lost from the queue: \['b'\]"):
-        with_admitted("a", "b").check(held=["a"])
+        with_admitted("a", "b").check_balance(held=["a"])
 
 
 def test_a_group_the_queue_kept_too_long_is_named() -> None:
     ledger = with_admitted("a")
-    ledger.train("a")
+    ledger.mark_trained("a")
     with pytest.raises(LedgerError, match=r"ended but in it: \['a'\]"):
-        ledger.check(held=["a"])
+        ledger.check_balance(held=["a"])
 
 
 def test_a_prompt_on_its_way_into_a_shard_is_not_missed() -> None:
-    with_admitted("a", "b").check(held=["a"], booked=["a"])
+    with_admitted("a", "b").check_balance(held=["a"], booked=["a"])
 
 
 def test_what_ended_gives_its_credit_back_unless_it_was_trained() -> None:
     ledger = with_admitted(*"abcd")
-    ledger.train("a")
-    ledger.filter("b")
-    ledger.drop("c", "stale")
-    assert ledger.claimed == 2
+    ledger.mark_trained("a")
+    ledger.mark_filtered("b")
+    ledger.mark_dropped("c", "stale")
+    assert ledger.num_credits_spent == 2
 
 
 # Uid by uid (run.debug).
@@ -87,37 +87,37 @@ def test_admitting_what_has_ended_is_named_with_its_end(end, how: str) -> None: 
     ledger = with_admitted("a", debug=True)
     end(ledger)
     with pytest.raises(LedgerError, match=f"prompt a is admitted, but it was {how} before"):
-        ledger.admit("a", 1)
+        ledger.mark_admitted("a", 1)
 
 
 def test_without_debug_what_has_ended_is_not_kept() -> None:
     ledger = with_admitted("a")
-    ledger.train("a")
-    ledger.admit("a", 1)
+    ledger.mark_trained("a")
+    ledger.mark_admitted("a", 1)
     assert "ended" not in ledger.state_dict()
 
 
 def test_numbers_that_do_not_fit_the_uids_are_found_at_the_next_transition() -> None:
     ledger = with_admitted("a", "b", debug=True)
-    ledger._trained += 1
+    ledger._num_trained += 1
     with pytest.raises(LedgerError, match="the uids do not add up"):
-        ledger.train("a")
+        ledger.mark_trained("a")
 
 
 def test_debug_goes_on_after_a_checkpoint_that_was_written_with_it() -> None:
     ledger = with_admitted("a", "b", debug=True)
-    ledger.train("a")
+    ledger.mark_trained("a")
     state = json.loads(json.dumps(ledger.state_dict()))
     with pytest.raises(LedgerError, match="it was trained before"):
-        Ledger.from_state(state, debug=True).admit("a", 1)
-    Ledger.from_state(state).admit("a", 1)
+        Ledger.from_state(state, debug=True).mark_admitted("a", 1)
+    Ledger.from_state(state).mark_admitted("a", 1)
 
 
 def test_debug_cannot_begin_in_the_middle_of_a_run() -> None:
     ledger = with_admitted("a", "b")
-    ledger.train("a")
+    ledger.mark_trained("a")
     restored = Ledger.from_state(ledger.state_dict(), debug=True)
-    restored.train("b")
+    restored.mark_trained("b")
     assert restored.counts.trained == 2
 
 
@@ -132,14 +132,16 @@ def test_any_history_balances_and_survives_a_checkpoint(
     ledger, serial = Ledger(debug=debug), 0
     for move in moves:
         if move == "admit":
-            ledger.admit(f"p{serial}", serial // 3)
+            ledger.mark_admitted(f"p{serial}", serial // 3)
             serial += 1
         elif ledger.in_flight:
             uid = random.choice(sorted(ledger.in_flight))  # type: ignore[attr-defined]
-            {"train": ledger.train, "filter": ledger.filter, "drop": lambda u: ledger.drop(u, "x")}[
-                move
-            ](uid)
-    counts = ledger.check(held=list(ledger.in_flight))
+            {
+                "train": ledger.mark_trained,
+                "filter": ledger.mark_filtered,
+                "drop": lambda u: ledger.mark_dropped(u, "x"),
+            }[move](uid)
+    counts = ledger.check_balance(held=list(ledger.in_flight))
     restored = Ledger.from_state(json.loads(json.dumps(ledger.state_dict())), debug=debug)
     assert restored.counts == counts
     assert list(restored.in_flight.items()) == list(ledger.in_flight.items())

@@ -10,25 +10,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.buffer import Books, Ledger
-from streamrl.buffer.assembly.micro_batch_schedule import Program
+from streamrl.buffer import Ledger, RunLog
+from streamrl.buffer.assembly.micro_batch_schedule import StepSchedule
 from streamrl.buffer.books.run_log import (
     TrainedGroup,
     TrainedStep,
-    history,
+    read_history,
     read_log,
-    recover_books,
+    recover_run_log,
 )
-from streamrl.buffer.codec import join
+from streamrl.buffer.codec import join_pieces
 from streamrl.buffer.log.journal import Journal, JournalConfig
-from streamrl.buffer.log.segment_file import Record, segment_path
+from streamrl.buffer.log.segment_file import JournalRecord, segment_path
 from streamrl.errors import JournalError, LedgerError
-from streamrl.messages import Ended, GroupInfo, make_uid, parse_uid
+from streamrl.messages import GroupInfo, GroupOutcome, make_uid, parse_uid
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.fake_shards import MemoryLog
 
-FILTERED = Ended("filtered", "all 2 rewards are 1", filtered=True)
-DROPPED = Ended("deadline", "the verifier is down")
+FILTERED = GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)
+DROPPED = GroupOutcome("deadline", "the verifier is down")
 
 
 def trained(uid: str, version: int = 0) -> TrainedGroup:
@@ -39,12 +39,12 @@ def step(version: int, *uids: str) -> TrainedStep:
     """Two ranks, a round per group: each rank has one rollout of it."""
     groups = tuple(trained(uid, version) for uid in uids)
     rounds = tuple((((uid, 0),), ((uid, 1),)) for uid in uids)
-    return TrainedStep(version, groups, {"policy": Program((rounds,))})
+    return TrainedStep(version, groups, {"policy": StepSchedule((rounds,))})
 
 
-def travelled(record: Record) -> Record:
+def travelled(record: JournalRecord) -> JournalRecord:
     """As a journal gives it back."""
-    return Record(json.loads(json.dumps(dict(record.meta))), join(record.payload))
+    return JournalRecord(json.loads(json.dumps(dict(record.meta))), join_pieces(record.payload))
 
 
 # Steps.
@@ -65,7 +65,7 @@ def steps(draw: st.DrawFn) -> TrainedStep:
     groups = tuple(TrainedGroup(uid, draw(infos), draw(st.integers(0, 9))) for uid in uids)
     picks = st.lists(st.tuples(st.sampled_from(uids), st.integers(0, 7)), max_size=3).map(tuple)
     rounds = st.lists(st.lists(picks, max_size=2).map(tuple), max_size=3).map(tuple)
-    program = st.builds(Program, st.lists(rounds, max_size=3).map(tuple), st.integers(1, 3))
+    program = st.builds(StepSchedule, st.lists(rounds, max_size=3).map(tuple), st.integers(1, 3))
     programs = st.dictionaries(st.sampled_from(["policy", "critic"]), program)
     return TrainedStep(draw(st.integers(0, 1000)), groups, draw(programs))
 
@@ -89,7 +89,7 @@ MOVES = ["admit", "admit", "admit", "step", "filter", "drop", "again", "checkpoi
 def test_after_any_sequence_the_log_gives_the_live_ledger(schedule: list[tuple[str, int]]) -> None:
     async def main() -> None:
         log = MemoryLog()
-        books = Books(Ledger(debug=True), log)
+        books = RunLog(Ledger(debug=True), log)
         made: dict[int, TrainedStep] = {}
         drawn: list[str] = []
         state, cut, serial = None, 0, 0
@@ -99,7 +99,7 @@ def test_after_any_sequence_the_log_gives_the_live_ledger(schedule: list[tuple[s
                 uids = [f"0:{serial + i}:0" for i in range(rng.randint(1, 4))]
                 serial += len(uids)
                 drawn += uids
-                await books.admit(uids, seed)
+                await books.record_admissions(uids, seed)
             elif move == "checkpoint":
                 state, cut = json.loads(json.dumps(books.ledger.state_dict())), len(log.records)
                 made, drawn = {}, []
@@ -109,19 +109,21 @@ def test_after_any_sequence_the_log_gives_the_live_ledger(schedule: list[tuple[s
                 uids = rng.sample(in_flight, min(2, len(in_flight)))
                 version = max(made, default=seed) + 1
                 made[version] = step(version, *uids)
-                await books.train(made[version])
+                await books.record_step(made[version])
             elif move == "again":
                 uid = rng.choice(in_flight)
                 epoch, index, attempt = parse_uid(uid)
                 again = make_uid(epoch, index, attempt + 1)
-                await books.end({uid: DROPPED}, again=[again], version=seed)
+                await books.record_finished({uid: DROPPED}, again=[again], version=seed)
             else:
                 uids = rng.sample(in_flight, min(rng.randint(1, 2), len(in_flight)))
-                await books.end(dict.fromkeys(uids, FILTERED if move == "filter" else DROPPED))
-        found = recover_books([travelled(r) for r in log.records[cut:]], state, debug=True)
+                await books.record_finished(
+                    dict.fromkeys(uids, FILTERED if move == "filter" else DROPPED)
+                )
+        found = recover_run_log([travelled(r) for r in log.records[cut:]], state, debug=True)
         assert found.ledger.state_dict() == books.ledger.state_dict()
-        assert found.steps == made
-        assert found.drawn == tuple(drawn), "retries are not drawn from the data"
+        assert found.steps_to_replay == made
+        assert found.drawn_uids == tuple(drawn), "retries are not drawn from the data"
 
     run_virtual(main())
 
@@ -129,16 +131,16 @@ def test_after_any_sequence_the_log_gives_the_live_ledger(schedule: list[tuple[s
 def test_a_step_that_is_made_again_is_not_booked_again() -> None:
     async def main() -> None:
         log = MemoryLog()
-        books = Books(Ledger(debug=True), log)
-        await books.admit(["0:0:0", "0:1:0"], 0)
-        await books.train(step(0, "0:0:0"))
-        found = recover_books(log.records, None, debug=True)
-        again = Books(found.ledger, log.crash(), found.steps)
+        books = RunLog(Ledger(debug=True), log)
+        await books.record_admissions(["0:0:0", "0:1:0"], 0)
+        await books.record_step(step(0, "0:0:0"))
+        found = recover_run_log(log.records, None, debug=True)
+        again = RunLog(found.ledger, log.crash(), found.steps_to_replay)
         before = len(log.records)
-        await again.train(found.steps[0])
+        await again.record_step(found.steps_to_replay[0])
         assert len(log.records) == before and again.ledger.counts.trained == 1
-        assert not again.steps
-        await again.train(step(1, "0:1:0"))
+        assert not again.steps_to_replay
+        await again.record_step(step(1, "0:1:0"))
         assert again.ledger.counts.trained == 2
 
     run_virtual(main())
@@ -147,9 +149,9 @@ def test_a_step_that_is_made_again_is_not_booked_again() -> None:
 def test_a_step_is_in_the_log_before_the_ledger_has_it() -> None:
     async def main() -> None:
         log = MemoryLog(write_s=5.0)
-        books = Books(Ledger(), log)
-        await books.admit(["0:0:0"], 0)
-        training = asyncio.create_task(books.train(step(0, "0:0:0")))
+        books = RunLog(Ledger(), log)
+        await books.record_admissions(["0:0:0"], 0)
+        training = asyncio.create_task(books.record_step(step(0, "0:0:0")))
         await asyncio.sleep(1.0)
         assert books.ledger.counts.trained == 0
         await training
@@ -160,28 +162,28 @@ def test_a_step_is_in_the_log_before_the_ledger_has_it() -> None:
 
 def test_books_that_contradict_each_other_are_named() -> None:
     with pytest.raises(LedgerError, match="prompt 0:0:0 is trained, but it is not in flight"):
-        recover_books([step(0, "0:0:0").to_record()], None)
+        recover_run_log([step(0, "0:0:0").to_record()], None)
 
 
 # On the disk.
 
 
-async def written(folder: Path) -> Books:
+async def written(folder: Path) -> RunLog:
     journal = Journal(folder, JournalConfig())
-    books = Books(Ledger(), journal)
-    await books.open(0)
-    await books.admit(["0:0:0", "0:1:0", "0:2:0"], 0)
+    books = RunLog(Ledger(), journal)
+    await books.record_start(0)
+    await books.record_admissions(["0:0:0", "0:1:0", "0:2:0"], 0)
     await journal.rotate()
-    await books.train(step(0, "0:0:0"))
-    await books.end({"0:1:0": DROPPED}, again=["0:1:1"], version=1)
-    await books.end({"0:2:0": FILTERED})
+    await books.record_step(step(0, "0:0:0"))
+    await books.record_finished({"0:1:0": DROPPED}, again=["0:1:1"], version=1)
+    await books.record_finished({"0:2:0": FILTERED})
     await journal.close()
     return books
 
 
 def test_the_history_of_a_run_can_be_read(tmp_path: Path) -> None:
     asyncio.run(written(tmp_path))
-    entries = list(history(tmp_path))
+    entries = list(read_history(tmp_path))
     assert [entry["kind"] for entry in entries] == ["open", "admit", "step", "end", "admit", "end"]
     assert all(entry["time"] > 1e9 for entry in entries)
     of_one = [(e["kind"], e.get("version"), e.get("cause")) for e in entries if tells_of(e, "0:1:")]
@@ -196,10 +198,10 @@ def test_the_log_is_read_from_the_cut_of_a_checkpoint_on(tmp_path: Path) -> None
     live = asyncio.run(written(tmp_path))
     state = Ledger()
     for uid in ("0:0:0", "0:1:0", "0:2:0"):
-        state.admit(uid, 0)
-    found = recover_books(read_log(tmp_path, first=2), state.state_dict())
+        state.mark_admitted(uid, 0)
+    found = recover_run_log(read_log(tmp_path, first=2), state.state_dict())
     assert found.ledger.state_dict() == live.ledger.state_dict()
-    assert found.drawn == ()
+    assert found.drawn_uids == ()
 
 
 def test_a_log_that_is_damaged_is_refused_with_the_place(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ import pytest
 
 from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.buffer.log.segment_file import (
-    Corrupt,
+    CorruptRecord,
     read_record,
-    replay,
+    replay_segments,
     segment_path,
     write_segment,
 )
@@ -111,14 +111,14 @@ async def test_calls_keep_their_order_and_so_do_the_waiters(tmp_path: Path) -> N
 
     async def owner(start: int) -> None:
         for i in range(start, start + 40, 4):
-            journal.post([note(i), note(i + 1)])
+            journal.append_nowait([note(i), note(i + 1)])
             await journal.append([note(i + 2)])
             woken.append(i + 2)
-            journal.post([note(i + 3)])
+            journal.append_nowait([note(i + 3)])
 
     await asyncio.gather(*(owner(start) for start in range(0, 400, 40)))
     await journal.close()
-    found = [record.meta["i"] for _, record in intact(replay(tmp_path))]
+    found = [record.meta["i"] for _, record in intact(replay_segments(tmp_path))]
     assert sorted(found) == list(range(400))
     for start in range(0, 400, 40):
         assert [i for i in found if start <= i < start + 40] == list(range(start, start + 40))
@@ -137,7 +137,7 @@ async def test_a_cancelled_append_harms_nobody(tmp_path: Path) -> None:
 
 async def test_a_closed_journal_is_not_used_again(tmp_path: Path) -> None:
     journal = opened(tmp_path)
-    journal.post([note(0)])
+    journal.append_nowait([note(0)])
     await journal.close()
     with pytest.raises(AssertionError, match="closed"):
         await journal.append([note(1)])
@@ -177,7 +177,7 @@ async def test_a_full_disk_is_said_clearly_and_to_everybody(
         with pytest.raises(JournalError, match="No space left"):
             await again
     with pytest.raises(JournalError, match="No space left"):
-        journal.post([note(9)])
+        journal.append_nowait([note(9)])
     assert segment_path(tmp_path, 1).stat().st_size == size, "cut back to the last good end"
     assert journal.num_bytes == size
     assert numbers(tmp_path) == [0, 1]
@@ -214,7 +214,7 @@ async def test_a_failed_post_is_raised_by_what_comes_next(
 ) -> None:
     journal = opened(tmp_path)
     full_disk(monkeypatch)
-    journal.post([note(0)])
+    journal.append_nowait([note(0)])
     with pytest.raises(JournalError, match="No space left"):
         await journal.close()
 
@@ -232,7 +232,7 @@ async def test_a_failed_fsync_is_not_tried_again(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", fail)
-    journal.post([note(1)])
+    journal.append_nowait([note(1)])
     for _ in range(2):
         with pytest.raises(JournalError, match=f"Input/output error; what was {safe} before is"):
             await journal.rotate()
@@ -326,8 +326,8 @@ def killed(folder: Path, fsync_s: str, lines: int) -> Iterator[tuple[str, int]]:
 def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, fsync_s: str) -> None:
     acknowledged = [*killed(tmp_path, fsync_s, 150), *killed(tmp_path, fsync_s, 77)]
     replayed: dict[str, list[int]] = {}
-    for item in replay(tmp_path):
-        assert not isinstance(item, Corrupt), item
+    for item in replay_segments(tmp_path):
+        assert not isinstance(item, CorruptRecord), item
         meta = item[1].meta
         replayed.setdefault(meta["worker"], []).append(meta["i"])
     assert len(acknowledged) >= 227

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.buffer.codec import Blob, join
+from streamrl.buffer.codec import Blob, join_pieces
 from streamrl.buffer.log import segment_file
 from streamrl.buffer.log.journal import Journal, JournalConfig
 from streamrl.buffer.log.segment_file import (
-    Corrupt,
-    Position,
-    Record,
+    CorruptRecord,
+    JournalRecord,
+    RecordPosition,
+    list_segments,
     read_record,
     read_segment,
-    replay,
+    replay_segments,
     segment_path,
-    segments,
     write_segment,
 )
 from streamrl.errors import JournalError
@@ -53,13 +53,13 @@ async def test_a_record_is_read_back_as_it_was(tmp_path: Path, payload: Blob) ->
         "text": "h\u00e9 \ud800",
         "x": [1, 2.5, None, {"y": True}],
     }
-    places = await journal.append([note(0), Record(meta, payload), note(2)])
+    places = await journal.append([note(0), JournalRecord(meta, payload), note(2)])
     await journal.close()
-    items = intact(replay(tmp_path))
+    items = intact(replay_segments(tmp_path))
     assert [place for place, _ in items] == places
     assert items[1][1].meta == meta
-    assert items[1][1].payload == join(payload)
-    assert read_record(tmp_path, places[1]).payload == join(payload)
+    assert items[1][1].payload == join_pieces(payload)
+    assert read_record(tmp_path, places[1]).payload == join_pieces(payload)
     assert places[2].offset == places[1].offset + places[1].size
 
 
@@ -75,7 +75,7 @@ def test_a_written_file_holds_its_records(
     tmp_path_factory: pytest.TempPathFactory, content: list[tuple[dict[str, Any], bytes]]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "snapshot.journal"
-    records = [Record({**meta, "kind": "any"}, payload) for meta, payload in content]
+    records = [JournalRecord({**meta, "kind": "any"}, payload) for meta, payload in content]
     write_segment(path, records)
     assert [record for _, record in intact(read_segment(path))] == records
 
@@ -83,7 +83,7 @@ def test_a_written_file_holds_its_records(
 async def test_what_cannot_be_json_is_refused_with_all_of_its_call(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     with pytest.raises(TypeError):
-        await journal.append([note(0), Record({"kind": "bad", "x": object()})])
+        await journal.append([note(0), JournalRecord({"kind": "bad", "x": object()})])
     await journal.append([note(1)])
     await journal.close()
     assert numbers(tmp_path) == [1]
@@ -136,7 +136,7 @@ async def test_what_never_was_a_record_is_no_torn_end(tmp_path: Path, kept: int)
     content = path.read_bytes()
     start = places[kept].offset
     path.write_bytes(content[:start] + b"\x01" + os.urandom(len(content) - start - 1))
-    (corrupt,) = [item for item in replay(tmp_path) if isinstance(item, Corrupt)]
+    (corrupt,) = [item for item in replay_segments(tmp_path) if isinstance(item, CorruptRecord)]
     assert (corrupt.position.offset, corrupt.position.size) == (start, len(content) - start)
 
 
@@ -149,8 +149,8 @@ async def test_a_flipped_byte_costs_its_record_and_no_other(tmp_path: Path, bad:
         damaged = bytearray(content)
         damaged[offset] ^= 0x41
         path.write_bytes(damaged)
-        items = list(replay(tmp_path))
-        [corrupt] = [item for item in items if isinstance(item, Corrupt)]
+        items = list(replay_segments(tmp_path))
+        [corrupt] = [item for item in items if isinstance(item, CorruptRecord)]
         assert (corrupt.position, corrupt.file) == (places[bad], path)
         assert "checksum" in corrupt.reason
         assert numbers(tmp_path) == [None if i == bad else i for i in range(4)]
@@ -193,9 +193,9 @@ async def test_the_next_record_is_found_however_far_away_it_is(
     path.write_bytes(damaged)
     for chunk in range(len(segment_file.MAGIC), 40):
         monkeypatch.setattr(segment_file, "_SEARCH_BYTES", chunk)
-        bad, *rest = replay(tmp_path)
+        bad, *rest = replay_segments(tmp_path)
         ((place, record),) = intact(rest)
-        assert isinstance(bad, Corrupt)
+        assert isinstance(bad, CorruptRecord)
         assert bad.position == places[0]
         assert (place, record.meta["i"]) == (places[1], 1)
 
@@ -214,19 +214,19 @@ async def test_a_journal_inside_a_payload_is_not_taken_for_records(tmp_path: Pat
 async def test_a_format_of_the_future_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment_file, "FORMAT", 2)
+    monkeypatch.setattr(segment_file, "FORMAT_VERSION", 2)
     await written(tmp_path, range(1))
-    monkeypatch.setattr(segment_file, "FORMAT", 1)
+    monkeypatch.setattr(segment_file, "FORMAT_VERSION", 1)
     with pytest.raises(JournalError, match=r"00000001\.journal: format 2, this streamrl reads 1"):
         numbers(tmp_path)
 
 
 def test_a_record_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=r"00000007\.journal: No such file"):
-        read_record(tmp_path, Position(7, 0, 10))
+        read_record(tmp_path, RecordPosition(7, 0, 10))
     write_segment(segment_path(tmp_path, 7), [note(0)])
     with pytest.raises(JournalError, match=r"00000007\.journal, byte 5000: "):
-        read_record(tmp_path, Position(7, 5000, 10))
+        read_record(tmp_path, RecordPosition(7, 5000, 10))
 
 
 # Segments.
@@ -235,7 +235,7 @@ def test_a_record_that_is_not_there_is_named(tmp_path: Path) -> None:
 async def test_a_cut_parts_what_came_before_from_what_came_after(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     for i in range(0, 40, 2):
-        journal.post([note(i)])
+        journal.append_nowait([note(i)])
         cut, _ = await asyncio.gather(journal.rotate(), journal.append([note(i + 1)]))
         assert journal.segment == cut
         assert numbers(tmp_path, before=cut) == list(range(i + 1))
@@ -249,7 +249,7 @@ async def test_a_cut_behind_nothing_is_the_segment_already_begun(tmp_path: Path)
     await journal.append([note(0)])
     assert [await journal.rotate(), await journal.rotate()] == [2, 2]
     await journal.close()
-    assert segments(tmp_path) == [1, 2]
+    assert list_segments(tmp_path) == [1, 2]
 
 
 async def test_full_segments_are_followed_by_new_ones(tmp_path: Path) -> None:
@@ -278,10 +278,10 @@ async def test_lower_segments_are_removed_and_the_bytes_counted(tmp_path: Path) 
     await written(tmp_path, range(3), range(3, 6))
     journal = opened(tmp_path)
     await journal.append([note(6)])
-    assert (segments(tmp_path), journal.segment) == ([1, 2, 3], 3)
+    assert (list_segments(tmp_path), journal.segment) == ([1, 2, 3], 3)
     assert journal.num_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
     journal.discard_before(3)
-    assert segments(tmp_path) == [3]
+    assert list_segments(tmp_path) == [3]
     assert journal.num_bytes == segment_path(tmp_path, 3).stat().st_size
     await journal.close()
     assert numbers(tmp_path) == [6]

@@ -194,9 +194,9 @@ def queue_client(fault, module):
 
     wrap(queue, "__init__", init)
     if role in ("generator", "scorer", "coordinator"):
-        wrap_async(queue, "take", take)
+        wrap_async(queue, "lease_groups", take)
     if role == "trainer":
-        wrap_async(queue, "read", read)
+        wrap_async(queue, "read_columns", read)
 
 
 asked = contextvars.ContextVar("asked", default="")
@@ -226,18 +226,18 @@ def remote_shard(fault, module):
         asked.set(self.name)
         return await original(self, *arguments, **named)
 
-    wrap_async(module.RemoteShard, "_ask", ask)
+    wrap_async(module.RemoteShard, "_send_request", ask)
     if fault.role in ("generator", "scorer"):
-        during_async(fault, module.RemoteShard, "put", fault.role, "mid_put")
+        during_async(fault, module.RemoteShard, "commit_columns", fault.role, "mid_put")
 
 
 def group_generator(fault, module):
-    during_async(fault, module.GroupGenerator, "group", "generator", "mid_compute")
+    during_async(fault, module.GroupGenerator, "generate_group", "generator", "mid_compute")
     during_async(fault, module.GroupGenerator, "sample", "generator", "mid_evaluation")
 
 
 def channel(fault, module):
-    during_async(fault, module.RemoteChannel, "fetch", "generator", "mid_pull")
+    during_async(fault, module.RemoteWeightChannel, "fetch_weights", "generator", "mid_pull")
 
 
 def reward_scorer(fault, module):
@@ -251,7 +251,7 @@ def keeper(fault, module):
         if plan.files is not None:
             fault.arrive(os.path.basename(plan.files.journal))
 
-    wrap(module.ShardKeeper, "__init__", init)
+    wrap(module.ShardHost, "__init__", init)
 
 
 def shard(fault, module):
@@ -267,8 +267,8 @@ def shard(fault, module):
         fault.at("shard", "mid_compute")
         return found
 
-    wrap_async(module.Shard, "take", take)
-    wrap(module.Shard, "read", read)
+    wrap_async(module.QueueShard, "lease_groups", take)
+    wrap(module.QueueShard, "read_columns", read)
 
 
 def journal(fault, module):
@@ -280,12 +280,12 @@ def journal(fault, module):
             return original(self, frames)
         written = b""
         for frame in frames:
-            header = module.header_of(frame, self._end + len(written))
+            header = module.encode_header(frame, self._end + len(written))
             written += header + frame[0] + b"".join(frame[1])
         os.write(self.descriptor, written[: len(written) // 2])
         fault.kill()
 
-    wrap(module._Writer, "_write", write)
+    wrap(module._JournalWriter, "_write_records", write)
 
 
 def recovery(fault, module):
@@ -312,7 +312,7 @@ def books(fault, module):
         await original(self, step)
         fault.at("coordinator", "mid_put")
 
-    wrap_async(module.Books, "train", train)
+    wrap_async(module.RunLog, "record_step", train)
 
 
 def checkpoint(fault, module):
@@ -368,7 +368,7 @@ def driver(fault, module):
         fault.at("driver", "mid_step")
         original(self, *arguments)
 
-    wrap(module.JsonlSink, "step", step)
+    wrap(module.JsonlSink, "log_step", step)
 
 
 PATCHES = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.arguments.arg_types import named_path
+from streamrl.cli.arguments.arg_types import parse_path
 from tests.cli.test_plan import GRPO, SMALL, refusal
 
 ASKED = [GRPO, "--cluster", "8xH100"]
@@ -57,6 +57,6 @@ def test_a_model_of_a_name_that_no_file_can_have_is_one_line(
 
 
 def test_a_path_is_what_it_says() -> None:
-    assert named_path("a/b") == Path("a/b")
+    assert parse_path("a/b") == Path("a/b")
     with pytest.raises(argparse.ArgumentTypeError, match="must not be empty"):
-        named_path("")
+        parse_path("")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from streamrl.cli.output.text_table import inner_percent
+from streamrl.cli.output.text_table import format_inner_percent
 
 
 @pytest.mark.parametrize(
@@ -17,4 +17,4 @@ from streamrl.cli.output.text_table import inner_percent
     ],
 )
 def test_a_part_is_never_told_as_nothing_or_all(part: float, text: str) -> None:
-    assert inner_percent(part) == text
+    assert format_inner_percent(part) == text

@@ -244,7 +244,7 @@ def test_a_value_that_python_cannot_have_makes_its_row_a_bad_one(
     for one in paths:
         opened = indexed_table.open_table(str(one))
         for places in (range(3), [2, 1, 0]):
-            found = {index: record for _, index, record in opened.records(places)}
+            found = {index: record for _, index, record in opened.read_rows(places)}
             assert [found[i]["prompt"] for i in (0, 2)] == ["1", "3"]
             assert isinstance(found[1], ConfigError)
         with pytest.raises(ConfigError, match=f"^{one} row 2: column 'x' of .*: ") as caught:
@@ -299,7 +299,7 @@ def test_parquet_is_never_in_memory_whatever_it_takes_on_disk(
     pa.set_memory_pool(pool := pa.system_memory_pool())
     try:
         opened = indexed_table.open_table(str(path))
-        ((_, _, record),) = opened.records([rows - 1])
+        ((_, _, record),) = opened.read_rows([rows - 1])
     finally:
         pa.set_memory_pool(before)
     assert (record["prompt"], len(record["x"]) // 7) == (str(rows - 1), size // 7)

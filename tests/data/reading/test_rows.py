@@ -411,5 +411,5 @@ def test_what_never_ends_is_refused_in_a_moment(tmp_path, monkeypatch, extension
     with pytest.raises(ConfigError):
         table = open_table(str(path))
         # A line of noise is a row of its own: it is refused where it is read.
-        (bad, *_) = table.records([0])
+        (bad, *_) = table.read_rows([0])
         raise bad[2]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamrl.engines.checkpoint.legacy_pickles import load_plain
-from streamrl.engines.checkpoint.trainer_checkpoint import load_pickled_progress
+from streamrl.engines.checkpoint.legacy_pickles import load_plain_pickle
+from streamrl.engines.checkpoint.trainer_checkpoint import load_legacy_progress
 from streamrl.errors import CheckpointError
 
 
@@ -29,7 +29,7 @@ def test_what_is_not_plain_is_neither_loaded_nor_recommended(
         content = {"pickle": pickle.dumps(Hostile()), "empty": b"", "noise": b"PK\x03\x04noise"}
         path.write_bytes(content[kind])
     with pytest.raises(CheckpointError, match="nothing of it is loaded or executed") as refused:
-        load_plain(path)
+        load_plain_pickle(path)
     assert "weights_only" not in str(refused.value) and "\n" not in str(refused.value)
     assert str(path) in str(refused.value) and not Path("harmed").exists()
 
@@ -37,11 +37,11 @@ def test_what_is_not_plain_is_neither_loaded_nor_recommended(
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rank_0.pt")
     with pytest.raises(CheckpointError, match=r"rank_0\.pt: not a regular file"):
-        load_plain(tmp_path / "rank_0.pt")
+        load_plain_pickle(tmp_path / "rank_0.pt")
 
 
 @pytest.mark.parametrize("found", [{}, [], {"layout": 1, "num_updates": 2}])
 def test_plain_values_that_are_no_state_are_refused(tmp_path: Path, found: object) -> None:
     torch.save(found, tmp_path / "rank_0.pt")
     with pytest.raises(CheckpointError, match="not a trainer's state of the old form"):
-        load_pickled_progress(tmp_path / "rank_0.pt")
+        load_legacy_progress(tmp_path / "rank_0.pt")

@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel, Qwen2ForCausalLM
 
 from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
-from streamrl.engines.generator_config import STEP_TOKENS_ON_CPU, Sampling
+from streamrl.engines.generator_config import STEP_TOKENS_ON_CPU, SamplingSettings
 from streamrl.errors import ConfigError, DeadlineError, WeightsError
 from streamrl.messages import FinishReason, Rollout
-from streamrl.weights.lora_merge import LORA_A, LORA_B, LORA_SCALE
+from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
 from tests.engines.flight import WIDE, Engines, Flight
 from tests.engines.tiny_qwen import (
     EOS,
@@ -81,13 +81,15 @@ def tokens(rollouts: list[Rollout]) -> list[list[int]]:
 async def test_logprobs_are_those_of_the_sampling_distribution(
     bench: Bench, temperature: float
 ) -> None:
-    rollouts = await bench.engine.generate(SHORT, seeds=range(16), sampling=Sampling(temperature))
+    rollouts = await bench.engine.generate(
+        SHORT, seeds=range(16), sampling=SamplingSettings(temperature)
+    )
     assert worst_error(rollouts, bench.models, temperature=temperature) < 1e-4
 
 
 async def test_temperature_0_takes_the_likeliest_token(bench: Bench) -> None:
     model = bench.models[bench.engine.version]
-    (rollout,) = await bench.engine.generate(SHORT, seeds=[0], sampling=Sampling(0.0))
+    (rollout,) = await bench.engine.generate(SHORT, seeds=[0], sampling=SamplingSettings(0.0))
     with torch.no_grad():
         best = model(torch.from_numpy(rollout.token_ids).long()[None]).logits[0].argmax(-1)
     first = len(SHORT)
@@ -99,8 +101,8 @@ async def test_temperature_0_takes_the_likeliest_token(bench: Bench) -> None:
 async def test_top_k_and_top_p_leave_the_likeliest_tokens(
     bench: Bench, narrow: dict[str, float]
 ) -> None:
-    greedy = await bench.engine.generate(SHORT, seeds=[0], sampling=Sampling(0.0))
-    found = await bench.engine.generate(SHORT, seeds=[7], sampling=Sampling(1.0, **narrow))  # type: ignore[arg-type]
+    greedy = await bench.engine.generate(SHORT, seeds=[0], sampling=SamplingSettings(0.0))
+    found = await bench.engine.generate(SHORT, seeds=[7], sampling=SamplingSettings(1.0, **narrow))  # type: ignore[arg-type]
     assert tokens(found) == tokens(greedy)
 
 
@@ -203,8 +205,8 @@ def made_up_adapters(model: Qwen2ForCausalLM, *, size: float, seed: int) -> dict
     for name, layer in model.model.named_modules(prefix="model"):
         if isinstance(layer, torch.nn.Linear):
             num_out, num_in = layer.weight.shape
-            published[name + LORA_A] = torch.randn(2, num_in, generator=generator)
-            published[name + LORA_B] = size * torch.randn(num_out, 2, generator=generator)
+            published[name + LORA_A_SUFFIX] = torch.randn(2, num_in, generator=generator)
+            published[name + LORA_B_SUFFIX] = size * torch.randn(num_out, 2, generator=generator)
     return published
 
 
@@ -215,9 +217,9 @@ async def test_adapters_are_merged_into_the_weights_of_the_directory_each_time(
         model = tiny_model(tied=False, seed=1)
         published = made_up_adapters(model, size=size, seed=seed)
         with torch.no_grad():
-            for name in [name for name in published if name.endswith(LORA_A)]:
-                layer = name.removesuffix(LORA_A)
-                product = published[layer + LORA_B] @ published[name]
+            for name in [name for name in published if name.endswith(LORA_A_SUFFIX)]:
+                layer = name.removesuffix(LORA_A_SUFFIX)
+                product = published[layer + LORA_B_SUFFIX] @ published[name]
                 model.get_submodule(layer).weight += 1.5 * product
         await bench.load(tiny_model(tied=False, seed=8))
         version = bench.engine.version + 1
@@ -237,7 +239,7 @@ async def test_adapters_are_merged_into_the_weights_of_the_directory_each_time(
 
 async def test_adapters_of_another_model_are_refused_and_do_no_harm(bench: Bench) -> None:
     published = made_up_adapters(tiny_model(tied=False, seed=1), size=0.1, seed=1)
-    published["model.layers.0.mlp.up_proj" + LORA_A] = torch.ones(2, 63)
+    published["model.layers.0.mlp.up_proj" + LORA_A_SUFFIX] = torch.ones(2, 63)
     with pytest.raises(WeightsError, match=r"fit no weight of the model, came for .*up_proj"):
         await bench.engine.load_weights(published, bench.engine.version + 1)
     assert worst_error(await bench.engine.generate(SHORT, seeds=[1]), bench.models) < 1e-4
@@ -331,7 +333,7 @@ async def test_an_impossible_prompt_fails_alone(
 async def test_what_vllm_refuses_fails_alone(bench: Bench) -> None:
     running = asyncio.create_task(bench.engine.generate(SHORT, seeds=range(8)))
     with pytest.raises(ConfigError, match=r"vLLM refuses the request: .*temperature"):
-        await bench.engine.generate(SHORT, seeds=range(8), sampling=Sampling(-1.0))
+        await bench.engine.generate(SHORT, seeds=range(8), sampling=SamplingSettings(-1.0))
     assert len(await running) == 8
     assert bench.engine.num_running == 0
 

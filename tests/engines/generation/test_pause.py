@@ -4,17 +4,17 @@ import asyncio
 
 import pytest
 
-from streamrl.engines.generation.pause import Standstill
+from streamrl.engines.generation.pause import PauseState
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 
 
 def test_a_deadline_does_not_run_while_the_engine_stands_still() -> None:
     async def main() -> float:
-        standstill, clock = Standstill(), asyncio.get_running_loop().time
+        standstill, clock = PauseState(), asyncio.get_running_loop().time
 
         async def work() -> float:
             try:
-                async with standstill.deadline(10.0):
+                async with standstill.pausable_timeout(10.0):
                     await asyncio.sleep(1000.0)
             except TimeoutError:
                 return clock()
@@ -22,9 +22,9 @@ def test_a_deadline_does_not_run_while_the_engine_stands_still() -> None:
 
         working = asyncio.create_task(work())
         await asyncio.sleep(4.0)
-        assert standstill.begin("lease")
+        assert standstill.add_reason("lease")
         await asyncio.sleep(100.0)
-        assert standstill.end("lease")
+        assert standstill.remove_reason("lease")
         return await working
 
     assert run_virtual(main()) == pytest.approx(4.0 + 100.0 + 6.0)
@@ -32,14 +32,14 @@ def test_a_deadline_does_not_run_while_the_engine_stands_still() -> None:
 
 def test_it_moves_on_once_no_reason_is_left() -> None:
     async def main() -> list[bool]:
-        standstill = Standstill()
+        standstill = PauseState()
         return [
-            standstill.begin("update"),
-            standstill.begin("lease"),
-            standstill.end("update"),
-            standstill.end("update"),
-            standstill.end("lease"),
-            standstill.end("lease"),
+            standstill.add_reason("update"),
+            standstill.add_reason("lease"),
+            standstill.remove_reason("update"),
+            standstill.remove_reason("update"),
+            standstill.remove_reason("lease"),
+            standstill.remove_reason("lease"),
         ]
 
     assert run_virtual(main()) == [True, False, False, False, True, False]
@@ -47,18 +47,18 @@ def test_it_moves_on_once_no_reason_is_left() -> None:
 
 def test_what_begins_while_it_stands_still_has_all_its_time_afterwards() -> None:
     async def main() -> float:
-        standstill, clock = Standstill(), asyncio.get_running_loop().time
-        standstill.begin("update")
+        standstill, clock = PauseState(), asyncio.get_running_loop().time
+        standstill.add_reason("update")
 
         async def work() -> float:
             with pytest.raises(TimeoutError):
-                async with standstill.deadline(10.0):
+                async with standstill.pausable_timeout(10.0):
                     await asyncio.sleep(1000.0)
             return clock()
 
         working = asyncio.create_task(work())
         await asyncio.sleep(50.0)
-        standstill.end("update")
+        standstill.remove_reason("update")
         return await working
 
     assert run_virtual(main()) == pytest.approx(60.0)
@@ -66,11 +66,11 @@ def test_what_begins_while_it_stands_still_has_all_its_time_afterwards() -> None
 
 def test_what_ends_in_time_leaves_no_deadline_behind() -> None:
     async def main() -> None:
-        standstill = Standstill()
-        async with standstill.deadline(10.0):
+        standstill = PauseState()
+        async with standstill.pausable_timeout(10.0):
             await asyncio.sleep(1.0)
-        standstill.begin("lease")
-        standstill.end("lease")
+        standstill.add_reason("lease")
+        standstill.remove_reason("lease")
         await asyncio.sleep(100.0)
 
     run_virtual(main())

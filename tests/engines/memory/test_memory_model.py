@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.memory.memory_model import worker_memory
+from streamrl.engines.memory.memory_model import estimate_worker_memory
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.placement import WorkerMemory
 from tests import forked
@@ -29,7 +29,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def of(path: str, trainer: TrainerConfig, *, tokens: int = 0, dtype: str = "auto") -> WorkerMemory:
     generator = GeneratorConfig(dtype=dtype, kv_cache_mb=3)
-    return worker_memory(path, trainer, generator, micro_batch_tokens=tokens, on_gpu=False)
+    return estimate_worker_memory(path, trainer, generator, micro_batch_tokens=tokens, on_gpu=False)
 
 
 def test_plain_torch_has_one_copy_of_the_weights_two_moments_and_gradients(path: str) -> None:
@@ -43,9 +43,9 @@ def test_plain_torch_has_one_copy_of_the_weights_two_moments_and_gradients(path:
     assert found.weights == sum(p.nbytes for p in model.parameters())
     assert found.gradients == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     assert found.optimizer == sum(moment.nbytes for moment in moments)
-    assert (found.served, found.activations, found.kv) == (0, 0, 3 * MB)
+    assert (found.serving_weights, found.activations, found.kv_cache) == (0, 0, 3 * MB)
     # Roots of second moments, and what they are divided into.
-    assert found.update == 2 * max(p.nbytes for p in model.parameters())
+    assert found.update_buffers == 2 * max(p.nbytes for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_what_two_ranks_of_each_zero_stage_hold_of_an_element(
 ) -> None:
     num = sum(p.numel() for p in tiny_model(tied=True, seed=0).parameters())
     found = of(path, TrainerConfig(world_size=2, zero_stage=stage))
-    assert (found.weights, found.served) == (weights * num, served * num)
+    assert (found.weights, found.serving_weights) == (weights * num, served * num)
     assert (found.optimizer, found.gradients) == (optimizer * num, gradients * num)
-    assert (found.activations, found.update) == (activations * num, update * num)
+    assert (found.activations, found.update_buffers) == (activations * num, update * num)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_what_a_rank_of_a_mesh_holds(
     columns = sum(size for name, size in sizes.items() if "o_proj" in name or "down_proj" in name)
     # What FSDP2 has is not where it is served; of the rest, all but columns.
     there = 0 if sharded else kept - columns // tensor_parallel
-    assert found.served == sum(sizes.values()) - there
+    assert found.serving_weights == sum(sizes.values()) - there
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -119,7 +119,9 @@ def test_what_a_rank_trains_where_it_is_served_counts_once(path: str, parts: int
 
     def served(dtype: str, *, on_gpu: bool = False) -> int:
         generator = GeneratorConfig(kv_cache_mb=3, tensor_parallel=parts, dtype=dtype)
-        return worker_memory(path, trainer, generator, micro_batch_tokens=0, on_gpu=on_gpu).served
+        return estimate_worker_memory(
+            path, trainer, generator, micro_batch_tokens=0, on_gpu=on_gpu
+        ).serving_weights
 
     assert served("auto") == whole // parts - trained
     # Of another type, and where they are not to be found, all are its own.
@@ -148,16 +150,16 @@ def test_adapters_come_on_top_and_have_the_only_moments(path: str) -> None:
 
 def test_a_generator_of_another_type_has_weights_of_its_own(path: str) -> None:
     trainer = TrainerConfig(backend="torch")
-    assert of(path, trainer, dtype="bfloat16").served == of(path, trainer).weights // 2
+    assert of(path, trainer, dtype="bfloat16").serving_weights == of(path, trainer).weights // 2
 
 
 def test_of_a_generator_that_ranks_share_each_has_its_part(path: str) -> None:
     trainer = TrainerConfig(backend="torch", world_size=2)
     weights = of(path, trainer).weights
-    assert of(path, trainer).served == 0
+    assert of(path, trainer).serving_weights == 0
     generator = GeneratorConfig(kv_cache_mb=3, tensor_parallel=2)
-    found = worker_memory(path, trainer, generator, micro_batch_tokens=0, on_gpu=False)
-    assert (found.weights, found.served) == (weights, weights // 2)
+    found = estimate_worker_memory(path, trainer, generator, micro_batch_tokens=0, on_gpu=False)
+    assert (found.weights, found.serving_weights) == (weights, weights // 2)
 
 
 def test_activations_grow_with_the_micro_batch_and_are_less_with_checkpoints(path: str) -> None:
@@ -194,7 +196,7 @@ def test_trainers_have_in_memory_what_is_stated(
     grown: tuple[str, Mapping[str, Any]], case: Case
 ) -> None:
     path, seen = grown
-    stated = replace(of(path, case.config, tokens=TOKENS), kv=0, served=0)
+    stated = replace(of(path, case.config, tokens=TOKENS), kv_cache=0, serving_weights=0)
     measured = seen[case.label]
-    assert stated.train / MB / SLACK < measured["peak"] < stated.train / MB * SLACK
+    assert stated.train_bytes / MB / SLACK < measured["peak"] < stated.train_bytes / MB * SLACK
     assert 0.8 < measured["offloaded"] / (stated.optimizer / MB) < 1.2

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.engines.memory.optimizer_step_memory import Passing, passing_memory
+from streamrl.engines.memory.optimizer_step_memory import TransientMemory, estimate_transient_memory
 from streamrl.engines.trainer_config import TrainerConfig
 
 MB = 1_000_000
@@ -14,18 +14,18 @@ MB = 1_000_000
 TRAINED, LARGEST = 200 * MB, 10 * MB
 
 
-def of(*, on_gpu: bool = False, **settings: Any) -> Passing:
+def of(*, on_gpu: bool = False, **settings: Any) -> TransientMemory:
     trainer = TrainerConfig(**{"dtype": "float32", **settings})
-    return passing_memory(trainer, trained=TRAINED, largest=LARGEST, on_gpu=on_gpu)
+    return estimate_transient_memory(trainer, trained=TRAINED, largest=LARGEST, on_gpu=on_gpu)
 
 
 def test_torch_takes_roots_of_one_parameter_on_a_cpu_and_of_all_on_a_gpu() -> None:
-    assert of(backend="torch") == Passing(update=2 * 4 * LARGEST)
-    assert of(backend="torch", on_gpu=True) == Passing(update=4 * TRAINED)
+    assert of(backend="torch") == TransientMemory(update=2 * 4 * LARGEST)
+    assert of(backend="torch", on_gpu=True) == TransientMemory(update=4 * TRAINED)
 
 
 def test_zero_0_reduces_a_copy_of_all_gradients() -> None:
-    assert of(zero_stage=0, world_size=2) == Passing(update=4 * TRAINED)
+    assert of(zero_stage=0, world_size=2) == TransientMemory(update=4 * TRAINED)
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,13 @@ def test_zero_0_reduces_a_copy_of_all_gradients() -> None:
 def test_zero_reduces_in_buckets_and_updates_one_tensor(
     settings: dict[str, Any], held: int, backward: int, update: int
 ) -> None:
-    assert of(**settings) == Passing(held * MB, backward * MB, update * MB)
+    assert of(**settings) == TransientMemory(held * MB, backward * MB, update * MB)
 
 
 def test_in_bfloat16_zero_1_has_gradients_twice_and_no_bucket() -> None:
     found = of(zero_stage=1, world_size=2, dtype="bfloat16")
-    assert found == Passing(held=2 * TRAINED, update=4 * TRAINED)
-    assert of(zero_stage=3, dtype="bfloat16").held == 100 * MB
+    assert found == TransientMemory(between_micro_batches=2 * TRAINED, update=4 * TRAINED)
+    assert of(zero_stage=3, dtype="bfloat16").between_micro_batches == 100 * MB
 
 
 @given(
@@ -67,7 +67,7 @@ def test_more_ranks_never_take_more_each(
 ) -> None:
     dtype = dtype if stage else "float32"
     few, many = (
-        passing_memory(
+        estimate_transient_memory(
             TrainerConfig(zero_stage=stage, dtype=dtype, world_size=size),
             trained=trained,
             largest=trained,

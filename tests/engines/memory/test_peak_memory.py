@@ -6,31 +6,31 @@ import sys
 import numpy as np
 import pytest
 
-from streamrl.engines.memory.peak_memory import PeakMemory
+from streamrl.engines.memory.peak_memory import PeakMemoryTracker
 
 MB = 1 << 20
 
 
 def test_a_peak_belongs_to_the_phase_it_was_reached_in() -> None:
-    memory = PeakMemory()
-    memory.ends("before")
+    memory = PeakMemoryTracker()
+    memory.record_phase("before")
     held = np.ones(100 * MB // 8)
     del held
-    memory.ends("large")
-    memory.ends("small")
-    peaks = memory.drain()
+    memory.record_phase("large")
+    memory.record_phase("small")
+    peaks = memory.drain_peaks()
     assert 90 < peaks["large"] - peaks["small"] < 110
-    assert memory.drain() == {}
+    assert memory.drain_peaks() == {}
 
 
 def test_of_two_stretches_of_a_phase_the_larger_counts() -> None:
-    memory = PeakMemory()
+    memory = PeakMemoryTracker()
     for num_mb in (60, 0):
-        memory.ends("between")
+        memory.record_phase("between")
         held = np.ones(num_mb * MB // 8)
         del held
-        memory.ends("train")
-    peaks = memory.drain()
+        memory.record_phase("train")
+    peaks = memory.drain_peaks()
     assert peaks["train"] >= peaks["between"] + 50
 
 

@@ -14,10 +14,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streamrl.engines.dtypes import resolve_dtype
 from streamrl.engines.models import forward
-from streamrl.engines.models.forward import causal_forward, load_model, token_logprobs
+from streamrl.engines.models.forward import compute_token_logprobs, load_model, run_causal_forward
 from streamrl.engines.training.collate import build_batch
 from streamrl.errors import ConfigError
-from streamrl.messages import group_rollouts
+from streamrl.messages import columns_to_rollouts
 from tests.engines.test_architectures import COMMON
 from tests.engines.tiny_groups import made_up_groups
 from tests.engines.tiny_qwen import forward_logprobs, save, tiny_model
@@ -39,13 +39,13 @@ def batch_of(picks=PICKS):
 
 def scores_of(model, batch, **options):
     options = {"temperature": TEMPERATURE} | options
-    return token_logprobs(model, batch["token_ids"], batch["attention_mask"], **options)
+    return compute_token_logprobs(model, batch["token_ids"], batch["attention_mask"], **options)
 
 
 def test_rows_match_a_forward_pass_of_each_rollout_alone(model):
     batch = batch_of()
     logprobs = scores_of(model, batch).logprobs.detach()
-    for row, rollout in enumerate(group_rollouts(COLUMNS)):
+    for row, rollout in enumerate(columns_to_rollouts(COLUMNS)):
         expected = forward_logprobs(model, rollout, temperature=TEMPERATURE)
         got = np.where(rollout.loss_mask, logprobs[row, : len(rollout.token_ids)].numpy(), 0)
         assert np.abs(got - expected).max() < 2e-5
@@ -103,7 +103,7 @@ def test_chunks_change_neither_values_nor_gradients(model, monkeypatch):
 
 def test_logprobs_of_all_tokens_add_up_to_one(model):
     token_ids = torch.tensor([[5, token] for token in range(64)])
-    logprobs = token_logprobs(
+    logprobs = compute_token_logprobs(
         model, token_ids, torch.ones_like(token_ids, dtype=torch.bool), temperature=1.3
     ).logprobs[:, 1]
     assert logprobs.exp().sum().item() == pytest.approx(1.0, abs=1e-5)
@@ -123,7 +123,9 @@ def test_a_loaded_model_has_no_dropout(tmp_path):
     model = load_model(str(tmp_path), dtype=torch.float32)
     token_ids = torch.tensor([[1, 2, 3, 4]])
     mask = torch.ones_like(token_ids, dtype=torch.bool)
-    first, second = (token_logprobs(model, token_ids, mask, temperature=1.0) for _ in range(2))
+    first, second = (
+        compute_token_logprobs(model, token_ids, mask, temperature=1.0) for _ in range(2)
+    )
     assert model.training
     assert torch.equal(first.logprobs, second.logprobs)
 
@@ -161,9 +163,9 @@ def test_on_a_gpu_flex_attention_is_told_its_kernel(
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flex_attention", attend)
     with monkeypatch.context() as while_loading:
         while_loading.setattr("torch.cuda.is_available", lambda: True)
-        while_loading.setattr(forward, "local_device", lambda: torch.device("cpu"))
+        while_loading.setattr(forward, "get_local_device", lambda: torch.device("cpu"))
         model = load_model(str(tmp_path), dtype=torch.float32)
     if recompute:
         model.gradient_checkpointing_enable()
-    causal_forward(model, torch.ones(1, 8, dtype=torch.int64)).logits.sum().backward()
+    run_causal_forward(model, torch.ones(1, 8, dtype=torch.int64)).logits.sum().backward()
     assert told == [{"BACKEND": "TRITON"}] * (4 if recompute else 2)

@@ -10,16 +10,21 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from streamrl.engines.models.forward import (
+    compute_token_logprobs,
     load_model,
     load_skeleton,
     load_value_model,
-    token_logprobs,
 )
-from streamrl.engines.models.lora import add_adapters, check_targets, layers_to_adapt, num_trained
+from streamrl.engines.models.lora import (
+    add_lora_adapters,
+    check_lora_targets,
+    count_trained_params,
+    find_lora_layers,
+)
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
-from streamrl.weights.lora_merge import LORA_A, LORA_B, LORA_SCALE, full_weights
-from streamrl.weights.pack import pack
+from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE, build_full_weights
+from streamrl.weights.pack import pack_buckets
 from streamrl.weights.parameters import ParameterSet
 from tests.engines.conftest import GATHERED, ONE, SHARDED, of_ranks
 from tests.engines.plain_step import plain_loss
@@ -81,7 +86,7 @@ def expected(seen):
         optimizer.zero_grad()
         weights = {
             f"{layer}.weight": model.get_parameter(f"{layer}.weight")
-            + SCALE * trained[layer + LORA_B] @ trained[layer + LORA_A]
+            + SCALE * trained[layer + LORA_B_SUFFIX] @ trained[layer + LORA_A_SUFFIX]
             for layer in LAYERS
         }
         loss = plain_loss(logits_of(model, weights))
@@ -114,14 +119,14 @@ def test_recomputing_activations_does_not_change_the_update(seen, expected, layo
 @of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
 def test_only_the_adapters_travel(seen, layout):
     published = seen[f"lora/{layout.label}"][0]["published"]
-    shapes = {layer + LORA_A: (RANK, shape[1]) for layer, shape in LAYERS.items()}
-    shapes |= {layer + LORA_B: (shape[0], RANK) for layer, shape in LAYERS.items()}
+    shapes = {layer + LORA_A_SUFFIX: (RANK, shape[1]) for layer, shape in LAYERS.items()}
+    shapes |= {layer + LORA_B_SUFFIX: (shape[0], RANK) for layer, shape in LAYERS.items()}
     assert {name: tuple(tensor.shape) for name, tensor in published.items()} == {
         **shapes,
         LORA_SCALE: (),
     }
     assert published[LORA_SCALE] == SCALE
-    ((bucket, _),) = pack(published.items(), version=1, bucket_bytes=1 << 20)
+    ((bucket, _),) = pack_buckets(published.items(), version=1, bucket_bytes=1 << 20)
     # The length of each tensor is a multiple of 64 bytes, so there are no gaps.
     assert bucket.num_bytes == 4 * RANK * sum(map(sum, LAYERS.values())) + 4
 
@@ -152,7 +157,7 @@ def test_a_saved_policy_is_a_merged_hugging_face_model(seen, folder, narrow_path
         layer = name.removesuffix(".weight")
         change = 0.0
         if layer in LAYERS:
-            change = SCALE * published[layer + LORA_B] @ published[layer + LORA_A]
+            change = SCALE * published[layer + LORA_B_SUFFIX] @ published[layer + LORA_A_SUFFIX]
         torch.testing.assert_close(parameter, base.get_parameter(name) + change)
 
 
@@ -166,7 +171,9 @@ def test_a_version_on_disk_is_a_model_that_says_what_the_trainer_says(seen, fold
     assert furthest(dict(model.named_parameters()), dict(saved.named_parameters())) == 0
     ids = torch.from_numpy(SEQUENCE).long()[None]
     with torch.no_grad():
-        scores = token_logprobs(model, ids, torch.ones_like(ids, dtype=torch.bool), temperature=1.0)
+        scores = compute_token_logprobs(
+            model, ids, torch.ones_like(ids, dtype=torch.bool), temperature=1.0
+        )
     logprobs = seen[f"lora/{layout.label}"][0]["logprobs"]
     torch.testing.assert_close(scores.logprobs[0], logprobs, atol=2e-5, rtol=0)
     names = json.loads((latest / "model.safetensors.index.json").read_text())["weight_map"]
@@ -179,26 +186,26 @@ def test_a_critics_head_is_trained_whole_beside_its_adapters(seen, folder, narro
     head = {"score.weight", "score.bias"}
     (other,) = seen["lora_critic/torch-1"]
     saved = load_value_model(str(folder / f"lora-critic-{layout.label}"), dtype=torch.float32)
-    parameters = ParameterSet.of(load_value_model(narrow_path, dtype=torch.float32))
+    parameters = ParameterSet.from_module(load_value_model(narrow_path, dtype=torch.float32))
     for case in seen[f"lora_critic/{layout.label}"]:
         published = case["published"]
-        assert published.keys() == {layer + LORA_A for layer in LAYERS} | {
-            layer + LORA_B for layer in LAYERS
+        assert published.keys() == {layer + LORA_A_SUFFIX for layer in LAYERS} | {
+            layer + LORA_B_SUFFIX for layer in LAYERS
         } | head | {LORA_SCALE}
         assert all(not torch.equal(published[name], case["start"][name]) for name in head)
         assert furthest(published, other["published"]) < 0.01 * SEVERAL_LR
-        full = full_weights(published, parameters, model_path=narrow_path, device=CPU)
+        full = build_full_weights(published, parameters, model_path=narrow_path, device=CPU)
         assert furthest(dict(saved.named_parameters()), dict(full)) == 0
 
 
 def adapted(narrow_path, config):
     """A model with adapters that say something, and what its trainer would publish."""
     module = load_model(narrow_path, dtype=torch.float32)
-    add_adapters(module, config)
+    add_lora_adapters(module, config)
     torch.manual_seed(3)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if name.endswith(LORA_B):
+            if name.endswith(LORA_B_SUFFIX):
                 parameter.normal_(0, 0.1)
     trained = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
     scale = torch.tensor(config.lora_alpha / config.lora_rank)
@@ -210,17 +217,17 @@ def test_the_merged_model_has_the_logprobs_of_the_adapted_one(narrow_path, targe
     config = TrainerConfig(lora_rank=4, lora_alpha=6.0, lora_targets=targets)
     module, published = adapted(narrow_path, config)
     merged = load_model(narrow_path, dtype=torch.float32)
-    parameters = ParameterSet.of(merged)
+    parameters = ParameterSet.from_module(merged)
     ids = torch.randint(0, VOCABULARY, (4, 40), generator=torch.manual_seed(0))
     attention = torch.ones_like(ids, dtype=torch.bool)
 
     def logprobs(model):
         with torch.no_grad():
-            return token_logprobs(model, ids, attention, temperature=1.0).logprobs
+            return compute_token_logprobs(model, ids, attention, temperature=1.0).logprobs
 
     before = logprobs(merged)
     merged.load_state_dict(
-        dict(full_weights(published, parameters, model_path=narrow_path, device=CPU))
+        dict(build_full_weights(published, parameters, model_path=narrow_path, device=CPU))
     )
     assert (before - logprobs(module)).abs().max() > 0.1
     torch.testing.assert_close(logprobs(merged), logprobs(module), atol=2e-5, rtol=0)
@@ -231,9 +238,9 @@ def test_what_will_be_trained_is_counted_without_the_model(narrow_path, targets)
     config = TrainerConfig(lora_rank=4, lora_targets=targets)
     _, published = adapted(narrow_path, config)
     adapters = sum(tensor.numel() for tensor in adapters_only(published).values())
-    assert num_trained(load_skeleton(narrow_path), config) == adapters
+    assert count_trained_params(load_skeleton(narrow_path), config) == adapters
     whole = sum(p.numel() for p in load_model(narrow_path, dtype=torch.float32).parameters())
-    assert num_trained(load_skeleton(narrow_path), TrainerConfig()) == whole
+    assert count_trained_params(load_skeleton(narrow_path), TrainerConfig()) == whole
 
 
 def test_new_adapters_change_nothing(narrow_path):
@@ -241,7 +248,7 @@ def test_new_adapters_change_nothing(narrow_path):
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         before = module(ids).logits
-        add_adapters(module, TrainerConfig(lora_rank=4))
+        add_lora_adapters(module, TrainerConfig(lora_rank=4))
         assert torch.equal(module(ids).logits, before)
 
 
@@ -249,9 +256,9 @@ def test_targets_are_the_ends_of_names_and_heads_are_none(narrow_path):
     policy = load_model(narrow_path, dtype=torch.float32)
     critic = load_value_model(narrow_path, dtype=torch.float32)
     for module in (policy, critic):
-        assert set(layers_to_adapt(module, TrainerConfig(lora_rank=1))) == LAYERS.keys()
+        assert set(find_lora_layers(module, TrainerConfig(lora_rank=1))) == LAYERS.keys()
     one = TrainerConfig(lora_rank=1, lora_targets=["1.self_attn.q_proj", "up_proj"])
-    assert layers_to_adapt(policy, one) == [
+    assert find_lora_layers(policy, one) == [
         "model.layers.0.mlp.up_proj",
         "model.layers.1.self_attn.q_proj",
         "model.layers.1.mlp.up_proj",
@@ -262,7 +269,7 @@ def test_targets_are_the_ends_of_names_and_heads_are_none(narrow_path):
 def test_a_target_the_model_does_not_have_is_refused_in_one_line(narrow_path, target):
     config = TrainerConfig(lora_rank=1, lora_targets=["q_proj", target])
     with pytest.raises(ConfigError) as refusal:
-        check_targets(narrow_path, config, section="critic.trainer")
+        check_lora_targets(narrow_path, config, section="critic.trainer")
     assert str(refusal.value) == (
         f"critic.trainer.lora_targets=['q_proj', '{target}']: {target} must be a linear layer of"
         " the model, which has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"

@@ -10,8 +10,8 @@ from safetensors import safe_open
 
 from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save
 from streamrl.engines.models.forward import load_skeleton, load_value_skeleton
-from streamrl.engines.models.lora import num_trained
-from streamrl.engines.models.param_count import num_trained_of
+from streamrl.engines.models.lora import count_trained_params
+from streamrl.engines.models.param_count import count_trained_params_from_config
 from streamrl.engines.models.two_heads import add_value_head
 from streamrl.engines.trainer_config import TrainerConfig
 
@@ -46,11 +46,16 @@ def test_the_elements_of_a_small_model_by_hand(tmp_path: Path) -> None:
     path = write(tmp_path, MODELS["llama"])
     # Query and output 24 x 24, key and value 24 x 12, three matrices 24 x 40, two norms of 24.
     layer = 2 * 24 * 24 + 2 * 24 * 12 + 3 * 24 * 40 + 2 * 24
-    whole = num_trained_of(path, TrainerConfig(), has_output=True, has_value=False)
+    whole = count_trained_params_from_config(
+        path, TrainerConfig(), has_output=True, has_value=False
+    )
     assert whole == 2 * 50 * 24 + 3 * layer + 24
     pairs = 2 * (24 + 24) + 2 * (24 + 12) + 3 * (24 + 40)
     lora = TrainerConfig(lora_rank=4)
-    assert num_trained_of(path, lora, has_output=True, has_value=False) == 4 * 3 * pairs
+    assert (
+        count_trained_params_from_config(path, lora, has_output=True, has_value=False)
+        == 4 * 3 * pairs
+    )
 
 
 @pytest.mark.parametrize(("model", "tied"), product(MODELS, (False, True)))
@@ -64,8 +69,10 @@ def test_as_many_are_trained_as_of_the_model_itself(tmp_path: Path, model: str, 
             (both, True, True),
             (critic, False, True),
         ):
-            found = num_trained_of(path, config, has_output=has_output, has_value=has_value)
-            assert found == num_trained(module, config)
+            found = count_trained_params_from_config(
+                path, config, has_output=has_output, has_value=has_value
+            )
+            assert found == count_trained_params(module, config)
 
 
 def test_the_model_of_the_examples_is_what_its_config_says(tmp_path: Path) -> None:
@@ -75,10 +82,13 @@ def test_the_model_of_the_examples_is_what_its_config_says(tmp_path: Path) -> No
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         in_file = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
     path = str(tmp_path)
-    assert num_trained_of(path, TrainerConfig(), has_output=True, has_value=False) == in_file
+    assert (
+        count_trained_params_from_config(path, TrainerConfig(), has_output=True, has_value=False)
+        == in_file
+    )
     for config in TRAINERS:
-        found = num_trained_of(path, config, has_output=True, has_value=False)
-        assert found == num_trained(model, config)
+        found = count_trained_params_from_config(path, config, has_output=True, has_value=False)
+        assert found == count_trained_params(model, config)
 
 
 @pytest.mark.parametrize(
@@ -93,4 +103,7 @@ def test_of_what_is_not_counted_to_the_last_one_nothing_is_told(
     tmp_path: Path, model: dict[str, Any]
 ) -> None:
     path = write(tmp_path, model)
-    assert num_trained_of(path, TrainerConfig(), has_output=True, has_value=False) is None
+    assert (
+        count_trained_params_from_config(path, TrainerConfig(), has_output=True, has_value=False)
+        is None
+    )

@@ -10,11 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from streamrl.engines.models.lora import check_targets
-from streamrl.engines.models.supported_models import check_support, check_weights, left_out
+from streamrl.engines.models.lora import check_lora_targets
+from streamrl.engines.models.supported_models import (
+    check_model_support,
+    check_weight_files,
+    describe_untrained_layers,
+)
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
-from streamrl.files.hf_config import stored_shapes
+from streamrl.files.hf_config import read_stored_shapes
 from tests.engines.test_architectures import COMMON, QUICK, SLOW
 
 KNOWN = QUICK | SLOW | {"gpt2": {"n_layer": 2, "n_head": 4}}
@@ -42,13 +46,13 @@ def test_a_directory_that_is_whole_is_taken_and_one_layer_short_is_not(
     tmp_path: Path, family: str
 ) -> None:
     path = write(tmp_path, family)
-    check_support(path, "auto")
-    assert left_out(path) == []
+    check_model_support(path, "auto")
+    assert describe_untrained_layers(path) == []
     tensors = load_file(tmp_path / FILE)
     lost = next(name for name in tensors if SECOND.search(name) and tensors[name].dim() > 1)
     save_file({name: t for name, t in tensors.items() if name != lost}, tmp_path / FILE)
     with pytest.raises(ConfigError, match=r"\.1\..* (of|has) shape|a tensor of the experts"):
-        check_support(path, "auto")
+        check_model_support(path, "auto")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +84,7 @@ def test_a_config_that_says_something_else_than_the_files_is_told(
     path = write(tmp_path, family)
     change(tmp_path, **settings)
     with pytest.raises(ConfigError) as caught:
-        check_weights(path, "model.path")
+        check_weight_files(path, "model.path")
     assert words in str(caught.value) and "\n" not in str(caught.value)
     assert path in str(caught.value)
 
@@ -92,14 +96,14 @@ PLAIN = ["llama", "qwen2", "qwen3", "mistral"]
 @pytest.mark.parametrize("family", [*PLAIN, "gemma2", "olmo2", "phi3"])
 def test_each_tensor_that_is_lost_or_of_another_shape_is_named(tmp_path: Path, family: str) -> None:
     path = write(tmp_path, family, tie_word_embeddings=family == "gemma2")
-    check_weights(path, "model.path")
+    check_weight_files(path, "model.path")
     tensors = load_file(tmp_path / FILE)
     once = {re.sub(r"\.\d+\.", ".1.", name) for name in tensors}
     for name in sorted(once):
         for odd in ({}, {name: tensors[name].flatten()[:-1].clone()}):
             save_file({**{n: t for n, t in tensors.items() if n != name}, **odd}, tmp_path / FILE)
             with pytest.raises(ConfigError) as caught:
-                check_weights(path, "model.path")
+                check_weight_files(path, "model.path")
             text = str(caught.value)
             assert name in text and "\n" not in text, text
 
@@ -109,7 +113,7 @@ def test_layers_that_the_config_does_not_count_are_told(tmp_path: Path, family: 
     path = write(tmp_path, family)
     change(tmp_path, num_hidden_layers=1, layer_types=None)
     with pytest.raises(ConfigError, match=r"its files hold 2 layers, config\.json says 1"):
-        check_weights(path, "model.path")
+        check_weight_files(path, "model.path")
 
 
 @pytest.mark.parametrize("family", PLAIN)
@@ -120,7 +124,7 @@ def test_the_class_of_a_plain_family_is_not_needed(
     config = AutoConfig.for_model(family, **COMMON, tie_word_embeddings=is_tied)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     monkeypatch.setattr("streamrl.engines.models.supported_models.load_skeleton", None)
-    check_weights(str(tmp_path), "model.path")
+    check_weight_files(str(tmp_path), "model.path")
 
 
 def rename(folder: Path, old: str, new: str) -> None:
@@ -133,12 +137,12 @@ def rename(folder: Path, old: str, new: str) -> None:
 def test_names_are_those_that_transformers_reads(tmp_path: Path) -> None:
     path = write(tmp_path, "llama", tie_word_embeddings=True)
     rename(tmp_path, "model.", "")
-    check_weights(path, "critic.path", is_served=False)
+    check_weight_files(path, "critic.path", is_served=False)
     with pytest.raises(ConfigError, match=r"layers\.0\..*, a name that vLLM does not take; load"):
-        check_support(path, "auto")
+        check_model_support(path, "auto")
     rename(tmp_path, "layers.", "model.language_model.layers.")
     with pytest.raises(ConfigError, match=r"lack .*; they have .*language_model.* none of the"):
-        check_weights(path, "model.path")
+        check_weight_files(path, "model.path")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gpt_neox"])
@@ -147,13 +151,13 @@ def test_a_tensor_by_another_name_is_none_of_the_models(tmp_path: Path, family: 
     part = ".attention.dense." if family == "gpt_neox" else ".self_attn.o_proj."
     rename(tmp_path, part, part.replace("o_proj", "out_proj").replace("dense", "linear"))
     with pytest.raises(ConfigError, match=r"its files lack .*; they have .*(out_proj|linear)"):
-        check_weights(path, "model.path")
+        check_weight_files(path, "model.path")
     rename(tmp_path, "out_proj" if family != "gpt_neox" else "linear", part.split(".")[2])
-    check_weights(path, "model.path")
+    check_weight_files(path, "model.path")
     tensors = load_file(tmp_path / FILE)
     save_file({**tensors, "adapter.weight": torch.zeros(2, 2)}, tmp_path / FILE)
     with pytest.raises(ConfigError, match=r"have adapter.weight, which is none of the model's"):
-        check_weights(path, "model.path")
+        check_weight_files(path, "model.path")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -166,7 +170,7 @@ def test_numbers_that_are_no_weights_by_themselves_are_refused(
     name = next(name for name in tensors if "down_proj" in name)
     save_file({**tensors, name: tensors[name].to(dtype)}, tmp_path / FILE)
     with pytest.raises(ConfigError, match=f"{name} is stored as .*quantised weights cannot"):
-        check_weights(path, "model.path")
+        check_weight_files(path, "model.path")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +192,7 @@ def test_numbers_of_which_a_model_computes_nothing_are_refused(
     path = write(tmp_path, family)
     change(tmp_path, **settings)
     with pytest.raises(ConfigError, match=r"config\.json: \w+=\S+: must be a number above 0"):
-        check_weights(path, "model.path")
+        check_weight_files(path, "model.path")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +213,7 @@ def test_a_tensor_of_another_shape_than_the_config_says_is_named(
     path = write(tmp_path, family)
     change(tmp_path, **settings)
     with pytest.raises(ConfigError) as caught:
-        check_support(path, "auto")
+        check_model_support(path, "auto")
     text = str(caught.value)
     assert "\n" not in text
     assert re.search(r"(model|gpt_neox)\.layers\.|makes no such model", text), text
@@ -240,12 +244,12 @@ def test_what_vllm_computes_otherwise_is_refused(
 ) -> None:
     path = write(tmp_path, family, **settings)
     with pytest.raises(ConfigError, match=words):
-        check_support(path, "auto")
+        check_model_support(path, "auto")
     if family == "olmoe":
         with pytest.raises(ConfigError, match="no class that makes a critic of this family"):
-            check_support(path, "auto", key="critic.path", is_served=False)
+            check_model_support(path, "auto", key="critic.path", is_served=False)
     else:
-        check_support(path, "auto", key="critic.path", is_served=False)
+        check_model_support(path, "auto", key="critic.path", is_served=False)
 
 
 @pytest.mark.parametrize("method", ["mxfp4", "fp8", "gptq", "bitsandbytes"])
@@ -253,7 +257,7 @@ def test_quantised_weights_are_refused(tmp_path: Path, method: str) -> None:
     path = write(tmp_path, "qwen3")
     change(tmp_path, quantization_config={"quant_method": method})
     with pytest.raises(ConfigError, match=f"{method} weights: quantised weights cannot be"):
-        check_support(path, "auto")
+        check_model_support(path, "auto")
 
 
 @pytest.mark.parametrize(
@@ -268,15 +272,15 @@ def test_attention_that_computes_otherwise_is_refused(
     tmp_path: Path, family: str, attention: str, words: str
 ) -> None:
     path = write(tmp_path, family)
-    check_support(path, "eager")
+    check_model_support(path, "eager")
     with pytest.raises(ConfigError, match=f"^trainer.attention={attention}: {words}"):
-        check_support(path, attention)
+        check_model_support(path, attention)
 
 
 def test_adapters_of_a_model_without_linear_layers_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "gpt2")
     with pytest.raises(ConfigError, match="has no linear layers"):
-        check_targets(path, TrainerConfig(lora_rank=4), section="trainer")
+        check_lora_targets(path, TrainerConfig(lora_rank=4), section="trainer")
 
 
 def test_layers_that_predict_several_tokens_are_said_to_be_left_out(tmp_path: Path) -> None:
@@ -284,8 +288,8 @@ def test_layers_that_predict_several_tokens_are_said_to_be_left_out(tmp_path: Pa
     tensors = load_file(tmp_path / FILE)
     more = {n.replace(".1.", ".2."): t.clone() for n, t in tensors.items() if ".layers.1." in n}
     save_file({**tensors, **more}, tmp_path / FILE)
-    check_support(path, "auto")
-    (text,) = left_out(path)
+    check_model_support(path, "auto")
+    (text,) = describe_untrained_layers(path)
     assert "num_nextn_predict_layers=1: " in text
 
 
@@ -296,9 +300,9 @@ def test_layers_that_predict_several_tokens_are_said_to_be_left_out(tmp_path: Pa
 def test_what_is_not_of_the_layers_does_not_count_as_theirs(tmp_path: Path, name: str) -> None:
     path = write(tmp_path, "qwen3")
     save_file({**load_file(tmp_path / FILE), name: torch.zeros(3)}, tmp_path / FILE)
-    check_weights(path, "critic.path", is_served=False)
+    check_weight_files(path, "critic.path", is_served=False)
     with pytest.raises(ConfigError, match=f"its files have {name}, which is none of the model's"):
-        check_weights(path, "model.path")
+        check_weight_files(path, "model.path")
 
 
 @pytest.mark.parametrize("name", ["adapter_model", "consolidated", "model-00001-of-00001"])
@@ -306,7 +310,7 @@ def test_without_an_index_there_is_one_file_of_weights(tmp_path: Path, name: str
     path = write(tmp_path, "qwen2")
     save_file({"x": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(ConfigError, match=f"{name}.safetensors: move it elsewhere"):
-        check_support(path, "auto")
+        check_model_support(path, "auto")
 
 
 def test_a_file_that_an_index_names_must_be_there(tmp_path: Path) -> None:
@@ -314,7 +318,7 @@ def test_a_file_that_an_index_names_must_be_there(tmp_path: Path) -> None:
     index = {"weight_map": {"a": FILE, "b": "model-00002-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"names model-00002-of-00002\.safetensors, which is not"):
-        check_support(path, "auto")
+        check_model_support(path, "auto")
 
 
 def test_a_file_that_the_index_beside_it_does_not_name_is_refused(tmp_path: Path) -> None:
@@ -323,16 +327,16 @@ def test_a_file_that_the_index_beside_it_does_not_name_is_refused(tmp_path: Path
     index = {"weight_map": dict.fromkeys(load_file(tmp_path / FILE), "model-1.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"is not in the index beside it: .* remove one of them"):
-        check_support(path, "auto")
+        check_model_support(path, "auto")
     (tmp_path / FILE).unlink()
-    check_support(path, "auto")
+    check_model_support(path, "auto")
 
 
 def test_heads_that_cannot_share_keys_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "llama")
     change(tmp_path, num_attention_heads=4, num_key_value_heads=3)
     with pytest.raises(ConfigError, match=r"num_key_value_heads=3: must divide num_attention"):
-        check_support(path, "auto")
+        check_model_support(path, "auto")
 
 
 def test_of_files_beside_those_of_the_index_nothing_is_read(tmp_path: Path) -> None:
@@ -341,22 +345,22 @@ def test_of_files_beside_those_of_the_index_nothing_is_read(tmp_path: Path) -> N
     index = {"weight_map": dict.fromkeys(tensors, FILE)}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({"layers.0.w": torch.ones(3)}, tmp_path / "consolidated.safetensors")
-    assert stored_shapes(tmp_path, "model.path").keys() == tensors.keys()
-    check_support(path, "auto")
+    assert read_stored_shapes(tmp_path, "model.path").keys() == tensors.keys()
+    check_model_support(path, "auto")
 
 
 def test_vllm_serves_the_class_that_is_trained(tmp_path: Path) -> None:
     path = write(tmp_path, "llama")
     change(tmp_path, architectures=["LlamaModel"])
-    check_support(path, "auto")
+    check_model_support(path, "auto")
     for other in ("MyLlamaForCausalLM", "LlamaForSequenceClassification"):
         change(tmp_path, architectures=[other])
         with pytest.raises(ConfigError, match=rf'{other}"\]: must be \["LlamaForCausalLM"\]'):
-            check_support(path, "auto")
+            check_model_support(path, "auto")
 
 
 def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "llama")
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"adapter_config\.json: .* move it elsewhere"):
-        check_support(path, "auto")
+        check_model_support(path, "auto")

@@ -6,7 +6,7 @@ import torch
 
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.engines.training.collate import build_batch, derive_columns
-from streamrl.messages import FinishReason, Rollout, group_columns
+from streamrl.messages import FinishReason, Rollout, rollouts_to_columns
 from tests.engines.tiny_groups import made_up_groups
 
 GRPO = AlgorithmConfig()
@@ -18,9 +18,9 @@ def derived_from(groups, config=GRPO):
 
 
 def group_of(*rollouts, scores):
-    columns = group_columns(
+    columns = rollouts_to_columns(
         [
-            Rollout.single_turn(
+            Rollout.from_single_turn(
                 np.array(prompt, np.int32),
                 completion,
                 logprobs=[-0.5] * len(completion),

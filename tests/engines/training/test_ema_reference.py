@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from streamrl.engines.reference_config import ReferenceConfig
-from streamrl.engines.training.ema_reference import MovingReference
+from streamrl.engines.training.ema_reference import EmaReference
 from streamrl.errors import CheckpointError, ConfigError
 
 
@@ -19,59 +19,61 @@ def policy(value: float) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, buffer
 
 
-def state(reference: MovingReference) -> dict[str, list[float]]:
+def state(reference: EmaReference) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in reference.named_tensors()}
 
 
 def test_it_begins_as_the_policy_and_stays_until_it_moves() -> None:
-    reference = MovingReference(decay=0.0)
-    reference.follow(policy(1.0), moves=False)
-    reference.follow(policy(2.0), moves=False)
+    reference = EmaReference(decay=0.0)
+    reference.update_from_policy(policy(1.0), moves=False)
+    reference.update_from_policy(policy(2.0), moves=False)
     assert state(reference) == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
-    reference.follow(policy(3.0), moves=True)
+    reference.update_from_policy(policy(3.0), moves=True)
     assert state(reference) == {"a": [3.0, 3.0], "b": [3.0, 3.0]}
 
 
 def test_an_average_keeps_what_the_decay_says() -> None:
-    reference = MovingReference(decay=0.75)
-    reference.follow(policy(0.0), moves=True)
-    reference.follow(policy(4.0), moves=True)
+    reference = EmaReference(decay=0.75)
+    reference.update_from_policy(policy(0.0), moves=True)
+    reference.update_from_policy(policy(4.0), moves=True)
     assert state(reference)["a"] == [1.0, 1.0]
-    reference.follow(policy(5.0), moves=True)
+    reference.update_from_policy(policy(5.0), moves=True)
     assert state(reference)["a"] == [2.0, 2.0]
 
 
 def test_an_average_of_rounded_parameters_is_not_rounded() -> None:
-    reference = MovingReference(decay=0.5)
-    reference.follow([("a", torch.ones(1, dtype=torch.bfloat16))], moves=True)
+    reference = EmaReference(decay=0.5)
+    reference.update_from_policy([("a", torch.ones(1, dtype=torch.bfloat16))], moves=True)
     for _ in range(3):
-        reference.follow([("a", torch.full((1,), 1.0078125, dtype=torch.bfloat16))], moves=True)
+        reference.update_from_policy(
+            [("a", torch.full((1,), 1.0078125, dtype=torch.bfloat16))], moves=True
+        )
     (found,) = (tensor for _, tensor in reference.named_tensors())
     assert found.item() == 1 + 0.0078125 * 0.875
 
 
 def test_it_goes_on_from_a_checkpoint_and_misses_one_that_is_not_there(tmp_path: Path) -> None:
-    reference = MovingReference(decay=0.5)
-    reference.follow(policy(1.0), moves=False)
-    reference.follow(policy(2.0), moves=True)
+    reference = EmaReference(decay=0.5)
+    reference.update_from_policy(policy(1.0), moves=False)
+    reference.update_from_policy(policy(2.0), moves=True)
     reference.save(tmp_path)
-    again = MovingReference(decay=0.5)
+    again = EmaReference(decay=0.5)
     again.load(tmp_path)
-    again.follow(policy(9.0), moves=False)
+    again.update_from_policy(policy(9.0), moves=False)
     assert state(again) == state(reference) == {"a": [1.5, 1.5], "b": [1.5, 1.5]}
     with pytest.raises(CheckpointError, match="without a reference that moves"):
         again.load(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="saved without c"):
-        again.follow([("c", torch.ones(1))], moves=True)
+        again.update_from_policy([("c", torch.ones(1))], moves=True)
 
 
 def test_when_it_moves() -> None:
     config = ReferenceConfig(every=4)
-    assert [v for v in range(13) if config.moves_at(v)] == [4, 8, 12]
-    assert [config.version_for(v) for v in (0, 3, 4, 7, 8)] == [0, 0, 4, 4, 8]
+    assert [v for v in range(13) if config.is_updated_at(v)] == [4, 8, 12]
+    assert [config.find_reference_version(v) for v in (0, 3, 4, 7, 8)] == [0, 0, 4, 4, 8]
     still = ReferenceConfig()
-    assert not any(still.moves_at(v) for v in range(10))
-    assert still.version_for(7) == 7
+    assert not any(still.is_updated_at(v) for v in range(10))
+    assert still.find_reference_version(7) == 7
 
 
 @pytest.mark.parametrize(

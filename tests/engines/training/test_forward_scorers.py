@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from streamrl.engines.training.forward_scorers import LogprobScorer
-from streamrl.messages import GroupInfo, check_sizes, column_sizes, group_rollouts
+from streamrl.messages import GroupInfo, check_column_sizes, columns_to_rollouts, measure_columns
 from tests.engines.tiny_groups import made_up_groups
 from tests.engines.tiny_qwen import forward_logprobs, save, tiny_model
 
@@ -20,15 +20,16 @@ def column(model_path, *, micro_batch_tokens=64):
     scorer = LogprobScorer(
         model_path, temperature=0.8, micro_batch_tokens=micro_batch_tokens, dtype="float32"
     )
-    return scorer.ref_logprobs(COLUMNS)
+    return scorer.compute_ref_logprobs(COLUMNS)
 
 
 def test_the_column_is_that_of_a_forward_pass_at_the_sampling_temperature(model_path):
     columns = column(model_path)
-    check_sizes(column_sizes(columns), GroupInfo.of(COLUMNS))
+    check_column_sizes(measure_columns(columns), GroupInfo.from_columns(COLUMNS))
     model = tiny_model(tied=True, seed=1)
     expected = [
-        forward_logprobs(model, rollout, temperature=0.8) for rollout in group_rollouts(COLUMNS)
+        forward_logprobs(model, rollout, temperature=0.8)
+        for rollout in columns_to_rollouts(COLUMNS)
     ]
     assert np.abs(columns["ref_logprobs"] - np.concatenate(expected)).max() < 2e-5
 

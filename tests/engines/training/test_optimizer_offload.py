@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from streamrl.engines.training.optimizer_offload import OptimizerMemory, tensors_of
+from streamrl.engines.training.optimizer_offload import OptimizerOffload, iter_optimizer_tensors
 from streamrl.errors import StreamError
 
 MB = 1 << 20
@@ -31,25 +31,25 @@ def step(parameters: list[torch.nn.Parameter], optimizer: torch.optim.AdamW) -> 
 
 def memory_of(
     parameters: list[torch.nn.Parameter], optimizer: torch.optim.AdamW
-) -> OptimizerMemory:
-    return OptimizerMemory(lambda: tensors_of(optimizer), not_of=lambda: parameters)
+) -> OptimizerOffload:
+    return OptimizerOffload(lambda: iter_optimizer_tensors(optimizer), not_of=lambda: parameters)
 
 
 def test_what_comes_back_is_what_went_and_where_it_was() -> None:
     parameters, optimizer = adam(1000, 1, 7)
-    before = [tensor.clone() for tensor in tensors_of(optimizer)]
-    held = list(tensors_of(optimizer))
+    before = [tensor.clone() for tensor in iter_optimizer_tensors(optimizer)]
+    held = list(iter_optimizer_tensors(optimizer))
     memory = memory_of(parameters, optimizer)
     for _ in range(2):
-        memory.release()
-        memory.release()
+        memory.offload_state()
+        memory.offload_state()
         moments = [
             optimizer.state[p][name] for p in parameters for name in ("exp_avg", "exp_avg_sq")
         ]
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in moments)
         assert all(parameter.untyped_storage().nbytes() for parameter in parameters)
-        memory.restore()
-        memory.restore()
+        memory.restore_state()
+        memory.restore_state()
         for tensor, was in zip(held, before, strict=True):
             assert torch.equal(tensor, was)
     step(parameters, optimizer)
@@ -61,9 +61,9 @@ def test_the_system_has_the_memory_meanwhile() -> None:
     memory = memory_of(parameters, optimizer)
     process = psutil.Process()
     full = process.memory_info().rss
-    memory.release()
+    memory.offload_state()
     empty = process.memory_info().rss
-    memory.restore()
+    memory.restore_state()
     assert full - empty > 190 * MB
     assert process.memory_info().rss - empty > 190 * MB
 
@@ -71,8 +71,8 @@ def test_the_system_has_the_memory_meanwhile() -> None:
 def test_before_the_first_step_there_is_nothing_to_give_up() -> None:
     parameters = [torch.nn.Parameter(torch.ones(3))]
     memory = memory_of(parameters, torch.optim.AdamW(parameters))
-    memory.release()
-    memory.restore()
+    memory.offload_state()
+    memory.restore_state()
     assert parameters[0].tolist() == [1, 1, 1]
 
 
@@ -82,7 +82,7 @@ def test_a_rank_that_keeps_nothing_of_a_parameter_gives_up_no_memory_of_others()
     parameters, optimizer = adam(10)
     empty = torch.nn.Parameter(padded[:0])
     optimizer.add_param_group({"params": [empty]})
-    memory_of(parameters, optimizer).release()
+    memory_of(parameters, optimizer).offload_state()
     assert padded.untyped_storage().nbytes() == 8 * 4
 
 
@@ -90,7 +90,7 @@ def test_a_folder_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
     parameters, optimizer = adam(10)
     monkeypatch.setattr(tempfile, "tempdir", "/not/there")
     with pytest.raises(StreamError, match=r"put aside in /not/there \(TMPDIR\): No such file"):
-        memory_of(parameters, optimizer).release()
+        memory_of(parameters, optimizer).offload_state()
     step(parameters, optimizer)
 
 
@@ -105,5 +105,5 @@ def test_without_room_elsewhere_nothing_is_given_up(monkeypatch: pytest.MonkeyPa
     parameters, optimizer = adam(10)
     monkeypatch.setattr(tempfile, "TemporaryFile", Full)
     with pytest.raises(StreamError, match=r"put aside in .*TMPDIR.*: No space left"):
-        memory_of(parameters, optimizer).release()
+        memory_of(parameters, optimizer).offload_state()
     step(parameters, optimizer)

@@ -9,16 +9,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
-from streamrl.algorithms import summarise
-from streamrl.algorithms.math.advantages import group_relative
-from streamrl.algorithms.math.losses import entropy
+from streamrl.algorithms import summarise_policy
+from streamrl.algorithms.math.advantages import group_relative_advantages
+from streamrl.algorithms.math.losses import entropy_from_logits
 from streamrl.algorithms.objective import policy_loss
 from streamrl.data import TextStream
 from streamrl.engines.models.forward import load_value_model
-from streamrl.engines.trainer_config import FALLS_TO, SCHEDULES, TrainerConfig
+from streamrl.engines.trainer_config import DECAY_SCHEDULES, LR_SCHEDULES, TrainerConfig
 from streamrl.engines.training.collate import derive_columns
 from streamrl.errors import ConfigError
-from streamrl.messages import split_tokens
+from streamrl.messages import split_token_column
 from tests.engines.conftest import (
     GATHERED,
     ONE,
@@ -81,7 +81,9 @@ def plain_steps(num_steps: int):
 def logprobs_of(model, ids):
     """Of every token but the first, [1, T - 1], and the entropies."""
     logits = model(ids[None]).logits[:, :-1] / TEMPERATURE
-    return logits.log_softmax(-1).gather(-1, ids[None, 1:, None])[..., 0], entropy(logits)
+    return logits.log_softmax(-1).gather(-1, ids[None, 1:, None])[..., 0], entropy_from_logits(
+        logits
+    )
 
 
 def several_plain_updates():
@@ -91,11 +93,11 @@ def several_plain_updates():
     rows = []
     for uid, columns in GROUPS.items():
         cut = {
-            name: split_tokens(columns[name], columns["lengths"])
+            name: split_token_column(columns[name], columns["lengths"])
             for name in ("token_ids", "loss_mask", "generator_logprobs")
         }
         scores = torch.from_numpy(columns["scores"])
-        advantages = group_relative(scores, torch.zeros(len(scores), dtype=torch.long))
+        advantages = group_relative_advantages(scores, torch.zeros(len(scores), dtype=torch.long))
         for i, advantage in enumerate(advantages):
             row: dict[str, Any] = {
                 name: torch.from_numpy(parts[i])[None, 1:] for name, parts in cut.items()
@@ -123,7 +125,7 @@ def several_plain_updates():
         for row in (row for row in rows if row["uid"] in part):
             logprobs, entropies = logprobs_of(model, row["ids"])
             loss, seen = policy_loss(
-                SEVERAL.row, SEVERAL_SETTINGS, row, logprobs=logprobs, entropy=entropies
+                SEVERAL.spec, SEVERAL_SETTINGS, row, logprobs=logprobs, entropy=entropies
             )
             (loss / SEVERAL_DIVISOR).backward()
             total.append({name: value.item() for name, value in seen.items()})
@@ -159,7 +161,7 @@ def plain_critic(model_path):
         total = torch.zeros(())
         for columns in VALUED.values():
             parts = {
-                name: split_tokens(columns[name], columns["lengths"])
+                name: split_token_column(columns[name], columns["lengths"])
                 for name in ("token_ids", "loss_mask", "values")
             }
             for i, score in enumerate(columns["scores"].tolist()):
@@ -210,15 +212,15 @@ def plain_two_headed(coef):
         torch.nn.init.zeros_(parameter)
     both = [*body.parameters(), *head.parameters()]
     optimizer = torch.optim.AdamW(both, lr=SEVERAL_LR, weight_decay=0.0)
-    settings = PPO.settings(max_length=8, reward_weights={})
+    settings = PPO.to_settings(max_length=8, reward_weights={})
     for _ in range(2):
         total = torch.zeros(())
         for columns in VALUED.values():
-            derived = derive_columns(PPO.row, settings, {"": columns})[""]
+            derived = derive_columns(PPO.spec, settings, {"": columns})[""]
             group = {**columns, **derived}
             names = ("token_ids", "loss_mask", "generator_logprobs", "values", "returns")
             cut = {
-                name: split_tokens(group[name], columns["lengths"])
+                name: split_token_column(group[name], columns["lengths"])
                 for name in (*names, "advantages")
             }
             for i in range(len(columns["lengths"])):
@@ -228,11 +230,11 @@ def plain_two_headed(coef):
                 logits = output.logits[:, :-1] / TEMPERATURE
                 row["group_tokens"] = torch.tensor([int(columns["loss_mask"].sum())])
                 loss, _ = policy_loss(
-                    PPO.row,
+                    PPO.spec,
                     settings,
                     row,
                     logprobs=logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0],
-                    entropy=entropy(logits),
+                    entropy=entropy_from_logits(logits),
                 )
                 values = head(output.hidden_states[-1])[:, :-1, 0]
                 near = row["values"] + (values - row["values"]).clamp(-VALUE_CLIP, VALUE_CLIP)
@@ -280,7 +282,7 @@ def plain_pretraining(model_path):
     optimizer = torch.optim.AdamW(model.parameters(), lr=SEVERAL_LR, weight_decay=0.0)
     norms, losses = [], []
     for update in range(len(PTX_DIVISORS)):
-        rows = [text.split() for text in TextStream(TEXTS, seed=0).batch(update, PTX_ROWS)]
+        rows = [text.split() for text in TextStream(TEXTS, seed=0).get_batch(update, PTX_ROWS)]
         tokens = [([int(word[1:]) for word in row] + [EOS])[:5] for row in rows]
         loss = torch.zeros(())
         for ids in map(torch.tensor, tokens):
@@ -349,7 +351,7 @@ def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(seen
     for cuts in CUTS:
         cases = [case["sums"] for case in layout.counted(seen[f"update/{layout.label}/{cuts}"])]
         total = {name: sum(case[name] for case in cases) for name in cases[0]}
-        metrics.append(summarise(total, divisor_of(GROUPS)))
+        metrics.append(summarise_policy(total, divisor_of(GROUPS)))
     assert metrics[0].keys() >= {"policy/kl_ref", "loss/kl", "policy/ess", "loss/policy"}
     assert all(math.isfinite(value) for value in metrics[0].values())
     for other in metrics[1:]:
@@ -494,10 +496,10 @@ def test_a_rank_does_not_wait_for_ever_for_one_that_stays_away(seen):
 
 def test_the_learning_rate_rises_in_equal_parts():
     config = TrainerConfig(lr=8.0, warmup_steps=4)
-    assert [config.lr_at(step) for step in range(6)] == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
-    assert TrainerConfig(lr=8.0).lr_at(0) == 8.0
+    assert [config.compute_lr(step) for step in range(6)] == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
+    assert TrainerConfig(lr=8.0).compute_lr(0) == 8.0
     share = TrainerConfig(lr=8.0, warmup_ratio=0.1)
-    assert [share.lr_at(step, 40) for step in range(5)] == [2.0, 4.0, 6.0, 8.0, 8.0]
+    assert [share.compute_lr(step, 40) for step in range(5)] == [2.0, 4.0, 6.0, 8.0, 8.0]
 
 
 STEPS = 10
@@ -505,7 +507,7 @@ OPTIONS = {"warmup_stable_decay": {"num_decay_steps": 3}, "cosine_with_restarts"
 
 
 # constant has a warm-up of its own.
-@pytest.mark.parametrize("name", sorted({*SCHEDULES} - {"constant"}))
+@pytest.mark.parametrize("name", sorted({*LR_SCHEDULES} - {"constant"}))
 def test_a_schedule_is_that_of_transformers_from_whatever_step_it_goes_on(name):
     options: dict[str, Any] = {"min_lr": 1.0} if "min_lr" in name else {**OPTIONS.get(name, {})}
     config = TrainerConfig(lr=8.0, lr_schedule=name, warmup_steps=2, lr_schedule_options=options)
@@ -516,24 +518,27 @@ def test_a_schedule_is_that_of_transformers_from_whatever_step_it_goes_on(name):
         rates.append(stepped.param_groups[0]["lr"])
         stepped.step()
         schedule.step()
-    assert [config.lr_at(step, STEPS) for step in range(STEPS)] == pytest.approx(rates)
-    assert config.lr_at(7, STEPS) == pytest.approx(rates[7]), "as a resume asks for it"
+    assert [config.compute_lr(step, STEPS) for step in range(STEPS)] == pytest.approx(rates)
+    assert config.compute_lr(7, STEPS) == pytest.approx(rates[7]), "as a resume asks for it"
     assert len(set(rates)) > 2
 
 
 # The one that is left out ends, in transformers, a step early or late.
-@pytest.mark.parametrize("name", sorted(FALLS_TO.keys() - {"cosine_warmup_with_min_lr"}))
+@pytest.mark.parametrize("name", sorted(DECAY_SCHEDULES.keys() - {"cosine_warmup_with_min_lr"}))
 def test_a_schedule_falls_to_the_least_learning_rate(name):
     options = OPTIONS.get(name, {})
     config = TrainerConfig(lr=8.0, lr_min=2.0, lr_schedule=name, lr_schedule_options=options)
-    rates = [config.lr_at(step, STEPS) for step in range(STEPS + 1)]
+    rates = [config.compute_lr(step, STEPS) for step in range(STEPS + 1)]
     assert rates[0] == pytest.approx(8.0)
     assert rates[-1] == min(rates) == pytest.approx(2.0)
     assert rates == sorted(rates, reverse=True)
 
 
 def test_every_schedule_of_transformers_is_there_that_asks_for_no_loss():
-    assert {*SCHEDULES} == {one.value for one in SchedulerType} - {"reduce_lr_on_plateau", "greedy"}
+    assert {*LR_SCHEDULES} == {one.value for one in SchedulerType} - {
+        "reduce_lr_on_plateau",
+        "greedy",
+    }
 
 
 @pytest.mark.parametrize(
@@ -555,7 +560,7 @@ def test_a_schedule_that_cannot_be_is_refused(settings, message):
 @pytest.mark.parametrize("name", ["warmup_stable_decay", "cosine_with_min_lr"])
 def test_a_schedule_that_lacks_a_setting_is_refused_before_the_first_step(name):
     with pytest.raises(ConfigError, match=f"trainer.lr_schedule={name}: "):
-        TrainerConfig(lr_schedule=name).lr_at(0, STEPS)
+        TrainerConfig(lr_schedule=name).compute_lr(0, STEPS)
 
 
 @pytest.mark.parametrize(

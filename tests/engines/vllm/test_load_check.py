@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from streamrl.engines.vllm.load_check import ArrivalCheck, LoadWarnings
-from streamrl.errors import ProbeError
+from streamrl.engines.vllm.load_check import LoadCheck, LoadWarningHandler
+from streamrl.errors import LogprobCheckError
 
 MERGED = {"qkv": ["q", "k", "v"]}
 TIED = "head.weight"
@@ -69,16 +69,16 @@ class Served(nn.Module):
             layer.experts.packed = held(torch.stack(experts))
 
 
-def compared(model: Served, check: ArrivalCheck, tensors: Mapping[str, Tensor]) -> list[str]:
-    prints = {n: check.print_of(t) for n, t in tensors.items() if n != TIED}
-    return list(check.compare(prints).differing)
+def compared(model: Served, check: LoadCheck, tensors: Mapping[str, Tensor]) -> list[str]:
+    prints = {n: check.make_fingerprints(t) for n, t in tensors.items() if n != TIED}
+    return list(check.compare_loaded(prints).differing_names)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_arrived_is_told_from_what_did_not_whatever_the_layout(dtype: torch.dtype) -> None:
     first, second = published(seed=0), published(seed=1)
     model = Served(first, dtype=dtype)
-    check = ArrivalCheck(model, first, MERGED)
+    check = LoadCheck(model, first, MERGED)
     assert compared(model, check, first) == []
     model.take(second)
     assert compared(model, check, second) == []
@@ -102,7 +102,7 @@ def test_what_the_engine_has_no_place_for_is_named() -> None:
     first = published(seed=0)
     first["layers.1.o.bias"] = torch.full((4,), 1e-3)
     model = Served(first, dtype=torch.float32)
-    check = ArrivalCheck(model, first, MERGED)
+    check = LoadCheck(model, first, MERGED)
     assert compared(model, check, first) == ["layers.1.o.bias"]
 
 
@@ -114,7 +114,7 @@ def test_what_the_engine_changes_on_the_way_is_left_out_and_the_rest_compared() 
             super().take({**tensors, "layers.0.norm.weight": 1 + tensors["layers.0.norm.weight"]})
 
     model = Scaled(first, dtype=torch.float32)
-    check = ArrivalCheck(model, first, MERGED)
+    check = LoadCheck(model, first, MERGED)
     model.take(second)
     assert compared(model, check, second) == []
     model.take({**second, "layers.0.q.weight": first["layers.0.q.weight"]})
@@ -124,14 +124,18 @@ def test_what_the_engine_changes_on_the_way_is_left_out_and_the_rest_compared() 
 def test_the_error_names_the_parameters_and_what_the_engine_said() -> None:
     first, second = published(seed=0), published(seed=1)
     model = Served(first, dtype=torch.float32)
-    check = ArrivalCheck(model, first, MERGED)
-    arrival = check.compare({n: check.print_of(t) for n, t in second.items() if n != TIED})
-    with pytest.raises(ProbeError, match=r"generator-0 holds other values .* and \d+ more: a run"):
-        arrival.check("generator-0")
+    check = LoadCheck(model, first, MERGED)
+    arrival = check.compare_loaded(
+        {n: check.make_fingerprints(t) for n, t in second.items() if n != TIED}
+    )
+    with pytest.raises(
+        LogprobCheckError, match=r"generator-0 holds other values .* and \d+ more: a run"
+    ):
+        arrival.raise_on_difference("generator-0")
 
 
 def test_warnings_of_loading_are_kept_and_counted() -> None:
-    handler = LoadWarnings()
+    handler = LoadWarningHandler()
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     other = logging.getLogger("vllm.config.model")
     for one in (logger, other):
@@ -143,5 +147,5 @@ def test_warnings_of_loading_are_kept_and_counted() -> None:
     finally:
         for one in (logger, other):
             one.removeHandler(handler)
-    assert handler.drain() == ("FusedMoE: Failed to load weights (3 times)",)
-    assert handler.drain() == ()
+    assert handler.drain_warnings() == ("FusedMoE: Failed to load weights (3 times)",)
+    assert handler.drain_warnings() == ()

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.in_place_update import cluster_of
-from streamrl.engines.vllm.rank_groups import Team, team_of, teams_of
-from streamrl.resharding import Nodes
+from streamrl.engines.training.in_place_update import make_nodes
+from streamrl.engines.vllm.rank_groups import RankGroup, assign_rank_groups, make_rank_group
+from streamrl.resharding import NodeTopology
 from tests import forked
 from tests.engines.conftest import cases_of
 from tests.engines.dying_team import TEAM, member
@@ -80,7 +80,7 @@ CASES = [(run, mesh) for run, (_, _, meshes) in RUNS.items() for mesh in meshes]
 def test_who_shares_a_generator_trains_what_it_serves_as_far_as_can_be(
     settings: dict[str, Any], size: int, teams: list[tuple[int, ...]]
 ) -> None:
-    assert list(teams_of(TrainerConfig(backend="torch", **settings), size)) == teams
+    assert list(assign_rank_groups(TrainerConfig(backend="torch", **settings), size)) == teams
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
@@ -88,7 +88,7 @@ def test_no_team_is_larger_than_a_node_that_has_room_for_it(tensor_parallel: int
     trainer = TrainerConfig(
         backend="torch", zero_stage=3, world_size=32, tensor_parallel=tensor_parallel
     )
-    teams = teams_of(trainer, 8)
+    teams = assign_rank_groups(trainer, 8)
     assert {frozenset(rank // 8 for rank in team) for team in teams} == {
         frozenset([node]) for node in range(4)
     }
@@ -99,14 +99,14 @@ def test_no_team_is_larger_than_a_node_that_has_room_for_it(tensor_parallel: int
     ("nodes", "per_node"), [("aaaabbbb", 4), ("aaaa", 4), ("abab", 1), ("aaab", 4)]
 )
 def test_who_is_on_one_node_is_near(nodes: str, per_node: int) -> None:
-    assert cluster_of(list(nodes)) == Nodes(per_node)
+    assert make_nodes(list(nodes)) == NodeTopology(per_node)
 
 
 def test_a_rank_knows_its_place_and_who_leads() -> None:
     trainer = TrainerConfig(backend="torch", world_size=4, tensor_parallel=4)
-    found = team_of(3, trainer, 2)
-    assert found == Team(3, ((0, 2), (1, 3)))
-    assert (found.ranks, found.place, found.size, found.leader, found.leads) == (
+    found = make_rank_group(3, trainer, 2)
+    assert found == RankGroup(3, ((0, 2), (1, 3)))
+    assert (found.ranks, found.group_rank, found.size, found.leader_rank, found.is_leader) == (
         (1, 3),
         1,
         2,

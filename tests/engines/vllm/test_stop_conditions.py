@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from streamrl.engines.generation.generator import GenerationEngine, GeneratorConfig
-from streamrl.engines.generation.partial_rollouts import unsampled
-from streamrl.engines.vllm.environment import generation_env
-from streamrl.engines.vllm.stop_conditions import StopRules
+from streamrl.engines.generation.partial_rollouts import make_empty_rollout
+from streamrl.engines.vllm.environment import make_vllm_env
+from streamrl.engines.vllm.stop_conditions import StopConditions
 from streamrl.messages import FinishReason, Rollout
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
@@ -44,7 +44,7 @@ async def test_a_rollout_ends_with_the_token_that_completes_a_stop_and_is_traine
 ) -> None:
     model = endless_model(seed=1)
     folder = save(model, tmp_path)
-    for name, value in generation_env("cpu").items():
+    for name, value in make_vllm_env("cpu").items():
         monkeypatch.setenv(name, value)
     config = GeneratorConfig(max_new_tokens=100, stop=[TEXT], stop_token_ids=[TOKEN_ID])
     engine = await GenerationEngine.start(folder, config, seed=0, max_length=MAX_LENGTH)
@@ -61,7 +61,7 @@ async def test_a_rollout_ends_with_the_token_that_completes_a_stop_and_is_traine
             assert rollout.loss_mask[len(PROMPT) :].all()
         assert worst_error(rollouts, {0: model}) < 1e-4
         # Broken off within the text, it ends all the same.
-        cut = unsampled(prompt(*PROMPT, 21))
+        cut = make_empty_rollout(prompt(*PROMPT, 21))
         (rollout,) = await engine.generate(PROMPT, seeds=[3], begun=[cut])
         assert rollout.token_ids[len(PROMPT)] == 21
         assert not is_stopped(written(rollout)[:-1])
@@ -71,7 +71,7 @@ async def test_a_rollout_ends_with_the_token_that_completes_a_stop_and_is_traine
 
 def test_a_text_is_found_across_a_break_and_between_bytes(tmp_path: Path) -> None:
     folder = save(endless_model(seed=1), tmp_path)
-    rules = StopRules(folder, GeneratorConfig(stop=["1 t3 t4", "t9"]))
+    rules = StopConditions(folder, GeneratorConfig(stop=["1 t3 t4", "t9"]))
     for sampled, new, found in (
         ([], [21, 3, 4], ["", "", "1 t3 t4"]),
         ([21], [3, 4], ["", "1 t3 t4"]),
@@ -82,4 +82,4 @@ def test_a_text_is_found_across_a_break_and_between_bytes(tmp_path: Path) -> Non
         detokenizer = rules.make_detokenizer(sampled)
         assert [detokenizer.update([token], False) or "" for token in new] == found
         assert detokenizer.num_output_tokens() == len(new)
-    assert StopRules(folder, GeneratorConfig()).make_detokenizer([]) is None
+    assert StopConditions(folder, GeneratorConfig()).make_detokenizer([]) is None

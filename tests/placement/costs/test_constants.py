@@ -8,21 +8,21 @@ import pytest
 
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs import CPU, Constants
-from streamrl.placement.costs.constants import MOST
+from streamrl.placement.costs import CPU_CONSTANTS, CostConstants
+from streamrl.placement.costs.constants import UPPER_BOUNDS
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    path, constants = tmp_path / "c.yaml", Constants(decode_rollout_s=3e-5, recompute=False)
-    constants.dump(path)
-    assert Constants.read(path) == constants
+    path, constants = tmp_path / "c.yaml", CostConstants(decode_rollout_s=3e-5, recompute=False)
+    constants.write_yaml(path)
+    assert CostConstants.from_yaml(path) == constants
 
 
 def test_what_a_file_does_not_name_stays(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("max_running: 8\n")
-    assert Constants.read(path, CPU).max_running == 8
-    assert Constants.read(path, CPU).weight_bytes == CPU.weight_bytes
+    assert CostConstants.from_yaml(path, CPU_CONSTANTS).max_running == 8
+    assert CostConstants.from_yaml(path, CPU_CONSTANTS).weight_bytes == CPU_CONSTANTS.weight_bytes
 
 
 @pytest.mark.parametrize(
@@ -55,33 +55,33 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, text: str, said: str)
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=said) as caught:
-        Constants.read(path)
+        CostConstants.from_yaml(path)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
 
 
 def test_every_constant_has_a_bound_of_its_own() -> None:
-    assert set(MOST) == set(vars(Constants()))
-    for name, most in MOST.items():
+    assert set(UPPER_BOUNDS) == set(vars(CostConstants()))
+    for name, most in UPPER_BOUNDS.items():
         bound: dict[str, Any] = {name: most}
         beyond: dict[str, Any] = {name: most * 2}
-        assert vars(replace(Constants(), **bound))[name] == most
+        assert vars(replace(CostConstants(), **bound))[name] == most
         with pytest.raises(ConfigError, match=f"^{name}=.*: must be at most"):
-            replace(Constants(), **beyond)
+            replace(CostConstants(), **beyond)
 
 
 def test_a_missing_file_is_said_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml: no such file$"):
-        Constants.read(tmp_path / "none.yaml")
+        CostConstants.from_yaml(tmp_path / "none.yaml")
 
 
 def test_what_is_no_text_is_said_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_bytes(b"hop_s: \xff\n")
     with pytest.raises(ConfigError, match=r"c\.yaml: .*utf-8"):
-        Constants.read(path)
+        CostConstants.from_yaml(path)
 
 
 def test_cores_have_constants_of_their_own() -> None:
-    assert Constants.of(Cluster.parse("16xCPU")) == CPU
-    assert Constants.of(Cluster.parse("8xA100")) == Constants()
+    assert CostConstants.from_cluster(Cluster.from_text("16xCPU")) == CPU_CONSTANTS
+    assert CostConstants.from_cluster(Cluster.from_text("8xA100")) == CostConstants()

@@ -9,79 +9,81 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import load_config
-from streamrl.config.to_placement import RunCosts, placed_run
-from streamrl.dataflow import dataflow_for
+from streamrl.config.to_placement import RunnablePlacementCosts, apply_placement
+from streamrl.dataflow import build_dataflow
 from streamrl.errors import ConfigError
 from streamrl.placement import Placement
 from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
-from streamrl.placement.costs import Constants, CostModel
-from streamrl.placement.costs.call_cost import Work
-from streamrl.placement.costs.collectives import groups_of
-from streamrl.placement.costs.generate import read_params
-from streamrl.placement.costs.param_shards import fullest_stage
+from streamrl.placement.costs import CostConstants, CostModel
+from streamrl.placement.costs.call_cost import CallCost
+from streamrl.placement.costs.collectives import build_parallel_groups
+from streamrl.placement.costs.generate import decode_step_params
+from streamrl.placement.costs.param_shards import max_stage_params
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.model_shapes import SHAPES, ModelShape
-from streamrl.placement.placements import Assignment
-from streamrl.placement.problem import Problem
-from streamrl.placement.search.hybridflow_parallel import expert_ranks
+from streamrl.placement.model_shapes import MODEL_SHAPES, ModelShape
+from streamrl.placement.placements import CallAssignment
+from streamrl.placement.problem import PlacementProblem
+from streamrl.placement.search.hybridflow_parallel import list_ep_sizes
 from streamrl.placement.workload import FixedLength, Workload
-from streamrl.resharding import Grid
+from streamrl.resharding import RankGrid
 
 CONFIG = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
-GRPO = dataflow_for(("scores", "generator_logprobs"))
+GRPO = build_dataflow(("scores", "generator_logprobs"))
 # 4 layers of 16 experts of 3 * 64 * 32 parameters, of which a token passes 2.
 SMALL = ModelShape("small", 4, 64, 32, 4, 4, 128, 16, experts=16, experts_per_token=2)
 ROUTED = 4 * 16 * 3 * 64 * 32
 CLUSTER = Cluster((NodeGroup(replace(DEVICES["H100"], link_bytes_per_s=1e11), 8, 2, 8e10),))
-PLAIN = Constants(link_fraction=1.0, network_fraction=1.0)
+PLAIN = CostConstants(link_fraction=1.0, network_fraction=1.0)
 WORKLOAD = Workload(64, 1, 64, FixedLength(64))
 
 
-def assigned(text: str, expert: int, first: int = 0, order: str = "hf") -> Assignment:
-    grid = Grid.parse(text, order)
-    return Assignment(Mesh(first, grid.size), grid, expert=expert)
+def assigned(text: str, expert: int, first: int = 0, order: str = "hf") -> CallAssignment:
+    grid = RankGrid.from_text(text, order)
+    return CallAssignment(Mesh(first, grid.num_ranks), grid, ep_size=expert)
 
 
-def work(text: str, expert: int, constants: Constants = PLAIN) -> Work:
-    return Work(SMALL, assigned(text, expert), WORKLOAD, CLUSTER, constants)
+def work(text: str, expert: int, constants: CostConstants = PLAIN) -> CallCost:
+    return CallCost(SMALL, assigned(text, expert), WORKLOAD, CLUSTER, constants)
 
 
-def problem(shape: ModelShape = SMALL) -> Problem:
-    return Problem(GRPO, {"policy": shape}, WORKLOAD, CLUSTER)
+def problem(shape: ModelShape = SMALL) -> PlacementProblem:
+    return PlacementProblem(GRPO, {"policy": shape}, WORKLOAD, CLUSTER)
 
 
 def test_a_rank_holds_its_part_of_the_experts_and_all_of_the_rest() -> None:
     assert SMALL.routed_params == ROUTED
-    assert fullest_stage(SMALL, 1, 1, 8) == SMALL.params - ROUTED + ROUTED // 8
+    assert max_stage_params(SMALL, 1, 1, 8) == SMALL.num_params - ROUTED + ROUTED // 8
     # Ranks that are tensor-parallel, too, split the rest but for norms and routers.
     whole = 9 * 64 + 4 * 64 * 16
-    rest = SMALL.params - ROUTED - whole
-    assert fullest_stage(SMALL, 1, 2, 8) == rest // 2 + whole + ROUTED // 8
+    rest = SMALL.num_params - ROUTED - whole
+    assert max_stage_params(SMALL, 1, 2, 8) == rest // 2 + whole + ROUTED // 8
 
 
 def test_an_expert_that_every_token_passes_is_split_as_all_else_is() -> None:
     shared = replace(SMALL, shared_experts=1)
-    more = fullest_stage(shared, 1, 2, 8) - fullest_stage(SMALL, 1, 2, 8)
+    more = max_stage_params(shared, 1, 2, 8) - max_stage_params(SMALL, 1, 2, 8)
     assert more == 4 * 3 * 64 * 32 // 2
 
 
 def test_experts_that_do_not_divide_do_not_fit() -> None:
     costs = CostModel(problem())
     calls = {"train": assigned("1-1-12", 12), "generate": assigned("1-1-1", 1, 12)}
-    assert costs.unfit(Placement(calls)) == ("train as 1-1-12: 16 experts over 12 expert ranks")
-    dense = CostModel(problem(SHAPES["llama-7b"]))
+    assert costs.explain_infeasible(Placement(calls)) == (
+        "train as 1-1-12: 16 experts over 12 expert ranks"
+    )
+    dense = CostModel(problem(MODEL_SHAPES["llama-7b"]))
     calls = {"train": assigned("1-1-8", 8), "generate": assigned("1-1-8", 1, 8)}
-    assert "0 experts over 8 expert ranks" in dense.unfit(Placement(calls))
+    assert "0 experts over 8 expert ranks" in dense.explain_infeasible(Placement(calls))
 
 
 def test_an_exchange_by_hand() -> None:
     # Of 8 ranks in a node 7/8 of a rank's bytes leave it; of 16 in two nodes half leave the node.
-    one = groups_of(CLUSTER, Mesh(0, 8), Grid(1, 1, 8), PLAIN, 8).expert
-    assert one.exchange_byte_s == pytest.approx(7 / 8 / 1e11)
-    two = groups_of(CLUSTER, Mesh(0, 16), Grid(1, 1, 16), PLAIN, 16).expert
-    assert two.exchange_byte_s == pytest.approx(8 / 16 / 1e10)
-    none = groups_of(CLUSTER, Mesh(0, 8), Grid(1, 1, 8), PLAIN).expert
-    assert none.exchange_byte_s == none.exchange_s == 0.0
+    one = build_parallel_groups(CLUSTER, Mesh(0, 8), RankGrid(1, 1, 8), PLAIN, 8).expert
+    assert one.all_to_all_byte_s == pytest.approx(7 / 8 / 1e11)
+    two = build_parallel_groups(CLUSTER, Mesh(0, 16), RankGrid(1, 1, 16), PLAIN, 16).expert
+    assert two.all_to_all_byte_s == pytest.approx(8 / 16 / 1e10)
+    none = build_parallel_groups(CLUSTER, Mesh(0, 8), RankGrid(1, 1, 8), PLAIN).expert
+    assert none.all_to_all_byte_s == none.all_to_all_latency_s == 0.0
 
 
 def test_a_token_goes_to_each_of_its_experts_and_back() -> None:
@@ -94,32 +96,32 @@ def test_a_token_goes_to_each_of_its_experts_and_back() -> None:
 
 
 def test_experts_that_are_whole_are_not_summed_over_tensor_parallel_ranks() -> None:
-    assert work("1-2-4", 1).sums == 2
-    assert work("1-2-4", 8).sums == 1
+    assert work("1-2-4", 1).all_reduces_per_layer == 2
+    assert work("1-2-4", 8).all_reduces_per_layer == 1
 
 
 def test_a_decode_step_reads_the_experts_that_are_hit() -> None:
     # One rollout hits 2 of 16 experts, those of 8 replicas that share them 1 - (14/16)^8 of them.
-    rest = SMALL.params - ROUTED - 128 * 64
-    alone = read_params(SMALL, 1, 1, 1)
+    rest = SMALL.num_params - ROUTED - 128 * 64
+    alone = decode_step_params(SMALL, 1, 1, 1)
     assert alone == pytest.approx(rest + ROUTED * 2 / 16)
-    shared = read_params(SMALL, 1, 1, 1, 8)
+    shared = decode_step_params(SMALL, 1, 1, 1, 8)
     assert shared == pytest.approx(rest + ROUTED / 8 * (1 - (14 / 16) ** 8))
 
 
 def test_an_optimizer_is_shared_by_those_who_hold_the_same() -> None:
     # Experts of 8 of 8 ranks are held once; all else by all of them.
     found = work("1-1-8", 8)
-    assert found.shared_params == pytest.approx((SMALL.params - ROUTED) / 8 + ROUTED / 8)
+    assert found.sharded_params == pytest.approx((SMALL.num_params - ROUTED) / 8 + ROUTED / 8)
     found = work("1-1-16", 8)
-    assert found.shared_params == pytest.approx((SMALL.params - ROUTED) / 16 + ROUTED / 16)
+    assert found.sharded_params == pytest.approx((SMALL.num_params - ROUTED) / 16 + ROUTED / 16)
 
 
 def test_a_hosts_part_of_a_layer_is_once_for_each_pass() -> None:
     slow = replace(PLAIN, expert_layer_s=0.01, recompute=False)
     calls = {"train": assigned("1-1-8", 8), "generate": assigned("1-1-8", 1, 8)}
     times = [
-        CostModel(problem(), each).timings(Placement(calls)).train["policy"].micro_batch_s
+        CostModel(problem(), each).predict_timings(Placement(calls)).train["policy"].micro_batch_s
         for each in (slow, replace(slow, expert_layer_s=0.0))
     ]
     # 3 passes over 4 layers.
@@ -130,7 +132,7 @@ def test_a_hosts_part_of_a_layer_is_once_for_each_pass() -> None:
 def test_models_without_experts_cost_the_same_whatever_experts_take(name: str, host: float) -> None:
     calls = {"train": assigned("1-1-8", 1), "generate": assigned("1-1-8", 1, 8)}
     costs = [
-        CostModel(problem(SHAPES[name]), each).timings(Placement(calls))
+        CostModel(problem(MODEL_SHAPES[name]), each).predict_timings(Placement(calls))
         for each in (PLAIN, replace(PLAIN, expert_layer_s=host, expert_rows=512))
     ]
     assert costs[0] == costs[1]
@@ -139,18 +141,18 @@ def test_models_without_experts_cost_the_same_whatever_experts_take(name: str, h
 @given(st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 4]))
 def test_more_expert_ranks_hold_less_each(expert: int, tensor: int) -> None:
     if expert > 1:
-        assert fullest_stage(SMALL, 1, tensor, expert) <= fullest_stage(
+        assert max_stage_params(SMALL, 1, tensor, expert) <= max_stage_params(
             SMALL, 1, tensor, max(2, expert // 2)
         )
 
 
 def test_a_version_reaches_ranks_that_are_split_another_way() -> None:
     calls = {"train": assigned("1-1-8", 8), "generate": assigned("1-2-4", 1)}
-    moved = CostModel(problem()).moved("generate", Placement(calls))
+    moved = CostModel(problem()).estimate_transfer("generate", Placement(calls))
     assert moved is not None
     # A rank serves half of what splits, and has an eighth of the experts, half of each of use.
-    wanted = fullest_stage(SMALL, 1, 2)
-    own = (SMALL.params - ROUTED) / 2 + ROUTED / 16
+    wanted = max_stage_params(SMALL, 1, 2)
+    own = (SMALL.num_params - ROUTED) / 2 + ROUTED / 16
     assert moved.received_bytes == pytest.approx((wanted - own) * 2, abs=1)
 
 
@@ -159,27 +161,27 @@ def test_expert_ranks_come_through_a_file_and_others_need_no_word() -> None:
     told = placement.to_dict()
     assert told["calls"]["train"]["expert"] == 8
     assert "expert" not in told["calls"]["generate"]
-    assert Placement.of_dict(told, place="plan") == placement
-    assert str(placement.calls["train"]) == "1-1-8 on 0-7 with 8 expert ranks"
+    assert Placement.from_dict(told, place="plan") == placement
+    assert str(placement.assignments["train"]) == "1-1-8 on 0-7 with 8 expert ranks"
 
 
 def test_expert_ranks_divide_those_of_a_stage() -> None:
     placement = Placement({"train": assigned("1-1-8", 3), "generate": assigned("1-1-8", 1, 8)})
     with pytest.raises(ConfigError, match=r"train\.expert=3: must divide the 8 ranks"):
-        placement.check(GRPO, CLUSTER)
+        placement.check_valid(GRPO, CLUSTER)
 
 
 def test_a_run_has_no_expert_parallelism() -> None:
     placement = Placement({"train": assigned("1-1-8", 8), "generate": assigned("1-1-8", 1, 8)})
     with pytest.raises(ConfigError, match="streamrl has no expert parallelism") as refused:
-        placed_run(load_config(CONFIG), placement)
+        apply_placement(load_config(CONFIG), placement)
     assert "\n" not in str(refused.value)
-    costs = RunCosts(CostModel(problem()), GRPO)
-    assert math.isinf(costs.call_s("train", placement.calls["train"]))
-    assert "no expert parallelism" in costs.unfit(placement)
+    costs = RunnablePlacementCosts(CostModel(problem()), GRPO)
+    assert math.isinf(costs.call_duration_s("train", placement.assignments["train"]))
+    assert "no expert parallelism" in costs.explain_infeasible(placement)
 
 
 def test_only_models_with_experts_are_tried_with_expert_ranks() -> None:
-    assert expert_ranks(SHAPES["llama-7b"], Grid(1, 1, 64)) == [1]
-    assert expert_ranks(SHAPES["qwen3-30b-a3b"], Grid(1, 2, 8)) == [1, 8, 16]
-    assert expert_ranks(SMALL, Grid(1, 1, 64)) == [1, 8, 16]
+    assert list_ep_sizes(MODEL_SHAPES["llama-7b"], RankGrid(1, 1, 64)) == [1]
+    assert list_ep_sizes(MODEL_SHAPES["qwen3-30b-a3b"], RankGrid(1, 2, 8)) == [1, 8, 16]
+    assert list_ep_sizes(SMALL, RankGrid(1, 1, 64)) == [1, 8, 16]

@@ -2,15 +2,20 @@
 
 import pytest
 
-from streamrl.placement.costs import Constants
-from streamrl.placement.costs.flops import forward_flops, reached, token_flops, train_passes
-from streamrl.placement.costs.generate import kv_token_bytes, read_params
-from streamrl.placement.costs.param_shards import fullest_stage, stage_params
-from streamrl.placement.model_shapes import SHAPES
+from streamrl.placement.costs import CostConstants
+from streamrl.placement.costs.flops import (
+    achieved_fraction,
+    forward_flops,
+    token_flops,
+    train_passes,
+)
+from streamrl.placement.costs.generate import decode_step_params, kv_token_bytes
+from streamrl.placement.costs.param_shards import max_stage_params, stage_params
+from streamrl.placement.model_shapes import MODEL_SHAPES
 
 
 def test_llama_7b_takes_what_reals_formula_says_but_for_the_embedding() -> None:
-    shape, tokens, squares = SHAPES["llama-7b"], 2 * 2048, 2 * 2048**2
+    shape, tokens, squares = MODEL_SHAPES["llama-7b"], 2 * 2048, 2 * 2048**2
     layers, hidden, intermediate, vocab = 32, 4096, 11008, 32000
     each = 4 * tokens * hidden**2 + 2 * hidden * squares + 3 * tokens * hidden * intermediate
     published = 2 * layers * each + 4 * tokens * vocab * hidden
@@ -20,25 +25,25 @@ def test_llama_7b_takes_what_reals_formula_says_but_for_the_embedding() -> None:
 
 def test_grouped_query_attention_saves_keys_and_values() -> None:
     # 8 of 64 heads: (2 + 2 / 8) * hidden^2 instead of 4.
-    shape = SHAPES["llama-70b"]
+    shape = MODEL_SHAPES["llama-70b"]
     by_hand = 80 * (2.25 * 8192**2 + 3 * 8192 * 28672) + 32000 * 8192
     assert forward_flops(shape, 1, 0) == 2 * by_hand
 
 
 def test_a_critic_has_no_vocabulary_to_compute() -> None:
-    shape = SHAPES["llama-7b"]
-    less = forward_flops(shape, 1, 0) - forward_flops(shape.critic(), 1, 0)
+    shape = MODEL_SHAPES["llama-7b"]
+    less = forward_flops(shape, 1, 0) - forward_flops(shape.to_critic(), 1, 0)
     assert less == 2 * 4096 * (32000 - 1)
 
 
 def test_of_experts_only_those_count_that_a_token_passes() -> None:
-    shape = SHAPES["qwen3-30b-a3b"]
+    shape = MODEL_SHAPES["qwen3-30b-a3b"]
     assert 2 * 2.5e9 < token_flops(shape, 0) < 2 * 3.5e9
 
 
 def test_training_takes_three_forward_passes_and_four_with_recomputation() -> None:
-    assert train_passes(Constants(recompute=False)) == 3
-    assert train_passes(Constants(recompute=True)) == 4
+    assert train_passes(CostConstants(recompute=False)) == 3
+    assert train_passes(CostConstants(recompute=True)) == 4
 
 
 @pytest.mark.parametrize(
@@ -51,53 +56,56 @@ def test_training_takes_three_forward_passes_and_four_with_recomputation() -> No
     ],
 )
 def test_keys_and_values_of_a_token(model: str, num_bytes: int) -> None:
-    assert kv_token_bytes(SHAPES[model], 1, 1, Constants()) == num_bytes
-    assert kv_token_bytes(SHAPES[model], 8, 2, Constants()) == num_bytes / 16
+    assert kv_token_bytes(MODEL_SHAPES[model], 1, 1, CostConstants()) == num_bytes
+    assert kv_token_bytes(MODEL_SHAPES[model], 8, 2, CostConstants()) == num_bytes / 16
 
 
 def test_more_ranks_than_heads_of_keys_hold_the_same() -> None:
-    shape = SHAPES["qwen2.5-7b"]
-    four = kv_token_bytes(shape, 4, 1, Constants())
-    assert kv_token_bytes(shape, 8, 1, Constants()) == four
+    shape = MODEL_SHAPES["qwen2.5-7b"]
+    four = kv_token_bytes(shape, 4, 1, CostConstants())
+    assert kv_token_bytes(shape, 8, 1, CostConstants()) == four
 
 
 def test_narrow_matrices_reach_less_and_half_at_half_width() -> None:
-    shape, constants = SHAPES["llama-7b"], Constants(half_width=512.0)
-    assert reached(0.6, shape.hidden / 8, constants) == pytest.approx(0.3)
-    assert reached(0.6, shape.hidden, constants) == pytest.approx(0.6 * 4096 / 4608)
+    shape, constants = MODEL_SHAPES["llama-7b"], CostConstants(half_width=512.0)
+    assert achieved_fraction(0.6, shape.hidden / 8, constants) == pytest.approx(0.3)
+    assert achieved_fraction(0.6, shape.hidden, constants) == pytest.approx(0.6 * 4096 / 4608)
 
 
-@pytest.mark.parametrize("model", sorted(SHAPES))
+@pytest.mark.parametrize("model", sorted(MODEL_SHAPES))
 def test_one_device_holds_the_whole_model(model: str) -> None:
-    assert fullest_stage(SHAPES[model], 1, 1) == SHAPES[model].tensors(1).num_bytes
+    assert (
+        max_stage_params(MODEL_SHAPES[model], 1, 1)
+        == MODEL_SHAPES[model].to_model_spec(1).num_bytes
+    )
 
 
 def test_stages_and_ranks_share_out_the_parameters() -> None:
-    shape = SHAPES["llama-7b"]
+    shape = MODEL_SHAPES["llama-7b"]
     norms = (2 * 32 + 1) * 4096
-    assert sum(stage_params(shape, 4, 8)) == (shape.params - norms) / 8 + norms
-    assert fullest_stage(shape, 4, 8) < 1.1 * shape.params / 32
+    assert sum(stage_params(shape, 4, 8)) == (shape.num_params - norms) / 8 + norms
+    assert max_stage_params(shape, 4, 8) < 1.1 * shape.num_params / 32
 
 
 def test_what_does_not_divide_is_named() -> None:
     with pytest.raises(ValueError, match=r"layer\.0\.qkv"):
-        fullest_stage(SHAPES["qwen2.5-0.5b"], 1, 8)
+        max_stage_params(MODEL_SHAPES["qwen2.5-0.5b"], 1, 8)
     with pytest.raises(ValueError, match="40 pipeline stages"):
-        fullest_stage(SHAPES["llama-7b"], 40, 1)
+        max_stage_params(MODEL_SHAPES["llama-7b"], 40, 1)
 
 
 def test_a_decode_step_reads_all_weights_but_the_embedding() -> None:
-    shape = SHAPES["llama-7b"]
-    assert read_params(shape, 1, 1, 64) == shape.params - 32000 * 4096
-    assert read_params(shape.critic(), 1, 1, 64) == shape.critic().params
+    shape = MODEL_SHAPES["llama-7b"]
+    assert decode_step_params(shape, 1, 1, 64) == shape.num_params - 32000 * 4096
+    assert decode_step_params(shape.to_critic(), 1, 1, 64) == shape.to_critic().num_params
 
 
 def test_a_decode_step_reads_more_experts_the_more_rollouts_it_has() -> None:
-    shape = SHAPES["qwen3-30b-a3b"]
+    shape = MODEL_SHAPES["qwen3-30b-a3b"]
     experts = 48 * 128 * 3 * 2048 * 768
-    others = read_params(shape, 1, 1, 1e9) - experts
+    others = decode_step_params(shape, 1, 1, 1e9) - experts
     # One token passes 8 of 128.
-    assert read_params(shape, 1, 1, 1) == pytest.approx(others + experts / 16)
+    assert decode_step_params(shape, 1, 1, 1) == pytest.approx(others + experts / 16)
     # Two miss an expert with (15/16)^2.
     both = others + experts * (1 - (15 / 16) ** 2)
-    assert read_params(shape, 1, 1, 2) == pytest.approx(both)
+    assert decode_step_params(shape, 1, 1, 2) == pytest.approx(both)

@@ -5,29 +5,31 @@ from dataclasses import replace
 
 import pytest
 
-from streamrl.dataflow import dataflow_for
-from streamrl.placement import Cluster, FixedLength, Placement, Problem, Workload
+from streamrl.dataflow import build_dataflow
+from streamrl.placement import Cluster, FixedLength, Placement, PlacementProblem, Workload
 from streamrl.placement.clusters import GB
-from streamrl.placement.costs import Constants, CostModel
+from streamrl.placement.costs import CostConstants, CostModel
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.model_shapes import SHAPES
-from streamrl.placement.placements import Assignment
-from streamrl.resharding import Grid
+from streamrl.placement.model_shapes import MODEL_SHAPES
+from streamrl.placement.placements import CallAssignment
+from streamrl.resharding import RankGrid
 
-GRPO = dataflow_for(("scores", "ref_logprobs", "generator_logprobs"))
-SHAPE = SHAPES["llama-7b"]
+GRPO = build_dataflow(("scores", "ref_logprobs", "generator_logprobs"))
+SHAPE = MODEL_SHAPES["llama-7b"]
 WORK = Workload(256, 8, 512, FixedLength(512), micro_batch_tokens=8192)
-RUN = Constants(keeps_served=True, aliases_served=False, keeps_kv=True)
+RUN = CostConstants(keeps_served=True, aliases_served=False, keeps_kv=True)
 """As streamrl runs on GPUs."""
 
 
-def problem(**changes: object) -> Problem:
-    base = Problem(GRPO, {"policy": SHAPE, "reference": SHAPE}, WORK, Cluster.parse("8xA100"))
+def problem(**changes: object) -> PlacementProblem:
+    base = PlacementProblem(
+        GRPO, {"policy": SHAPE, "reference": SHAPE}, WORK, Cluster.from_text("8xA100")
+    )
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
 def together(devices: int = 8) -> Placement:
-    one = Assignment(Mesh(0, devices), Grid(1, 1, devices), zero_stage=3)
+    one = CallAssignment(Mesh(0, devices), RankGrid(1, 1, devices), zero_stage=3)
     return Placement(dict.fromkeys(("generate", "train", "reference"), one))
 
 
@@ -39,10 +41,14 @@ def scored(tokens: int) -> float:
 def test_who_scores_needs_room_for_its_own_batch_and_no_more() -> None:
     for tokens in (8192, 16384):
         costs = CostModel(problem(score_tokens={"reference": tokens}), RUN)
-        assert costs.memory(together())["reference"].active == pytest.approx(scored(tokens))
+        assert costs.predict_memory(together())["reference"].active_bytes == pytest.approx(
+            scored(tokens)
+        )
     # Where nobody says, the constants do.
     costs = CostModel(problem(), RUN)
-    assert costs.memory(together())["reference"].active == pytest.approx(scored(32768))
+    assert costs.predict_memory(together())["reference"].active_bytes == pytest.approx(
+        scored(32768)
+    )
 
 
 def test_training_needs_room_for_a_micro_batch_as_large_as_it_may_be() -> None:
@@ -51,8 +57,8 @@ def test_training_needs_room_for_a_micro_batch_as_large_as_it_may_be() -> None:
         CostModel(problem(workload=replace(WORK, micro_batch_tokens=tokens)), RUN)
         for tokens in (8192, 8192 + 512, 2 * 8192)
     ]
-    active = [each.memory(together())["train"].active for each in costs]
-    layer = 2 * 2 * SHAPE.params / SHAPE.layers
+    active = [each.predict_memory(together())["train"].active_bytes for each in costs]
+    layer = 2 * 2 * SHAPE.num_params / SHAPE.layers
     part = [each - layer for each in active]
     assert part[1] / part[0] == pytest.approx((8192 + 512) / 8192, rel=0.01)
     assert part[2] / part[0] == pytest.approx(2, rel=0.01)
@@ -60,13 +66,15 @@ def test_training_needs_room_for_a_micro_batch_as_large_as_it_may_be() -> None:
 
 def test_on_a_gpu_served_weights_are_a_copy_and_keys_and_values_stay_while_others_train() -> None:
     held = {}
-    for name, constants in (("run", RUN), ("shared", Constants(keeps_served=True))):
-        plain = Placement({**together().calls, "train": replace(together().calls["train"])})
+    for name, constants in (("run", RUN), ("shared", CostConstants(keeps_served=True))):
+        plain = Placement(
+            {**together().assignments, "train": replace(together().assignments["train"])}
+        )
         model = CostModel(problem(), constants)
-        held[name] = (model.memory(plain)["generate"], model.kv_room(plain))
-    copy = 2 * SHAPE.params
-    assert held["run"][0].kept > held["shared"][0].kept
-    assert held["run"][0].kept == pytest.approx(copy + held["run"][1], rel=0.01)
+        held[name] = (model.predict_memory(plain)["generate"], model.kv_capacity_bytes(plain))
+    copy = 2 * SHAPE.num_params
+    assert held["run"][0].resident_bytes > held["shared"][0].resident_bytes
+    assert held["run"][0].resident_bytes == pytest.approx(copy + held["run"][1], rel=0.01)
     # What trains takes more than what scores, and so much less is left for them.
     assert held["run"][1] < held["shared"][1]
 
@@ -74,18 +82,18 @@ def test_on_a_gpu_served_weights_are_a_copy_and_keys_and_values_stay_while_other
 def test_a_cache_that_a_run_sets_is_what_there_is() -> None:
     given = 4 << 30
     costs = CostModel(problem(kv_cache_bytes=given), RUN)
-    assert costs.unfit(together()) == ""
-    assert costs.kv_room(together()) == costs.kv_cache(together()) == given
-    tokens = costs.timings(together()).generator.kv_tokens
+    assert costs.explain_infeasible(together()) == ""
+    assert costs.kv_capacity_bytes(together()) == costs.kv_cache_bytes(together()) == given
+    tokens = costs.predict_timings(together()).generator.kv_tokens
     assert tokens == pytest.approx(given / SHAPE.kv_bytes_per_token())
-    too_large = CostModel(problem(kv_cache_bytes=70 << 30), RUN).unfit(together())
+    too_large = CostModel(problem(kv_cache_bytes=70 << 30), RUN).explain_infeasible(together())
     assert "generate 75.2 for keys and values," in too_large
 
 
 def test_the_sum_that_is_told_is_what_is_too_much() -> None:
-    large = {"policy": SHAPES["llama-34b"], "reference": SHAPES["llama-34b"]}
+    large = {"policy": MODEL_SHAPES["llama-34b"], "reference": MODEL_SHAPES["llama-34b"]}
     asked = problem(models=large, score_tokens={"reference": 8192})
-    why = CostModel(asked, RUN).unfit(together())
+    why = CostModel(asked, RUN).explain_infeasible(together())
     found = re.fullmatch(
         r"devices 0-7: (\S+) GB on each A100, which has (\S+) of 80.0 to give, (\S+) too little:"
         r" kept by (.*); on top (.*)",
@@ -102,6 +110,6 @@ def test_the_sum_that_is_told_is_what_is_too_much() -> None:
     # What trains takes most; a rollout's keys and values are a fraction of a GB.
     sizes = {f"{stage} {what}": float(size) for stage, size, what in on_top}
     assert sizes["generate for keys and values of one rollout"] == pytest.approx(
-        1024 * SHAPES["llama-34b"].kv_bytes_per_token() / GB, abs=0.05
+        1024 * MODEL_SHAPES["llama-34b"].kv_bytes_per_token() / GB, abs=0.05
     )
     assert "train for 8192 tokens" in sizes

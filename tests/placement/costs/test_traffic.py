@@ -7,23 +7,23 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.costs import Constants, Traffic
+from streamrl.placement.costs import CostConstants, WeightTraffic
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.model_shapes import SHAPES, ModelShape
-from streamrl.placement.placements import Assignment
-from streamrl.resharding import Grid, table_2
+from streamrl.placement.model_shapes import MODEL_SHAPES, ModelShape
+from streamrl.placement.placements import CallAssignment
+from streamrl.resharding import RankGrid, compute_table_2
 
 SMALL = ModelShape("small", 6, 64, 128, 8, 8, 256, 8)
-FULL_SPEED = Constants(link_fraction=1.0, network_fraction=1.0)
+FULL_SPEED = CostConstants(link_fraction=1.0, network_fraction=1.0)
 
 
-def assigned(text: str, first: int = 0, *, zero_stage: int = 1) -> Assignment:
-    grid = Grid.parse(text)
-    return Assignment(Mesh(first, grid.size), grid, zero_stage)
+def assigned(text: str, first: int = 0, *, zero_stage: int = 1) -> CallAssignment:
+    grid = RankGrid.from_text(text)
+    return CallAssignment(Mesh(first, grid.num_ranks), grid, zero_stage)
 
 
-def traffic(cluster: str = "16x8xA100@200Gb") -> Traffic:
-    return Traffic(Cluster.parse(cluster), FULL_SPEED)
+def traffic(cluster: str = "16x8xA100@200Gb") -> WeightTraffic:
+    return WeightTraffic(Cluster.from_text(cluster), FULL_SPEED)
 
 
 @pytest.mark.parametrize(
@@ -31,19 +31,19 @@ def traffic(cluster: str = "16x8xA100@200Gb") -> Traffic:
 )
 def test_on_the_same_devices_a_rank_receives_what_table_2_says(train: str, follow: str) -> None:
     source, target = assigned(train), assigned(follow)
-    report = traffic().plan(SMALL, source, target).bytes_report()
-    expected = table_2(
-        *(source.grid.stages, source.grid.tensor, source.grid.replicas),
-        serving_stages=target.grid.stages,
-        serving_tensor=target.grid.tensor,
+    report = traffic().plan_transfer(SMALL, source, target).report_bytes()
+    expected = compute_table_2(
+        *(source.grid.pp_size, source.grid.tp_size, source.grid.dp_size),
+        serving_stages=target.grid.pp_size,
+        serving_tensor=target.grid.tp_size,
     )["zero"]
     # Norms are on all ranks whole; the rest of the model divides evenly.
     norms = (2 * 6 + 1) * 64 * 2
     even = report.model_bytes - norms
-    for counts in report.ranks.values():
+    for counts in report.rank_bytes.values():
         assert Fraction(counts.received_bytes) == expected.received * even
-        assert Fraction(counts.peak) == expected.peak * even + norms
-        assert counts.redundant == expected.redundant
+        assert Fraction(counts.peak_bytes) == expected.peak * even + norms
+        assert counts.redundant_bytes == expected.redundant
 
 
 @pytest.mark.parametrize(
@@ -52,34 +52,36 @@ def test_on_the_same_devices_a_rank_receives_what_table_2_says(train: str, follo
 def test_stages_that_are_not_even_receive_what_they_lack_and_no_more(
     train: str, follow: str
 ) -> None:
-    plan = traffic().plan(SMALL, assigned(train), assigned(follow))
-    for rank, counts in plan.bytes_report().ranks.items():
-        lacking = plan.target.num_bytes(rank) - plan.source.num_bytes(rank)
+    plan = traffic().plan_transfer(SMALL, assigned(train), assigned(follow))
+    for rank, counts in plan.report_bytes().rank_bytes.items():
+        lacking = plan.target.count_bytes(rank) - plan.source.count_bytes(rank)
         assert counts.received_bytes == lacking
-        assert counts.redundant == 0
+        assert counts.redundant_bytes == 0
 
 
 def test_a_layout_that_stays_moves_nothing_and_takes_no_memory() -> None:
-    moved = traffic().moved(SHAPES["llama-7b"], assigned("1-8-2"), assigned("1-8-2"))
-    assert (moved.seconds, moved.received_bytes, moved.beside_bytes) == (0.0, 0, 0)
+    moved = traffic().estimate_transfer(
+        MODEL_SHAPES["llama-7b"], assigned("1-8-2"), assigned("1-8-2")
+    )
+    assert (moved.seconds, moved.received_bytes, moved.extra_bytes) == (0.0, 0, 0)
 
 
 def test_seconds_are_bytes_over_a_nodes_links() -> None:
     # 13B, 1-8-2 to 1-4-4: each rank gets another eighth from its neighbour, at 300 GB/s.
-    moved = traffic("2x8xA100@200Gb").moved(
-        SHAPES["llama-13b"], assigned("1-8-2"), assigned("1-4-4")
+    moved = traffic("2x8xA100@200Gb").estimate_transfer(
+        MODEL_SHAPES["llama-13b"], assigned("1-8-2"), assigned("1-4-4")
     )
     assert moved.network_bytes == 0
     assert moved.seconds == pytest.approx(moved.received_bytes / 300e9)
     assert moved.received_bytes == pytest.approx(26.03e9 / 8, rel=0.01)
-    assert moved.beside_bytes == moved.received_bytes
+    assert moved.extra_bytes == moved.received_bytes
 
 
 def test_between_nodes_all_devices_of_one_share_its_network() -> None:
     # A node gets one copy of 7B through 25 GB/s, whichever of its devices want what.
-    shape = SHAPES["llama-7b"]
+    shape = MODEL_SHAPES["llama-7b"]
     for grid, copies in (("1-8-1", 1), ("1-2-4", 4)):
-        moved = traffic().moved(shape, assigned("1-8-1"), assigned(grid, 8))
+        moved = traffic().estimate_transfer(shape, assigned("1-8-1"), assigned(grid, 8))
         assert moved.seconds == pytest.approx(copies * 13.48e9 / 25e9, rel=0.01)
 
 
@@ -96,47 +98,49 @@ def test_published_transitions_take_what_bounds_them(
     model: str, train: str, follow: str, floor_s: float
 ) -> None:
     # Figure 14 of arXiv:2409.19256; stages that are not quite even take up to a tenth more.
-    moved = traffic().moved(SHAPES[model], assigned(train), assigned(follow))
+    moved = traffic().estimate_transfer(MODEL_SHAPES[model], assigned(train), assigned(follow))
     assert moved.seconds == pytest.approx(floor_s, rel=0.1)
 
 
-def same_received(one: Traffic, source: Assignment, target: Assignment) -> None:
-    short = one.plan(SMALL, source, target).bytes_report()
-    full = one.plan(SMALL, source, target, full=True).bytes_report()
+def same_received(one: WeightTraffic, source: CallAssignment, target: CallAssignment) -> None:
+    short = one.plan_transfer(SMALL, source, target).report_bytes()
+    full = one.plan_transfer(SMALL, source, target, full=True).report_bytes()
     if source.mesh != target.mesh or divides(source.grid, target.grid):
-        for rank, counts in short.ranks.items():
-            assert counts.received == full.ranks[rank].received
-            assert counts.memory == full.ranks[rank].memory
+        for rank, counts in short.rank_bytes.items():
+            assert counts.received_by_link == full.rank_bytes[rank].received_by_link
+            assert counts.memory_bytes == full.rank_bytes[rank].memory_bytes
     # Elsewhere seats are those that overlap most, and several ways may be as good.
     for total in (lambda c: c.received["local"], lambda c: c.received_bytes):
-        planned, of_all = (list(map(total, each.ranks.values())) for each in (short, full))
+        planned, of_all = (list(map(total, each.rank_bytes.values())) for each in (short, full))
         # The plan is of one of the parts that are alike.
         assert sum(planned) * len(of_all) == sum(of_all) * len(planned)
-    most = [max(c.received_bytes for c in each.ranks.values()) for each in (short, full)]
+    most = [max(c.received_bytes for c in each.rank_bytes.values()) for each in (short, full)]
     assert most[0] == pytest.approx(most[1], rel=0.02)
     # Who of several gives what may differ; nobody then sends much more.
-    assert one.seconds(short) == pytest.approx(one.seconds(full), rel=0.35, abs=1e-9)
+    assert one.report_duration_s(short) == pytest.approx(
+        one.report_duration_s(full), rel=0.35, abs=1e-9
+    )
 
 
-def divides(train: Grid, follow: Grid) -> bool:
+def divides(train: RankGrid, follow: RankGrid) -> bool:
     """Whether every replica that is trained becomes some that follow."""
-    splits = train.stages % follow.stages == 0 == train.tensor % follow.tensor
-    return splits and follow.replicas % train.replicas == 0
+    splits = train.pp_size % follow.pp_size == 0 == train.tp_size % follow.tp_size
+    return splits and follow.dp_size % train.dp_size == 0
 
 
-GRIDS = st.tuples(*[st.sampled_from([1, 2, 4])] * 3).map(lambda sizes: Grid(*sizes))
+GRIDS = st.tuples(*[st.sampled_from([1, 2, 4])] * 3).map(lambda sizes: RankGrid(*sizes))
 
 
-@example(Grid(1, 2, 4), Grid(4, 1, 2), False)
+@example(RankGrid(1, 2, 4), RankGrid(4, 1, 2), False)
 @given(GRIDS, GRIDS, st.booleans())
 def test_alike_layers_and_replicas_planned_once_receive_the_same(
-    train: Grid, follow: Grid, apart: bool
+    train: RankGrid, follow: RankGrid, apart: bool
 ) -> None:
-    source = Assignment(Mesh(0, train.size), train)
+    source = CallAssignment(Mesh(0, train.num_ranks), train)
     # On devices of its own it begins at the next node, or within the same one.
-    first = -(-train.size // follow.size) * follow.size if apart else 0
-    assume(apart or follow.size == train.size)
-    same_received(traffic(), source, Assignment(Mesh(first, follow.size), follow))
+    first = -(-train.num_ranks // follow.num_ranks) * follow.num_ranks if apart else 0
+    assume(apart or follow.num_ranks == train.num_ranks)
+    same_received(traffic(), source, CallAssignment(Mesh(first, follow.num_ranks), follow))
 
 
 @pytest.mark.parametrize(
@@ -149,22 +153,22 @@ def test_large_replicas_planned_once_receive_the_same(train: str, follow: str) -
 
 def test_where_sizes_do_not_divide_most_stays_where_it_is() -> None:
     # From 2 to 4 tensor ranks each device already holds what it is to serve.
-    moved = traffic().moved(SMALL, assigned("1-2-4"), assigned("1-4-2"))
+    moved = traffic().estimate_transfer(SMALL, assigned("1-2-4"), assigned("1-4-2"))
     assert moved.received_bytes == 0
 
 
 def test_what_replicas_share_out_is_gathered() -> None:
     # ZeRO stage 3 over two: half of every shard comes from the other replica.
     one = traffic("1x8xA100")
-    kept = one.moved(SMALL, assigned("1-4-2"), assigned("1-4-2"))
-    shared = one.moved(SMALL, assigned("1-4-2", zero_stage=3), assigned("1-4-2"))
-    whole = SMALL.tensors().num_bytes
+    kept = one.estimate_transfer(SMALL, assigned("1-4-2"), assigned("1-4-2"))
+    shared = one.estimate_transfer(SMALL, assigned("1-4-2", zero_stage=3), assigned("1-4-2"))
+    whole = SMALL.to_model_spec().num_bytes
     assert kept.received_bytes == 0
     assert shared.received_bytes == pytest.approx(whole / 8, rel=0.1)
 
 
 def test_unlike_nodes_keep_their_own_links() -> None:
     one = traffic("8xA100@200Gb,1x4xGB200")
-    moved = one.moved(SHAPES["llama-7b"], assigned("1-8-1"), assigned("1-4-1", 8))
+    moved = one.estimate_transfer(MODEL_SHAPES["llama-7b"], assigned("1-8-1"), assigned("1-4-1", 8))
     # 13.48 GB leave through the A100 node's 25 GB/s.
     assert moved.seconds == pytest.approx(13.48e9 / 25e9, rel=0.01)

@@ -1,13 +1,13 @@
 """Problems for searches: the same models and work on clusters of different sizes."""
 
-from streamrl.dataflow import dataflow_for
+from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.model_shapes import shape_of
-from streamrl.placement.problem import Problem
-from streamrl.placement.search.hybridflow_parallel import Choices
-from streamrl.placement.search.split_rules import anything
-from streamrl.placement.steady_state.estimator import Estimator
+from streamrl.placement.model_shapes import load_model_shape
+from streamrl.placement.problem import PlacementProblem
+from streamrl.placement.search.hybridflow_parallel import ParallelismChoices
+from streamrl.placement.search.split_rules import allow_any_split
+from streamrl.placement.steady_state.estimator import PlacementEstimator
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
 from tests.placement.simple_costs import SimpleCosts
 
@@ -20,25 +20,29 @@ def ppo(
     size: str = "llama-7b",
     lengths: FixedLength | LognormalLengths = FIXED,
     groups: int = 512,
-) -> Problem:
+) -> PlacementProblem:
     """Policy, critic, reference and reward model of one size."""
-    dataflow = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs", "values"))
-    shape = shape_of(size)
+    dataflow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs", "values"))
+    shape = load_model_shape(size)
     models = {"policy": shape, "critic": shape, "reference": shape, "reward": shape}
     workload = Workload(groups, 1, 512, lengths, mini_batches=4)
-    return Problem(dataflow, models, workload, Cluster.parse(cluster))
+    return PlacementProblem(dataflow, models, workload, Cluster.from_text(cluster))
 
 
-def grpo(cluster: str, size: str, lengths: FixedLength | LognormalLengths = FIXED) -> Problem:
+def grpo(
+    cluster: str, size: str, lengths: FixedLength | LognormalLengths = FIXED
+) -> PlacementProblem:
     """Policy and reference; the reward is a rule."""
-    dataflow = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
-    shape = shape_of(size)
+    dataflow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
+    shape = load_model_shape(size)
     workload = Workload(32, 4, 512, lengths)
-    return Problem(
-        dataflow, {"policy": shape, "reference": shape}, workload, Cluster.parse(cluster)
+    return PlacementProblem(
+        dataflow, {"policy": shape, "reference": shape}, workload, Cluster.from_text(cluster)
     )
 
 
-def choices(problem: Problem) -> Choices:
+def choices(problem: PlacementProblem) -> ParallelismChoices:
     """Of the simple costs."""
-    return Choices(Estimator(problem, SimpleCosts(problem)), rules=anything)
+    return ParallelismChoices(
+        PlacementEstimator(problem, SimpleCosts(problem)), rules=allow_any_split
+    )

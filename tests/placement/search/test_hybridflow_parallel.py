@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.model_shapes import shape_of
-from streamrl.placement.search.hybridflow_parallel import auto_parallel, grids
+from streamrl.placement.model_shapes import load_model_shape
+from streamrl.placement.search.hybridflow_parallel import auto_parallel, list_grids
 from tests.placement.search.problems import choices, ppo
 
-LLAMA = shape_of("llama-7b")
+LLAMA = load_model_shape("llama-7b")
 
 
 def test_tensor_parallelism_divides_and_stages_are_at_most_as_many_as_nodes() -> None:
-    found = grids(Mesh(0, 16), Cluster.parse("2x8xA100"), LLAMA)
+    found = list_grids(Mesh(0, 16), Cluster.from_text("2x8xA100"), LLAMA)
     assert {str(each) for each in found} == {
         *("1-1-16", "1-2-8", "1-4-4", "1-8-2"),
         *("2-1-8", "2-2-4", "2-4-2", "2-8-1"),
@@ -24,16 +24,16 @@ def test_tensor_parallelism_divides_and_stages_are_at_most_as_many_as_nodes() ->
 
 
 def test_part_of_a_node_has_one_stage() -> None:
-    found = grids(Mesh(0, 4), Cluster.parse("8xA100"), LLAMA)
+    found = list_grids(Mesh(0, 4), Cluster.from_text("8xA100"), LLAMA)
     assert {str(each) for each in found} == {"1-1-4", "1-2-2", "1-4-1"}
 
 
 @given(st.integers(1, 16))
 def test_every_grid_has_all_ranks(nodes: int) -> None:
-    for each in grids(Mesh(0, 8 * nodes), Cluster.parse("16x8xA100"), LLAMA):
-        assert each.size == 8 * nodes
-        assert each.tensor <= 8
-        assert each.stages <= nodes
+    for each in list_grids(Mesh(0, 8 * nodes), Cluster.from_text("16x8xA100"), LLAMA):
+        assert each.num_ranks == 8 * nodes
+        assert each.tp_size <= 8
+        assert each.pp_size <= nodes
 
 
 def test_the_fastest_that_fits_is_taken() -> None:
@@ -41,8 +41,8 @@ def test_the_fastest_that_fits_is_taken() -> None:
     mesh = Mesh(0, 16)
     best = auto_parallel(found, "policy", mesh)
     assert best is not None
-    times = [found.alone_s("policy", each) for each in found.of("policy", mesh)]
-    assert found.alone_s("policy", best) == min(times)
+    times = [found.alone_duration_s("policy", each) for each in found.list_options("policy", mesh)]
+    assert found.alone_duration_s("policy", best) == min(times)
     assert all(map(math.isfinite, times))
 
 
@@ -54,16 +54,16 @@ def test_a_model_that_fits_in_nothing_has_no_parallelism() -> None:
 def test_models_that_share_devices_give_way_to_one_another() -> None:
     found = choices(ppo("8xA100"))
     roles = ["generator", "policy", "critic", "value", "reference", "reward"]
-    alone = {role: found.of(role, Mesh(0, 8))[0] for role in roles}
-    together = found.together(roles, Mesh(0, 8))
+    alone = {role: found.list_options(role, Mesh(0, 8))[0] for role in roles}
+    together = found.fit_on_mesh(roles, Mesh(0, 8))
     assert together is not None
-    assert not found.fits(alone)
-    assert found.fits(together)
+    assert not found.can_fit(alone)
+    assert found.can_fit(together)
 
 
 @pytest.mark.parametrize("size", ["llama-7b", "llama-70b"])
 def test_what_is_said_to_fit_does(size: str) -> None:
     found = choices(ppo("4x8xA100", size))
-    roles = found.together(["generator", "policy"], Mesh(0, 32))
+    roles = found.fit_on_mesh(["generator", "policy"], Mesh(0, 32))
     assert roles is not None
-    assert found.fits(roles)
+    assert found.can_fit(roles)

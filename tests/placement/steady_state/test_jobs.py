@@ -2,24 +2,24 @@
 
 import pytest
 
-from streamrl.dataflow import dataflow_for
+from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.run_options import Manner
-from streamrl.placement.stage_timings import ScoreTiming, Timings, TrainTiming
-from streamrl.placement.steady_state.call_durations import Generation
-from streamrl.placement.steady_state.jobs import Flow, Jobs, standing
+from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.run_options import RunOptions
+from streamrl.placement.stage_timings import ScoreTiming, StageTimings, TrainTiming
+from streamrl.placement.steady_state.call_durations import GenerationModel
+from streamrl.placement.steady_state.jobs import CallGraph, JobGraph, make_ahead_job
 from streamrl.placement.workload import LognormalLengths, Workload
-from streamrl.resharding import Grid
+from streamrl.resharding import RankGrid
 from tests.placement.simple_costs import sampler
 
-GRPO = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
+GRPO = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
 WORKLOAD = Workload(8, 1, 100, LognormalLengths(80, 0.5, 400))
 
 
-def on(first: int, size: int) -> Assignment:
-    return Assignment(Mesh(first, size), Grid(1, 1, size))
+def on(first: int, size: int) -> CallAssignment:
+    return CallAssignment(Mesh(first, size), RankGrid(1, 1, size))
 
 
 @pytest.mark.parametrize(("slice_s", "scored_s"), [(0.5, 8.0), (1.0, 6.0), (2.0, 4.0), (5.0, 2.0)])
@@ -29,13 +29,15 @@ def test_generation_ahead_stands_still_for_a_group_after_every_slice(
     # Groups take 1 s each. In 12 s of generation there are as many turns of slice and group as
     # fit, but for the shortest slice, where all 8 groups are scored before.
     placement = Placement({"generate": on(0, 8), "reference": on(0, 8), "train": on(8, 1)}, 1)
-    timings = Timings(
+    timings = StageTimings(
         sampler(0.1, replicas=8),
         {"reference": ScoreTiming(8, 1, 1.0, 0.0, 0.0)},
         {"policy": TrainTiming(1, 1.0, 0.0, 1.0)},
     )
-    jobs = Jobs(Flow.of(GRPO), WORKLOAD, placement, timings, Manner(slice_s=slice_s))
-    jobs.spells = [(1.0, 12.0)]
-    built = jobs.build(standing(jobs, Generation(WORKLOAD)))
-    (reference,) = (job for job in built if job.stage == "reference" and job.queued)
+    jobs = JobGraph(
+        CallGraph.from_dataflow(GRPO), WORKLOAD, placement, timings, RunOptions(slice_s=slice_s)
+    )
+    jobs.completion_spans = [(1.0, 12.0)]
+    built = jobs.build_jobs(make_ahead_job(jobs, GenerationModel(WORKLOAD)))
+    (reference,) = (job for job in built if job.stage == "reference" and job.is_queued)
     assert sum(reference.parts) == pytest.approx(scored_s)

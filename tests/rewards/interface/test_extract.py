@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from streamrl.messages import FinishReason, Rollout, group_columns, group_rollouts
+from streamrl.messages import FinishReason, Rollout, columns_to_rollouts, rollouts_to_columns
 from streamrl.rewards import decode_completions
 
 WORDS = ["<eos>", "<pad>", "hello", "world", "tool", "says", "."]
@@ -18,7 +18,7 @@ def tokenizer():
 
 
 def rollout(prompt_ids, completion_ids):
-    return Rollout.single_turn(
+    return Rollout.from_single_turn(
         np.array(prompt_ids, np.int32),
         completion_ids,
         logprobs=[-1.0] * len(completion_ids),
@@ -54,7 +54,7 @@ def test_tokens_a_tool_wrote_between_turns_belong_to_the_completion(tokenizer):
 
 def test_rollouts_out_of_the_queue_decode_alike(tokenizer):
     rollouts = [rollout([2], [3, 2, 0]), rollout([2], [4])]
-    again = group_rollouts(group_columns(rollouts))
+    again = columns_to_rollouts(rollouts_to_columns(rollouts))
     assert decode_completions(tokenizer, again) == decode_completions(tokenizer, rollouts)
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.rewards.interface.micro_batcher import Batcher, plan_batches
+from streamrl.rewards.interface.micro_batcher import MicroBatcher, plan_batches
 
 
 @given(st.lists(st.integers(1, 30), max_size=40), st.integers(30, 100), st.integers(1, 5))
@@ -37,10 +37,10 @@ class Computed:
 
 async def test_what_comes_while_a_batch_is_computed_shares_the_next():
     computed = Computed()
-    batcher = Batcher(computed, max_tokens=10, max_rows=99)
+    batcher = MicroBatcher(computed, max_tokens=10, max_rows=99)
     calls = []
     for rows in ([[1], [2]], [[3]], [[4, 4]]):
-        calls.append(asyncio.create_task(batcher.numbers(rows)))
+        calls.append(asyncio.create_task(batcher.compute_rows(rows)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     computed.may_go.set()
@@ -51,9 +51,9 @@ async def test_what_comes_while_a_batch_is_computed_shares_the_next():
 async def test_an_error_reaches_those_of_its_batch_alone():
     computed = Computed()
     computed.may_go.set()
-    batcher = Batcher(computed, max_tokens=2, max_rows=1)
+    batcher = MicroBatcher(computed, max_tokens=2, max_rows=1)
     found = await asyncio.gather(
-        *(batcher.numbers([[n]]) for n in (5, 13, 6)), return_exceptions=True
+        *(batcher.compute_rows([[n]]) for n in (5, 13, 6)), return_exceptions=True
     )
     assert found[0] == [[5.0]] and found[2] == [[6.0]]
     assert isinstance(found[1], ValueError)
@@ -61,10 +61,10 @@ async def test_an_error_reaches_those_of_its_batch_alone():
 
 async def test_nothing_is_computed_for_what_was_given_up():
     computed = Computed()
-    batcher = Batcher(computed, max_tokens=10, max_rows=99)
-    first = asyncio.create_task(batcher.numbers([[1]]))
+    batcher = MicroBatcher(computed, max_tokens=10, max_rows=99)
+    first = asyncio.create_task(batcher.compute_rows([[1]]))
     await asyncio.sleep(0.01)
-    second = asyncio.create_task(batcher.numbers([[2]]))
+    second = asyncio.create_task(batcher.compute_rows([[2]]))
     await asyncio.sleep(0)
     second.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -76,8 +76,8 @@ async def test_nothing_is_computed_for_what_was_given_up():
 
 async def test_who_waits_for_a_closed_one_is_told():
     computed = Computed()
-    batcher = Batcher(computed, max_tokens=10, max_rows=99)
-    waiting = asyncio.create_task(batcher.numbers([[1]]))
+    batcher = MicroBatcher(computed, max_tokens=10, max_rows=99)
+    waiting = asyncio.create_task(batcher.compute_rows([[1]]))
     await asyncio.sleep(0.01)
     batcher.close()
     with pytest.raises(asyncio.CancelledError):

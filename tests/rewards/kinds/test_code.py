@@ -4,12 +4,12 @@ import json
 import numpy as np
 import pytest
 
-from streamrl.errors import ConfigError, InfraError, RewardError
+from streamrl.errors import ConfigError, RewardError, RewardInfraError
 from streamrl.messages import Prompt
-from streamrl.rewards import RewardConfig, SandboxConfig, Surroundings, build_rewards
-from streamrl.rewards.interface.verdict import Verdict
+from streamrl.rewards import RewardConfig, RewardContext, SandboxConfig, build_rewards
+from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.kinds.code_tests import read_tests
-from streamrl.rewards.sandbox import CallTest, Outcome, Result, Sandbox, StdinTest
+from streamrl.rewards.sandbox import CallTest, ProgramResult, ProgramTestResult, Sandbox, StdinTest
 
 ADD = {"inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"], "fn_name": "add"}
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
@@ -24,10 +24,10 @@ async def judged(truth, *completions, **options):
     rewards = build_rewards([RewardConfig("code", options={"limits": limits, **options})])
     await rewards.start()
     try:
-        found = await rewards.judge(prompt(truth), completions)
+        found = await rewards.judge_group(prompt(truth), completions)
     finally:
         await rewards.close()
-    return [(one.score, one.verdict.value) for one in found.components["code"]]
+    return [(one.score, one.outcome.value) for one in found.components["code"]]
 
 
 async def test_each_completion_gets_the_verdict_of_its_own_program():
@@ -112,8 +112,8 @@ class FailingSandbox:
 
     async def run(self, program):
         self.failures -= 1
-        verdict = Verdict.INFRA_ERROR if self.failures >= 0 else Verdict.PASS
-        return Outcome((Result(verdict, 0.1, "no jail"),), len(program.tests))
+        verdict = RewardOutcome.INFRA_ERROR if self.failures >= 0 else RewardOutcome.PASS
+        return ProgramResult((ProgramTestResult(verdict, 0.1, "no jail"),), len(program.tests))
 
     async def close(self):
         pass
@@ -133,7 +133,9 @@ async def test_a_sandbox_that_fails_is_asked_again_and_is_never_a_wrong_answer(
     if failures < 2:
         assert await judged(truth, "", attempts=2) == [(1.0, "pass")]
     else:
-        with pytest.raises(InfraError, match=r"reward code, uid 0:0:0: no jail, tried 2 times"):
+        with pytest.raises(
+            RewardInfraError, match=r"reward code, uid 0:0:0: no jail, tried 2 times"
+        ):
             await judged(truth, "", attempts=2)
 
 
@@ -215,7 +217,7 @@ async def test_where_nothing_isolates_it_refuses_unless_that_is_allowed(monkeypa
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     config = [RewardConfig("code")]
     with pytest.raises(ConfigError, match=r"bwrap is not on PATH.*sandbox.allow_unsafe=true"):
-        await build_rewards(config).preflight()
-    unsafe = build_rewards(config, Surroundings(sandbox=SandboxConfig(allow_unsafe=True)))
-    (note,) = await unsafe.preflight()
+        await build_rewards(config).run_preflight()
+    unsafe = build_rewards(config, RewardContext(sandbox=SandboxConfig(allow_unsafe=True)))
+    (note,) = await unsafe.run_preflight()
     assert "This is no sandbox" in note

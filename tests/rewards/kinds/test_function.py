@@ -12,9 +12,9 @@ from streamrl.errors import (
     RewardError,
 )
 from streamrl.rewards import RewardConfig, build_rewards
-from streamrl.rewards.interface.verdict import Judgement, Verdict
-from streamrl.rewards.user_code.user_function import Source
-from streamrl.rewards.user_code.worker_entry import serve
+from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
+from streamrl.rewards.user_code.user_function import FunctionSource
+from streamrl.rewards.user_code.worker_entry import make_reward_handler
 from tests.rewards.judged import judgements, prompt, scores
 
 
@@ -26,7 +26,7 @@ class Called:
     """What a worker would do with the function, in this process."""
 
     def __init__(self, source):
-        self.source, self.judge = source, serve(source)
+        self.source, self.judge = source, make_reward_handler(source)
 
     async def score(self, row, completions):
         found = self.judge((row, completions))
@@ -40,7 +40,7 @@ def reward_from(tmp_path):
     def make(source, name="f", **kwargs):
         path = tmp_path / "reward.py"
         path.write_text(textwrap.dedent(source))
-        return Called(Source(str(path), name, tuple(kwargs.items())))
+        return Called(FunctionSource(str(path), name, tuple(kwargs.items())))
 
     return make
 
@@ -132,8 +132,8 @@ async def test_an_object_says_whether_it_passes_and_what_its_answer_is(reward_fr
             return {"score": -1, "acc": solution_str == ground_truth, "pred": int(solution_str)}
     """)
     assert await judgements(reward) == [
-        Judgement(-1.0, Verdict.PASS, "5", numbers=(("acc", 1.0),)),
-        Judgement(-1.0, Verdict.WRONG, "6", numbers=(("acc", 0.0),)),
+        RewardResult(-1.0, RewardOutcome.PASS, "5", extra_metrics=(("acc", 1.0),)),
+        RewardResult(-1.0, RewardOutcome.WRONG, "6", extra_metrics=(("acc", 0.0),)),
     ]
 
 
@@ -152,8 +152,8 @@ async def test_verls_batch_signature_gets_the_group_at_once_as_lists(reward_from
         "compute_score",
     )
     assert await judgements(reward, row=prompt(n=1)) == [
-        Judgement(2.0, Verdict.PASS, numbers=(("acc", 1.0), ("length", 1.0))),
-        Judgement(0.0, Verdict.WRONG, numbers=(("acc", 0.0), ("length", 1.0))),
+        RewardResult(2.0, RewardOutcome.PASS, extra_metrics=(("acc", 1.0), ("length", 1.0))),
+        RewardResult(0.0, RewardOutcome.WRONG, extra_metrics=(("acc", 0.0), ("length", 1.0))),
     ]
     few = reward_from("def f(solution_strs, ground_truths, **rest): return [len(rest)] * 2")
     assert await scores(few) == [2.0, 2.0]
@@ -181,8 +181,8 @@ async def test_further_numbers_of_a_dict_are_kept_and_nothing_else(reward_from):
 async def test_a_none_of_trls_signature_says_nothing_and_of_the_others_is_a_mistake(reward_from):
     reward = reward_from("def f(completions, **columns): return [None, 0.5]")
     first, second = await judgements(reward)
-    assert first.is_absent and math.isnan(first.score)
-    assert second == Judgement(0.5, Verdict.WRONG)
+    assert first.is_not_judged and math.isnan(first.score)
+    assert second == RewardResult(0.5, RewardOutcome.WRONG)
     for source in (
         "def f(prompt, completion): return None",
         "def f(solution_str, ground_truth): return None",
@@ -212,7 +212,7 @@ async def test_a_column_of_the_row_is_never_taken_for_the_prompt(reward_from):
 async def test_a_number_alone_passes_from_1(reward_from):
     reward = reward_from("def f(prompt, completion): return float(completion)")
     found = await judgements(reward, ["0.99", "1"])
-    assert [one.verdict for one in found] == [Verdict.WRONG, Verdict.PASS]
+    assert [one.verdict for one in found] == [RewardOutcome.WRONG, RewardOutcome.PASS]
 
 
 async def test_more_arguments_come_from_the_config(reward_from):
@@ -238,7 +238,7 @@ async def test_a_file_of_a_users_own_kind(tmp_path):
     with pytest.raises(
         ConfigError, match=r"rewards\[0\].kind=short: not registered in .*, which has b"
     ):
-        await build_rewards([RewardConfig("short", options={"path": str(path)})]).preflight()
+        await build_rewards([RewardConfig("short", options={"path": str(path)})]).run_preflight()
 
 
 @pytest.mark.parametrize(
@@ -423,7 +423,7 @@ def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
         if name == "reward.txt":
             path.write_text("")
         with pytest.raises(ConfigError, match=words):
-            serve(Source(str(path), "f"))
+            make_reward_handler(FunctionSource(str(path), "f"))
 
 
 async def test_two_files_of_one_name_do_not_mix(tmp_path):
@@ -432,5 +432,5 @@ async def test_two_files_of_one_name_do_not_mix(tmp_path):
         path = tmp_path / str(number) / "reward.py"
         path.parent.mkdir()
         path.write_text(f"def f(prompt, completion): return {number}")
-        rewards.append(Called(Source(str(path), "f")))
+        rewards.append(Called(FunctionSource(str(path), "f")))
     assert [await scores(reward, ["x"]) for reward in rewards] == [[1.0], [2.0]]

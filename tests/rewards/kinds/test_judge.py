@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from streamrl.errors import ConfigError, InfraError, RewardError, RewardTimeoutError
+from streamrl.errors import ConfigError, RewardError, RewardInfraError, RewardTimeoutError
 from streamrl.messages import Prompt
-from streamrl.rewards import RewardConfig, ScorerConfig, Surroundings, Verdict, build_rewards
+from streamrl.rewards import RewardConfig, RewardContext, RewardOutcome, ScorerConfig, build_rewards
 from streamrl.rewards.kinds import openai_client as endpoint_module
-from streamrl.rewards.kinds.openai_client import Pace, retry_after
+from streamrl.rewards.kinds.openai_client import RateLimiter, parse_retry_after
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 from tests.rewards.chat_server import MODEL, ChatServer
 
@@ -46,7 +46,7 @@ def impatient(monkeypatch):
     """Waits between attempts, and for a server that is not up, a hundredth of what they are."""
     reward_module = importlib.import_module("streamrl.rewards.interface.reward")  # beside @reward
     monkeypatch.setattr(reward_module, "BACKOFF_S", reward_module.BACKOFF_S / 100)
-    monkeypatch.setattr(endpoint_module, "LOOK_EVERY_S", endpoint_module.LOOK_EVERY_S / 100)
+    monkeypatch.setattr(endpoint_module, "POLL_INTERVAL_S", endpoint_module.POLL_INTERVAL_S / 100)
 
 
 @pytest.fixture
@@ -57,9 +57,9 @@ async def started():
     async def start(url, *, replicas=1, timeout_s=5.0, **options):
         config = RewardConfig("judge", options={"url": url, **OPTIONS, **options})
         scorer = ScorerConfig(replicas=replicas, timeout_s=timeout_s)
-        rewards = build_rewards([config], Surroundings(scorer))
+        rewards = build_rewards([config], RewardContext(scorer))
         made.append(rewards)
-        await rewards.preflight()
+        await rewards.run_preflight()
         await rewards.start()
         return rewards
 
@@ -79,10 +79,14 @@ async def scores(rewards, *texts, prompt=PROMPT):
 async def test_the_last_number_the_judge_gives_is_the_score(server, started):
     found = await judged(await started(server.url), "7.5", "10", "0")
     assert [one.score for one in found] == [7.5, 10.0, 0.0]
-    assert [one.verdict for one in found] == [Verdict.WRONG, Verdict.PASS, Verdict.WRONG]
+    assert [one.verdict for one in found] == [
+        RewardOutcome.WRONG,
+        RewardOutcome.PASS,
+        RewardOutcome.WRONG,
+    ]
     assert found[0].detail == "Score: 1\nno, Score: 7.5"
     lenient = await judged(await started(server.url, pass_score=7), "7.5", "6")
-    assert [one.verdict for one in lenient] == [Verdict.PASS, Verdict.WRONG]
+    assert [one.verdict for one in lenient] == [RewardOutcome.PASS, RewardOutcome.WRONG]
 
 
 async def test_the_server_is_told_what_the_options_say(server, started):
@@ -153,10 +157,10 @@ async def test_tokens_keep_their_pace_longer_texts_taking_longer(server, started
 
 def test_a_pace_lets_nobody_overtake_and_saves_up_nothing():
     async def main():
-        pace, passed = Pace(60), []  # one unit a second
+        pace, passed = RateLimiter(60), []  # one unit a second
 
         async def pass_with(units):
-            await pace.wait(units)
+            await pace.acquire(units)
             passed.append((units, asyncio.get_running_loop().time()))
 
         await asyncio.gather(*map(pass_with, (1, 8, 2, 1)))
@@ -169,8 +173,8 @@ def test_a_pace_lets_nobody_overtake_and_saves_up_nothing():
 
 def test_without_a_limit_a_pace_lets_all_through_at_once():
     async def main():
-        pace = Pace(0)
-        await asyncio.gather(*(pace.wait(1000) for _ in range(9)))
+        pace = RateLimiter(0)
+        await asyncio.gather(*(pace.acquire(1000) for _ in range(9)))
         return asyncio.get_running_loop().time()
 
     assert run_virtual(main()) == 0
@@ -188,7 +192,7 @@ async def test_a_wait_beyond_the_deadline_fails_at_once_with_the_servers_words(s
     server.refusals = [(429, {"Retry-After": "60"}, "too\nmany requests")]
     rewards = await started(server.url, attempts=1)
     message = r"reward judge, uid 0:4:0: http.*: 429: too many requests \(come back in 60 s\)"
-    with pytest.raises(InfraError, match=message) as error:
+    with pytest.raises(RewardInfraError, match=message) as error:
         await scores(rewards, "4")
     assert error.value.cause == "reward_infra"
 
@@ -199,7 +203,7 @@ async def test_server_errors_are_tried_again_each_completion_by_itself(server, s
     assert await scores(rewards, "4", "5", "6") == [4.0, 5.0, 6.0]
     assert len(server.asked) == 6
     server.refusals = [(500, {}, "the engine is dead")] * 3
-    with pytest.raises(InfraError, match="500: the engine is dead"):
+    with pytest.raises(RewardInfraError, match="500: the engine is dead"):
         await scores(rewards, "4")
 
 
@@ -209,7 +213,7 @@ async def test_a_refusal_of_the_request_is_final(server, started):
     server.refusals = [(401, {}, "Incorrect API key")] * 3
     with pytest.raises(RewardError, match="401: Incorrect API key") as error:
         await scores(rewards, "4")
-    assert not isinstance(error.value, InfraError)
+    assert not isinstance(error.value, RewardInfraError)
     assert len(server.asked) == 1
 
 
@@ -226,7 +230,7 @@ async def test_a_server_that_hangs_meets_the_deadline(server, started):
 async def test_a_server_that_is_gone_is_no_score(server, started):
     rewards = await started(server.url)
     await server.close()
-    with pytest.raises(InfraError, match="/v1: Connect"):
+    with pytest.raises(RewardInfraError, match="/v1: Connect"):
         await scores(rewards, "4")
 
 
@@ -238,7 +242,7 @@ async def test_an_answer_without_a_number_on_the_scale_is_never_a_score(server, 
     assert await scores(rewards, "4") == [6.0]
     server.reply = lambda content: answer
     message = f"has no number from 0 to 10 where the pattern looks: '{answer}'"
-    with pytest.raises(InfraError, match=message):
+    with pytest.raises(RewardInfraError, match=message):
         await scores(rewards, "4")
 
 
@@ -262,7 +266,7 @@ def whole(content_type="application/json", **body):
 async def test_an_answer_that_is_no_completion_is_an_error(server, started, response, message):
     server.reply = lambda content: response()
     rewards = await started(server.url, attempts=1)
-    with pytest.raises(InfraError, match=message):
+    with pytest.raises(RewardInfraError, match=message):
         await scores(rewards, "4")
 
 
@@ -288,7 +292,7 @@ async def test_a_server_may_come_up_later(server):
     again.app.router.add_get("/v1/models", server._models)
     await again.setup()
     with pytest.warns(match="/v1: Connect.*; it has 60 s to come up") as caught:
-        starting = asyncio.create_task(rewards.preflight())
+        starting = asyncio.create_task(rewards.run_preflight())
         while not caught.list:
             assert not starting.done()
             await asyncio.sleep(0.01)
@@ -299,7 +303,7 @@ async def test_a_server_may_come_up_later(server):
 
 
 async def test_a_server_that_does_not_come_up_refuses_the_run(server, started, monkeypatch):
-    monkeypatch.setattr(endpoint_module, "START_S", 0.1)
+    monkeypatch.setattr(endpoint_module, "STARTUP_TIMEOUT_S", 0.1)
     await server.close()
     message = r"\.url=http.*/v1: Connect.* \(for 0\.1 s\)$"
     with pytest.warns(match="to come up"), pytest.raises(ConfigError, match=message):
@@ -338,18 +342,18 @@ def test_an_option_that_cannot_be_is_refused_before_a_run(options, message):
 
 def test_a_row_without_the_ground_truth_that_the_template_wants_is_named():
     rewards = build_rewards([RewardConfig("judge", options={"url": "http://h/v1", **OPTIONS})])
-    rewards.check([PROMPT])
+    rewards.check_prompts([PROMPT])
     with pytest.raises(
         ConfigError, match=r"uid 0:7:0: .*template has \{ground_truth\}, the row has no"
     ):
-        rewards.check([Prompt("0:7:0", PROMPT.token_ids, CHAT)])
+        rewards.check_prompts([Prompt("0:7:0", PROMPT.token_ids, CHAT)])
 
 
 def test_a_wait_in_seconds_or_as_a_date():
-    assert retry_after("1.5") == 1.5
-    assert retry_after("-3") == 0.0
+    assert parse_retry_after("1.5") == 1.5
+    assert parse_retry_after("-3") == 0.0
     date = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
-    found = retry_after(date)
+    found = parse_retry_after(date)
     assert found is not None and 27 < found < 31
-    assert retry_after("soon") is None
-    assert retry_after("") is None
+    assert parse_retry_after("soon") is None
+    assert parse_retry_after("") is None

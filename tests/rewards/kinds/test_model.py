@@ -10,12 +10,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from streamrl.config import load_config
-from streamrl.config.preflight import PROCESS_GIB, demands, prepare
+from streamrl.config.preflight import PROCESS_GIB, list_resource_demands, prepare_run
 from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
 from streamrl.messages import Prompt
-from streamrl.rewards import RewardConfig, ScorerConfig, Surroundings, Verdict, build_rewards
-from streamrl.rewards.kinds.classifier import Classifier, read_classifier
-from streamrl.rewards.kinds.model import ModelReward, number_of
+from streamrl.rewards import RewardConfig, RewardContext, RewardOutcome, ScorerConfig, build_rewards
+from streamrl.rewards.kinds.classifier import SequenceClassifier, read_classifier
+from streamrl.rewards.kinds.model import ModelReward, logits_to_score
 from tests.rewards.tiny_classifier import write_classifier
 from tests.toy import SYMBOLS, write_model, write_toy
 
@@ -35,7 +35,7 @@ async def started():
 
     async def start(path, *, timeout_s=30.0, **options):
         config = RewardConfig("model", options={"path": str(path), **options})
-        rewards = build_rewards([config], Surroundings(ScorerConfig(timeout_s=timeout_s)))
+        rewards = build_rewards([config], RewardContext(ScorerConfig(timeout_s=timeout_s)))
         made.append(rewards)
         await rewards.start()
         return rewards
@@ -111,8 +111,8 @@ async def test_scores_do_not_depend_on_what_shares_the_forward(path, started):
 
 
 async def test_groups_that_arrive_during_a_forward_share_the_next(path, started, monkeypatch):
-    sizes, may_go, logits = [], threading.Event(), Classifier.logits
-    encoded, encode = [], ModelReward._encode
+    sizes, may_go, logits = [], threading.Event(), SequenceClassifier.compute_logits
+    encoded, encode = [], ModelReward._tokenize_texts
 
     def held(self, rows):
         sizes.append(len(rows))
@@ -124,8 +124,8 @@ async def test_groups_that_arrive_during_a_forward_share_the_next(path, started,
         encoded.append(len(rows))
         return rows
 
-    monkeypatch.setattr(Classifier, "logits", held)
-    monkeypatch.setattr(ModelReward, "_encode", noted)
+    monkeypatch.setattr(SequenceClassifier, "compute_logits", held)
+    monkeypatch.setattr(ModelReward, "_tokenize_texts", noted)
     rewards = await started(path)
     groups = [asyncio.create_task(scores(rewards, TEXTS[:2]))]
     while not sizes:
@@ -144,7 +144,7 @@ async def test_a_model_without_a_padding_token_is_asked_one_by_one(path, tmp_pat
     unpadded = copied(path, tmp_path / "unpadded", pad_token_id=None)
     config = RewardConfig("model", options={"path": str(unpadded)})
     rewards = build_rewards([config])
-    (note,) = await rewards.preflight()
+    (note,) = await rewards.run_preflight()
     await rewards.start()
     assert note.endswith("has no padding token, is asked about one text at a time")
     found = await scores(rewards)
@@ -159,11 +159,15 @@ async def test_it_passes_from_logit_0_or_probability_a_half(path, tmp_path, star
     probabilities = await judged(await started(path, sigmoid=True))
     for raw, squashed in zip(logits, probabilities, strict=True):
         assert raw.score * sign < 0  # of this random head
-        assert raw.verdict is squashed.verdict is (Verdict.WRONG if sign == 1 else Verdict.PASS)
+        assert (
+            raw.verdict
+            is squashed.verdict
+            is (RewardOutcome.WRONG if sign == 1 else RewardOutcome.PASS)
+        )
         assert squashed.score == pytest.approx(1 / (1 + math.exp(-raw.score)))
     least = min(one.score for one in logits)
     picky = await judged(await started(path, pass_score=math.nextafter(least, 99)))
-    assert [one.verdict for one in picky].count(Verdict.WRONG) == 1
+    assert [one.verdict for one in picky].count(RewardOutcome.WRONG) == 1
 
 
 async def test_of_several_labels_one_is_picked_by_name_or_number(tmp_path, started):
@@ -179,12 +183,12 @@ async def test_of_several_labels_one_is_picked_by_name_or_number(tmp_path, start
 
 
 def test_a_number_of_logits_by_hand():
-    assert number_of([-3.0], 0, sigmoid=False) == -3.0
-    assert number_of([0.0], 0, sigmoid=True) == 0.5
-    assert number_of([-1e9], 0, sigmoid=True) == 0.0
-    assert number_of([0.0, math.log(3.0)], 1, sigmoid=False) == pytest.approx(0.75)
-    assert number_of([1e9, 0.0], 0, sigmoid=False) == 1.0
-    assert number_of([5.0, math.log(3.0)], 1, sigmoid=True) == pytest.approx(0.75)
+    assert logits_to_score([-3.0], 0, sigmoid=False) == -3.0
+    assert logits_to_score([0.0], 0, sigmoid=True) == 0.5
+    assert logits_to_score([-1e9], 0, sigmoid=True) == 0.0
+    assert logits_to_score([0.0, math.log(3.0)], 1, sigmoid=False) == pytest.approx(0.75)
+    assert logits_to_score([1e9, 0.0], 0, sigmoid=False) == 1.0
+    assert logits_to_score([5.0, math.log(3.0)], 1, sigmoid=True) == pytest.approx(0.75)
 
 
 def test_a_padding_token_that_there_is_not_is_none(path, tmp_path):
@@ -213,7 +217,7 @@ async def test_a_number_that_is_not_finite_is_an_error(path, tmp_path, started):
 async def test_a_forward_that_hangs_is_given_up_and_the_loop_goes_on(path, started, monkeypatch):
     rewards = await started(path, timeout_s=0.2, attempts=1)
     may_go = threading.Event()
-    monkeypatch.setattr(Classifier, "logits", lambda self, rows: may_go.wait(10))
+    monkeypatch.setattr(SequenceClassifier, "compute_logits", lambda self, rows: may_go.wait(10))
     with pytest.raises(RewardTimeoutError, match=r"the model gave nothing in 0\.2 s"):
         await scores(rewards)
     may_go.set()
@@ -224,12 +228,12 @@ async def test_a_prompt_that_the_models_template_refuses_is_named(path, tmp_path
     template = "{% if messages[0].role != 'user' %}{{ messages[0].nope.nope }}{% endif %}="
     (refusing / "chat_template.jinja").write_text(template)
     rewards = build_rewards([RewardConfig("model", options={"path": str(refusing)})])
-    rewards.check([PROMPT])
+    rewards.check_prompts([PROMPT])
     system = Prompt("0:7:0", PROMPT.token_ids, messages=({"role": "system", "content": "1"},))
     with pytest.raises(
         ConfigError, match=r"uid 0:7:0: .*the reward model's chat template refuses it"
     ):
-        rewards.check([system])
+        rewards.check_prompts([system])
 
 
 def refused(path, **options):
@@ -293,7 +297,7 @@ def test_a_run_gives_its_scorers_the_models_memory_and_a_gpu(path, tmp_path):
 
     def reward_demand(*overrides, on_gpu):
         config = load_config(recipe, overrides)
-        wanted = demands(config, prepare(config), on_gpu)
+        wanted = list_resource_demands(config, prepare_run(config), on_gpu)
         return next(demand for demand in wanted if demand.role == "reward")
 
     of_a_rule = reward_demand(on_gpu=True)

@@ -11,12 +11,12 @@ from streamrl.config import load_config
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.extract import PatternOptions
-from streamrl.rewards.interface.verdict import Verdict
-from streamrl.rewards.kinds.exact import exact_reward
-from streamrl.rewards.kinds.numeric import numeric_reward, parse_number
-from streamrl.rewards.kinds.regex import RegexOptions, regex_reward
+from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.kinds.exact import build_exact_reward
+from streamrl.rewards.kinds.numeric import build_numeric_reward, parse_number
+from streamrl.rewards.kinds.regex import RegexOptions, build_regex_reward
 
-EXACT, NUMERIC = exact_reward(PatternOptions()), numeric_reward(PatternOptions())
+EXACT, NUMERIC = build_exact_reward(PatternOptions()), build_numeric_reward(PatternOptions())
 
 
 def prompt(ground_truth=None):
@@ -25,7 +25,7 @@ def prompt(ground_truth=None):
 
 async def score_one(reward, completion, ground_truth=None):
     (found,) = await reward.score(prompt(ground_truth), [completion])
-    assert found.verdict is (Verdict.PASS if found.score else Verdict.WRONG)
+    assert found.verdict is (RewardOutcome.PASS if found.score else RewardOutcome.WRONG)
     return found.score
 
 
@@ -105,10 +105,10 @@ def test_no_text_breaks_the_number_reader(text):
 
 
 async def test_a_pattern_says_where_the_answer_stands_and_the_last_one_counts():
-    reward = numeric_reward(PatternOptions("#### (.*)"))
+    reward = build_numeric_reward(PatternOptions("#### (.*)"))
     assert await score_one(reward, "#### 3\nno, wait\n#### 1,000 ", "1000") == 1.0
     assert await score_one(reward, "1000", "1000") == 0.0
-    words = exact_reward(PatternOptions(r"[a-z]+"))
+    words = build_exact_reward(PatternOptions(r"[a-z]+"))
     assert await score_one(words, "ANSWER: one two!", "two") == 1.0
 
 
@@ -118,15 +118,15 @@ async def test_answers_of_one_value_have_one_form_and_no_answer_is_none():
 
 
 async def test_a_group_that_took_no_part_in_the_match_is_no_answer():
-    reward = exact_reward(PatternOptions("(a)|b"))
+    reward = build_exact_reward(PatternOptions("(a)|b"))
     assert await score_one(reward, "b", "None") == 0.0
 
 
 async def test_regex_rewards_the_form():
-    reward = regex_reward(RegexOptions(r"(?s)\A<think>.*</think>\s*<answer>.*</answer>\Z"))
+    reward = build_regex_reward(RegexOptions(r"(?s)\A<think>.*</think>\s*<answer>.*</answer>\Z"))
     assert await score_one(reward, "<think>\n2+3\n</think> <answer>5</answer>") == 1.0
     assert await score_one(reward, "so: <think></think><answer>5</answer>") == 0.0
-    anywhere = regex_reward(RegexOptions("5|6"))
+    anywhere = build_regex_reward(RegexOptions("5|6"))
     assert await score_one(anywhere, "it is 6") == 1.0
 
 
@@ -137,20 +137,20 @@ async def test_regex_rewards_the_form():
 async def test_a_search_that_explodes_is_a_verdict_on_its_completion_alone(rule):
     pattern = r"(?:5|55)+[yz]"
     reward = {
-        "regex": lambda: regex_reward(RegexOptions(pattern)),
-        "exact": lambda: exact_reward(PatternOptions(pattern)),
-        "numeric": lambda: numeric_reward(PatternOptions(f"({pattern[:-4]})[yz]")),
+        "regex": lambda: build_regex_reward(RegexOptions(pattern)),
+        "exact": lambda: build_exact_reward(PatternOptions(pattern)),
+        "numeric": lambda: build_numeric_reward(PatternOptions(f"({pattern[:-4]})[yz]")),
     }[rule]()
     truth = "5" if rule == "numeric" else "5y"
     slow, right = await reward.score(prompt(truth), ["5" * 40 + "!", "5y"])
-    assert (slow.score, slow.verdict, slow.answer) == (0.0, Verdict.TIMEOUT, None)
+    assert (slow.score, slow.outcome, slow.answer) == (0.0, RewardOutcome.TIMEOUT, None)
     assert slow.detail.endswith("took more than 0.5 s on a completion of 41 characters")
-    assert (right.score, right.verdict) == (1.0, Verdict.PASS)
+    assert (right.score, right.outcome) == (1.0, RewardOutcome.PASS)
 
 
 def test_a_broken_pattern_is_refused_at_start():
     with pytest.raises(ConfigError, match=r"rewards.pattern=\(: "):
-        regex_reward(RegexOptions("("))
+        build_regex_reward(RegexOptions("("))
 
 
 @pytest.mark.parametrize("ground_truth", [None, 1.5, True, ["42"], {"target": "42"}, "", " \n"])
@@ -158,7 +158,7 @@ async def test_exact_refuses_a_ground_truth_it_cannot_compare(ground_truth):
     reward = EXACT
     for completion in ("42", ""):
         with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, "):
-            reward.check(prompt(ground_truth))
+            reward.validate_prompt(prompt(ground_truth))
         with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, "):
             await score_one(reward, completion, ground_truth)
 
@@ -169,15 +169,15 @@ async def test_exact_refuses_a_ground_truth_it_cannot_compare(ground_truth):
 async def test_numeric_refuses_a_ground_truth_that_is_no_number(ground_truth):
     reward = NUMERIC
     with pytest.raises(RewardError, match="ground_truth must be a number, is"):
-        reward.check(prompt(ground_truth))
+        reward.validate_prompt(prompt(ground_truth))
     with pytest.raises(RewardError, match="ground_truth must be a number, is"):
         await score_one(reward, "42", ground_truth)
 
 
 def test_good_ground_truths_pass_the_check():
-    EXACT.check(prompt("x"))
-    NUMERIC.check(prompt("1,000"))
-    regex_reward(RegexOptions("x")).check(prompt(None))
+    EXACT.validate_prompt(prompt("x"))
+    NUMERIC.validate_prompt(prompt("1,000"))
+    build_regex_reward(RegexOptions("x")).validate_prompt(prompt(None))
 
 
 @pytest.mark.parametrize(
@@ -198,6 +198,6 @@ def test_good_ground_truths_pass_the_check():
 )
 async def test_the_recipe_for_dapo_finds_an_answer_as_models_write_it(completion):
     (config,) = load_config(Path("configs/dapo_qwen2.5_32b_math.yaml")).rewards
-    reward = numeric_reward(PatternOptions(**config.options))
+    reward = build_numeric_reward(PatternOptions(**config.options))
     assert await score_one(reward, completion, "34") == 1.0
     assert await score_one(reward, completion, "12") == 0.0

@@ -6,16 +6,16 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from streamrl.rewards.interface.verdict import Judgement
+from streamrl.rewards.interface.verdict import RewardResult
 from streamrl.rewards.matchers import boxed, dapo_math, gsm8k
 
 #: The rules by the letter that stands for them below.
-RULES: Mapping[str, Callable[[str, str], Judgement]] = {
-    "s": gsm8k.judge,
-    "f": partial(gsm8k.judge, method="flexible"),
-    "m": boxed.judge,
-    "d": dapo_math.judge,
-    "b": partial(dapo_math.judge, strict_box=True),
+RULES: Mapping[str, Callable[[str, str], RewardResult]] = {
+    "s": gsm8k.judge_completion,
+    "f": partial(gsm8k.judge_completion, method="flexible"),
+    "m": boxed.judge_completion,
+    "d": dapo_math.judge_completion,
+    "b": partial(dapo_math.judge_completion, strict_box=True),
 }
 #: Completion, ground truth, and the letters of the rules by which it is right.
 ANSWERS = [

@@ -54,29 +54,29 @@ from streamrl.rewards.matchers import choice
     ],
 )
 def test_the_last_letter_that_is_named_as_the_answer_counts(completion, letter):
-    judgement = choice.judge(completion, "B")
+    judgement = choice.judge_completion(completion, "B")
     assert judgement.answer == letter
     assert judgement.score == (letter == "B")
 
 
 def test_only_the_letters_to_choose_from_count():
-    assert choice.judge("The answer is E", "A", letters="ABCD").answer is None
-    assert choice.judge("The answer is A\nE", "A", letters="ABCD").score == 1
+    assert choice.judge_completion("The answer is E", "A", letters="ABCD").answer is None
+    assert choice.judge_completion("The answer is A\nE", "A", letters="ABCD").score == 1
 
 
 @pytest.mark.parametrize("truth", ["B", "b", "(B)", " B "])
 def test_a_ground_truth_is_a_letter(truth):
-    assert choice.check_truth(truth) == "B"
-    assert choice.judge("B", truth).score == 1
+    assert choice.validate_truth(truth) == "B"
+    assert choice.judge_completion("B", truth).score == 1
 
 
 @pytest.mark.parametrize("truth", ["", "Paris", "E", "AB", 1, None, True])
 def test_a_ground_truth_that_is_none_of_the_letters_is_refused(truth):
     with pytest.raises(RewardError, match="ground_truth must be"):
-        choice.check_truth(truth, letters="ABCD")
+        choice.validate_truth(truth, letters="ABCD")
 
 
 @pytest.mark.parametrize("letters", ["", "abc", "AAB", "A-C", "A]"])
 def test_letters_that_are_not_capitals_are_refused(letters):
     with pytest.raises(ConfigError, match="must be capitals from A to Z, each once"):
-        choice.judge("A", "A", letters=letters)
+        choice.judge_completion("A", "A", letters=letters)

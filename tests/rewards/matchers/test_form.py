@@ -1,7 +1,7 @@
 import pytest
 
 from streamrl.errors import ConfigError
-from streamrl.rewards.interface.verdict import Verdict
+from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.matchers import length, tags
 
 GOOD = "<think>2 + 3</think>\n<answer>5</answer>"
@@ -28,20 +28,20 @@ SWAPPED = "not in the order <think> </think> <answer> </answer>"
     ],
 )
 def test_every_tag_once_in_order_around_something(completion, detail):
-    judgement = tags.judge(completion)
+    judgement = tags.judge_completion(completion)
     assert judgement.detail == detail
     assert judgement.score == (detail == "")
 
 
 def test_text_outside_the_tags_can_be_let_pass():
-    assert tags.judge(f"So: {GOOD}.", nothing_outside=False).score == 1
-    assert tags.judge("<answer>5</answer>", tags=["answer"]).score == 1
+    assert tags.judge_completion(f"So: {GOOD}.", nothing_outside=False).score == 1
+    assert tags.judge_completion("<answer>5</answer>", tags=["answer"]).score == 1
 
 
 @pytest.mark.parametrize("names", [[], ["think", "think"], [""], ["a b"], ["<"], ["a\n"]])
 def test_tags_that_no_completion_can_have_are_refused(names):
     with pytest.raises(ConfigError, match=r"rewards.tags=.*: must be words .*, each once"):
-        tags.judge(GOOD, tags=names)
+        tags.judge_completion(GOOD, tags=names)
 
 
 @pytest.mark.parametrize(
@@ -49,20 +49,20 @@ def test_tags_that_no_completion_can_have_are_refused(names):
     [(0, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0), (20, 1.0), (21, 0.75), (24, 0.0)],
 )
 def test_a_length_outside_the_limits_costs_more_the_farther_it_is(num_words, score):
-    judgement = length.judge("word " * num_words, least=10, most=20, tolerance=4)
+    judgement = length.judge_completion("word " * num_words, least=10, most=20, tolerance=4)
     assert judgement.score == score
-    assert judgement.verdict is (Verdict.PASS if score == 1 else Verdict.WRONG)
+    assert judgement.outcome is (RewardOutcome.PASS if score == 1 else RewardOutcome.WRONG)
 
 
 def test_without_tolerance_a_length_is_right_or_wrong():
-    assert length.judge("one two", most=2).score == 1
-    assert length.judge("one two three", most=2).score == 0
-    assert length.judge("anything goes").score == 1
+    assert length.judge_completion("one two", most=2).score == 1
+    assert length.judge_completion("one two three", most=2).score == 0
+    assert length.judge_completion("anything goes").score == 1
 
 
 def test_characters_can_be_counted_instead():
-    assert length.judge("one two", unit="characters", most=7).score == 1
-    assert length.judge("one two!", unit="characters", most=7).detail == "8 characters"
+    assert length.judge_completion("one two", unit="characters", most=7).score == 1
+    assert length.judge_completion("one two!", unit="characters", most=7).detail == "8 characters"
 
 
 @pytest.mark.parametrize(
@@ -70,4 +70,4 @@ def test_characters_can_be_counted_instead():
 )
 def test_limits_that_mean_nothing_are_refused(options):
     with pytest.raises(ConfigError, match=r"rewards\.(unit|least)="):
-        length.judge("", **options)
+        length.judge_completion("", **options)

@@ -1,7 +1,7 @@
 import pytest
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.rewards.interface.verdict import Verdict
+from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.matchers import boxed, dapo_math, gsm8k
 from tests.rewards.matchers.answers_table import ANSWERS, RULES
 
@@ -15,7 +15,7 @@ def test_the_table_says_what_is_right(letter):
             assert letter in "sf"  # only GSM8K wants a number
             continue
         assert (judgement.score == 1) == (letter in right_by), (completion, truth)
-        assert (judgement.verdict is Verdict.PASS) == (judgement.score == 1)
+        assert (judgement.outcome is RewardOutcome.PASS) == (judgement.score == 1)
 
 
 def test_there_are_two_hundred_answers_all_different():
@@ -23,17 +23,17 @@ def test_there_are_two_hundred_answers_all_different():
 
 
 def test_wrong_is_0_but_minus_1_for_dapo():
-    assert gsm8k.judge("#### 3", "9").score == 0
-    assert boxed.judge(r"\boxed{3}", "9").score == 0
-    assert dapo_math.judge("Answer: 3", "9").score == -1
-    assert dapo_math.judge("no idea", "9").score == -1
+    assert gsm8k.judge_completion("#### 3", "9").score == 0
+    assert boxed.judge_completion(r"\boxed{3}", "9").score == 0
+    assert dapo_math.judge_completion("Answer: 3", "9").score == -1
+    assert dapo_math.judge_completion("no idea", "9").score == -1
 
 
 def test_equal_answers_have_one_form_so_that_a_majority_can_be_counted():
-    assert gsm8k.judge("#### 1,234", "5").answer == "1234"
-    assert gsm8k.judge("It is 1,234.", "5", method="flexible").answer == "1234"
+    assert gsm8k.judge_completion("#### 1,234", "5").answer == "1234"
+    assert gsm8k.judge_completion("It is 1,234.", "5", method="flexible").answer == "1234"
     halves = (r"\boxed{0.5}", r"\boxed{1/2}", r"\boxed{\dfrac12}", r"\boxed{x = \frac{1}{2}}")
-    assert {boxed.judge(half, "5").answer for half in halves} == {r"\frac{1}{2}"}
+    assert {boxed.judge_completion(half, "5").answer for half in halves} == {r"\frac{1}{2}"}
     lines = (
         "Answer: $34$",
         "answer: x = 34",
@@ -41,29 +41,32 @@ def test_equal_answers_have_one_form_so_that_a_majority_can_be_counted():
         r"\boxed{34}",
         "Answer: 34 cm",
     )
-    assert {dapo_math.judge(line, "5").answer for line in lines} == {"34"}
+    assert {dapo_math.judge_completion(line, "5").answer for line in lines} == {"34"}
 
 
 def test_a_completion_without_an_answer_says_what_was_looked_for():
-    judgement = gsm8k.judge("9", "9")
+    judgement = gsm8k.judge_completion("9", "9")
     assert judgement.answer is None
     assert judgement.detail == "no #### and a number in the last 300 characters"
-    assert gsm8k.judge("", "9", method="flexible").detail == "no number in the last 300 characters"
-    assert boxed.judge(r"\boxed{9", "9").detail == r"no \boxed{} that is closed"
-    assert dapo_math.judge("9", "9").detail == r"no Answer: and no \boxed{} at the end"
+    assert (
+        gsm8k.judge_completion("", "9", method="flexible").detail
+        == "no number in the last 300 characters"
+    )
+    assert boxed.judge_completion(r"\boxed{9", "9").detail == r"no \boxed{} that is closed"
+    assert dapo_math.judge_completion("9", "9").detail == r"no Answer: and no \boxed{} at the end"
 
 
 def test_a_ground_truth_may_be_an_int():
-    assert gsm8k.judge("#### 9", 9).score == 1
-    assert boxed.judge(r"\boxed{9}", 9).score == 1
-    assert dapo_math.judge("Answer: 9", 9).score == 1
+    assert gsm8k.judge_completion("#### 9", 9).score == 1
+    assert boxed.judge_completion(r"\boxed{9}", 9).score == 1
+    assert dapo_math.judge_completion("Answer: 9", 9).score == 1
 
 
 @pytest.mark.parametrize("rule", [gsm8k, boxed, dapo_math])
 @pytest.mark.parametrize("truth", [None, "", "  ", True, 1.5, ["9"], {"target": "9"}])
 def test_a_ground_truth_that_is_no_text_is_refused(rule, truth):
     with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, is"):
-        rule.check_truth(truth)
+        rule.validate_truth(truth)
     with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, is"):
         rule.judge("9", truth)
 
@@ -71,29 +74,29 @@ def test_a_ground_truth_that_is_no_text_is_refused(rule, truth):
 @pytest.mark.parametrize("truth", ["nine", "16 - 7 = 9\n#### 9", "1/2", ",", "9 eggs"])
 def test_gsm8k_refuses_a_ground_truth_that_is_no_number(truth):
     with pytest.raises(RewardError, match="must be a number in decimal digits, is"):
-        gsm8k.check_truth(truth)
+        gsm8k.validate_truth(truth)
 
 
 def test_math_refuses_a_whole_solution_as_ground_truth():
     with pytest.raises(RewardError, match=r"must be what stands in the \\boxed\{\}, is"):
-        boxed.check_truth(r"We add and find $\boxed{9}$.")
+        boxed.validate_truth(r"We add and find $\boxed{9}$.")
 
 
 @pytest.mark.parametrize(("rule", "truth"), [(boxed, r"\%"), (boxed, "x="), (dapo_math, "degrees")])
 def test_a_ground_truth_of_which_nothing_is_left_is_refused(rule, truth):
     with pytest.raises(RewardError, match="says nothing once it is in normal form"):
-        rule.check_truth(truth)
+        rule.validate_truth(truth)
 
 
 def test_a_good_ground_truth_is_given_in_the_form_that_answers_are_compared_in():
-    assert gsm8k.check_truth(" 1,234 ") == "1234"
-    assert boxed.check_truth(r"\dfrac12") == r"\frac{1}{2}"
-    assert dapo_math.check_truth(34) == "34"
+    assert gsm8k.validate_truth(" 1,234 ") == "1234"
+    assert boxed.validate_truth(r"\dfrac12") == r"\frac{1}{2}"
+    assert dapo_math.validate_truth(34) == "34"
 
 
 def test_a_method_that_there_is_not_is_refused():
     with pytest.raises(ConfigError, match=r"rewards.method=loose: must be one of strict, flexible"):
-        gsm8k.judge("#### 9", "9", method="loose")
+        gsm8k.judge_completion("#### 9", "9", method="loose")
 
 
 @pytest.mark.parametrize(
@@ -108,8 +111,8 @@ def test_a_method_that_there_is_not_is_refused():
     ],
 )
 def test_the_normal_form_of_math_is_one_way_to_write_it(text, form):
-    assert boxed.normal_form(text) == form
-    assert boxed.normal_form(form) == form
+    assert boxed.normalize_latex(text) == form
+    assert boxed.normalize_latex(form) == form
 
 
 @pytest.mark.parametrize(
@@ -124,4 +127,4 @@ def test_the_normal_form_of_math_is_one_way_to_write_it(text, form):
     ],
 )
 def test_the_normal_form_of_dapo_math_is_that_of_minerva(text, form):
-    assert dapo_math.normal_form(text) == form
+    assert dapo_math.normalize_answer(text) == form

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import RewardError
-from streamrl.rewards.interface.verdict import Judgement, Verdict
-from streamrl.rewards.matchers import BY_SOURCE, RULES, judge_for
+from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
+from streamrl.rewards.matchers import MATCHER_BY_SOURCE, MATCHERS, find_matcher
 
 TRUTHS = {"choice": "B"}
-QUICK = [name for name, rule in RULES.items() if not rule.may_hang]
+QUICK = [name for name, rule in MATCHERS.items() if not rule.may_hang]
 PIECES = [
     "\\boxed{",
     "\\boxed ",
@@ -43,7 +43,7 @@ PIECES += [
 
 
 def judge(name, completion):
-    return RULES[name].judge(completion, TRUTHS.get(name, "34"))
+    return MATCHERS[name].judge_completion(completion, TRUTHS.get(name, "34"))
 
 
 @pytest.mark.parametrize(
@@ -62,25 +62,25 @@ def judge(name, completion):
     ],
 )
 def test_a_data_source_has_its_rule(source, name):
-    assert judge_for(source) is RULES[name]
+    assert find_matcher(source) is MATCHERS[name]
 
 
 @pytest.mark.parametrize("source", ["", "codecontests", "AIME", "openai/gsm8k2", "math_other"])
 def test_a_data_source_without_a_rule_is_named(source):
     with pytest.raises(RewardError, match=f"data_source {source!r} has no rule of its own; known:"):
-        judge_for(source)
+        find_matcher(source)
 
 
 def test_every_source_has_a_rule_that_there_is():
-    assert set(BY_SOURCE.values()) <= set(RULES)
+    assert set(MATCHER_BY_SOURCE.values()) <= set(MATCHERS)
 
 
 @pytest.mark.parametrize("name", QUICK)
 @given(completion=st.text() | st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
 def test_no_completion_breaks_a_rule(name, completion):
     judgement = judge(name, completion)
-    assert isinstance(judgement, Judgement)
-    assert judgement.verdict in (Verdict.PASS, Verdict.WRONG)
+    assert isinstance(judgement, RewardResult)
+    assert judgement.outcome in (RewardOutcome.PASS, RewardOutcome.WRONG)
     assert -1 <= judgement.score <= 1
 
 
@@ -95,6 +95,8 @@ def test_a_completion_of_a_million_characters_takes_less_than_a_second(name):
 
 def test_the_reference_names_every_rule_option_and_source():
     page = (Path(__file__).parents[3] / "docs" / "rewards_reference.md").read_text()
-    options = {name for rule in RULES.values() for name in signature(rule.judge).parameters}
-    for name in {*RULES, *BY_SOURCE, *options} - {"completion", "truth"}:
+    options = {
+        name for rule in MATCHERS.values() for name in signature(rule.judge_completion).parameters
+    }
+    for name in {*MATCHERS, *MATCHER_BY_SOURCE, *options} - {"completion", "truth"}:
         assert f"`{name}`" in page

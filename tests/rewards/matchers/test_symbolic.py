@@ -24,23 +24,25 @@ from streamrl.rewards.matchers import symbolic
     ],
 )
 def test_answers_are_compared_as_mathematics(completion, truth, score):
-    assert symbolic.judge(completion, truth).score == score
+    assert symbolic.judge_completion(completion, truth).score == score
 
 
 def test_equal_answers_have_one_form_so_that_a_majority_can_be_counted():
     ways = (r"\boxed{0.5}", r"\boxed{1/2}", r"\boxed{\frac{2}{4}}")
-    assert {symbolic.judge(way, "7").answer for way in ways} == {"1/2"}
-    assert symbolic.judge("no idea", "7").answer is None
+    assert {symbolic.judge_completion(way, "7").answer for way in ways} == {"1/2"}
+    assert symbolic.judge_completion("no idea", "7").answer is None
 
 
 def test_an_integer_too_long_to_print_is_still_judged():
-    assert symbolic.judge(r"\boxed{10^{5000}}", "7").score == 0
-    assert symbolic.judge(r"\boxed{10^{5000}}", r"10^{5000}").score == 1
+    assert symbolic.judge_completion(r"\boxed{10^{5000}}", "7").score == 0
+    assert symbolic.judge_completion(r"\boxed{10^{5000}}", r"10^{5000}").score == 1
 
 
 def test_it_needs_no_main_thread():
     scores = []
-    thread = threading.Thread(target=lambda: scores.append(symbolic.judge("$1+x$", "x+1").score))
+    thread = threading.Thread(
+        target=lambda: scores.append(symbolic.judge_completion("$1+x$", "x+1").score)
+    )
     thread.start()
     thread.join(30)
     assert scores == [1]
@@ -48,6 +50,6 @@ def test_it_needs_no_main_thread():
 
 def test_a_ground_truth_that_is_no_mathematics_is_an_error():
     with pytest.raises(RewardError, match="is no mathematics that math-verify can read: "):
-        symbolic.judge("7", r"\boxed{}")
+        symbolic.judge_completion("7", r"\boxed{}")
     with pytest.raises(RewardError, match="must be an answer as text or an int"):
-        symbolic.check_truth(None)
+        symbolic.validate_truth(None)

@@ -6,8 +6,8 @@ that gets through prints `escaped`. Programs with `guess` are after the expected
 
 from dataclasses import dataclass
 
-from streamrl.rewards.interface.verdict import Verdict
-from streamrl.rewards.sandbox import CallTest, Program, StdinTest
+from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.sandbox import CallTest, SandboxProgram, StdinTest
 
 #: What no program in a jail may come to know, in a form that it knows how to look for.
 SECRET = "canary-7f3a91"
@@ -66,18 +66,22 @@ class Attack:
     """
 
     name: str
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[RewardOutcome, ...]
     source: str
     calls: bool = False
 
-    def program(self, facts: dict[str, str]) -> Program:
+    def program(self, facts: dict[str, str]) -> SandboxProgram:
         """The program, with its facts about the host filled in."""
         source = _TOOLS + self.source
         for name, value in facts.items():
             source = source.replace("{" + name + "}", value)
         test = CallTest("guess", [], [WANTED]) if self.calls else StdinTest("", "contained\n")
-        return Program("python", source, [test])
+        return SandboxProgram("python", source, [test])
 
 
-PASS, WRONG, ERROR = (Verdict.PASS,), (Verdict.WRONG,), (Verdict.RUNTIME_ERROR,)
-TIMEOUT, MEMORY, OUTPUT = (Verdict.TIMEOUT,), (Verdict.MEMORY,), (Verdict.OUTPUT_LIMIT,)
+PASS, WRONG, ERROR = (RewardOutcome.PASS,), (RewardOutcome.WRONG,), (RewardOutcome.RUNTIME_ERROR,)
+TIMEOUT, MEMORY, OUTPUT = (
+    (RewardOutcome.TIMEOUT,),
+    (RewardOutcome.MEMORY,),
+    (RewardOutcome.OUTPUT_LIMIT,),
+)

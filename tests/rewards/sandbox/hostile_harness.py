@@ -1,6 +1,6 @@
 """Attacks on the judging: forged verdicts, patched harnesses, searches for the wanted value."""
 
-from streamrl.rewards.interface.verdict import Verdict
+from streamrl.rewards.interface.verdict import RewardOutcome
 from tests.rewards.sandbox.hostile import ERROR, MEMORY, OUTPUT, PASS, TIMEOUT, WRONG, Attack
 
 FORGERIES = [
@@ -311,7 +311,9 @@ def guess():
 """,
         calls=True,
     ),
-    Attack("a source that is no program", (Verdict.COMPILE_ERROR,), "def guess(:", calls=True),
-    Attack("a source with a null", (Verdict.COMPILE_ERROR,), "x = 1\x00", calls=True),
-    Attack("a source that claims another encoding", (Verdict.COMPILE_ERROR,), "\udcff = 1"),
+    Attack(
+        "a source that is no program", (RewardOutcome.COMPILE_ERROR,), "def guess(:", calls=True
+    ),
+    Attack("a source with a null", (RewardOutcome.COMPILE_ERROR,), "x = 1\x00", calls=True),
+    Attack("a source that claims another encoding", (RewardOutcome.COMPILE_ERROR,), "\udcff = 1"),
 ]

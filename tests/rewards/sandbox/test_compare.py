@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from streamrl.rewards.sandbox import compare
 from streamrl.rewards.sandbox.compare import (
-    may_be_value,
-    read_text,
-    read_value,
-    same_text,
-    same_value,
+    can_be_value,
+    decode_output,
+    is_same_text,
+    is_same_value,
+    parse_value,
 )
 
 PLAIN = st.recursive(
@@ -63,8 +63,8 @@ PLAIN = st.recursive(
 def test_outputs_are_equal_but_for_white_space_at_ends(
     wanted: str, got: str, same: bool, loosely: bool
 ) -> None:
-    assert same_text(wanted, got, loose_numbers=False) is same
-    assert same_text(wanted, got, loose_numbers=True) is loosely
+    assert is_same_text(wanted, got, loose_numbers=False) is same
+    assert is_same_text(wanted, got, loose_numbers=True) is loosely
 
 
 @pytest.mark.parametrize(
@@ -111,13 +111,13 @@ def test_outputs_are_equal_but_for_white_space_at_ends(
 def test_a_whole_number_is_equal_or_not_and_a_float_nearly(
     wanted: object, got: object, same: bool
 ) -> None:
-    assert same_value(wanted, got) is same
+    assert is_same_value(wanted, got) is same
 
 
 @given(PLAIN)
 def test_a_value_equals_itself_and_is_no_longer_equal_in_a_list(value: object) -> None:
-    assert same_value(value, value)
-    assert not same_value(value, [value])
+    assert is_same_value(value, value)
+    assert not is_same_value(value, [value])
 
 
 @pytest.mark.parametrize(
@@ -125,32 +125,32 @@ def test_a_value_equals_itself_and_is_no_longer_equal_in_a_list(value: object) -
 )
 def test_what_is_no_json_value_is_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError):
-        read_value(data)
+        parse_value(data)
 
 
 @given(st.text("1 x\n\t\r\u3000"), st.text("1 x\n\t\r\u3000"), st.integers(1, 5))
 def test_long_texts_are_compared_like_short_ones(wanted: str, got: str, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare, "_BLOCK", block)
+        patch.setattr(compare, "_BLOCK_SIZE", block)
         lines, others = (
             [line.rstrip() for line in text.rstrip().split("\n")] for text in (wanted, got)
         )
-        assert same_text(wanted, got, loose_numbers=False) is (lines == others)
-        assert same_text(wanted, got, loose_numbers=True) is (wanted.split() == got.split())
-        assert same_text(wanted, wanted + " \n", loose_numbers=False)
+        assert is_same_text(wanted, got, loose_numbers=False) is (lines == others)
+        assert is_same_text(wanted, got, loose_numbers=True) is (wanted.split() == got.split())
+        assert is_same_text(wanted, wanted + " \n", loose_numbers=False)
 
 
 @given(st.binary() | st.text().map(str.encode), st.integers(1, 5))
 def test_long_outputs_are_decoded_like_short_ones(data: bytes, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare, "_BLOCK", block)
-        assert read_text(data) == data.decode(errors="replace")
+        patch.setattr(compare, "_BLOCK_SIZE", block)
+        assert decode_output(data) == data.decode(errors="replace")
 
 
 @given(PLAIN)
 def test_a_long_value_may_be_one_with_as_many_parts_only(value: object) -> None:
     long = [value, "x" * (1 << 16)]
     data = json.dumps(long).encode()
-    assert may_be_value(data, [5, long])
-    assert not may_be_value(data, [5, [long], [*long, 5]])
-    assert may_be_value(b"[[],[]]", [5])
+    assert can_be_value(data, [5, long])
+    assert not can_be_value(data, [5, [long], [*long, 5]])
+    assert can_be_value(b"[[],[]]", [5])

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from streamrl.rewards.interface.verdict import Verdict
-from streamrl.rewards.sandbox import Limits, Program, Sandbox, StdinTest
+from streamrl.rewards.interface.verdict import RewardOutcome
+from streamrl.rewards.sandbox import ProgramLimits, Sandbox, SandboxProgram, StdinTest
 from tests.descendants import descendants
 from tests.rewards.sandbox.hostile import LEFT, SECRET, Attack
 from tests.rewards.sandbox.hostile_harness import FORGERIES, FUNCTIONS
@@ -25,7 +25,7 @@ from tests.rewards.sandbox.hostile_world import DISK, FILES, NETWORK
 ATTACKS = [
     *(*NETWORK, *FILES, *DISK, *PROCESSES, *MEMORY_AND_OUTPUT, *KERNEL, *FORGERIES, *FUNCTIONS)
 ]
-LIMITS = Limits(
+LIMITS = ProgramLimits(
     wall_s=4.0,
     cpu_s=1.0,
     total_s=10.0,
@@ -59,7 +59,9 @@ EACH = [
 ]
 
 JAILS = 2
-NEIGHBOUR = Program("python", "print(sum(map(int, input().split())))", [StdinTest("1 2 3", "6")])
+NEIGHBOUR = SandboxProgram(
+    "python", "print(sum(map(int, input().split())))", [StdinTest("1 2 3", "6")]
+)
 #: Where a program of this machine could write, were it not in a jail.
 PLACES = ("/", "/tmp", "/var/tmp", "/dev", "/dev/shm", "/usr", "/usr/lib", "/etc", "/run", "/root")
 
@@ -123,8 +125,8 @@ async def test_an_attack_comes_to_its_verdict_and_to_nothing_else(
     outcome, neighbour = await asyncio.gather(
         host.sandbox.run(attack.program(host.facts)), host.sandbox.run(NEIGHBOUR)
     )
-    assert outcome.verdict in attack.verdicts, outcome
-    assert neighbour.verdict is Verdict.PASS, neighbour
+    assert outcome.outcome in attack.verdicts, outcome
+    assert neighbour.outcome is RewardOutcome.PASS, neighbour
     assert host.canary.read_text() == SECRET
     assert host.process.poll() is None
     assert not host.called()

@@ -11,25 +11,30 @@ import pyseccomp
 import pytest
 import pytest_asyncio
 
-from streamrl.rewards.interface.verdict import Verdict
+from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.sandbox import (
     LANGUAGES,
     CallTest,
-    Language,
-    Limits,
-    Outcome,
-    Program,
+    LanguageSpec,
+    ProgramLimits,
+    ProgramResult,
     Sandbox,
+    SandboxProgram,
     StdinTest,
 )
-from streamrl.rewards.sandbox.backend_choice import broken
-from streamrl.rewards.sandbox.isolation import UNSAFE, Isolation, candidates, user_of_jail
-from streamrl.rewards.sandbox.jail import Blueprint, Jail, blueprint
-from streamrl.rewards.sandbox.seccomp import _exported, build_filter
-from streamrl.rewards.sandbox.verdicts import program_message
-from streamrl.rewards.sandbox.verdicts import test_message as message_of
+from streamrl.rewards.sandbox.backend_choice import probe_isolation
+from streamrl.rewards.sandbox.isolation import (
+    NO_ISOLATION,
+    IsolationMode,
+    compute_jail_user,
+    list_isolation_modes,
+)
+from streamrl.rewards.sandbox.jail import Jail, JailSpec, make_jail_spec
+from streamrl.rewards.sandbox.seccomp import _export_filter, build_syscall_filter
+from streamrl.rewards.sandbox.verdicts import make_program_message
+from streamrl.rewards.sandbox.verdicts import make_test_message as message_of
 
-LIMITS = Limits(wall_s=8.0, total_s=20.0, memory_mib=256, disk_mib=8, compile_s=0.3)
+LIMITS = ProgramLimits(wall_s=8.0, total_s=20.0, memory_mib=256, disk_mib=8, compile_s=0.3)
 NUMBER = 7
 #: What goes out of a jail over the network, and what is seen of it.
 REACH = """
@@ -61,25 +66,27 @@ HOSTS = {"the host's loopback", "the host's abstract sockets"}
 
 
 def permissive_filter() -> bytes:
-    return _exported(pyseccomp.SyscallFilter(pyseccomp.ALLOW))
+    return _export_filter(pyseccomp.SyscallFilter(pyseccomp.ALLOW))
 
 
-async def run_in(plan: Blueprint, source: str, test: CallTest) -> object:
+async def run_in(plan: JailSpec, source: str, test: CallTest) -> object:
     """What a function returns in a jail of this plan."""
     jail = await Jail.start(plan, NUMBER)
     try:
         deadline = time.monotonic() + 20.0
-        program = Program("python", source, [test])
-        await jail.request(program_message(program, LANGUAGES["python"], plan.limits), deadline)
-        report = await jail.request(message_of(test, 8.0), deadline)
+        program = SandboxProgram("python", source, [test])
+        await jail.request_report(
+            make_program_message(program, LANGUAGES["python"], plan.limits), deadline
+        )
+        report = await jail.request_report(message_of(test, 8.0), deadline)
     finally:
-        await jail.end()
+        await jail.kill()
     return json.loads(report.out)
 
 
-async def ways_out(isolation: Isolation) -> set[str]:
+async def ways_out(isolation: IsolationMode) -> set[str]:
     """Where a program gets by the network whose calls no filter denies."""
-    plan = blueprint(isolation, LIMITS, permissive_filter())
+    plan = make_jail_spec(isolation, LIMITS, permissive_filter())
     name = f"streamrl-layers-{os.getpid()}"
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
         local.bind(f"\0{name}")
@@ -89,35 +96,35 @@ async def ways_out(isolation: Isolation) -> set[str]:
     return set(found)
 
 
-@pytest.mark.parametrize("isolation", candidates(), ids=lambda isolation: isolation.name)
+@pytest.mark.parametrize("isolation", list_isolation_modes(), ids=lambda isolation: isolation.name)
 async def test_the_network_is_out_of_reach_though_every_system_call_is_allowed(
-    isolation: Isolation,
+    isolation: IsolationMode,
 ) -> None:
-    reason = await broken(blueprint(isolation, LIMITS, build_filter()))
+    reason = await probe_isolation(make_jail_spec(isolation, LIMITS, build_syscall_filter()))
     if reason is None:
         assert await ways_out(isolation) == set()
     else:
         # A machine need not allow each; the sandbox takes none that does not hold.
-        assert isolation != candidates()[0], reason
+        assert isolation != list_isolation_modes()[0], reason
 
 
 async def test_what_is_tried_succeeds_where_nothing_isolates() -> None:
-    assert await ways_out(UNSAFE) >= HOSTS
+    assert await ways_out(NO_ISOLATION) >= HOSTS
 
 
 @pytest_asyncio.fixture
-async def jail() -> AsyncIterator[tuple[Blueprint, int]]:
+async def jail() -> AsyncIterator[tuple[JailSpec, int]]:
     """A jail that waits for its program, as seen from outside: its plan and its process 1."""
-    plan = blueprint(candidates()[0], LIMITS, build_filter())
+    plan = make_jail_spec(list_isolation_modes()[0], LIMITS, build_syscall_filter())
     started = await Jail.start(plan, NUMBER)
-    assert started._first is not None
-    yield plan, started._first[0]
-    await started.end()
+    assert started._init_process is not None
+    yield plan, started._init_process[0]
+    await started.kill()
 
 
-async def test_a_jail_has_every_namespace_for_itself(jail: tuple[Blueprint, int]) -> None:
+async def test_a_jail_has_every_namespace_for_itself(jail: tuple[JailSpec, int]) -> None:
     plan, pid = jail
-    kinds = ["mnt", "pid", "net", "ipc", "uts"] + ["user"] * plan.isolation.user_namespace
+    kinds = ["mnt", "pid", "net", "ipc", "uts"] + ["user"] * plan.isolation.has_user_namespace
     shared = [
         kind
         for kind in kinds
@@ -128,7 +135,7 @@ async def test_a_jail_has_every_namespace_for_itself(jail: tuple[Blueprint, int]
 
 
 async def test_what_runs_in_a_jail_has_no_rights_and_can_gain_none(
-    jail: tuple[Blueprint, int],
+    jail: tuple[JailSpec, int],
 ) -> None:
     plan, pid = jail
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -139,23 +146,25 @@ async def test_what_runs_in_a_jail_has_no_rights_and_can_gain_none(
     assert status["Seccomp"] == ["2"], "a filter is in force"
     if os.geteuid() != 0:
         assert "0" not in {*status["Uid"], *status["Gid"]}
-    if plan.isolation.own_user:
-        assert {*status["Uid"], *status["Gid"]} == {str(user_of_jail(NUMBER))}
+    if plan.isolation.has_dedicated_user:
+        assert {*status["Uid"], *status["Gid"]} == {str(compute_jail_user(NUMBER))}
         assert status["Groups"] == []
 
 
-async def outcome_of(language: Language, source: str, *tests: StdinTest | CallTest) -> Outcome:
+async def outcome_of(
+    language: LanguageSpec, source: str, *tests: StdinTest | CallTest
+) -> ProgramResult:
     sandbox = await Sandbox.start(LIMITS, jails=1, languages={"own": language})
     try:
-        return await sandbox.run(Program("own", source, tests))
+        return await sandbox.run(SandboxProgram("own", source, tests))
     finally:
         await sandbox.close()
 
 
 async def test_a_compiler_that_takes_too_long_is_ended() -> None:
-    slow = Language("x.sh", run=("sh", "{dir}/x.sh"), compile=("sleep", "60"))
+    slow = LanguageSpec("x.sh", run=("sh", "{dir}/x.sh"), compile=("sleep", "60"))
     outcome = await outcome_of(slow, "echo", StdinTest("", ""))
-    assert outcome.verdict is Verdict.COMPILE_ERROR
+    assert outcome.outcome is RewardOutcome.COMPILE_ERROR
     assert outcome.detail == "the compiler took too long"
 
 
@@ -174,15 +183,19 @@ def reserve(mib):
 
 @pytest.mark.parametrize(
     ("limited", "mib", "verdict"),
-    [(False, 0, Verdict.PASS), (False, 600, Verdict.MEMORY), (True, 0, Verdict.MEMORY)],
+    [
+        (False, 0, RewardOutcome.PASS),
+        (False, 600, RewardOutcome.MEMORY),
+        (True, 0, RewardOutcome.MEMORY),
+    ],
     ids=["reserves", "uses", "may not reserve"],
 )
 async def test_a_language_that_reserves_memory_is_held_to_what_it_uses(
-    limited: bool, mib: int, verdict: Verdict
+    limited: bool, mib: int, verdict: RewardOutcome
 ) -> None:
-    language = Language("solution.py", limit_address_space=limited)
+    language = LanguageSpec("solution.py", limit_address_space=limited)
     outcome = await outcome_of(language, RESERVE, CallTest("reserve", [mib], [mib]))
-    assert outcome.verdict is verdict, outcome
+    assert outcome.outcome is verdict, outcome
 
 
 async def test_a_program_stays_on_one_core_and_has_none_of_the_runs_packages() -> None:
@@ -194,4 +207,4 @@ def look():
     return [len(os.sched_getaffinity(0)), packages]
 """
     outcome = await outcome_of(LANGUAGES["python"], source, CallTest("look", [], [[1, []]]))
-    assert outcome.verdict is Verdict.PASS, outcome
+    assert outcome.outcome is RewardOutcome.PASS, outcome

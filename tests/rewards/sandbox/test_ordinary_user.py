@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import streamrl
-from streamrl.rewards.sandbox.isolation import python
+from streamrl.rewards.sandbox.isolation import find_python
 from tests.rewards.sandbox.test_hostile import ATTACKS, LIMITS
 
 NOBODY = 65534
@@ -112,7 +112,7 @@ def readable(python: str) -> bool:
     return all(folder.stat().st_mode & 1 for folder in Path(python).resolve().parents)
 
 
-PYTHON = python() if readable(python()) else "/usr/bin/python3"
+PYTHON = find_python() if readable(find_python()) else "/usr/bin/python3"
 #: What a process is started with to be somebody else, and the isolation that is left to it.
 WAYS: dict[str, list[str]] = {"user namespace": []}
 if os.geteuid() == 0:

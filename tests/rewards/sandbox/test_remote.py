@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from streamrl.errors import InfraError
+from streamrl.errors import RewardInfraError
 from streamrl.messages import Prompt
 from streamrl.rewards import RewardConfig, build_rewards
 
@@ -72,14 +72,14 @@ async def judged(url, truth, *completions, **options):
     limits = {"wall_s": 5, "memory_mib": 256}
     options = {"url": url, "limits": limits, **options}
     rewards = build_rewards([RewardConfig("code", options=options)])
-    assert await rewards.preflight() == []
+    assert await rewards.run_preflight() == []
     await rewards.start()
     try:
         row = Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth)
-        found = await rewards.judge(row, completions)
+        found = await rewards.judge_group(row, completions)
     finally:
         await rewards.close()
-    return [one.verdict.value for one in found.components["code"]]
+    return [one.outcome.value for one in found.components["code"]]
 
 
 async def test_verdicts_are_made_here_of_what_came_out_there(url):
@@ -135,10 +135,12 @@ async def test_a_server_that_fails_is_asked_again_and_is_never_a_wrong_answer(ur
     Server.troubles = [(504, {}), (200, {"status": "SandboxError", "message": "no disk"})]
     assert await judged(url, ADD, "def add(a, b): return a + b") == ["pass"]
     Server.troubles = [(503, {})] * 2
-    with pytest.raises(InfraError, match=r"reward code, uid 0:0:0: .*503 Service Unavailable"):
+    with pytest.raises(
+        RewardInfraError, match=r"reward code, uid 0:0:0: .*503 Service Unavailable"
+    ):
         await judged(url, ADD, "def add(a, b): return a + b", attempts=2)
 
 
 async def test_a_server_that_is_not_there_is_an_infra_error():
-    with pytest.raises(InfraError, match=r"http://127.0.0.1:9/run_code: .*connection"):
+    with pytest.raises(RewardInfraError, match=r"http://127.0.0.1:9/run_code: .*connection"):
         await asyncio.wait_for(judged("http://127.0.0.1:9", ADD, "x", attempts=1), 30)

@@ -17,22 +17,22 @@ import pytest
 import pytest_asyncio
 
 from streamrl.errors import ConfigError
-from streamrl.rewards.interface.verdict import Verdict
+from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.sandbox import (
     LANGUAGES,
     CallTest,
-    Language,
-    Limits,
-    Outcome,
-    Program,
-    Result,
+    LanguageSpec,
+    ProgramLimits,
+    ProgramResult,
+    ProgramTestResult,
     Sandbox,
+    SandboxProgram,
     StdinTest,
-    why_unavailable,
+    explain_unavailability,
 )
-from streamrl.rewards.sandbox.backend_choice import broken
-from streamrl.rewards.sandbox.isolation import ENVIRONMENT, UNSAFE
-from streamrl.rewards.sandbox.jail import blueprint
+from streamrl.rewards.sandbox.backend_choice import probe_isolation
+from streamrl.rewards.sandbox.isolation import ENVIRONMENT, NO_ISOLATION
+from streamrl.rewards.sandbox.jail import make_jail_spec
 from tests.descendants import descendants
 
 ADD = "print(sum(map(int, input().split())))"
@@ -61,10 +61,12 @@ exec "$@"
 """
 #: What takes long to compare, or to read: text that differs at its end, a list of many lists.
 LONG = [
-    Program("python", "print('\\n' * 3_999_999, 'c')", [StdinTest("", "\n" * 3_999_999 + "b")]),
-    Program("python", "def f(): return [[]] * 999_999", [CallTest("f", [], [5])]),
+    SandboxProgram(
+        "python", "print('\\n' * 3_999_999, 'c')", [StdinTest("", "\n" * 3_999_999 + "b")]
+    ),
+    SandboxProgram("python", "def f(): return [[]] * 999_999", [CallTest("f", [], [5])]),
 ]
-QUICK = Limits(wall_s=8.0, total_s=20.0, memory_mib=512, disk_mib=8)
+QUICK = ProgramLimits(wall_s=8.0, total_s=20.0, memory_mib=512, disk_mib=8)
 here = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -76,64 +78,69 @@ async def sandbox() -> AsyncIterator[Sandbox]:
     await started.close()
 
 
-async def verdict(sandbox: Sandbox, source: str, *tests: StdinTest | CallTest) -> Verdict:
-    return (await sandbox.run(Program("python", source, tests))).verdict
+async def verdict(sandbox: Sandbox, source: str, *tests: StdinTest | CallTest) -> RewardOutcome:
+    return (await sandbox.run(SandboxProgram("python", source, tests))).outcome
 
 
 @here
 async def test_a_program_is_judged_by_what_it_writes(sandbox: Sandbox) -> None:
-    assert sandbox.note == ""
-    assert await verdict(sandbox, ADD, StdinTest("1 2", "3\n")) is Verdict.PASS
-    assert await verdict(sandbox, ADD, StdinTest("1 2", "4\n")) is Verdict.WRONG
-    assert await verdict(sandbox, ADD, StdinTest("x", "")) is Verdict.RUNTIME_ERROR
-    assert await verdict(sandbox, "print(", StdinTest("", "")) is Verdict.COMPILE_ERROR
+    assert sandbox.user_warning == ""
+    assert await verdict(sandbox, ADD, StdinTest("1 2", "3\n")) is RewardOutcome.PASS
+    assert await verdict(sandbox, ADD, StdinTest("1 2", "4\n")) is RewardOutcome.WRONG
+    assert await verdict(sandbox, ADD, StdinTest("x", "")) is RewardOutcome.RUNTIME_ERROR
+    assert await verdict(sandbox, "print(", StdinTest("", "")) is RewardOutcome.COMPILE_ERROR
 
 
 @here
 async def test_a_function_is_judged_by_what_it_returns(sandbox: Sandbox) -> None:
     pairs = "def pairs(a, b): return [(a, b)], {a: 0.1 + 0.2}"
     right = CallTest("pairs", [1, "x"], [None, ([[1, "x"]], {"1": 0.3})])
-    assert await verdict(sandbox, pairs, right) is Verdict.PASS
-    assert await verdict(sandbox, pairs, CallTest("pairs", [1, 2], [3])) is Verdict.WRONG
+    assert await verdict(sandbox, pairs, right) is RewardOutcome.PASS
+    assert await verdict(sandbox, pairs, CallTest("pairs", [1, 2], [3])) is RewardOutcome.WRONG
     method = (
         "class Solution:\n    def twice(self, x):\n        print('debug')\n        return 2 * x"
     )
-    assert await verdict(sandbox, method, CallTest("twice", [4], [8])) is Verdict.PASS
-    assert await verdict(sandbox, "", CallTest("twice", [4], [8])) is Verdict.RUNTIME_ERROR
+    assert await verdict(sandbox, method, CallTest("twice", [4], [8])) is RewardOutcome.PASS
+    assert await verdict(sandbox, "", CallTest("twice", [4], [8])) is RewardOutcome.RUNTIME_ERROR
 
 
 @here
 async def test_an_async_function_is_called_what_it_is(sandbox: Sandbox) -> None:
     source = "async def later(): return 5"
-    outcome = await sandbox.run(Program("python", source, [CallTest("later", [], [5])]))
-    assert outcome.verdict is Verdict.RUNTIME_ERROR
+    outcome = await sandbox.run(SandboxProgram("python", source, [CallTest("later", [], [5])]))
+    assert outcome.outcome is RewardOutcome.RUNTIME_ERROR
     assert outcome.detail == "TypeError: later is async; it must be a plain function"
 
 
 @here
 async def test_what_failed_is_said_in_a_line(sandbox: Sandbox) -> None:
-    outcome = await sandbox.run(Program("python", "x = 1\nx / 0", [StdinTest("", "")]))
+    outcome = await sandbox.run(SandboxProgram("python", "x = 1\nx / 0", [StdinTest("", "")]))
     assert outcome.detail == "ZeroDivisionError: division by zero"
-    outcome = await sandbox.run(Program("python", "import sys; sys.exit(3)", [StdinTest("", "")]))
+    outcome = await sandbox.run(
+        SandboxProgram("python", "import sys; sys.exit(3)", [StdinTest("", "")])
+    )
     assert outcome.detail == "exit code 3"
-    outcome = await sandbox.run(Program("python", "print(5)", [StdinTest("", "6")]))
+    outcome = await sandbox.run(SandboxProgram("python", "print(5)", [StdinTest("", "6")]))
     assert outcome.detail == r"wrote '5\n', not '6'"
 
 
 @here
 async def test_tests_stop_at_the_first_that_fails_unless_all_are_wanted(sandbox: Sandbox) -> None:
     tests = [StdinTest("1 2", "3"), StdinTest("x", "0"), StdinTest("2 2", "4"), StdinTest("", "")]
-    first = await sandbox.run(Program("python", ADD, tests))
-    assert [r.verdict for r in first.results] == [Verdict.PASS, Verdict.RUNTIME_ERROR]
-    every = await sandbox.run(Program("python", ADD, tests, stop_early=False))
-    assert [r.verdict.value for r in every.results] == [
+    first = await sandbox.run(SandboxProgram("python", ADD, tests))
+    assert [r.outcome for r in first.test_results] == [
+        RewardOutcome.PASS,
+        RewardOutcome.RUNTIME_ERROR,
+    ]
+    every = await sandbox.run(SandboxProgram("python", ADD, tests, stop_early=False))
+    assert [r.outcome.value for r in every.test_results] == [
         "pass",
         "runtime_error",
         "pass",
         "runtime_error",
     ]
     assert (first.pass_rate, every.pass_rate) == (0.25, 0.5)
-    assert every.verdict is Verdict.RUNTIME_ERROR
+    assert every.outcome is RewardOutcome.RUNTIME_ERROR
 
 
 @here
@@ -152,8 +159,8 @@ if os.fork() == 0:
         open("/tmp/work/again", "w").close()
 """
     tests = [StdinTest("", "")] * 3
-    outcome = await sandbox.run(Program("python", source, tests))
-    assert [result.verdict for result in outcome.results] == [Verdict.PASS] * 3, outcome
+    outcome = await sandbox.run(SandboxProgram("python", source, tests))
+    assert [result.outcome for result in outcome.test_results] == [RewardOutcome.PASS] * 3, outcome
 
 
 @here
@@ -174,8 +181,8 @@ async def test_a_program_that_changes_itself_changes_it_for_one_test_only(
     sandbox: Sandbox, language: str, source: str
 ) -> None:
     wanted = {"python": "[]", "bash": "solution.sh"}[language]
-    outcome = await sandbox.run(Program(language, source, [StdinTest("", wanted)] * 3))
-    assert [result.verdict for result in outcome.results] == [Verdict.PASS] * 3, outcome
+    outcome = await sandbox.run(SandboxProgram(language, source, [StdinTest("", wanted)] * 3))
+    assert [result.outcome for result in outcome.test_results] == [RewardOutcome.PASS] * 3, outcome
 
 
 @here
@@ -191,27 +198,27 @@ if input() == "grow":
 print("done")
 """
     tests = [StdinTest(word, "done") for word in ("a", "grow", "b")]
-    outcome = await sandbox.run(Program("python", source, tests, stop_early=False))
-    verdicts = [result.verdict for result in outcome.results]
-    assert verdicts == [Verdict.PASS, Verdict.MEMORY, Verdict.PASS]
+    outcome = await sandbox.run(SandboxProgram("python", source, tests, stop_early=False))
+    verdicts = [result.outcome for result in outcome.test_results]
+    assert verdicts == [RewardOutcome.PASS, RewardOutcome.MEMORY, RewardOutcome.PASS]
 
 
 @here
 async def test_all_tests_together_have_a_limit_of_their_own(sandbox: Sandbox) -> None:
-    slow = Program("python", "import time; time.sleep(0.4)", [StdinTest("", "")] * 9)
+    slow = SandboxProgram("python", "import time; time.sleep(0.4)", [StdinTest("", "")] * 9)
     limited = await Sandbox.start(replace(QUICK, total_s=2.2), jails=1)
     outcome = await limited.run(slow)
     await limited.close()
-    assert outcome.verdict is Verdict.TIMEOUT
-    assert 2 <= len(outcome.results) <= 6
-    assert outcome.results[0].verdict is Verdict.PASS
-    assert (await sandbox.run(slow)).verdict is Verdict.PASS
+    assert outcome.outcome is RewardOutcome.TIMEOUT
+    assert 2 <= len(outcome.test_results) <= 6
+    assert outcome.test_results[0].outcome is RewardOutcome.PASS
+    assert (await sandbox.run(slow)).outcome is RewardOutcome.PASS
 
 
 @here
 async def test_texts_of_other_libraries_are_texts(sandbox: Sandbox) -> None:
     source, given, wanted = map(np.str_, (ADD, "1 2", "3"))
-    assert await verdict(sandbox, source, StdinTest(given, wanted)) is Verdict.PASS
+    assert await verdict(sandbox, source, StdinTest(given, wanted)) is RewardOutcome.PASS
 
 
 @here
@@ -236,7 +243,7 @@ if __name__ == "__main__":
     exit()
 """
     assert await verdict(sandbox, source, StdinTest("7\n8\n", "7\n7\n8 ['solution.py']")) is (
-        Verdict.PASS
+        RewardOutcome.PASS
     )
 
 
@@ -245,19 +252,21 @@ if __name__ == "__main__":
 async def test_other_languages_come_from_a_table(sandbox: Sandbox, language: str) -> None:
     source, broken = ADD_IN[language]
     tests = [StdinTest("1 2", "3"), StdinTest("3 4", "7"), StdinTest("1 1", "3")]
-    outcome = await sandbox.run(Program(language, source, tests))
-    verdicts = [result.verdict for result in outcome.results]
-    assert verdicts == [Verdict.PASS, Verdict.PASS, Verdict.WRONG], outcome
-    outcome = await sandbox.run(Program(language, broken, tests))
+    outcome = await sandbox.run(SandboxProgram(language, source, tests))
+    verdicts = [result.outcome for result in outcome.test_results]
+    assert verdicts == [RewardOutcome.PASS, RewardOutcome.PASS, RewardOutcome.WRONG], outcome
+    outcome = await sandbox.run(SandboxProgram(language, broken, tests))
     compiled = bool(LANGUAGES[language].compile)
-    assert outcome.verdict is (Verdict.COMPILE_ERROR if compiled else Verdict.RUNTIME_ERROR)
+    assert outcome.outcome is (
+        RewardOutcome.COMPILE_ERROR if compiled else RewardOutcome.RUNTIME_ERROR
+    )
     assert outcome.detail and "\n" not in outcome.detail
 
 
 @here
 @pytest.mark.parametrize("long", LONG, ids=["text", "value"])
 async def test_programs_take_turns_and_the_event_loop_stays_free(
-    sandbox: Sandbox, long: Program
+    sandbox: Sandbox, long: SandboxProgram
 ) -> None:
     longest = 0.0
 
@@ -271,43 +280,43 @@ async def test_programs_take_turns_and_the_event_loop_stays_free(
             longest = max(longest, time.process_time() - before)
 
     beating = asyncio.create_task(beat())
-    short = Program("python", ADD, [StdinTest("1 2", "3")])
+    short = SandboxProgram("python", ADD, [StdinTest("1 2", "3")])
     outcomes = await asyncio.gather(*map(sandbox.run, [short, long] * 5))
     beating.cancel()
-    assert [o.verdict for o in outcomes] == [Verdict.PASS, Verdict.WRONG] * 5
+    assert [o.outcome for o in outcomes] == [RewardOutcome.PASS, RewardOutcome.WRONG] * 5
     # All of either text or list takes more.
     assert longest < 0.3
 
 
 @here
 async def test_a_caller_that_gives_up_takes_its_program_with_it(sandbox: Sandbox) -> None:
-    sleeper = Program("python", "import time; time.sleep(60)", [StdinTest("", "")])
+    sleeper = SandboxProgram("python", "import time; time.sleep(60)", [StdinTest("", "")])
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(sandbox.run(sleeper), 0.2)
-    assert await verdict(sandbox, ADD, StdinTest("1 2", "3")) is Verdict.PASS
+    assert await verdict(sandbox, ADD, StdinTest("1 2", "3")) is RewardOutcome.PASS
 
 
 @here
 async def test_what_the_sandbox_was_not_started_for_is_refused(sandbox: Sandbox) -> None:
     with pytest.raises(ValueError, match="no language cobol"):
-        await sandbox.run(Program("cobol", "", [StdinTest("", "")]))
+        await sandbox.run(SandboxProgram("cobol", "", [StdinTest("", "")]))
     assert "bash" in INSTALLED
     with pytest.raises(ValueError, match="Python only"):
-        await sandbox.run(Program("bash", "", [CallTest("f", [], [1])]))
+        await sandbox.run(SandboxProgram("bash", "", [CallTest("f", [], [1])]))
     with pytest.raises(ValueError, match="without tests"):
-        await sandbox.run(Program("python", "", []))
+        await sandbox.run(SandboxProgram("python", "", []))
 
 
 async def test_a_closed_sandbox_leaves_no_process_and_says_that_it_is_closed() -> None:
     before = descendants()
     sandbox = await Sandbox.start(QUICK, jails=2)
-    sleeper = Program("python", "import time; time.sleep(60)", [StdinTest("", "")])
+    sleeper = SandboxProgram("python", "import time; time.sleep(60)", [StdinTest("", "")])
     running = [asyncio.create_task(sandbox.run(sleeper)) for _ in range(4)]
     await asyncio.sleep(0.2)
     await sandbox.close()
     assert not descendants() - before
     outcomes = await asyncio.gather(*running)
-    assert {outcome.verdict for outcome in outcomes} == {Verdict.INFRA_ERROR}
+    assert {outcome.outcome for outcome in outcomes} == {RewardOutcome.INFRA_ERROR}
     await sandbox.close()
 
 
@@ -359,7 +368,7 @@ async def test_a_bubblewrap_that_does_not_isolate_is_found_out(
 
 
 async def test_trying_to_break_out_tells_all_the_ways_that_were_open() -> None:
-    why = await broken(blueprint(UNSAFE, QUICK, b""))
+    why = await probe_isolation(make_jail_spec(NO_ISOLATION, QUICK, b""))
     assert why is not None
     for way in ("connect to", "read a file", "list the directories", "without limit", "signal"):
         assert way in why
@@ -373,15 +382,19 @@ async def test_allow_unsafe_runs_programs_within_limits_and_says_that_it_is_no_s
     # The kernel counts all processes of the user here, not those of a program.
     limits = replace(QUICK, processes=1 << 16)
     sandbox = await Sandbox.start(limits, jails=2, allow_unsafe=True)
-    assert "no sandbox" in sandbox.note
+    assert "no sandbox" in sandbox.user_warning
     tests = [StdinTest("1 2", "3"), StdinTest("3 3", "6")]
-    assert (await sandbox.run(Program("python", ADD, tests))).verdict is Verdict.PASS
-    assert await verdict(sandbox, "def f(x): return x", CallTest("f", [1], [1])) is Verdict.PASS
+    assert (await sandbox.run(SandboxProgram("python", ADD, tests))).outcome is RewardOutcome.PASS
+    assert (
+        await verdict(sandbox, "def f(x): return x", CallTest("f", [1], [1])) is RewardOutcome.PASS
+    )
     loop = "import os\nos.fork()\nwhile True: pass"
-    assert await verdict(sandbox, loop, StdinTest("", "")) is Verdict.TIMEOUT
-    assert await verdict(sandbox, "x = bytearray(1 << 33)", StdinTest("", "")) is Verdict.MEMORY
+    assert await verdict(sandbox, loop, StdinTest("", "")) is RewardOutcome.TIMEOUT
+    assert (
+        await verdict(sandbox, "x = bytearray(1 << 33)", StdinTest("", "")) is RewardOutcome.MEMORY
+    )
     where = "import os; os.chdir('..'); print(os.getcwd())"
-    outcome = await sandbox.run(Program("python", where, [StdinTest("", "")]))
+    outcome = await sandbox.run(SandboxProgram("python", where, [StdinTest("", "")]))
     folder = outcome.detail.removeprefix("wrote '").partition("\\n")[0]
     await sandbox.close()
     assert "streamrl-unsafe-" in folder
@@ -391,11 +404,11 @@ async def test_allow_unsafe_runs_programs_within_limits_and_says_that_it_is_no_s
 async def test_isolation_is_used_where_there_is_some_even_if_unsafe_is_allowed() -> None:
     sandbox = await Sandbox.start(QUICK, jails=1, allow_unsafe=True)
     await sandbox.close()
-    assert sandbox.note == ""
+    assert sandbox.user_warning == ""
 
 
 async def test_a_language_whose_tool_is_missing_is_refused_by_name() -> None:
-    languages = {"cobol": Language("x.cob", run=("{dir}/x",), compile=("cobc", "{dir}/x.cob"))}
+    languages = {"cobol": LanguageSpec("x.cob", run=("{dir}/x",), compile=("cobc", "{dir}/x.cob"))}
     with pytest.raises(ConfigError, match="cobol needs cobc"):
         await Sandbox.start(QUICK, jails=1, languages=languages)
 
@@ -407,14 +420,17 @@ async def test_there_must_be_a_jail() -> None:
 
 def test_limits_are_above_zero() -> None:
     with pytest.raises(ConfigError, match=r"sandbox.wall_s=0: must be above 0"):
-        Limits(wall_s=0)
+        ProgramLimits(wall_s=0)
 
 
 def test_one_infra_error_says_that_nothing_is_known() -> None:
-    results = (Result(Verdict.WRONG, 0.1), Result(Verdict.INFRA_ERROR, 0.1, "no jail"))
-    assert Outcome(results, 3).verdict is Verdict.INFRA_ERROR
-    assert Outcome(results, 3).detail == "no jail"
+    results = (
+        ProgramTestResult(RewardOutcome.WRONG, 0.1),
+        ProgramTestResult(RewardOutcome.INFRA_ERROR, 0.1, "no jail"),
+    )
+    assert ProgramResult(results, 3).outcome is RewardOutcome.INFRA_ERROR
+    assert ProgramResult(results, 3).detail == "no jail"
 
 
 def test_this_machine_can_isolate() -> None:
-    assert why_unavailable() is None
+    assert explain_unavailability() is None

@@ -21,7 +21,7 @@ async def test_a_kind_has_one_function_and_a_name_that_can_be_logged(tmp_path, s
     path = tmp_path / "kinds.py"
     path.write_text(f"from streamrl.rewards import reward\n{source}\n")
     with pytest.raises(ConfigError, match=words):
-        await build_rewards([RewardConfig("a", options={"path": str(path)})]).preflight()
+        await build_rewards([RewardConfig("a", options={"path": str(path)})]).run_preflight()
 
 
 @pytest.mark.parametrize(
@@ -42,5 +42,5 @@ async def test_an_installed_kind_that_cannot_be_loaded_is_one_line(
     (tmp_path / "kinds_of_mine.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=rf"rewards\[0\].kind=mine: .*{words}") as caught:
-        await build_rewards([RewardConfig("mine")]).preflight()
+        await build_rewards([RewardConfig("mine")]).run_preflight()
     assert "\n" not in str(caught.value)

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.simulator.replicas.cpu_model import Clerk, Machine
+from streamrl.simulator.replicas.cpu_model import CpuModel, SerialProcess
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 
 
 async def ends(cores: int, works: list[tuple[float, float]]) -> list[float]:
     """When each work is done: (begins at, takes), s."""
-    machine, clock = Machine(cores), asyncio.get_running_loop()
+    machine, clock = CpuModel(cores), asyncio.get_running_loop()
     found = [0.0] * len(works)
 
     async def one(index: int, at: float, seconds: float) -> None:
         await asyncio.sleep(at)
-        await machine.work(seconds)
+        await machine.run_work(seconds)
         found[index] = clock.time()
 
     await asyncio.gather(*(one(i, *work) for i, work in enumerate(works)))
@@ -44,8 +44,8 @@ def test_two_cores_are_enough_for_two() -> None:
 
 def test_two_on_two_cores_may_still_be_in_each_others_way() -> None:
     async def main() -> float:
-        machine = Machine(2, crowding=0.25)
-        await machine.work(4.0, processes=2)
+        machine = CpuModel(2, crowding=0.25)
+        await machine.run_work(4.0, processes=2)
         return asyncio.get_running_loop().time()
 
     assert run_virtual(main()) == 5.0
@@ -53,8 +53,8 @@ def test_two_on_two_cores_may_still_be_in_each_others_way() -> None:
 
 def test_a_work_of_several_processes_is_as_fast_as_each_of_them() -> None:
     async def main() -> float:
-        machine = Machine(2)
-        await machine.work(3.0, processes=4)
+        machine = CpuModel(2)
+        await machine.run_work(3.0, processes=4)
         return asyncio.get_running_loop().time()
 
     assert run_virtual(main()) == 6.0
@@ -74,7 +74,7 @@ def test_no_more_is_done_than_the_cores_can(works: list[tuple[float, float]], co
 
 def test_what_is_cancelled_does_not_happen() -> None:
     async def main() -> list[str]:
-        machine, rung = Machine(), list[str]()
+        machine, rung = CpuModel(), list[str]()
         machine.call_at(1.0, lambda: rung.append("first")).cancel()
         machine.call_at(2.0, lambda: rung.append("second"))
         await asyncio.sleep(3.0)
@@ -85,14 +85,14 @@ def test_what_is_cancelled_does_not_happen() -> None:
 
 def test_a_clerk_does_one_thing_after_another_on_one_core() -> None:
     async def main() -> tuple[float, float]:
-        machine, clock = Machine(2), asyncio.get_running_loop()
-        clerk = Clerk(machine)
+        machine, clock = CpuModel(2), asyncio.get_running_loop()
+        clerk = SerialProcess(machine)
         for seconds in (1.0, 3.0, 0.0):
-            clerk.work(seconds)
+            clerk.add_work(seconds)
         # As fast as with nobody beside it but the clerk, and three are one too many for two cores.
-        await machine.work(3.0)
+        await machine.run_work(3.0)
         beside = clock.time()
-        await asyncio.gather(machine.work(1.5), machine.work(1.5))
+        await asyncio.gather(machine.run_work(1.5), machine.run_work(1.5))
         return beside, clock.time()
 
     # After 3 s the clerk has 1 s to do: the three of them go at 2/3 for 1.5 s, then two have 0.5 s.

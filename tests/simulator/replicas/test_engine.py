@@ -9,143 +9,145 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.placement.stage_timings import GeneratorTiming
-from streamrl.placement.steady_state.call_durations import FINE, Generation
+from streamrl.placement.steady_state.call_durations import CAPACITY_TOLERANCE, GenerationModel
 from streamrl.placement.workload import FixedLength, Workload
-from streamrl.simulator.replicas.engine import Engine, Sampling
-from streamrl.stream.stage_worker import Places
+from streamrl.simulator.replicas.engine import RunningGroup, SimulatedEngine
+from streamrl.stream.stage_worker import ConcurrencyLimit
 from tests.placement.simple_costs import sampler
 
 PLAIN = sampler(1.0, max_running=8, kv_tokens=1000)
 """A step takes a second, whoever is in it."""
 
 
-def run(engine: Engine[str]) -> dict[str, float]:
+def run(engine: SimulatedEngine[str]) -> dict[str, float]:
     """To the end of all groups: when each was done."""
     ends: dict[str, float] = {}
-    while engine.next_s < math.inf:
-        now = engine.next_s
-        ends |= {group.key: now for group in engine.advance(now)}
+    while engine.next_event_s < math.inf:
+        now = engine.next_event_s
+        ends |= {group.key: now for group in engine.advance_to(now)}
     return ends
 
 
 def test_a_group_is_done_with_its_longest() -> None:
-    engine: Engine[str] = Engine(PLAIN)
-    engine.add("a", 2, [3, 5], 10.0)
+    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
+    engine.add_group("a", 2, [3, 5], 10.0)
     assert run(engine) == {"a": 15.0}
-    assert (engine.is_empty, engine.resident, engine.step) == (True, 0, 5)
+    assert (engine.is_empty, engine.resident_tokens, engine.decode_steps) == (True, 0, 5)
 
 
 def test_a_step_takes_longer_the_more_tokens_are_in_memory() -> None:
     # Two rollouts of 2 prompt tokens: 4, 6 and 8 tokens before the three steps.
-    engine: Engine[str] = Engine(replace(PLAIN, kv_token_s=0.5))
-    engine.add("a", 2, [3, 3], 0.0)
+    engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, kv_token_s=0.5))
+    engine.add_group("a", 2, [3, 3], 0.0)
     assert run(engine) == {"a": (1 + 2) + (1 + 3) + (1 + 4)}
 
 
 def test_computing_bounds_the_steps_until_reading_does() -> None:
     # One rollout: reading takes 1.5, 2, 2.5 s, computing 2.2 s.
-    engine: Engine[str] = Engine(replace(PLAIN, kv_token_s=0.5, compute_rollout_s=2.2))
-    engine.add("a", 1, [3], 0.0)
+    engine: SimulatedEngine[str] = SimulatedEngine(
+        replace(PLAIN, kv_token_s=0.5, compute_rollout_s=2.2)
+    )
+    engine.add_group("a", 1, [3], 0.0)
     assert run(engine) == {"a": pytest.approx(2.2 + 2.2 + 2.5)}
 
 
 def test_who_comes_in_the_middle_of_a_step_begins_with_the_next() -> None:
-    engine: Engine[str] = Engine(PLAIN)
-    engine.add("a", 1, [4], 0.0)
-    engine.add("b", 1, [2], 1.5)
+    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
+    engine.add_group("a", 1, [4], 0.0)
+    engine.add_group("b", 1, [2], 1.5)
     assert run(engine) == {"a": 4.0, "b": 4.0}
 
 
 def test_prompts_are_computed_before_the_next_step() -> None:
-    engine: Engine[str] = Engine(replace(PLAIN, prefill_token_s=0.1))
-    engine.add("a", 10, [1, 1], 0.0)
+    engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, prefill_token_s=0.1))
+    engine.add_group("a", 10, [1, 1], 0.0)
     assert run(engine) == {"a": 2 + 1.0}
 
 
 def test_to_hand_on_what_is_done_delays_the_next_step() -> None:
-    engine: Engine[str] = Engine(replace(PLAIN, group_s=0.25))
-    engine.add("a", 1, [2], 0.0)
-    engine.add("b", 1, [2], 0.0)
-    engine.add("c", 1, [3, 1], 0.0)
+    engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, group_s=0.25))
+    engine.add_group("a", 1, [2], 0.0)
+    engine.add_group("b", 1, [2], 0.0)
+    engine.add_group("c", 1, [3, 1], 0.0)
     assert run(engine) == {"a": 2.0, "b": 2.0, "c": 3 + 2 * 0.25}
 
 
 def test_those_beyond_the_places_wait_for_one() -> None:
-    engine: Engine[str] = Engine(replace(PLAIN, max_running=2))
-    engine.add("a", 1, [2, 3, 2], 0.0)
+    engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, max_running=2))
+    engine.add_group("a", 1, [2, 3, 2], 0.0)
     assert run(engine) == {"a": 4.0}
 
 
 def test_those_beyond_the_room_wait_for_it() -> None:
     # 20 tokens of room: two with 6 at most each, and then the third, as 3 * 4 + 3 fit, but not 18.
-    engine: Engine[str] = Engine(replace(PLAIN, kv_tokens=9))
-    engine.add("a", 3, [3], 0.0)
-    engine.add("b", 3, [3], 0.0)
-    assert engine.running == 2
-    engine.add("c", 3, [3], 0.0)
-    assert engine.running == 2
+    engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, kv_tokens=9))
+    engine.add_group("a", 3, [3], 0.0)
+    engine.add_group("b", 3, [3], 0.0)
+    assert engine.num_running == 2
+    engine.add_group("c", 3, [3], 0.0)
+    assert engine.num_running == 2
 
 
 def test_the_newest_loses_its_place_where_room_runs_out() -> None:
     # Both have 4 tokens after a step and 5 after two; 10 are all there is room for, so that the
     # second waits from then on, and is computed anew once the first is done after its third step.
     timing = replace(PLAIN, kv_tokens=10, prefill_token_s=0.01)
-    engine: Engine[str] = Engine(timing)
-    engine.add("a", 3, [4], 0.0)
-    engine.add("b", 3, [4], 0.0)
+    engine: SimulatedEngine[str] = SimulatedEngine(timing)
+    engine.add_group("a", 3, [4], 0.0)
+    engine.add_group("b", 3, [4], 0.0)
     ends = run(engine)
-    assert engine.preempted == 1
+    assert engine.num_preempted == 1
     assert ends == {"a": pytest.approx(4.06), "b": pytest.approx(4.06 + 0.05 + 2)}
 
 
 def test_every_token_keeps_the_version_that_sampled_it() -> None:
-    engine: Engine[str] = Engine(PLAIN)
-    engine.load(3, 0.0, 0.0)
-    engine.add("a", 1, [5, 2], 0.0)
-    assert engine.load(4, 0.5, 2.5) == 3.5
-    (group,) = engine.advance(engine.next_s)
-    assert group.versions == {3: 3 + 2, 4: 2}
+    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
+    engine.load_version(3, 0.0, 0.0)
+    engine.add_group("a", 1, [5, 2], 0.0)
+    assert engine.load_version(4, 0.5, 2.5) == 3.5
+    (group,) = engine.advance_to(engine.next_event_s)
+    assert group.tokens_by_version == {3: 3 + 2, 4: 2}
     assert engine.now == 5.5
 
 
 def test_what_stands_still_goes_on_where_it_was() -> None:
-    engine: Engine[str] = Engine(PLAIN)
-    engine.add("a", 1, [3], 0.0)
-    assert engine.halt(0.2) == 1.0
-    assert engine.next_s == math.inf
-    engine.go_on(7.0)
+    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
+    engine.add_group("a", 1, [3], 0.0)
+    assert engine.pause(0.2) == 1.0
+    assert engine.next_event_s == math.inf
+    engine.resume(7.0)
     assert run(engine) == {"a": 9.0}
 
 
 def test_tokens_that_would_be_lost_are_those_of_groups_that_are_not_done() -> None:
-    engine: Engine[str] = Engine(PLAIN)
-    engine.add("a", 1, [1, 1], 0.0)
-    engine.add("b", 1, [2, 9], 0.0)
-    engine.advance(1.0)
-    engine.halt(3.0)
-    assert engine.sampled() == 2 + 3
+    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
+    engine.add_group("a", 1, [1, 1], 0.0)
+    engine.add_group("b", 1, [2, 9], 0.0)
+    engine.advance_to(1.0)
+    engine.pause(3.0)
+    assert engine.count_sampled_tokens() == 2 + 3
 
 
 def test_there_is_something_to_do_once_a_place_is_free_again() -> None:
-    kind = Places(-1, per_group=4)
-    engine: Engine[str] = Engine(PLAIN, [kind])
-    engine.add("a", 1, [2, 3, 6, 9], 0.0, kind)
-    assert engine.next_s == 3.0, "one gives its place to who has none, the next one is free"
-    assert (engine.advance(3.0), kind.free) == ([], 1)
-    assert engine.next_s == 9.0, "who has free places asks already"
-    kind.free -= 2
-    engine.add("b", 1, [2], 3.5)
-    assert engine.next_s == 6.0
+    kind = ConcurrencyLimit(-1, slots_per_group=4)
+    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN, [kind])
+    engine.add_group("a", 1, [2, 3, 6, 9], 0.0, kind)
+    assert engine.next_event_s == 3.0, "one gives its place to who has none, the next one is free"
+    assert (engine.advance_to(3.0), kind.free_slots) == ([], 1)
+    assert engine.next_event_s == 9.0, "who has free places asks already"
+    kind.free_slots -= 2
+    engine.add_group("b", 1, [2], 3.5)
+    assert engine.next_event_s == 6.0
 
 
 def test_a_place_that_is_free_at_the_end_of_a_step_under_way_is_told_of() -> None:
-    kind = Places(0, per_group=2)
-    engine: Engine[str] = Engine(PLAIN, [kind])
-    engine.add("a", 1, [2, 9], 0.0, kind)
-    engine.load(1, 5.0, 1.5)
-    assert (engine.next_s, kind.free) == (2.0, 1)
-    assert engine.advance(2.0) == []
-    assert engine.next_s == 5.0 + 9.0
+    kind = ConcurrencyLimit(0, slots_per_group=2)
+    engine: SimulatedEngine[str] = SimulatedEngine(PLAIN, [kind])
+    engine.add_group("a", 1, [2, 9], 0.0, kind)
+    engine.load_version(1, 5.0, 1.5)
+    assert (engine.next_event_s, kind.free_slots) == (2.0, 1)
+    assert engine.advance_to(2.0) == []
+    assert engine.next_event_s == 5.0 + 9.0
 
 
 @dataclass
@@ -157,7 +159,7 @@ class Slow:
     version: int = -1
     running: list[list[int]] = field(default_factory=list)
     waiting: deque[list[int]] = field(default_factory=deque)
-    groups: dict[int, Sampling[int]] = field(default_factory=dict)
+    groups: dict[int, RunningGroup[int]] = field(default_factory=dict)
     left: Counter[int] = field(default_factory=Counter)
     ends: dict[int, float] = field(default_factory=dict)
 
@@ -178,7 +180,7 @@ class Slow:
         for one in self.running:
             one[1] += 1
             one[2] -= 1
-            versions = self.groups[one[0]].versions
+            versions = self.groups[one[0]].tokens_by_version
             versions[self.version] = versions.get(self.version, 0) + 1
         done = []
         for one in [one for one in self.running if not one[2]]:
@@ -216,35 +218,35 @@ def test_it_is_as_fast_and_as_slow_as_token_by_token(
     timing: GeneratorTiming, events: list[tuple[int, list[int]]]
 ) -> None:
     """An event without lengths is a new version. None comes just when a step ends."""
-    engine: Engine[int] = Engine(timing)
+    engine: SimulatedEngine[int] = SimulatedEngine(timing)
     slow, ends, found = Slow(timing), {}, {}
     for i, (place, lengths) in enumerate(sorted(events)):
         time = 0.37 * place + 0.001237 * i
-        while engine.next_s <= time:
-            now = engine.next_s
-            for group in engine.advance(now):
-                ends[group.key], found[group.key] = now, group.versions
+        while engine.next_event_s <= time:
+            now = engine.next_event_s
+            for group in engine.advance_to(now):
+                ends[group.key], found[group.key] = now, group.tokens_by_version
         while slow.running and slow.now < time:
             slow.make_step()
         slow.now = max(slow.now, time)
         if lengths:
-            engine.add(i, 4, lengths, time)
-            slow.groups[i] = Sampling(i, Places(0), 0)
+            engine.add_group(i, 4, lengths, time)
+            slow.groups[i] = RunningGroup(i, ConcurrencyLimit(0), 0)
             slow.left[i] = len(lengths)
             slow.waiting.extend([i, 4, tokens] for tokens in lengths)
             slow.fill()
         else:
-            engine.load(i, 0.25, time)
+            engine.load_version(i, 0.25, time)
             slow.version = i
             slow.now += 0.25
-    while engine.next_s < math.inf:
-        now = engine.next_s
-        for group in engine.advance(now):
-            ends[group.key], found[group.key] = now, group.versions
+    while engine.next_event_s < math.inf:
+        now = engine.next_event_s
+        for group in engine.advance_to(now):
+            ends[group.key], found[group.key] = now, group.tokens_by_version
     while slow.running:
         slow.make_step()
     assert ends == pytest.approx(slow.ends)
-    assert found == {key: group.versions for key, group in slow.groups.items()}
+    assert found == {key: group.tokens_by_version for key, group in slow.groups.items()}
     assert engine.is_empty and not slow.waiting
 
 
@@ -252,11 +254,11 @@ def test_what_runs_is_computed_anew_for_another_version_unless_it_is_kept() -> N
     ends: dict[float, float] = {}
     for recompute_token_s in (0.0, 0.1):
         timing = GeneratorTiming(1, 8, 1e6, 0, 0, 0, 1.0, 0, 0, recompute_token_s=recompute_token_s)
-        engine: Engine[str] = Engine(timing)
-        engine.add("a", 5, [4], 0.0)
+        engine: SimulatedEngine[str] = SimulatedEngine(timing)
+        engine.add_group("a", 5, [4], 0.0)
         # Two tokens are there by then, behind a prompt of five.
-        assert engine.load(1, 0.5, 2.0) == 2.5
-        ends[recompute_token_s] = engine.next_s
+        assert engine.load_version(1, 0.5, 2.0) == 2.5
+        ends[recompute_token_s] = engine.next_event_s
     assert ends[0.0] == 4.5
     assert ends[0.1] == 4.5 + 7 * 0.1
 
@@ -275,14 +277,14 @@ def test_the_planners_batches_have_places_and_lose_them_as_here(
     room = float(prompt + tokens + 1 + spare)
     timing = replace(PLAIN, max_running=places, kv_tokens=room)
     workload = Workload(groups, size, prompt, FixedLength(tokens))
-    (share,) = Generation(workload).shares(timing)
+    (share,) = GenerationModel(workload).find_replica_schedules(timing)
     # Rooms that differ by little are the same to the planner.
-    same = (1 + FINE) ** math.floor(math.log(room) / math.log(1 + FINE))
+    same = (1 + CAPACITY_TOLERANCE) ** math.floor(math.log(room) / math.log(1 + CAPACITY_TOLERANCE))
     ends = []
     for kept in (room, same):
-        engine: Engine[str] = Engine(replace(timing, kv_tokens=kept))
+        engine: SimulatedEngine[str] = SimulatedEngine(replace(timing, kv_tokens=kept))
         for i in range(groups):
-            engine.add(f"{i}", prompt, [tokens] * size, 0.0)
+            engine.add_group(f"{i}", prompt, [tokens] * size, 0.0)
         found = run(engine)
         ends.append([found[f"{i}"] for i in range(groups)])
     assert share.group_ends.tolist() in ends

@@ -8,20 +8,22 @@ import pytest
 from streamrl.errors import ConfigError
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Placement
-from streamrl.simulator.replicas.failures import Failures
-from streamrl.simulator.simulation import simulate
+from streamrl.simulator.replicas.failures import FailureModel
+from streamrl.simulator.simulation import run_simulation
 from tests.simulator.test_simulation import APART, FLOW, GENERATOR, TIMINGS, WORKLOAD, on
 
 
-def run(placement: Placement, failures: Failures | None, *, replicas: int = 1, seed: int = 1):
+def run(placement: Placement, failures: FailureModel | None, *, replicas: int = 1, seed: int = 1):
     timings = replace(TIMINGS, generator=replace(GENERATOR, replicas=replicas))
-    return simulate(FLOW, placement, timings, WORKLOAD, steps=12, seed=seed, failures=failures)
+    return run_simulation(
+        FLOW, placement, timings, WORKLOAD, steps=12, seed=seed, failures=failures
+    )
 
 
 def test_crashes_cost_time_and_the_more_the_longer_a_restart_takes() -> None:
     ends = [run(APART, None).step_ends[-1]]
     for restart_s in (5.0, 50.0):
-        found = run(APART, Failures(150.0, restart_s, node_devices=1))
+        found = run(APART, FailureModel(150.0, restart_s, node_devices=1))
         assert found.crashes
         assert found.ledger.trained == 24
         ends.append(found.step_ends[-1])
@@ -31,7 +33,7 @@ def test_crashes_cost_time_and_the_more_the_longer_a_restart_takes() -> None:
 @pytest.mark.parametrize("checkpoint_every", [1, 6, 100])
 def test_what_is_lost_in_a_crash_counts_in_the_mean_step(checkpoint_every: int) -> None:
     plain = run(APART, None)
-    failures = Failures(150.0, 50.0, checkpoint_every=checkpoint_every, node_devices=2)
+    failures = FailureModel(150.0, 50.0, checkpoint_every=checkpoint_every, node_devices=2)
     found = run(APART, failures, seed=4)
     assert found.crashes
     assert found.step_s > plain.step_s and found.tokens_per_s < plain.tokens_per_s
@@ -39,18 +41,18 @@ def test_what_is_lost_in_a_crash_counts_in_the_mean_step(checkpoint_every: int) 
 
 def test_a_dead_generator_has_its_groups_sampled_again() -> None:
     # Only the node of the generator has a device: the trainer is on the other one.
-    found = run(APART, Failures(60.0, 3.0, node_devices=1), seed=2)
+    found = run(APART, FailureModel(60.0, 3.0, node_devices=1), seed=2)
     own = [crash for crash in found.crashes if not crash.is_restart]
     assert {crash.processes for crash in own} == {("generator-0",)}
     assert any(crash.lost_tokens for crash in own)
-    assert all(crash.steps_again == 0 for crash in own)
+    assert all(crash.repeated_steps == 0 for crash in own)
 
 
 def test_a_dead_trainer_makes_the_steps_since_the_checkpoint_again() -> None:
-    often = run(APART, Failures(150.0, 5.0, checkpoint_every=1, node_devices=2), seed=4)
-    seldom = run(APART, Failures(150.0, 5.0, checkpoint_every=6, node_devices=2), seed=4)
+    often = run(APART, FailureModel(150.0, 5.0, checkpoint_every=1, node_devices=2), seed=4)
+    seldom = run(APART, FailureModel(150.0, 5.0, checkpoint_every=6, node_devices=2), seed=4)
     assert all(crash.is_restart for crash in (*often.crashes, *seldom.crashes))
-    assert often.steps_again == 0 < seldom.steps_again
+    assert often.repeated_steps == 0 < seldom.repeated_steps
     assert often.step_ends[-1] < seldom.step_ends[-1]
     # They are made from groups that are kept: their rollouts are those they had.
     once = run(APART, None)
@@ -60,7 +62,7 @@ def test_a_dead_trainer_makes_the_steps_since_the_checkpoint_again() -> None:
 
 def test_a_replica_dies_with_its_own_node_alone() -> None:
     placement = Placement({"generate": on(0), "train": on(2)})
-    found = run(placement, Failures(200.0, 5.0, node_devices=1))
+    found = run(placement, FailureModel(200.0, 5.0, node_devices=1))
     assert {name for crash in found.crashes for name in crash.processes} <= {
         "generator-0",
         "reward-0",
@@ -69,18 +71,18 @@ def test_a_replica_dies_with_its_own_node_alone() -> None:
 
 def test_what_never_comes_back_or_never_fails_is_no_failure() -> None:
     with pytest.raises(ConfigError, match="mttf_s=0"):
-        Failures(0, 1.0)
+        FailureModel(0, 1.0)
     with pytest.raises(ConfigError, match="checkpoint_every=0"):
-        Failures(1.0, 1.0, checkpoint_every=0)
+        FailureModel(1.0, 1.0, checkpoint_every=0)
     with pytest.raises(ConfigError, match="restart_s=inf: must be above 0 and finite"):
-        Failures(1.0, math.inf)
+        FailureModel(1.0, math.inf)
     with pytest.raises(ConfigError, match="mttf_s=5: must be above restart_s=5"):
-        Failures(5.0, 5.0)
+        FailureModel(5.0, 5.0)
 
 
 def test_a_run_gets_on_with_five_deaths_in_what_is_lost_whole_and_not_with_more() -> None:
     # Devices 0 to 3 and 6 to 9 are on three nodes of four, of which one dies every 10 s.
-    failures, trained = Failures(30.0, 1.0, 10, node_devices=4), [Mesh(0, 4), Mesh(6, 4)]
+    failures, trained = FailureModel(30.0, 1.0, 10, node_devices=4), [Mesh(0, 4), Mesh(6, 4)]
     failures.check_progress(trained, first_s=50.0, step_s=5.0, steps=100)
     failures.check_progress(trained, first_s=50.0, step_s=50.0, steps=1)
     with pytest.raises(

@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from streamrl.dataflow import GENERATE, REWARD, dataflow_for
+from streamrl.dataflow import GENERATE_CALL, REWARD_CALL, build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS, GroupInfo
-from streamrl.simulator.replicas.cpu_model import Machine
-from streamrl.simulator.replicas.prompts import Prompts
-from streamrl.simulator.replicas.queue import Group, StreamQueue
+from streamrl.simulator.replicas.cpu_model import CpuModel
+from streamrl.simulator.replicas.prompts import SimulatedPrompts
+from streamrl.simulator.replicas.queue import SimulatedGroup, SimulatedQueue
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 
-FLOW = dataflow_for((*ROLLOUT_COLUMNS, "scores"))
+FLOW = build_dataflow((*ROLLOUT_COLUMNS, "scores"))
 
 
 @dataclass(eq=False)
@@ -19,35 +19,35 @@ class Replica:
     """Keeps what it is given."""
 
     places: int
-    groups: list[Group] = field(default_factory=list)
+    groups: list[SimulatedGroup] = field(default_factory=list)
 
-    def room(self, stage: str) -> int:
+    def count_free_slots(self, stage: str) -> int:
         return self.places - len(self.groups)
 
-    def give(self, stage: str, groups: Sequence[Group]) -> None:
+    def assign_groups(self, stage: str, groups: Sequence[SimulatedGroup]) -> None:
         self.groups += groups
 
     @property
     def orders(self) -> list[int]:
-        return [group.order for group in self.groups]
+        return [group.admission_index for group in self.groups]
 
 
-def make(*, streamed: bool = True, hop_s: float = 0.0) -> StreamQueue:
-    machine = Machine()
-    return StreamQueue(
+def make(*, streamed: bool = True, hop_s: float = 0.0) -> SimulatedQueue:
+    machine = CpuModel()
+    return SimulatedQueue(
         FLOW, machine, hop_s=hop_s, books_s=0.0, streamed=streamed, groups_per_step=2
     )
 
 
-async def filled(queue: StreamQueue, count: int) -> None:
-    await queue.admit(Prompts().draw(count), 0)
+async def filled(queue: SimulatedQueue, count: int) -> None:
+    await queue.admit_prompts(SimulatedPrompts().draw_prompts(count), 0)
 
 
 def test_each_of_those_who_wait_gets_its_share_in_the_order_of_admission() -> None:
     async def main() -> list[list[int]]:
         queue, replicas = make(), [Replica(4), Replica(4)]
         for replica in replicas:
-            queue.wait(GENERATE.stage, replica)
+            queue.request_groups(GENERATE_CALL.stage, replica)
         await filled(queue, 5)
         return [replica.orders for replica in replicas]
 
@@ -58,7 +58,7 @@ def test_a_request_is_for_as_much_room_as_there_was_when_it_was_made() -> None:
     async def main() -> list[list[int]]:
         queue, replicas = make(), [Replica(1), Replica(1)]
         for replica in replicas:
-            queue.wait(GENERATE.stage, replica)
+            queue.request_groups(GENERATE_CALL.stage, replica)
             replica.places = 3
         await filled(queue, 5)
         return [replica.orders for replica in replicas]
@@ -70,12 +70,12 @@ def test_a_request_is_for_as_much_room_as_there_was_when_it_was_made() -> None:
 def test_what_a_dead_replica_had_is_given_to_another_unless_it_is_done() -> None:
     async def main() -> tuple[list[int], int]:
         queue, first, second = make(hop_s=1.0), Replica(3), Replica(3)
-        queue.wait(GENERATE.stage, first)
+        queue.request_groups(GENERATE_CALL.stage, first)
         await filled(queue, 3)
-        queue.commit(GENERATE.stage, [first.groups[1]])
-        queue.wait(GENERATE.stage, second)
+        queue.commit_groups(GENERATE_CALL.stage, [first.groups[1]])
+        queue.request_groups(GENERATE_CALL.stage, second)
         first.places = 0
-        count = queue.release(first)
+        count = queue.requeue_groups(first)
         return second.orders, count
 
     assert run_virtual(main()) == ([0, 2], 2)
@@ -85,16 +85,16 @@ def test_a_group_is_ready_for_the_next_stage_after_a_hop_and_then_for_training()
     async def main() -> tuple[float, list[int], str, int | None]:
         queue, generator, scorer = make(hop_s=0.5), Replica(2), Replica(2)
         clock = asyncio.get_running_loop()
-        queue.wait(GENERATE.stage, generator)
-        queue.wait(REWARD.stage, scorer)
+        queue.request_groups(GENERATE_CALL.stage, generator)
+        queue.request_groups(REWARD_CALL.stage, scorer)
         await filled(queue, 1)
         generator.groups[0].info = GroupInfo((4,), 3, ((0, 3),))
-        queue.commit(GENERATE.stage, generator.groups)
+        queue.commit_groups(GENERATE_CALL.stage, generator.groups)
         await asyncio.sleep(0.75)
         given = scorer.orders
-        queue.commit(REWARD.stage, scorer.groups)
+        queue.commit_groups(REWARD_CALL.stage, scorer.groups)
         queue.version = 2
-        (one,) = await queue.take("train", max_groups=9, columns=(), wait_s=1.0)
+        (one,) = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
         return clock.time(), given, one.uid, one.ready_version
 
     assert run_virtual(main()) == (1.25, [0], "0:0:0", 2)
@@ -103,12 +103,12 @@ def test_a_group_is_ready_for_the_next_stage_after_a_hop_and_then_for_training()
 def test_a_stage_gets_the_groups_of_a_step_together_where_nothing_is_streamed() -> None:
     async def main() -> list[list[int]]:
         queue, generator, scorer = make(streamed=False), Replica(4), Replica(9)
-        queue.wait(GENERATE.stage, generator)
-        queue.wait(REWARD.stage, scorer)
+        queue.request_groups(GENERATE_CALL.stage, generator)
+        queue.request_groups(REWARD_CALL.stage, scorer)
         await filled(queue, 4)
         seen = []
         for index in (0, 2, 3):
-            queue.commit(GENERATE.stage, [generator.groups[index]])
+            queue.commit_groups(GENERATE_CALL.stage, [generator.groups[index]])
             seen.append(scorer.orders)
         return seen
 
@@ -116,26 +116,26 @@ def test_a_stage_gets_the_groups_of_a_step_together_where_nothing_is_streamed() 
 
 
 def test_a_group_that_is_filtered_goes_to_who_makes_steps_once_it_is_scored() -> None:
-    flow = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
+    flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
 
     async def main() -> tuple[list[int], list[int], list[bool], list[int]]:
-        queue = StreamQueue(
-            flow, Machine(), hop_s=0.0, books_s=0.0, streamed=True, groups_per_step=3
+        queue = SimulatedQueue(
+            flow, CpuModel(), hop_s=0.0, books_s=0.0, streamed=True, groups_per_step=3
         )
         generator, judge, reference = Replica(3), Replica(3), Replica(3)
-        queue.wait(GENERATE.stage, generator)
+        queue.request_groups(GENERATE_CALL.stage, generator)
         await filled(queue, 3)
         generator.groups[1].is_filtered = True
         for group in generator.groups:
             group.info = GroupInfo((2,), 1, ((0, 1),))
-        queue.commit(GENERATE.stage, generator.groups)
-        queue.wait(REWARD.stage, judge)
-        queue.commit(REWARD.stage, judge.groups)
-        found = await queue.take("train", max_groups=9, columns=(), wait_s=1.0)
-        ended = [one.ended is not None and one.ended.filtered for one in found]
-        queue.wait("reference", reference)
-        queue.commit("reference", reference.groups)
-        whole = await queue.take("train", max_groups=9, columns=(), wait_s=1.0)
+        queue.commit_groups(GENERATE_CALL.stage, generator.groups)
+        queue.request_groups(REWARD_CALL.stage, judge)
+        queue.commit_groups(REWARD_CALL.stage, judge.groups)
+        found = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+        ended = [one.outcome is not None and one.outcome.filtered for one in found]
+        queue.request_groups("reference", reference)
+        queue.commit_groups("reference", reference.groups)
+        whole = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
         orders = [one.lease.token for one in whole]
         return judge.orders, reference.orders, ended, orders
 
@@ -147,15 +147,17 @@ def test_a_group_that_is_filtered_goes_to_who_makes_steps_once_it_is_scored() ->
 
 def test_books_are_kept_on_the_cores_that_all_share() -> None:
     async def main() -> list[float]:
-        machine, clock = Machine(1), asyncio.get_running_loop()
-        queue = StreamQueue(FLOW, machine, hop_s=0.0, books_s=6.0, streamed=True, groups_per_step=2)
+        machine, clock = CpuModel(1), asyncio.get_running_loop()
+        queue = SimulatedQueue(
+            FLOW, machine, hop_s=0.0, books_s=6.0, streamed=True, groups_per_step=2
+        )
         replica = Replica(1)
         await filled(queue, 1)
-        queue.wait(GENERATE.stage, replica)
-        queue.commit(GENERATE.stage, replica.groups)
-        await machine.work(3.0)
+        queue.request_groups(GENERATE_CALL.stage, replica)
+        queue.commit_groups(GENERATE_CALL.stage, replica.groups)
+        await machine.run_work(3.0)
         ends = [clock.time()]
-        await machine.work(1.0)
+        await machine.run_work(1.0)
         return [*ends, clock.time()]
 
     # It comes in, is given away and comes back, twice, and is trained, each of which takes 1 s.
@@ -168,14 +170,14 @@ def test_a_trainer_hears_of_what_is_there_a_hop_after_it_asks() -> None:
         queue, clock = make(hop_s=0.5), asyncio.get_running_loop()
         generator, scorer = Replica(1), Replica(1)
         await filled(queue, 1)
-        queue.wait(GENERATE.stage, generator)
+        queue.request_groups(GENERATE_CALL.stage, generator)
         generator.groups[0].info = GroupInfo((3,), 1, ((0, 1),))
-        queue.commit(GENERATE.stage, generator.groups)
-        queue.wait(REWARD.stage, scorer)
+        queue.commit_groups(GENERATE_CALL.stage, generator.groups)
+        queue.request_groups(REWARD_CALL.stage, scorer)
         await asyncio.sleep(1.0)
-        queue.commit(REWARD.stage, scorer.groups)
+        queue.commit_groups(REWARD_CALL.stage, scorer.groups)
         await asyncio.sleep(9.0)
-        taken = await queue.take("train", max_groups=9, columns=(), wait_s=1.0)
+        taken = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
         assert len(taken) == 1
         return clock.time()
 

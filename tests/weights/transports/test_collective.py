@@ -13,12 +13,12 @@ import torch
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest
-from streamrl.weights.pack import publish
+from streamrl.weights.pack import publish_version
 from streamrl.weights.transports import collective_group
-from streamrl.weights.transports.collective import CollectiveInlet, CollectiveOutlet
-from streamrl.weights.transports.collective_group import Deadline
-from streamrl.weights.transports.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
-from streamrl.weights.unpack import unpack
+from streamrl.weights.transports.collective import CollectiveReader, CollectiveWriter
+from streamrl.weights.transports.collective_group import SharedDeadline
+from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
+from streamrl.weights.unpack import unpack_tensors
 from tests import forked
 from tests.weights.local_outlet import LocalInlet, LocalOutlet
 
@@ -42,30 +42,30 @@ def follow(pipe: Connection, name: str) -> None:
 
     The number that comes with a manifest is that of the bucket before which to die.
     """
-    inlet = CollectiveInlet(name, SharedMemoryInlet("policy", LocalInlet()), timeout_s=TIMEOUT_S)
+    inlet = CollectiveReader(name, SharedMemoryReader("policy", LocalInlet()), timeout_s=TIMEOUT_S)
     pipe.send("ready")
     while True:
         manifest, dies_at = pipe.recv()
         if dies_at is not None:
             die_before(dies_at)
-        found = unpack(manifest, inlet.fetch(manifest))
-        pipe.send((is_version(found, manifest.version), inlet.failure))
+        found = unpack_tensors(manifest, inlet.fetch_buckets(manifest))
+        pipe.send((is_version(found, manifest.version), inlet.fallback_reason))
 
 
 def die_before(bucket: int) -> None:
-    from streamrl.weights.transports.collective_group import Group
+    from streamrl.weights.transports.collective_group import BroadcastGroup
 
-    send = Group.broadcast
+    send = BroadcastGroup.broadcast_tensor
     seen = 0
 
-    def broadcast(self: Group, *arguments: Any) -> torch.Tensor:
+    def broadcast(self: BroadcastGroup, *arguments: Any) -> torch.Tensor:
         nonlocal seen
         seen += 1
         if seen == bucket + 2:  # the header comes first
             os._exit(1)
         return send(self, *arguments)
 
-    Group.broadcast = broadcast  # type: ignore[assignment, method-assign]
+    BroadcastGroup.broadcast_tensor = broadcast  # type: ignore[assignment, method-assign]
 
 
 class Reader:
@@ -100,8 +100,8 @@ class Broadcasting:
     """A publisher here and readers elsewhere."""
 
     def __init__(self) -> None:
-        self.outlet = CollectiveOutlet(
-            SharedMemoryOutlet("broadcast", LocalOutlet(), keep_versions=2),
+        self.outlet = CollectiveWriter(
+            SharedMemoryWriter("broadcast_tensor", LocalOutlet(), keep_versions=2),
             host="127.0.0.1",
             timeout_s=TIMEOUT_S,
         )
@@ -117,7 +117,7 @@ class Broadcasting:
     def put(self) -> WeightManifest:
         self.version += 1
         self.outlet.set_readers([reader.name for reader in self.readers])
-        return publish(
+        return publish_version(
             tensors_of(self.version).items(),
             version=self.version,
             bucket_bytes=1_200_000,
@@ -153,7 +153,7 @@ def test_versions_reach_all_members_and_newcomers_join_a_term(cluster: Broadcast
     cluster.add("c")
     newcomer = cluster.readers[2]
     manifest = cluster.put()  # with c
-    assert manifest.handles[0].term.members == ("a", "b", "c")
+    assert manifest.handles[0].epoch.members == ("a", "b", "c")
     for reader in cluster.readers:
         reader.pull(manifest)
     assert [reader.outcome() for reader in cluster.readers] == [(True, None)] * 3
@@ -168,7 +168,7 @@ def test_versions_reach_all_members_and_newcomers_join_a_term(cluster: Broadcast
     assert cluster.round() == [(True, None)] * 3
     cluster.version -= 1  # and once more: what was said of it the first time does not count
     assert cluster.round() == [(True, None)] * 3
-    assert cluster.outlet.failure is None
+    assert cluster.outlet.send_failure is None
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_one_that_dies_in_the_middle_costs_the_others_a_deadline_and_no_bits(
     # It is not known to be dead yet: the next version waits for it, and says so.
     assert [right for right, _ in cluster.round([a, c])] == [True, True]
     manifest = cluster.put()
-    assert manifest.handles[0].term.members == ("a", "c")
+    assert manifest.handles[0].epoch.members == ("a", "c")
     for reader in (a, c):
         reader.pull(manifest)
     assert [reader.outcome() for reader in (a, c)] == [(True, None)] * 2
@@ -207,7 +207,7 @@ def test_a_reader_that_skips_a_version_is_named_and_comes_back(cluster: Broadcas
     assert outcomes == [(True, "weights version 1 was not sent: b did not come")] * 2
     # It is waited for no more, and takes what it wants from the fallback.
     (first, missed, last) = cluster.round([a, b, c])
-    assert cluster.outlet.failure is None
+    assert cluster.outlet.send_failure is None
     assert first == last == (True, None)
     assert missed == (True, "weights version 2 was not sent: b is no member of term 2")
     # Since it has read something it is a member again.
@@ -215,39 +215,39 @@ def test_a_reader_that_skips_a_version_is_named_and_comes_back(cluster: Broadcas
 
 
 def test_nobody_to_send_to_is_no_broadcast() -> None:
-    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=2)
-    inlet = CollectiveInlet("a", LocalInlet(), timeout_s=2)
-    manifest = publish(tensors_of(0).items(), version=0, bucket_bytes=99, outlet=outlet)
-    assert is_version(unpack(manifest, inlet.fetch(manifest)), 0)
-    assert inlet.failure is None, "it could not be a member yet"
+    outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=2)
+    inlet = CollectiveReader("a", LocalInlet(), timeout_s=2)
+    manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=99, outlet=outlet)
+    assert is_version(unpack_tensors(manifest, inlet.fetch_buckets(manifest)), 0)
+    assert inlet.fallback_reason is None, "it could not be a member yet"
     inlet.close()
     outlet.close()
 
 
 def test_staging_is_not_laid_anew_while_it_is_sent() -> None:
-    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=8)
+    outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=8)
     outlet.set_readers(["absent"])
     start = time.monotonic()
-    publish(tensors_of(0).items(), version=0, bucket_bytes=99, outlet=outlet)
+    publish_version(tensors_of(0).items(), version=0, bucket_bytes=99, outlet=outlet)
     # It is gathered for 2 s.
     assert time.monotonic() - start < 1.5
-    outlet.begin(1)
+    outlet.begin_version(1)
     assert time.monotonic() - start >= 2
-    assert outlet.failure == "weights version 0 was not sent to absent: waited for absent"
+    assert outlet.send_failure == "weights version 0 was not sent to absent: waited for absent"
     outlet.close()
 
 
 def test_one_that_is_not_there_costs_the_next_version_no_more_than_gathering(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(collective_group, "SLOW_BYTES_PER_S", 1e3)  # hours for this version
-    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=8)
+    monkeypatch.setattr(collective_group, "MIN_BYTES_PER_S", 1e3)  # hours for this version
+    outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=8)
     outlet.set_readers(["absent"])
-    publish(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
+    publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
     start = time.monotonic()
-    outlet.begin(1)
+    outlet.begin_version(1)
     assert time.monotonic() - start < 6
-    assert outlet.failure == "weights version 0 was not sent to absent: waited for absent"
+    assert outlet.send_failure == "weights version 0 was not sent to absent: waited for absent"
     outlet.close()
 
 
@@ -273,12 +273,12 @@ def test_one_that_comes_back_at_once_fetches_what_was_sent_to_the_dead(
     assert outcome == [(True, None)]
 
 
-def round_of(outlet: CollectiveOutlet, inlet: CollectiveInlet, version: int) -> bool:
+def round_of(outlet: CollectiveWriter, inlet: CollectiveReader, version: int) -> bool:
     """A version to a reader in this process, and whether it came right."""
-    manifest = publish(
+    manifest = publish_version(
         tensors_of(version).items(), version=version, bucket_bytes=1_200_000, outlet=outlet
     )
-    return is_version(unpack(manifest, inlet.fetch(manifest)), version)
+    return is_version(unpack_tensors(manifest, inlet.fetch_buckets(manifest)), version)
 
 
 @pytest.mark.slow
@@ -286,37 +286,37 @@ def round_of(outlet: CollectiveOutlet, inlet: CollectiveInlet, version: int) -> 
 def test_a_broadcast_has_time_for_its_bytes(
     monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, arrives: bool
 ) -> None:
-    send = collective_group.Group.broadcast
+    send = collective_group.BroadcastGroup.broadcast_tensor
 
     def slowly(
-        self: collective_group.Group, tensor: torch.Tensor, deadline: Deadline
+        self: collective_group.BroadcastGroup, tensor: torch.Tensor, deadline: SharedDeadline
     ) -> torch.Tensor:
         if threading.current_thread() is not threading.main_thread():  # it sends
             time.sleep(1.2)
         return send(self, tensor, deadline)
 
-    monkeypatch.setattr(collective_group.Group, "broadcast", slowly)
-    monkeypatch.setattr(collective_group, "SLOW_BYTES_PER_S", bytes_per_s)
-    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=4)
-    inlet = CollectiveInlet("a", LocalInlet(), timeout_s=4)
+    monkeypatch.setattr(collective_group.BroadcastGroup, "broadcast_tensor", slowly)
+    monkeypatch.setattr(collective_group, "MIN_BYTES_PER_S", bytes_per_s)
+    outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=4)
+    inlet = CollectiveReader("a", LocalInlet(), timeout_s=4)
     outlet.set_readers(["a"])
     # 4.8 MB in four buckets, which take 6 s with the header.
     assert round_of(outlet, inlet, 0)
-    assert (inlet.failure is None) is arrives
+    assert (inlet.fallback_reason is None) is arrives
     outlet.close()
-    assert (outlet.failure is None) is arrives
+    assert (outlet.send_failure is None) is arrives
     inlet.close()
 
 
 def test_what_is_said_of_old_versions_does_not_pile_up() -> None:
-    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=10)
-    inlet = CollectiveInlet("a", LocalInlet(), timeout_s=10)
+    outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=10)
+    inlet = CollectiveReader("a", LocalInlet(), timeout_s=10)
     outlet.set_readers(["a"])
     num_keys = []
     for version in range(6):
         assert round_of(outlet, inlet, version)
-        assert inlet.failure is None
-        outlet._wait_until_sent()
+        assert inlet.fallback_reason is None
+        outlet._wait_for_send()
         num_keys.append(outlet._store.num_keys())
     assert num_keys[1:] == num_keys[1:2] * 5
     outlet.close()
@@ -324,28 +324,28 @@ def test_what_is_said_of_old_versions_does_not_pile_up() -> None:
 
 
 def test_a_publisher_that_is_gone_leaves_the_fallback() -> None:
-    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=1)
+    outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=1)
     outlet.set_readers(["a"])
-    manifest = publish(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
+    manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
     outlet.close()
     del outlet
-    inlet = CollectiveInlet("a", LocalInlet(), timeout_s=1)
+    inlet = CollectiveReader("a", LocalInlet(), timeout_s=1)
     start = time.monotonic()
-    assert is_version(unpack(manifest, inlet.fetch(manifest)), 0)
+    assert is_version(unpack_tensors(manifest, inlet.fetch_buckets(manifest)), 0)
     assert time.monotonic() - start < 5
-    assert inlet.failure is not None
+    assert inlet.fallback_reason is not None
 
 
 def test_both_ways_closed_is_an_error_that_names_both() -> None:
     class Closed(LocalInlet):
-        def fetch(self, manifest: WeightManifest) -> list[Array]:
+        def fetch_buckets(self, manifest: WeightManifest) -> list[Array]:
             raise WeightsError(f"version {manifest.version}, bucket 0: gone")
 
-    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=8)
+    outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=8)
     outlet.set_readers(["a", "absent"])
-    manifest = publish(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
-    inlet = CollectiveInlet("a", Closed(), timeout_s=8)
+    manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
+    inlet = CollectiveReader("a", Closed(), timeout_s=8)
     both = r"bucket 0: gone \(weights version 0 was not sent: absent did not come"
     with pytest.raises(WeightsError, match=both):
-        inlet.fetch(manifest)
+        inlet.fetch_buckets(manifest)
     outlet.close()

@@ -8,9 +8,9 @@ import torch
 from streamrl.errors import WeightsError
 from streamrl.weights.transports.collective_group import (
     PUBLISHER_RANK,
-    Deadline,
-    Group,
-    Term,
+    BroadcastGroup,
+    GroupEpoch,
+    SharedDeadline,
     join_store,
     serve_readers,
 )
@@ -21,17 +21,17 @@ Header = tuple[int, int]
 
 def exchange(sent: Header, wanted: Header) -> None:
     """A publisher and a reader, each in a thread, send and compare a header."""
-    deadline = Deadline(TIMEOUT_S)
+    deadline = SharedDeadline(TIMEOUT_S)
     store = serve_readers("127.0.0.1", TIMEOUT_S)
-    term = Term(1, "127.0.0.1", store.port, ("reader",))
+    term = GroupEpoch(1, "127.0.0.1", store.port, ("reader",))
 
     def publish() -> None:
-        group = Group(store, term, PUBLISHER_RANK, torch.device("cpu"), deadline)
-        group.check_header(sent, deadline)
+        group = BroadcastGroup(store, term, PUBLISHER_RANK, torch.device("cpu"), deadline)
+        group.verify_header(sent, deadline)
 
     def read() -> None:
-        group = Group(join_store(term, deadline), term, 1, torch.device("cpu"), deadline)
-        group.check_header(wanted, deadline)
+        group = BroadcastGroup(join_store(term, deadline), term, 1, torch.device("cpu"), deadline)
+        group.verify_header(wanted, deadline)
 
     with ThreadPoolExecutor(2) as threads:
         publishing, reading = threads.submit(publish), threads.submit(read)

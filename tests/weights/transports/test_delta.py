@@ -11,23 +11,25 @@ from hypothesis import strategies as st
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest
-from streamrl.weights.pack import publish
-from streamrl.weights.transports.delta import DeltaInlet, DeltaOutlet, decode, encode
-from streamrl.weights.transports.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
-from streamrl.weights.unpack import unpack
+from streamrl.weights.pack import publish_version
+from streamrl.weights.transports.delta import DeltaReader, DeltaWriter, decode_delta, encode_delta
+from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
+from streamrl.weights.unpack import unpack_tensors
 from tests.weights.local_outlet import LocalInlet, LocalOutlet
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8)
 
 
 def put(
-    outlet: DeltaOutlet, version: int, tensors: dict[str, torch.Tensor], bucket_bytes: int = 4096
+    outlet: DeltaWriter, version: int, tensors: dict[str, torch.Tensor], bucket_bytes: int = 4096
 ) -> WeightManifest:
-    return publish(tensors.items(), version=version, bucket_bytes=bucket_bytes, outlet=outlet)
+    return publish_version(
+        tensors.items(), version=version, bucket_bytes=bucket_bytes, outlet=outlet
+    )
 
 
-def read(inlet: DeltaInlet, manifest: WeightManifest) -> dict[str, torch.Tensor]:
-    return unpack(manifest, inlet.fetch(manifest))
+def read(inlet: DeltaReader, manifest: WeightManifest) -> dict[str, torch.Tensor]:
+    return unpack_tensors(manifest, inlet.fetch_buckets(manifest))
 
 
 def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
@@ -40,10 +42,10 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
 def test_a_delta_is_a_bitmap_and_the_words_that_changed() -> None:
     old = np.array([1, 2, 3, 4, 5], np.float32)
     new = np.array([1, 2, 9, 4, 8], np.float32)
-    delta = encode(old.view(np.uint8), new.view(np.uint8), 4)
+    delta = encode_delta(old.view(np.uint8), new.view(np.uint8), 4)
     assert delta[:4].tolist() == [0b00101000, 0, 0, 0]
     assert delta[4:].view(np.float32).tolist() == [9, 8]
-    assert decode(old.view(np.uint8), delta, 4).view(np.float32).tolist() == new.tolist()
+    assert decode_delta(old.view(np.uint8), delta, 4).view(np.float32).tolist() == new.tolist()
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 200), st.floats(0, 1), st.integers(0, 999))
@@ -54,13 +56,13 @@ def test_what_is_decoded_is_what_was_encoded(
     old = random.integers(0, 256, word * num_words, np.uint8)
     flips = np.repeat(random.random(num_words) < share, word)
     new = np.where(flips, random.integers(0, 256, old.size, np.uint8), old)
-    assert (decode(old, encode(old, new, word), word) == new).all()
+    assert (decode_delta(old, encode_delta(old, new, word), word) == new).all()
 
 
 @given(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4), st.integers(0, 99))
 def test_versions_arrive_bit_for_bit_whatever_changes(kinds: list[torch.dtype], seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
-    outlet, inlet = DeltaOutlet(LocalOutlet()), DeltaInlet(LocalInlet())
+    outlet, inlet = DeltaWriter(LocalOutlet()), DeltaReader(LocalInlet())
     tensors = {
         f"t{i}": (100 * torch.randn(37, generator=random)).to(dtype)
         for i, dtype in enumerate(kinds)
@@ -73,7 +75,7 @@ def test_versions_arrive_bit_for_bit_whatever_changes(kinds: list[torch.dtype], 
 
 
 def test_zeros_of_either_sign_and_nans_are_kept() -> None:
-    outlet, inlet = DeltaOutlet(LocalOutlet()), DeltaInlet(LocalInlet())
+    outlet, inlet = DeltaWriter(LocalOutlet()), DeltaReader(LocalInlet())
     first = torch.tensor([0.0, float("nan"), 1.0] + [7.0] * 30)
     second = torch.tensor([-0.0, float("nan"), float("-inf")] + [7.0] * 30)
     read(inlet, put(outlet, 0, {"a": first}))
@@ -81,7 +83,7 @@ def test_zeros_of_either_sign_and_nans_are_kept() -> None:
 
 
 def test_one_changed_element_costs_a_32nd_of_the_bucket() -> None:
-    outlet, inlet = DeltaOutlet(LocalOutlet()), DeltaInlet(LocalInlet())
+    outlet, inlet = DeltaWriter(LocalOutlet()), DeltaReader(LocalInlet())
     weight = torch.zeros(1024)
     read(inlet, put(outlet, 0, {"a": weight}))
     assert inlet.bytes_fetched == 4096
@@ -91,8 +93,8 @@ def test_one_changed_element_costs_a_32nd_of_the_bucket() -> None:
 
 
 def test_who_lacks_the_version_before_takes_the_whole_one() -> None:
-    outlet = DeltaOutlet(LocalOutlet())
-    early, late, skips = (DeltaInlet(LocalInlet()) for _ in range(3))
+    outlet = DeltaWriter(LocalOutlet())
+    early, late, skips = (DeltaReader(LocalInlet()) for _ in range(3))
     weight = torch.zeros(1024)
     for version in range(4):
         weight[version] = 1
@@ -108,22 +110,22 @@ def test_who_lacks_the_version_before_takes_the_whole_one() -> None:
 
 
 def test_all_changed_and_another_layout_travel_whole() -> None:
-    outlet, inlet = DeltaOutlet(LocalOutlet()), DeltaInlet(LocalInlet())
+    outlet, inlet = DeltaWriter(LocalOutlet()), DeltaReader(LocalInlet())
     layouts = [{"a": torch.zeros(64)}, {"a": torch.ones(64)}, {"a": torch.ones(32, 2)}]
     for version, tensors in enumerate(layouts):
         manifest = put(outlet, version, tensors)
-        assert manifest.handles[0].delta is None
+        assert manifest.handles[0].delta_handle is None
         assert same(read(inlet, manifest), tensors)
 
 
 def test_a_version_that_failed_half_way_is_no_base() -> None:
-    outlet, inlet = DeltaOutlet(LocalOutlet()), DeltaInlet(LocalInlet())
+    outlet, inlet = DeltaWriter(LocalOutlet()), DeltaReader(LocalInlet())
     weight = torch.zeros(1024)
     read(inlet, put(outlet, 0, {"a": weight}))
     weight[1] = 1
     twice = [("a", weight), ("a", weight)]
     with pytest.raises(WeightsError, match="comes twice"):
-        publish(twice, version=1, bucket_bytes=4096, outlet=outlet)
+        publish_version(twice, version=1, bucket_bytes=4096, outlet=outlet)
     weight[2] = 1
     manifest = put(outlet, 2, {"a": weight})
     assert manifest.handles[0].base == 0
@@ -131,18 +133,18 @@ def test_a_version_that_failed_half_way_is_no_base() -> None:
 
 
 def test_what_was_read_stays_as_it_is() -> None:
-    outlet, inlet = DeltaOutlet(LocalOutlet()), DeltaInlet(LocalInlet())
+    outlet, inlet = DeltaWriter(LocalOutlet()), DeltaReader(LocalInlet())
     weight = torch.zeros(1024)
-    (old,) = inlet.fetch(put(outlet, 0, {"a": weight}))
+    (old,) = inlet.fetch_buckets(put(outlet, 0, {"a": weight}))
     weight[0] = 1
-    (new,) = inlet.fetch(put(outlet, 1, {"a": weight}))
+    (new,) = inlet.fetch_buckets(put(outlet, 1, {"a": weight}))
     assert not old.any()
     assert not new.flags.writeable
 
 
 def test_shared_memory_can_carry_deltas() -> None:
-    outlet = DeltaOutlet(SharedMemoryOutlet("delta", LocalOutlet(), keep_versions=1))
-    inlet = DeltaInlet(SharedMemoryInlet("policy", LocalInlet()))
+    outlet = DeltaWriter(SharedMemoryWriter("delta", LocalOutlet(), keep_versions=1))
+    inlet = DeltaReader(SharedMemoryReader("policy", LocalInlet()))
     weights = {f"t{i}": torch.randn(300) for i in range(5)}
     try:
         for version in range(5):
@@ -155,11 +157,11 @@ def test_shared_memory_can_carry_deltas() -> None:
 @pytest.mark.parametrize("num_bytes", [100, 131, 132, 136])
 def test_a_delta_that_does_not_fit_is_an_error(num_bytes: int) -> None:
     class Cutting(LocalInlet):
-        def fetch(self, manifest: WeightManifest) -> list[Array]:
-            return [np.resize(array, num_bytes) for array in super().fetch(manifest)]
+        def fetch_buckets(self, manifest: WeightManifest) -> list[Array]:
+            return [np.resize(array, num_bytes) for array in super().fetch_buckets(manifest)]
 
-    outlet, carrier = DeltaOutlet(LocalOutlet()), LocalInlet()
-    inlet = DeltaInlet(carrier)
+    outlet, carrier = DeltaWriter(LocalOutlet()), LocalInlet()
+    inlet = DeltaReader(carrier)
     weight = torch.zeros(1024)
     read(inlet, put(outlet, 0, {"a": weight}))
     weight[:2] = 1
@@ -173,15 +175,17 @@ def test_a_delta_that_does_not_fit_is_an_error(num_bytes: int) -> None:
 
 
 def test_a_version_that_comes_once_more_comes_whole() -> None:
-    outlet, inlet = DeltaOutlet(LocalOutlet()), DeltaInlet(LocalInlet())
+    outlet, inlet = DeltaWriter(LocalOutlet()), DeltaReader(LocalInlet())
     tensors = {"a": torch.arange(1000.0)}
     put(outlet, 0, tensors)
     # What came was damaged, and whoever has it would go on from that.
     damaged = put(outlet, 1, tensors)
-    inlet.fetch(replace(damaged, handles=tuple(replace(h, delta=None) for h in damaged.handles)))
-    inlet._last = [array.copy() for array in inlet._last]
-    inlet._last[0][5] ^= 1
+    inlet.fetch_buckets(
+        replace(damaged, handles=tuple(replace(h, delta=None) for h in damaged.handles))
+    )
+    inlet._last_buckets = [array.copy() for array in inlet._last_buckets]
+    inlet._last_buckets[0][5] ^= 1
     again = put(outlet, 1, tensors)
-    assert all(handle.delta is None for handle in again.handles)
+    assert all(handle.delta_handle is None for handle in again.handles)
     assert same(read(inlet, again), tensors)
     assert put(outlet, 2, tensors).handles[0].base == 1

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
 from streamrl.weights import WeightManifest
-from streamrl.weights.pack import publish
-from streamrl.weights.tensor_views import DTYPES
-from streamrl.weights.transports.disk import DiskInlet, DiskOutlet, latest_version, read_manifest
-from streamrl.weights.unpack import unpack
+from streamrl.weights.pack import publish_version
+from streamrl.weights.tensor_views import TORCH_DTYPES
+from streamrl.weights.transports.disk import DiskReader, DiskWriter, latest_version, read_manifest
+from streamrl.weights.unpack import unpack_tensors
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:
@@ -31,12 +31,14 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
     }
 
 
-def put(outlet: DiskOutlet, version: int) -> WeightManifest:
-    return publish(tensors_of(version).items(), version=version, bucket_bytes=200, outlet=outlet)
+def put(outlet: DiskWriter, version: int) -> WeightManifest:
+    return publish_version(
+        tensors_of(version).items(), version=version, bucket_bytes=200, outlet=outlet
+    )
 
 
 def read(manifest: WeightManifest) -> dict[str, torch.Tensor]:
-    return unpack(manifest, DiskInlet("policy").fetch(manifest))
+    return unpack_tensors(manifest, DiskReader("policy").fetch_buckets(manifest))
 
 
 def is_version(found: dict[str, torch.Tensor], version: int) -> bool:
@@ -45,7 +47,7 @@ def is_version(found: dict[str, torch.Tensor], version: int) -> bool:
 
 
 def test_every_version_is_read_as_it_was_published(tmp_path: Path) -> None:
-    outlet = DiskOutlet(tmp_path / "weights", keep_versions=2)
+    outlet = DiskWriter(tmp_path / "weights", keep_versions=2)
     for version in range(4):
         manifest = put(outlet, version)
         assert len(manifest.buckets) == 2
@@ -54,7 +56,7 @@ def test_every_version_is_read_as_it_was_published(tmp_path: Path) -> None:
 
 def test_another_process_follows_by_the_directory_alone(tmp_path: Path) -> None:
     assert latest_version(tmp_path) == -1
-    outlet = DiskOutlet(tmp_path, keep_versions=2)
+    outlet = DiskWriter(tmp_path, keep_versions=2)
     manifests = [put(outlet, version) for version in range(3)]
     assert latest_version(tmp_path) == 2
     found = read_manifest(tmp_path / "latest")
@@ -64,7 +66,7 @@ def test_another_process_follows_by_the_directory_alone(tmp_path: Path) -> None:
 
 
 def test_a_directory_can_be_moved(tmp_path: Path) -> None:
-    put(DiskOutlet(tmp_path / "here", keep_versions=1), 7)
+    put(DiskWriter(tmp_path / "here", keep_versions=1), 7)
     (tmp_path / "here").rename(tmp_path / "there")
     assert is_version(read(read_manifest(tmp_path / "there" / "v00000007")), 7)
 
@@ -72,7 +74,8 @@ def test_a_directory_can_be_moved(tmp_path: Path) -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(sorted(DTYPES)), st.lists(st.integers(1, 5), max_size=3).map(tuple)
+            st.sampled_from(sorted(TORCH_DTYPES)),
+            st.lists(st.integers(1, 5), max_size=3).map(tuple),
         ),
         min_size=1,
         max_size=8,
@@ -85,11 +88,11 @@ def test_any_tensors_survive(
     bucket_bytes: int,
 ) -> None:
     tensors = {
-        f"t{i}": torch.full(shape, i % 2).to(DTYPES[dtype])
+        f"t{i}": torch.full(shape, i % 2).to(TORCH_DTYPES[dtype])
         for i, (dtype, shape) in enumerate(kinds)
     }
-    outlet = DiskOutlet(tmp_path_factory.mktemp("weights"), keep_versions=1)
-    manifest = publish(tensors.items(), version=1, bucket_bytes=bucket_bytes, outlet=outlet)
+    outlet = DiskWriter(tmp_path_factory.mktemp("weights"), keep_versions=1)
+    manifest = publish_version(tensors.items(), version=1, bucket_bytes=bucket_bytes, outlet=outlet)
     found = read(manifest)
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -98,7 +101,7 @@ def test_any_tensors_survive(
 
 
 def test_the_newest_versions_are_kept(tmp_path: Path) -> None:
-    outlet = DiskOutlet(tmp_path, keep_versions=2)
+    outlet = DiskWriter(tmp_path, keep_versions=2)
     manifests = [put(outlet, version) for version in (1, 2, 5, 6)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "v00000005", "v00000006"]
     with pytest.raises(WeightsError, match=r"policy version 1, bucket 0: cannot be read from .*v0"):
@@ -109,9 +112,9 @@ def test_the_newest_versions_are_kept(tmp_path: Path) -> None:
 
 def test_a_resumed_run_writes_its_versions_anew(tmp_path: Path) -> None:
     for version in (1, 2, 3, 4):
-        put(DiskOutlet(tmp_path, keep_versions=3), version)
-    outlet = DiskOutlet(tmp_path, keep_versions=3)
-    again = publish([("a", torch.ones(3))], version=3, bucket_bytes=99, outlet=outlet)
+        put(DiskWriter(tmp_path, keep_versions=3), version)
+    outlet = DiskWriter(tmp_path, keep_versions=3)
+    again = publish_version([("a", torch.ones(3))], version=3, bucket_bytes=99, outlet=outlet)
     assert read(again)["a"].tolist() == [1, 1, 1]
     assert latest_version(tmp_path) == 3
     assert not (tmp_path / "v00000004").exists()
@@ -119,7 +122,7 @@ def test_a_resumed_run_writes_its_versions_anew(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
-    manifest = put(DiskOutlet(tmp_path, keep_versions=1), 1)
+    manifest = put(DiskWriter(tmp_path, keep_versions=1), 1)
     path = tmp_path / "v00000001" / "model-00002-of-00002.safetensors"
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
@@ -145,8 +148,8 @@ def test_transformers_loads_a_version(tmp_path: Path) -> None:
     )
     Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
     trained = Qwen2ForCausalLM(config)
-    outlet = DiskOutlet(tmp_path / "weights", keep_versions=1, model_dir=tmp_path / "model")
-    publish(trained.named_parameters(), version=3, bucket_bytes=5000, outlet=outlet)
+    outlet = DiskWriter(tmp_path / "weights", keep_versions=1, model_dir=tmp_path / "model")
+    publish_version(trained.named_parameters(), version=3, bucket_bytes=5000, outlet=outlet)
     assert len(list((tmp_path / "weights" / "latest").glob("*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "weights" / "latest")
     for name, parameter in trained.named_parameters():
@@ -160,7 +163,7 @@ def test_transformers_loads_a_version(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "weights").write_text("not a directory")
     with pytest.raises(WeightsError, match=r"v00000001, bucket 0: cannot be written to .*weights"):
-        put(DiskOutlet(tmp_path / "weights", keep_versions=1), 1)
+        put(DiskWriter(tmp_path / "weights", keep_versions=1), 1)
 
 
 class Crash(BaseException):
@@ -217,10 +220,10 @@ def test_a_crash_anywhere_leaves_no_half_version(tmp_path: Path, resumed: bool) 
     for number in range(1000):
         directory = tmp_path / str(number)
         for version in (1, 2, 3):
-            put(DiskOutlet(directory, keep_versions=2), version)
+            put(DiskWriter(directory, keep_versions=2), version)
         try:
             with FILES.crash_at(number, directory):
-                put(DiskOutlet(directory, keep_versions=2), published)
+                put(DiskWriter(directory, keep_versions=2), published)
         except Crash:
             crashed = True
         else:
@@ -230,7 +233,7 @@ def test_a_crash_anywhere_leaves_no_half_version(tmp_path: Path, resumed: bool) 
         assert latest in (3, published)
         if not resumed:
             assert is_version(read(read_manifest(directory / "latest")), latest)
-        put(DiskOutlet(directory, keep_versions=2), published)
+        put(DiskWriter(directory, keep_versions=2), published)
         assert whole_versions(directory)[-1] == published == latest_version(directory)
         assert not [path for path in directory.iterdir() if path.name.startswith(".")]
         if not crashed:
@@ -239,7 +242,7 @@ def test_a_crash_anywhere_leaves_no_half_version(tmp_path: Path, resumed: bool) 
 
 
 def test_readers_are_given_arrays_they_cannot_write(tmp_path: Path) -> None:
-    (array, _) = DiskInlet("policy").fetch(put(DiskOutlet(tmp_path, keep_versions=1), 1))
+    (array, _) = DiskReader("policy").fetch_buckets(put(DiskWriter(tmp_path, keep_versions=1), 1))
     assert array.dtype == np.uint8
     assert not array.flags.writeable
     assert os.listdir(tmp_path / "v00000001") != []

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
 from streamrl.weights import WeightManifest
-from streamrl.weights.pack import publish
-from streamrl.weights.tensor_views import DTYPES
-from streamrl.weights.transports.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
-from streamrl.weights.transports.shm_segments import clear_up
-from streamrl.weights.unpack import unpack
+from streamrl.weights.pack import publish_version
+from streamrl.weights.tensor_views import TORCH_DTYPES
+from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
+from streamrl.weights.transports.shm_segments import remove_stale_segments
+from streamrl.weights.unpack import unpack_tensors
 from tests import forked
 from tests.weights.local_outlet import LocalInlet, LocalOutlet
 
@@ -44,8 +44,8 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-def outlet(folder: Path) -> Iterator[SharedMemoryOutlet]:
-    made = SharedMemoryOutlet("run", LocalOutlet(), keep_versions=1, directory=folder)
+def outlet(folder: Path) -> Iterator[SharedMemoryWriter]:
+    made = SharedMemoryWriter("run", LocalOutlet(), keep_versions=1, directory=folder)
     yield made
     made.close()
 
@@ -55,14 +55,16 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
     return {f"t{i}": torch.randn(20 * i + 1, generator=generator) for i in range(5)}
 
 
-def put(outlet: SharedMemoryOutlet, version: int) -> WeightManifest:
-    return publish(
+def put(outlet: SharedMemoryWriter, version: int) -> WeightManifest:
+    return publish_version(
         tensors_of(version).items(), version=version, bucket_bytes=BUCKET_BYTES, outlet=outlet
     )
 
 
 def read(manifest: WeightManifest) -> dict[str, torch.Tensor]:
-    return unpack(manifest, SharedMemoryInlet("policy", LocalInlet()).fetch(manifest))
+    return unpack_tensors(
+        manifest, SharedMemoryReader("policy", LocalInlet()).fetch_buckets(manifest)
+    )
 
 
 def is_version(found: dict[str, torch.Tensor], version: int) -> bool:
@@ -74,7 +76,7 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if not path.name.endswith(".owner")}
 
 
-def test_every_version_is_read_as_it_was_published(outlet: SharedMemoryOutlet) -> None:
+def test_every_version_is_read_as_it_was_published(outlet: SharedMemoryWriter) -> None:
     for version in range(6):
         assert is_version(read(put(outlet, version)), version)
 
@@ -82,7 +84,9 @@ def test_every_version_is_read_as_it_was_published(outlet: SharedMemoryOutlet) -
 @given(
     st.lists(
         st.lists(
-            st.tuples(st.sampled_from(sorted(DTYPES)), st.integers(1, 90)), min_size=1, max_size=6
+            st.tuples(st.sampled_from(sorted(TORCH_DTYPES)), st.integers(1, 90)),
+            min_size=1,
+            max_size=6,
         ),
         min_size=1,
         max_size=4,
@@ -92,15 +96,15 @@ def test_every_version_is_read_as_it_was_published(outlet: SharedMemoryOutlet) -
 def test_layouts_may_change_from_version_to_version(
     layouts: list[list[tuple[str, int]]], bucket_bytes: int
 ) -> None:
-    outlet = SharedMemoryOutlet("property", LocalOutlet(), keep_versions=1)
+    outlet = SharedMemoryWriter("property", LocalOutlet(), keep_versions=1)
     try:
         for version, layout in enumerate(layouts):
             raw = np.random.default_rng(version)
             tensors = {
-                f"t{i}": torch.from_numpy(raw.integers(0, 2, size)).to(DTYPES[dtype])
+                f"t{i}": torch.from_numpy(raw.integers(0, 2, size)).to(TORCH_DTYPES[dtype])
                 for i, (dtype, size) in enumerate(layout)
             }
-            manifest = publish(
+            manifest = publish_version(
                 tensors.items(), version=version, bucket_bytes=bucket_bytes, outlet=outlet
             )
             found = read(manifest)
@@ -110,7 +114,7 @@ def test_layouts_may_change_from_version_to_version(
         outlet.close()
 
 
-def test_memory_of_old_versions_is_laid_anew(outlet: SharedMemoryOutlet, folder: Path) -> None:
+def test_memory_of_old_versions_is_laid_anew(outlet: SharedMemoryWriter, folder: Path) -> None:
     first = [handle.path for handle in put(outlet, 0).handles]
     put(outlet, 1)
     assert [handle.path for handle in put(outlet, 2).handles] == first
@@ -118,7 +122,7 @@ def test_memory_of_old_versions_is_laid_anew(outlet: SharedMemoryOutlet, folder:
     assert len(files(folder)) == 2 * len(first)
 
 
-def test_a_version_that_is_read_stays_as_it_is(outlet: SharedMemoryOutlet, folder: Path) -> None:
+def test_a_version_that_is_read_stays_as_it_is(outlet: SharedMemoryWriter, folder: Path) -> None:
     old = read(put(outlet, 0))
     for version in range(1, 5):
         num_buckets = len(put(outlet, version).buckets)
@@ -131,7 +135,7 @@ def test_a_version_that_is_read_stays_as_it_is(outlet: SharedMemoryOutlet, folde
 
 
 def test_the_versions_that_are_kept_can_be_read_and_others_are_gone(folder: Path) -> None:
-    outlet = SharedMemoryOutlet("run", LocalOutlet(), keep_versions=2, directory=folder)
+    outlet = SharedMemoryWriter("run", LocalOutlet(), keep_versions=2, directory=folder)
     manifests = [put(outlet, version) for version in range(5)]
     for version in (3, 4):
         assert is_version(read(manifests[version]), version)
@@ -143,31 +147,31 @@ def test_the_versions_that_are_kept_can_be_read_and_others_are_gone(folder: Path
         read(manifests[4])
 
 
-def test_a_version_that_is_being_laid_anew_is_gone(outlet: SharedMemoryOutlet) -> None:
+def test_a_version_that_is_being_laid_anew_is_gone(outlet: SharedMemoryWriter) -> None:
     first = put(outlet, 0)
     put(outlet, 1)
-    outlet.begin(2)
-    outlet.room(BUCKET_BYTES)
+    outlet.begin_version(2)
+    outlet.allocate_buffer(BUCKET_BYTES)
     with pytest.raises(WeightsError, match=r"version 0, bucket 0: gone, .* is being laid anew"):
         read(first)
 
 
 def test_a_version_that_failed_half_way_leaves_nothing(
-    outlet: SharedMemoryOutlet, folder: Path
+    outlet: SharedMemoryWriter, folder: Path
 ) -> None:
     put(outlet, 0)
     good = put(outlet, 1)
     broken = [*tensors_of(2).items(), ("t0", torch.ones(1))]
     for _ in range(3):
         with pytest.raises(WeightsError, match="tensor t0 comes twice"):
-            publish(broken, version=2, bucket_bytes=BUCKET_BYTES, outlet=outlet)
+            publish_version(broken, version=2, bucket_bytes=BUCKET_BYTES, outlet=outlet)
         assert is_version(read(good), 1)
     assert is_version(read(put(outlet, 3)), 3)
     assert len(files(folder)) == 2 * len(good.buckets)
 
 
-def test_readers_cannot_write(outlet: SharedMemoryOutlet) -> None:
-    (array, *_) = SharedMemoryInlet("policy", LocalInlet()).fetch(put(outlet, 0))
+def test_readers_cannot_write(outlet: SharedMemoryWriter) -> None:
+    (array, *_) = SharedMemoryReader("policy", LocalInlet()).fetch_buckets(put(outlet, 0))
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 1
 
@@ -187,15 +191,17 @@ class Room:
         self._real(file, offset, num_bytes)
 
 
-def came_of(manifest: WeightManifest) -> tuple[SharedMemoryInlet, bool]:
+def came_of(manifest: WeightManifest) -> tuple[SharedMemoryReader, bool]:
     """A reader that has fetched a version, and whether that was right."""
-    inlet = SharedMemoryInlet("policy", LocalInlet())
-    return inlet, is_version(unpack(manifest, inlet.fetch(manifest)), manifest.version)
+    inlet = SharedMemoryReader("policy", LocalInlet())
+    return inlet, is_version(
+        unpack_tensors(manifest, inlet.fetch_buckets(manifest)), manifest.version
+    )
 
 
 @pytest.mark.parametrize("granted", [(), (0,), (1, 2)])
 def test_buckets_that_find_no_room_come_another_way_in_their_order(
-    outlet: SharedMemoryOutlet,
+    outlet: SharedMemoryWriter,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     granted: tuple[int, ...],
@@ -207,29 +213,29 @@ def test_buckets_that_find_no_room_come_another_way_in_their_order(
     inlet, right = came_of(manifest)
     assert right
     assert inlet.bytes_fetched == manifest.num_bytes
-    assert inlet.failure == (
+    assert inlet.fallback_reason == (
         f"weights version 0: {4 - len(granted)} of 4 buckets found no room in /dev/shm"
         " and came another way"
     )
 
 
 def test_the_next_version_tries_again(
-    outlet: SharedMemoryOutlet, folder: Path, monkeypatch: pytest.MonkeyPatch
+    outlet: SharedMemoryWriter, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         Room(patch)
         lacking = put(outlet, 0)
     good = put(outlet, 1)
-    inlet = SharedMemoryInlet("policy", LocalInlet())
-    inlet.fetch(lacking)
-    assert inlet.failure is not None
-    assert is_version(unpack(good, inlet.fetch(good)), 1)
-    assert inlet.failure is None
+    inlet = SharedMemoryReader("policy", LocalInlet())
+    inlet.fetch_buckets(lacking)
+    assert inlet.fallback_reason is not None
+    assert is_version(unpack_tensors(good, inlet.fetch_buckets(good)), 1)
+    assert inlet.fallback_reason is None
     assert len(files(folder)) == len(good.buckets)
 
 
 def test_room_that_goes_between_two_versions_costs_the_kept_one_nothing(
-    outlet: SharedMemoryOutlet, folder: Path, monkeypatch: pytest.MonkeyPatch
+    outlet: SharedMemoryWriter, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = put(outlet, 0)
     before = files(folder)
@@ -240,23 +246,23 @@ def test_room_that_goes_between_two_versions_costs_the_kept_one_nothing(
 
 
 def test_its_files_take_no_more_than_it_was_given(folder: Path) -> None:
-    some = put(SharedMemoryOutlet("some", LocalOutlet(), keep_versions=1, directory=folder), 0)
+    some = put(SharedMemoryWriter("some", LocalOutlet(), keep_versions=1, directory=folder), 0)
     page = os.sysconf("SC_PAGESIZE")
     limit = sum(bucket.num_bytes + page for bucket in some.buckets)
-    outlet = SharedMemoryOutlet(
+    outlet = SharedMemoryWriter(
         "run", LocalOutlet(), keep_versions=1, max_bytes=limit, directory=folder
     )
-    assert came_of(put(outlet, 0))[0].failure is None
-    kept = came_of(put(outlet, 1))[0].failure
+    assert came_of(put(outlet, 0))[0].fallback_reason is None
+    kept = came_of(put(outlet, 1))[0].fallback_reason
     assert kept is not None
     assert "4 of 4 buckets" in kept
     # The first is kept no longer; its memory is laid anew.
-    assert came_of(put(outlet, 2))[0].failure is None
+    assert came_of(put(outlet, 2))[0].fallback_reason is None
     outlet.close()
 
 
 def test_what_is_no_lack_of_room_is_an_error(
-    outlet: SharedMemoryOutlet, monkeypatch: pytest.MonkeyPatch
+    outlet: SharedMemoryWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(file: int, offset: int, num_bytes: int) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
@@ -332,7 +338,7 @@ def hold(pipe: Connection, manifest: WeightManifest) -> None:
 
 
 def test_a_reader_that_dies_lets_go_of_what_it_read(
-    outlet: SharedMemoryOutlet, folder: Path
+    outlet: SharedMemoryWriter, folder: Path
 ) -> None:
     manifest = put(outlet, 0)
     child, pipe = in_child(hold, manifest)
@@ -348,7 +354,7 @@ def test_a_reader_that_dies_lets_go_of_what_it_read(
 
 
 def publish_and_wait(pipe: Connection, folder: Path) -> None:
-    outlet = SharedMemoryOutlet("run", LocalOutlet(), keep_versions=1, directory=folder)
+    outlet = SharedMemoryWriter("run", LocalOutlet(), keep_versions=1, directory=folder)
     pipe.send(put(outlet, 0))
     pipe.recv()
 
@@ -357,12 +363,12 @@ def test_the_next_publisher_clears_up_after_one_that_was_killed(folder: Path) ->
     child, pipe = in_child(publish_and_wait, folder)
     manifest = pipe.recv()
     assert f"run-{child.pid}" in manifest.handles[0].path
-    assert clear_up(folder) == []
+    assert remove_stale_segments(folder) == []
     found = read(manifest)
     child.kill()
     child.join()
     assert files(folder)
-    outlet = SharedMemoryOutlet("next", LocalOutlet(), keep_versions=1, directory=folder)
+    outlet = SharedMemoryWriter("next", LocalOutlet(), keep_versions=1, directory=folder)
     assert files(folder) == set()
     assert is_version(found, 0)
     outlet.close()
