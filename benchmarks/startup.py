@@ -53,12 +53,12 @@ COMMANDS = {
 }
 BARE_ENGINE = """
 import os, sys
-from streamrl.engines.vllm.environment import generation_env
+from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.engines.generator_config import GeneratorConfig
-os.environ.update(generation_env("cpu"))
-from streamrl.engines.vllm.engine import EngineSpec, build_engine
+os.environ.update(make_vllm_env("cpu"))
+from streamrl.engines.vllm.engine import EngineSpec, build_vllm_engine
 config = GeneratorConfig(max_new_tokens=12, max_concurrent_rollouts=512)
-build_engine(EngineSpec(sys.argv[1], config, seed=0, max_length=64))
+build_vllm_engine(EngineSpec(sys.argv[1], config, seed=0, max_length=64))
 os._exit(0)
 """
 

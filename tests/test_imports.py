@@ -38,7 +38,7 @@ def test_a_histogram_is_logged_to_wandb_without_pandas(tmp_path: Path) -> None:
         from streamrl.telemetry.wandb_sink import WandbSink
         sink = WandbSink(Path({str(tmp_path)!r}), WandbConfig(), run_name="demo")
         sink.start({{}})
-        sink.step(1, {{"reward/mean": 0.5, "staleness/histogram": Histogram.of_integers({{0: 2}})}})
+        sink.step(1, {{"reward/mean": 0.5, "staleness/histogram": Histogram.from_integer_counts({{0: 2}})}})
         sink.close({{}})
     """
     assert loaded(program, "wandb", "pandas") == ["wandb"]
@@ -49,11 +49,11 @@ def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path) -> None:
     program = f"""
         import torch
         import torch.distributed as dist
-        from streamrl.actors.transport.rendezvous import meeting_place
+        from streamrl.actors.transport.rendezvous import find_rendezvous
         from streamrl.engines.training.deepspeed_backend import DeepSpeedBackend
         from streamrl.engines.models.forward import load_model
         from streamrl.engines.trainer_config import TrainerConfig
-        _, port = meeting_place()
+        _, port = find_rendezvous()
         dist.init_process_group("gloo", f"tcp://127.0.0.1:{{port}}", rank=0, world_size=1)
         module = load_model({path!r}, dtype=torch.float32)
         backend = DeepSpeedBackend(module, TrainerConfig())
@@ -108,20 +108,20 @@ def test_what_the_coordinator_asks_of_a_config_takes_no_torch(tmp_path: Path) ->
         from pathlib import Path
         import numpy as np
         import streamrl.actors.coordinator
-        from streamrl.algorithms.adaptive_params import Dials
-        from streamrl.algorithms.math.step_metrics import step_normaliser, summarise
+        from streamrl.algorithms.adaptive_params import AdaptiveParams
+        from streamrl.algorithms.math.step_metrics import step_loss_denominator, summarise_policy
         from streamrl.algorithms.math.step_metrics import summarise_critic
         from streamrl.data import PromptStream
-        from streamrl.config.role_counts import placement_of
+        from streamrl.config.role_counts import assign_slots
         for name in ("grpo", "safe_rlhf"):
             config = pickle.loads(Path({str(tmp_path)!r}, name + ".pickle").read_bytes())
-            dials = Dials(config.algorithm.row, config.settings)
+            dials = AdaptiveParams(config.algorithm.row, config.settings)
             sums = {{"num_sampled": 8.0, "score_sum": 1.0, "cost_sum": 1.0, "kl_ref_sum": 0.5}}
             dials.after(sums, num_rollouts=2)
             assert dials.values
-            step_normaliser(config.settings, {{}}), summarise({{}}, 0.0)
+            step_loss_denominator(config.settings, {{}}), summarise_policy({{}}, 0.0)
             summarise_critic({{}}, "critic")
-            config.dataflow, config.trainer_of("critic"), placement_of(config)
+            config.dataflow, config.get_trainer_config("critic"), assign_slots(config)
     """
     assert loaded(program, "torch", "transformers") == []
 
@@ -131,14 +131,14 @@ def test_rules_score_without_torch(tmp_path: Path) -> None:
     program = f"""
         import streamrl.actors.scorer
         from streamrl.data import load_tokenizer
-        from streamrl.rewards import RewardConfig, ScorerConfig, Surroundings, build_rewards
+        from streamrl.rewards import RewardConfig, ScorerConfig, RewardContext, build_rewards
         from streamrl.rewards import SandboxConfig
-        from streamrl.rewards.group_filter import FilterConfig, build_filter
+        from streamrl.rewards.group_filter import FilterConfig, build_group_filter
         from streamrl.rewards.scorer import RewardScorer
         rewards = build_rewards(
-            [RewardConfig(kind="exact")], Surroundings(ScorerConfig(), SandboxConfig())
+            [RewardConfig(kind="exact")], RewardContext(ScorerConfig(), SandboxConfig())
         )
-        RewardScorer(rewards, load_tokenizer({path!r}), build_filter(FilterConfig()))
+        RewardScorer(rewards, load_tokenizer({path!r}), build_group_filter(FilterConfig()))
     """
     assert loaded(program, "torch", "transformers") == ["transformers"]
 
@@ -204,14 +204,14 @@ def test_what_a_driver_asks_of_a_model_loads_no_model_classes(tmp_path: Path) ->
         import streamrl.cli.train
         import streamrl.config.preflight
         from streamrl.data import load_tokenizer, load_vocab_size
-        from streamrl.engines.models.param_count import num_trained_of
+        from streamrl.engines.models.param_count import count_trained_params_from_config
         from streamrl.engines.trainer_config import TrainerConfig
-        from streamrl.engines.models.tensor_parallel_support import check_split_generator
+        from streamrl.engines.models.tensor_parallel_support import check_generator_split
         from streamrl.engines.models.tensor_parallel_support import check_tensor_parallel
-        from streamrl.files.hf_config import model_length
-        load_tokenizer({path!r}), load_vocab_size({path!r}), model_length({path!r}, limit=None)
-        check_split_generator({path!r}, 1), check_tensor_parallel({path!r}, 2, section="trainer")
-        assert num_trained_of({path!r}, TrainerConfig(), has_output=True, has_value=False)
+        from streamrl.files.hf_config import read_model_length
+        load_tokenizer({path!r}), load_vocab_size({path!r}), read_model_length({path!r}, limit=None)
+        check_generator_split({path!r}, 1), check_tensor_parallel({path!r}, 2, section="trainer")
+        assert count_trained_params_from_config({path!r}, TrainerConfig(), has_output=True, has_value=False)
     """
     classes = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
     assert loaded(program, "torch", "torch._dynamo", *classes) == ["torch"]

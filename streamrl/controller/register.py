@@ -49,7 +49,7 @@ def transfers(protocol: str) -> Callable[[Method], Method]:
 class TransferMethod:
     """A method that is called on a whole group: its protocol by name.
 
-    knows_padding: it has a parameter `num_real`, by name alone, and is told there how many of its
+    knows_padding: it has a parameter `real`, by name alone, and is told there how many of its
     first rows are no padding.
     """
 

@@ -179,11 +179,11 @@ def two_nodes(patch: pytest.MonkeyPatch) -> Iterator[Nodes]:
 
 CONNECT = """
 import os, sys
-from streamrl.actors.launch.ray_cluster import cluster, nothing
+from streamrl.actors.launch.ray_cluster import connect_cluster, disaggregated_only
 from streamrl.errors import ConfigError
 from streamrl.placement import PlacementConfig
 try:
-    with cluster(PlacementConfig(address=sys.argv[1]), nothing) as site:
+    with connect_cluster(PlacementConfig(address=sys.argv[1]), disaggregated_only) as site:
         print(os.environ.get("RAY_AUTH_MODE"), site.machine["nodes"])
 except ConfigError as error:
     print(error)

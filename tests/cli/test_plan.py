@@ -66,7 +66,7 @@ def test_what_comes_next_by_the_schedule_is_played_too_and_may_win(
     words += ["generator.max_new_tokens=2048", "algorithm.kl_coef=0.01", "--max-staleness", "0,1"]
     found = []
     for groups in (0, 8192):
-        monkeypatch.setattr("streamrl.cli.plan.MAX_MAX_REPLAYED_GROUPS", groups)
+        monkeypatch.setattr("streamrl.cli.plan.MAX_REPLAYED_GROUPS", groups)
         front = json.loads(run(capsys, *words)[1])["front"]
         found.append([each["simulated"]["tokens_per_s"] for each in front])
     alone, played = found

@@ -60,7 +60,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
-from streamrl.files.atomic_write import checkpoint_errors
+from streamrl.files.atomic_write import wrap_checkpoint_errors
 from streamrl.errors import NoSpaceError
 
 folder = Path(sys.argv[1])
@@ -72,7 +72,7 @@ for write in (
     lambda: Tokenizer(models.WordLevel(words, unk_token="token0")).save(f"{folder}/words"),
 ):
     try:
-        with checkpoint_errors(folder):
+        with wrap_checkpoint_errors(folder):
             write()
     except NoSpaceError as error:
         print(error)

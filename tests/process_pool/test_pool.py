@@ -115,9 +115,9 @@ async def test_workers_end_with_a_process_that_is_killed(tmp_path):
     note = tmp_path / "pids"
     code = (
         "import asyncio\n"
-        "from streamrl.process_pool import WorkerPool, WorkerSettings\n"
+        "from streamrl.process_pool import WorkerPool, WorkerPoolSettings\n"
         "async def main():\n"
-        f"    pool = WorkerPool('x', {TARGET!r}, '', WorkerSettings(1, 1, 60.0, 16 << 30))\n"
+        f"    pool = WorkerPool('x', {TARGET!r}, '', WorkerPoolSettings(1, 1, 60.0, 16 << 30))\n"
         "    await pool.start()\n"
         f"    await pool.call(('breed', {str(note)!r}))\n"
         "asyncio.run(main())\n"

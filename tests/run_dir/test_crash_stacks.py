@@ -12,12 +12,12 @@ from streamrl.run_dir.crash_stacks import CrashWatch
 PROCESS = """
 import os, sys
 from pathlib import Path
-from streamrl.run_dir.crash_stacks import record_stacks
+from streamrl.run_dir.crash_stacks import record_crash_stacks
 
 def busy_with_something():
     os.kill(os.getpid(), int(sys.argv[3]))
 
-record_stacks(Path(sys.argv[1]), sys.argv[2])
+record_crash_stacks(Path(sys.argv[1]), sys.argv[2])
 busy_with_something()
 """
 

@@ -33,8 +33,8 @@ OWNS = """
 import os, sys, time
 from pathlib import Path
 from typing import Any
-from streamrl.run_dir.run_lock import own_run
-lock = own_run(Path(sys.argv[1]))
+from streamrl.run_dir.run_lock import acquire_run_lock
+lock = acquire_run_lock(Path(sys.argv[1]))
 if "forks" in sys.argv and (child := os.fork()) == 0:
     time.sleep(600)
 print(child if "forks" in sys.argv else os.getpid(), flush=True)
@@ -85,7 +85,7 @@ def test_a_fork_neither_keeps_a_dead_owner_alive_nor_ends_a_live_one(tmp_path: P
     if (ended := os.fork()) == 0:
         os._exit(0)
     os.waitpid(ended, 0)
-    asks = "import sys; from pathlib import Path; from streamrl.run_dir.run_lock import own_run;"
+    asks = "import sys; from pathlib import Path; from streamrl.run_dir.run_lock import acquire_run_lock;"
     words = [sys.executable, "-c", f"{asks} own_run(Path({str(tmp_path)!r}))"]
     found = subprocess.run(words, capture_output=True, text=True, check=False)
     assert found.returncode and f"pid {os.getpid()}" in found.stderr

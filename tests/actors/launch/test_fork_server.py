@@ -35,12 +35,12 @@ from streamrl.engines.vllm.environment import make_vllm_env
 COMMAND = """
 import sys, time
 from streamrl.actors.launch import fork_server
-from streamrl.actors.launch.fork_server import Level
-base = Level("base", "", ("numpy",))
-second = Level("second", "base", ("wave",), {"X": "1"})
-broken = Level("broken", "base", ("no_such_module",))
-draws = Level("draws", "base", ("draws_an_id",))
-threads = Level("threads", "base", ("starts_a_thread",))
+from streamrl.actors.launch.fork_server import ForkLevel
+base = ForkLevel("base", "", ("numpy",))
+second = ForkLevel("second", "base", ("wave",), {"X": "1"})
+broken = ForkLevel("broken", "base", ("no_such_module",))
+draws = ForkLevel("draws", "base", ("draws_an_id",))
+threads = ForkLevel("threads", "base", ("starts_a_thread",))
 fork_server.start_fork_server([base, second, broken, draws, threads])
 print(fork_server.refusal(), flush=True)
 import os
@@ -330,7 +330,7 @@ def test_a_user_can_have_workers_start_as_ray_starts_them() -> None:
 def test_no_two_forks_of_a_level_draw_the_same_id_from_ray() -> None:
     code = (
         "from streamrl.actors.launch import fork_server\n"
-        "for level in fork_server.LEVELS: fork_server._import(level)\n"
+        "for level in fork_server.LEVELS: fork_server._import_modules(level)\n"
         "print(fork_server._draws_unique_ids())\n"
         "import ray; ray.remote(int)\n"
         "print(fork_server._draws_unique_ids())\n"
@@ -343,7 +343,7 @@ import os, signal
 from streamrl.actors.launch import fork_server
 fork_server.start_fork_server()
 import psutil, ray
-from streamrl.actors.launch.local_ray import local_ray
+from streamrl.actors.launch.local_ray import start_local_ray
 
 class Actor:
     def find(self):
@@ -351,7 +351,7 @@ class Actor:
 
 # Ray may start it again on a worker of the same level that is dying as well.
 options = {"max_restarts": -1, "max_task_retries": -1, "num_cpus": 0}
-with local_ray(2, 200 << 20):
+with start_local_ray(2, 200 << 20):
     actor = ray.remote(Actor).options(**options).remote()
     pid, level = ray.get(actor.find.remote())
     assert level == fork_server._server.process.pid

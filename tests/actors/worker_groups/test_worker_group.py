@@ -274,9 +274,9 @@ import time
 import ray
 
 from streamrl.actors.worker_groups.worker_group import ResourcePool, WorkerGroup, put
-from streamrl.controller import Mesh, transfers
+from streamrl.controller import WorkerMesh, transfers
 from streamrl.errors import ActorError
-from streamrl.resharding import Grid
+from streamrl.resharding import RankGrid
 
 
 class Broken:
@@ -299,7 +299,7 @@ def tell(call):
 
 ray.init(address="local", num_cpus=2, include_dashboard=False)
 pool = ResourcePool(2)
-mesh = Mesh(Grid(1, 1, 2).seating())
+mesh = WorkerMesh(RankGrid(1, 1, 2).assign_ranks())
 group = WorkerGroup(pool, Broken, mesh=mesh)
 tell(group.fail(put({"x": [1, 2]})).get)
 tell(WorkerGroup(pool, Broken, "no number", mesh=mesh).ready)

@@ -254,7 +254,7 @@ async def test_a_bug_in_the_writer_leaves_nobody_waiting(
 SMALL_DISK = """
 import asyncio, resource, sys
 from pathlib import Path
-from streamrl.buffer.log.journal import Journal, JournalConfig, Record
+from streamrl.buffer.log.journal import Journal, JournalConfig, JournalRecord
 from streamrl.errors import JournalError
 
 async def main():
@@ -263,7 +263,7 @@ async def main():
     errors, accepted = [], 0
     while len(errors) < 2:
         try:
-            await journal.append([Record({"kind": "note", "i": accepted}, bytes(7000))])
+            await journal.append([JournalRecord({"kind": "note", "i": accepted}, bytes(7000))])
             accepted += 1
         except JournalError as error:
             errors.append(str(error))
@@ -292,12 +292,12 @@ def test_a_disk_that_takes_half_a_record_keeps_the_whole_ones(tmp_path: Path) ->
 ENDLESS = """
 import asyncio, itertools, os, random, sys
 from pathlib import Path
-from streamrl.buffer.log.journal import Journal, JournalConfig, Record
+from streamrl.buffer.log.journal import Journal, JournalConfig, JournalRecord
 
 async def worker(journal, name):
     for i in itertools.count():
         meta = {"kind": "note", "worker": name, "i": i}
-        await journal.append([Record(meta, random.randbytes(random.randrange(60_000)))])
+        await journal.append([JournalRecord(meta, random.randbytes(random.randrange(60_000)))])
         os.write(1, f"{name} {i}\\n".encode())
 
 async def main():

@@ -37,16 +37,16 @@ def test_of_two_stretches_of_a_phase_the_larger_counts() -> None:
 FREED = """
 import sys
 import torch
-from streamrl.engines.memory.peak_memory import STATUS, give_back_large_at_once
+from streamrl.engines.memory.peak_memory import PROC_STATUS, release_large_blocks_eagerly
 
 if sys.argv[1] == "at once":
-    give_back_large_at_once()
+    release_large_blocks_eagerly()
 for _ in range(2):
     # The second time the allocator has learnt of the first.
     held = [torch.ones(8 << 18) for _ in range(20)]
     last = [torch.ones(1 << 10) for _ in range(2000)]
     del held
-print(next(line for line in STATUS.read_text().splitlines() if line.startswith("VmRSS")).split()[1])
+print(next(line for line in PROC_STATUS.read_text().splitlines() if line.startswith("VmRSS")).split()[1])
 """
 
 

@@ -64,13 +64,13 @@ import asyncio, json, sys, types
 for name in ("streamrl", "streamrl.rewards"):
     package = sys.modules[name] = types.ModuleType(name)
     package.__path__ = [sys.path[0] + "/" + name.replace(".", "/")]
-from streamrl.rewards.sandbox import CallTest, Limits, Program, Sandbox, StdinTest
+from streamrl.rewards.sandbox import CallTest, ProgramLimits, SandboxProgram, Sandbox, StdinTest
 
 async def main(limits, programs):
-    sandbox = await Sandbox.start(Limits(**limits), jails=2)
+    sandbox = await Sandbox.start(ProgramLimits(**limits), jails=2)
     async def run(calls, source, test):
         test = (CallTest if calls else StdinTest)(**test)
-        outcome = await sandbox.run(Program("python", source, [test]))
+        outcome = await sandbox.run(SandboxProgram("python", source, [test]))
         return outcome.verdict.value, outcome.detail
     outcomes = await asyncio.gather(*(run(*program) for program in programs))
     await sandbox.close()

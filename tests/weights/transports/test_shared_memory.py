@@ -291,22 +291,22 @@ def test_a_file_system_that_is_full_is_an_error_and_not_the_end_of_the_process()
     found = small_mount(
         "import torch; from pathlib import Path\n"
         "from streamrl.errors import WeightsError\n"
-        "from streamrl.weights.pack import publish\n"
-        "from streamrl.weights.transports.shared_memory import SharedMemoryInlet\n"
-        "from streamrl.weights.transports.shared_memory import SharedMemoryOutlet\n"
-        "from streamrl.weights.unpack import unpack\n"
+        "from streamrl.weights.pack import publish_version\n"
+        "from streamrl.weights.transports.shared_memory import SharedMemoryReader\n"
+        "from streamrl.weights.transports.shared_memory import SharedMemoryWriter\n"
+        "from streamrl.weights.unpack import unpack_tensors\n"
         "from tests.weights.local_outlet import LocalInlet, LocalOutlet\n"
-        "outlet = SharedMemoryOutlet(\n"
+        "outlet = SharedMemoryWriter(\n"
         '    "run", LocalOutlet(), keep_versions=2, directory=Path("/mnt"))\n'
-        'inlet = SharedMemoryInlet("policy", LocalInlet())\n'
+        'inlet = SharedMemoryReader("policy", LocalInlet())\n'
         'other = Path("/mnt/other")\n'
         "def put(version):\n"
         '    tensors = {"a": torch.full((30_000,), version), "b": torch.full((9_000,), version)}\n'
-        "    manifest = publish(\n"
+        "    manifest = publish_version(\n"
         "        tensors.items(), version=version, bucket_bytes=250_000, outlet=outlet)\n"
-        "    found = unpack(manifest, inlet.fetch(manifest))\n"
+        "    found = unpack_tensors(manifest, inlet.fetch_buckets(manifest))\n"
         "    assert all(torch.equal(found[name], tensors[name]) for name in tensors)\n"
-        "    assert inlet.failure is None\n"
+        "    assert inlet.fallback_reason is None\n"
         "put(0)\n"
         "other.write_bytes(bytes(500_000))\n"
         "for _ in range(3):\n"
