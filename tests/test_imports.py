@@ -38,7 +38,8 @@ def test_a_histogram_is_logged_to_wandb_without_pandas(tmp_path: Path) -> None:
         from streamrl.telemetry.wandb_sink import WandbSink
         sink = WandbSink(Path({str(tmp_path)!r}), WandbConfig(), run_name="demo")
         sink.start({{}})
-        sink.step(1, {{"reward/mean": 0.5, "staleness/histogram": Histogram.from_integer_counts({{0: 2}})}})
+        histogram = Histogram.from_integer_counts({{0: 2}})
+        sink.log_step(1, {{"reward/mean": 0.5, "staleness/histogram": histogram}})
         sink.close({{}})
     """
     assert loaded(program, "wandb", "pandas") == ["wandb"]
@@ -211,7 +212,9 @@ def test_what_a_driver_asks_of_a_model_loads_no_model_classes(tmp_path: Path) ->
         from streamrl.files.hf_config import read_model_length
         load_tokenizer({path!r}), load_vocab_size({path!r}), read_model_length({path!r}, limit=None)
         check_generator_split({path!r}, 1), check_tensor_parallel({path!r}, 2, section="trainer")
-        assert count_trained_params_from_config({path!r}, TrainerConfig(), has_output=True, has_value=False)
+        assert count_trained_params_from_config(
+            {path!r}, TrainerConfig(), has_output=True, has_value=False
+        )
     """
     classes = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
     assert loaded(program, "torch", "torch._dynamo", *classes) == ["torch"]

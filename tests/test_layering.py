@@ -16,7 +16,8 @@ PURE = (
     *("streamrl.messages", "streamrl.dataflow", "streamrl.algorithms", "streamrl.placement"),
     *("streamrl.pipeline", "streamrl.config.run_config", "streamrl.evaluation"),
 )
-MOST_LINES = {ast.FunctionDef: 80, ast.AsyncFunctionDef: 80, ast.ClassDef: 300}
+MAX_LINES = {ast.FunctionDef: 100, ast.AsyncFunctionDef: 100, ast.ClassDef: 360}
+MAX_FILE_LINES = 600
 OLD_WORDS = re.compile(r"\b(old_log_?probs|behaviou?r_policy|rollout_worker)\b")
 NAMES_OF_NOTHING = {"utils", "util", "common", "helpers", "helper", "base", "misc"}
 ROOMS = (
@@ -124,9 +125,9 @@ def test_pure_rooms_and_the_loops_load_no_runtime() -> None:
 
 def test_files_stay_small() -> None:
     reject(
-        source.say(501, f"{lines} lines")
+        source.say(MAX_FILE_LINES, f"{lines} lines")
         for source in load_sources()
-        if (lines := len(source.text.splitlines())) > 500
+        if (lines := len(source.text.splitlines())) > MAX_FILE_LINES
     )
 
 
@@ -136,7 +137,7 @@ def test_functions_and_classes_stay_small() -> None:
         for source in load_sources()
         for node in ast.walk(source.tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        if (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MOST_LINES[type(node)]
+        if (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_LINES[type(node)]
     )
 
 
@@ -168,20 +169,19 @@ def test_getattr_has_no_default() -> None:
     )
 
 
-def find_undocumented(source: Source) -> Iterator[str]:
-    if not ast.get_docstring(source.tree):
-        yield source.say(1, "the module has no docstring")
-    for node in source.tree.body:
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            continue
-        if not node.name.startswith("_") and not ast.get_docstring(node):
-            yield source.say(node.lineno, f"{node.name} has no docstring")
-
-
-def test_every_module_and_public_definition_says_what_it_is() -> None:
+def test_every_module_names_its_subject() -> None:
     reject(
-        line
+        source.say(1, "the module has no docstring")
         for source in load_sources()
-        if source.path.name != "__init__.py"
-        for line in find_undocumented(source)
+        if source.path.name != "__init__.py" and not ast.get_docstring(source.tree)
     )
+
+
+def test_class_names_are_unique_in_the_package() -> None:
+    places: dict[str, list[str]] = {}
+    for source in load_sources():
+        for node in ast.walk(source.tree):
+            # Settings nested in the class that reads them are all called Config.
+            if isinstance(node, ast.ClassDef) and node.name != "Config":
+                places.setdefault(node.name, []).append(source.say(node.lineno, node.name))
+    reject(line for lines in places.values() if len(lines) > 1 for line in lines)

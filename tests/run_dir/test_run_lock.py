@@ -85,8 +85,11 @@ def test_a_fork_neither_keeps_a_dead_owner_alive_nor_ends_a_live_one(tmp_path: P
     if (ended := os.fork()) == 0:
         os._exit(0)
     os.waitpid(ended, 0)
-    asks = "import sys; from pathlib import Path; from streamrl.run_dir.run_lock import acquire_run_lock;"
-    words = [sys.executable, "-c", f"{asks} own_run(Path({str(tmp_path)!r}))"]
+    asks = (
+        "from pathlib import Path; from streamrl.run_dir.run_lock import acquire_run_lock;"
+        f"acquire_run_lock(Path({str(tmp_path)!r}))"
+    )
+    words = [sys.executable, "-c", asks]
     found = subprocess.run(words, capture_output=True, text=True, check=False)
     assert found.returncode and f"pid {os.getpid()}" in found.stderr
     lock.release()

@@ -46,7 +46,8 @@ for _ in range(2):
     held = [torch.ones(8 << 18) for _ in range(20)]
     last = [torch.ones(1 << 10) for _ in range(2000)]
     del held
-print(next(line for line in PROC_STATUS.read_text().splitlines() if line.startswith("VmRSS")).split()[1])
+status = PROC_STATUS.read_text().splitlines()
+print(next(line for line in status if line.startswith("VmRSS")).split()[1])
 """
 
 
