@@ -116,11 +116,11 @@ def test_what_the_coordinator_asks_of_a_config_takes_no_torch(tmp_path: Path) ->
         from streamrl.config.role_counts import assign_slots
         for name in ("grpo", "safe_rlhf"):
             config = pickle.loads(Path({str(tmp_path)!r}, name + ".pickle").read_bytes())
-            dials = AdaptiveParams(config.algorithm.row, config.settings)
+            dials = AdaptiveParams(config.algorithm.spec, config.algorithm_settings)
             sums = {{"num_sampled": 8.0, "score_sum": 1.0, "cost_sum": 1.0, "kl_ref_sum": 0.5}}
-            dials.after(sums, num_rollouts=2)
+            dials.update_after_step(sums, num_rollouts=2)
             assert dials.values
-            step_loss_denominator(config.settings, {{}}), summarise_policy({{}}, 0.0)
+            step_loss_denominator(config.algorithm_settings, {{}}), summarise_policy({{}}, 0.0)
             summarise_critic({{}}, "critic")
             config.dataflow, config.get_trainer_config("critic"), assign_slots(config)
     """

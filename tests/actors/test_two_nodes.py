@@ -184,7 +184,7 @@ from streamrl.errors import ConfigError
 from streamrl.placement import PlacementConfig
 try:
     with connect_cluster(PlacementConfig(address=sys.argv[1]), disaggregated_only) as site:
-        print(os.environ.get("RAY_AUTH_MODE"), site.machine["nodes"])
+        print(os.environ.get("RAY_AUTH_MODE"), site.machine_facts["nodes"])
 except ConfigError as error:
     print(error)
 """

@@ -110,7 +110,7 @@ def test_an_opened_table_goes_to_another_process(write_rows, tmp_path, monkeypat
     rows = numbered(30)
     path = write_rows(*rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "held.parquet")
-    monkeypatch.setattr(table, "MOST_HELD_BYTES", 0)
+    monkeypatch.setattr(table, "MAX_IN_MEMORY_BYTES", 0)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mapped.parquet")
     packed = tmp_path / "rows.jsonl.gz"
     packed.write_bytes(gzip.compress(Path(path).read_bytes()))

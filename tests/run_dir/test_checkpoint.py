@@ -297,7 +297,7 @@ def test_where_the_newest_is_lost_a_named_older_one_goes_on_without_the_journals
         times.append(journal.name)
         forget(journal, first)
 
-    monkeypatch.setattr(checkpoint, "forget_from", die)
+    monkeypatch.setattr(checkpoint, "delete_segments_from", die)
     with pytest.raises(KeyboardInterrupt):
         find_resume_point(older).discard_later()
     monkeypatch.undo()

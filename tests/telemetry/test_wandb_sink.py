@@ -164,7 +164,7 @@ def test_an_offline_program_calls_nobody_up_to_its_exit(tmp_path):
         socket.getaddrinfo = refuse
         sink = WandbSink(Path({str(tmp_path)!r}), WandbConfig(), run_name="demo")
         sink.start({{}})
-        sink.step(1, {{"reward/mean": 0.5}})
+        sink.log_step(1, {{"reward/mean": 0.5}})
         sink.close({{}})
     """
     done = subprocess.run(

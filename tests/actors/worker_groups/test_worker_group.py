@@ -302,7 +302,7 @@ pool = ResourcePool(2)
 mesh = WorkerMesh(RankGrid(1, 1, 2).assign_ranks())
 group = WorkerGroup(pool, Broken, mesh=mesh)
 tell(group.fail(put({"x": [1, 2]})).get)
-tell(WorkerGroup(pool, Broken, "no number", mesh=mesh).ready)
+tell(WorkerGroup(pool, Broken, "no number", mesh=mesh).wait_until_ready)
 time.sleep(3)
 """
 

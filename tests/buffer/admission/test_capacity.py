@@ -144,7 +144,7 @@ def test_what_was_admitted_is_remembered_over_the_death_of_the_shard_but_not_of_
 def test_no_more_uids_are_remembered_than_a_repeated_call_can_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(group, "REMEMBERED", 2)
+    monkeypatch.setattr(group, "MAX_SEEN_UIDS", 2)
 
     async def test(shard: QueueShard) -> None:
         for uid in "abc":

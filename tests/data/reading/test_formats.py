@@ -115,7 +115,7 @@ def test_shards_whose_columns_are_of_another_width_keep_their_values(
 ):
     from streamrl.data.reading import indexed_table
 
-    monkeypatch.setattr(indexed_table, "MOST_HELD_BYTES", held)
+    monkeypatch.setattr(indexed_table, "MAX_IN_MEMORY_BYTES", held)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     for names in (("a", "b"), ("b", "a")):
         folder = tmp_path / names[0]
@@ -232,7 +232,7 @@ def test_a_value_that_python_cannot_have_makes_its_row_a_bad_one(
 ):
     from streamrl.data.reading import indexed_table
 
-    monkeypatch.setattr(indexed_table, "MOST_HELD_BYTES", held)
+    monkeypatch.setattr(indexed_table, "MAX_IN_MEMORY_BYTES", held)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = {"prompt": pa.array(["1", "2", "3"]), "x": pa.array([good, bad, good], kind)}
     path = tmp_path / "rows.parquet"

@@ -71,10 +71,10 @@ async def main(limits, programs):
     async def run(calls, source, test):
         test = (CallTest if calls else StdinTest)(**test)
         outcome = await sandbox.run(SandboxProgram("python", source, [test]))
-        return outcome.verdict.value, outcome.detail
+        return outcome.outcome.value, outcome.detail
     outcomes = await asyncio.gather(*(run(*program) for program in programs))
     await sandbox.close()
-    print(json.dumps([sandbox._plan.isolation.name, *outcomes]))
+    print(json.dumps([sandbox._jail_spec.isolation.name, *outcomes]))
 
 asyncio.run(main(*json.load(sys.stdin)))
 """
