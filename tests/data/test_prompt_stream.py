@@ -17,7 +17,7 @@ seeds = st.integers(0, 2**63)
 
 
 def uids(stream, count):
-    return [prompt.uid for prompt in stream.draw(count)]
+    return [prompt.uid for prompt in stream.draw_prompts(count)]
 
 
 @given(sizes, seeds, st.booleans(), st.integers(1, 3))
@@ -101,7 +101,7 @@ def test_a_stream_goes_to_another_process_and_leaves_the_random_numbers_of_this_
     stream = stream_of(prompts(9), seed=4)
     for count in (0, 5, 9):
         stream = pickle.loads(pickle.dumps(stream))
-        stream.draw(count)
+        stream.draw_prompts(count)
     assert uids(stream, 20) == uids(stream_of(prompts(9), seed=4), 34)[14:]
     assert torch.rand(1) == wanted
 

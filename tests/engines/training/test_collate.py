@@ -13,7 +13,7 @@ GRPO = AlgorithmConfig()
 
 
 def derived_from(groups, config=GRPO):
-    settings = config.settings(max_length=8, reward_weights={})
+    settings = config.to_settings(max_length=8, reward_weights={})
     return derive_columns(config.row, settings, groups)
 
 
