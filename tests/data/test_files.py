@@ -116,7 +116,7 @@ def test_prompts_of_several_files_have_indices_of_their_own(tokenizer, write_row
         f"{b} line 1",
         f"{b} line 2",
     ]
-    assert [len(prompts) for prompts in found.by_name.values()] == [1, 2]
+    assert [len(prompts) for prompts in found.prompts_by_name.values()] == [1, 2]
 
 
 def test_the_share_of_a_file_is_its_weights_or_that_of_its_prompts(tokenizer, write_rows):

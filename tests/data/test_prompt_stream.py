@@ -47,7 +47,7 @@ def test_stops_at_any_places_change_nothing_of_the_sequence(files, seed, shuffle
         assert uids(stream, count) == uids(whole, count)
         state = json.loads(json.dumps(stream.state_dict()))
         stream = mixed(files, seed=seed, shuffle=shuffle)
-        stream.draw(2)
+        stream.draw_prompts(2)
         stream.load_state_dict(state)
         assert stream.state_dict() == state
     assert uids(stream, 30) == uids(whole, 30)

@@ -81,7 +81,7 @@ def test_the_shadow_follows_the_critic(model_path):
     scorer, trained = scorer_of(model_path), with_a_head(model_path)
     assert not scorer.compute_values(COLUMNS).any()
     scorer.load_weights(dict(trained.named_parameters(remove_duplicate=False)))
-    columns = {"values": scorer.values(COLUMNS)}
+    columns = {"values": scorer.compute_values(COLUMNS)}
     check_column_sizes(measure_columns(columns), GroupInfo.from_columns(COLUMNS))
     lengths = COLUMNS["lengths"]
     rows = zip(

@@ -14,7 +14,7 @@ GRPO = AlgorithmConfig()
 
 def derived_from(groups, config=GRPO):
     settings = config.to_settings(max_length=8, reward_weights={})
-    return derive_columns(config.row, settings, groups)
+    return derive_columns(config.spec, settings, groups)
 
 
 def group_of(*rollouts, scores):
