@@ -235,7 +235,7 @@ class TrainerActor(PingableActor):
         sent = await self._run_in_thread(
             self._sender.send_model, version, readers, thread=self._publish_thread
         )
-        return sent and replace(sent, probe=probe)
+        return sent and replace(sent, logprob_check=probe)
 
     def _make_logprob_check(self) -> LogprobCheck:
         return make_logprob_check(self._trainer, self._config, max_length=self._max_length)

@@ -105,14 +105,14 @@ class RankAnswers(Sequence[Any]):
         if not isinstance(answer, BatchRef):
             if given.num_padding:
                 raise ValueError(
-                    f"{self._names[rank]}: {given.num_padding} of its {given.rows} rows"
+                    f"{self._names[rank]}: {given.num_padding} of its {given.num_rows} rows"
                     f" are padding,"
                     f" which counts in what it answered: {PADDING_REMEDY}"
                 )
             return answer
         if self._kind != AnswerKind.ROWS and not given.num_padding:
             return answer
-        return answer.slice_rows(0, self._compute_row_multiple(rank, len(answer)) * given.real)
+        return answer.slice_rows(0, self._compute_row_multiple(rank, len(answer)) * given.num_real)
 
     def _compute_row_multiple(self, rank: int, count: int) -> int:
         """How many rows each row of a rank has become."""

@@ -152,7 +152,7 @@ def assign_max_overlap(held: ModelLayout, generate: GenerationSizes) -> RankAssi
     served: Counter[int] = Counter()
     for column in columns.tolist():
         part = column % per_replica
-        seats.append(replace(parts[part], replica=served[part]))
+        seats.append(replace(parts[part], dp_rank=served[part]))
         served[part] += 1
     return RankAssignment(generate.pp_size, generate.tp_size, generate.num_replicas, tuple(seats))
 

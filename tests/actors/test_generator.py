@@ -14,7 +14,7 @@ class Engine:
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    async def suspend(self, reason: str) -> None:
+    async def pause(self, reason: str) -> None:
         self.told.append(f"suspend for {reason}")
 
     async def resume(self, reason: str) -> None:

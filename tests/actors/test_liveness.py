@@ -45,7 +45,7 @@ class Waiter:
     async def wait(self) -> None:
         await asyncio.sleep(600.0)
 
-    async def life(self) -> ProcessLocation:
+    async def ping(self) -> ProcessLocation:
         return ProcessLocation.from_this_process()
 
 

@@ -27,10 +27,12 @@ class Rank:
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         yield "weight", torch.zeros(4)
 
-    def received_bytes(self, gathered: Mapping[str, Tensor]) -> int:
+    def count_received_bytes(self, gathered: Mapping[str, Tensor]) -> int:
         return sum(tensor.nbytes for tensor in gathered.values()) // 2 if self.gathers else 0
 
-    def switch(self, served: ShardStorage | None, version: int) -> ReshardingStats | None:
+    def reshard_to_generator(
+        self, served: ShardStorage | None, version: int
+    ) -> ReshardingStats | None:
         if served is None or not self._fills:
             return None
         self.filled.append(version)

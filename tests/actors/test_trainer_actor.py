@@ -38,10 +38,10 @@ class Generator:
     def __init__(self, told: list[str]) -> None:
         self._told = told
 
-    async def release_kv(self) -> None:
+    async def sleep(self) -> None:
         self._told.append("release_kv")
 
-    async def suspend(self, reason: str) -> None:
+    async def pause(self, reason: str) -> None:
         self._told.append(f"suspend for {reason}")
 
     async def resume(self, reason: str) -> None:
@@ -58,12 +58,12 @@ def wiring(told: list[str]) -> Any:
     stage = SimpleNamespace(spans=SpanRecorder("trainer-0"))
     return SimpleNamespace(
         config=config,
-        stages=lambda calls, name: (stage,),
+        make_stages=lambda calls, name: (stage,),
         train_columns=(),
         memory=WorkerMemory(1, 1, 1, 1, 1, 1, 1, releases_kv=True, offloads_optimizer=True),
         max_length=8,
         run_dir=Path("a-run"),
-        engines=SimpleNamespace(trainer=lambda config, max_length, rank, role: Rank(told)),
+        engines=SimpleNamespace(make_trainer=lambda config, max_length, rank, role: Rank(told)),
     )
 
 
@@ -94,8 +94,8 @@ def test_whoever_is_to_put_the_optimizer_aside_has_it_only_while_it_is_needed(le
         await actor.save_checkpoint(Path("model"), Path("state"))
 
     asyncio.run(main())
-    begins = ["load", "offload_optimizer", "generator comes"]
-    saves = ["save", "save_model", "offload_optimizer"]
+    begins = ["load_training_state", "offload_optimizer", "generator comes"]
+    saves = ["save_training_state", "save_model", "offload_optimizer"]
     if leads:
         saves = ["suspend for save", "release_kv", *saves, "resume from save"]
     assert told == [*begins, *saves]

@@ -39,9 +39,9 @@ class Rank:
     def __init__(self) -> None:
         self.log: list[str] = []
         manifest = WeightManifest(1, (), ())
-        self.publish = Method("publish", self.log, manifest)
+        self.publish_weights = Method("publish", self.log, manifest)
         self.publish_reference = Method("publish_reference", self.log, manifest)
-        self.train = Method("train", self.log, {})
+        self.train_micro_batch = Method("train", self.log, {})
 
 
 def group(ranks: list[Rank], *, zero_stage: int = 1, **trainer: Any) -> TrainerGroup:
@@ -90,16 +90,16 @@ def test_the_first_versions_and_then_every_few_have_a_probe_and_all_ranks_know_w
     async def scenario() -> None:
         ranks = [Rank(), Rank()]
         trainer = group(ranks, zero_stage=3)
-        manifest, broken = ranks[0].publish.reply, WeightsError("the disk is full")
+        manifest, broken = ranks[0].publish_weights.reply, WeightsError("the disk is full")
         again = [(8, broken), (8, manifest), (8, manifest), (9, manifest), (9, manifest)]
         for version, reply in [(0, manifest), (4, manifest), *again, (10, manifest)]:
-            ranks[0].publish.reply = reply
+            ranks[0].publish_weights.reply = reply
             try:
                 await trainer.publish_weights(version, [])
             except WeightsError:
                 assert reply is broken
         for rank in ranks:
-            told = [(version, probes) for version, _, probes in rank.publish.told]
+            told = [(version, probes) for version, _, probes in rank.publish_weights.told]
             sent_again = [(8, True), (8, True), (8, True), (9, False), (9, False)]
             assert told == [(0, True), (4, True), *sent_again, (10, True)]
 
@@ -125,12 +125,17 @@ def test_neighbours_that_are_tensor_parallel_train_the_same_and_it_counts_once()
     async def scenario() -> None:
         ranks = [Rank() for _ in range(4)]
         for i, rank in enumerate(ranks):
-            rank.train.reply = {"num_tokens": 10.0 ** (i // 2)}
+            rank.train_micro_batch.reply = {"num_tokens": 10.0 ** (i // 2)}
         trainer = group(ranks, backend="torch", tensor_parallel=2)
         assert trainer.dp_size == 2
         work = ((("a", 0), ("a", 1)), (("b", 0),))
         sums = await trainer.train_round(work, epoch=0)
-        assert [rank.train.told[0][0] for rank in ranks] == [work[0], work[0], work[1], work[1]]
+        assert [rank.train_micro_batch.told[0][0] for rank in ranks] == [
+            work[0],
+            work[0],
+            work[1],
+            work[1],
+        ]
         assert sums == {"num_tokens": 11.0}
 
     run_virtual(scenario())

@@ -20,7 +20,7 @@ from tests.weights.local_outlet import LocalInlet, LocalOutlet
 class Rank:
     """Its parameters are gathered one by one; so many of them were, by each call."""
 
-    gathers = True
+    has_sharded_params = True
 
     def __init__(self) -> None:
         self.value = 1.0
@@ -88,6 +88,6 @@ def test_a_reference_that_could_not_be_sent_is_moved_once_and_all_ranks_gather()
 
 def test_of_ranks_that_have_all_parameters_only_the_first_reads_them() -> None:
     rank = Rank()
-    rank.gathers = False
+    rank.has_sharded_params = False
     assert sender(rank, {}).send_model(1, []) is None
     assert rank.gathered == []

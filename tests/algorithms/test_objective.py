@@ -222,7 +222,7 @@ def loss_by_hand(config, **changes):
     batch, logprobs = hand_made(**changes)
     entropy = torch.full_like(logprobs, 2.0)
     loss, sums = policy_loss(
-        config.row, settings_of(config), batch, logprobs=logprobs, entropy=entropy
+        config.spec, settings_of(config), batch, logprobs=logprobs, entropy=entropy
     )
     return loss.item(), {name: value.item() for name, value in sums.items()}
 

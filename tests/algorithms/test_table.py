@@ -65,7 +65,7 @@ def test_what_is_normalised_over_the_step_waits_for_the_step(config, scope):
 
 
 def needed(config):
-    return list_required_columns(config.row, settings_of(config))
+    return list_required_columns(config.spec, settings_of(config))
 
 
 def test_columns_feed_the_dataflow():

@@ -112,8 +112,11 @@ def test_prompts_of_several_files_have_indices_of_their_own(tokenizer, write_row
         ("0:2:0", "b"),
         ("0:3:0", "c"),
     ]
-    assert [prompt.place for prompt in found.files[1].prompts] == [f"{b} line 1", f"{b} line 2"]
-    assert [len(prompts) for prompts in found.by_name.values()] == [1, 2]
+    assert [prompt.row_location for prompt in found.files[1].prompts] == [
+        f"{b} line 1",
+        f"{b} line 2",
+    ]
+    assert [len(prompts) for prompts in found.prompts_by_name.values()] == [1, 2]
 
 
 def test_the_share_of_a_file_is_its_weights_or_that_of_its_prompts(tokenizer, write_rows):

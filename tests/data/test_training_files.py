@@ -26,7 +26,7 @@ WHOLE, FRAME = 20, 3
 
 @pytest.fixture(autouse=True)
 def few_are_examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, rows in (("FIRST", 5), ("SPREAD", 4), ("LONGEST", 2)):
+    for name, rows in (("NUM_FIRST_ROWS", 5), ("NUM_SPREAD_ROWS", 4), ("NUM_LONGEST_ROWS", 2)):
         monkeypatch.setattr(training_files, name, rows)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
@@ -117,7 +117,7 @@ def test_an_opened_table_goes_to_another_process(write_rows, tmp_path, monkeypat
     for name in (path, tmp_path / "mapped.parquet", packed):
         opened_table = table.open_table(str(name))
         there = pickle.loads(pickle.dumps(opened_table))
-        assert [record for _, _, record in there.records([29, 0, 7])] == [
+        assert [record for _, _, record in there.read_rows([29, 0, 7])] == [
             rows[29],
             rows[0],
             rows[7],
@@ -184,7 +184,7 @@ def test_a_row_that_a_reward_cannot_judge_is_refused_where_it_is_examined(tokeni
     def inspect(prompts):
         for prompt in prompts:
             if prompt.ground_truth == "4":
-                raise ConfigError(f"{prompt.place}: no")
+                raise ConfigError(f"{prompt.row_location}: no")
 
     path = write_rows(*numbered(50))
     with pytest.raises(ConfigError, match="line 5: no"):

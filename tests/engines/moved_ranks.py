@@ -150,7 +150,7 @@ def in_one_memory(others: Iterable[torch.Tensor], backend: Any) -> dict[str, int
     held = {tensor.untyped_storage().data_ptr() for tensor in others}
     of_model = dict(backend.module.named_parameters())
     found = {}
-    for name, kept, _ in backend.placed():
+    for name, kept, _ in backend.iter_shards():
         used = of_model[name].detach()
         used = used.to_local() if isinstance(used, DTensor) else used
         if kept.untyped_storage().data_ptr() in held and used.data_ptr() == kept.data_ptr():

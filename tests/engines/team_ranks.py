@@ -143,7 +143,7 @@ async def all_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[
 
 def lacking(backend: Any, storage: ShardStorage) -> int:
     """Bytes of what is served that this rank does not train."""
-    trained = {name: shard.boxes for name, _, shard in backend.placed()}
+    trained = {name: shard.boxes for name, _, shard in backend.iter_shards()}
     return sum(
         count_elements(subtract_boxes([box], trained.get(name, []))) * view.itemsize
         for name, box, view in storage
@@ -177,7 +177,7 @@ async def without_kv(engine: GenerationEngine | FollowerRank) -> tuple[int, int]
 def kv_bytes(engine: GenerationEngine | FollowerRank) -> int:
     within: Any = engine
     if isinstance(engine, GenerationEngine):
-        worker = within._thread._weights._worker
+        worker = within._thread._weight_loader._worker
     else:
         worker = within._worker.wrapper
     return sum(cache.untyped_storage().nbytes() for cache in worker.model_runner.kv_caches)

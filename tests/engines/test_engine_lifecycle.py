@@ -191,7 +191,7 @@ async def test_a_process_without_the_environment_is_told(
 ) -> None:
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
     folder = save(tiny_model(tied=True, seed=1), tmp_path)
-    with pytest.raises(GenerationError, match="generation_env"):
+    with pytest.raises(GenerationError, match="make_vllm_env"):
         await GenerationEngine.start(folder, GeneratorConfig(), seed=0, max_length=MAX_LENGTH)
 
 

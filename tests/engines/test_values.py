@@ -79,9 +79,9 @@ def scorer_of(model_path, *, micro_batch_tokens=64, **facts):
 
 def test_the_shadow_follows_the_critic(model_path):
     scorer, trained = scorer_of(model_path), with_a_head(model_path)
-    assert not scorer.values(COLUMNS).any()
+    assert not scorer.compute_values(COLUMNS).any()
     scorer.load_weights(dict(trained.named_parameters(remove_duplicate=False)))
-    columns = {"values": scorer.values(COLUMNS)}
+    columns = {"values": scorer.compute_values(COLUMNS)}
     check_column_sizes(measure_columns(columns), GroupInfo.from_columns(COLUMNS))
     lengths = COLUMNS["lengths"]
     rows = zip(
@@ -108,7 +108,7 @@ def test_the_shadow_merges_adapters_and_takes_the_head(model_path):
     other.load_weights(dict(trained.named_parameters(remove_duplicate=False)))
     for _ in range(2):
         scorer.load_weights(published)
-        found, wanted = (one.values(COLUMNS) for one in (scorer, other))
+        found, wanted = (one.compute_values(COLUMNS) for one in (scorer, other))
         np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
@@ -122,7 +122,9 @@ def test_a_shadow_of_a_shared_model_takes_its_part_of_the_policy(model_path):
     shared.load_weights(dict(model.named_parameters(remove_duplicate=False)))
     alone = scorer_of(model_path)
     alone.load_weights(dict(critic.named_parameters(remove_duplicate=False)))
-    np.testing.assert_allclose(shared.values(COLUMNS), alone.values(COLUMNS), atol=1e-6)
+    np.testing.assert_allclose(
+        shared.compute_values(COLUMNS), alone.compute_values(COLUMNS), atol=1e-6
+    )
     with pytest.raises(WeightsError, match="the weights lack"):
         shared.load_weights(dict(tiny_model(tied=True, seed=1).named_parameters()))
 
@@ -148,7 +150,7 @@ def test_the_size_of_micro_batches_does_not_matter(model_path):
     for tokens in (int(COLUMNS["lengths"].max()), 1000):
         scorer = scorer_of(model_path, micro_batch_tokens=tokens)
         scorer.load_weights(dict(with_a_head(model_path).named_parameters(remove_duplicate=False)))
-        columns.append(scorer.values(COLUMNS))
+        columns.append(scorer.compute_values(COLUMNS))
     np.testing.assert_allclose(columns[0], columns[1], atol=1e-5)
 
 

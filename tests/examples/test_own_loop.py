@@ -68,7 +68,7 @@ class Narrow:
 
     def __init__(self, pool: ResourcePool, slots: int) -> None:
         self.slots = slots
-        self.options, self.give_back = pool.acquire_slot, pool.release_slot
+        self.acquire_slot, self.release_slot = pool.acquire_slot, pool.release_slot
         self.is_closed = False
 
 

@@ -18,8 +18,8 @@ def held(**other: int) -> WorkerMemory:
     """4 of weights, 8 of optimizer, 4 of gradients, 30 of activations, 64 of KV cache; 12 for the
     update, which is less than activations.
     """
-    sizes = {"weights": 4, "served": 0, "optimizer": 8, "gradients": 4, "activations": 30}
-    sizes |= {"update": 12, "kv": 64}
+    sizes = {"weights": 4, "serving_weights": 0, "optimizer": 8, "gradients": 4, "activations": 30}
+    sizes |= {"update_buffers": 12, "kv_cache": 64}
     held: dict[str, Any] = {name: size * MB for name, size in {**sizes, **other}.items()}
     return WorkerMemory(**held)
 
@@ -27,7 +27,7 @@ def held(**other: int) -> WorkerMemory:
 def test_what_is_held_is_said_by_phase_as_a_sum() -> None:
     assert held().generate_bytes == (4 + 8 + 4 + 64) * MB
     assert held().train_bytes == (4 + 8 + 4 + 30 + 64) * MB
-    assert held(served=5).summary_line == (
+    assert held(serving_weights=5).summary_line == (
         "memory: a worker holds 85 MB to generate = 4 weights + 5 the generator's weights"
         " + 8 optimizer + 4 gradients + 64 KV cache, and about 115 MB to train = 4 weights"
         " + 5 the generator's weights + 8 optimizer + 4 gradients + 30 activations + 64 KV cache"
@@ -69,7 +69,7 @@ def test_a_budget_that_can_never_be_kept_is_refused_with_the_sum() -> None:
 
 
 def test_an_update_that_takes_more_than_a_micro_batch_is_the_peak() -> None:
-    found = held(update=40)
+    found = held(update_buffers=40)
     assert found.train_bytes == (4 + 8 + 4 + 40 + 64) * MB
     assert found.generate_bytes == held().generate_bytes
     assert found.format_sum("train") == (
@@ -77,7 +77,7 @@ def test_an_update_that_takes_more_than_a_micro_batch_is_the_peak() -> None:
     )
     assert (held().fit_budget(110).releases_kv, found.fit_budget(110).releases_kv) == (False, True)
     with pytest.raises(ConfigError, match=r"to train, a worker holds 106 MB = .* 90 for the upd"):
-        held(update=90).fit_budget(105)
+        held(update_buffers=90).fit_budget(105)
 
 
 @given(st.fixed_dictionaries({name: st.integers(0, 50) for name in SIZES}), st.integers(1, 400))

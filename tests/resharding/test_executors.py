@@ -63,10 +63,14 @@ def test_what_is_moved_is_what_the_plan_says(ranks: list[dict[str, Any]]) -> Non
             for bucket in ("whole", "cut"):
                 seen = [rank["ways"][f"{name}, {kind}, {bucket}"] for rank in ranks]
                 for rank, found in enumerate(seen):
-                    counts = report.ranks[rank]
+                    counts = report.rank_bytes[rank]
                     assert found["received"] == counts.received_bytes, (name, kind, bucket)
                     assert found["sent"] == counts.sent_bytes, (name, kind, bucket)
-                    assert found["peak"] == counts.memory + found["buffers"], (name, kind, bucket)
+                    assert found["peak"] == counts.memory_bytes + found["buffers"], (
+                        name,
+                        kind,
+                        bucket,
+                    )
 
 
 def test_where_nothing_changes_nothing_travels(ranks: list[dict[str, Any]]) -> None:

@@ -76,7 +76,7 @@ async def test_scores_are_the_weighted_sum_and_components_are_unweighted():
         "scores": [1.25, 0.25],
     }
     check_column_sizes(measure_columns(columns), GroupInfo((0, 0), 0, ()))
-    assert rewards.names == ("right", "form", "zero")
+    assert rewards.component_names == ("right", "form", "zero")
 
 
 async def test_rewards_run_side_by_side():
@@ -239,8 +239,8 @@ def test_check_names_the_first_row_a_reward_cannot_judge():
     with pytest.raises(
         ConfigError, match=r"^sums.jsonl line 12 \(uid 2:11:0\): reward odd: no truth$"
     ):
-        rewards.check([PLACED])
-    reward_set(fine=(1.0, FakeReward())).check([PLACED])
+        rewards.check_prompts([PLACED])
+    reward_set(fine=(1.0, FakeReward())).check_prompts([PLACED])
 
 
 async def test_an_error_of_the_run_names_the_row_too():

@@ -72,7 +72,7 @@ workloads = st.builds(
     epochs=st.integers(1, 2),
     mini_batches=st.integers(1, 2),
     micro_batch_tokens=st.sampled_from([33, 80]),
-    whole_steps=st.booleans(),
+    requires_whole_step=st.booleans(),
 )
 generators = st.builds(
     GeneratorTiming,

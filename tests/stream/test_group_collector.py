@@ -88,7 +88,7 @@ def test_what_goes_wrong_while_the_last_groups_are_trained_is_not_passed_over() 
         )
         answers = iter(coming)
 
-        async def take(self, stage: str, **settings: Any) -> list[Experience]:
+        async def lease_groups(self, stage: str, **settings: Any) -> list[Experience]:
             found, after_s = next(self.answers)
             await asyncio.sleep(after_s)
             return found
@@ -102,14 +102,14 @@ def test_what_goes_wrong_while_the_last_groups_are_trained_is_not_passed_over() 
         admission=SimpleNamespace(
             version=0, ledger=SimpleNamespace(in_flight={f"0:{n}:0" for n in range(3)})
         ),
-        offer=assembler.offer_groups,
-        take_late=lambda **_: {},
-        check_ended=lambda ended: None,
-        stopping=asyncio.Event(),
-        publishing=SimpleNamespace(check=lambda: None),
+        offer_groups=assembler.offer_groups,
+        remove_late_groups=lambda **_: {},
+        check_step_limits=lambda ended: None,
+        stop_requested=asyncio.Event(),
+        publisher=SimpleNamespace(check_failures=lambda: None),
         pulse=SimpleNamespace(at=0.0),
         max_attempts=1,
-        end=end,
+        finish_groups=end,
     )
 
     async def train() -> None:

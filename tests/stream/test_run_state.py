@@ -121,7 +121,7 @@ def ended(*ends: dict[str, GroupOutcome], **settings: Any) -> tuple[RunState, En
 def test_what_ended_is_booked_told_and_leaves() -> None:
     told: list[tuple[str, GroupOutcome]] = []
     ends = {"0:1:0": FAILED, "0:2:0": FILTERED}
-    control, entrance = ended(ends, on_end=lambda uid, how: told.append((uid, how)))
+    control, entrance = ended(ends, on_group_finished=lambda uid, how: told.append((uid, how)))
     assert told == list(ends.items())
     assert entrance.left == ["0:1:0", "0:2:0"]
     counts = control.admission.ledger.counts
@@ -136,7 +136,7 @@ def test_a_failed_group_is_replaced_by_the_next_prompt() -> None:
 
 
 def test_a_failed_group_whose_prompt_is_to_come_again_comes_again_in_its_place() -> None:
-    control, entrance = ended({"0:1:0": FAILED}, readmits=True)
+    control, entrance = ended({"0:1:0": FAILED}, should_readmit_failed=True)
     assert entrance.entered[6:] == [("0:1:1", 0)]
     assert control.admission.num_credits == 0
 
@@ -147,24 +147,24 @@ def test_a_stale_group_comes_again_whatever_is_done_with_failed_ones() -> None:
 
 
 def test_a_filtered_group_never_comes_again() -> None:
-    _, entrance = ended({"0:1:0": FILTERED}, readmits=True)
+    _, entrance = ended({"0:1:0": FILTERED}, should_readmit_failed=True)
     assert entrance.entered[6:] == [("0:6:0", 0)]
 
 
 def test_a_prompt_comes_again_as_often_as_it_may_and_is_then_replaced() -> None:
     ends = [{f"0:1:{attempt}": how} for attempt, how in enumerate((FAILED, STALE, FAILED))]
-    _, entrance = ended(*ends, readmits=True, max_attempts=3)
+    _, entrance = ended(*ends, should_readmit_failed=True, max_attempts=3)
     assert [uid for uid, _ in entrance.entered[6:]] == ["0:1:1", "0:1:2", "0:6:0"]
 
 
 def test_with_one_attempt_nothing_comes_again() -> None:
-    _, entrance = ended({"0:1:0": STALE}, readmits=True, max_attempts=1)
+    _, entrance = ended({"0:1:0": STALE}, should_readmit_failed=True, max_attempts=1)
     assert entrance.entered[6:] == [("0:6:0", 0)]
 
 
 def test_what_comes_again_enters_at_the_version_it_was_booked_at() -> None:
     async def main() -> list[tuple[str, int]]:
-        control, entrance = control_of(readmits=True), Entrance()
+        control, entrance = control_of(should_readmit_failed=True), Entrance()
         await control.admit_prompts(entrance)  # type: ignore[arg-type]
         await control.finish_groups(entrance, {"0:1:0": FAILED})  # type: ignore[arg-type]
         control.admission.advance_version(1)
@@ -179,14 +179,14 @@ def test_what_comes_again_enters_at_the_version_it_was_booked_at() -> None:
 
 def test_no_crash_comes_between_an_end_and_the_admission_that_follows_it() -> None:
     log = MemoryLog()
-    ended({"0:1:0": FAILED}, readmits=True, log=log)
+    ended({"0:1:0": FAILED}, should_readmit_failed=True, log=log)
     kinds = [(record.meta["kind"], record.meta.get("uids")) for record in log.records]
     assert kinds == [("admit", uids(6)), ("end", None), ("admit", ["0:1:1"])]
 
 
 def test_a_returning_prompt_enters_though_there_is_no_credit() -> None:
     async def main() -> float:
-        control, entrance = control_of(readmits=True), Entrance()
+        control, entrance = control_of(should_readmit_failed=True), Entrance()
         admitting = asyncio.create_task(admit_prompts(control, entrance))  # type: ignore[arg-type]
         await asyncio.sleep(10.05)
         await control.finish_groups(entrance, {"0:1:0": FAILED})  # type: ignore[arg-type]
@@ -206,7 +206,10 @@ def test_whoever_trains_does_not_wait_for_the_room_that_training_makes() -> None
         # Room for four groups while six may be in flight: the shard is bounded in bytes.
         bounds = ShardCapacity(100, max_bytes=4000, reserved_group_bytes=1000)
         shard = LocalShard(STAGES, QueueConfig(max_attempts=1), bounds, log=MemoryLog())
-        control, queue = control_of(readmits=True), ExperienceQueue([shard], "coordinator")
+        control, queue = (
+            control_of(should_readmit_failed=True),
+            ExperienceQueue([shard], "coordinator"),
+        )
         admitting = asyncio.create_task(admit_prompts(control, queue))
         await asyncio.sleep(5.0)
         assert len((await queue.get_stats()).uids) == 4
@@ -419,7 +422,7 @@ def test_groups_that_were_filtered_or_came_too_late_are_not_counted_as_dropped()
 def test_prompts_that_fail_each_time_they_come_again_end_the_run() -> None:
     ends = [{f"0:1:{attempt}": FAILED} for attempt in range(3)]
     with pytest.raises(DropLimitError, match="has dropped 3 groups"):
-        ended(*ends, readmits=True, max_attempts=100, max_dropped=2)
+        ended(*ends, should_readmit_failed=True, max_attempts=100, max_dropped=2)
 
 
 def test_what_was_in_flight_at_a_resume_may_have_failed_before_and_does_not_count() -> None:

@@ -88,7 +88,7 @@ def test_what_is_made_again_comes_in_the_rounds_it_was_made_in() -> None:
     assert part.uids == [group.uid for group in recorded.groups]
     turns = part.rounds_by_role[POLICY]
     assert turns == list(recorded.schedules[POLICY].iter_rounds())
-    picks = sorted(pick for turn in turns for rank in turn.work for pick in rank)
+    picks = sorted(pick for turn in turns for rank in turn.micro_batches for pick in rank)
     assert picks == sorted(stream.trainer.trained[0])
     assert [turn.is_last_of_step for turn in turns] == [False] * (len(turns) - 1) + [True]
 

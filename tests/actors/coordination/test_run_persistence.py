@@ -51,11 +51,11 @@ def saved(run_dir: Path, shard: Shard) -> Any:
     durability._journal = Journal(get_journal_dir(run_dir, "books"), JournalConfig())
     admission = SimpleNamespace(version=3, ledger=SimpleNamespace(state_dict=dict))
     control: Any = SimpleNamespace(
-        books=SimpleNamespace(steps={}),
+        run_log=SimpleNamespace(steps_to_replay={}),
         admission=admission,
-        booking=asyncio.Lock(),
-        prompts=SimpleNamespace(state_dict=dict),
-        dials=SimpleNamespace(state_dict=dict),
+        run_log_lock=asyncio.Lock(),
+        prompt_source=SimpleNamespace(state_dict=dict),
+        adaptive_params=SimpleNamespace(state_dict=dict),
     )
     trainers: Any = [Trainer()]
 

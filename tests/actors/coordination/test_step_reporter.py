@@ -50,7 +50,7 @@ class Worker:
         self.drains: list[float] = []
         self.samples: list[dict[str, str]] = []
         self.process_time = {name: 0.0}
-        self.drain = self
+        self.collect_report = self
 
     async def remote(self) -> ActorReport:
         """The reply to drain."""

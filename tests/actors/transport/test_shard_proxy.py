@@ -129,7 +129,11 @@ def test_only_what_is_large_takes_actor_calls(make: Make, uid: str) -> None:
         assert (await queue.get_stats()).uids == ()
 
     asyncio.run(main())
-    by_actor = ["endpoint"] if SIZES[uid] * 13 < LARGE_BLOB_BYTES else ["endpoint", *["ask"] * 3]
+    by_actor = (
+        ["get_endpoint"]
+        if SIZES[uid] * 13 < LARGE_BLOB_BYTES
+        else ["get_endpoint", *["handle_request"] * 3]
+    )
     assert shard.actor.called == by_actor
 
 
@@ -166,7 +170,7 @@ def test_a_lost_connection_is_made_anew_and_loses_no_answer(make: Make) -> None:
             found |= {one.uid for one in rest}
 
     asyncio.run(main())
-    assert shard.actor.called.count("endpoint") == 2
+    assert shard.actor.called.count("get_endpoint") == 2
 
 
 def test_a_shard_that_died_is_asked_until_it_is_back(make: Make) -> None:
@@ -210,8 +214,8 @@ def test_a_shard_that_cannot_be_reached_is_named_with_its_place(
 
     async def main() -> None:
         replies = type("Method", (), {"remote": staticmethod(lambda: nowhere(None))})
-        shard.actor = type("Actor", (), {"endpoint": replies})
-        with pytest.raises(ActorLostError, match=r"shard-0\.stats: 127\.0\.0\.1:1 cannot be"):
+        shard.actor = type("Actor", (), {"get_endpoint": replies})
+        with pytest.raises(ActorLostError, match=r"shard-0\.get_stats: 127\.0\.0\.1:1 cannot be"):
             await shard.get_stats()
 
     asyncio.run(main())
@@ -248,7 +252,7 @@ def test_every_event_loop_and_process_has_a_connection_of_its_own(make: Make) ->
         one.run(shard.admit_prompts([("0:0:0", b"", 0)], wait_s=1.0))
         for runner in (other, one, other):
             assert runner.run(shard.get_stats()).uids == ("0:0:0",)
-    assert shard.actor.called == ["endpoint"] * 2
+    assert shard.actor.called == ["get_endpoint"] * 2
     assert asyncio.run(shard.get_stats()).uids == ("0:0:0",)
     shard.actor = shard.actor.actor
 

@@ -78,9 +78,9 @@ def test_what_ended_gives_its_credit_back_unless_it_was_trained() -> None:
 @pytest.mark.parametrize(
     ("end", "how"),
     [
-        (lambda ledger: ledger.train("a"), "trained"),
-        (lambda ledger: ledger.filter("a"), "filtered"),
-        (lambda ledger: ledger.drop("a", "stale"), r"dropped \(stale\)"),
+        (lambda ledger: ledger.mark_trained("a"), "trained"),
+        (lambda ledger: ledger.mark_filtered("a"), "filtered"),
+        (lambda ledger: ledger.mark_dropped("a", "stale"), r"dropped \(stale\)"),
     ],
 )
 def test_admitting_what_has_ended_is_named_with_its_end(end, how: str) -> None:  # type: ignore[no-untyped-def]

@@ -13,8 +13,8 @@ GRPO = AlgorithmConfig()
 
 
 def derived_from(groups, config=GRPO):
-    settings = config.settings(max_length=8, reward_weights={})
-    return derive_columns(config.row, settings, groups)
+    settings = config.to_settings(max_length=8, reward_weights={})
+    return derive_columns(config.spec, settings, groups)
 
 
 def group_of(*rollouts, scores):

@@ -110,7 +110,7 @@ def same_received(one: WeightTraffic, source: CallAssignment, target: CallAssign
             assert counts.received_by_link == full.rank_bytes[rank].received_by_link
             assert counts.memory_bytes == full.rank_bytes[rank].memory_bytes
     # Elsewhere seats are those that overlap most, and several ways may be as good.
-    for total in (lambda c: c.received["local"], lambda c: c.received_bytes):
+    for total in (lambda c: c.received_by_link["local"], lambda c: c.received_bytes):
         planned, of_all = (list(map(total, each.rank_bytes.values())) for each in (short, full))
         # The plan is of one of the parts that are alike.
         assert sum(planned) * len(of_all) == sum(of_all) * len(planned)

@@ -170,12 +170,12 @@ async def test_further_numbers_of_a_dict_are_kept_and_nothing_else(reward_from):
             return found | {"nan": float("nan"), "list": [1], "ok": True, 5: 6}
     """)
     (one, _) = await judgements(reward)
-    assert one.numbers == (("format", 0.5), ("ok", 1.0), ("5", 6.0))
+    assert one.extra_metrics == (("format", 0.5), ("ok", 1.0), ("5", 6.0))
     many = reward_from("""
         def f(solution_str, ground_truth):
             return {"score": 1} | {f"n{i}": i for i in range(999)}
     """)
-    assert len((await judgements(many))[0].numbers) == 50
+    assert len((await judgements(many))[0].extra_metrics) == 50
 
 
 async def test_a_none_of_trls_signature_says_nothing_and_of_the_others_is_a_mistake(reward_from):
@@ -212,7 +212,7 @@ async def test_a_column_of_the_row_is_never_taken_for_the_prompt(reward_from):
 async def test_a_number_alone_passes_from_1(reward_from):
     reward = reward_from("def f(prompt, completion): return float(completion)")
     found = await judgements(reward, ["0.99", "1"])
-    assert [one.verdict for one in found] == [RewardOutcome.WRONG, RewardOutcome.PASS]
+    assert [one.outcome for one in found] == [RewardOutcome.WRONG, RewardOutcome.PASS]
 
 
 async def test_more_arguments_come_from_the_config(reward_from):
@@ -362,7 +362,7 @@ async def test_a_result_that_breaks_when_it_is_looked_at_is_reported_too(reward_
 
 async def test_a_column_the_row_lacks_is_named_before_and_during_the_run(reward_from):
     reward = reward_from("def f(completions, solution, hint=None): return [1.0]")
-    check = reward.source.load().needs.arguments
+    check = reward.source.load_function().call_spec.build_arguments
     check(prompt(solution="5"), [""])
     words = r"f in .*reward.py needs solution; the row has answer, completions, data_source"
     with pytest.raises(RewardError, match=words):

@@ -69,7 +69,7 @@ async def started():
 
 
 async def judged(rewards, *texts, prompt=PROMPT):
-    return (await rewards.judge(prompt, list(texts))).components["judge"]
+    return (await rewards.judge_group(prompt, list(texts))).components["judge"]
 
 
 async def scores(rewards, *texts, prompt=PROMPT):
@@ -79,14 +79,14 @@ async def scores(rewards, *texts, prompt=PROMPT):
 async def test_the_last_number_the_judge_gives_is_the_score(server, started):
     found = await judged(await started(server.url), "7.5", "10", "0")
     assert [one.score for one in found] == [7.5, 10.0, 0.0]
-    assert [one.verdict for one in found] == [
+    assert [one.outcome for one in found] == [
         RewardOutcome.WRONG,
         RewardOutcome.PASS,
         RewardOutcome.WRONG,
     ]
     assert found[0].detail == "Score: 1\nno, Score: 7.5"
     lenient = await judged(await started(server.url, pass_score=7), "7.5", "6")
-    assert [one.verdict for one in lenient] == [RewardOutcome.PASS, RewardOutcome.WRONG]
+    assert [one.outcome for one in lenient] == [RewardOutcome.PASS, RewardOutcome.WRONG]
 
 
 async def test_the_server_is_told_what_the_options_say(server, started):

@@ -46,7 +46,7 @@ async def started():
 
 
 async def judged(rewards, texts=TEXTS, prompt=PROMPT):
-    return (await rewards.judge(prompt, texts)).components["model"]
+    return (await rewards.judge_group(prompt, texts)).components["model"]
 
 
 async def scores(rewards, texts=TEXTS, prompt=PROMPT):
@@ -160,14 +160,14 @@ async def test_it_passes_from_logit_0_or_probability_a_half(path, tmp_path, star
     for raw, squashed in zip(logits, probabilities, strict=True):
         assert raw.score * sign < 0  # of this random head
         assert (
-            raw.verdict
-            is squashed.verdict
+            raw.outcome
+            is squashed.outcome
             is (RewardOutcome.WRONG if sign == 1 else RewardOutcome.PASS)
         )
         assert squashed.score == pytest.approx(1 / (1 + math.exp(-raw.score)))
     least = min(one.score for one in logits)
     picky = await judged(await started(path, pass_score=math.nextafter(least, 99)))
-    assert [one.verdict for one in picky].count(RewardOutcome.WRONG) == 1
+    assert [one.outcome for one in picky].count(RewardOutcome.WRONG) == 1
 
 
 async def test_of_several_labels_one_is_picked_by_name_or_number(tmp_path, started):

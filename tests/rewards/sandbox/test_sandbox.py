@@ -325,8 +325,8 @@ def test_jails_die_with_the_process_that_holds_them() -> None:
 import asyncio, sys
 from streamrl.rewards.sandbox import *
 async def main():
-    sandbox = await Sandbox.start(Limits(wall_s=100, total_s=100), jails=2)
-    program = Program("python", "import time\\nwhile True: pass", [StdinTest("", "")])
+    sandbox = await Sandbox.start(ProgramLimits(wall_s=100, total_s=100), jails=2)
+    program = SandboxProgram("python", "import time\\nwhile True: pass", [StdinTest("", "")])
     running = asyncio.create_task(sandbox.run(program))
     await asyncio.sleep(0.3)
     print("running", flush=True)

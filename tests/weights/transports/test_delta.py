@@ -128,7 +128,7 @@ def test_a_version_that_failed_half_way_is_no_base() -> None:
         publish_version(twice, version=1, bucket_bytes=4096, outlet=outlet)
     weight[2] = 1
     manifest = put(outlet, 2, {"a": weight})
-    assert manifest.handles[0].base == 0
+    assert manifest.handles[0].base_version == 0
     assert same(read(inlet, manifest), {"a": weight})
 
 
@@ -181,11 +181,11 @@ def test_a_version_that_comes_once_more_comes_whole() -> None:
     # What came was damaged, and whoever has it would go on from that.
     damaged = put(outlet, 1, tensors)
     inlet.fetch_buckets(
-        replace(damaged, handles=tuple(replace(h, delta=None) for h in damaged.handles))
+        replace(damaged, handles=tuple(replace(h, delta_handle=None) for h in damaged.handles))
     )
     inlet._last_buckets = [array.copy() for array in inlet._last_buckets]
     inlet._last_buckets[0][5] ^= 1
     again = put(outlet, 1, tensors)
     assert all(handle.delta_handle is None for handle in again.handles)
     assert same(read(inlet, again), tensors)
-    assert put(outlet, 2, tensors).handles[0].base == 1
+    assert put(outlet, 2, tensors).handles[0].base_version == 1
