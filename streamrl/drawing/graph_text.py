@@ -1,4 +1,4 @@
-"""`streamrl graph` in words: for people, and in Graphviz's language."""
+"""`streamrl graph` as text and in Graphviz's DOT language."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -15,7 +15,7 @@ WAIT_STYLES = {EdgeKind.DATA: "solid", EdgeKind.VERSION: "dashed", EdgeKind.ORDE
 
 
 def render_text(picture: DataflowGraph, notes: Iterable[str] = ()) -> str:
-    """The stages in flow order, the edges, and notes; every line ends in a newline."""
+    """Return stages in flow order, edges and notes, one per line."""
     stages = {call.stage: call for call in picture.calls.values()}
     width = max(len(stage) for stage in (*stages, "  produces")) + 2
     lines = [picture.title, ""]
@@ -24,8 +24,8 @@ def render_text(picture: DataflowGraph, notes: Iterable[str] = ()) -> str:
         lines += [
             f"  {name:<{width - 2}}{facts}" for name, facts in _list_call_facts(call) if facts
         ]
-    of = "" if picture.num_steps == 1 else f" of {picture.num_steps} steps"
-    lines += ["", f"edges{of}"]
+    step_suffix = "" if picture.num_steps == 1 else f" of {picture.num_steps} steps"
+    lines += ["", f"edges{step_suffix}"]
     ends = [
         f"{picture.format_node(e.source)} -> {picture.format_node(e.target)}" for e in picture.edges
     ]
@@ -54,7 +54,7 @@ def _describe_edge(edge: GraphEdge, picture: DataflowGraph) -> str:
 
 
 def render_dot(picture: DataflowGraph) -> str:
-    """The picture for Graphviz: a cluster per step if there are several."""
+    """Return DOT, with a cluster per step if there are several."""
     lines = [
         f"digraph {_quote_name(picture.title)} {{",
         f"  graph {_format_attributes({'rankdir': 'LR', 'label': picture.title})};",
