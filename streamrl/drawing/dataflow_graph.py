@@ -1,4 +1,4 @@
-"""Data of `streamrl graph`: the dataflow of one step, or unrolled over several."""
+"""Data of `streamrl graph`: the dataflow of a step, or unrolled over several."""
 
 from dataclasses import dataclass
 from typing import Any

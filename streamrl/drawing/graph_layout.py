@@ -143,7 +143,7 @@ class GraphLayout:
                 (w.column, self._item_tops[w] + PASS_HEIGHT / 2) for w in self._dummy_nodes(edge)
             ]
             flat = [((self._column_spans[c][0], y), (self._column_end(c), y)) for c, y in passes]
-            return [start, *(point for ends in flat for point in ends), entry]
+            return [start, *(point for segment in flat for point in segment), entry]
         lane = LANE_GAP * self._back_edges.index(edge)
         right = self._column_end(self._column_by_node[edge.source]) + LANE_GAP + lane
         left, low = entry[0] - LANE_GAP - lane, self._bottom_y + lane
@@ -180,8 +180,8 @@ class GraphLayout:
             ]
             has_entries = any(self._incoming_edges[node] for node in nodes[column])
             x += max(BEND_WIDTH, LANE_GAP * (len(self._back_edges) + 2)) if has_entries else MARGIN
-            room = max((text_width(line, LABEL_PX) for line in labels), default=0.0) + MARGIN
-            start = x + room if has_entries else x
+            label_width = max((text_width(line, LABEL_PX) for line in labels), default=0.0) + MARGIN
+            start = x + label_width if has_entries else x
             width = max(self._box_width(node) for node in nodes[column])
             columns.append((x, start, width))
             x = start + width
@@ -207,8 +207,10 @@ class GraphLayout:
     def _column_stacks(self) -> dict[tuple[int, int], list[StepNode | DummyNode]]:
         """Contents of each (step, column), top to bottom: dummy nodes, then stages."""
         stacks: dict[tuple[int, int], list[StepNode | DummyNode]] = defaultdict(list)
-        for way in dict.fromkeys(w for edge in self._graph.edges for w in self._dummy_nodes(edge)):
-            stacks[way.step, way.column].append(way)
+        for dummy in dict.fromkeys(
+            w for edge in self._graph.edges for w in self._dummy_nodes(edge)
+        ):
+            stacks[dummy.step, dummy.column].append(dummy)
         for node in self._graph.calls:
             stacks[node[0], self._column_by_node[node]].append(node)
         return stacks

@@ -26,13 +26,13 @@ def render_text(picture: DataflowGraph, notes: Iterable[str] = ()) -> str:
         ]
     step_suffix = "" if picture.num_steps == 1 else f" of {picture.num_steps} steps"
     lines += ["", f"edges{step_suffix}"]
-    ends = [
+    arrows = [
         f"{picture.format_node(e.source)} -> {picture.format_node(e.target)}" for e in picture.edges
     ]
-    widest = max(map(len, ends), default=0)
+    widest = max(map(len, arrows), default=0)
     lines += [
         f"  {end:<{widest}}  {_describe_edge(edge, picture)}"
-        for end, edge in zip(ends, picture.edges, strict=True)
+        for end, edge in zip(arrows, picture.edges, strict=True)
     ]
     lines += [f"note: {note}" for note in notes]
     return "\n".join(lines) + "\n"
@@ -75,7 +75,7 @@ def render_dot(picture: DataflowGraph) -> str:
         else:
             lines += nodes
     for edge in picture.edges:
-        ends = (
+        arrow = (
             f"{_quote_name(picture.format_node(edge.source))} ->"
             f" {_quote_name(picture.format_node(edge.target))}"
         )
@@ -83,7 +83,7 @@ def render_dot(picture: DataflowGraph) -> str:
         facts |= {"color": WAIT_STROKES[edge.wait]} | (
             {"constraint": "false"} if edge.is_back_edge else {}
         )
-        lines.append(f"  {ends} {_format_attributes(facts)};")
+        lines.append(f"  {arrow} {_format_attributes(facts)};")
     return "\n".join([*lines, "}"]) + "\n"
 
 

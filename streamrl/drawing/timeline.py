@@ -79,7 +79,9 @@ def assign_lanes(
     """Return each interval with (lane, number of lanes); intervals of a lane do not overlap."""
     ends: list[float] = []
     placed: list[tuple[DeviceInterval, int]] = []
-    for interval in sorted(intervals, key=lambda each: (each.start_s, each.end_s, each.stage)):
+    for interval in sorted(
+        intervals, key=lambda interval: (interval.start_s, interval.end_s, interval.stage)
+    ):
         # Adjacent intervals may overlap by a rounding error.
         slack = 1e-9 * max(abs(interval.start_s), 1.0)
         free = (i for i, end in enumerate(ends) if end <= interval.start_s + slack)

@@ -147,7 +147,7 @@ class Cluster:
         A suffix @GIGABITSGb sets the network of a node. Without NODES, N devices fill nodes of the
         device's usual size. Raise ConfigError for any other text.
         """
-        groups = tuple(_parse_group(part.strip(), text) for part in text.split(","))
+        groups = tuple(_parse_group(group_text.strip(), text) for group_text in text.split(","))
         with _prefix_errors(f"cluster {text}"):
             return cls(groups)
 
@@ -257,11 +257,13 @@ def find_device(name: str, place: str) -> DeviceSpec:
     raise ConfigError(f"{place}: device {name}: not in the table; {suggest_nearest(name, DEVICES)}")
 
 
-def _parse_group(part: str, text: str) -> NodeGroup:
+def _parse_group(group_text: str, text: str) -> NodeGroup:
     place = f"cluster {text}"
-    match = _GROUP_PATTERN.fullmatch(part)
+    match = _GROUP_PATTERN.fullmatch(group_text)
     if match is None:
-        raise ConfigError(f"{place}: {part!r:.60} is not written like 8xH100 or 16x8xA100@200Gb")
+        raise ConfigError(
+            f"{place}: {group_text!r:.60} is not written like 8xH100 or 16x8xA100@200Gb"
+        )
     nodes, devices, name, gigabits = match.groups()
     device, count = find_device(name, place), int(devices)
     network = float(gigabits or 0)
@@ -274,6 +276,7 @@ def _parse_group(part: str, text: str) -> NodeGroup:
     if count > MAX_DEVICES:
         raise ConfigError(f"{place}: {count} devices: must be at most {MAX_DEVICES}")
     if count % device.devices_per_node:
+        # Suggest the fewest equal nodes below the usual size.
         nodes = next(
             n
             for n in range(2, count + 1)

@@ -9,13 +9,13 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """Bytes that the engines of one colocated worker hold; libraries are not counted.
+    """Bytes that the engines of a colocated worker hold; libraries are not counted.
 
     weights: the trainer's weights.
     serving_weights: the generator's copy, if it cannot alias the trainer's weights.
     optimizer: optimizer state, with master weights if any.
     gradients: accumulated gradients and persistent reduction buffers.
-    activations: estimate for one micro-batch, with its gather and reduce buffers.
+    activations: estimate for a micro-batch, with its gather and reduce buffers.
     update_buffers: temporary buffers of an optimizer step, when activations are free.
     kv_cache: keys and values.
     """

@@ -73,23 +73,23 @@ class PlacementConfig:
 
     def _check_pools(self) -> None:
         if self.mode == MIXED and not any(self.pools):
-            raise ConfigError(f"placement.mode={MIXED}:  needs placement.pools, which is empty")
+            raise ConfigError(f"placement.mode={MIXED}: needs placement.pools, which is empty")
         if self.pools and self.mode != MIXED:
             raise ConfigError(
                 f"placement.pools={self.pools} has no effect with"
                 f" placement.mode={self.mode}. Remove it, or set placement.mode={MIXED}"
             )
         for i, pool in enumerate(self.pools):
-            for role, part in pool.items():
-                place = f"placement.pools[{i}].{role}={part:g}"
+            for role, fraction in pool.items():
+                place = f"placement.pools[{i}].{role}={fraction:g}"
                 if role not in POOL_ROLES:
                     raise ConfigError(f"{place}: must be one of {', '.join(POOL_ROLES)}")
-                if not MIN_POOL_FRACTION <= part <= 1:
+                if not MIN_POOL_FRACTION <= fraction <= 1:
                     raise ConfigError(f"{place}: must be at least 1/1024 and at most 1")
         roles = Counter(role for pool in self.pools for role in pool)
-        if twice := [role for role, times in roles.items() if times > 1]:
+        if repeated := [role for role, times in roles.items() if times > 1]:
             raise ConfigError(
-                f"placement.pools: {twice[0]} is in {roles[twice[0]]} pools; must be in one"
+                f"placement.pools: {repeated[0]} is in {roles[repeated[0]]} pools; must be in one"
             )
 
     @property

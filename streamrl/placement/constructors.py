@@ -73,7 +73,7 @@ def placement_from_ratios(
     """
     calls: dict[str, CallAssignment] = {}
     for pool, pool_mesh in zip(pools, _make_consecutive_meshes(sizes), strict=True):
-        counts = {role: _count_devices(role, part, pool_mesh.size) for role, part in pool.items()}
+        counts = {role: _count_devices(role, ratio, pool_mesh.size) for role, ratio in pool.items()}
         slots = lay_out_slots([pool], counts).slots
         for call in dataflow.ordered_calls:
             if call.role in slots:
@@ -104,11 +104,11 @@ def _make_consecutive_meshes(sizes: Sequence[int]) -> list[Mesh]:
     return [Mesh(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
-def _count_devices(role: str, part: float, size: int) -> int:
-    count = round(part * size)
-    if not 0 < part <= 1 or count < 1 or abs(count - part * size) > 1 / 1024:
+def _count_devices(role: str, ratio: float, size: int) -> int:
+    count = round(ratio * size)
+    if not 0 < ratio <= 1 or count < 1 or abs(count - ratio * size) > 1 / 1024:
         raise ConfigError(
-            f"ratio of {role}: {part:g} of {size} devices: must be a whole number of devices"
+            f"ratio of {role}: {ratio:g} of {size} devices: must be a whole number of devices"
         )
     return count
 

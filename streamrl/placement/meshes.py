@@ -44,6 +44,7 @@ class Mesh:
         """Raise ConfigError, naming `place`, unless the cluster has such a mesh."""
         if self.first + self.size > cluster.num_devices:
             raise ConfigError(f"{place}: devices {self}; the cluster has {cluster.num_devices}")
+        # Walk over the node groups that the mesh touches.
         at = self.first
         while at < self.first + self.size:
             group = cluster.find_node_group(at)
@@ -73,11 +74,11 @@ class Mesh:
 
     def find_node_groups(self, cluster: Cluster) -> list[NodeGroup]:
         """Return the node groups that the mesh touches, in order."""
-        ends = (self.first, self.first + self.size)
+        bounds = (self.first, self.first + self.size)
         return [
             group
             for group, start in zip(cluster.node_groups, cluster.group_starts, strict=True)
-            if start < ends[1] and ends[0] < start + group.num_devices
+            if start < bounds[1] and bounds[0] < start + group.num_devices
         ]
 
     def count_devices_per_node(self, cluster: Cluster) -> int:

@@ -24,7 +24,7 @@ TEXT_ONLY_NOTE = "its language model alone: weights of other towers are not coun
 class ModelShape:
     """Decoder-only transformer with gated MLPs and grouped-query attention.
 
-    intermediate: MLP width; with `experts`, width of one expert.
+    intermediate: MLP width; with `experts`, width of an expert.
     experts_per_token: routed experts per token.
     shared_experts: experts that process every token.
     dense_layers: leading layers with one MLP of `dense_intermediate` instead of experts.
@@ -84,7 +84,7 @@ class ModelShape:
 
     @property
     def attention_params(self) -> int:
-        """Parameters of one layer's attention."""
+        """Parameters of a layer's attention."""
         wide = self.heads * self.head_dim
         if self.kv_latent_width:
             # MLA projects down to the latent width, then up for keys and for values.
@@ -101,7 +101,7 @@ class ModelShape:
 
     @property
     def expert_params(self) -> int:
-        """Parameters of one expert."""
+        """Parameters of an expert."""
         return 3 * self.hidden * self.intermediate
 
     @property
@@ -113,9 +113,9 @@ class ModelShape:
         """Return MLP parameters of all layers, counting `experts` routed experts per layer."""
         plain = self.layers - self.moe_layers
         width = self.dense_intermediate or self.intermediate
-        own = self.expert_params * (experts + self.shared_experts)
+        moe_params = self.expert_params * (experts + self.shared_experts)
         router = self.hidden * self.experts
-        return plain * 3 * self.hidden * width + self.moe_layers * (own + router)
+        return plain * 3 * self.hidden * width + self.moe_layers * (moe_params + router)
 
     @property
     def embedding_params(self) -> int:
@@ -141,12 +141,12 @@ class ModelShape:
 
     @property
     def active_matmul_params(self) -> int:
-        """Parameters in the matrix products of one token: active experts, no embedding."""
+        """Parameters in the matrix products of a token: active experts, no embedding."""
         head = self.hidden if self.has_scalar_head else self.vocab * self.hidden
         return self.layers * self.attention_params + self._mlp_params(self.experts_per_token) + head
 
     def kv_bytes_per_token(self, itemsize: int = BF16_BYTES) -> int:
-        """Return bytes of one token's keys and values over all layers."""
+        """Return bytes of a token's keys and values over all layers."""
         if self.kv_latent_width:
             return self.layers * self.kv_latent_width * itemsize
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
@@ -174,10 +174,10 @@ class ModelShape:
         return ModelSpec(tuple(tensors), self.layers + 2)
 
     def _embedding_spec(self, itemsize: int) -> TensorSpec:
-        places = (
+        positions = (
             (0, self.layers + 1) if self.has_tied_embeddings and not self.has_scalar_head else (0,)
         )
-        return TensorSpec("embedding", (self.vocab, self.hidden), places, 0, itemsize=itemsize)
+        return TensorSpec("embedding", (self.vocab, self.hidden), positions, 0, itemsize=itemsize)
 
     def _layer_specs(self, layer: int, wide: int, narrow: int, itemsize: int) -> list[TensorSpec]:
         positions, name = (layer + 1,), f"layer.{layer}"

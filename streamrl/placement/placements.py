@@ -25,7 +25,7 @@ class PlacementMode(Enum):
     """Class of a placement: which calls share devices, and whether generation runs ahead."""
 
     COLOCATED = "colocated"
-    """All calls on the same devices, one after the other."""
+    """All calls on the same devices, in turn."""
     SPLIT = "split"
     """Some calls share devices; generation shares devices with training."""
     DISAGGREGATED = "disaggregated"
@@ -105,10 +105,10 @@ class Placement:
                 f"placement.max_staleness={self.max_staleness}: must be from 0 to {MAX_STALENESS}"
             )
 
-    def overlaps(self, one: str, other: str) -> bool:
-        if one not in self.assignments or other not in self.assignments:
+    def overlaps(self, stage: str, other: str) -> bool:
+        if stage not in self.assignments or other not in self.assignments:
             return False
-        return self.assignments[one].mesh.overlaps(self.assignments[other].mesh)
+        return self.assignments[stage].mesh.overlaps(self.assignments[other].mesh)
 
     def classify_mode(self, dataflow: Dataflow) -> PlacementMode:
         generate = dataflow.select_calls(CallKind.GENERATE)[0].stage

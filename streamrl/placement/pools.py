@@ -34,7 +34,7 @@ def make_pool(*roles: str, of: float = 1.0) -> dict[str, float]:
 
 
 POOL_STRATEGIES: dict[str, tuple[RolePool, ...]] = {
-    # All roles on all devices, one after the other.
+    # All roles on all devices, in turn.
     "colocated": (make_pool(*POOL_ROLES),),
     # As colocated, but reference and reward side by side.
     "interleaving": (
@@ -99,7 +99,7 @@ def lay_out_slots(pools: Sequence[RolePool], counts: Mapping[str, int]) -> SlotM
     slots: dict[str, tuple[int, ...]] = {}
     size = 0
     for pool in (*pools, *own_pools):
-        present = {role: part for role, part in pool.items() if role in counts}
+        present = {role: fraction for role, fraction in pool.items() if role in counts}
         ranges = _place_in_pool(present, counts)
         # Unused slots are not requested from Ray.
         used = sorted({slot for role_slots in ranges.values() for slot in role_slots})
@@ -114,7 +114,8 @@ def lay_out_slots(pools: Sequence[RolePool], counts: Mapping[str, int]) -> SlotM
 def _count_slots(pool: RolePool, counts: Mapping[str, int]) -> int:
     """Return the smallest pool in which each role's part holds all its actors."""
     return max(
-        (math.ceil(counts[role] / _to_fraction(part)) for role, part in pool.items()), default=0
+        (math.ceil(counts[role] / _to_fraction(fraction)) for role, fraction in pool.items()),
+        default=0,
     )
 
 
@@ -124,11 +125,12 @@ def _place_in_pool(pool: RolePool, counts: Mapping[str, int]) -> dict[str, range
     begins: dict[tuple[str, Fraction], Fraction] = {}
     ranges = {}
     for role, ratio in pool.items():
-        part = _to_fraction(ratio)
-        unit = (FOLLOWED_ROLES.get(role, role), part)
+        fraction = _to_fraction(ratio)
+        # A follower occupies the same part as its leader.
+        unit = (FOLLOWED_ROLES.get(role, role), fraction)
         if unit not in begins:
-            begins[unit] = end if end + part <= 1 else Fraction(0)
-            end = begins[unit] + part if part < 1 else end
+            begins[unit] = end if end + fraction <= 1 else Fraction(0)
+            end = begins[unit] + fraction if fraction < 1 else end
         first = math.floor(begins[unit] * size)
         ranges[role] = range(first, first + counts[role])
     return ranges

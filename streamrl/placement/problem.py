@@ -51,7 +51,7 @@ class PlacementProblem:
 
 @dataclass(frozen=True)
 class CallMemory:
-    """Bytes that a call holds on one device: permanently, and additionally while it computes."""
+    """Bytes per device that a call holds: permanently, and additionally while it computes."""
 
     resident_bytes: float
     active_bytes: float

@@ -17,7 +17,7 @@ class ResourceDemand:
 
     role: name of the actors; `SHARED_SLOTS`, with no calls, for devices that several roles share.
     setting: config key that determines the count.
-    memory_gib: lower bound of the main memory of one actor.
+    memory_gib: lower bound of the main memory of an actor.
     is_in_shared_slot: the actor takes a part of a shared slot and requests no resources itself.
     """
 

@@ -16,7 +16,7 @@ from streamrl.messages import Array
 
 @dataclass(frozen=True)
 class GeneratorTiming:
-    """Timing of one generator replica with continuous batching; all replicas are equal.
+    """Timing of a generator replica with continuous batching; all replicas are equal.
 
     A decode step gives each running rollout one token and takes
 
@@ -25,8 +25,8 @@ class GeneratorTiming:
 
     max_running: maximum concurrent rollouts (vLLM max_num_seqs).
     kv_tokens: tokens that fit into the KV cache; further rollouts wait.
-    weights_s, kv_token_s: time to read the weights once, and one token's keys and values.
-    compute_rollout_s: time to compute one token.
+    weights_s, kv_token_s: time to read the weights once, and a token's keys and values.
+    compute_rollout_s: time to compute a token.
     step_s, rollout_s: overhead per step, and per rollout in the step: communication and host work.
     prefill_token_s: time per prompt token.
     group_s: host time to pass on a finished group; sampling stops meanwhile.
@@ -48,7 +48,7 @@ class GeneratorTiming:
     group_s: float = 0.0
 
     def decode_step_s(self, running: float, kv_tokens: float) -> float:
-        """Return the time of one decode step; `kv_tokens` counts all resident tokens."""
+        """Return the time of a decode step; `kv_tokens` counts all resident tokens."""
         memory = self.weights_s + self.kv_token_s * kv_tokens
         compute = self.compute_rollout_s * running
         return max(memory, compute) + self.step_s + self.rollout_s * running
@@ -92,7 +92,7 @@ class GeneratorTiming:
 
 @dataclass(frozen=True)
 class ScoreTiming:
-    """Timing of one replica of a scoring stage; a batch has at most `batch` groups."""
+    """Timing of a scoring replica; a batch has at most `batch` groups."""
 
     replicas: int
     batch: int

@@ -101,6 +101,7 @@ class LognormalLengths:
     @property
     def mean(self) -> float:
         """Mean of min(length, limit), in closed form."""
+        # E[min(X, limit)] = E[X; X < limit] + limit * P(X >= limit).
         edge = (math.log(self.limit) - math.log(self.median)) / self.sigma
         below = math.exp(math.log(self.median) + self.sigma**2 / 2) * _STANDARD_NORMAL.cdf(
             edge - self.sigma
@@ -167,7 +168,7 @@ class EmpiricalLengths:
 
 @dataclass(frozen=True)
 class Workload:
-    """Work of one training step.
+    """Work of a training step.
 
     groups_per_step, group_size: as in a run's config.
     prompt_tokens: mean length of a prompt.
@@ -212,11 +213,14 @@ class Workload:
 
         setting: the reader's name for micro_batch_tokens.
         """
-        prompt, most = self.longest_rollout or (self.rounded_prompt_tokens, self.lengths.max_tokens)
-        if self.micro_batch_tokens < prompt + most:
+        prompt, longest = self.longest_rollout or (
+            self.rounded_prompt_tokens,
+            self.lengths.max_tokens,
+        )
+        if self.micro_batch_tokens < prompt + longest:
             raise ConfigError(
-                f"{setting}={self.micro_batch_tokens}: must hold one rollout, {prompt + most}"
-                f" tokens = prompt {prompt} + longest completion {most}"
+                f"{setting}={self.micro_batch_tokens}: must hold one rollout, {prompt + longest}"
+                f" tokens = prompt {prompt} + longest completion {longest}"
             )
 
     @property

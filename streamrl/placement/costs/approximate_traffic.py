@@ -17,24 +17,26 @@ class ApproximateTraffic(WeightTraffic):
     ) -> TransferCost:
         itemsize = self._constants.served_bytes
         grid = target.grid
-        wanted = max_stage_params(shape, grid.pp_size, grid.tp_size, target.ep_size) * itemsize
+        wanted_bytes = (
+            max_stage_params(shape, grid.pp_size, grid.tp_size, target.ep_size) * itemsize
+        )
         if source.mesh == target.mesh:
-            received, network = self._same_mesh_bytes(shape, source, target, wanted)
+            received, network = self._same_mesh_bytes(shape, source, target, wanted_bytes)
         else:
             received, network = (
-                float(wanted),
-                self._cross_mesh_bytes(source.mesh, target.mesh, wanted),
+                float(wanted_bytes),
+                self._cross_mesh_bytes(source.mesh, target.mesh, wanted_bytes),
             )
         is_aliased = source.mesh == target.mesh and self._has_one_dtype
         return TransferCost(
             self._approximate_duration_s(source.mesh, target.mesh, received, network),
             round(received),
             round(network),
-            round(received) if is_aliased else wanted,
+            round(received) if is_aliased else wanted_bytes,
         )
 
     def _same_mesh_bytes(
-        self, shape: ModelShape, source: CallAssignment, target: CallAssignment, wanted: int
+        self, shape: ModelShape, source: CallAssignment, target: CallAssignment, wanted_bytes: int
     ) -> tuple[float, float]:
         """Return bytes that a rank receives, and bytes that a node receives over the network."""
         train, follow = source.grid, target.grid
@@ -43,20 +45,20 @@ class ApproximateTraffic(WeightTraffic):
         holders = model_ranks * (train.dp_size if is_sharded else 1)
         kept = _shared_params(shape, source, target) * self._constants.served_bytes
         kept /= max(train.pp_size, follow.pp_size) * (train.dp_size if is_sharded else 1)
-        received = max(0.0, wanted - kept)
+        received = max(0.0, wanted_bytes - kept)
         per_node = source.mesh.count_devices_per_node(self._cluster)
         # Fraction of the model that the ranks of one node hold together.
-        here = min(1.0, per_node / holders)
-        return received, per_node * min(received, wanted * (1 - here))
+        node_fraction = min(1.0, per_node / holders)
+        return received, per_node * min(received, wanted_bytes * (1 - node_fraction))
 
-    def _cross_mesh_bytes(self, source: Mesh, target: Mesh, wanted: int) -> float:
+    def _cross_mesh_bytes(self, source: Mesh, target: Mesh, wanted_bytes: int) -> float:
         """Return network bytes of the busiest node, sending or receiving."""
         nodes = [self._cluster.find_node(device) for device in (source.first, target.first)]
         counts = (source.count_nodes(self._cluster), target.count_nodes(self._cluster))
         if nodes[0] == nodes[1] and counts == (1, 1):
             return 0.0
-        sent = target.size * wanted / counts[0]
-        return max(target.count_devices_per_node(self._cluster) * wanted, sent)
+        sent = target.size * wanted_bytes / counts[0]
+        return max(target.count_devices_per_node(self._cluster) * wanted_bytes, sent)
 
     def _approximate_duration_s(
         self, source: Mesh, target: Mesh, received: float, network: float

@@ -1,4 +1,4 @@
-"""Cost factors of one call on its devices; generate, score and train timings build on them."""
+"""Cost factors of a call on its devices; generate, score and train timings build on them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,7 +91,7 @@ class CallCost:
 
     @property
     def forward_token_flops(self) -> float:
-        """Forward FLOPs of one token of a rollout."""
+        """Forward FLOPs of a token of a rollout."""
         return token_flops(self.shape, self.workload.rollout_tokens)
 
     @property
@@ -169,13 +169,13 @@ class CallCost:
 
     @property
     def all_reduce_token_s(self) -> float:
-        """Seconds per token of one all-reduce in each layer of a stage."""
+        """Seconds per token of an all-reduce in every layer of a stage."""
         layers = self.shape.layers / self.pp_size
         return layers * self.hidden_bytes * self.parallel_groups.tensor.all_reduce_byte_s
 
     @property
     def all_reduce_latency_s(self) -> float:
-        """Latency of one all-reduce in each layer of a stage."""
+        """Latency of an all-reduce in each layer of a stage."""
         return self.shape.layers / self.pp_size * self.parallel_groups.tensor.all_reduce_latency_s
 
     @property
@@ -192,4 +192,5 @@ class CallCost:
 
     def bubble_factor(self, micro_batches: float) -> float:
         """Return the slowdown by pipeline bubbles with so many micro-batches in a row."""
+        # A pipeline of p stages takes m + p - 1 slots for m micro-batches.
         return 1 + (self.pp_size - 1) / max(1.0, micro_batches)

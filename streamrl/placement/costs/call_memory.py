@@ -1,4 +1,4 @@
-"""Bytes that a call holds on one device: permanently, and while it computes."""
+"""Bytes per device that a call holds: permanently, and while it computes."""
 
 import math
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ from streamrl.resharding import RankGrid
 
 @dataclass(frozen=True)
 class CollectiveGroup:
-    """Ranks of one collective, `ranks_per_node` of them on each node.
+    """Ranks of a collective, `ranks_per_node` of them on each node.
 
     link_bytes_per_s: bandwidth of a device within its node.
     network_bytes_per_s: a device's share of the node's network when all devices of the node
@@ -119,19 +119,19 @@ def build_parallel_groups(
         min(kind.node_bytes_per_s / kind.devices_per_node for kind in kinds)
         * constants.network_fraction
     )
-    apart_pipeline = grid.tp_size * (1 if grid.order == "hf" else grid.dp_size)
-    apart_data = grid.tp_size * (grid.pp_size if grid.order == "hf" else 1)
+    pipeline_stride = grid.tp_size * (1 if grid.order == "hf" else grid.dp_size)
+    data_stride = grid.tp_size * (grid.pp_size if grid.order == "hf" else 1)
 
-    def group(ranks: int, apart: int) -> CollectiveGroup:
-        ranks_per_node = max(1, min(ranks, per_node // apart))
+    def group(ranks: int, stride: int) -> CollectiveGroup:
+        ranks_per_node = max(1, min(ranks, per_node // stride))
         return CollectiveGroup(ranks, ranks_per_node, link, network, constants)
 
-    tensor, data = group(grid.tp_size, 1), group(grid.dp_size, apart_data)
+    tensor, data = group(grid.tp_size, 1), group(grid.dp_size, data_stride)
     # Expert groups take tensor-parallel ranks first, then the ranks of neighbouring replicas.
     ranks_per_node = min(expert, max(1, tensor.ranks_per_node * data.ranks_per_node))
     return ParallelGroups(
         tensor,
-        group(grid.pp_size, apart_pipeline),
+        group(grid.pp_size, pipeline_stride),
         data,
         CollectiveGroup(expert, ranks_per_node, link, network, constants),
     )

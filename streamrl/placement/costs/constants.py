@@ -216,8 +216,8 @@ class CostConstants:
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{field.name}={value}: must be finite")
             if value < 0 or (field.name in POSITIVE_FRACTIONS and value == 0):
-                least = "above 0" if field.name in POSITIVE_FRACTIONS else "0 or more"
-                raise ConfigError(f"{field.name}={value}: must be {least}")
+                lower_bound = "above 0" if field.name in POSITIVE_FRACTIONS else "0 or more"
+                raise ConfigError(f"{field.name}={value}: must be {lower_bound}")
             if value > UPPER_BOUNDS[field.name]:
                 shown = f"{value!s:.40}"
                 raise ConfigError(

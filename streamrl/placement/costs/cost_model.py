@@ -42,7 +42,7 @@ from streamrl.placement.workload import Workload
 
 
 class CostModel:
-    """`PlacementCosts` of one problem; caches results per call and assignment."""
+    """`PlacementCosts` of a problem; caches results per call and assignment."""
 
     def __init__(
         self,
@@ -140,8 +140,8 @@ class CostModel:
 
         The placement need not hold all calls.
         """
-        room = self._device_memory(placement).kv_capacity_bytes(self._generate_stage)
-        return min(room, self.problem.kv_cache_bytes or math.inf)
+        capacity = self._device_memory(placement).kv_capacity_bytes(self._generate_stage)
+        return min(capacity, self.problem.kv_cache_bytes or math.inf)
 
     def kv_cache_bytes(self, placement: Placement) -> float:
         """Return the part of `kv_capacity_bytes` that the engines can use."""
@@ -320,6 +320,7 @@ class CostModel:
         transfer, constants = self.estimate_transfer(call.stage, placement), self.constants
         assert transfer is not None
         if placement.overlaps(self._source_stage(call), call.stage):
+            # On shared devices the follower computes nothing during the whole transfer.
             switch_s = transfer.seconds + constants.switch_s
             return WeightsTiming(0.0, switch_s, switch_s)
         pull_s = transfer.seconds + constants.pull_s
@@ -336,10 +337,10 @@ class CostModel:
         footprints = {}
         for stage, assignment in placement.assignments.items():
             source = placement.assignments.get(self._source_stage(self._call_by_stage[stage]))
-            beside = source if source and source.mesh == assignment.mesh else None
+            trainer = source if source and source.mesh == assignment.mesh else None
             offload_idle = self._is_offloaded_when_idle(stage, placement)
             footprints[stage] = self._call_footprint(
-                stage, assignment, beside, offload_idle=offload_idle
+                stage, assignment, trainer, offload_idle=offload_idle
             )
         return DeviceMemory(placement, footprints, self.problem.cluster, self.constants)
 
@@ -347,7 +348,7 @@ class CostModel:
         self,
         stage: str,
         assignment: CallAssignment,
-        beside: CallAssignment | None,
+        trainer: CallAssignment | None,
         *,
         offload_idle: bool,
     ) -> CallFootprint:
@@ -355,10 +356,10 @@ class CostModel:
 
         `beside` is the assignment of the trainer it follows if both have the same devices.
         """
-        key = (stage, assignment, beside, offload_idle)
+        key = (stage, assignment, trainer, offload_idle)
         if key not in self._footprints:
             self._footprints[key] = self._compute_footprint(
-                stage, assignment, beside, offload_idle=offload_idle
+                stage, assignment, trainer, offload_idle=offload_idle
             )
         return self._footprints[key]
 
@@ -366,7 +367,7 @@ class CostModel:
         self,
         stage: str,
         assignment: CallAssignment,
-        beside: CallAssignment | None,
+        trainer: CallAssignment | None,
         *,
         offload_idle: bool,
     ) -> CallFootprint:
@@ -385,8 +386,8 @@ class CostModel:
                 tokens,
             )
         memory = CallMemory(serving_weight_bytes(cost), 0.0)
-        if beside is not None and self.constants.aliases_served:
-            filled_bytes = float(self._estimate_transfer(shape, beside, assignment).extra_bytes)
+        if trainer is not None and self.constants.aliases_served:
+            filled_bytes = float(self._estimate_transfer(shape, trainer, assignment).extra_bytes)
             is_resident = self.constants.keeps_served
             memory = CallMemory(filled_bytes, 0.0) if is_resident else CallMemory(0.0, filled_bytes)
         if call.kind is CallKind.SCORE:

@@ -26,7 +26,7 @@ class CallFootprint:
     weights_key: identifies the resident weights; calls with equal keys on a device share them.
     batch_tokens: tokens of a micro-batch or scoring batch; of a generating call, those of the
       longest rollout.
-    min_kv_bytes: KV cache of one rollout, or the size that the run sets.
+    min_kv_bytes: KV cache of a rollout, or the size that the run sets.
     step_kv_bytes: KV cache of all rollouts of a step.
     max_kv_bytes: KV cache of the maximum of concurrent rollouts.
     """
@@ -100,7 +100,7 @@ class DeviceMemory:
         )
 
     def memory_by_stage(self) -> dict[str, CallMemory]:
-        """Return each call's memory on one device, including the used KV cache.
+        """Return each call's memory per device, including the used KV cache.
 
         Shared weights count for the first call.
         """
@@ -125,7 +125,7 @@ class DeviceMemory:
         ]
         if not shortages:
             return ""  # no call is placed yet
-        missing, fullest = max(shortages, key=lambda each: each[0])
+        missing, fullest = max(shortages, key=lambda entry: entry[0])
         return self._explain_shortage(fullest) if missing > 0 else ""
 
     @property
@@ -171,6 +171,8 @@ class DeviceMemory:
         kv_beside_kinds = (
             (CallKind.SCORE, CallKind.TRAIN) if self.constants.keeps_kv else (CallKind.SCORE,)
         )
+        # Either the call with the largest active bytes computes, or a generator holds its KV cache
+        # while a call that tolerates the KV cache computes.
         for stage, footprint in footprints.items():
             if footprint.kind is not CallKind.GENERATE:
                 continue
@@ -201,7 +203,7 @@ class DeviceMemory:
             for stages in stages_by_key.values()
         ]
         active = [
-            self._describe_item(part) for part in self._peak_items(device_range) if part.num_bytes
+            self._describe_item(item) for item in self._peak_items(device_range) if item.num_bytes
         ]
         return (
             f"devices {device_range.mesh}: needs {_format_gb(usable + missing)} GB per"
@@ -211,13 +213,13 @@ class DeviceMemory:
             f" {', '.join(resident)}; active {', '.join(active)}"
         )
 
-    def _describe_item(self, part: MemoryItem) -> str:
-        footprint = self.footprints[part.stage]
+    def _describe_item(self, item: MemoryItem) -> str:
+        footprint = self.footprints[item.stage]
         purpose = _ACTIVE_MEMORY_TEXT[footprint.kind].format(tokens=footprint.batch_tokens)
-        if part.is_kv:
+        if item.is_kv:
             is_set = footprint.min_kv_bytes == footprint.max_kv_bytes
             purpose = "for keys and values" + ("" if is_set else " of one rollout")
-        return f"{part.stage} {_format_gb(part.num_bytes)} {purpose}"
+        return f"{item.stage} {_format_gb(item.num_bytes)} {purpose}"
 
 
 _ACTIVE_MEMORY_TEXT = {
@@ -228,8 +230,8 @@ _ACTIVE_MEMORY_TEXT = {
 """Purpose of a call's active bytes, in `explain_infeasible`."""
 
 
-def _sum_bytes(parts: Sequence[MemoryItem]) -> float:
-    return sum(part.num_bytes for part in parts)
+def _sum_bytes(items: Sequence[MemoryItem]) -> float:
+    return sum(item.num_bytes for item in items)
 
 
 def _format_gb(num_bytes: float) -> str:

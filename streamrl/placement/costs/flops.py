@@ -22,7 +22,7 @@ def forward_flops(shape: ModelShape, tokens: float, squared_lengths: float) -> f
 
 
 def token_flops(shape: ModelShape, length: float) -> float:
-    """Return forward FLOPs of one token in a sequence of that length."""
+    """Return forward FLOPs of a token in a sequence of that length."""
     return forward_flops(shape, 1.0, length)
 
 
@@ -32,7 +32,7 @@ def train_passes(constants: CostConstants) -> int:
 
 
 def routed_flops(shape: ModelShape) -> float:
-    """Return one token's forward FLOPs in its routed experts."""
+    """Return a token's forward FLOPs in its routed experts."""
     return 2 * shape.moe_layers * shape.experts_per_token * shape.expert_params
 
 

@@ -9,7 +9,7 @@ from streamrl.placement.stage_timings import GeneratorTiming
 
 
 def kv_token_bytes(shape: ModelShape, tensor: int, stages: int, constants: CostConstants) -> float:
-    """Return bytes of a token's keys and values on one device.
+    """Return bytes per device of a token's keys and values.
 
     Tensor-parallel ranks split the heads; with more ranks than heads, some ranks hold the same
     heads. Every rank holds the whole MLA latent.
@@ -21,7 +21,7 @@ def kv_token_bytes(shape: ModelShape, tensor: int, stages: int, constants: CostC
 def decode_step_params(
     shape: ModelShape, tensor: int, stages: int, running: float, expert: int = 1
 ) -> float:
-    """Return parameters that a decode step reads on one device.
+    """Return parameters that a decode step reads, per device.
 
     Of experts, only those that some token needs are read, assuming uniform random routing. With
     expert parallelism the tokens of all replicas of the expert group count.
@@ -33,6 +33,7 @@ def decode_step_params(
     if not shape.experts:
         return params
     sharing_replicas = max(1.0, expert / tensor)
+    # Probability that no token picks an expert when each picks k of n experts at random.
     unused_fraction: float = (1 - shape.experts_per_token / shape.experts) ** (
         running * sharing_replicas
     )

@@ -60,7 +60,7 @@ class ClusterNodes(NodeTopology):
 
 @dataclass(frozen=True)
 class TransferCost:
-    """Transfer of one version.
+    """Transfer of a version.
 
     seconds: time of the bytes alone.
     received_bytes: of the rank that receives most.
@@ -75,7 +75,7 @@ class TransferCost:
 
 
 class WeightTraffic:
-    """Transfer costs within one cluster; caches results."""
+    """Transfer costs within a cluster; caches results."""
 
     def __init__(self, cluster: Cluster, constants: CostConstants) -> None:
         self._cluster = cluster
@@ -169,8 +169,10 @@ class WeightTraffic:
         per_node = self._nodes.ranks_per_node
         if source == target:
             return kinds, source.size
+        # Separate whole nodes are interchangeable, so only sizes matter.
         if not source.overlaps(target) and not (source.size % per_node or target.size % per_node):
             return kinds, source.size, target.size
+        # Parts of nodes: the offsets from the first node decide which bytes use the network.
         first = min(source.first, target.first) // per_node * per_node
         return kinds, source.first - first, target.first - first, source.size, target.size
 
@@ -209,9 +211,9 @@ class _TransferPlanner:
         if not full:
             pieces = 1 if self.is_sharded else _count_pieces(train, follow)
             spec = _merge_tensors(spec, (train, follow), pieces, in_runs=self.is_sharded)
-        wanted = create_layout(spec, self._assign_target_ranks(spec, train, follow))
+        target_layout = create_layout(spec, self._assign_target_ranks(spec, train, follow))
         return plan_copies(
-            self._make_source_layout(spec, train, self.source.mesh.first), wanted, self.nodes
+            self._make_source_layout(spec, train, self.source.mesh.first), target_layout, self.nodes
         )
 
     def _make_source_layout(self, spec: ModelSpec, train: RankGrid, first: int) -> ModelLayout:
@@ -252,10 +254,10 @@ class _TransferPlanner:
             return train.num_ranks // size if fills_nodes and train.num_ranks % size == 0 else 1
         if self.source.mesh.overlaps(self.target.mesh):
             return 1
-        most = gcd(train.dp_size, follow.dp_size)
-        for parts in range(most, 0, -1):
+        max_parts = gcd(train.dp_size, follow.dp_size)
+        for parts in range(max_parts, 0, -1):
             sizes = (self.source.mesh.size // parts, self.target.mesh.size // parts)
-            if most % parts == 0 and not any(size % per_node for size in sizes):
+            if max_parts % parts == 0 and not any(size % per_node for size in sizes):
                 return parts
         return 1
 

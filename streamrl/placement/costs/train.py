@@ -95,6 +95,8 @@ def _reduce_s(cost: CallCost) -> float:
         return (
             data.all_reduce_latency_s + cost.trained_params * element_bytes * data.all_reduce_byte_s
         )
+    # ZeRO reduces once per update (stage 1) or in every micro-batch (stage 2 on), and gathers
+    # updated weights once per update (up to stage 2).
     num_bytes = constants.reduced_bytes if stage < SHARDS_GRADIENTS else 0
     if stage < SHARDS_PARAMETERS:
         num_bytes += constants.weight_bytes

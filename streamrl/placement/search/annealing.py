@@ -109,6 +109,7 @@ class AnnealingSearch:
         current, cost = start, self.state_step_s(start)
         best, best_cost = current, cost
         for i in range(proposals):
+            # Geometric cooling from the initial to the final temperature.
             temperature = INITIAL_TEMPERATURE * (FINAL_TEMPERATURE / INITIAL_TEMPERATURE) ** (
                 i / max(1, proposals - 1)
             )
@@ -157,12 +158,12 @@ class AnnealingSearch:
             return [
                 option for mesh in self._meshes for option in self._choices.list_options(role, mesh)
             ]
-        here = state.assignments[role].mesh
-        near = {option.mesh for option in state.assignments.values()} | set(
-            self._mesh_neighbors.find_neighbors(here)
+        current_mesh = state.assignments[role].mesh
+        other_meshes = {option.mesh for option in state.assignments.values()} | set(
+            self._mesh_neighbors.find_neighbors(current_mesh)
         )
-        options = list(self._choices.list_options(role, here))
-        for mesh in sorted(near - {here}):
+        options = list(self._choices.list_options(role, current_mesh))
+        for mesh in sorted(other_meshes - {current_mesh}):
             # Scheduling is slower with generation ahead, so fewer options are tried.
             options += self._choices.list_options(role, mesh)[
                 : FASTEST_OPTIONS if state.steps_ahead else None
@@ -171,19 +172,19 @@ class AnnealingSearch:
 
     def rearrange_roles(self, state: SearchState, cost: float) -> tuple[SearchState, float]:
         """Redistribute roles over the used meshes, and descend from the best redistributions."""
-        ways = [
+        rearranged = [
             replace(state, assignments=roles)
             for roles in iter_rearrangements(
                 self._choices, state.assignments, state.steps_ahead, cost
             )
         ]
         ranked = sorted(
-            (self.state_step_s(way, cost * (1 + REARRANGE_TOLERANCE)), i)
-            for i, way in enumerate(ways)
+            (self.state_step_s(candidate, cost * (1 + REARRANGE_TOLERANCE)), i)
+            for i, candidate in enumerate(rearranged)
         )
         for way_cost, i in ranked[:MAX_REARRANGE_DESCENTS]:
             if math.isfinite(way_cost):
-                other, other_cost = self.descend_by_role(ways[i], way_cost)
+                other, other_cost = self.descend_by_role(rearranged[i], way_cost)
                 if other_cost < cost:
                     state, cost = other, other_cost
         return state, cost
@@ -227,10 +228,10 @@ class AnnealingSearch:
         return self._place_roles(state, {role: state.assignments[other].mesh})
 
     def _move_set(self, state: SearchState) -> SearchState | None:
-        here = state.assignments[self._draw_role(state)].mesh
-        near = self._mesh_neighbors.find_neighbors(here)
-        mesh = near[self._rng.integers(len(near))]
-        return self._refit_sets(state, {here: mesh})
+        current_mesh = state.assignments[self._draw_role(state)].mesh
+        neighbors = self._mesh_neighbors.find_neighbors(current_mesh)
+        mesh = neighbors[self._rng.integers(len(neighbors))]
+        return self._refit_sets(state, {current_mesh: mesh})
 
     def _swap_roles(self, state: SearchState) -> SearchState | None:
         role, other = self._draw_role(state), self._draw_role(state)
@@ -240,7 +241,7 @@ class AnnealingSearch:
 
     def _shift_border(self, state: SearchState) -> SearchState | None:
         """Move the border between two adjacent meshes."""
-        used = sorted({each.mesh for each in state.assignments.values()})
+        used = sorted({assignment.mesh for assignment in state.assignments.values()})
         pairs = [(a, b) for a in used for b in used if a.first + a.size == b.first]
         if not pairs:
             return None
@@ -284,9 +285,9 @@ class AnnealingSearch:
 class _MeshNeighbors:
     """Meshes that differ slightly from each other."""
 
-    def __init__(self, cluster: Cluster, every: Sequence[Mesh]) -> None:
-        self._meshes = list(every)
-        self._mesh_set = set(every)
+    def __init__(self, cluster: Cluster, meshes: Sequence[Mesh]) -> None:
+        self._meshes = list(meshes)
+        self._mesh_set = set(meshes)
         self._num_devices = cluster.num_devices
         self._neighbors: dict[Mesh, list[Mesh]] = {}
 
@@ -301,11 +302,11 @@ class _MeshNeighbors:
             ] or [mesh]
         return self._neighbors[mesh]
 
-    def _have_common_edge(self, one: Mesh, other: Mesh) -> bool:
-        return one.first == other.first or one.first + one.size == other.first + other.size
+    def _have_common_edge(self, mesh: Mesh, other: Mesh) -> bool:
+        return mesh.first == other.first or mesh.first + mesh.size == other.first + other.size
 
-    def _are_adjacent(self, one: Mesh, other: Mesh) -> bool:
-        return one.size == other.size and abs(one.first - other.first) == one.size
+    def _are_adjacent(self, mesh: Mesh, other: Mesh) -> bool:
+        return mesh.size == other.size and abs(mesh.first - other.first) == mesh.size
 
     def list_borders(self, left: Mesh, right: Mesh) -> list[int]:
         """Return the other possible borders between two adjacent meshes."""

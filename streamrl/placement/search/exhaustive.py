@@ -130,7 +130,7 @@ class ExhaustiveSearch:
             self._evaluate_roles(roles)
             return
         role = self._role_order[depth]
-        used = {each.mesh for each in roles.values()}
+        used = {assignment.mesh for assignment in roles.values()}
         for option, option_s in zip(self._options[role], self._busy_s[role], strict=True):
             if self._is_symmetric and not self._is_canonical_mesh(option.mesh, used):
                 continue
@@ -139,6 +139,8 @@ class ExhaustiveSearch:
             if role != self._choices.generator_role:
                 extended_after_s = _add_seconds(after_s, option.mesh, option_s)
             first = self._first_rollouts_s[extended[self._choices.generator_role]]
+            # A step is at least as long as the load of the busiest device, the mean load of all
+            # devices, and the first rollouts plus the work that follows them.
             bound_s = max(
                 max(extended_busy_s),
                 (sum(extended_busy_s) + self._remaining_device_s[depth + 1]) / len(extended_busy_s),

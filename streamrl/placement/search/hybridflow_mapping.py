@@ -83,7 +83,7 @@ class MappingSearch:
         if self._generator_mesh is not None:
             shared = lower_bounds.find_bound((self._choices.generator_role,), self._generator_mesh)
         for parts in iter_set_partitions(self._role_sets):
-            sets = tuple(tuple(itertools.chain(*part)) for part in parts)
+            sets = tuple(tuple(itertools.chain(*units)) for units in parts)
 
             def is_below_limit(i: int, mesh: Mesh, sets: Sequence[RoleSet] = sets) -> bool:
                 return shared + lower_bounds.find_bound(sets[i], mesh) < limit_s()
@@ -93,7 +93,8 @@ class MappingSearch:
                 yield MeshAllocation(
                     sets,
                     meshes,
-                    shared + max(lower_bounds.find_bound(*each) for each in placed_sets),
+                    shared
+                    + max(lower_bounds.find_bound(*placed_set) for placed_set in placed_sets),
                 )
 
     def find_best(
@@ -135,11 +136,15 @@ class MappingSearch:
         problem, costs = self._choices.problem, self._choices.estimator.costs
         placements = (
             placement
-            for each in self.iter_allocations(0)
-            for placement in self._iter_placements(each, 0, streamed=False)
+            for allocation in self.iter_allocations(0)
+            for placement in self._iter_placements(allocation, 0, streamed=False)
             if not costs.explain_infeasible(placement)
         )
-        return min(placements, key=lambda each: _compute_d_cost(problem, each, costs), default=None)
+        return min(
+            placements,
+            key=lambda allocation: _compute_d_cost(problem, allocation, costs),
+            default=None,
+        )
 
     def _iter_placements(
         self, allocation: MeshAllocation, ahead: int, *, streamed: bool

@@ -50,8 +50,8 @@ def iter_rearrangements(
 def _list_meshes(choices: ParallelismChoices, used: tuple[Mesh, ...]) -> list[Mesh]:
     """Return the mesh of all devices, and the meshes with the most roles."""
     all_devices = Mesh(0, choices.problem.cluster.num_devices)
-    ordered = sorted(set(used) - {all_devices}, key=lambda mesh: (-used.count(mesh), mesh))
-    return [all_devices, *ordered[: MAX_MESHES - 1]]
+    by_usage = sorted(set(used) - {all_devices}, key=lambda mesh: (-used.count(mesh), mesh))
+    return [all_devices, *by_usage[: MAX_MESHES - 1]]
 
 
 def _min_busy_s(choices: ParallelismChoices, role: str, mesh: Mesh, ahead: int) -> float:

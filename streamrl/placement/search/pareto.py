@@ -108,7 +108,7 @@ def _explain_loss(best: PlacementCandidate, candidate: PlacementCandidate) -> st
         if stage in winner.idle
     }
     reasons = []
-    stage = max(extra_s, key=lambda each: (extra_s[each], each), default="")
+    stage = max(extra_s, key=lambda stage_name: (extra_s[stage_name], stage_name), default="")
     if stage and extra_s[stage] > SIGNIFICANT_FRACTION * winner.step_s:
         winner_s, other_s = stage_busy_s(winner, stage), stage_busy_s(other, stage)
         reasons.append(f"{stage} is busy for {other_s:.3g} s per step, not {winner_s:.3g} s")

@@ -47,10 +47,11 @@ def iter_set_partitions(items: Sequence[T]) -> Iterator[list[list[T]]]:
         yield []
         return
     *before, last = items
-    for parts in iter_set_partitions(before):
-        for i in range(len(parts)):
-            yield [[*part, last] if i == j else part for j, part in enumerate(parts)]
-        yield [*parts, [last]]
+    # The last item joins any set of a partition of the other items, or forms its own set.
+    for subsets in iter_set_partitions(before):
+        for i in range(len(subsets)):
+            yield [[*subset, last] if i == j else subset for j, subset in enumerate(subsets)]
+        yield [*subsets, [last]]
 
 
 def iter_compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -70,15 +71,15 @@ def accept_any_mesh(number: int, mesh: Mesh) -> bool:
 
 
 def iter_allocations(
-    cluster: Cluster, sets: int, wanted: Callable[[int, Mesh], bool] = accept_any_mesh
+    cluster: Cluster, sets: int, accepts: Callable[[int, Mesh], bool] = accept_any_mesh
 ) -> Iterator[tuple[Mesh, ...]]:
     """Yield allocations of the whole cluster to disjoint meshes, one per set.
 
     Several nodes are allocated as consecutive whole nodes; a single node in parts that a mesh may
-    have. `wanted` filters meshes by the number of the set.
+    have. `accepts` filters meshes by the number of the set.
     """
     if cluster.num_nodes > 1:
-        yield from _iter_runs(list_node_edges(cluster), sets, wanted, ())
+        yield from _iter_runs(list_node_edges(cluster), sets, accepts, ())
         return
     sizes = [size for size in range(1, cluster.num_devices + 1) if cluster.num_devices % size == 0]
     for chosen_sizes in itertools.product(sizes, repeat=sets):
@@ -87,27 +88,27 @@ def iter_allocations(
             if sum(chosen_sizes) == cluster.num_devices
             else None
         )
-        if meshes is not None and all(wanted(i, mesh) for i, mesh in enumerate(meshes)):
+        if meshes is not None and all(accepts(i, mesh) for i, mesh in enumerate(meshes)):
             yield meshes
 
 
 def _iter_runs(
     edges: Sequence[int],
     sets: int,
-    wanted: Callable[[int, Mesh], bool],
+    accepts: Callable[[int, Mesh], bool],
     before: tuple[Mesh, ...],
 ) -> Iterator[tuple[Mesh, ...]]:
     """Yield runs of nodes between `edges` for `sets` further sets, after the meshes `before`."""
     first, number = edges[0], len(before)
     if sets == 1:
         rest = Mesh(first, edges[-1] - first)
-        if wanted(number, rest):
+        if accepts(number, rest):
             yield (*before, rest)
         return
     for count in range(1, len(edges) - sets + 1):
         mesh = Mesh(first, edges[count] - first)
-        if wanted(number, mesh):
-            yield from _iter_runs(edges[count:], sets - 1, wanted, (*before, mesh))
+        if accepts(number, mesh):
+            yield from _iter_runs(edges[count:], sets - 1, accepts, (*before, mesh))
 
 
 def _pack_meshes(sizes: Sequence[int], devices: int) -> tuple[Mesh, ...] | None:

@@ -96,7 +96,7 @@ def plan_placement(  # noqa: PLR0913
 
 
 class PlacementPlanner:
-    """Planner of one problem; caches results."""
+    """Planner of a problem; caches results."""
 
     def __init__(
         self,
@@ -134,6 +134,7 @@ class PlacementPlanner:
         """Plan all bounds, see `plan_placement`; searches also start from `known`."""
         self._known_placements = [] if not self._num_runners_up else list(known)
         states = [*self.list_starts(), *(self._to_state(placement) for placement in known)]
+        # Searches of higher bounds also start from the results of lower bounds.
         for bound in bounds:
             if bound < self._min_staleness:
                 continue
@@ -188,8 +189,8 @@ class PlacementPlanner:
         starts = [item for item in known if item.steps_ahead <= bound]
         if bound:
             starts += [replace(item, steps_ahead=bound) for item in starts]
-            apart, _ = self.role_mapping.find_best(bound, limit=MAX_AHEAD_ALLOCATIONS)
-            starts += [self._to_state(apart)] if apart is not None else []
+            separate, _ = self.role_mapping.find_best(bound, limit=MAX_AHEAD_ALLOCATIONS)
+            starts += [self._to_state(separate)] if separate is not None else []
         for start in starts:
             annealing.state_step_s(start)
         # Search from several kinds: between kinds lie many changes for the worse.
@@ -263,11 +264,11 @@ class PlacementPlanner:
         for i, (_, _, placement) in enumerate(ranked[:MAX_CONFIRMATIONS]):
             candidate = self._make_candidate(self.exact_estimator, placement)
             if not candidate.estimate.infeasible_reason:
-                near = list(self._iter_near_known(range(min_ahead, bound + 1), candidate))
-                near_placements = [entry.placement for entry in near]
+                close = list(self._iter_near_known(range(min_ahead, bound + 1), candidate))
+                near_placements = [entry.placement for entry in close]
                 remaining = [entry for entry in ranked[i + 1 :] if entry[2] not in near_placements]
                 return ParetoPoint(
-                    bound, candidate, near + self._find_runners_up(candidate, remaining)
+                    bound, candidate, close + self._find_runners_up(candidate, remaining)
                 )
             rejected.append(f"{candidate.label}: {candidate.estimate.infeasible_reason}")
         if not rejected:
@@ -333,7 +334,7 @@ class PlacementPlanner:
         waits_for_steps = not placement.is_streamed and mode is not PlacementMode.COLOCATED
         return f"{mode.value}{steps}{WHOLE_STEPS_SUFFIX if waits_for_steps else ''}"
 
-    def _iter_misfits(self, known: Set[str]) -> Iterator[PlacementCandidate]:
+    def _iter_misfits(self, feasible_kinds: Set[str]) -> Iterator[PlacementCandidate]:
         """Yield a plain placement for each kind without a feasible one; its reason says why."""
         cluster = self._problem.cluster
         all_devices = Mesh(0, cluster.num_devices)
@@ -349,7 +350,7 @@ class PlacementPlanner:
         for meshes in mesh_choices:
             roles = {role: self.choices.find_smallest(role, mesh) for role, mesh in meshes.items()}
             placement = self.choices.make_placement(roles)
-            if self._format_kind(placement) not in known:
+            if self._format_kind(placement) not in feasible_kinds:
                 candidate = self._make_candidate(self.estimator, placement)
                 if candidate.estimate.infeasible_reason:
                     yield candidate

@@ -74,8 +74,8 @@ class GenerationModel:
 
     def count_slots(self, timing: GeneratorTiming) -> float:
         """Return the rollouts that fit into a replica, at least 1."""
-        room = timing.kv_tokens / (self.workload.prompt_tokens + self._mean_age)
-        return max(1.0, min(float(timing.max_running), room))
+        fitting = timing.kv_tokens / (self.workload.prompt_tokens + self._mean_age)
+        return max(1.0, min(float(timing.max_running), fitting))
 
     def find_completions_s(
         self, timing: GeneratorTiming, cuts: tuple[float, ...], link_s: float = 0.0
@@ -97,10 +97,10 @@ class GenerationModel:
         slowest = max(schedules, key=lambda schedule: float(schedule.edges[-1]))
         if cuts == (1.0,):
             schedules = [slowest]
-        ordered = np.sort(
+        sorted_ends = np.sort(
             np.concatenate([schedule.group_ends_s(timing, link_s) for schedule in schedules])
         )
-        ends_s = [float(ordered[math.ceil(cut * len(ordered)) - 1]) for cut in cuts]
+        ends_s = [float(sorted_ends[math.ceil(cut * len(sorted_ends)) - 1]) for cut in cuts]
         ends_s[-1] = max(ends_s[-1] * self._slowest_replica_factor(timing, slowest), *ends_s)
         return ends_s
 
@@ -177,8 +177,10 @@ class GenerationModel:
         schedule = max(schedules, key=lambda schedule_item: float(schedule_item.edges[-1]))
         undelayed_end = float(schedule.edges[-1])
         bounds = undelayed_end * np.linspace(0.0, 1.0, NUM_PROFILE_SEGMENTS + 1) ** 1.5
-        ordered = np.sort(np.concatenate([schedule_item.group_ends for schedule_item in schedules]))
-        ends = [float(ordered[math.ceil(cut * len(ordered)) - 1]) for cut in cuts]
+        sorted_ends = np.sort(
+            np.concatenate([schedule_item.group_ends for schedule_item in schedules])
+        )
+        result_ends = [float(sorted_ends[math.ceil(cut * len(sorted_ends)) - 1]) for cut in cuts]
         end = undelayed_end * max(1.0, self._slowest_replica_factor(timing, schedule))
         end = self._delay_in_window(timing, end, window)
         profiles = [
@@ -211,7 +213,7 @@ class GenerationModel:
                 )
             )
         return RolloutProfile(
-            timing, edges, running, resident, overhead_s, [*ends[:-1], edges[-1]], slots
+            timing, edges, running, resident, overhead_s, [*result_ends[:-1], edges[-1]], slots
         )
 
     def saturated_step_s(self, timing: GeneratorTiming, steps_ahead: int) -> float:
@@ -333,7 +335,7 @@ def score_duration_s(
 
 @dataclass(frozen=True)
 class TrainDuration:
-    """Training of one model in a step: `passes_s` may overlap arriving groups, `final_s` follows.
+    """Training of a model in a step: `passes_s` may overlap arriving groups, `final_s` follows.
 
     micro_batches: per rank, in the first epoch.
     """
@@ -374,7 +376,7 @@ The first and the last cut are small: they determine how fast the pipeline fills
 
 def choose_cuts(pieces: int) -> tuple[float, ...]:
     """Return the finest cuts that so many pieces allow."""
-    return STEP_CUTS[max(least for least in STEP_CUTS if least <= max(1, pieces))]
+    return STEP_CUTS[max(min_pieces for min_pieces in STEP_CUTS if min_pieces <= max(1, pieces))]
 
 
 def split_seconds(total_s: float, cuts: Sequence[float]) -> Sequence[float]:

@@ -1,4 +1,4 @@
-"""Continuous batching of one replica's rollouts of a step, counted in decode steps.
+"""Continuous batching of a replica's rollouts of a step, counted in decode steps.
 
 Every running rollout gets a token in every decode step, so lengths and capacity alone determine
 when a rollout starts and ends. `ReplicaSchedule.group_ends_s` converts decode steps to seconds.
@@ -22,7 +22,7 @@ MAX_CHANGES = 48
 
 @dataclass(frozen=True)
 class ReplicaSchedule:
-    """Rollouts of a step on one replica, in decode steps from the start.
+    """Rollouts of a step on a replica, in decode steps from the start.
 
     A rollout starts at once or replaces a filtered group. With m segments between `edges`:
     group_ends [groups]: when each trained group is complete. num_refills [groups]: filtered groups
@@ -53,13 +53,13 @@ class ReplicaSchedule:
         return np.asarray(ends + self.num_refills * (link_s + timing.begin_s))
 
     def _elapsed_s(self, timing: GeneratorTiming) -> Array:
-        spent = np.diff(self.edges) * timing.decode_steps_s(
+        segment_s = np.diff(self.edges) * timing.decode_steps_s(
             self.running_rollouts, self.resident_tokens
         )
-        spent += self.prefill_tokens * timing.prefill_token_s
+        segment_s += self.prefill_tokens * timing.prefill_token_s
         # A group is complete before the host passes it on.
-        spent[1:] += self.num_groups_done[:-1] * timing.group_s
-        return timing.begin_s + np.concatenate(([0.0], np.cumsum(spent)))
+        segment_s[1:] += self.num_groups_done[:-1] * timing.group_s
+        return timing.begin_s + np.concatenate(([0.0], np.cumsum(segment_s)))
 
     def overhead_s(self, timing: GeneratorTiming) -> Array:
         """Return seconds of prefill and of passing groups on, per segment, float64 [m]."""
@@ -154,8 +154,10 @@ class _ContinuousBatch:
         while self._waiting or self._in_slots:
             self._fill_slots(now)
             count = len(self._in_slots)
+            # Drop entries of rollouts that were preempted since.
             while self._end_heap[0][0] != self._find_end(self._end_heap[0][1]):
                 heapq.heappop(self._end_heap)
+            # Jump to the next event: a rollout ends, or the KV cache may run out.
             steps = min(
                 self._end_heap[0][0] - now,
                 max(1.0, (self.token_capacity - self._num_tokens) // count),

@@ -50,7 +50,7 @@ def estimate_placement(
 
 
 class PlacementEstimator:
-    """Estimator of one problem; caches step times."""
+    """Estimator of a problem; caches step times."""
 
     def __init__(self, problem: PlacementProblem, costs: PlacementCosts) -> None:
         self.problem = problem
@@ -135,7 +135,7 @@ class PlacementEstimator:
                 split_seconds(1.0, FINE_CUTS), itertools.pairwise((0.0, *ends)), strict=True
             )
             jobs.completion_spans = [
-                (part, (late - early) / window) for part, (early, late) in spans
+                (fraction, (late - early) / window) for fraction, (early, late) in spans
             ]
         make_job = make_ahead_job if placement.max_staleness else make_on_policy_job
         scheduler = ListScheduler(
@@ -181,6 +181,7 @@ def find_fullest_device(
     Used bytes are all resident bytes and the largest active bytes.
     """
     worst = (0, 0.0, math.inf)
+    # Devices between two starts hold the same calls or fewer.
     firsts = {edge for call in placement.assignments.values() for edge in (call.mesh.first,)}
     for device in sorted(firsts):
         residents = [

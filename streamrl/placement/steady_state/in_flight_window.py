@@ -89,9 +89,9 @@ class _InFlightWindow:
         """Take the earliest ready groups."""
         remaining = self._groups_per_step
         for version in sorted(self._num_ready):
-            taken = min(remaining, self._num_ready[version])
-            self._num_ready[version] -= taken
-            remaining -= taken
+            num_taken = min(remaining, self._num_ready[version])
+            self._num_ready[version] -= num_taken
+            remaining -= num_taken
         self._num_ready, self._num_in_flight = +self._num_ready, +self._num_in_flight
 
 

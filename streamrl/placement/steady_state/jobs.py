@@ -267,17 +267,17 @@ class JobGraph:
         group_s = self._group_score_s(call) * self._sampled_per_trained(call)
         groups, slice_s = self.workload.groups_per_step, self.run_options.slice_s
         bursts = sum(
-            min(part * groups, seconds / (slice_s + group_s))
-            for part, seconds in self.completion_spans
+            min(fraction * groups, seconds / (slice_s + group_s))
+            for fraction, seconds in self.completion_spans
         )
         return bursts * group_s
 
     def _make_data_dependencies(
-        self, call: ModelCall, *, whole: bool = False
+        self, call: ModelCall, *, is_whole: bool = False
     ) -> list[JobDependency]:
-        hop_s, whole = self.timings.hop_s, whole or not self.is_streamed
+        hop_s, is_whole = self.timings.hop_s, is_whole or not self.is_streamed
         return [
-            JobDependency(self.job_by_stage[source], is_whole=whole, delay_s=hop_s)
+            JobDependency(self.job_by_stage[source], is_whole=is_whole, delay_s=hop_s)
             for source in self.call_graph.sources[call.stage]
         ]
 
@@ -292,7 +292,9 @@ class JobGraph:
             ),
             default=0.0,
         )
-        dependencies = self._make_data_dependencies(call, whole=self.workload.requires_whole_step)
+        dependencies = self._make_data_dependencies(
+            call, is_whole=self.workload.requires_whole_step
+        )
         dependencies += [
             JobDependency(train_job, 1, True, delay_s=self.timings.step_s)
             for train_job in self.train_jobs
@@ -362,17 +364,17 @@ def max_busy_s(
     Between the starts of two meshes all devices have the same load or less than the first, so only
     first devices are checked.
     """
-    work = [0.0] * len(jobs.meshes)
+    mesh_s = [0.0] * len(jobs.meshes)
     for job in jobs_of_step:
         if job.mesh != NO_MESH:
-            work[job.mesh] += sum(job.parts) / job.step_interval
+            mesh_s[job.mesh] += sum(job.parts) / job.step_interval
     firsts = {mesh.first for mesh in jobs.meshes}
     if within is not None:
         firsts = {first for first in firsts if first in within.devices} | {within.first}
     return max(
         sum(
             seconds
-            for mesh, seconds in zip(jobs.meshes, work, strict=True)
+            for mesh, seconds in zip(jobs.meshes, mesh_s, strict=True)
             if first in mesh.devices
         )
         for first in firsts

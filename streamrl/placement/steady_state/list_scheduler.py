@@ -135,9 +135,11 @@ class _PartGraph:
             [seconds * job.takes_time(step) for job in jobs for seconds in job.parts]
             for step in steps
         ]
-        ends = enumerate(jobs, 1)
+        numbered_jobs = enumerate(jobs, 1)
         self.glued_parts = {
-            self.first_part[end] - 1 for end, job in ends if job.is_glued and len(job.parts) > 1
+            self.first_part[job_number] - 1
+            for job_number, job in numbered_jobs
+            if job.is_glued and len(job.parts) > 1
         }
         self.lags: list[list[list[int]]] = [[[] for _ in self.job_by_part] for _ in steps]
         self.after_part: list[list[_Dependents]] = [[[] for _ in self.job_by_part] for _ in steps]
@@ -173,6 +175,8 @@ class _PartGraph:
             ]
         count = len(self.jobs[j].parts)
         # The glued last part does not process inputs.
+        # Part i of n waits for the result that completes the same fraction of the work, number
+        # ceil((i + 1) * m / n) of m. Example: of 5 results, the first of 2 parts waits for the 3rd.
         streamed = count - (self.jobs[j].is_glued and count > 1)
         for part in range(
             count - 1 if dependency.is_for_last_part else 0,
@@ -335,7 +339,7 @@ class ListScheduler:
             if number >= part_graph.max_lag:
                 waits = part_graph.wait_counts[cycle_step].copy()
             else:
-                waits = [sum(lag <= number for lag in each) for each in part_graph.lags[cycle_step]]
+                waits = [sum(lag <= number for lag in lags) for lags in part_graph.lags[cycle_step]]
             self._wait_counts.append(waits)
             self._ready_at_s.append([0.0] * len(waits))
             self._priorities.append([0.0] * len(waits))

@@ -34,11 +34,11 @@ def pack_rounds(lengths: Array, budget: float, dp_size: int) -> tuple[int, float
     [10], [6, 6] and [3, 2, 1]. Halving [6, 6] fills two rounds, ([10], [3, 2, 1]) and ([6], [6]);
     the result is (2, 10 + 6).
     """
-    ordered = np.sort(lengths)[::-1]
+    descending = np.sort(lengths)[::-1]
     bins, start = [], 0
-    while start < len(ordered):
-        rows = max(1, int(budget // ordered[start]))
-        bins.append(ordered[start : start + rows])
+    while start < len(descending):
+        rows = max(1, int(budget // descending[start]))
+        bins.append(descending[start : start + rows])
         start += rows
     bins = sorted(_halve_largest(bins, dp_size), key=_padded_tokens, reverse=True)
     sums = [float(rows.sum()) for rows in bins]
@@ -54,6 +54,7 @@ def _halve_largest(bins: list[Array], dp_size: int) -> list[Array]:
     while heap and (len(micro_batches) - len(halved)) % dp_size:
         _, i = heapq.heappop(heap)
         halved.add(i)
+        # Alternate rows, so that both halves have about equal tokens.
         for half in (micro_batches[i][::2], micro_batches[i][1::2]):
             if len(half) > 1:
                 heapq.heappush(heap, (-_padded_tokens(half), len(micro_batches)))

@@ -19,7 +19,7 @@ ROUNDING_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class RolloutProfile:
-    """Rollouts of a step on one replica, by decode steps since their start.
+    """Rollouts of a step on a replica, by decode steps since their start.
 
     Between bounds [n + 1], running_rollouts [n] have slots, with resident_tokens [n], and prefill
     and finished groups add overhead_s [n] per decode step.
@@ -128,8 +128,8 @@ class OverlappedGeneration:
         last = len(profile.running_rollouts) - 1
         for progress in self._steps:
             progress.decode_steps += steps * progress.speed
-            ends = profile.bounds[progress.segment + 1] * (1 - ROUNDING_TOLERANCE)
-            if progress.decode_steps >= ends and progress.segment < last:
+            segment_end = profile.bounds[progress.segment + 1] * (1 - ROUNDING_TOLERANCE)
+            if progress.decode_steps >= segment_end and progress.segment < last:
                 progress.segment += 1
 
     def _decode_step_s(self) -> float:

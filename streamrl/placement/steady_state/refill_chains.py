@@ -31,18 +31,19 @@ class RefillChains:
     def from_counts(cls, lengths: Array, counts: Array) -> "RefillChains":
         """Arrange groups [groups, rollouts] in chains of `counts` groups, int [chains]."""
         positions = range(int(counts.max()))
+        # Position k lists the chains with more than k groups.
         chain = np.concatenate([np.flatnonzero(counts > turn) for turn in positions])
         return cls(lengths, chain, counts - 1.0)
 
     def split_chains(self, parts: int) -> Iterator["RefillChains"]:
         """Yield parts with equally many consecutive chains."""
         chains_per_part = self.num_chains // parts
-        for part in range(parts):
-            is_in_part = self.chain_by_group // chains_per_part == part
-            links = self.num_refills[part * chains_per_part : (part + 1) * chains_per_part]
+        for index in range(parts):
+            is_in_part = self.chain_by_group // chains_per_part == index
+            links = self.num_refills[index * chains_per_part : (index + 1) * chains_per_part]
             yield RefillChains(
                 self.lengths[is_in_part],
-                self.chain_by_group[is_in_part] - part * chains_per_part,
+                self.chain_by_group[is_in_part] - index * chains_per_part,
                 links,
             )
 

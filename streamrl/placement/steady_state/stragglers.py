@@ -73,25 +73,25 @@ def sample_loads(workload: Workload, per_group: int, replicas: int) -> ReplicaLo
 
 def slowest_replica_factor(
     timing: GeneratorTiming,
-    every: ReplicaLoads,
-    share: ReplicaLoads,
+    loads: ReplicaLoads,
+    mean_load: ReplicaLoads,
     *,
     steps: float,
     slots: float,
     rollouts: int,
 ) -> float:
-    """Return the mean time of the slowest of `every` replica over the time of `share`.
+    """Return the mean time of the slowest replica in `loads` over the time of `mean_load`.
 
-    `share` takes `steps` decode steps, with `slots` of its `rollouts` at a time.
+    `mean_load` takes `steps` decode steps, with `slots` of its `rollouts` at a time.
     """
     if rollouts <= slots:
-        decode_steps = every.longest_tokens
+        decode_steps = loads.longest_tokens
     else:
         # The tail after the last waiting rollout has started is proportional to the longest
         # rollout.
-        tail = (steps - share.total_tokens / slots) / share.longest_tokens
+        tail = (steps - mean_load.total_tokens / slots) / mean_load.longest_tokens
         decode_steps = np.maximum(
-            every.longest_tokens, every.total_tokens / slots + tail * every.longest_tokens
+            loads.longest_tokens, loads.total_tokens / slots + tail * loads.longest_tokens
         )
-    slowest = every.duration_s(timing, decode_steps).max(axis=1).mean()
-    return float(slowest / share.duration_s(timing, np.asarray(steps)).item())
+    slowest = loads.duration_s(timing, decode_steps).max(axis=1).mean()
+    return float(slowest / mean_load.duration_s(timing, np.asarray(steps)).item())

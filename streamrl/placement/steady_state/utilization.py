@@ -73,11 +73,11 @@ class SteadyState:
     def _list_generation_intervals(self, start_s: float) -> list[tuple[str, int, float, float]]:
         """Return intervals in which no other job blocks the devices of generation ahead."""
         job = self.jobs[self.generate_job]
-        beside = set(self.overlaps[job.mesh])
+        overlapping = set(self.overlaps[job.mesh])
         blocked = sorted(
             (busy.start_s, busy.end_s)
             for busy in self.schedule.busy_intervals
-            if busy.job != self.generate_job and self.jobs[busy.job].mesh in beside
+            if busy.job != self.generate_job and self.jobs[busy.job].mesh in overlapping
         )
         intervals, at = [], start_s
         for step in range(len(self.schedule.ends_s) + self.max_steps_ahead):
@@ -126,6 +126,8 @@ class SteadyState:
         arrived: dict[int, float] = {}
         for (job, pulled), at in self.schedule.done_s.items():
             if job == pull_job and pulled >= self.max_steps_ahead:
+                # The pull for a step delivers version step - max_steps_ahead, rounded up to the
+                # publish interval.
                 version = -((self.max_steps_ahead - pulled) // interval) * interval
                 arrived[version] = min(at, arrived.get(version, at))
         staleness = [
@@ -144,16 +146,16 @@ class SteadyState:
 def _mean_versions_behind(span: TimeSpan, step: int, arrived: dict[int, float], most: int) -> float:
     """Return the mean of `step` minus the held version over a time span, from 0 to `most`."""
     start, end = span
-    total, at, behind = 0.0, start, float(most)
+    total, at, staleness = 0.0, start, float(most)
     for version in range(step - most + 1, step + 1):
         moment = arrived.get(version, end)
         # The version arrives after the span or never; later versions may still arrive in time.
         if moment >= end:
             continue
-        total += max(0.0, moment - at) * behind
-        at, behind = max(at, moment), float(step - version)
-    total += (end - at) * behind
-    return total / (end - start) if end > start else behind
+        total += max(0.0, moment - at) * staleness
+        at, staleness = max(at, moment), float(step - version)
+    total += (end - at) * staleness
+    return total / (end - start) if end > start else staleness
 
 
 def _find_gaps(occupied: Iterable[TimeSpan], within: TimeSpan) -> list[TimeSpan]:
