@@ -75,7 +75,7 @@ def test_a_part_of_a_cluster_is_whole_nodes_or_a_part_of_one() -> None:
         ("H100", "'H100' is not written like 8xH100"),
         ("", "'' is not written like"),
         ("0xH100", "cluster 0xH100: 1 nodes of 0 H100: must be at least 1 of each"),
-        ("12xH100", "do not fill nodes of 8; say how many nodes, as in 2x6xH100"),
+        ("12xH100", "do not fill nodes of 8; give the number of nodes, as in 2x6xH100"),
         ("8xH100@fastGb", "is not written like"),
         ("9999999x8xH100", "must be at most"),
         ("65536xH100", "cluster 65536xH100: 65536 devices: must be at most 16384"),
@@ -132,7 +132,7 @@ def test_nodes_of_a_file_have_a_number_of_devices(value: float) -> None:
     [
         ({}, "c.yaml: must be a mapping with `nodes`"),
         ({"nodes": 3}, "c.yaml: must be a mapping with `nodes`"),
-        ({"nodes": []}, "c.yaml: it has no nodes"),
+        ({"nodes": []}, "c.yaml: the cluster has no nodes"),
         (
             {"nodes": [{"device": "H100", "devices": 0}]},
             "c.yaml: nodes[0]: 1 nodes of 0 H100: must be at least 1 of each",

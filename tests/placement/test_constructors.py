@@ -179,7 +179,7 @@ def _sets(sets: list[list[str]], dataflow: Dataflow = PPO) -> Placement:
 
 
 def test_sets_and_ratios_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match="policy is in 2 of them"):
+    with pytest.raises(ConfigError, match="policy is in 2 sets"):
         _sets([["policy"], ["policy", "critic"]])
     with pytest.raises(ConfigError, match="critic: the dataflow has policy, reward"):
         _sets([["critic"]], GRPO)

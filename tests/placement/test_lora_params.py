@@ -41,7 +41,7 @@ def test_experts_have_a_pair_each() -> None:
 
 
 def test_a_target_that_means_no_layer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="lora_targets: lm_head: no linear layer of llama-7b"):
+    with pytest.raises(ConfigError, match="lora_targets: lm_head: matches no linear layer of llama-7b"):
         add_lora_adapters(MODEL_SHAPES["llama-7b"], 8, ["q_proj", "lm_head"])
 
 

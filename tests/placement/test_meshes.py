@@ -54,5 +54,5 @@ def test_a_mesh_is_written_as_its_first_and_last_device(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "7-0", "a", "-1", "1-2-3"])
 def test_what_is_no_mesh_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="must be a first and a last device"):
+    with pytest.raises(ConfigError, match="must be the first and the last device"):
         Mesh.from_text(text)

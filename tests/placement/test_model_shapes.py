@@ -115,7 +115,7 @@ def test_a_split_model_divides_among_its_ranks() -> None:
 
 
 def test_what_is_no_model_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"llama-7c: no size of that name.*llama-7b"):
+    with pytest.raises(ConfigError, match=r"llama-7c: neither a known model name.*llama-7b"):
         load_model_shape("llama-7c")
     broken = tmp_path / "config.json"
     broken.write_text("{")

@@ -162,7 +162,7 @@ def test_a_run_of_one_process_per_rank_has_as_many_generators_as_ranks() -> None
     [
         ({"mode": "mixed"}, r"placement.mode=mixed: needs placement.pools"),
         ({"mode": "mixed", "pools": [{}]}, r"placement.mode=mixed: needs placement.pools"),
-        ({"pools": [{"policy": 1}]}, "goes with placement.mode=mixed, not auto"),
+        ({"pools": [{"policy": 1}]}, "has no effect with placement.mode=auto"),
         (
             {"mode": "mixed", "pools": [{"actor": 1}]},
             r"placement.pools\[0\].actor=1: must be one of policy, generator",
@@ -177,7 +177,7 @@ def test_a_run_of_one_process_per_rank_has_as_many_generators_as_ranks() -> None
         ),
         (
             {"mode": "mixed", "pools": [{"policy": 1}, {"policy": 0.5}]},
-            "placement.pools: policy is in 2 of them",
+            "placement.pools: policy is in 2 pools",
         ),
         (
             {"mode": "mixed", "pools": [{"policy": 1, "cost": 1}]},

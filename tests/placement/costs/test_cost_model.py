@@ -210,7 +210,7 @@ def test_too_little_memory_is_said_in_one_line() -> None:
     why = model.explain_infeasible(colocated(problem, "2-8-1", "1-8-2"))
     assert why.startswith("devices 0-15: ")
     assert "\n" not in why
-    for said in ("A100", "68.0 of 80.0", "train ", "train_critic ", "on top train "):
+    for said in ("A100", "68.0 of 80.0", "train ", "train_critic ", "active train "):
         assert said in why
 
 

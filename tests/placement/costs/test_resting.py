@@ -87,7 +87,7 @@ def test_a_model_that_does_not_fit_beside_others_fits_in_turn_with_them() -> Non
         "generate": four,
         "reference": CallAssignment(Mesh(0, 8), RankGrid(1, 1, 8)),
     }
-    assert "kept by" in CostModel(problem, STAYS).explain_infeasible(Placement(calls))
+    assert "resident" in CostModel(problem, STAYS).explain_infeasible(Placement(calls))
     assert not CostModel(problem, RESTS).explain_infeasible(Placement(calls))
 
 

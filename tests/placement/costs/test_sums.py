@@ -95,8 +95,8 @@ def test_the_sum_that_is_told_is_what_is_too_much() -> None:
     asked = problem(models=large, score_tokens={"reference": 8192})
     why = CostModel(asked, RUN).explain_infeasible(together())
     found = re.fullmatch(
-        r"devices 0-7: (\S+) GB on each A100, which has (\S+) of 80.0 to give, (\S+) too little:"
-        r" kept by (.*); on top (.*)",
+        r"devices 0-7: needs (\S+) GB per A100; (\S+) of 80.0 GB usable, (\S+) GB short:"
+        r" resident (.*); active (.*)",
         why,
     )
     assert found is not None, why

@@ -219,7 +219,7 @@ def test_where_nothing_fits_it_says_what_is_short() -> None:
     planned = plan_placement(problem, SimpleCosts, proposals=10)
     assert planned.best is None
     assert not planned.front
-    assert planned.excluded_bounds == [ExcludedBound(0, "nothing that was looked at fits")]
+    assert planned.excluded_bounds == [ExcludedBound(0, "no evaluated placement fits")]
     assert all("GB too little" in each.estimate.infeasible_reason for each in planned.candidates)
     assert {each.label for each in planned.candidates} == {"colocated", "disaggregated"}
 
