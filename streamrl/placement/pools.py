@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
 
-# : Fraction of a pool by role.
+#: Fraction of a pool by role.
 RolePool = Mapping[str, float]
 
 FOLLOWED_ROLES = {"generator": "policy", "value": "critic", "cost_value": "cost_critic"}

@@ -41,7 +41,7 @@ class ResourceDemand:
         return 0 if self.is_in_shared_slot else self.count * self.gpus
 
 
-# : Demands of a run in one placement mode, or the reason why the mode is impossible.
+#: Demands of a run in one placement mode, or the reason why the mode is impossible.
 PlacementOption = Sequence[ResourceDemand] | str
 
 

@@ -174,25 +174,23 @@ class GenerationModel:
         self, timing: GeneratorTiming, cuts: tuple[float, ...], window: int
     ) -> RolloutProfile:
         schedules = self.find_replica_schedules(timing)
-        schedule = max(schedules, key=lambda schedule_item: float(schedule_item.edges[-1]))
+        schedule = max(schedules, key=lambda item: float(item.edges[-1]))
         undelayed_end = float(schedule.edges[-1])
         bounds = undelayed_end * np.linspace(0.0, 1.0, NUM_PROFILE_SEGMENTS + 1) ** 1.5
-        sorted_ends = np.sort(
-            np.concatenate([schedule_item.group_ends for schedule_item in schedules])
-        )
+        sorted_ends = np.sort(np.concatenate([item.group_ends for item in schedules]))
         result_ends = [float(sorted_ends[math.ceil(cut * len(sorted_ends)) - 1]) for cut in cuts]
         end = undelayed_end * max(1.0, self._slowest_replica_factor(timing, schedule))
         end = self._delay_in_window(timing, end, window)
         profiles = [
-            np.diff(np.interp(bounds, schedule.edges, np.append(0.0, schedule_item.cumsum())))
+            np.diff(np.interp(bounds, schedule.edges, np.append(0.0, item.cumsum())))
             / np.diff(bounds)
-            for schedule_item in (
+            for item in (
                 schedule.running_rollouts * np.diff(schedule.edges),
                 schedule.resident_tokens * np.diff(schedule.edges),
                 schedule.overhead_s(timing),
             )
         ]
-        running, resident, overhead_s = (schedule_item.tolist() for schedule_item in profiles)
+        running, resident, overhead_s = (item.tolist() for item in profiles)
         edges = bounds.tolist()
         if end > undelayed_end:
             # On the slowest replica a single rollout continues at the end.
@@ -274,14 +272,16 @@ class GenerationModel:
             for chains in self._draw_chains(num_replicas, count, simulated_groups)
         ]
 
-    def _draw_chains(self, replicas: int, num_replicas: int, chains: int) -> Iterator[RefillChains]:
+    def _draw_chains(
+        self, replicas: int, num_schedules: int, chains: int
+    ) -> Iterator[RefillChains]:
         """Yield each replica's groups; one holds the longest rollout of a step."""
         if self.workload.filtered_fraction:
             longest = float(self._sample_loads(replicas).longest_tokens.max(axis=1).mean())
-            all_chains = self._make_refill_chains(num_replicas * chains).stretch_longest(longest)
+            all_chains = self._make_refill_chains(num_schedules * chains).stretch_longest(longest)
         else:
-            all_chains = self._make_unfiltered_chains(num_replicas * chains)
-        return all_chains.split_chains(num_replicas)
+            all_chains = self._make_unfiltered_chains(num_schedules * chains)
+        return all_chains.split_chains(num_schedules)
 
     def _make_refill_chains(self, chains: int) -> RefillChains:
         """Return chains of groups in which filtered groups are replaced, in a fixed order."""
