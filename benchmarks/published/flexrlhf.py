@@ -79,12 +79,12 @@ class GatheringCosts(CostModel):
         self,
         stage: str,
         assignment: CallAssignment,
-        beside: CallAssignment | None,
+        trainer: CallAssignment | None,
         *,
         offload_idle: bool,
     ) -> CallFootprint:
-        found = super()._compute_footprint(stage, assignment, beside, offload_idle=offload_idle)
-        if beside is None or stage != "generate" or not is_large(self.problem.models["policy"]):
+        found = super()._compute_footprint(stage, assignment, trainer, offload_idle=offload_idle)
+        if trainer is None or stage != "generate" or not is_large(self.problem.models["policy"]):
             return found
         return replace(found, memory=CallMemory(0.0, 0.0))
 
