@@ -327,8 +327,8 @@ def _are_exclusive(
     (mesh, trains), (other_mesh, other_trains) = first, second
     if trains == other_trains:
         return mesh.overlaps(other_mesh)
-    other_mesh_apart = other_mesh if trains else mesh
-    return any(train_mesh.overlaps(other_mesh_apart) for train_mesh in trained)
+    untrained_mesh = other_mesh if trains else mesh
+    return any(train_mesh.overlaps(untrained_mesh) for train_mesh in trained)
 
 
 def make_on_policy_job(jobs: JobGraph, generation: GenerationModel) -> StepJob:
