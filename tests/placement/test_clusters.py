@@ -130,8 +130,8 @@ def test_cluster_file_refuses_non_finite_device_counts(value: float) -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({}, "c.yaml: must be a mapping with `nodes`"),
-        ({"nodes": 3}, "c.yaml: must be a mapping with `nodes`"),
+        ({}, "c.yaml: must be a mapping whose only key is `nodes`"),
+        ({"nodes": 3}, "c.yaml: must be a mapping whose only key is `nodes`"),
         ({"nodes": []}, "c.yaml: the cluster has no nodes"),
         (
             {"nodes": [{"device": "H100", "devices": 0}]},

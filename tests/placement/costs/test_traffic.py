@@ -114,7 +114,7 @@ def check_equal_transfers(
             assert counts.received_by_link == full.rank_bytes[rank].received_by_link
             assert counts.memory_bytes == full.rank_bytes[rank].memory_bytes
     # Otherwise ranks are assigned by largest overlap, and several assignments may be equally good.
-    for total in (lambda c: c.received["local"], lambda c: c.received_bytes):
+    for total in (lambda c: c.received_by_link["local"], lambda c: c.received_bytes):
         planned, complete = (
             list(map(total, report.rank_bytes.values())) for report in (merged, full)
         )
