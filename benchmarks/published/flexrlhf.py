@@ -76,10 +76,15 @@ class GatheringCosts(CostModel):
     step gathers it anew from all of them, and nothing more of it is held."""
 
     def _compute_footprint(
-        self, stage: str, assignment: CallAssignment, beside: CallAssignment | None, *, rests: bool
+        self,
+        stage: str,
+        assignment: CallAssignment,
+        trainer: CallAssignment | None,
+        *,
+        offload_idle: bool,
     ) -> CallFootprint:
-        found = super()._compute_footprint(stage, assignment, beside, rests=rests)
-        if beside is None or stage != "generate" or not is_large(self.problem.models["policy"]):
+        found = super()._compute_footprint(stage, assignment, trainer, offload_idle=offload_idle)
+        if trainer is None or stage != "generate" or not is_large(self.problem.models["policy"]):
             return found
         return replace(found, memory=CallMemory(0.0, 0.0))
 

@@ -144,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
         runners_up=DEFAULT_RUNNERS_UP
         if problem.workload.groups_per_step <= MAX_RUNNER_UP_GROUPS
         else 0,
-        own=own,
+        run_bound=own,
     )
     played = _simulate_front(problem, list_shown_points(planned), costs, arguments.seed)
     kept, lost = select_gaining_points(played, own)

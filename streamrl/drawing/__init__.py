@@ -1,1 +1,1 @@
-"""What is drawn: an algorithm's graph, and a placement's devices over time, as SVG."""
+"""Pictures of an algorithm's dataflow graph and of a placement's timeline, as SVG."""

@@ -1,4 +1,4 @@
-"""What `streamrl graph` shows: a dataflow at one step, or unrolled over several."""
+"""Data of `streamrl graph`: the dataflow of a step, or unrolled over several."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ WAIT_STROKES = {EdgeKind.DATA: "#475569", EdgeKind.VERSION: "#7c3aed", EdgeKind.
 
 @dataclass(frozen=True)
 class GraphEdge:
-    """What the stage `target` gets of `source`, or waits for."""
+    """Dependency of the stage `target` on `source`."""
 
     source: StepNode
     target: StepNode
@@ -24,23 +24,23 @@ class GraphEdge:
 
     @property
     def label(self) -> str:
-        """What flows along it, in words; nothing along one of order."""
+        """Columns or version that flow along the edge; empty for an order edge."""
         if self.wait is EdgeKind.VERSION:
             return f"version of {self.role}"
         return ", ".join(self.columns)
 
     @property
     def is_back_edge(self) -> bool:
-        """Whether it leads from a training to the same stages at a later step."""
+        """Whether the edge leads from training back to an earlier stage, for a later step."""
         return self.wait is EdgeKind.VERSION and self.source[0] == self.target[0]
 
 
 @dataclass(frozen=True)
 class DataflowGraph:
-    """Calls by step and stage, steps counted from 0, and the edges between them, in flow order.
+    """Calls by (step, stage), steps counted from 0, and their edges in flow order.
 
-    Of several steps a version edge leads from the training to the step that waits for it. Of one
-    it leads back, to the stage that will.
+    Over several steps, a version edge leads from training to the step that waits for the version.
+    With one step, it leads back to the stage that follows.
     """
 
     title: str
@@ -53,7 +53,7 @@ class DataflowGraph:
     def from_dataflow(
         cls, flow: Dataflow, *, name: str, steps: int, max_staleness: int
     ) -> "DataflowGraph":
-        """The picture of an algorithm's dataflow over so many steps."""
+        """Unroll an algorithm's dataflow over `steps` steps."""
         graph = flow.unroll_steps(steps, max_staleness)
         edges = [_make_edge(a, b, facts) for a, b, facts in graph.edges(data=True)]
         if steps == 1:
@@ -69,14 +69,14 @@ class DataflowGraph:
 
     @property
     def forward_graph(self) -> "nx.DiGraph[StepNode]":
-        """The nodes and the edges that do not lead back."""
+        """Nodes and all edges except back edges."""
         graph: nx.DiGraph[StepNode] = nx.DiGraph()
         graph.add_nodes_from(self.calls)
         graph.add_edges_from((e.source, e.target) for e in self.edges if not e.is_back_edge)
         return graph
 
     def format_node(self, node: StepNode) -> str:
-        """A stage; of several steps with its step, counted from 1 as a run does."""
+        """Return the stage; over several steps with its step, counted from 1 as in a run."""
         step, stage = node
         return stage if self.num_steps == 1 else f"{stage}[{step + 1}]"
 

@@ -1,9 +1,14 @@
-"""Where everything of a graph's picture goes, in pixels, so that no text meets another.
+"""Layout of a dataflow graph in pixels, without overlapping text.
 
-Stages stand in columns by the longest chain of waits before them, and in bands by step. To the
-left of each column is a strip for labels: every edge enters its target at a place of its own there,
-under its label. Left of that is a strip in which lines bend, and where no text is. A line that
-passes a column has a place in it, as a stage has. What leads back runs below it all.
+Layered drawing (Sugiyama): the column of a stage is the longest chain of dependencies before it;
+steps form horizontal bands. Every column has, from left to right, a strip where lines bend, a strip
+of labels with one entry point per incoming edge, and the boxes. A line that passes a column gets a
+dummy node there. Back edges run below everything.
+
+       bends   labels      box
+      ~~~~~~  tokens ---> +---------+
+      ~~~~~~  rewards --> |  train  |
+                          +---------+
 """
 
 import textwrap
@@ -19,19 +24,19 @@ from streamrl.drawing.dataflow_graph import DataflowGraph, GraphEdge
 from streamrl.drawing.svg import LABEL_PX, NAME_PX, Point, text_width
 
 LINE_HEIGHT = 13.0
-"""From one line of text to the next."""
+"""Distance of text lines."""
 WRAP_CHARS = 26
-"""Characters in a line of a label."""
+"""Maximum characters per label line."""
 MARGIN, BOX_GAP, BEND_WIDTH, PASS_HEIGHT = 16.0, 20.0, 72.0, 16.0
 LANE_GAP = 12.0
-"""Between lines that lead back."""
+"""Distance of back edges."""
 MIN_BOX_HEIGHT = 46.0
-"""A box holds the names of stage and role at least."""
+"""Room for the names of stage and role."""
 
 
 @dataclass(frozen=True)
 class DummyNode:
-    """Where the lines of a node, of one kind, pass a column in the band of a step."""
+    """Slot of a node's lines in a column that they pass, within the band of a step."""
 
     source: StepNode
     wait: EdgeKind
@@ -41,8 +46,6 @@ class DummyNode:
 
 @dataclass(frozen=True)
 class NodeBox:
-    """A stage's place."""
-
     node: StepNode
     x: float
     y: float
@@ -51,13 +54,15 @@ class NodeBox:
 
     @property
     def exit_point(self) -> Point:
-        """Where its lines begin."""
+        """Start of outgoing lines."""
         return self.x + self.width, self.y + self.height / 2
 
 
 @dataclass(frozen=True)
 class EdgeRoute:
-    """An edge's way, and its label: lines of text, the first with its baseline at `place`."""
+    """Polyline of an edge and its label; `label_position` is the baseline of the first text
+    line.
+    """
 
     edge: GraphEdge
     points: tuple[Point, ...]
@@ -67,14 +72,14 @@ class EdgeRoute:
 
 @dataclass(frozen=True)
 class StepBand:
-    """Where a step is."""
+    """Vertical extent of a step."""
 
     y: float
     height: float
 
 
 class GraphLayout:
-    """The places of a picture, the first of them `top` from the top; `left` is kept free."""
+    """Positions of all elements, `top` pixels from the top; `left` pixels stay free."""
 
     def __init__(self, picture: DataflowGraph, *, top: float, left: float = 0.0) -> None:
         self._graph, self._top, self._left = picture, top, left
@@ -84,18 +89,16 @@ class GraphLayout:
 
     @property
     def width(self) -> float:
-        """Of all of it."""
         lanes = LANE_GAP * (len(self._back_edges) + 1) if self._back_edges else 0.0
         return self._column_end(max(self._column_by_node.values())) + lanes + MARGIN
 
     @property
     def height(self) -> float:
-        """Of all of it, `top` included."""
+        """Total height, `top` included."""
         return self._bottom_y + LANE_GAP * len(self._back_edges)
 
     @cached_property
     def node_boxes(self) -> dict[StepNode, NodeBox]:
-        """The stages' places."""
         boxes = {}
         for node, column in self._column_by_node.items():
             x, width = self._column_spans[column][1:]
@@ -104,7 +107,7 @@ class GraphLayout:
 
     @cached_property
     def edge_routes(self) -> list[EdgeRoute]:
-        """The edges' places."""
+        """Lines and labels of all edges."""
         lines = []
         for node, edges in self._incoming_edges.items():
             box = self.node_boxes[node]
@@ -120,7 +123,7 @@ class GraphLayout:
 
     @cached_property
     def step_bands(self) -> list[StepBand]:
-        """A band per step, high enough for every column of it."""
+        """Band of each step, as high as its highest column."""
         bands, y = [], self._top
         for step in range(self._graph.num_steps):
             stacks = [
@@ -133,21 +136,21 @@ class GraphLayout:
         return bands
 
     def _route_edge(self, edge: GraphEdge, entry: Point) -> list[Point]:
-        """From the source to where the label begins."""
+        """Return the points from the source to the start of the label."""
         start = self.node_boxes[edge.source].exit_point
         if not edge.is_back_edge:
             passes = [
                 (w.column, self._item_tops[w] + PASS_HEIGHT / 2) for w in self._dummy_nodes(edge)
             ]
             flat = [((self._column_spans[c][0], y), (self._column_end(c), y)) for c, y in passes]
-            return [start, *(point for ends in flat for point in ends), entry]
+            return [start, *(point for segment in flat for point in segment), entry]
         lane = LANE_GAP * self._back_edges.index(edge)
         right = self._column_end(self._column_by_node[edge.source]) + LANE_GAP + lane
         left, low = entry[0] - LANE_GAP - lane, self._bottom_y + lane
         return [start, (right, start[1]), (right, low), (left, low), (left, entry[1]), entry]
 
     def _dummy_nodes(self, edge: GraphEdge) -> list[DummyNode]:
-        """The places in the columns it passes; several lines of a node share them."""
+        """Return the dummy nodes of an edge; lines of one node and kind share them."""
         if edge.is_back_edge:
             return []
         between = range(self._column_by_node[edge.source] + 1, self._column_by_node[edge.target])
@@ -155,7 +158,7 @@ class GraphLayout:
 
     @cached_property
     def _incoming_edges(self) -> dict[StepNode, list[GraphEdge]]:
-        """Of each node the edges that enter it, from above to below."""
+        """Incoming edges of each node, top to bottom."""
         order = {node: i for i, node in enumerate(self._graph.calls)}
         entries: dict[StepNode, list[GraphEdge]] = {node: [] for node in order}
         for edge in self._graph.edges:
@@ -166,7 +169,7 @@ class GraphLayout:
 
     @cached_property
     def _column_spans(self) -> list[tuple[float, float, float]]:
-        """By column: where its labels begin, where its boxes do, and how wide they are."""
+        """By column: x of labels, x of boxes, width of boxes."""
         nodes: dict[int, list[StepNode]] = defaultdict(list)
         for node, column in self._column_by_node.items():
             nodes[column].append(node)
@@ -177,8 +180,8 @@ class GraphLayout:
             ]
             has_entries = any(self._incoming_edges[node] for node in nodes[column])
             x += max(BEND_WIDTH, LANE_GAP * (len(self._back_edges) + 2)) if has_entries else MARGIN
-            room = max((text_width(line, LABEL_PX) for line in labels), default=0.0) + MARGIN
-            start = x + room if has_entries else x
+            label_width = max((text_width(line, LABEL_PX) for line in labels), default=0.0) + MARGIN
+            start = x + label_width if has_entries else x
             width = max(self._box_width(node) for node in nodes[column])
             columns.append((x, start, width))
             x = start + width
@@ -202,10 +205,12 @@ class GraphLayout:
 
     @cached_property
     def _column_stacks(self) -> dict[tuple[int, int], list[StepNode | DummyNode]]:
-        """What stands in a band and a column, from above to below: lines that pass, then stages."""
+        """Contents of each (step, column), top to bottom: dummy nodes, then stages."""
         stacks: dict[tuple[int, int], list[StepNode | DummyNode]] = defaultdict(list)
-        for way in dict.fromkeys(w for edge in self._graph.edges for w in self._dummy_nodes(edge)):
-            stacks[way.step, way.column].append(way)
+        for dummy in dict.fromkeys(
+            w for edge in self._graph.edges for w in self._dummy_nodes(edge)
+        ):
+            stacks[dummy.step, dummy.column].append(dummy)
         for node in self._graph.calls:
             stacks[node[0], self._column_by_node[node]].append(node)
         return stacks

@@ -1,4 +1,4 @@
-"""A graph's picture as SVG, drawn by no other program."""
+"""SVG of a dataflow graph."""
 
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from streamrl.drawing.svg import (
 WAIT_DASHES = {EdgeKind.DATA: "none", EdgeKind.VERSION: "6 4", EdgeKind.ORDER: "2 3"}
 HEADER_HEIGHT, FOOTER_HEIGHT = 50.0, 44.0
 STEP_WIDTH = 64.0
-"""Left of the stages, for the number of a step."""
+"""Strip at the left for step numbers."""
 
 
 def render_svg(picture: DataflowGraph) -> str:
-    """The picture: boxes coloured by kind, edges with their columns, versions dashed."""
+    """Return the SVG: boxes colored by kind, edges labeled with columns, version edges dashed."""
     has_bands = picture.num_steps > 1
     layout = GraphLayout(picture, top=HEADER_HEIGHT, left=STEP_WIDTH if has_bands else 0.0)
     legend = ET.Element("g")
@@ -70,10 +70,10 @@ def _draw_line(root: ET.Element, line: EdgeRoute) -> None:
     _draw_path(root, shape, line.edge.wait)
     head = f"M{x:g},{y:g} l-8,-4 l0,8 z"
     ET.SubElement(root, "path", d=head, fill=color)
-    for i, words in enumerate(line.label):
+    for i, text in enumerate(line.label):
         add_text(
             root,
-            words,
+            text,
             (line.label_position[0], line.label_position[1] + i * LINE_HEIGHT),
             fill=color,
         )
@@ -89,7 +89,7 @@ def _straight_path(points: Sequence[Point]) -> str:
 
 
 def _bent_path(points: Sequence[Point]) -> str:
-    """Through the points, level at each of them."""
+    """Return a path of Bézier curves, horizontal at every point."""
     (x, y), *others = points
     shape = [f"M{x:g},{y:g}"]
     for to_x, to_y in others:
@@ -100,7 +100,7 @@ def _bent_path(points: Sequence[Point]) -> str:
 
 
 def _draw_legend(root: ET.Element, picture: DataflowGraph, y: float) -> float:
-    """What colours and lines mean; returns how wide it is."""
+    """Draw the legend of colors and lines; return its width."""
     x = PADDING
     for kind in dict.fromkeys(call.kind for call in picture.calls.values()):
         add_rect(root, (x, y - 6), (12, 12), fill=KIND_FILLS[kind], stroke=KIND_BORDERS[kind])
@@ -111,6 +111,6 @@ def _draw_legend(root: ET.Element, picture: DataflowGraph, y: float) -> float:
     return x
 
 
-def _draw_legend_text(root: ET.Element, words: str, place: Point) -> float:
-    add_text(root, words, (place[0], place[1] + 4))
-    return place[0] + text_width(words, LABEL_PX) + PADDING
+def _draw_legend_text(root: ET.Element, text: str, place: Point) -> float:
+    add_text(root, text, (place[0], place[1] + 4))
+    return place[0] + text_width(text, LABEL_PX) + PADDING

@@ -1,4 +1,4 @@
-"""`streamrl graph` in words: for people, and in Graphviz's language."""
+"""`streamrl graph` as text and in Graphviz's DOT language."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -15,7 +15,7 @@ WAIT_STYLES = {EdgeKind.DATA: "solid", EdgeKind.VERSION: "dashed", EdgeKind.ORDE
 
 
 def render_text(picture: DataflowGraph, notes: Iterable[str] = ()) -> str:
-    """The stages in flow order, the edges, and notes; every line ends in a newline."""
+    """Return stages in flow order, edges and notes, one per line."""
     stages = {call.stage: call for call in picture.calls.values()}
     width = max(len(stage) for stage in (*stages, "  produces")) + 2
     lines = [picture.title, ""]
@@ -24,15 +24,15 @@ def render_text(picture: DataflowGraph, notes: Iterable[str] = ()) -> str:
         lines += [
             f"  {name:<{width - 2}}{facts}" for name, facts in _list_call_facts(call) if facts
         ]
-    of = "" if picture.num_steps == 1 else f" of {picture.num_steps} steps"
-    lines += ["", f"edges{of}"]
-    ends = [
+    step_suffix = "" if picture.num_steps == 1 else f" of {picture.num_steps} steps"
+    lines += ["", f"edges{step_suffix}"]
+    arrows = [
         f"{picture.format_node(e.source)} -> {picture.format_node(e.target)}" for e in picture.edges
     ]
-    widest = max(map(len, ends), default=0)
+    widest = max(map(len, arrows), default=0)
     lines += [
         f"  {end:<{widest}}  {_describe_edge(edge, picture)}"
-        for end, edge in zip(ends, picture.edges, strict=True)
+        for end, edge in zip(arrows, picture.edges, strict=True)
     ]
     lines += [f"note: {note}" for note in notes]
     return "\n".join(lines) + "\n"
@@ -54,7 +54,7 @@ def _describe_edge(edge: GraphEdge, picture: DataflowGraph) -> str:
 
 
 def render_dot(picture: DataflowGraph) -> str:
-    """The picture for Graphviz: a cluster per step if there are several."""
+    """Return DOT, with a cluster per step if there are several."""
     lines = [
         f"digraph {_quote_name(picture.title)} {{",
         f"  graph {_format_attributes({'rankdir': 'LR', 'label': picture.title})};",
@@ -75,7 +75,7 @@ def render_dot(picture: DataflowGraph) -> str:
         else:
             lines += nodes
     for edge in picture.edges:
-        ends = (
+        arrow = (
             f"{_quote_name(picture.format_node(edge.source))} ->"
             f" {_quote_name(picture.format_node(edge.target))}"
         )
@@ -83,7 +83,7 @@ def render_dot(picture: DataflowGraph) -> str:
         facts |= {"color": WAIT_STROKES[edge.wait]} | (
             {"constraint": "false"} if edge.is_back_edge else {}
         )
-        lines.append(f"  {ends} {_format_attributes(facts)};")
+        lines.append(f"  {arrow} {_format_attributes(facts)};")
     return "\n".join([*lines, "}"]) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Devices and time: which call of which step has which devices, and when they wait."""
+"""Timeline of a placement: which call of which step has which devices, and when devices idle."""
 
 import math
 import xml.etree.ElementTree as ET
@@ -22,21 +22,23 @@ from streamrl.placement.problem import DeviceInterval
 
 HEADER_HEIGHT, FOOTER_HEIGHT, CHART_WIDTH = 46.0, 56.0, 960.0
 ROW_HEIGHT = 34.0
-"""Height of the devices of a row; calls that share one at the same time have lanes in it."""
+"""Calls that share a row at the same time split its height into lanes."""
 TICK_COLOR = "#94a3b8"
 NUM_TICKS = 8
-"""About so many marks of time."""
+"""Approximate number of time marks."""
 
 
 def render_timeline(
     title: str, dataflow: Dataflow, placement: Placement, intervals: Sequence[DeviceInterval]
 ) -> str:
-    """A row for each run of devices that have the same calls, a box for each piece of work."""
+    """Return the SVG: a row per run of devices with equal calls, a box per interval."""
     rows = list_device_rows(placement)
     kinds = {call.stage: call.kind for call in dataflow.calls}
-    shown = [each for each in intervals if each.stage in placement.assignments]
-    start = min((each.start_s for each in shown), default=0.0)
-    end = max((each.end_s for each in shown), default=1.0)
+    placed_intervals = [
+        interval for interval in intervals if interval.stage in placement.assignments
+    ]
+    start = min((interval.start_s for interval in placed_intervals), default=0.0)
+    end = max((interval.end_s for interval in placed_intervals), default=1.0)
     left = PADDING + max(text_width(f"devices {row}", LABEL_PX) for row in rows) + PADDING
     height = HEADER_HEIGHT + ROW_HEIGHT * len(rows) + FOOTER_HEIGHT
     root = create_canvas(title, (left + CHART_WIDTH + PADDING, height))
@@ -45,15 +47,17 @@ def render_timeline(
         top = HEADER_HEIGHT + i * ROW_HEIGHT
         add_rect(root, (left, top + 2), (CHART_WIDTH, ROW_HEIGHT - 4), fill=PALE_COLOR)
         add_text(root, f"devices {row}", (PADDING, top + ROW_HEIGHT / 2 + 4))
-        here = [e for e in shown if placement.assignments[e.stage].mesh.overlaps(row)]
-        for interval, (lane, lanes) in assign_lanes(here):
+        row_intervals = [
+            e for e in placed_intervals if placement.assignments[e.stage].mesh.overlaps(row)
+        ]
+        for interval, (lane, lanes) in assign_lanes(row_intervals):
             size = max((interval.end_s - interval.start_s) * scale, 1.0), (ROW_HEIGHT - 4) / lanes
             place = left + (interval.start_s - start) * scale, top + 2 + lane * size[1]
             fill, border = KIND_FILLS[kinds[interval.stage]], KIND_BORDERS[kinds[interval.stage]]
             box = add_rect(root, place, size, fill=fill, stroke=border)
-            said = f"{interval.stage}, step {interval.step + 1}"
-            lasts = f"{interval.start_s - start:.3g} to {interval.end_s - start:.3g} s"
-            ET.SubElement(box, "title").text = f"{said}: {lasts}"
+            label = f"{interval.stage}, step {interval.step + 1}"
+            duration = f"{interval.start_s - start:.3g} to {interval.end_s - start:.3g} s"
+            ET.SubElement(box, "title").text = f"{label}: {duration}"
             if text_width(interval.stage, LABEL_PX) + 6 < size[0] and size[1] > LABEL_PX:
                 middle = place[1] + size[1] / 2 + 4
                 add_text(root, interval.stage, (place[0] + size[0] / 2, middle), anchor="middle")
@@ -62,8 +66,8 @@ def render_timeline(
 
 
 def list_device_rows(placement: Placement) -> list[Mesh]:
-    """The runs of devices in which all have the same calls; none of devices that nobody has."""
-    meshes = [each.mesh for each in placement.assignments.values()]
+    """Return the maximal runs of devices with equal calls; unused devices are left out."""
+    meshes = [assignment.mesh for assignment in placement.assignments.values()]
     edges = sorted({edge for mesh in meshes for edge in (mesh.first, mesh.first + mesh.size)})
     runs = [Mesh(a, b - a) for a, b in pairwise(edges)]
     return [run for run in runs if any(run.overlaps(mesh) for mesh in meshes)]
@@ -72,11 +76,13 @@ def list_device_rows(placement: Placement) -> list[Mesh]:
 def assign_lanes(
     intervals: Sequence[DeviceInterval],
 ) -> list[tuple[DeviceInterval, tuple[int, int]]]:
-    """Each with its lane and the number of lanes: no two in one lane at the same time."""
+    """Return each interval with (lane, number of lanes); intervals of a lane do not overlap."""
     ends: list[float] = []
     placed: list[tuple[DeviceInterval, int]] = []
-    for interval in sorted(intervals, key=lambda each: (each.start_s, each.end_s, each.stage)):
-        # What begins as another ends may do so a rounding error before.
+    for interval in sorted(
+        intervals, key=lambda interval: (interval.start_s, interval.end_s, interval.stage)
+    ):
+        # Adjacent intervals may overlap by a rounding error.
         slack = 1e-9 * max(abs(interval.start_s), 1.0)
         free = (i for i, end in enumerate(ends) if end <= interval.start_s + slack)
         lane = next(free, len(ends))
@@ -95,6 +101,6 @@ def _draw_axis(root: ET.Element, place: tuple[float, float], length_s: float, sc
 
 
 def round_tick(least: float) -> float:
-    """The smallest of 1, 2 and 5 times a power of ten that is at least so much."""
+    """Return the smallest of 1, 2 and 5 times a power of ten that is at least `least`."""
     power = 10.0 ** math.floor(math.log10(max(least, 1e-12)))
     return next(power * times for times in (1, 2, 5, 10) if power * times >= least * (1 - 1e-9))

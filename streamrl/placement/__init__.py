@@ -1,4 +1,4 @@
-"""Which actors a run needs, which devices its calls have, and what a placement would cost. Pure."""
+"""Data of the planner: hardware, models, workload, devices per call, predicted cost."""
 
 from streamrl.placement.clusters import DEVICES, Cluster, DeviceSpec, NodeGroup
 from streamrl.placement.colocated_memory import WorkerMemory

@@ -1,6 +1,6 @@
-"""What a cluster is made of: devices, nodes that hold them, and the links between them.
+"""Cluster hardware for the planner: devices, nodes and the links between them.
 
-Devices are numbered from 0, node by node, in the order in which the nodes are listed.
+Devices are numbered from 0, node by node, in the order of the node list.
 """
 
 import contextlib
@@ -20,19 +20,21 @@ GB = 1e9
 MAX_DEVICES = 1 << 14
 CPU_DEVICE = "CPU"
 PCIE_3, PCIE_4, PCIE_5 = 16 * GB, 32 * GB, 64 * GB
-"""Of sixteen lanes, each way."""
+"""16 lanes, each direction."""
 MIN_QUANTITY, MAX_QUANTITY = 1e-3, 1e6
-"""Of a device or a network in a file, in the file's unit: a slip, as of the unit, beyond them."""
+"""Bounds of a figure in a cluster file, in the file's unit; they catch a wrong unit."""
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One accelerator, as its maker states it; what a model gets of it is a matter of constants.
+    """Accelerator with the figures that its maker states.
 
-    flops_per_s: dense, of bfloat16 (float16 where there is none; float32 on a CPU). memory_bytes
-    and memory_bytes_per_s: its own memory. link_bytes_per_s: to others of its node, each way.
-    network_bytes_per_s: of a whole node of them, each way, as such nodes usually come.
-    host_bytes_per_s: between it and its host's memory, each way.
+    `CostConstants` holds the fraction of each figure that a model reaches.
+    flops_per_s: dense bfloat16 (float16 on devices without bfloat16, float32 on a CPU).
+    memory_bytes, memory_bytes_per_s: device memory.
+    link_bytes_per_s: to other devices of the node, each direction.
+    network_bytes_per_s: usual network of a whole node, each direction.
+    host_bytes_per_s: between device and host memory, each direction.
     """
 
     name: str
@@ -54,9 +56,9 @@ def _make_device(
     network: float,
     host: float = PCIE_4,
 ) -> DeviceSpec:
-    """Of FLOP/s in 1e12, and bytes and bytes/s in 1e9, of its memory both; a node has eight."""
-    held, reads = memory
-    sizes = (teraflops * 1e12, held * GB, reads * GB, link * GB, network * GB)
+    """Convert units: `teraflops` in 1e12 FLOP/s; `memory` as (GB, GB/s); links in GB/s."""
+    capacity_gb, bandwidth_gb = memory
+    sizes = (teraflops * 1e12, capacity_gb * GB, bandwidth_gb * GB, link * GB, network * GB)
     return DeviceSpec(name, *sizes, host_bytes_per_s=host)
 
 
@@ -72,26 +74,27 @@ DEVICES = {
         _make_device("H800", 989, (80, 3350), link=200, network=400, host=PCIE_5),
         _make_device("H200", 989, (141, 4800), link=450, network=400, host=PCIE_5),
         _make_device("B200", 2250, (180, 8000), link=900, network=400, host=PCIE_5),
-        # Four of them share a tray; seventy-two are one NVLink domain.
+        # A tray holds 4 devices; the NVLink domain spans 72.
         replace(
             _make_device("GB200", 2500, (186, 8000), link=900, network=3600, host=450 * GB),
             devices_per_node=4,
         ),
-        # One core of a server.
+        # A device is one core of a server.
         replace(
             _make_device(CPU_DEVICE, 0.1, (4, 10), link=5, network=1.25, host=10 * GB),
             devices_per_node=1 << 10,
         ),
     )
 }
-"""The makers' figures, of the SXM form of each."""
+"""Makers' figures for the SXM form of each device."""
 
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """`count` nodes that are alike, each with `devices` of one kind.
+    """`num_nodes` identical nodes with `devices_per_node` devices each.
 
-    network_bytes_per_s: of a node, each way; its devices share it.
+    network_bytes_per_s: network of a node, each direction, shared by its devices; 0 takes the
+      device's usual network.
     """
 
     device: DeviceSpec
@@ -112,12 +115,11 @@ class NodeGroup:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices."""
         return self.devices_per_node * self.num_nodes
 
     @property
     def node_bytes_per_s(self) -> float:
-        """Bytes/s of a node, each way; as such nodes usually come if nothing is said."""
+        """Network bandwidth of a node, each direction."""
         return self.network_bytes_per_s or self.device.network_bytes_per_s
 
     def __str__(self) -> str:
@@ -128,98 +130,96 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes, group by group. `str` and `parse` write it as 16x8xA100@200Gb,8xV100."""
+    """Node groups in device order, written as 16x8xA100@200Gb,8xV100 by `str` and `from_text`."""
 
     node_groups: tuple[NodeGroup, ...]
 
     def __post_init__(self) -> None:
         if not self.node_groups:
-            raise ConfigError("it has no nodes")
+            raise ConfigError("the cluster has no nodes")
         if self.num_devices > MAX_DEVICES:
             raise ConfigError(f"{self.num_devices} devices: must be at most {MAX_DEVICES}")
 
     @classmethod
     def from_text(cls, text: str) -> "Cluster":
-        """Of NxDEVICE or NODESxNxDEVICE, with @GIGABITSGb of a node, separated by commas.
+        """Parse a comma-separated list of NxDEVICE or NODESxNxDEVICE.
 
-        Without NODES, N devices fill nodes of the usual size. Raises ConfigError.
+        A suffix @GIGABITSGb sets the network of a node. Without NODES, N devices fill nodes of the
+        device's usual size. Raise ConfigError for any other text.
         """
-        groups = tuple(_parse_group(part.strip(), text) for part in text.split(","))
+        groups = tuple(_parse_group(group_text.strip(), text) for group_text in text.split(","))
         with _prefix_errors(f"cluster {text}"):
             return cls(groups)
 
     @classmethod
     def from_dict(cls, loose: Mapping[str, Any], *, place: str) -> "Cluster":
-        """Of {nodes: [{device: NAME or a mapping, devices: N, count: N, network_gbps: X}]}.
+        """Read {nodes: [{device: NAME or a mapping, devices: N, count: N, network_gbps: X}]}.
 
-        A device that is not in the table is a mapping of name, tflops, memory_gb, memory_gbps (GB
-        a second), link_gbps and, to its host, host_gbps (likewise). `place` is where it was read.
-        Raises ConfigError.
+        A device outside `DEVICES` is a mapping of name, tflops, memory_gb, memory_gbps, link_gbps
+        and host_gbps; the last three in GB/s. `place` names the source in errors. Raise ConfigError
+        for an invalid entry.
         """
         nodes = loose.get("nodes") if isinstance(loose, Mapping) else None
         if not isinstance(nodes, Sequence) or isinstance(nodes, str) or set(loose) != {"nodes"}:
-            raise ConfigError(f"{place}: must be a mapping with `nodes`, a list, and nothing else")
+            raise ConfigError(f"{place}: must be a mapping whose only key is `nodes`, a list")
         groups = tuple(_read_group(entry, f"{place}: nodes[{i}]") for i, entry in enumerate(nodes))
         with _prefix_errors(place):
             return cls(groups)
 
     @property
     def num_devices(self) -> int:
-        """Number of devices."""
         return sum(group.num_devices for group in self.node_groups)
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes."""
         return sum(group.num_nodes for group in self.node_groups)
 
     @property
     def is_cpu(self) -> bool:
-        """Whether any of its devices are cores."""
         return any(group.device.name == CPU_DEVICE for group in self.node_groups)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all nodes are alike."""
+        """Whether all nodes have the same devices and network."""
         return len(set(self._node_kinds)) == 1
 
     @property
     def group_starts(self) -> list[int]:
-        """The first device of each group."""
+        """First device of each node group."""
         return [0, *accumulate(group.num_devices for group in self.node_groups)][:-1]
 
     def find_node_group(self, device: int) -> NodeGroup:
-        """The group a device is in. Raises IndexError if there is no such device."""
+        """Return the node group of a device. Raise IndexError for a device outside the cluster."""
         if not 0 <= device < self.num_devices:
             raise IndexError(f"device {device} of {self.num_devices}")
         return self.node_groups[bisect_right(self.group_starts, device) - 1]
 
     def find_node(self, device: int) -> int:
-        """The number of the node a device is on, counted over all groups."""
+        """Return the node number of a device, counted over all groups."""
         at = bisect_right(self.group_starts, device) - 1
         before = sum(group.num_nodes for group in self.node_groups[:at])
         return before + (device - self.group_starts[at]) // self.node_groups[at].devices_per_node
 
     def take_first(self, size: int) -> "Cluster":
-        """The first `size` devices: whole nodes, or a part of one node.
+        """Return a cluster of the first `size` devices: whole nodes, or a part of one node.
 
-        Raises ConfigError if there are not so many, or they end within a later node.
+        Raise ConfigError if the cluster is smaller, or if the devices end within a later node.
         """
         groups: list[NodeGroup] = []
         left = size
         for group in self.node_groups:
             if left <= 0:
                 break
-            whole, rest = divmod(min(left, group.num_devices), group.devices_per_node)
-            if rest and (whole or groups):
+            num_whole, remainder = divmod(min(left, group.num_devices), group.devices_per_node)
+            if remainder and (num_whole or groups):
                 raise ConfigError(
                     f"--gpus {size}: must be whole nodes of {group.devices_per_node}, or"
-                    f" a part of one"
+                    f" a part of one node"
                 )
             groups.append(
-                replace(group, devices_per_node=rest, num_nodes=1)
-                if rest
-                else replace(group, num_nodes=whole)
+                replace(group, devices_per_node=remainder, num_nodes=1)
+                if remainder
+                else replace(group, num_nodes=num_whole)
             )
             left -= min(left, group.num_devices)
         if left or size < 1:
@@ -236,7 +236,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def _prefix_errors(place: str) -> Iterator[None]:
-    """Says where it was read what is no cluster."""
+    """Prepend `place` to a ConfigError."""
     try:
         yield
     except ConfigError as error:
@@ -247,19 +247,24 @@ _GROUP_PATTERN = re.compile(r"(?:(\d{1,18})x)?(\d{1,18})x([A-Za-z][\w-]*)(?:@(\d
 
 
 def find_device(name: str, place: str) -> DeviceSpec:
-    """A device of the table. Raises ConfigError with the nearest one."""
-    known = {key.lower(): device for key, device in DEVICES.items()}
-    if name.lower() in known:
-        return known[name.lower()]
+    """Return a device of `DEVICES`, ignoring case.
+
+    Raise ConfigError that suggests the nearest name.
+    """
+    by_lowercase = {key.lower(): device for key, device in DEVICES.items()}
+    if name.lower() in by_lowercase:
+        return by_lowercase[name.lower()]
     raise ConfigError(f"{place}: device {name}: not in the table; {suggest_nearest(name, DEVICES)}")
 
 
-def _parse_group(part: str, text: str) -> NodeGroup:
+def _parse_group(group_text: str, text: str) -> NodeGroup:
     place = f"cluster {text}"
-    found = _GROUP_PATTERN.fullmatch(part)
-    if found is None:
-        raise ConfigError(f"{place}: {part!r:.60} is not written like 8xH100 or 16x8xA100@200Gb")
-    nodes, devices, name, gigabits = found.groups()
+    match = _GROUP_PATTERN.fullmatch(group_text)
+    if match is None:
+        raise ConfigError(
+            f"{place}: {group_text!r:.60} is not written like 8xH100 or 16x8xA100@200Gb"
+        )
+    nodes, devices, name, gigabits = match.groups()
     device, count = find_device(name, place), int(devices)
     network = float(gigabits or 0)
     if gigabits:
@@ -271,6 +276,7 @@ def _parse_group(part: str, text: str) -> NodeGroup:
     if count > MAX_DEVICES:
         raise ConfigError(f"{place}: {count} devices: must be at most {MAX_DEVICES}")
     if count % device.devices_per_node:
+        # Suggest the fewest equal nodes below the usual size.
         nodes = next(
             n
             for n in range(2, count + 1)
@@ -278,7 +284,7 @@ def _parse_group(part: str, text: str) -> NodeGroup:
         )
         raise ConfigError(
             f"{place}: {count} {name} do not fill nodes of {device.devices_per_node};"
-            f" say how many nodes,"
+            f" give the number of nodes,"
             f" as in {nodes}x{count // nodes}x{name}"
         )
     return NodeGroup(device, device.devices_per_node, count // device.devices_per_node, network)
@@ -286,7 +292,7 @@ def _parse_group(part: str, text: str) -> NodeGroup:
 
 @dataclass
 class _DeviceEntry:
-    """A device as a file has it."""
+    """Device as a cluster file writes it."""
 
     name: str
     tflops: float
@@ -296,7 +302,6 @@ class _DeviceEntry:
     host_gbps: float = PCIE_4 / GB
 
     def to_device(self, place: str) -> DeviceSpec:
-        """The device. Raises ConfigError for what no device has."""
         for key in ("tflops", "memory_gb", "memory_gbps", "link_gbps", "host_gbps"):
             _check_quantity(f"{place}.{key}", vars(self)[key])
         return _make_device(
@@ -311,7 +316,7 @@ class _DeviceEntry:
 
 @dataclass
 class _GroupEntry:
-    """Nodes as a file has them; network_gbps are gigabits."""
+    """Node group as a cluster file writes it; `network_gbps` in gigabits per second."""
 
     devices: int
     count: int = 1
@@ -328,15 +333,15 @@ def _check_quantity(name: str, value: float) -> None:
 def _read_group(entry: Any, place: str) -> NodeGroup:
     if not isinstance(entry, Mapping) or "device" not in entry:
         raise ConfigError(f"{place}: must be a mapping with device and devices")
-    named = entry["device"]
-    if isinstance(named, Mapping):
-        device = read_settings(_DeviceEntry, named, section=f"{place}.device").to_device(
+    device_entry = entry["device"]
+    if isinstance(device_entry, Mapping):
+        device = read_settings(_DeviceEntry, device_entry, section=f"{place}.device").to_device(
             f"{place}.device"
         )
     else:
-        device = find_device(str(named), f"{place}.device")
-    rest = {key: value for key, value in entry.items() if key != "device"}
-    group = read_settings(_GroupEntry, rest, section=place)
+        device = find_device(str(device_entry), f"{place}.device")
+    other_keys = {key: value for key, value in entry.items() if key != "device"}
+    group = read_settings(_GroupEntry, other_keys, section=place)
     if group.network_gbps:
         _check_quantity(f"{place}.network_gbps", group.network_gbps)
     with _prefix_errors(place):

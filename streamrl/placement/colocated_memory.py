@@ -1,4 +1,4 @@
-"""What a hybrid worker holds in each phase, and what it gives up to stay within a budget."""
+"""Memory of a colocated worker per phase, and the offloads that keep the worker within a budget."""
 
 from dataclasses import dataclass, replace
 
@@ -9,13 +9,15 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """What the engines of one hybrid worker hold, in bytes; libraries come on top.
+    """Bytes that the engines of a colocated worker hold; libraries are not counted.
 
-    weights: the trainer's. served: the generator's own, where it cannot use those. optimizer: with
-    master weights, if there are any. gradients: kept from micro-batch to micro-batch, with what
-    they are reduced in, if that stays. activations: of one micro-batch, about, with what is
-    gathered and reduced for it. update: what an update takes on top, when there are no activations.
-    kv: keys and values.
+    weights: the trainer's weights.
+    serving_weights: the generator's copy, if it cannot alias the trainer's weights.
+    optimizer: optimizer state, with master weights if any.
+    gradients: accumulated gradients and persistent reduction buffers.
+    activations: estimate for a micro-batch, with its gather and reduce buffers.
+    update_buffers: temporary buffers of an optimizer step, when activations are free.
+    kv_cache: keys and values.
     """
 
     weights: int
@@ -30,7 +32,7 @@ class WorkerMemory:
 
     @property
     def generate_bytes(self) -> int:
-        """While it samples, and while others score."""
+        """Bytes while the worker samples or scores."""
         return (
             self._resident_bytes
             + self.kv_cache
@@ -39,35 +41,35 @@ class WorkerMemory:
 
     @property
     def train_bytes(self) -> int:
-        """While it trains: in a micro-batch or in an update, whichever takes more."""
+        """Peak bytes of training: a micro-batch or an optimizer step, whichever takes more."""
         kv = 0 if self.releases_kv else self.kv_cache
         return (
             self._resident_bytes + self.optimizer + max(self.activations, self.update_buffers) + kv
         )
 
     def fit_budget(self, budget_mb: int | None) -> "WorkerMemory":
-        """With the KV cache released while it trains, and the optimizer's state offloaded while it
-        generates, where it has to be; None is no bound.
+        """Return the memory with the offloads that a budget in MiB requires; None means no budget.
 
-        Raises ConfigError with the arithmetic if that is not enough.
+        The KV cache is released during training, and the optimizer state is offloaded during
+        generation. Raise ConfigError with the sum if both together do not suffice.
         """
         if budget_mb is None:
             return self
-        least = replace(
+        reduced = replace(
             self,
             releases_kv=self.train_bytes > budget_mb * MIB,
             offloads_optimizer=self.generate_bytes > budget_mb * MIB,
         )
-        for phase, needed in (("train", least.train_bytes), ("generate", least.generate_bytes)):
+        for phase, needed in (("train", reduced.train_bytes), ("generate", reduced.generate_bytes)):
             if needed > budget_mb * MIB:
                 raise ConfigError(
                     f"placement.memory_mb={budget_mb}: to {phase}, a worker holds"
-                    f" {_format_mb(needed)} MB = {least.format_sum(phase)}"
+                    f" {_format_mb(needed)} MB = {reduced.format_sum(phase)}"
                 )
-        return least
+        return reduced
 
     def format_sum(self, phase: str) -> str:
-        """What is held to generate, or to train, as a sum in MB."""
+        """Format the bytes of the phase "train" or "generate" as a sum in MB."""
         parts = {
             "weights": self.weights,
             "the generator's weights": self.serving_weights,
@@ -78,23 +80,23 @@ class WorkerMemory:
             del parts["optimizer"]
         if phase == "train":
             updates = self.update_buffers > self.activations
-            most = max(self.activations, self.update_buffers)
-            parts["for the update" if updates else "activations"] = most
+            temporary = max(self.activations, self.update_buffers)
+            parts["for the update" if updates else "activations"] = temporary
         if phase == "generate" or not self.releases_kv:
             parts["KV cache"] = self.kv_cache
-        return " + ".join(f"{_format_mb(size)} {what}" for what, size in parts.items() if size)
+        return " + ".join(f"{_format_mb(size)} {name}" for name, size in parts.items() if size)
 
     @property
     def summary_line(self) -> str:
-        """All of it for the user to read."""
-        given_up = ["", "; the KV cache is released while it trains"][self.releases_kv]
+        """Sums of both phases and the offloads, for the console."""
+        offloads = ["", "; the KV cache is released while it trains"][self.releases_kv]
         if self.offloads_optimizer:
-            given_up += "; the optimizer's state is offloaded while it generates"
+            offloads += "; the optimizer's state is offloaded while it generates"
         return (
             f"memory: a worker holds {_format_mb(self.generate_bytes)} MB to generate ="
             f" {self.format_sum('generate')},"
             f" and about {_format_mb(self.train_bytes)} MB to train ="
-            f" {self.format_sum('train')}{given_up}"
+            f" {self.format_sum('train')}{offloads}"
         )
 
     @property
@@ -103,5 +105,5 @@ class WorkerMemory:
 
 
 def _format_mb(num_bytes: int) -> str:
-    """Whole MB, rounded up, as the sum must not look smaller than it is."""
+    """Round up to whole MB, so that a sum never looks smaller than it is."""
     return str(-(-num_bytes // MIB))

@@ -1,4 +1,4 @@
-"""The settings of a run's placement."""
+"""Section `placement` of a run's config."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,34 +9,34 @@ from streamrl.placement.pools import POOL_ROLES, POOL_STRATEGIES, RolePool, has_
 
 MIN_OBJECT_STORE_MB = 80
 DEFAULT_SLICE_S = 1.0
-"""How long a stage has devices that it shares, where nothing is said, s."""
+"""Seconds that a stage keeps a shared device before it may have to yield."""
 SEQUENTIAL = "sequential"
 MIXED = "mixed"
 MIN_POOL_FRACTION = 1 / 1024
-"""Of a pool, for a role."""
+"""Smallest part of a pool that a role may have."""
 MODES = ("auto", "disaggregated", *POOL_STRATEGIES, MIXED, SEQUENTIAL)
 
 
 @dataclass
 class PlacementConfig:
-    """Which stages share devices.
+    """Assignment of stages to devices.
 
-    mode: disaggregated gives every stage devices of its own, all busy at once; colocated has one
-        pool for all, which take turns, with trainer and generator of a rank in one process;
-        interleaving is colocated but for reference and reward, which have a half each; split has
-        the actor on one pool and the critic on another, with one of reference and reward each;
-        shadow has what is trained on one pool and all else on another; mixed has the pools that
-        are named; sequential lets one stage compute at a time (a baseline, and a way to debug);
-        auto takes disaggregated, or colocated where that does not fit.
-    pools: for mixed, the roles of each pool and their part of it, as {policy: 1, reference: 0.5}.
-        A role in none has devices of its own.
-    slice_s: how long a stage has devices that it shares before it may have to give way, s.
+    mode: disaggregated gives every stage its own devices, all busy at the same time; colocated
+      time-shares one pool between all stages, with trainer and generator of a rank in one process;
+      interleaving is colocated, but reference and reward get half of the pool each; split puts the
+      actor on one pool and the critic on another, with one of reference and reward each; shadow
+      puts trained models on one pool and all other stages on another; mixed uses the pools of
+      `pools`; sequential lets one stage compute at a time (a baseline, and for debugging); auto
+      takes disaggregated, or colocated if disaggregated does not fit.
+    pools: for mixed, the roles of each pool and the part of the pool that each role gets, as
+      {policy: 1, reference: 0.5}. A role outside all pools has its own devices.
+    slice_s: seconds that a stage keeps a shared device before it may have to yield.
     address: an existing Ray cluster; empty starts a local instance for the run.
-    cpus: CPU slots of the local instance; null takes as many as the run asks for.
-    memory_mb: what the engines of a worker that both trains and generates may hold together, MiB:
-        weights, optimizer, gradients, activations or what an update takes, KV cache; where they do
-        not fit, the KV cache is released while it trains, and the optimizer's state put aside while
-        it does not. null is no bound.
+    cpus: CPU slots of the local instance; null takes as many as the run requests.
+    memory_mb: budget in MiB of the engines of a worker that both trains and generates: weights,
+      optimizer, gradients, activations or buffers of an update, KV cache. Above the budget the KV
+      cache is released during training and the optimizer state is offloaded during generation. null
+      means no budget.
     object_store_mb: size of the local instance's object store, MiB.
     """
 
@@ -50,8 +50,8 @@ class PlacementConfig:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            known = ", ".join(MODES)
-            raise ConfigError(f"placement.mode={self.mode}: must be one of {known}")
+            options = ", ".join(MODES)
+            raise ConfigError(f"placement.mode={self.mode}: must be one of {options}")
         self._check_pools()
         if self.cpus is not None and self.cpus < 1:
             raise ConfigError(f"placement.cpus={self.cpus}: must be at least 1")
@@ -61,8 +61,9 @@ class PlacementConfig:
             raise ConfigError(f"placement.memory_mb={self.memory_mb}: must be at least 1")
         if self.memory_mb is not None and not (self.is_hybrid or self.mode == "auto"):
             raise ConfigError(
-                f"placement.memory_mb={self.memory_mb}: of workers that both train and generate;"
-                f" with placement.mode={self.mode} there are none"
+                f"placement.memory_mb={self.memory_mb} has no effect: with"
+                f" placement.mode={self.mode} no worker both trains and generates."
+                " Remove it, or set placement.mode=colocated"
             )
         if self.object_store_mb < MIN_OBJECT_STORE_MB:
             raise ConfigError(
@@ -72,33 +73,36 @@ class PlacementConfig:
 
     def _check_pools(self) -> None:
         if self.mode == MIXED and not any(self.pools):
-            raise ConfigError(f"placement.mode={MIXED}: needs placement.pools, and there are none")
+            raise ConfigError(f"placement.mode={MIXED}: needs placement.pools, which is empty")
         if self.pools and self.mode != MIXED:
             raise ConfigError(
-                f"placement.pools={self.pools}: goes with placement.mode={MIXED}, not {self.mode}"
+                f"placement.pools={self.pools} has no effect with"
+                f" placement.mode={self.mode}. Remove it, or set placement.mode={MIXED}"
             )
         for i, pool in enumerate(self.pools):
-            for role, part in pool.items():
-                place = f"placement.pools[{i}].{role}={part:g}"
+            for role, fraction in pool.items():
+                place = f"placement.pools[{i}].{role}={fraction:g}"
                 if role not in POOL_ROLES:
                     raise ConfigError(f"{place}: must be one of {', '.join(POOL_ROLES)}")
-                if not MIN_POOL_FRACTION <= part <= 1:
+                if not MIN_POOL_FRACTION <= fraction <= 1:
                     raise ConfigError(f"{place}: must be at least 1/1024 and at most 1")
         roles = Counter(role for pool in self.pools for role in pool)
-        if twice := [role for role, times in roles.items() if times > 1]:
-            raise ConfigError(f"placement.pools: {twice[0]} is in {roles[twice[0]]} of them")
+        if repeated := [role for role, times in roles.items() if times > 1]:
+            raise ConfigError(
+                f"placement.pools: {repeated[0]} is in {roles[repeated[0]]} pools; must be in one"
+            )
 
     @property
     def shared_pools(self) -> Sequence[RolePool]:
-        """The pools of roles that share devices; none where every role has its own."""
+        """Pools of roles that share devices; empty if every role has its own."""
         return POOL_STRATEGIES.get(self.mode, self.pools)
 
     @property
     def is_sequential(self) -> bool:
-        """Whether one actor computes at a time, wherever it is."""
+        """Whether one actor computes at a time, on whichever devices."""
         return self.mode == SEQUENTIAL
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether trainer and generator of a rank share a process, and the weights in it."""
+        """Whether trainer and generator of a rank share a process and its weights."""
         return has_colocated_actor(self.shared_pools)

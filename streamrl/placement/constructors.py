@@ -1,9 +1,10 @@
-"""Three ways to write a placement: sets of models, ratios of devices, a mesh for each call.
+"""Three notations for a placement: sets of models, ratios of devices, a mesh per call.
 
-Sets are HybridFlow's (arXiv:2409.19256): models of one set share all its devices. Ratios are
-FlexRLHF's (arXiv:2312.11819): a pool's devices, and which part of them a role has; its strategies
-are the names of `pools.POOL_STRATEGIES`. Meshes per call are ReaL's (arXiv:2406.14088), the general
-form, which `Placement` itself is.
+- Sets (HybridFlow, arXiv:2409.19256): the models of a set share all devices of the set.
+- Ratios (FlexRLHF, arXiv:2312.11819): the devices of a pool, and the part of them that each role
+  has. `pools.POOL_STRATEGIES` names the strategies of the paper.
+- Meshes (ReaL, arXiv:2406.14088): devices and grid per call, the general form, which `Placement`
+  stores.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -16,11 +17,11 @@ from streamrl.placement.pools import RolePool, lay_out_slots
 from streamrl.resharding import RankGrid
 
 StageGrids = Mapping[str, RankGrid]
-"""How each call splits its model, by stage; one that is not named has a replica on each device."""
+"""Parallelism by stage; a stage without a grid has one replica per device."""
 
 
 def find_model_role(call: ModelCall) -> str:
-    """The role whose model a call computes with: its own, or the trained one it follows."""
+    """Return the role that owns a call's model: its own role, or the trained role it follows."""
     return call.followed_role or call.role
 
 
@@ -32,22 +33,22 @@ def placement_from_sets(
     grids: StageGrids | None = None,
     max_staleness: int = 0,
 ) -> Placement:
-    """Sets of models, named by role (policy, critic, reference, reward), on so many devices each.
+    """Place sets of models, named by role, on consecutive devices, `sizes[i]` for `sets[i]`.
 
-    The policy's set generates and trains. A model in no set has no devices. Raises ConfigError for
-    a model that is in two sets, or that the dataflow does not have.
+    The policy's set both generates and trains. A model outside all sets has no devices. Raise
+    ConfigError for a model in two sets, or one that the dataflow lacks.
     """
-    known = {find_model_role(call) for call in dataflow.calls}
-    named = [role for each in sets for role in each]
-    for role in named:
-        if role not in known:
-            raise ConfigError(f"sets: {role}: the dataflow has {', '.join(sorted(known))}")
-        if named.count(role) > 1:
-            raise ConfigError(f"sets: {role} is in {named.count(role)} of them")
+    dataflow_roles = {find_model_role(call) for call in dataflow.calls}
+    set_roles = [role for roles in sets for role in roles]
+    for role in set_roles:
+        if role not in dataflow_roles:
+            raise ConfigError(f"sets: {role}: the dataflow has {', '.join(sorted(dataflow_roles))}")
+        if set_roles.count(role) > 1:
+            raise ConfigError(f"sets: {role} is in {set_roles.count(role)} sets; must be in one")
     meshes = {
         role: mesh
-        for each, mesh in zip(sets, _make_consecutive_meshes(sizes), strict=True)
-        for role in each
+        for roles, mesh in zip(sets, _make_consecutive_meshes(sizes), strict=True)
+        for role in roles
     }
     calls = {
         call.stage: _assign_mesh(meshes[find_model_role(call)], (grids or {}).get(call.stage))
@@ -65,18 +66,18 @@ def placement_from_ratios(
     grids: StageGrids | None = None,
     max_staleness: int = 0,
 ) -> Placement:
-    """Pools of so many devices each, and the part of its pool that each role has, above 0 to 1.
+    """Place roles on consecutive pools, each role on its part (above 0, at most 1) of its pool.
 
-    Parts below 1 are laid side by side, from the beginning again where there is no room. A role in
-    no pool has no devices. Raises ConfigError for a part that is no whole number of devices.
+    Parts below 1 lie side by side and start again at the first device when the pool is full. A role
+    outside all pools has no devices. Raise ConfigError if a part is not a whole number of devices.
     """
     calls: dict[str, CallAssignment] = {}
-    for pool, whole in zip(pools, _make_consecutive_meshes(sizes), strict=True):
-        counts = {role: _count_devices(role, part, whole.size) for role, part in pool.items()}
+    for pool, pool_mesh in zip(pools, _make_consecutive_meshes(sizes), strict=True):
+        counts = {role: _count_devices(role, ratio, pool_mesh.size) for role, ratio in pool.items()}
         slots = lay_out_slots([pool], counts).slots
         for call in dataflow.ordered_calls:
             if call.role in slots:
-                mesh = Mesh(whole.first + slots[call.role][0], len(slots[call.role]))
+                mesh = Mesh(pool_mesh.first + slots[call.role][0], len(slots[call.role]))
                 calls[call.stage] = _assign_mesh(mesh, (grids or {}).get(call.stage))
     return Placement(calls, max_staleness)
 
@@ -84,7 +85,7 @@ def placement_from_ratios(
 def placement_from_meshes(
     meshes: Mapping[str, tuple[str, str]], *, max_staleness: int = 0
 ) -> Placement:
-    """Devices and grid of each call, by stage, as {"generate": ("0-7", "1-2-4")}."""
+    """Build a placement of devices and grid by stage, as {"generate": ("0-7", "1-2-4")}."""
     calls = {
         stage: _assign_mesh(Mesh.from_text(devices), _parse_grid(stage, grid))
         for stage, (devices, grid) in meshes.items()
@@ -103,11 +104,11 @@ def _make_consecutive_meshes(sizes: Sequence[int]) -> list[Mesh]:
     return [Mesh(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
-def _count_devices(role: str, part: float, size: int) -> int:
-    count = round(part * size)
-    if not 0 < part <= 1 or count < 1 or abs(count - part * size) > 1 / 1024:
+def _count_devices(role: str, ratio: float, size: int) -> int:
+    count = round(ratio * size)
+    if not 0 < ratio <= 1 or count < 1 or abs(count - ratio * size) > 1 / 1024:
         raise ConfigError(
-            f"ratio of {role}: {part:g} of {size} devices: must be a whole number of them"
+            f"ratio of {role}: {ratio:g} of {size} devices: must be a whole number of devices"
         )
     return count
 

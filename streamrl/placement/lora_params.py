@@ -1,7 +1,7 @@
-"""How many parameters LoRA trains in place of a model's (arXiv:2106.09685).
+"""Parameters that LoRA trains (arXiv:2106.09685).
 
-A linear layer from `n` to `m` features gets a pair of matrices of rank r, r * (n + m) parameters
-together. Layers go by the names that transformers gives them, as in trainer.lora_targets.
+A linear layer from n to m features gets two matrices of rank r: r * (n + m) parameters. Layers have
+the names that transformers gives them, as in trainer.lora_targets.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,28 +14,28 @@ from streamrl.placement.model_shapes import ModelShape
 def add_lora_adapters(
     shape: ModelShape, rank: int, targets: Sequence[str] = (), *, setting: str = "lora_targets"
 ) -> ModelShape:
-    """The shape, of which such adapters are trained, and a scalar head; all of it for rank 0.
+    """Return the shape with trained adapters of this rank and, if any, a trained scalar head.
 
-    targets: ends of names of layers; none for all but the head. Raises ConfigError, naming the
-    setting, if one of them means no layer.
+    Rank 0 trains the whole model. `targets` are suffixes of layer names; empty means all but the
+    head. Raise ConfigError, naming `setting`, for a target that matches no layer.
     """
     if not rank:
         return replace(shape, adapter_params=0)
     sizes = dict(iter_linear_layers(shape))
     for target in targets:
         if not any(is_lora_target(name, target) for name in sizes):
-            raise ConfigError(f"{setting}: {target}: no linear layer of {shape.name}")
-    meant = [
+            raise ConfigError(f"{setting}: {target}: matches no linear layer of {shape.name}")
+    target_sizes = [
         size
         for name, size in sizes.items()
         if not targets or any(is_lora_target(name, target) for target in targets)
     ]
     head = shape.hidden if shape.has_scalar_head else 0
-    return replace(shape, adapter_params=rank * sum(meant) + head)
+    return replace(shape, adapter_params=rank * sum(target_sizes) + head)
 
 
 def iter_linear_layers(shape: ModelShape) -> Iterator[tuple[str, int]]:
-    """Every linear layer but the head, and its features, in and out, added up."""
+    """Yield name and in_features + out_features of every linear layer except the head."""
     hidden, wide = shape.hidden, shape.heads * shape.head_dim
     narrow = shape.kv_heads * shape.head_dim
     attention = {"q_proj": hidden + wide, "o_proj": wide + hidden}
@@ -57,7 +57,7 @@ def _iter_mlp_layers(shape: ModelShape, layer: int) -> Iterator[tuple[str, int]]
     if has_experts:
         yield "gate", shape.hidden + shape.experts
         widths = {f"experts.{i}.": width for i in range(shape.experts)}
-        # All of these are one, as wide as they are together.
+        # transformers builds the shared experts as a single MLP of their total width.
         widths |= {"shared_experts.": width * shape.shared_experts} if shape.shared_experts else {}
     for place, wide in widths.items():
         for name in ("gate_proj", "up_proj", "down_proj"):
@@ -65,5 +65,5 @@ def _iter_mlp_layers(shape: ModelShape, layer: int) -> Iterator[tuple[str, int]]
 
 
 def is_lora_target(name: str, target: str) -> bool:
-    """Whether trainer.lora_targets mean the layer of this name: they are the ends of names."""
+    """Return whether a target of trainer.lora_targets, a suffix, matches this layer name."""
     return name == target or name.endswith(f".{target}")

@@ -1,7 +1,7 @@
-"""Which devices a call may run on: runs of consecutive ones, parts of a node or whole nodes.
+"""Meshes that a call may run on: consecutive devices, a part of a node or whole nodes.
 
-The rules are ReaL's device meshes (arXiv:2406.14088): a mesh smaller than a node divides it and
-begins at a multiple of its size; a larger one is made of whole nodes.
+The rules are those of ReaL's device meshes (arXiv:2406.14088). A mesh smaller than a node divides
+the node and starts at a multiple of its own size; a larger mesh consists of whole nodes.
 """
 
 from collections.abc import Iterator
@@ -13,80 +13,82 @@ from streamrl.placement.clusters import Cluster, DeviceSpec, NodeGroup
 
 @dataclass(frozen=True, order=True)
 class Mesh:
-    """Devices `first` to `first + size - 1` of a cluster. `str` writes it as 0-7, or 3."""
+    """Devices `first` to `first + size - 1` of a cluster, written 0-7 or 3."""
 
     first: int
     size: int
 
     def __post_init__(self) -> None:
         if self.first < 0 or self.size < 1:
-            raise ConfigError(f"mesh of {self.size} devices from {self.first}: there is none")
+            raise ConfigError(
+                f"mesh of {self.size} devices from {self.first}: must be 1 or more, from 0 or later"
+            )
 
     @classmethod
     def from_text(cls, text: str) -> "Mesh":
-        """The mesh of "0-7" or "3". Raises ConfigError."""
+        """Parse "0-7" or "3". Raise ConfigError for any other text."""
         first, _, last = text.partition("-")
         numbers = (first, last or first)
         if not all(number.isdecimal() for number in numbers) or int(first) > int(last or first):
-            raise ConfigError(f"mesh {text!r}: must be a first and a last device, as in 0-7")
+            raise ConfigError(f"mesh {text!r}: must be the first and the last device, as in 0-7")
         return cls(int(first), int(numbers[1]) - int(first) + 1)
 
     @property
     def devices(self) -> range:
-        """The devices, in order."""
         return range(self.first, self.first + self.size)
 
     def overlaps(self, other: "Mesh") -> bool:
-        """Whether both have a device in common."""
         return self.first < other.first + other.size and other.first < self.first + self.size
 
     def check_on_cluster(self, cluster: Cluster, place: str) -> None:
-        """Raise ConfigError, naming `place`, unless the cluster has it and the rules hold."""
+        """Raise ConfigError, naming `place`, unless the cluster has such a mesh."""
         if self.first + self.size > cluster.num_devices:
             raise ConfigError(f"{place}: devices {self}; the cluster has {cluster.num_devices}")
+        # Walk over the node groups that the mesh touches.
         at = self.first
         while at < self.first + self.size:
             group = cluster.find_node_group(at)
             start = _find_group_start(cluster, at)
-            inside = (at - start) % group.devices_per_node
-            left = self.first + self.size - at
+            offset_in_node = (at - start) % group.devices_per_node
+            remaining = self.first + self.size - at
             if self.size < group.devices_per_node:
-                fits = group.devices_per_node % self.size == 0 and inside % self.size == 0
+                fits = group.devices_per_node % self.size == 0 and offset_in_node % self.size == 0
                 if not fits:
                     raise ConfigError(
                         f"{place}: devices {self}: a part of a node of"
-                        f" {group.devices_per_node} must divide"
-                        " it, and begin at a multiple of its size"
+                        f" {group.devices_per_node} must divide the node"
+                        " and start at a multiple of its own size"
                     )
                 return
-            if inside or left < group.devices_per_node:
+            if offset_in_node or remaining < group.devices_per_node:
                 raise ConfigError(
-                    f"{place}: devices {self}: more than a part of a node must be whole nodes of"
+                    f"{place}: devices {self}: a mesh beyond one node must be whole nodes of"
                     f" {group.devices_per_node}"
                 )
-            at += min(left - left % group.devices_per_node, start + group.num_devices - at)
+            at += min(
+                remaining - remaining % group.devices_per_node, start + group.num_devices - at
+            )
 
     def count_nodes(self, cluster: Cluster) -> int:
-        """How many nodes it has devices on."""
         return cluster.find_node(self.first + self.size - 1) - cluster.find_node(self.first) + 1
 
     def find_node_groups(self, cluster: Cluster) -> list[NodeGroup]:
-        """The kinds of nodes it has devices on, in order."""
-        ends = (self.first, self.first + self.size)
+        """Return the node groups that the mesh touches, in order."""
+        bounds = (self.first, self.first + self.size)
         return [
             group
             for group, start in zip(cluster.node_groups, cluster.group_starts, strict=True)
-            if start < ends[1] and ends[0] < start + group.num_devices
+            if start < bounds[1] and bounds[0] < start + group.num_devices
         ]
 
     def count_devices_per_node(self, cluster: Cluster) -> int:
-        """Its devices on one node, where all its nodes are alike."""
+        """Return the mesh's devices per node, of the smallest node if nodes differ."""
         return min(
             self.size, min(group.devices_per_node for group in self.find_node_groups(cluster))
         )
 
     def find_slowest_device(self, cluster: Cluster) -> DeviceSpec:
-        """Of its devices the one with the fewest FLOP/s: work in step goes at its pace."""
+        """Return the device with the fewest FLOP/s; ranks in lockstep run at its speed."""
         return min(
             (group.device for group in self.find_node_groups(cluster)),
             key=lambda kind: kind.flops_per_s,
@@ -102,7 +104,7 @@ def _find_group_start(cluster: Cluster, device: int) -> int:
 
 
 def iter_meshes(cluster: Cluster, *, uniform: bool = True) -> Iterator[Mesh]:
-    """Every mesh of a cluster, the small ones first; with `uniform`, none of unlike nodes."""
+    """Yield every mesh of a cluster, small ones first; `uniform` leaves out mixed device types."""
     for group, start in zip(cluster.node_groups, cluster.group_starts, strict=True):
         for size in range(1, group.devices_per_node):
             if group.devices_per_node % size == 0:
@@ -114,7 +116,7 @@ def iter_meshes(cluster: Cluster, *, uniform: bool = True) -> Iterator[Mesh]:
 
 
 def list_node_runs(cluster: Cluster) -> list[Mesh]:
-    """Every run of whole nodes."""
+    """Return every run of whole nodes."""
     edges = [0]
     for group in cluster.node_groups:
         edges += [edges[-1] + group.devices_per_node * (i + 1) for i in range(group.num_nodes)]

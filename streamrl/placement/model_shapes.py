@@ -1,4 +1,4 @@
-"""How large a model is: its layers and widths, by name or from a Hugging Face config."""
+"""Layers and widths of a model, by name or from a Hugging Face config."""
 
 import os
 from collections.abc import Mapping
@@ -14,24 +14,27 @@ from streamrl.resharding import FusedComponent, ModelSpec, TensorSpec
 BF16_BYTES = 2
 MAX_LAYERS, MAX_SIZE = 10_000, 10_000_000
 NON_TEXT_CONFIGS = ("vision_config", "audio_config")
-"""What a model has beside its language model, in a Hugging Face config."""
+"""Sections of a Hugging Face config that describe towers beside the language model."""
 TIED_EMBEDDING_FAMILIES = ("gemma", "gpt2")
-"""Families whose embedding is the head, too, unless a Hugging Face config says it is not."""
+"""Families that tie embedding and head unless the Hugging Face config denies it."""
 TEXT_ONLY_NOTE = "its language model alone: weights of other towers are not counted"
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer with gated MLPs and grouped-query attention.
+    """Decoder-only transformer with gated MLPs and grouped-query attention.
 
-    intermediate: width of an MLP; of one expert where there are `experts`, of which each token
-    passes `experts_per_token`. dense_layers: layers at the front that have one MLP of
-    `dense_intermediate` instead of experts. shared_experts: that every token passes besides.
-    kv_lora: width of a token's compressed keys and values in a layer (DeepSeek's MLA); 0 for none.
-    qkv_bias: whether query, key and value have one. scalar_head: a critic's or a reward model's
-    head in place of the vocabulary's. trained: parameters of adapters that are trained in place of
-    the model's own; 0 where these are. family: as model_type in a Hugging Face config.
-    architectures: as there; None of a size that is no model.
+    intermediate: MLP width; with `experts`, width of an expert.
+    experts_per_token: routed experts per token.
+    shared_experts: experts that process every token.
+    dense_layers: leading layers with one MLP of `dense_intermediate` instead of experts.
+    kv_latent_width: width of a token's compressed keys and values per layer (DeepSeek's MLA); 0
+      without compression.
+    has_qkv_bias: whether the query, key and value projections have a bias.
+    has_scalar_head: a critic's or reward model's head replaces the vocabulary head.
+    adapter_params: trained adapter parameters; 0 trains the model's own parameters.
+    family: model_type of the Hugging Face config.
+    architectures: as in the Hugging Face config; None for an entry of `MODEL_SHAPES`.
     """
 
     name: str
@@ -70,7 +73,8 @@ class ModelShape:
             )
         if self.heads % self.kv_heads:
             raise ConfigError(
-                f"model {self.name}: {self.heads} heads do not share {self.kv_heads} kv_heads"
+                f"model {self.name}: {self.heads} heads: must be a multiple of"
+                f" {self.kv_heads} kv_heads"
             )
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             raise ConfigError(
@@ -80,10 +84,10 @@ class ModelShape:
 
     @property
     def attention_params(self) -> int:
-        """Parameters of one layer's attention."""
+        """Parameters of a layer's attention."""
         wide = self.heads * self.head_dim
         if self.kv_latent_width:
-            # Down to the compressed width and up again, for keys and for values.
+            # MLA projects down to the latent width, then up for keys and for values.
             up = self.kv_latent_width * 2 * wide
             return self.hidden * (2 * wide + self.kv_latent_width) + up
         narrow = self.kv_heads * self.head_dim
@@ -92,37 +96,36 @@ class ModelShape:
 
     @property
     def moe_layers(self) -> int:
-        """Layers with experts."""
+        """Number of layers with experts."""
         return self.layers - self.dense_layers if self.experts else 0
 
     @property
     def expert_params(self) -> int:
-        """Parameters of one expert."""
+        """Parameters of an expert."""
         return 3 * self.hidden * self.intermediate
 
     @property
     def routed_params(self) -> int:
-        """Parameters of the experts of all layers that tokens pass by choice."""
+        """Parameters of all routed experts of all layers."""
         return self.moe_layers * self.experts * self.expert_params
 
     def _mlp_params(self, experts: int) -> int:
-        """Parameters of the MLPs of all layers, with so many experts counted in each."""
+        """Return MLP parameters of all layers, counting `experts` routed experts per layer."""
         plain = self.layers - self.moe_layers
         width = self.dense_intermediate or self.intermediate
-        own = self.expert_params * (experts + self.shared_experts)
+        moe_params = self.expert_params * (experts + self.shared_experts)
         router = self.hidden * self.experts
-        return plain * 3 * self.hidden * width + self.moe_layers * (own + router)
+        return plain * 3 * self.hidden * width + self.moe_layers * (moe_params + router)
 
     @property
     def embedding_params(self) -> int:
-        """Parameters of embedding and head together, each once."""
+        """Parameters of embedding and head; tied weights count once."""
         head = self.hidden if self.has_scalar_head else self.vocab * self.hidden
         tied = self.has_tied_embeddings and not self.has_scalar_head
         return self.vocab * self.hidden + (0 if tied else head)
 
     @property
     def num_params(self) -> int:
-        """All parameters."""
         norms = (2 * self.layers + 1) * self.hidden
         return (
             self.layers * self.attention_params
@@ -133,61 +136,68 @@ class ModelShape:
 
     @property
     def trained_fraction(self) -> float:
-        """What is trained, as a part of all parameters."""
+        """Trained parameters as a fraction of all parameters."""
         return self.adapter_params / self.num_params if self.adapter_params else 1.0
 
     @property
     def active_matmul_params(self) -> int:
-        """Parameters that a token is multiplied with: its experts, and no embedding."""
+        """Parameters in the matrix products of a token: active experts, no embedding."""
         head = self.hidden if self.has_scalar_head else self.vocab * self.hidden
         return self.layers * self.attention_params + self._mlp_params(self.experts_per_token) + head
 
     def kv_bytes_per_token(self, itemsize: int = BF16_BYTES) -> int:
-        """Bytes of keys and values of one token in all layers."""
+        """Return bytes of a token's keys and values over all layers."""
         if self.kv_latent_width:
             return self.layers * self.kv_latent_width * itemsize
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def to_critic(self) -> "ModelShape":
-        """The same with a scalar head."""
+        """Return the same shape with a scalar head."""
         return replace(self, has_scalar_head=True, has_tied_embeddings=False)
 
     def to_model_spec(self, itemsize: int = BF16_BYTES) -> ModelSpec:
-        """What resharding has to move: every tensor, and how tensor parallelism splits it.
+        """Return every tensor and the dimension that tensor parallelism splits.
 
-        Query, key and value are one tensor, as are gate and up, and the experts of a layer.
+        Query, key and value are one tensor; so are gate and up, and the experts of a layer.
         """
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        found = [self._embedding_spec(itemsize)]
+        tensors = [self._embedding_spec(itemsize)]
         for layer in range(self.layers):
-            found += self._layer_specs(layer, wide, narrow, itemsize)
+            tensors += self._layer_specs(layer, wide, narrow, itemsize)
         last = self.layers + 1
-        found.append(TensorSpec("norm", (self.hidden,), (last,), itemsize=itemsize))
+        tensors.append(TensorSpec("norm", (self.hidden,), (last,), itemsize=itemsize))
         if self.has_scalar_head:
-            found.append(TensorSpec("score", (1, self.hidden), (last,), itemsize=itemsize))
+            tensors.append(TensorSpec("score", (1, self.hidden), (last,), itemsize=itemsize))
         elif not self.has_tied_embeddings:
             shape = (self.vocab, self.hidden)
-            found.append(TensorSpec("head", shape, (last,), 0, itemsize=itemsize))
-        return ModelSpec(tuple(found), self.layers + 2)
+            tensors.append(TensorSpec("head", shape, (last,), 0, itemsize=itemsize))
+        return ModelSpec(tuple(tensors), self.layers + 2)
 
     def _embedding_spec(self, itemsize: int) -> TensorSpec:
-        places = (
+        positions = (
             (0, self.layers + 1) if self.has_tied_embeddings and not self.has_scalar_head else (0,)
         )
-        return TensorSpec("embedding", (self.vocab, self.hidden), places, 0, itemsize=itemsize)
+        return TensorSpec("embedding", (self.vocab, self.hidden), positions, 0, itemsize=itemsize)
 
     def _layer_specs(self, layer: int, wide: int, narrow: int, itemsize: int) -> list[TensorSpec]:
-        at, name = (layer + 1,), f"layer.{layer}"
-        whole = (self.hidden,)
-        found = [TensorSpec(f"{name}.norms", (2, *whole), at, itemsize=itemsize)]
+        positions, name = (layer + 1,), f"layer.{layer}"
+        row = (self.hidden,)
+        tensors = [TensorSpec(f"{name}.norms", (2, *row), positions, itemsize=itemsize)]
         if self.kv_latent_width:
-            found += [
-                TensorSpec(f"{name}.q", (wide, self.hidden), at, 0, itemsize=itemsize),
+            tensors += [
+                TensorSpec(f"{name}.q", (wide, self.hidden), positions, 0, itemsize=itemsize),
                 TensorSpec(
-                    f"{name}.kv_down", (self.kv_latent_width, self.hidden), at, itemsize=itemsize
+                    f"{name}.kv_down",
+                    (self.kv_latent_width, self.hidden),
+                    positions,
+                    itemsize=itemsize,
                 ),
                 TensorSpec(
-                    f"{name}.kv_up", (2 * wide, self.kv_latent_width), at, 0, itemsize=itemsize
+                    f"{name}.kv_up",
+                    (2 * wide, self.kv_latent_width),
+                    positions,
+                    0,
+                    itemsize=itemsize,
                 ),
             ]
         else:
@@ -198,26 +208,30 @@ class ModelShape:
             )
             rows = wide + 2 * narrow
             shape = (rows, self.hidden)
-            found.append(TensorSpec(f"{name}.qkv", shape, at, 0, parts, itemsize))
+            tensors.append(TensorSpec(f"{name}.qkv", shape, positions, 0, parts, itemsize))
             if self.has_qkv_bias:
-                found.append(TensorSpec(f"{name}.qkv_bias", (rows,), at, 0, parts, itemsize))
-        found.append(TensorSpec(f"{name}.o", (self.hidden, wide), at, 1, itemsize=itemsize))
-        return found + self._mlp_specs(layer, itemsize)
+                tensors.append(
+                    TensorSpec(f"{name}.qkv_bias", (rows,), positions, 0, parts, itemsize)
+                )
+        tensors.append(
+            TensorSpec(f"{name}.o", (self.hidden, wide), positions, 1, itemsize=itemsize)
+        )
+        return tensors + self._mlp_specs(layer, itemsize)
 
     def _mlp_specs(self, layer: int, itemsize: int) -> list[TensorSpec]:
-        at, name = (layer + 1,), f"layer.{layer}"
+        positions, name = (layer + 1,), f"layer.{layer}"
         has_experts = bool(self.experts) and layer >= self.dense_layers
         width = self.intermediate if has_experts else self.dense_intermediate or self.intermediate
-        found = []
+        tensors = []
         copies = self.experts + self.shared_experts if has_experts else 1
         if has_experts:
             shape = (self.experts, self.hidden)
-            found.append(TensorSpec(f"{name}.router", shape, at, itemsize=itemsize))
+            tensors.append(TensorSpec(f"{name}.router", shape, positions, itemsize=itemsize))
         parts = (FusedComponent(width), FusedComponent(width))
         up, down = (copies, 2 * width, self.hidden), (copies, self.hidden, width)
-        found.append(TensorSpec(f"{name}.gate_up", up, at, 1, parts, itemsize))
-        found.append(TensorSpec(f"{name}.down", down, at, 2, itemsize=itemsize))
-        return found
+        tensors.append(TensorSpec(f"{name}.gate_up", up, positions, 1, parts, itemsize))
+        tensors.append(TensorSpec(f"{name}.down", down, positions, 2, itemsize=itemsize))
+        return tensors
 
 
 def _make_llama(
@@ -254,7 +268,7 @@ MODEL_SHAPES = {
     for shape in (
         _make_llama("llama-7b", 32, 4096, 11008, 32),
         _make_llama("llama-13b", 40, 5120, 13824, 40),
-        # Llama 2 has no 34B of its own: this is CodeLlama's.
+        # Llama 2 has no published 34B; the sizes are CodeLlama's.
         _make_llama("llama-34b", 48, 8192, 22016, 64, kv_heads=8),
         _make_llama("llama-33b", 60, 6656, 17920, 52),
         _make_llama("llama-65b", 80, 8192, 22016, 64),
@@ -298,9 +312,9 @@ MODEL_SHAPES = {
 
 
 def load_model_shape(model: str) -> ModelShape:
-    """The shape of a name of SHAPES, or of a Hugging Face model directory or its config.json.
+    """Return a shape of `MODEL_SHAPES`, or of a Hugging Face model directory or its config.json.
 
-    Raises ConfigError with the nearest name.
+    Raise ConfigError that suggests the nearest name.
     """
     if model.lower() in MODEL_SHAPES:
         return MODEL_SHAPES[model.lower()]
@@ -309,30 +323,30 @@ def load_model_shape(model: str) -> ModelShape:
         path /= "config.json"
     if not os.path.isfile(path):
         raise ConfigError(
-            f"model {model}: no size of that name, and no model directory;"
+            f"model {model}: neither a known model name nor a model directory;"
             f" {suggest_nearest(model, MODEL_SHAPES)}"
         )
     try:
-        found = read_small_json(path)
+        config = read_small_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {path}: {describe_read_error(error)}") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise ConfigError(f"model {path}: must be a JSON object")
-    return _from_huggingface(found, str(path))
+    return _from_huggingface(config, str(path))
 
 
-def _from_huggingface(found: Mapping[str, Any], place: str) -> ModelShape:
-    """Of the language model alone, if there is more: sizes are then under text_config."""
+def _from_huggingface(config: Mapping[str, Any], place: str) -> ModelShape:
+    """Read the language model alone; multimodal configs keep its sizes under text_config."""
     name, hint = Path(place).parent.name, "; a config.json with a language model's sizes would do"
-    text, architectures = found.get("text_config"), found.get("architectures")
+    text, architectures = config.get("text_config"), config.get("architectures")
     if isinstance(text, Mapping):
-        found, place = {**found, **text}, f"{place}: text_config"
-    if any(isinstance(found.get(key), Mapping) for key in ("text_config", *NON_TEXT_CONFIGS)):
+        config, place = {**config, **text}, f"{place}: text_config"
+    if any(isinstance(config.get(key), Mapping) for key in ("text_config", *NON_TEXT_CONFIGS)):
         name = f"{name} ({TEXT_ONLY_NOTE})"
 
     def number(*names: str, default: int | None = None) -> int:
         for key in names:
-            value = found.get(key)
+            value = config.get(key)
             if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SIZE:
                 return value
             if value is not None:
@@ -343,7 +357,7 @@ def _from_huggingface(found: Mapping[str, Any], place: str) -> ModelShape:
             raise ConfigError(f"model {place}: {names[0]} is missing{hint}")
         return default
 
-    family = str(found.get("model_type"))
+    family = str(config.get("model_type"))
     hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
     experts = number("num_experts", "num_local_experts", "n_routed_experts", default=0)
     intermediate = number("intermediate_size", "n_inner", default=4 * hidden)
@@ -357,9 +371,9 @@ def _from_huggingface(found: Mapping[str, Any], place: str) -> ModelShape:
         number("vocab_size"),
         number("head_dim", default=hidden // max(1, heads)),
         has_tied_embeddings=bool(
-            found.get("tie_word_embeddings", family.startswith(TIED_EMBEDDING_FAMILIES))
+            config.get("tie_word_embeddings", family.startswith(TIED_EMBEDDING_FAMILIES))
         ),
-        has_qkv_bias=bool(found.get("attention_bias", family.startswith("qwen2"))),
+        has_qkv_bias=bool(config.get("attention_bias", family.startswith("qwen2"))),
         experts=experts,
         experts_per_token=number("num_experts_per_tok", default=min(experts, 1)),
         shared_experts=number("n_shared_experts", default=0),

@@ -1,7 +1,6 @@
-"""A placement: the devices and the parallelism of every call of a dataflow, and how far ahead.
+"""A placement: devices and parallelism of every call of a dataflow, and the staleness bound.
 
-HybridFlow's sets of models that share devices, FlexRLHF's ratios and strategies, and ReaL's device
-meshes per call are three ways to write one (`constructors.py`).
+`constructors.py` builds placements from the notations of HybridFlow, FlexRLHF and ReaL.
 """
 
 from collections.abc import Mapping
@@ -17,31 +16,31 @@ from streamrl.placement.meshes import Mesh
 from streamrl.resharding import RankGrid
 
 MAX_TP_SIZE = 8
-"""Tensor parallelism beyond a node's usual size is not considered."""
+"""The planner does not consider wider tensor parallelism; a node usually has 8 devices."""
 MAX_STALENESS = 64
-"""A bound beyond it is of no use, and all that it lets in would have to be unrolled."""
+"""The steady-state estimate unrolls every step in flight, so its cost grows with the bound."""
 
 
 class PlacementMode(Enum):
-    """What a placement is called: which calls share devices, and how far ahead it generates."""
+    """Class of a placement: which calls share devices, and whether generation runs ahead."""
 
     COLOCATED = "colocated"
-    """All calls on the same devices, one after the other."""
+    """All calls on the same devices, in turn."""
     SPLIT = "split"
-    """Some share devices, others do not, and generation shares with training."""
+    """Some calls share devices; generation shares devices with training."""
     DISAGGREGATED = "disaggregated"
-    """Generation and training of the policy have no device in common; on policy."""
+    """Generation and training of the policy share no device; on policy."""
     ASYNCHRONOUS = "asynchronous"
-    """Likewise, and generation may be steps ahead."""
+    """Disaggregated, and generation may run steps ahead."""
 
 
 @dataclass(frozen=True)
 class CallAssignment:
-    """The devices of a call, and its ranks on them: pipeline-tensor-data.
+    """Devices of a call and its rank grid pipeline-tensor-data.
 
-    zero_stage: what the replicas of a model that is trained shard, as in trainer.zero_stage.
-    expert: ranks that share out the experts of a layer, each whole on one of them: neighbours among
-    the tensor-parallel ranks and replicas of a stage. With 1 experts are split as all else is.
+    zero_stage: ZeRO stage of a trained model, as in trainer.zero_stage.
+    ep_size: expert-parallel ranks among the tensor- and data-parallel ranks of a pipeline stage;
+      each holds whole experts. With 1, experts are split like all other tensors.
     """
 
     mesh: Mesh
@@ -50,24 +49,24 @@ class CallAssignment:
     ep_size: int = 1
 
     def check_on_cluster(self, cluster: Cluster, place: str) -> None:
-        """Raise ConfigError, naming `place`, unless it fits the cluster and the rules hold."""
+        """Raise ConfigError, naming `place`, unless mesh and grid fit the cluster and the rules."""
         self.mesh.check_on_cluster(cluster, place)
         if self.grid.num_ranks != self.mesh.size:
             raise ConfigError(
                 f"{place}: {self.grid} is {self.grid.num_ranks} ranks; devices {self.mesh} are"
                 f" {self.mesh.size}"
             )
-        within = min(MAX_TP_SIZE, self.mesh.count_devices_per_node(cluster))
-        if self.grid.tp_size > within:
+        limit = min(MAX_TP_SIZE, self.mesh.count_devices_per_node(cluster))
+        if self.grid.tp_size > limit:
             raise ConfigError(
-                f"{place}: {self.grid.tp_size} tensor-parallel ranks: at most {within} on a node"
+                f"{place}: {self.grid.tp_size} tensor-parallel ranks: at most {limit} on a node"
             )
         if self.zero_stage not in range(4):
             raise ConfigError(f"{place}.zero_stage={self.zero_stage}: must be from 0 to 3")
-        within = self.grid.tp_size * self.grid.dp_size
-        if self.ep_size < 1 or within % self.ep_size:
+        limit = self.grid.tp_size * self.grid.dp_size
+        if self.ep_size < 1 or limit % self.ep_size:
             raise ConfigError(
-                f"{place}.expert={self.ep_size}: must divide the {within} ranks of a stage"
+                f"{place}.expert={self.ep_size}: must divide the {limit} ranks of a stage"
             )
 
     def __str__(self) -> str:
@@ -77,11 +76,12 @@ class CallAssignment:
 
 @dataclass(frozen=True)
 class Placement:
-    """An assignment for each call that has devices, by stage.
+    """Assignment by stage for each call with devices.
 
-    A stage that is not there computes without any, as a reward that is a rule does. max_staleness:
-    as in a run. streamed: whether calls on different devices work on a step's micro-batches as they
-    come, or wait for all of it.
+    A missing stage computes without devices, such as a rule-based reward.
+    max_staleness: as in a run.
+    is_streamed: whether calls on separate devices process micro-batches of a step as they arrive,
+      or wait for the whole step.
     """
 
     assignments: Mapping[str, CallAssignment]
@@ -89,15 +89,15 @@ class Placement:
     is_streamed: bool = True
 
     def check_valid(self, dataflow: Dataflow, cluster: Cluster) -> None:
-        """Raise ConfigError naming the call that is not there, or cannot be so."""
-        known = {call.stage: call for call in dataflow.calls}
+        """Raise ConfigError that names an unknown, missing or impossible call."""
+        call_by_stage = {call.stage: call for call in dataflow.calls}
         for stage, assignment in self.assignments.items():
-            if stage not in known:
+            if stage not in call_by_stage:
                 raise ConfigError(
-                    f"placement.{stage}: no such call; the dataflow has {', '.join(known)}"
+                    f"placement.{stage}: no such call; the dataflow has {', '.join(call_by_stage)}"
                 )
             assignment.check_on_cluster(cluster, f"placement.{stage}")
-        for stage, call in known.items():
+        for stage, call in call_by_stage.items():
             if call.kind is not CallKind.SCORE and stage not in self.assignments:
                 raise ConfigError(f"placement.{stage}: missing; the call needs devices")
         if not 0 <= self.max_staleness <= MAX_STALENESS:
@@ -105,14 +105,12 @@ class Placement:
                 f"placement.max_staleness={self.max_staleness}: must be from 0 to {MAX_STALENESS}"
             )
 
-    def overlaps(self, one: str, other: str) -> bool:
-        """Whether two calls have a device in common."""
-        if one not in self.assignments or other not in self.assignments:
+    def overlaps(self, stage: str, other: str) -> bool:
+        if stage not in self.assignments or other not in self.assignments:
             return False
-        return self.assignments[one].mesh.overlaps(self.assignments[other].mesh)
+        return self.assignments[stage].mesh.overlaps(self.assignments[other].mesh)
 
     def classify_mode(self, dataflow: Dataflow) -> PlacementMode:
-        """What it is called."""
         generate = dataflow.select_calls(CallKind.GENERATE)[0].stage
         train = dataflow.select_calls(CallKind.TRAIN)[0].stage
         if not self.overlaps(generate, train):
@@ -121,19 +119,22 @@ class Placement:
         return PlacementMode.COLOCATED if len(set(meshes)) == 1 else PlacementMode.SPLIT
 
     def with_staleness(self, max_staleness: int) -> "Placement":
-        """The same with another bound."""
         return replace(self, max_staleness=max_staleness)
 
     def __str__(self) -> str:
-        return "; ".join(f"{stage} {each}" for stage, each in self.assignments.items())
+        return "; ".join(f"{stage} {assignment}" for stage, assignment in self.assignments.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values for JSON or YAML; `from_dict` is the inverse."""
+        """Convert to plain values for JSON or YAML; `from_dict` is the inverse."""
         calls = {
-            stage: {"devices": str(each.mesh), "grid": str(each.grid), "order": each.grid.order}
-            | {"zero_stage": each.zero_stage}
-            | ({"expert": each.ep_size} if each.ep_size > 1 else {})
-            for stage, each in self.assignments.items()
+            stage: {
+                "devices": str(assignment.mesh),
+                "grid": str(assignment.grid),
+                "order": assignment.grid.order,
+            }
+            | {"zero_stage": assignment.zero_stage}
+            | ({"expert": assignment.ep_size} if assignment.ep_size > 1 else {})
+            for stage, assignment in self.assignments.items()
         }
         return {
             "calls": calls,
@@ -143,7 +144,7 @@ class Placement:
 
     @classmethod
     def from_dict(cls, loose: Mapping[str, Any], *, place: str) -> "Placement":
-        """Inverse of `to_dict`. Raises ConfigError naming `place` and the key that is wrong."""
+        """Invert `to_dict`. Raise ConfigError that names `place` and the wrong key."""
         entry = read_settings(_PlacementEntry, loose, section=place)
         calls = {}
         for stage, values in entry.calls.items():
@@ -154,7 +155,7 @@ class Placement:
 
 @dataclass
 class _PlacementEntry:
-    """A placement as a file has it."""
+    """Placement as a file writes it."""
 
     calls: dict[str, Any]
     max_staleness: int = 0
@@ -163,7 +164,7 @@ class _PlacementEntry:
 
 @dataclass
 class _CallEntry:
-    """A call of it."""
+    """Call as a placement file writes it."""
 
     devices: str
     grid: str
@@ -172,7 +173,7 @@ class _CallEntry:
     expert: int = 1
 
     def to_assignment(self, place: str) -> CallAssignment:
-        """What it says. Raises ConfigError naming `place`."""
+        """Raise ConfigError, naming `place`, for an invalid grid."""
         try:
             grid = RankGrid.from_text(self.grid, self.order)
         except ValueError as error:

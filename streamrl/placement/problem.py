@@ -1,4 +1,4 @@
-"""What is asked of the planner, and what it says of one placement."""
+"""Input and output of the planner: the placement problem, the cost protocol, the estimate."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from streamrl.placement.workload import Workload
 
 @dataclass(frozen=True)
 class PlacementProblem:
-    """A run to be placed: its calls, its models, a step's work, where it is to run, and how.
+    """Run to place: calls, models, workload of a step, cluster and options.
 
-    models: by role, of those that have one; a reward that is a rule has none, and takes no devices.
-    score_tokens: by role, most tokens of a batch that it scores, where the run says so.
-    kv_cache_bytes: for keys and values, of each device that samples; 0 gives them what is left.
+    models: by role; a rule-based reward has no model and takes no devices.
+    score_tokens: by role, maximum tokens of a scoring batch where the run sets it.
+    kv_cache_bytes: KV cache per generating device; 0 takes the memory left over.
     """
 
     dataflow: Dataflow
@@ -39,32 +39,31 @@ class PlacementProblem:
                 raise ConfigError(f"model of {needed}: missing; {call.stage} computes with it")
 
     def find_model(self, stage: str) -> ModelShape | None:
-        """The model a call computes with; None for one without."""
+        """Return the model a call computes with; None for a call without a model."""
         call = next(call for call in self.dataflow.calls if call.stage == stage)
         return self.models.get(call.role) or self.models.get(call.followed_role)
 
     @property
     def placed_stages(self) -> list[str]:
-        """The calls that need devices, in flow order."""
+        """Stages that need devices, in flow order."""
         return [call.stage for call in self.dataflow.ordered_calls if self.find_model(call.stage)]
 
 
 @dataclass(frozen=True)
 class CallMemory:
-    """Bytes of one device that a call holds: always, and on top while it computes."""
+    """Bytes per device that a call holds: permanently, and additionally while it computes."""
 
     resident_bytes: float
     active_bytes: float
 
     @property
     def peak_bytes(self) -> float:
-        """While it computes."""
         return self.resident_bytes + self.active_bytes
 
 
 @dataclass(frozen=True)
 class DeviceInterval:
-    """When a call of a step had its devices, s; for a picture of devices and time."""
+    """Time in which a call of a step had its devices, s."""
 
     stage: str
     step: int
@@ -74,13 +73,16 @@ class DeviceInterval:
 
 @dataclass(frozen=True)
 class PlacementEstimate:
-    """What a placement would do, in its steady state.
+    """Steady state of a placement.
 
-    step_s: from one update to the next. tokens_per_s: sampled tokens that are trained, of the whole
-    cluster. idle: by stage, the part of a step it does not compute. device_idle: of all devices of
-    the cluster, used or not. memory_bytes: of the fullest device; free_bytes: what that has left.
-    staleness_mean: of a trained token, in versions. unfit: why it cannot be, empty if it can; the
-    other figures are then infinite or NaN.
+    step_s: time between two updates.
+    tokens_per_s: sampled tokens that are trained, over the whole cluster.
+    idle: by stage, the fraction of a step in which the stage does not compute.
+    device_idle: idle fraction of all devices of the cluster, used or not.
+    memory_bytes, free_bytes: use and rest of the fullest device.
+    staleness_mean: of a trained token, in versions.
+    infeasible_reason: empty for a feasible placement; otherwise step_s is infinite and all other
+      figures are NaN.
     """
 
     step_s: float
@@ -95,41 +97,37 @@ class PlacementEstimate:
 
     @classmethod
     def make_infeasible(cls, why: str) -> "PlacementEstimate":
-        """Of what cannot be."""
         return cls(math.inf, infeasible_reason=why)
 
 
 class PlacementCosts(Protocol):
-    """What calls cost in a problem's placements; what is asked twice is to be remembered.
+    """Predicted costs of the calls of a problem; implementations cache results.
 
-    `memory` and `unfit` also answer for a placement of some of the calls.
+    `predict_memory` and `explain_infeasible` also accept a placement of some of the calls.
     """
 
     @property
     def approximate_costs(self) -> "PlacementCosts":
-        """The same for a search: fast for thousands of placements, and off by a few percent."""
+        """Costs for a search: fast for thousands of placements, with an error of a few percent."""
         ...
 
-    def predict_timings(self, placement: Placement) -> StageTimings:
-        """How long things take."""
-        ...
+    def predict_timings(self, placement: Placement) -> StageTimings: ...
 
     def predict_memory(self, placement: Placement) -> Mapping[str, CallMemory]:
-        """Bytes that each call holds of one of its devices, by stage."""
+        """Return bytes per device that each call holds, by stage."""
         ...
 
     def explain_infeasible(self, placement: Placement) -> str:
-        """Why it cannot be, as where memory is short; empty if it can."""
+        """Return why the placement is infeasible, such as lack of memory; empty if feasible."""
         ...
 
     def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
-        """A whole step's work of one call, alone on its devices, s; infinite where that is too
-        little memory.
-        """
+        """Return seconds of a call's whole step, alone on its devices; inf if memory is short."""
         ...
 
     def first_rollouts_s(self, assignment: CallAssignment) -> float:
-        """Of a step's generation, alone on its devices, until the first rollouts that others can
-        go on with are complete, s; likewise infinite.
+        """Return seconds until the first rollouts of a step are complete and can be passed on.
+
+        Generation is alone on its devices. Return inf if memory is short.
         """
         ...

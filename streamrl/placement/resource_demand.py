@@ -1,4 +1,4 @@
-"""What a run asks of a cluster, as data, and the check that it fits."""
+"""Resources that a run requests from a cluster, and the check that the cluster has them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,16 +8,17 @@ from streamrl.dataflow import ModelCall
 from streamrl.errors import ConfigError
 
 SHARED_SLOTS = "slots"
-"""What asks for the devices of roles that share them."""
+"""Role name of the demand for devices that several roles share."""
 
 
 @dataclass(frozen=True)
 class ResourceDemand:
-    """`count` actors for the calls of a role, each with so much.
+    """`count` actors of a role, each with the same resources.
 
-    role: what the actors are called; SLOTS, without calls, for devices that several roles share.
-    key: the setting that says how many. shares: what one takes is a part of such a slot.
-    memory_gib: the least main memory one takes; it may well take more.
+    role: name of the actors; `SHARED_SLOTS`, with no calls, for devices that several roles share.
+    setting: config key that determines the count.
+    memory_gib: lower bound of the main memory of an actor.
+    is_in_shared_slot: the actor takes a part of a shared slot and requests no resources itself.
     """
 
     calls: Sequence[ModelCall]
@@ -31,22 +32,22 @@ class ResourceDemand:
 
     @property
     def requested_cpus(self) -> int:
-        """CPU slots of a cluster that all of them ask for."""
+        """CPU slots that all actors request together."""
         return 0 if self.is_in_shared_slot else self.count * self.cpus
 
     @property
     def requested_gpus(self) -> int:
-        """GPUs of a cluster that all of them ask for."""
+        """GPUs that all actors request together."""
         return 0 if self.is_in_shared_slot else self.count * self.gpus
 
 
-#: What a run asks for in a mode, or why it cannot be placed so.
+#: Demands of a run in one placement mode, or the reason why the mode is impossible.
 PlacementOption = Sequence[ResourceDemand] | str
 
 
 @dataclass(frozen=True)
 class ClusterCapacity:
-    """What a cluster has. Memory is bounded only where the run brings its own, local instance."""
+    """Resources of a cluster; memory is bounded only for a local instance."""
 
     cpus: float
     gpus: float
@@ -54,56 +55,60 @@ class ClusterCapacity:
 
 
 def sum_cpus(demands: Sequence[ResourceDemand]) -> int:
-    """CPU slots of all demands together."""
     return sum(demand.requested_cpus for demand in demands)
 
 
 @dataclass(frozen=True)
 class PlacementDecision:
-    """The mode a run is placed in and, where it was not the first choice, a line that says why."""
+    """Mode of a run; `note` explains a mode other than the first choice."""
 
     mode: str
     note: str = ""
 
 
-def choose_mode(ways: Mapping[str, PlacementOption], have: ClusterCapacity) -> PlacementDecision:
-    """The first mode whose demands the cluster can hold. `ways` are best first.
+def choose_mode(
+    options: Mapping[str, PlacementOption], capacity: ClusterCapacity
+) -> PlacementDecision:
+    """Return the first mode whose demands fit; `options` are ordered by preference.
 
-    Raises ConfigError with what is in the way of each if none fits.
+    Raise ConfigError with the obstacle of each mode if none fits.
     """
-    lacks = {mode: _explain_obstacle(way, have) for mode, way in ways.items()}
-    first = next(iter(lacks))
-    for mode, lack in lacks.items():
-        if not lack:
-            note = "" if mode == first else f"placement: {mode}, as for {first} {lacks[first]}"
+    obstacles = {mode: _explain_obstacle(option, capacity) for mode, option in options.items()}
+    first = next(iter(obstacles))
+    for mode, obstacle in obstacles.items():
+        if not obstacle:
+            note = "" if mode == first else f"placement: {mode}, as for {first} {obstacles[first]}"
             return PlacementDecision(mode, note)
-    others = [f"; {mode} is no way out: {lacks[mode]}" for mode in lacks if mode != first]
-    raise ConfigError(lacks[first] + "".join(others))
+    others = [f"; {mode} is impossible: {obstacles[mode]}" for mode in obstacles if mode != first]
+    raise ConfigError(obstacles[first] + "".join(others))
 
 
-def _explain_obstacle(way: PlacementOption, have: ClusterCapacity) -> str:
-    return way if isinstance(way, str) else describe_shortage(way, have)
+def _explain_obstacle(option: PlacementOption, capacity: ClusterCapacity) -> str:
+    return option if isinstance(option, str) else describe_shortage(option, capacity)
 
 
-def check_fits(demands: Sequence[ResourceDemand], have: ClusterCapacity) -> None:
-    """Raise ConfigError with the arithmetic if the cluster has too little of anything."""
-    if lack := describe_shortage(demands, have):
-        raise ConfigError(lack)
+def check_fits(demands: Sequence[ResourceDemand], capacity: ClusterCapacity) -> None:
+    """Raise ConfigError with the sum of demands if they exceed the cluster."""
+    if shortage := describe_shortage(demands, capacity):
+        raise ConfigError(shortage)
 
 
-def describe_shortage(demands: Sequence[ResourceDemand], have: ClusterCapacity) -> str:
-    """What the cluster has too little of, with the arithmetic; empty if it is enough."""
+def describe_shortage(demands: Sequence[ResourceDemand], capacity: ClusterCapacity) -> str:
+    """Return the first exceeded resource with the sum of demands, or an empty string."""
     parts: dict[str, tuple[Sequence[float], float]] = {
-        "CPU slots": ([d.requested_cpus for d in demands], have.cpus),
-        "GPUs": ([d.requested_gpus for d in demands], have.gpus),
-        "GiB of memory": ([d.count * d.memory_gib for d in demands], have.memory_gib),
+        "CPU slots": ([d.requested_cpus for d in demands], capacity.cpus),
+        "GPUs": ([d.requested_gpus for d in demands], capacity.gpus),
+        "GiB of memory": ([d.count * d.memory_gib for d in demands], capacity.memory_gib),
     }
-    for what, (needs, held) in parts.items():
-        if sum(needs) > held:
+    for resource, (needs, available) in parts.items():
+        if sum(needs) > available:
             terms = " + ".join(
                 f"{need:.4g} for {d.count} {d.role} ({d.setting})"
                 for d, need in zip(demands, needs, strict=True)
                 if need
             )
-            return f"the run needs {sum(needs):.4g} {what} = {terms}; the cluster has {held:.4g}"
+            return (
+                f"the run needs {sum(needs):.4g} {resource} = {terms};"
+                f" the cluster has {available:.4g}"
+            )
     return ""

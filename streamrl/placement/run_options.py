@@ -1,4 +1,4 @@
-"""How a run is done, beside its placement."""
+"""Options of a run that affect its speed, besides the placement."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,12 @@ from streamrl.placement.config import DEFAULT_SLICE_S
 
 @dataclass(frozen=True)
 class RunOptions:
-    """As in a run's config: pipeline.depth and pipeline.on_stale, placement.slice_s,
-    weights.publish_every, of a reference that moves reference.every, and filter.oversample, which
-    is null for auto.
+    """Settings of several sections of a run's config.
 
-    A plan chooses the depth itself, as the bound of staleness.
+    They are pipeline.depth, pipeline.on_stale, placement.slice_s, weights.publish_every,
+    reference.every (of an EMA reference) and filter.oversample (None for auto).
+
+    A plan replaces `depth` by its staleness bound.
     """
 
     depth: int | None = None
@@ -22,9 +23,11 @@ class RunOptions:
     oversample: float | None = 1.0
 
     def max_steps_ahead(self, max_staleness: int) -> int:
-        """Steps that generation may be ahead of training."""
         return max_staleness if self.depth is None else self.depth
 
     def round_to_publish_every(self, steps: int) -> int:
-        """At most so many steps, of which as many are of each age if not all have a version."""
+        """Round down to a multiple of publish_every.
+
+        Every age of a version is then equally frequent among the steps.
+        """
         return steps - steps % self.publish_every

@@ -1,7 +1,8 @@
-"""How long things take in one placement: a few coefficients for each stage, in seconds.
+"""Timing coefficients of each stage of a placement, in seconds.
 
-A cost model makes them of shapes, devices and constants (`costs/`); a calibration fits them to a
-run that was measured. Schedule and simulator know nothing else of models and devices.
+The cost model (`costs/`) computes them from shapes, devices and constants; `calibration` fits them
+to a measured run. Steady-state estimate and simulator know models and devices only through these
+coefficients.
 """
 
 import math
@@ -15,20 +16,22 @@ from streamrl.messages import Array
 
 @dataclass(frozen=True)
 class GeneratorTiming:
-    """Of one replica of the generators, which sample continuously in batches; all are alike.
+    """Timing of a generator replica with continuous batching; all replicas are equal.
 
-    max_running: most rollouts it samples at the same time. kv_tokens: tokens whose keys and values
-    it has room for; rollouts beyond that wait. A decode step gives each running rollout a token:
+    A decode step gives each running rollout one token and takes
 
         max(weights_s + kv_token_s * resident tokens, compute_rollout_s * running)
             + step_s + rollout_s * running
 
-    weights_s, kv_token_s: to read the weights once, and a token's keys and values.
-    compute_rollout_s: to compute a token. step_s, rollout_s: what comes on top for each step, and
-    for each rollout in it: communication, and the host's own work. prefill_token_s: a token of a
-    prompt. group_s: of the host, to hand on a group that is done, in which nothing is sampled.
-    begin_s: from a prompt in the queue to its place in the engine. recompute_token_s: a
-    token of what is running when another version comes; 0 where keys and values are kept.
+    max_running: maximum concurrent rollouts (vLLM max_num_seqs).
+    kv_tokens: tokens that fit into the KV cache; further rollouts wait.
+    weights_s, kv_token_s: time to read the weights once, and a token's keys and values.
+    compute_rollout_s: time to compute a token.
+    step_s, rollout_s: overhead per step, and per rollout in the step: communication and host work.
+    prefill_token_s: time per prompt token.
+    group_s: host time to pass on a finished group; sampling stops meanwhile.
+    begin_s: latency from a prompt in the queue to its slot in the engine.
+    recompute_token_s: time per running token when weights change; 0 if the KV cache is kept.
     """
 
     replicas: int
@@ -45,42 +48,51 @@ class GeneratorTiming:
     group_s: float = 0.0
 
     def decode_step_s(self, running: float, kv_tokens: float) -> float:
-        """One token for each of so many rollouts that have so many tokens together."""
+        """Return the time of a decode step; `kv_tokens` counts all resident tokens."""
         memory = self.weights_s + self.kv_token_s * kv_tokens
         compute = self.compute_rollout_s * running
         return max(memory, compute) + self.step_s + self.rollout_s * running
 
     def decode_steps_s(self, running: Array, kv_tokens: Array) -> Array:
-        """The same of many steps, each by itself."""
+        """Vectorize `decode_step_s` over steps."""
         memory = self.weights_s + self.kv_token_s * kv_tokens
         compute = self.compute_rollout_s * running
         return np.maximum(memory, compute) + self.step_s + self.rollout_s * running
 
     def decode_run_s(self, running: int, kv_tokens: float, steps: int) -> float:
-        """So many steps of the same rollouts, which have so many tokens together at the beginning.
+        """Return the time of `steps` decode steps of the same rollouts, in closed form.
 
-        The sum in closed form: tokens grow by one a rollout and step, so that steps are bound by
-        computing first, if at all, and by reading then.
+        `kv_tokens` counts the resident tokens at the start. Each rollout gains a token per step, so
+        the cost of memory reads grows: steps are compute-bound first, if at all, and memory-bound
+        afterwards.
         """
         first = self.weights_s + self.kv_token_s * kv_tokens
-        grows = self.kv_token_s * running
+        growth = self.kv_token_s * running
         computing = self.compute_rollout_s * running
-        bound = 0
+        num_compute_bound = 0
         if first < computing:
-            bound = math.ceil(min(steps, (computing - first) / grows)) if grows else steps
-        rest = steps - bound
-        reading = rest * (first + grows * (bound + (rest - 1) / 2))
-        return steps * (self.step_s + self.rollout_s * running) + bound * computing + reading
+            num_compute_bound = (
+                math.ceil(min(steps, (computing - first) / growth)) if growth else steps
+            )
+        num_memory_bound = steps - num_compute_bound
+        reading = num_memory_bound * (
+            first + growth * (num_compute_bound + (num_memory_bound - 1) / 2)
+        )
+        return (
+            steps * (self.step_s + self.rollout_s * running)
+            + num_compute_bound * computing
+            + reading
+        )
 
     def memory_bound_s(self, steps: Array, tokens: Array, kv_tokens: Array) -> Array:
-        """Steps that sample so many tokens and read so many in all, where reading bounds each."""
+        """Return the time of memory-bound steps with these totals of sampled and read tokens."""
         per_step = self.weights_s + self.step_s
         return steps * per_step + tokens * self.rollout_s + kv_tokens * self.kv_token_s
 
 
 @dataclass(frozen=True)
 class ScoreTiming:
-    """Of one replica of a stage that scores groups, up to `batch` of them at once."""
+    """Timing of a scoring replica; a batch has at most `batch` groups."""
 
     replicas: int
     batch: int
@@ -89,7 +101,6 @@ class ScoreTiming:
     token_s: float
 
     def scale_duration(self, times: float) -> "ScoreTiming":
-        """Where all takes so many times as long."""
         return replace(
             self,
             batch_s=self.batch_s * times,
@@ -98,17 +109,18 @@ class ScoreTiming:
         )
 
     def batch_duration_s(self, rollouts: float, tokens: float) -> float:
-        """Seconds for a batch of so many rollouts with so many tokens, prompts included."""
+        """Return seconds of a batch; `tokens` include prompts."""
         return self.batch_s + self.rollout_s * rollouts + self.token_s * tokens
 
 
 @dataclass(frozen=True)
 class TrainTiming:
-    """Of a trained model: `shares` micro-batches at the same time, one for each replica.
+    """Timing of a trained model whose `dp_size` replicas each process a micro-batch at a time.
 
-    micro_batch_s, token_s: a forward and backward pass of one, and of each token in it. update_s:
-    reduction of gradients and the optimizer. step_s: once for each step, as to plan it. round_s:
-    before each round of micro-batches and each update, to ask for it: nothing is computed.
+    micro_batch_s, token_s: forward and backward pass, per micro-batch and per token.
+    update_s: gradient reduction and optimizer step.
+    step_s: once per training step, such as planning the step.
+    round_s: idle time before each round of micro-batches and each update, for the request.
     """
 
     dp_size: int
@@ -119,17 +131,17 @@ class TrainTiming:
     round_s: float = 0.0
 
     def passes_s(self, micro_batches: float, tokens: float) -> float:
-        """Forward and backward of so many micro-batches, with so many tokens, over all shares."""
+        """Return seconds of forward and backward passes, spread over all replicas."""
         return (self.micro_batch_s * micro_batches + self.token_s * tokens) / self.dp_size
 
 
 @dataclass(frozen=True)
 class WeightsTiming:
-    """Of a version on its way from a trained model to one who follows it.
+    """Timing of a version on its way from a trained model to a follower.
 
-    publish_s: until it is on its way, beside the next step's forward and backward passes but before
-    its update. pull_s: until the follower has it. pause_s: of that, how long the follower computes
-    nothing.
+    publish_s: publication; overlaps the next step's passes and ends before its update.
+    pull_s: from publication until the follower has the version.
+    pause_s: part of pull_s in which the follower computes nothing.
     """
 
     publish_s: float = 0.0
@@ -138,23 +150,25 @@ class WeightsTiming:
 
 
 def process_speed(cores: float, busy: float, *, crowding: float) -> float:
-    """Of each of so many processes that are busy, where one alone has a speed of 1.
+    """Return the speed of each of `busy` processes, relative to a process alone.
 
-    All have the same part of a core. crowding: each slows all others down by this part, also where
-    there are cores enough, as they share caches and memory.
+    Processes share the cores evenly. crowding: slowdown that each further process causes, even with
+    free cores, because caches and memory are shared.
     """
     return min(1.0, cores / max(1.0, busy)) / (1.0 + crowding * max(0.0, busy - 1.0))
 
 
 @dataclass(frozen=True)
 class StageTimings:
-    """All stages of a placement: `score` and `weights` by stage, `train` by role.
+    """Timings of all stages of a placement: `score` and `weights` by stage, `train` by role.
 
-    Stages of one role share its replicas. hop_s: from one stage's commit to where the next begins.
-    step_s: between a step's last update and the next one's beginning, for the books. cores: of a
-    machine that all of them share, where they compute on its cores and slow one another down, less
-    what others take of them; 0 where they do not. books_s: work of the queue and the books on these
-    cores, for each group. crowding: as `process_speed` has it.
+    Stages of one role share its replicas.
+    hop_s: latency from a stage's commit to the start of the next stage.
+    step_s: coordinator time between the last update of a step and the start of the next step.
+    cores: cores of the machine that all processes share, less the load of other processes; 0 if
+      processes do not slow one another down.
+    bookkeeping_s: core time per group of queue and run log.
+    crowding: see `process_speed`.
     """
 
     generator: GeneratorTiming

@@ -1,4 +1,4 @@
-"""What a step of a run is made of: how many rollouts, how long, and how often it updates."""
+"""Workload of a training step: number and lengths of rollouts, number of updates."""
 
 import math
 from collections.abc import Sequence
@@ -13,49 +13,50 @@ from streamrl.errors import ConfigError
 from streamrl.messages import Array
 
 MAX_FILTERED_FRACTION = 0.995
-"""Of all groups that are sampled: two hundred for each that is trained."""
+"""At the limit, a run samples 200 groups for each group that is trained."""
 
 
 class LengthDistribution(Protocol):
-    """How many tokens completions have, and what the longest may have."""
+    """Distribution of completion lengths, in tokens."""
 
     @property
-    def mean(self) -> float:
-        """The mean."""
-        ...
+    def mean(self) -> float: ...
 
     @property
     def max_tokens(self) -> int:
-        """The most a completion has."""
+        """Maximum length of a completion."""
         ...
 
     def sample(self, count: int, rng: np.random.Generator) -> Array:
-        """So many lengths, int64 [count], each at least 1."""
+        """Return `count` lengths, int64 [count], each at least 1."""
         ...
 
     def quantiles(self, parts: Array) -> Array:
-        """Lengths that these parts of all completions are below, float64 as `parts`."""
+        """Return the lengths at these quantiles (0 to 1), float64 with the shape of `parts`."""
         ...
 
     def expected_longest(self, count: int) -> float:
-        """About what the longest of so many has."""
+        """Estimate the expected longest of `count` completions."""
         ...
 
 
 _STANDARD_NORMAL = NormalDist()
 _NUM_QUANTILES = 64
 MAX_SIGMA = 5
-"""Of a logarithm: with more, completions have one token or the limit."""
+"""For log lengths; beyond it nearly all completions have one token or the limit."""
 
 
 def _longest_quantile_ranks(count: int) -> list[float]:
-    """At which parts of all lengths, in order, the longest of so many is, each as likely."""
+    """Return equally likely quantiles of the longest of `count` samples.
+
+    With F the distribution function, F(longest) is distributed as u ** (1 / count) for uniform u.
+    """
     return [((i + 0.5) / _NUM_QUANTILES) ** (1 / count) for i in range(_NUM_QUANTILES)]
 
 
 @dataclass(frozen=True)
 class FixedLength:
-    """All have the same length."""
+    """Equal length for all completions."""
 
     tokens: int
 
@@ -65,38 +66,33 @@ class FixedLength:
 
     @property
     def mean(self) -> float:
-        """The mean."""
         return float(self.tokens)
 
     @property
     def max_tokens(self) -> int:
-        """The most."""
         return self.tokens
 
     def sample(self, count: int, rng: np.random.Generator) -> Array:
-        """As many as asked for, all the same."""
         return np.full(count, self.tokens, np.int64)
 
     def quantiles(self, parts: Array) -> Array:
-        """All the same."""
         return np.full(len(parts), float(self.tokens))
 
     def expected_longest(self, count: int) -> float:
-        """The same."""
         return float(self.tokens)
 
 
 @dataclass(frozen=True)
 class LognormalLengths:
-    """Lognormal with this median and sigma of the logarithm, cut off at `limit`."""
+    """Lognormal lengths, cut off at `limit`; `sigma` is that of the logarithm."""
 
     median: float
     sigma: float
     limit: int
 
     def __post_init__(self) -> None:
-        sane = 1 <= self.median < math.inf and 0 < self.sigma <= MAX_SIGMA
-        if not sane or self.limit < 1:
+        is_valid = 1 <= self.median < math.inf and 0 < self.sigma <= MAX_SIGMA
+        if not is_valid or self.limit < 1:
             raise ConfigError(
                 f"lengths: lognormal:{self.median:g}:{self.sigma:g}: the median must be at least 1,"
                 f" sigma above 0 and at most {MAX_SIGMA}, the limit {self.limit} at least 1"
@@ -104,7 +100,8 @@ class LognormalLengths:
 
     @property
     def mean(self) -> float:
-        """The mean of what is cut off at the limit, in closed form."""
+        """Mean of min(length, limit), in closed form."""
+        # E[min(X, limit)] = E[X; X < limit] + limit * P(X >= limit).
         edge = (math.log(self.limit) - math.log(self.median)) / self.sigma
         below = math.exp(math.log(self.median) + self.sigma**2 / 2) * _STANDARD_NORMAL.cdf(
             edge - self.sigma
@@ -113,34 +110,30 @@ class LognormalLengths:
 
     @property
     def max_tokens(self) -> int:
-        """The limit."""
         return self.limit
 
     def sample(self, count: int, rng: np.random.Generator) -> Array:
-        """Independent ones."""
         drawn = rng.lognormal(math.log(self.median), self.sigma, count)
         return np.clip(np.rint(drawn), 1, self.limit).astype(np.int64)
 
     def quantiles(self, parts: Array) -> Array:
-        """In closed form."""
-        # For plans alone; every actor of a run loads what placements are.
+        # Every actor imports this module; only planning needs scipy.
         from scipy.special import ndtri
 
-        found = self.median * np.exp(self.sigma * ndtri(parts))
-        return np.asarray(np.clip(found, 1.0, float(self.limit)))
+        lengths = self.median * np.exp(self.sigma * ndtri(parts))
+        return np.asarray(np.clip(lengths, 1.0, float(self.limit)))
 
     def expected_longest(self, count: int) -> float:
-        """About the mean of the longest."""
-        found = [
+        lengths = [
             self.median * math.exp(self.sigma * _STANDARD_NORMAL.inv_cdf(rank))
             for rank in _longest_quantile_ranks(count)
         ]
-        return float(np.minimum(found, self.limit).mean())
+        return float(np.minimum(lengths, self.limit).mean())
 
 
 @dataclass(frozen=True)
 class EmpiricalLengths:
-    """Drawn, with repetition, from lengths that were seen, in ascending order."""
+    """Lengths drawn with replacement from measured lengths, in ascending order."""
 
     samples: tuple[int, ...]
 
@@ -150,45 +143,43 @@ class EmpiricalLengths:
         assert list(self.samples) == sorted(self.samples)
 
     @classmethod
-    def from_samples(cls, seen: Sequence[int]) -> "EmpiricalLengths":
-        """Of these."""
-        return cls(tuple(sorted(int(length) for length in seen)))
+    def from_samples(cls, lengths: Sequence[int]) -> "EmpiricalLengths":
+        return cls(tuple(sorted(int(length) for length in lengths)))
 
     @property
     def mean(self) -> float:
-        """The mean."""
         return float(np.mean(self.samples))
 
     @property
     def max_tokens(self) -> int:
-        """The most."""
         return max(self.samples)
 
     def sample(self, count: int, rng: np.random.Generator) -> Array:
-        """Independent ones."""
         return rng.choice(np.asarray(self.samples, np.int64), count)
 
     def quantiles(self, parts: Array) -> Array:
-        """Of those that were seen, interpolated."""
+        """Interpolate between the measured lengths."""
         return np.asarray(np.quantile(self.samples, parts), np.float64)
 
     def expected_longest(self, count: int) -> float:
-        """About the mean of the longest."""
         at = np.multiply(_longest_quantile_ranks(count), len(self.samples)).astype(int)
         return float(np.asarray(self.samples)[at].mean())
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One step's work.
+    """Work of a training step.
 
-    groups_per_step, group_size: as in a run's config. prompt_tokens: mean of a prompt. lengths: of
-    a completion. epochs, mini_batches: how often each rollout is trained, and updates per epoch.
-    micro_batch_tokens: most tokens in one forward and backward of a rank. whole_steps: whether
-    nothing is trained before all groups of a step are there, as streamrl does with several updates.
-    filtered: of all groups that are sampled, the part that is taken out and replaced. longest:
-    tokens of prompt and completion of the longest rollout there may be, for which engines and
-    micro-batches need room; null takes the mean prompt and the longest of `lengths`.
+    groups_per_step, group_size: as in a run's config.
+    prompt_tokens: mean length of a prompt.
+    lengths: distribution of completion lengths.
+    epochs, mini_batches: passes over each rollout, and updates per epoch.
+    micro_batch_tokens: maximum tokens of a rank's micro-batch.
+    requires_whole_step: whether training waits for all groups of a step, as streamrl does with
+      several updates.
+    filtered_fraction: fraction of sampled groups that a filter rejects and the run replaces.
+    longest_rollout: (prompt, completion) tokens of the longest rollout that engines and
+      micro-batches must hold; None takes the mean prompt and the longest of `lengths`.
     """
 
     groups_per_step: int
@@ -220,43 +211,45 @@ class Workload:
     def check_micro_batch_tokens(self, setting: str = "workload.micro_batch_tokens") -> None:
         """Raise ConfigError unless a micro-batch holds the longest rollout.
 
-        setting: what whoever reads the error knows micro_batch_tokens by.
+        setting: the reader's name for micro_batch_tokens.
         """
-        prompt, most = self.longest_rollout or (self.rounded_prompt_tokens, self.lengths.max_tokens)
-        if self.micro_batch_tokens < prompt + most:
+        prompt, longest = self.longest_rollout or (
+            self.rounded_prompt_tokens,
+            self.lengths.max_tokens,
+        )
+        if self.micro_batch_tokens < prompt + longest:
             raise ConfigError(
-                f"{setting}={self.micro_batch_tokens}: must hold one rollout, {prompt + most}"
-                f" tokens = prompt {prompt} + longest completion {most}"
+                f"{setting}={self.micro_batch_tokens}: must hold one rollout, {prompt + longest}"
+                f" tokens = prompt {prompt} + longest completion {longest}"
             )
 
     @property
     def rounded_prompt_tokens(self) -> int:
-        """Of a prompt, where it is a whole number: at least 1."""
+        """Mean prompt length as a whole number, at least 1."""
         return max(1, round(self.prompt_tokens))
 
     @property
     def max_rollout_tokens(self) -> int:
-        """Of the longest rollout there may be, its prompt included."""
+        """Tokens of the longest possible rollout, prompt included."""
         return sum(self.longest_rollout or (self.rounded_prompt_tokens, self.lengths.max_tokens))
 
     @property
     def num_rollouts(self) -> int:
-        """Rollouts in a step."""
         return self.groups_per_step * self.group_size
 
     @cached_property
     def packing_cache(self) -> dict[int, tuple[int, float]]:
-        """What `micro_batch_rounds.pack_mini_batch` remembers."""
+        """Cache of `micro_batch_rounds.pack_mini_batch`."""
         return {}
 
     @property
     def has_varied_lengths(self) -> bool:
-        """Whether some completions are longer than others."""
+        """Whether completions differ in length."""
         return self.lengths.mean < self.lengths.max_tokens
 
     @property
     def sampled_workload(self) -> "Workload":
-        """With all groups that are sampled for a step, those that are filtered included."""
+        """Workload of all sampled groups of a step, including filtered groups."""
         if not self.filtered_fraction:
             return self
         groups = math.ceil(self.groups_per_step / (1 - self.filtered_fraction))
@@ -264,12 +257,12 @@ class Workload:
 
     @property
     def num_updates(self) -> int:
-        """Optimizer updates in a step."""
+        """Optimizer updates per training step."""
         return self.epochs * self.mini_batches
 
     @property
     def rollout_tokens(self) -> float:
-        """Mean tokens of a rollout, its prompt included."""
+        """Mean tokens of a rollout, prompt included."""
         return self.prompt_tokens + self.lengths.mean
 
     @property

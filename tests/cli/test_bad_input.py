@@ -169,7 +169,7 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         (["placement.memory_mb=0"], ["placement.memory_mb=0: must be at least 1"]),
         (
             ["placement.memory_mb=500", "placement.mode=disaggregated"],
-            ["placement.memory_mb=500: of workers that both train and generate"],
+            ["placement.memory_mb=500 has no effect: with placement.mode="],
         ),
         (
             ["placement.memory_mb=20", "placement.mode=colocated"],

@@ -304,7 +304,7 @@ def test_what_fits_nowhere_is_told_with_the_arithmetic(
     assert code == 1
     assert "nothing fits" in out
     assert "GB" in out
-    assert out.endswith("\nno row for 0, 1, 2, 4: nothing that was looked at fits\n")
+    assert out.endswith("\nno row for 0, 1, 2, 4: no evaluated placement fits\n")
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_what_fits_nowhere_is_told_with_the_arithmetic(
     [
         (["--cluster", "8xH1000"], "device H1000: not in the table"),
         (["--cluster", "8xH100", "--gpus", "9"], "--gpus 9: must be from 1 to"),
-        (["--cluster", "8xH100", "--model", "llama-9b"], "model llama-9b: no size of that name"),
+        (["--cluster", "8xH100", "--model", "llama-9b"], "model llama-9b: neither a known model name"),
         (["--cluster", "8xH100", "--model", "critic=llama-7b"], "--model critic=llama-7b"),
         (["--cluster", "8xH100", "--lengths", "lognormal:3"], "--lengths lognormal:3"),
         (["--cluster", "8xH100", "--lengths", "no/file"], "--lengths no/file: no such file"),

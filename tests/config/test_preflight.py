@@ -91,7 +91,7 @@ def test_on_one_pool_all_that_have_a_model_share_a_gpu(
             == mode
         )
     lacks = (
-        r"needs 3 GPUs = .*; the cluster has 0; colocated is no way out: the run needs 1 GPUs = "
+        r"needs 3 GPUs = .*; the cluster has 0; colocated is impossible: the run needs 1 GPUs = "
         r"1 for 1 slots \(placement\.mode=colocated\); the cluster has 0"
     )
     with pytest.raises(ConfigError, match=lacks):
@@ -190,7 +190,7 @@ def test_a_budget_that_no_worker_can_keep_is_no_way_out_for_auto(
         == "disaggregated"
     )
     told = (
-        r"^the run needs 4 CPU slots = .*; the cluster has 1; colocated is no way out:"
+        r"^the run needs 4 CPU slots = .*; the cluster has 1; colocated is impossible:"
         r" placement\.memory_mb=1: to train, a worker holds"
     )
     with pytest.raises(ConfigError, match=told):

@@ -1,4 +1,4 @@
-"""A cost model of a few lines, that tests can work out by hand: rooflines and sums of bytes."""
+"""Cost model of a few lines that tests can check by hand: rooflines and sums of bytes."""
 
 import math
 from collections.abc import Mapping
@@ -32,14 +32,14 @@ def sampler(
     max_running: int = 1000,
     kv_tokens: float = 1e9,
 ) -> GeneratorTiming:
-    """Generators whose decode step takes so long, and so long for each rollout; prompts nothing."""
+    """Return the timing of generators without prefill cost and with this cost per decode step."""
     return GeneratorTiming(
         replicas, max_running, kv_tokens, decode_s, 0.0, 0.0, 0.0, rollout_s, prefill_token_s=0.0
     )
 
 
 class SimpleCosts:
-    """Implements Costs."""
+    """Implementation of `PlacementCosts` by simple formulas."""
 
     def __init__(self, problem: PlacementProblem) -> None:
         self.problem = problem
@@ -53,14 +53,14 @@ class SimpleCosts:
         return self
 
     def rate(self, stage: str, assignment: CallAssignment) -> tuple[float, float]:
-        """Parameters, and FLOP/s of one replica."""
+        """Return the parameters of a stage's model, and the FLOP/s of a replica."""
         model = self.problem.find_model(stage)
         assert model is not None
         grid = assignment.grid
         device = assignment.mesh.find_slowest_device(self.problem.cluster)
-        within = 0.95 ** (grid.tp_size.bit_length() - 1) * 0.9 ** (grid.pp_size - 1)
+        parallel_efficiency = 0.95 ** (grid.tp_size.bit_length() - 1) * 0.9 ** (grid.pp_size - 1)
         return model.active_matmul_params, (
-            grid.ranks_per_replica * device.flops_per_s * EFFICIENCY * within
+            grid.ranks_per_replica * device.flops_per_s * EFFICIENCY * parallel_efficiency
         )
 
     def generator(self, assignment: CallAssignment, free_bytes: float) -> GeneratorTiming:
@@ -105,14 +105,15 @@ class SimpleCosts:
         generator = placement.assignments["generate"]
         return StageTimings(self.generator(generator, self.free(placement)), score, train, weights)
 
-    def weights(self, to: CallAssignment, of: CallAssignment) -> WeightsTiming:
-        if to.mesh == of.mesh:
-            return WeightsTiming(0.0, 0.1, 0.1) if to.grid != of.grid else WeightsTiming()
+    def weights(self, target: CallAssignment, source: CallAssignment) -> WeightsTiming:
+        if target.mesh == source.mesh:
+            return WeightsTiming(0.0, 0.1, 0.1) if target.grid != source.grid else WeightsTiming()
         return WeightsTiming(0.2, 0.5, 0.1)
 
     def predict_memory(self, placement: Placement) -> Mapping[str, CallMemory]:
         return {
-            stage: self.call_memory(stage, each) for stage, each in placement.assignments.items()
+            stage: self.call_memory(stage, assignment)
+            for stage, assignment in placement.assignments.items()
         }
 
     def call_memory(self, stage: str, assignment: CallAssignment) -> CallMemory:
@@ -124,8 +125,8 @@ class SimpleCosts:
             shard = params / grid.ranks_per_replica
             if self.calls[stage].kind is CallKind.TRAIN:
                 sharded = 18 if assignment.zero_stage == 3 else 12
-                kept = (18 - sharded) * shard + sharded * shard / grid.dp_size
-                self._memory[key] = CallMemory(kept, 4e9)
+                resident = (18 - sharded) * shard + sharded * shard / grid.dp_size
+                self._memory[key] = CallMemory(resident, 4e9)
             elif self.calls[stage].kind is CallKind.GENERATE:
                 self._memory[key] = CallMemory(0.0, 2 * shard + 1e9)
             else:
@@ -134,36 +135,36 @@ class SimpleCosts:
 
     def free(self, placement: Placement) -> float:
         mesh = placement.assignments["generate"].mesh
-        here = {s: a for s, a in placement.assignments.items() if a.mesh.overlaps(mesh)}
+        overlapping = {s: a for s, a in placement.assignments.items() if a.mesh.overlaps(mesh)}
         memory = self.predict_memory(placement)
-        kept = sum(memory[stage].resident_bytes for stage in here)
-        room = mesh.find_slowest_device(self.problem.cluster).memory_bytes
-        return room - kept - memory["generate"].peak_bytes
+        resident = sum(memory[stage].resident_bytes for stage in overlapping)
+        capacity = mesh.find_slowest_device(self.problem.cluster).memory_bytes
+        return capacity - resident - memory["generate"].peak_bytes
 
     def explain_infeasible(self, placement: Placement) -> str:
-        left = find_fullest_device(self.predict_memory(placement), placement, self.problem.cluster)[
-            2
-        ]
-        return f"{-left / 1e9:.1f} GB too little" if left < 0 else ""
+        free_bytes = find_fullest_device(
+            self.predict_memory(placement), placement, self.problem.cluster
+        )[2]
+        return f"{-free_bytes / 1e9:.1f} GB short" if free_bytes < 0 else ""
 
     def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
         key = (stage, assignment)
         if key not in self._call_s:
-            self._call_s[key] = self._alone(stage, assignment)
+            self._call_s[key] = self._compute_alone_s(stage, assignment)
         return self._call_s[key]
 
     def first_rollouts_s(self, assignment: CallAssignment) -> float:
-        room = assignment.mesh.find_slowest_device(self.problem.cluster).memory_bytes
+        capacity = assignment.mesh.find_slowest_device(self.problem.cluster).memory_bytes
         timing = self.generator(
-            assignment, room - self.call_memory("generate", assignment).peak_bytes
+            assignment, capacity - self.call_memory("generate", assignment).peak_bytes
         )
         cuts = choose_cuts(self.problem.workload.groups_per_step)
         return self._generation.find_completions_s(timing, cuts)[0]
 
-    def _alone(self, stage: str, assignment: CallAssignment) -> float:
+    def _compute_alone_s(self, stage: str, assignment: CallAssignment) -> float:
         workload, call = self.problem.workload, self.calls[stage]
-        room = assignment.mesh.find_slowest_device(self.problem.cluster).memory_bytes
-        free = room - self.call_memory(stage, assignment).peak_bytes
+        capacity = assignment.mesh.find_slowest_device(self.problem.cluster).memory_bytes
+        free = capacity - self.call_memory(stage, assignment).peak_bytes
         if free < 0:
             return math.inf
         if call.kind is CallKind.TRAIN:

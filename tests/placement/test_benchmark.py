@@ -1,4 +1,4 @@
-"""The benchmark of placements, as far as it goes without playing any."""
+"""Arguments of the benchmark of placement modes."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from benchmarks import placement_modes
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
         (["--steps", "1"], "argument --steps: 1: must be a whole number, 2 or more"),
         (["--repeats", "0"], "argument --repeats: 0: must be a whole number, 1 or more"),
@@ -14,12 +14,12 @@ from benchmarks import placement_modes
         (["--stepz", "3"], "unrecognized arguments: --stepz 3"),
     ],
 )
-def test_a_bad_argument_is_one_clear_line(
-    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+def test_benchmark_reports_a_bad_argument_in_one_line(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        placement_modes.main(words)
-    said = capsys.readouterr()
+        placement_modes.main(arguments)
+    output = capsys.readouterr()
     assert ended.value.code == 2
-    assert said.err.startswith(f"placement_modes: {line}") and said.err.count("\n") == 1
-    assert not said.out
+    assert output.err.startswith(f"placement_modes: {line}") and output.err.count("\n") == 1
+    assert not output.out

@@ -1,4 +1,4 @@
-"""Clusters as they are written, and where their devices are."""
+"""Parsing of clusters, and the location of their devices."""
 
 import pytest
 from hypothesis import given
@@ -8,14 +8,14 @@ from streamrl.errors import ConfigError
 from streamrl.placement import DEVICES, Cluster, NodeGroup
 
 
-def test_devices_fill_nodes_of_the_usual_size() -> None:
+def test_cluster_fills_nodes_of_the_usual_size() -> None:
     cluster = Cluster.from_text("64xH100")
     assert (cluster.num_devices, cluster.num_nodes) == (64, 8)
     assert [cluster.find_node(device) for device in (0, 7, 8, 63)] == [0, 0, 1, 7]
     assert Cluster.from_text("4xH100").num_nodes == 1
 
 
-def test_nodes_of_several_kinds_lie_one_behind_the_other() -> None:
+def test_cluster_numbers_devices_in_order_of_node_groups() -> None:
     cluster = Cluster.from_text("2x8xA100@200Gb,8xV100")
     assert cluster.num_devices == 24
     assert [cluster.find_node_group(device).device.name for device in (0, 15, 16)] == [
@@ -40,7 +40,7 @@ def test_nodes_of_several_kinds_lie_one_behind_the_other() -> None:
         max_size=4,
     )
 )
-def test_what_is_written_is_read_again_and_every_device_is_on_one_node(
+def test_cluster_text_round_trips_and_every_device_has_a_node(
     groups: list[NodeGroup],
 ) -> None:
     cluster = Cluster(tuple(groups))
@@ -49,7 +49,7 @@ def test_what_is_written_is_read_again_and_every_device_is_on_one_node(
     nodes = [cluster.find_node(i) for i in range(cluster.num_devices)]
     assert nodes == sorted(nodes)
     assert set(nodes) == set(range(cluster.num_nodes))
-    # Without how many nodes there are, devices fill nodes of the usual size.
+    # Without a number of nodes, devices fill nodes of the usual size.
     usual = all(
         group.num_nodes > 1 or group.devices_per_node <= group.device.devices_per_node
         for group in groups
@@ -58,7 +58,7 @@ def test_what_is_written_is_read_again_and_every_device_is_on_one_node(
         assert Cluster.from_text(str(cluster)) == cluster
 
 
-def test_a_part_of_a_cluster_is_whole_nodes_or_a_part_of_one() -> None:
+def test_take_first_returns_whole_nodes_or_a_part_of_one() -> None:
     cluster = Cluster.from_text("2x8xH100,8xA100")
     assert str(cluster.take_first(16)) == "2x8xH100"
     assert str(cluster.take_first(24)) == "2x8xH100,8xA100"
@@ -69,29 +69,29 @@ def test_a_part_of_a_cluster_is_whole_nodes_or_a_part_of_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("8xH1000", "device H1000: not in the table; the nearest key is H100"),
         ("H100", "'H100' is not written like 8xH100"),
         ("", "'' is not written like"),
         ("0xH100", "cluster 0xH100: 1 nodes of 0 H100: must be at least 1 of each"),
-        ("12xH100", "do not fill nodes of 8; say how many nodes, as in 2x6xH100"),
+        ("12xH100", "do not fill nodes of 8; give the number of nodes, as in 2x6xH100"),
         ("8xH100@fastGb", "is not written like"),
         ("9999999x8xH100", "must be at most"),
         ("65536xH100", "cluster 65536xH100: 65536 devices: must be at most 16384"),
         (f"8xH100@{'9' * 400}Gb", "network_gbps=inf: must be at least 0.001"),
     ],
 )
-def test_what_is_no_cluster_is_refused_in_one_line(text: str, said: str) -> None:
+def test_from_text_refuses_bad_text_in_one_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=r".*") as refused:
         Cluster.from_text(text)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_may_have_devices_of_its_own() -> None:
-    own = {"name": "X1", "tflops": 500, "memory_gb": 96, "memory_gbps": 2000, "link_gbps": 100}
-    nodes = [{"device": own, "devices": 4, "count": 3, "network_gbps": 400}]
+def test_cluster_file_may_define_devices() -> None:
+    device = {"name": "X1", "tflops": 500, "memory_gb": 96, "memory_gbps": 2000, "link_gbps": 100}
+    nodes = [{"device": device, "devices": 4, "count": 3, "network_gbps": 400}]
     cluster = Cluster.from_dict(
         {"nodes": [*nodes, {"device": "h100", "devices": 8}]}, place="c.yaml"
     )
@@ -103,9 +103,9 @@ def test_a_file_may_have_devices_of_its_own() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0, 1e300, 2e6, 1e-6])
 @pytest.mark.parametrize("key", ["tflops", "memory_gb", "memory_gbps", "link_gbps", "host_gbps"])
-def test_a_device_of_a_file_has_figures_that_can_be(key: str, value: float) -> None:
-    own = {"name": "X1", "tflops": 500, "memory_gb": 96, "memory_gbps": 2000, "link_gbps": 100}
-    nodes = [{"device": own | {key: value}, "devices": 4}]
+def test_cluster_file_refuses_impossible_device_figures(key: str, value: float) -> None:
+    device = {"name": "X1", "tflops": 500, "memory_gb": 96, "memory_gbps": 2000, "link_gbps": 100}
+    nodes = [{"device": device | {key: value}, "devices": 4}]
     with pytest.raises(ConfigError) as refused:
         Cluster.from_dict({"nodes": nodes}, place="c.yaml")
     assert f"c.yaml: nodes[0].device.{key}={value:g}: must be at least 0.001 and" in str(
@@ -114,7 +114,7 @@ def test_a_device_of_a_file_has_figures_that_can_be(key: str, value: float) -> N
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e300, 2e6, 1e-6])
-def test_a_network_of_a_file_is_one_that_can_be(value: float) -> None:
+def test_cluster_file_refuses_impossible_network_bandwidth(value: float) -> None:
     nodes = [{"device": "H100", "devices": 4, "network_gbps": value}]
     with pytest.raises(ConfigError) as refused:
         Cluster.from_dict({"nodes": nodes}, place="c.yaml")
@@ -122,17 +122,17 @@ def test_a_network_of_a_file_is_one_that_can_be(value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nodes_of_a_file_have_a_number_of_devices(value: float) -> None:
+def test_cluster_file_refuses_non_finite_device_counts(value: float) -> None:
     with pytest.raises(ConfigError, match=r"c\.yaml: nodes\[0\].devices"):
         Cluster.from_dict({"nodes": [{"device": "H100", "devices": value}]}, place="c.yaml")
 
 
 @pytest.mark.parametrize(
-    ("loose", "said"),
+    ("entries", "message"),
     [
-        ({}, "c.yaml: must be a mapping with `nodes`"),
-        ({"nodes": 3}, "c.yaml: must be a mapping with `nodes`"),
-        ({"nodes": []}, "c.yaml: it has no nodes"),
+        ({}, "c.yaml: must be a mapping whose only key is `nodes`"),
+        ({"nodes": 3}, "c.yaml: must be a mapping whose only key is `nodes`"),
+        ({"nodes": []}, "c.yaml: the cluster has no nodes"),
         (
             {"nodes": [{"device": "H100", "devices": 0}]},
             "c.yaml: nodes[0]: 1 nodes of 0 H100: must be at least 1 of each",
@@ -147,30 +147,31 @@ def test_nodes_of_a_file_have_a_number_of_devices(value: float) -> None:
         ({"nodes": [{"device": {"name": "X"}, "devices": 1}]}, "nodes[0].device.tflops: missing"),
     ],
 )
-def test_a_file_that_is_wrong_is_refused_by_its_key(loose: dict, said: str) -> None:
+def test_cluster_file_error_names_the_key(entries: dict, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        Cluster.from_dict(loose, place="c.yaml")
-    assert said in str(refused.value)
+        Cluster.from_dict(entries, place="c.yaml")
+    assert message in str(refused.value)
     assert str(refused.value).startswith("c.yaml: ")
 
 
 @pytest.mark.parametrize(
-    ("written", "said"), [("9xH100", "3x3xH100"), ("13xH100", "13x1xH100"), ("20xH100", "4x5xH100")]
+    ("text", "suggestion"),
+    [("9xH100", "3x3xH100"), ("13xH100", "13x1xH100"), ("20xH100", "4x5xH100")],
 )
-def test_devices_that_fill_no_nodes_are_told_nodes_that_hold_just_as_many(
-    written: str, said: str
+def test_from_text_suggests_nodes_for_the_same_number_of_devices(
+    text: str, suggestion: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"do not fill nodes of 8; .*, as in {said}"):
-        Cluster.from_text(written)
-    assert f"{Cluster.from_text(said).num_devices}xH100" == written
+    with pytest.raises(ConfigError, match=f"do not fill nodes of 8; .*, as in {suggestion}"):
+        Cluster.from_text(text)
+    assert f"{Cluster.from_text(suggestion).num_devices}xH100" == text
 
 
 @pytest.mark.parametrize("devices", [1_000_001, 1_048_577, 99_999_999])
-def test_what_is_too_large_is_told_to_be_that_with_all_its_digits(devices: int) -> None:
+def test_from_text_prints_all_digits_of_too_many_devices(devices: int) -> None:
     with pytest.raises(ConfigError, match=rf": {devices} devices: must be at most 16384$"):
         Cluster.from_text(f"{devices}xH100")
 
 
-def test_a_number_that_no_number_can_be_is_not_written_like_one() -> None:
+def test_from_text_refuses_numbers_of_thousands_of_digits() -> None:
     with pytest.raises(ConfigError, match="is not written like"):
         Cluster.from_text("9" * 5000 + "xH100")

@@ -1,4 +1,4 @@
-"""What a hybrid worker holds, as sums a person can check, and budgets."""
+"""Memory of a colocated worker, as sums to check by hand, and memory budgets."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,23 +11,27 @@ from streamrl.errors import ConfigError
 from streamrl.placement import WorkerMemory
 
 MB = 1 << 20
-SIZES = ("weights", "served", "optimizer", "gradients", "activations", "update", "kv")
+SIZES = (
+    *("weights", "serving_weights", "optimizer", "gradients", "activations"),
+    *("update_buffers", "kv_cache"),
+)
 
 
-def held(**other: int) -> WorkerMemory:
-    """4 of weights, 8 of optimizer, 4 of gradients, 30 of activations, 64 of KV cache; 12 for the
-    update, which is less than activations.
+def make_memory(**other: int) -> WorkerMemory:
+    """Return a memory of 4 MB weights, 8 optimizer, 4 gradients, 30 activations, 64 KV cache.
+
+    Update buffers are smaller than activations, so they do not determine the peak.
     """
     sizes = {"weights": 4, "serving_weights": 0, "optimizer": 8, "gradients": 4, "activations": 30}
     sizes |= {"update_buffers": 12, "kv_cache": 64}
-    held: dict[str, Any] = {name: size * MB for name, size in {**sizes, **other}.items()}
-    return WorkerMemory(**held)
+    sizes_bytes: dict[str, Any] = {name: size * MB for name, size in {**sizes, **other}.items()}
+    return WorkerMemory(**sizes_bytes)
 
 
-def test_what_is_held_is_said_by_phase_as_a_sum() -> None:
-    assert held().generate_bytes == (4 + 8 + 4 + 64) * MB
-    assert held().train_bytes == (4 + 8 + 4 + 30 + 64) * MB
-    assert held(serving_weights=5).summary_line == (
+def test_summary_line_shows_the_sum_of_each_phase() -> None:
+    assert make_memory().generate_bytes == (4 + 8 + 4 + 64) * MB
+    assert make_memory().train_bytes == (4 + 8 + 4 + 30 + 64) * MB
+    assert make_memory(serving_weights=5).summary_line == (
         "memory: a worker holds 85 MB to generate = 4 weights + 5 the generator's weights"
         " + 8 optimizer + 4 gradients + 64 KV cache, and about 115 MB to train = 4 weights"
         " + 5 the generator's weights + 8 optimizer + 4 gradients + 30 activations + 64 KV cache"
@@ -45,55 +49,58 @@ def test_what_is_held_is_said_by_phase_as_a_sum() -> None:
         (72, True, True),
     ],
 )
-def test_what_does_not_fit_and_only_that_is_given_up(
+def test_fit_budget_offloads_only_as_required(
     budget_mb: int | None, releases: bool, offloads: bool
 ) -> None:
-    found = held().fit_budget(budget_mb)
-    assert (found.releases_kv, found.offloads_optimizer) == (releases, offloads)
-    assert ("; the KV cache is released while it trains" in found.summary_line) is releases
+    memory = make_memory().fit_budget(budget_mb)
+    assert (memory.releases_kv, memory.offloads_optimizer) == (releases, offloads)
+    assert ("; the KV cache is released while it trains" in memory.summary_line) is releases
     assert (
-        "the optimizer's state is offloaded while it generates" in found.summary_line
+        "the optimizer's state is offloaded while it generates" in memory.summary_line
     ) is offloads
-    assert budget_mb is None or max(found.train_bytes, found.generate_bytes) <= budget_mb * MB
+    assert budget_mb is None or max(memory.train_bytes, memory.generate_bytes) <= budget_mb * MB
 
 
-def test_a_budget_that_can_never_be_kept_is_refused_with_the_sum() -> None:
+def test_fit_budget_refuses_an_impossible_budget_with_the_sum() -> None:
     with pytest.raises(ConfigError) as refused:
-        held().fit_budget(71)
+        make_memory().fit_budget(71)
     assert str(refused.value) == (
         "placement.memory_mb=71: to generate, a worker holds 72 MB = 4 weights + 4 gradients"
         " + 64 KV cache"
     )
     with pytest.raises(ConfigError, match=r"to train, a worker holds 116 MB = .* 100 activations"):
-        held(activations=100).fit_budget(90)
+        make_memory(activations=100).fit_budget(90)
 
 
-def test_an_update_that_takes_more_than_a_micro_batch_is_the_peak() -> None:
-    found = held(update_buffers=40)
-    assert found.train_bytes == (4 + 8 + 4 + 40 + 64) * MB
-    assert found.generate_bytes == held().generate_bytes
-    assert found.format_sum("train") == (
+def test_train_bytes_peak_in_the_larger_of_update_and_micro_batch() -> None:
+    memory = make_memory(update_buffers=40)
+    assert memory.train_bytes == (4 + 8 + 4 + 40 + 64) * MB
+    assert memory.generate_bytes == make_memory().generate_bytes
+    assert memory.format_sum("train") == (
         "4 weights + 8 optimizer + 4 gradients + 40 for the update + 64 KV cache"
     )
-    assert (held().fit_budget(110).releases_kv, found.fit_budget(110).releases_kv) == (False, True)
+    assert (make_memory().fit_budget(110).releases_kv, memory.fit_budget(110).releases_kv) == (
+        False,
+        True,
+    )
     with pytest.raises(ConfigError, match=r"to train, a worker holds 106 MB = .* 90 for the upd"):
-        held(update_buffers=90).fit_budget(105)
+        make_memory(update_buffers=90).fit_budget(105)
 
 
 @given(st.fixed_dictionaries({name: st.integers(0, 50) for name in SIZES}), st.integers(1, 400))
-def test_a_budget_is_kept_or_refused_and_nothing_is_given_up_in_vain(
+def test_fit_budget_keeps_or_refuses_any_budget_without_needless_offloads(
     sizes: dict[str, int], budget_mb: int
 ) -> None:
-    every = held(**sizes)
+    memory = make_memory(**sizes)
     try:
-        found = every.fit_budget(budget_mb)
+        fitted = memory.fit_budget(budget_mb)
     except ConfigError:
-        least = replace(every, releases_kv=True, offloads_optimizer=True)
-        assert max(least.train_bytes, least.generate_bytes) > budget_mb * MB
+        smallest = replace(memory, releases_kv=True, offloads_optimizer=True)
+        assert max(smallest.train_bytes, smallest.generate_bytes) > budget_mb * MB
         return
-    assert max(found.train_bytes, found.generate_bytes) <= budget_mb * MB
-    assert found.releases_kv is (every.train_bytes > budget_mb * MB)
-    assert found.offloads_optimizer is (every.generate_bytes > budget_mb * MB)
-    spoken = [found.format_sum("train"), found.format_sum("generate")]
-    sums = [sum(int(part.split()[0]) for part in text.split(" + ") if part) for text in spoken]
-    assert sums == [found.train_bytes // MB, found.generate_bytes // MB]
+    assert max(fitted.train_bytes, fitted.generate_bytes) <= budget_mb * MB
+    assert fitted.releases_kv is (memory.train_bytes > budget_mb * MB)
+    assert fitted.offloads_optimizer is (memory.generate_bytes > budget_mb * MB)
+    texts = [fitted.format_sum("train"), fitted.format_sum("generate")]
+    sums = [sum(int(term.split()[0]) for term in text.split(" + ") if term) for text in texts]
+    assert sums == [fitted.train_bytes // MB, fitted.generate_bytes // MB]

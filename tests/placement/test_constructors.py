@@ -1,4 +1,4 @@
-"""Sets, ratios and meshes are three ways to write one placement."""
+"""Sets, ratios and meshes as notations of one placement."""
 
 import json
 
@@ -23,20 +23,20 @@ GRPO = build_dataflow(("generator_logprobs", "scores"))
 ROLES = ("policy", "critic", "reference", "reward")
 
 
-def meshes_of(placement: Placement) -> dict[str, str]:
-    return {stage: str(each.mesh) for stage, each in placement.assignments.items()}
+def format_meshes(placement: Placement) -> dict[str, str]:
+    return {stage: str(assignment.mesh) for stage, assignment in placement.assignments.items()}
 
 
-def test_one_set_is_colocated() -> None:
+def test_one_set_is_a_colocated_placement() -> None:
     placement = placement_from_sets(PPO, [ROLES], [8])
-    assert set(meshes_of(placement).values()) == {"0-7"}
+    assert set(format_meshes(placement).values()) == {"0-7"}
     assert set(placement.assignments) == {call.stage for call in PPO.calls}
     assert placement.classify_mode(PPO) is PlacementMode.COLOCATED
 
 
-def test_a_set_for_each_model_is_standalone() -> None:
+def test_one_set_per_model_is_a_standalone_placement() -> None:
     placement = placement_from_sets(PPO, [[role] for role in ROLES], [64, 32, 16, 16])
-    assert meshes_of(placement) == {
+    assert format_meshes(placement) == {
         "generate": "0-63",
         "train": "0-63",
         "value": "64-95",
@@ -48,7 +48,7 @@ def test_a_set_for_each_model_is_standalone() -> None:
     placement.check_valid(PPO, Cluster.from_text("16x8xA100"))
 
 
-def test_grids_are_those_of_the_calls_that_are_named() -> None:
+def test_sets_apply_grids_to_the_named_calls() -> None:
     grids = {"train": RankGrid(1, 8, 2), "generate": RankGrid(1, 2, 8)}
     placement = placement_from_sets(PPO, [ROLES], [16], grids=grids)
     assert placement.assignments["train"].grid == RankGrid(1, 8, 2)
@@ -56,9 +56,9 @@ def test_grids_are_those_of_the_calls_that_are_named() -> None:
     assert placement.assignments["reference"].grid == RankGrid(1, 1, 16)
 
 
-def test_ratios_lay_reference_and_reward_on_halves() -> None:
+def test_interleaving_places_reference_and_reward_on_halves() -> None:
     placement = placement_from_ratios(PPO, POOL_STRATEGIES["interleaving"], [8])
-    assert meshes_of(placement) == {
+    assert format_meshes(placement) == {
         "generate": "0-7",
         "train": "0-7",
         "value": "0-7",
@@ -68,7 +68,7 @@ def test_ratios_lay_reference_and_reward_on_halves() -> None:
     }
 
 
-def test_actor_and_critic_on_halves_too() -> None:
+def test_ratios_place_actor_and_critic_on_halves() -> None:
     half = dict.fromkeys(("policy", "generator", "critic", "value", "reference", "reward"), 0.5)
     placement = placement_from_ratios(PPO, [half], [16])
     assert (
@@ -82,7 +82,7 @@ def test_actor_and_critic_on_halves_too() -> None:
     assert not placement.overlaps("reference", "reward")
 
 
-def test_shadows_compute_apart_from_what_is_trained() -> None:
+def test_shadow_separates_forward_only_from_trained_roles() -> None:
     placement = placement_from_ratios(PPO, POOL_STRATEGIES["shadow"], [8, 8])
     assert (
         placement.assignments["generate"].mesh == placement.assignments["value"].mesh == Mesh(0, 8)
@@ -107,11 +107,11 @@ REAL_1X8 = {
 """ReaL's documented placement of PPO on one node."""
 
 
-def test_meshes_for_each_call_say_which_exclude_each_other() -> None:
+def test_meshes_per_call_determine_which_calls_overlap() -> None:
     placement = placement_from_meshes(REAL_1X8)
     placement.check_valid(PPO, Cluster.from_text("8xA100"))
-    together = [("value", "reward"), ("reward", "reference"), ("value", "reference")]
-    assert not any(placement.overlaps(*pair) for pair in together)
+    concurrent = [("value", "reward"), ("reward", "reference"), ("value", "reference")]
+    assert not any(placement.overlaps(*pair) for pair in concurrent)
     assert not placement.overlaps("train", "train_critic")
     assert all(placement.overlaps("generate", stage) for stage in REAL_1X8)
 
@@ -124,32 +124,38 @@ def test_meshes_for_each_call_say_which_exclude_each_other() -> None:
         placement_from_ratios(GRPO, [{"policy": 1}, {"generator": 1}], [4, 12]),
     ],
 )
-def test_what_is_written_as_json_is_read_again(placement: Placement) -> None:
+def test_placement_round_trips_through_json(placement: Placement) -> None:
     written = json.loads(json.dumps(placement.to_dict()))
     assert Placement.from_dict(written, place="plan.json") == placement
 
 
-def _grpo(**changes: tuple[str, str]) -> Placement:
+def make_grpo_placement(**changes: tuple[str, str]) -> Placement:
     return placement_from_meshes(
         {"generate": ("0-3", "1-1-4"), "train": ("4-7", "1-1-4"), **changes}
     )
 
 
 @pytest.mark.parametrize(
-    ("placement", "said"),
+    ("placement", "message"),
     [
-        (_grpo(train=("4-8", "1-1-5")), "placement.train: devices 4-8; the cluster has 8"),
-        (_grpo(train=("4-6", "1-1-3")), "placement.train: devices 4-6: a part of a node of 8"),
-        (_grpo(train=("4-7", "1-1-2")), "1-1-2 is 2 ranks; devices 4-7 are 4"),
-        (_grpo(prune=("4-7", "1-1-4")), "placement.prune: no such call"),
+        (
+            make_grpo_placement(train=("4-8", "1-1-5")),
+            "placement.train: devices 4-8; the cluster has 8",
+        ),
+        (
+            make_grpo_placement(train=("4-6", "1-1-3")),
+            "placement.train: devices 4-6: a part of a node of 8",
+        ),
+        (make_grpo_placement(train=("4-7", "1-1-2")), "1-1-2 is 2 ranks; devices 4-7 are 4"),
+        (make_grpo_placement(prune=("4-7", "1-1-4")), "placement.prune: no such call"),
         (placement_from_meshes({"train": ("0-3", "1-1-4")}), "placement.generate: missing"),
-        (_grpo().with_staleness(-1), "max_staleness=-1"),
+        (make_grpo_placement().with_staleness(-1), "max_staleness=-1"),
     ],
 )
-def test_what_cannot_be_is_refused_by_the_call(placement: Placement, said: str) -> None:
+def test_check_valid_names_the_invalid_call(placement: Placement, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         placement.check_valid(GRPO, Cluster.from_text("8xA100"))
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_tensor_parallelism_stays_within_a_node() -> None:
@@ -159,7 +165,7 @@ def test_tensor_parallelism_stays_within_a_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loose", "said"),
+    ("entries", "message"),
     [
         ({}, "plan.calls: missing"),
         ({"calls": {"train": {"devices": "0-3"}}}, "plan.calls.train.grid: missing"),
@@ -168,20 +174,20 @@ def test_tensor_parallelism_stays_within_a_node() -> None:
         ({"calls": {}, "stalenes": 1}, "plan.stalenes=1: unknown"),
     ],
 )
-def test_a_placement_that_is_written_wrong_is_refused_by_its_key(loose: dict, said: str) -> None:
+def test_from_dict_names_the_wrong_key(entries: dict, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        Placement.from_dict(loose, place="plan")
-    assert said in str(refused.value)
+        Placement.from_dict(entries, place="plan")
+    assert message in str(refused.value)
 
 
-def _sets(sets: list[list[str]], dataflow: Dataflow = PPO) -> Placement:
+def place_sets(sets: list[list[str]], dataflow: Dataflow = PPO) -> Placement:
     return placement_from_sets(dataflow, sets, [4] * len(sets))
 
 
-def test_sets_and_ratios_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match="policy is in 2 of them"):
-        _sets([["policy"], ["policy", "critic"]])
+def test_impossible_sets_and_ratios_are_refused() -> None:
+    with pytest.raises(ConfigError, match="policy is in 2 sets"):
+        place_sets([["policy"], ["policy", "critic"]])
     with pytest.raises(ConfigError, match="critic: the dataflow has policy, reward"):
-        _sets([["critic"]], GRPO)
+        place_sets([["critic"]], GRPO)
     with pytest.raises(ConfigError, match=r"ratio of reward: 0.3 of 8 devices"):
         placement_from_ratios(PPO, [{"reward": 0.3}], [8])

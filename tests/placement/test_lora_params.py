@@ -1,4 +1,4 @@
-"""How much of a model LoRA trains: by hand, and as the engine counts it."""
+"""Trained LoRA parameters, by hand and as the engine counts them."""
 
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from streamrl.placement.model_shapes import MODEL_SHAPES, load_model_shape
 from tests.toy import write_model
 
 
-def test_a_layer_has_a_pair_of_matrices_of_its_rank() -> None:
+def test_adapters_add_two_matrices_per_layer() -> None:
     llama = MODEL_SHAPES["llama-7b"]
-    # Query and value: 32 layers, twice 4096 in and out.
+    # Query and value projections of 32 layers, 4096 features in and out.
     assert add_lora_adapters(llama, 8, ["q_proj", "v_proj"]).adapter_params == 8 * 32 * 2 * (
         4096 + 4096
     )
@@ -24,7 +24,7 @@ def test_a_layer_has_a_pair_of_matrices_of_its_rank() -> None:
     assert add_lora_adapters(llama, 16, ["layers.0.mlp.up_proj"]).adapter_params == 16 * (
         4096 + 11008
     )
-    # A critic's head is trained whole.
+    # A critic's head is trained as a whole.
     assert (
         add_lora_adapters(llama.to_critic(), 16).adapter_params
         == 16 * 32 * (attention + mlp) + 4096
@@ -32,7 +32,7 @@ def test_a_layer_has_a_pair_of_matrices_of_its_rank() -> None:
     assert add_lora_adapters(add_lora_adapters(llama, 16), 0) == llama
 
 
-def test_experts_have_a_pair_each() -> None:
+def test_adapters_add_two_matrices_per_expert() -> None:
     moe = MODEL_SHAPES["qwen3-30b-a3b"]
     router = add_lora_adapters(moe, 4, ["gate"]).adapter_params
     assert router == 4 * moe.layers * (moe.hidden + moe.experts)
@@ -40,13 +40,15 @@ def test_experts_have_a_pair_each() -> None:
     assert down == 4 * moe.layers * moe.experts * (moe.hidden + moe.intermediate)
 
 
-def test_a_target_that_means_no_layer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="lora_targets: lm_head: no linear layer of llama-7b"):
+def test_target_that_matches_no_layer_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="lora_targets: lm_head: matches no linear layer of llama-7b"
+    ):
         add_lora_adapters(MODEL_SHAPES["llama-7b"], 8, ["q_proj", "lm_head"])
 
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"], ["layers.1.self_attn.k_proj"]])
-def test_as_many_are_trained_as_the_engine_trains(targets: list[str], tmp_path: Path) -> None:
+def test_adapter_params_equal_those_of_the_engine(targets: list[str], tmp_path: Path) -> None:
     write_model(tmp_path)
     config, shape = (
         TrainerConfig(lora_rank=4, lora_targets=targets),
@@ -55,5 +57,5 @@ def test_as_many_are_trained_as_the_engine_trains(targets: list[str], tmp_path: 
     policy = count_trained_params(load_skeleton(str(tmp_path)), config)
     assert add_lora_adapters(shape, 4, targets).adapter_params == policy
     critic = count_trained_params(load_value_skeleton(str(tmp_path)), config)
-    # But for the bias of its head, which shapes do not have.
+    # The skeleton's head has a bias, which shapes do not model.
     assert add_lora_adapters(shape.to_critic(), 4, targets).adapter_params == critic - 1

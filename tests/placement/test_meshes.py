@@ -1,4 +1,4 @@
-"""Which runs of devices are meshes."""
+"""Rules of device meshes."""
 
 import pytest
 
@@ -7,20 +7,20 @@ from streamrl.placement import Cluster, Mesh
 from streamrl.placement.meshes import iter_meshes, list_node_runs
 
 
-def test_all_meshes_of_two_nodes() -> None:
-    found = list(iter_meshes(Cluster.from_text("2x4xA100")))
-    assert found == [
+def test_iter_meshes_lists_all_meshes_of_two_nodes() -> None:
+    meshes = list(iter_meshes(Cluster.from_text("2x4xA100")))
+    assert meshes == [
         *(Mesh(at, 1) for at in range(8)),
         *(Mesh(at, 2) for at in (0, 2, 4, 6)),
         *(Mesh(0, 4), Mesh(4, 4), Mesh(0, 8)),
     ]
 
 
-def test_runs_of_n_nodes_are_n_times_n_plus_one_halves() -> None:
+def test_n_nodes_have_n_times_n_plus_one_halves_runs() -> None:
     assert len(list_node_runs(Cluster.from_text("16x8xA100"))) == 16 * 17 // 2
 
 
-def test_unlike_nodes_share_a_mesh_only_where_that_is_asked_for() -> None:
+def test_uniform_meshes_exclude_mixed_device_types() -> None:
     cluster = Cluster.from_text("4xA100,4xV100")
     assert Mesh(0, 8) not in set(iter_meshes(cluster))
     assert Mesh(0, 8) in set(iter_meshes(cluster, uniform=False))
@@ -28,7 +28,7 @@ def test_unlike_nodes_share_a_mesh_only_where_that_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("text", ["4xA100", "2x4xA100", "2x6xA100", "2x8xA100,4xV100,3x2xH100"])
-def test_every_mesh_that_is_listed_keeps_the_rules_and_no_other_does(text: str) -> None:
+def test_check_on_cluster_accepts_exactly_the_listed_meshes(text: str) -> None:
     cluster = Cluster.from_text(text)
     listed = set(iter_meshes(cluster, uniform=False))
     for first in range(cluster.num_devices):
@@ -41,18 +41,18 @@ def test_every_mesh_that_is_listed_keeps_the_rules_and_no_other_does(text: str) 
                     mesh.check_on_cluster(cluster, "here")
 
 
-def test_overlap_is_a_device_in_common() -> None:
-    for one in iter_meshes(Cluster.from_text("2x4xA100")):
+def test_overlap_means_a_common_device() -> None:
+    for mesh in iter_meshes(Cluster.from_text("2x4xA100")):
         for other in iter_meshes(Cluster.from_text("2x4xA100")):
-            assert one.overlaps(other) == bool(set(one.devices) & set(other.devices))
+            assert mesh.overlaps(other) == bool(set(mesh.devices) & set(other.devices))
 
 
 @pytest.mark.parametrize("text", ["0-7", "3", "8-15"])
-def test_a_mesh_is_written_as_its_first_and_last_device(text: str) -> None:
+def test_mesh_text_round_trips(text: str) -> None:
     assert str(Mesh.from_text(text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "7-0", "a", "-1", "1-2-3"])
-def test_what_is_no_mesh_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="must be a first and a last device"):
+def test_from_text_refuses_bad_text(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be the first and the last device"):
         Mesh.from_text(text)

@@ -1,4 +1,4 @@
-"""Sizes of models against what is published of them."""
+"""Model sizes against published sizes and transformers."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ from streamrl.resharding import NodeTopology, RankGrid, create_layout, plan_copi
         ("qwen3-30b-a3b", 30.532),
     ],
 )
-def test_parameters_are_as_many_as_the_published_models_have(name: str, billions: float) -> None:
+def test_parameter_counts_equal_published_ones(name: str, billions: float) -> None:
     assert load_model_shape(name).num_params / 1e9 == pytest.approx(billions, abs=0.0006)
 
 
@@ -47,18 +47,18 @@ def test_parameters_are_as_many_as_the_published_models_have(name: str, billions
         ("llama-34b", 196_608),
     ],
 )
-def test_keys_and_values_of_a_token(name: str, num_bytes: int) -> None:
+def test_kv_bytes_per_token(name: str, num_bytes: int) -> None:
     assert load_model_shape(name).kv_bytes_per_token() == num_bytes
 
 
-def test_of_many_experts_a_token_passes_few() -> None:
+def test_active_params_count_only_routed_experts() -> None:
     shape = load_model_shape("qwen3-30b-a3b")
     assert shape.active_matmul_params / 1e9 == pytest.approx(3.0, abs=0.1)
     assert load_model_shape("deepseek-v3").active_matmul_params / 1e9 == pytest.approx(37.5, abs=4)
 
 
 @pytest.mark.parametrize("name", list(MODEL_SHAPES))
-def test_tensors_that_resharding_moves_are_all_parameters(name: str) -> None:
+def test_model_spec_holds_all_parameters(name: str) -> None:
     shape = load_model_shape(name)
     if not shape.experts:
         assert shape.to_model_spec(1).num_bytes == shape.num_params
@@ -66,7 +66,7 @@ def test_tensors_that_resharding_moves_are_all_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-7b", "qwen2.5-0.5b", "llama-70b"])
-def test_a_critic_has_a_scalar_head(name: str) -> None:
+def test_critic_has_a_scalar_head(name: str) -> None:
     shape = load_model_shape(name)
     critic = shape.to_critic()
     head = 0 if shape.has_tied_embeddings else shape.vocab * shape.hidden
@@ -95,7 +95,7 @@ def test_a_critic_has_a_scalar_head(name: str) -> None:
         ),
     ],
 )
-def test_the_shape_of_a_directory_is_that_of_the_model_transformers_builds(
+def test_shape_of_a_directory_equals_the_model_of_transformers(
     settings: AutoConfig, tmp_path: Path
 ) -> None:
     settings.save_pretrained(tmp_path)
@@ -104,18 +104,18 @@ def test_the_shape_of_a_directory_is_that_of_the_model_transformers_builds(
     assert load_model_shape(str(tmp_path / "config.json")).num_params == model.num_parameters()
 
 
-def test_a_split_model_divides_among_its_ranks() -> None:
+def test_split_model_divides_among_its_ranks() -> None:
     model = load_model_shape("qwen2.5-0.5b").to_model_spec()
-    held = create_layout(model, RankGrid(1, 2, 1).assign_ranks())
+    trained = create_layout(model, RankGrid(1, 2, 1).assign_ranks())
     served = create_layout(model, RankGrid(1, 1, 2).assign_ranks())
-    report = plan_copies(held, served, NodeTopology(8)).report_bytes()
-    # What is split is halved; norms are whole everywhere.
+    report = plan_copies(trained, served, NodeTopology(8)).report_bytes()
+    # Split tensors are halved; norms are whole on every rank.
     norms = sum(s.num_bytes for s in model.tensors if s.split_dim is None)
     assert report.rank_bytes[0].received_bytes == (model.num_bytes - norms) // 2
 
 
-def test_what_is_no_model_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"llama-7c: no size of that name.*llama-7b"):
+def test_unknown_model_error_suggests_the_nearest_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"llama-7c: neither a known model name.*llama-7b"):
         load_model_shape("llama-7c")
     broken = tmp_path / "config.json"
     broken.write_text("{")
@@ -132,7 +132,7 @@ def test_what_is_no_model_is_refused_with_the_nearest_name(tmp_path: Path) -> No
 WIDTHS = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
 
 
-def test_of_a_multimodal_model_the_language_model_is_counted_and_it_says_so(
+def test_multimodal_config_counts_only_the_language_model(
     tmp_path: Path,
 ) -> None:
     vision = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -142,7 +142,7 @@ def test_of_a_multimodal_model_the_language_model_is_counted_and_it_says_so(
         vision_config=SiglipVisionConfig(**vision, num_attention_heads=4),
         tie_word_embeddings=False,
     )
-    # As a whole: sizes a text config has by default are left out when it is saved.
+    # Write the whole config: save_pretrained drops sizes that equal the text config's defaults.
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     model = LlavaForConditionalGeneration(config)
     language = model.model.language_model.num_parameters() + model.lm_head.weight.numel()
@@ -153,13 +153,13 @@ def test_of_a_multimodal_model_the_language_model_is_counted_and_it_says_so(
     )
 
 
-def test_towers_beside_sizes_are_told_too(tmp_path: Path) -> None:
+def test_shape_name_notes_uncounted_towers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**WIDTHS, "vision_config": {}}))
     assert "are not counted" in load_model_shape(str(tmp_path)).name
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"text_config": {}}, "text_config: hidden_size is missing; a config.json with a language"),
         ({**WIDTHS, "num_attention_heads": 0}, "heads=0: must be at least 1"),
@@ -170,9 +170,9 @@ def test_towers_beside_sizes_are_told_too(tmp_path: Path) -> None:
         ({**WIDTHS, "num_experts": 8, "first_k_dense_replace": 3}, "at most the 2 layers"),
     ],
 )
-def test_sizes_that_no_model_has_are_refused(
-    settings: dict[str, object], said: str, tmp_path: Path
+def test_impossible_sizes_are_refused(
+    settings: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_model_shape(str(tmp_path))

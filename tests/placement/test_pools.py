@@ -1,4 +1,4 @@
-"""Which slots each role has: strategies by name, by ratio and by sets of roles."""
+"""Slots of each role: by strategy name, by ratio and by sets of roles."""
 
 import pytest
 from hypothesis import given
@@ -14,12 +14,12 @@ from streamrl.placement.pools import FOLLOWED_ROLES, POOL_ROLES, RolePool, has_c
 PPO = {"generator": 2, "reference": 1, "reward": 1, "value": 1, "policy": 2, "critic": 2}
 
 
-def slots(pools, counts=PPO) -> dict[str, tuple[int, ...]]:
+def lay_out(pools, counts=PPO) -> dict[str, tuple[int, ...]]:
     return dict(lay_out_slots(pools, counts).slots)
 
 
-def test_colocated_roles_are_on_the_same_slots() -> None:
-    assert slots(POOL_STRATEGIES["colocated"]) == {
+def test_colocated_roles_share_slots() -> None:
+    assert lay_out(POOL_STRATEGIES["colocated"]) == {
         "generator": (0, 1),
         "reference": (0,),
         "reward": (0,),
@@ -29,55 +29,55 @@ def test_colocated_roles_are_on_the_same_slots() -> None:
     }
 
 
-def test_interleaving_has_reference_and_reward_side_by_side() -> None:
-    found = slots(POOL_STRATEGIES["interleaving"])
-    assert (found["reference"], found["reward"]) == ((0,), (1,))
-    assert found["policy"] == found["generator"] == found["critic"] == (0, 1)
-    # Two of each need a pool of four, of which they have a half each.
-    found = slots(POOL_STRATEGIES["interleaving"], {**PPO, "reference": 2, "reward": 2})
-    assert (found["reference"], found["reward"]) == ((0, 1), (2, 3))
+def test_interleaving_places_reference_and_reward_side_by_side() -> None:
+    by_role = lay_out(POOL_STRATEGIES["interleaving"])
+    assert (by_role["reference"], by_role["reward"]) == ((0,), (1,))
+    assert by_role["policy"] == by_role["generator"] == by_role["critic"] == (0, 1)
+    # Two of each need a pool of four, half of it for each.
+    by_role = lay_out(POOL_STRATEGIES["interleaving"], {**PPO, "reference": 2, "reward": 2})
+    assert (by_role["reference"], by_role["reward"]) == ((0, 1), (2, 3))
 
 
-def test_split_has_actor_and_critic_side_by_side() -> None:
-    found = slots(POOL_STRATEGIES["split"])
-    assert found["policy"] == found["generator"] == (0, 1)
-    assert found["critic"] == (2, 3)
-    assert (found["reference"], found["value"], found["reward"]) == ((0,), (2,), (2,))
+def test_split_places_actor_and_critic_on_separate_slots() -> None:
+    by_role = lay_out(POOL_STRATEGIES["split"])
+    assert by_role["policy"] == by_role["generator"] == (0, 1)
+    assert by_role["critic"] == (2, 3)
+    assert (by_role["reference"], by_role["value"], by_role["reward"]) == ((0,), (2,), (2,))
 
 
-def test_shadows_are_apart_from_what_is_trained() -> None:
-    found = slots(POOL_STRATEGIES["shadow"])
-    assert found["policy"] == found["critic"] == (2, 3)
-    assert found["generator"] == (0, 1)
-    assert found["value"] == found["reference"] == found["reward"] == (0,)
+def test_shadow_separates_forward_only_from_trained_roles() -> None:
+    by_role = lay_out(POOL_STRATEGIES["shadow"])
+    assert by_role["policy"] == by_role["critic"] == (2, 3)
+    assert by_role["generator"] == (0, 1)
+    assert by_role["value"] == by_role["reference"] == by_role["reward"] == (0,)
     assert not has_colocated_actor(POOL_STRATEGIES["shadow"])
 
 
-def test_a_role_in_no_pool_has_slots_of_its_own() -> None:
-    found = slots([{"policy": 1, "generator": 1}])
-    assert found["policy"] == found["generator"] == (0, 1)
-    alone = [found[role] for role in ("reference", "reward", "value", "critic")]
-    assert sorted(slot for each in alone for slot in each) == [2, 3, 4, 5, 6]
+def test_role_outside_all_pools_has_its_own_slots() -> None:
+    by_role = lay_out([{"policy": 1, "generator": 1}])
+    assert by_role["policy"] == by_role["generator"] == (0, 1)
+    own_slots = [by_role[role] for role in ("reference", "reward", "value", "critic")]
+    assert sorted(slot for role_slots in own_slots for slot in role_slots) == [2, 3, 4, 5, 6]
 
 
-def test_without_pools_every_actor_has_a_slot_of_its_own() -> None:
+def test_every_actor_has_its_own_slot_without_pools() -> None:
     placement = lay_out_slots((), PPO)
     assert placement.num_slots == sum(PPO.values())
     assert all(len(placement.list_roles(slot)) == 1 for slot in range(placement.num_slots))
 
 
-def test_a_placement_is_told_in_one_line() -> None:
+def test_describe_lists_slots_in_one_line() -> None:
     counts = {"policy": 2, "generator": 2, "reference": 1, "reward": 1}
     pools: list[RolePool] = [{"policy": 1, "generator": 1}, {"reference": 0.5, "reward": 0.5}]
-    told = "slots: 0 to 1 for policy, generator; 2 for reference; 3 for reward"
-    assert lay_out_slots(pools, counts).describe() == told
+    line = "slots: 0 to 1 for policy, generator; 2 for reference; 3 for reward"
+    assert lay_out_slots(pools, counts).describe() == line
     assert lay_out_slots(
         [{"reward": 0.5}, {"policy": 1}], {"reward": 1, "policy": 1}
     ).describe() == ("slots: 0 for reward; 1 for policy")
 
 
 @pytest.mark.parametrize("name", POOL_STRATEGIES)
-def test_every_strategy_has_a_part_for_every_role(name: str) -> None:
+def test_every_strategy_covers_every_role(name: str) -> None:
     assert sorted(role for pool in POOL_STRATEGIES[name] for role in pool) == sorted(POOL_ROLES)
 
 
@@ -95,24 +95,24 @@ POOLS = st.lists(st.sampled_from(POOL_ROLES), unique=True, max_size=len(POOL_ROL
 
 
 @given(POOLS, st.dictionaries(st.sampled_from(POOL_ROLES), st.integers(1, 9), min_size=1))
-def test_every_actor_has_one_slot_of_its_roles_pool(drawn, counts) -> None:
+def test_every_actor_has_one_slot_in_its_pool(drawn, counts) -> None:
     pools: list[dict[str, float]] = [{}, {}, {}]
-    for role, pool, part in zip(*drawn, strict=True):
-        pools[pool][role] = part
+    for role, pool, fraction in zip(*drawn, strict=True):
+        pools[pool][role] = fraction
     placement = lay_out_slots(pools, counts)
-    assert {role: len(set(each)) for role, each in placement.slots.items()} == counts
-    homes = {role: i for i, pool in enumerate(pools) for role in pool}
+    assert {role: len(set(role_slots)) for role, role_slots in placement.slots.items()} == counts
+    pool_by_role = {role: i for i, pool in enumerate(pools) for role in pool}
     for slot in range(placement.num_slots):
-        there = placement.list_roles(slot)
-        assert there
-        # Who shares a slot is in one pool; whoever is in none is alone.
-        assert len({homes.get(role, role) for role in there}) <= 1
-    _no_two_parts_overlap_before_the_pool_is_full(pools, placement)
+        roles = placement.list_roles(slot)
+        assert roles
+        # Roles on one slot belong to one pool; a role outside all pools has its own slots.
+        assert len({pool_by_role.get(role, role) for role in roles}) <= 1
+    check_parts_are_disjoint_until_the_pool_is_full(pools, placement)
 
 
-def _no_two_parts_overlap_before_the_pool_is_full(pools, placement: SlotMap) -> None:
+def check_parts_are_disjoint_until_the_pool_is_full(pools, placement: SlotMap) -> None:
     for pool in pools:
-        # Partners have one part together.
+        # A follower and its leader occupy one part.
         parts: dict[tuple[str, float], set[int]] = {}
         for role in pool.keys() & placement.slots.keys():
             if pool[role] < 1:
@@ -122,15 +122,15 @@ def _no_two_parts_overlap_before_the_pool_is_full(pools, placement: SlotMap) -> 
             assert sum(map(len, parts.values())) == len(set().union(*parts.values()))
 
 
-def config_of(*, algorithm: str = "ppo", **placement) -> RunConfig:
-    loose = {
+def make_config(*, algorithm: str = "ppo", **placement) -> RunConfig:
+    settings = {
         "model": {"path": "model"},
         "data": {"train": "rows.jsonl"},
         "rewards": [{"kind": "exact"}],
         "algorithm": {"name": algorithm, "kl_coef": 0.1},
         "placement": placement,
     }
-    return parse_settings(OmegaConf.create(loose), place="test")
+    return parse_settings(OmegaConf.create(settings), place="test")
 
 
 @pytest.mark.parametrize(
@@ -143,18 +143,18 @@ def config_of(*, algorithm: str = "ppo", **placement) -> RunConfig:
         ("shadow", False, 2),
     ],
 )
-def test_a_mode_says_how_many_slots_a_run_needs(mode: str, hybrid: bool, size: int) -> None:
-    config = config_of(mode=mode)
+def test_mode_determines_the_number_of_slots(mode: str, hybrid: bool, size: int) -> None:
+    config = make_config(mode=mode)
     assert config.placement.is_hybrid is hybrid
     assert assign_slots(config).num_slots == size
 
 
-def test_a_run_of_one_process_per_rank_has_as_many_generators_as_ranks() -> None:
-    config = config_of(mode="colocated")
+def test_colocated_run_has_one_generator_per_rank() -> None:
+    config = make_config(mode="colocated")
     config.trainer.world_size = 3
     assert assign_slots(config).slots["generator"] == (0, 1, 2)
-    apart = config_of(mode="mixed", pools=[{"policy": 1.0}, {"generator": 0.5}])
-    assert not apart.placement.is_hybrid
+    separate = make_config(mode="mixed", pools=[{"policy": 1.0}, {"generator": 0.5}])
+    assert not separate.placement.is_hybrid
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_run_of_one_process_per_rank_has_as_many_generators_as_ranks() -> None
     [
         ({"mode": "mixed"}, r"placement.mode=mixed: needs placement.pools"),
         ({"mode": "mixed", "pools": [{}]}, r"placement.mode=mixed: needs placement.pools"),
-        ({"pools": [{"policy": 1}]}, "goes with placement.mode=mixed, not auto"),
+        ({"pools": [{"policy": 1}]}, "has no effect with placement.mode=auto"),
         (
             {"mode": "mixed", "pools": [{"actor": 1}]},
             r"placement.pools\[0\].actor=1: must be one of policy, generator",
@@ -177,7 +177,7 @@ def test_a_run_of_one_process_per_rank_has_as_many_generators_as_ranks() -> None
         ),
         (
             {"mode": "mixed", "pools": [{"policy": 1}, {"policy": 0.5}]},
-            "placement.pools: policy is in 2 of them",
+            "placement.pools: policy is in 2 pools",
         ),
         (
             {"mode": "mixed", "pools": [{"policy": 1, "cost": 1}]},
@@ -185,6 +185,6 @@ def test_a_run_of_one_process_per_rank_has_as_many_generators_as_ranks() -> None
         ),
     ],
 )
-def test_pools_that_cannot_be_are_refused(placement: dict, message: str) -> None:
+def test_impossible_pools_are_refused(placement: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        config_of(**placement)
+        make_config(**placement)

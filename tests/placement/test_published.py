@@ -1,4 +1,4 @@
-"""What others published of their runs, and what the planner says of them."""
+"""Published figures of other systems against the planner's predictions."""
 
 from pathlib import Path
 
@@ -20,10 +20,10 @@ from benchmarks.published.rows import Row, summary
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner_published.md"
 SEARCHES = ("real",)
-"""Sources whose points take longer than a test may."""
+"""Sources whose points take too long for a test."""
 
 
-def test_the_best_tensor_parallelism_is_hybridflows() -> None:
+def test_best_tensor_parallelism_equals_hybridflow() -> None:
     for point in FIG_15:
         seconds = hybridflow.generation_s(point.model)
         assert min(seconds, key=seconds.__getitem__) == point.best
@@ -39,53 +39,53 @@ def test_the_best_tensor_parallelism_is_hybridflows() -> None:
         if point not in (("llama-13b", 128), ("llama-34b", 64))
     ],
 )
-def test_the_best_placement_is_hybridflows(model: str, devices: int) -> None:
-    found = hybridflow.best_families(hybridflow.families_of(model), devices)
-    assert min(found, key=lambda name: found[name].step_s) == FIG_12[model, devices]
+def test_best_placement_equals_hybridflow(model: str, devices: int) -> None:
+    estimates = hybridflow.best_families(hybridflow.families_of(model), devices)
+    assert min(estimates, key=lambda name: estimates[name].step_s) == FIG_12[model, devices]
 
 
 @pytest.mark.parametrize("point", FIG_14, ids=lambda point: point.model)
-def test_a_transition_moves_the_bytes_of_table_2(point: Transition) -> None:
+def test_transition_moves_the_bytes_of_table_2(point: Transition) -> None:
     for formula, planned in hybridflow.transition(point).values():
         assert planned == pytest.approx(formula, rel=0.1)
 
 
-def test_larger_batches_and_halves_for_reference_and_reward_pay_at_7b() -> None:
+def test_interleaving_with_larger_batches_pays_at_7b() -> None:
     for gpus in (8, 16, 32):
-        found = {
+        throughput = {
             point.strategy: flexrlhf.samples_per_s(point)
             for point in FLEX
             if (point.model, point.gpus) == ("llama-7b", gpus)
         }
-        assert found["interleaved-1"] > 1.05 * found["colocated"]
+        assert throughput["interleaved-1"] > 1.05 * throughput["colocated"]
 
 
-def test_four_models_of_65b_do_not_fit_eight_devices() -> None:
+def test_flexrlhf_points_fit_as_printed() -> None:
     for point in FLEX:
         fits = flexrlhf.samples_per_s(point) > 0
         assert fits == (point.samples_per_s > 0), point
 
 
 @pytest.mark.parametrize("model", ["llama-33b", "llama-65b"])
-def test_interleaving_actor_and_critic_pays_where_layers_are_gathered(model: str) -> None:
-    found = {
+def test_interleaving_actor_and_critic_pays_for_gathered_models(model: str) -> None:
+    throughput = {
         point.strategy: flexrlhf.samples_per_s(point)
         for point in FLEX
         if (point.model, point.gpus) == (model, 16)
     }
-    assert found["interleaved-2"] > found["colocated"]
+    assert throughput["interleaved-2"] > throughput["colocated"]
 
 
-def test_shadows_make_several_times_as_many_samples() -> None:
-    found = {
+def test_shadows_multiply_the_throughput() -> None:
+    throughput = {
         point.strategy: flexrlhf.samples_per_s(point)
         for point in FLEX
         if (point.model, point.gpus) == ("llama-33b", 32)
     }
-    assert found["disaggregated"] > 4 * found["colocated"]
+    assert throughput["disaggregated"] > 4 * throughput["colocated"]
 
 
-def test_asynchrony_loses_on_few_devices_where_training_takes_most() -> None:
+def test_asynchrony_loses_on_few_devices() -> None:
     runs = {run.ahead: nemo.step_s(run) for run in NEMO if run.gpus == 16}
     assert runs[1] > runs[0]
     for gpus in (32, 512):
@@ -93,15 +93,15 @@ def test_asynchrony_loses_on_few_devices_where_training_takes_most() -> None:
         assert runs[1] < runs[0]
 
 
-def test_asynchronous_steps_on_h100_are_nemos() -> None:
+def test_asynchronous_steps_on_h100_equal_nemo() -> None:
     for run in NEMO:
         if run.ahead and run.device == "H100":
-            # 235B is off by 15.1 %: a miss in the page.
-            off = 0.155 if "235b" in run.model else 0.15
-            assert nemo.step_s(run) == pytest.approx(run.step_s, rel=off)
+            # 235B is off by 15.1 %, listed as a miss on the page.
+            tolerance = 0.155 if "235b" in run.model else 0.15
+            assert nemo.step_s(run) == pytest.approx(run.step_s, rel=tolerance)
 
 
-def test_asynchronous_steps_are_verls() -> None:
+def test_asynchronous_steps_equal_verl() -> None:
     for run in VERL:
         if run.generate:
             assert verl.step_s(run) == pytest.approx(run.step_s, rel=0.15)
@@ -115,22 +115,22 @@ def test_asynchronous_steps_are_verls() -> None:
         if name not in SEARCHES
     ],
 )
-def test_the_page_has_what_the_benchmark_prints(name: str) -> None:
+def test_page_holds_the_tables_of_the_benchmark(name: str) -> None:
     printed = markdown(name, list(SOURCES[name]()))
     assert printed in PAGE.read_text(), (
         "python -m benchmarks.published --into docs/planner_published.md"
     )
 
 
-def test_the_page_has_a_row_for_every_search() -> None:
+def test_page_has_a_row_for_every_search() -> None:
     page = PAGE.read_text()
     for (scale, length), pairs in REAL_PFLOPS.items():
         lines = [line for line in page.splitlines() if f"| {scale} of llama-" in line]
-        told = [line for line in lines if f", {length} tokens," in line and "gain" in line]
-        assert len(told) == len(pairs)
+        rows = [line for line in lines if f", {length} tokens," in line and "gain" in line]
+        assert len(rows) == len(pairs)
 
 
-def test_a_row_hits_within_15_percent_or_with_the_same_word() -> None:
+def test_row_hits_within_15_percent_or_with_the_same_decision() -> None:
     rows = [
         Row("a", "", "", "", 100.0, 114.0),
         Row("a", "", "", "", 100.0, 84.0),

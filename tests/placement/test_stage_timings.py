@@ -1,4 +1,4 @@
-"""One decode step, and sums over many of them."""
+"""Time of a decode step, and sums over many."""
 
 from dataclasses import replace
 
@@ -13,10 +13,10 @@ TIMING = GeneratorTiming(1, 8, 1e6, 1.0, 0.5, 2.2, 0.25, 0.125, 0.0)
 COEFFICIENTS = st.floats(0.0, 1.0)
 
 
-def test_a_decode_step_is_bound_by_reading_or_by_computing() -> None:
-    # Two rollouts with 4 tokens: reading takes 1 + 0.5 * 4 = 3 s, computing 2.2 * 2 = 4.4 s.
+def test_decode_step_is_memory_or_compute_bound() -> None:
+    # Two rollouts with 4 tokens: memory takes 1 + 0.5 * 4 = 3 s, compute 2.2 * 2 = 4.4 s.
     assert TIMING.decode_step_s(2, 4) == pytest.approx(4.4 + 0.25 + 2 * 0.125)
-    # With 9 tokens reading takes 5.5 s.
+    # With 9 tokens memory takes 5.5 s.
     assert TIMING.decode_step_s(2, 9) == pytest.approx(5.5 + 0.25 + 2 * 0.125)
 
 
@@ -28,18 +28,18 @@ def test_a_decode_step_is_bound_by_reading_or_by_computing() -> None:
     st.integers(0, 99),
     st.integers(0, 40),
 )
-def test_sums_over_steps_are_those_of_each_step(
+def test_sums_over_decode_steps_equal_single_steps(
     weights_s: float, kv_token_s: float, compute_s: float, running: int, tokens: int, steps: int
 ) -> None:
     timing = replace(
         TIMING, weights_s=weights_s, kv_token_s=kv_token_s, compute_rollout_s=compute_s
     )
     resident = tokens + running * np.arange(steps)
-    each = [timing.decode_step_s(running, held) for held in resident.tolist()]
-    assert timing.decode_steps_s(np.full(steps, running), resident) == pytest.approx(each)
-    assert timing.decode_run_s(running, tokens, steps) == pytest.approx(sum(each))
+    step_times = [timing.decode_step_s(running, num_tokens) for num_tokens in resident.tolist()]
+    assert timing.decode_steps_s(np.full(steps, running), resident) == pytest.approx(step_times)
+    assert timing.decode_run_s(running, tokens, steps) == pytest.approx(sum(step_times))
     read = replace(timing, compute_rollout_s=0.0)
-    most = read.memory_bound_s(np.array(steps), np.array(steps * running), resident.sum())
-    assert most == pytest.approx(
-        sum(read.decode_step_s(running, held) for held in resident.tolist())
+    memory_bound = read.memory_bound_s(np.array(steps), np.array(steps * running), resident.sum())
+    assert memory_bound == pytest.approx(
+        sum(read.decode_step_s(running, num_tokens) for num_tokens in resident.tolist())
     )

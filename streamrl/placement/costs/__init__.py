@@ -1,4 +1,4 @@
-"""What calls cost: seconds and bytes, from shapes, devices and constants. Pure."""
+"""Cost model: seconds and bytes of a placement from shapes, devices and constants."""
 
 from streamrl.placement.costs.constants import CPU_CONSTANTS, CostConstants
 from streamrl.placement.costs.cost_model import CostModel

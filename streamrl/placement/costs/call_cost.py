@@ -1,4 +1,4 @@
-"""One call's work on its devices: what all of its costs are computed from."""
+"""Cost factors of a call on its devices; generate, score and train timings build on them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,14 +13,14 @@ from streamrl.placement.placements import CallAssignment
 from streamrl.placement.workload import Workload
 
 ALL_REDUCES_PER_LAYER = 2
-"""Forward, tensor-parallel ranks sum once behind attention and once behind the MLP."""
+"""Tensor-parallel all-reduces of a layer's forward pass: after attention and after the MLP."""
 EXPERT_ALL_TO_ALLS = 2
-"""Forward, expert-parallel ranks send tokens to their experts, and back."""
+"""Expert-parallel all-to-alls of a layer's forward pass: dispatch and combine."""
 
 
 @dataclass(frozen=True)
 class CallCost:
-    """A model of this shape on these devices, at a step's work."""
+    """Cost factors of a model of this shape on these devices, for the workload of a step."""
 
     shape: ModelShape
     assignment: CallAssignment
@@ -30,40 +30,35 @@ class CallCost:
 
     @property
     def pp_size(self) -> int:
-        """Pipeline stages."""
         return self.assignment.grid.pp_size
 
     @property
     def tp_size(self) -> int:
-        """Tensor-parallel ranks."""
         return self.assignment.grid.tp_size
 
     @property
     def dp_size(self) -> int:
-        """Replicas of the model."""
         return self.assignment.grid.dp_size
 
     @cached_property
     def slowest_device(self) -> DeviceSpec:
-        """The slowest of its devices."""
         return self.assignment.mesh.find_slowest_device(self.cluster)
 
     @cached_property
     def memory_bytes_per_s(self) -> float:
-        """Of the device with least."""
+        """Memory bandwidth of the slowest device."""
         groups = self.assignment.mesh.find_node_groups(self.cluster)
         return min(group.device.memory_bytes_per_s for group in groups)
 
     @cached_property
     def host_byte_s(self) -> float:
-        """To move a byte to or from the host, of the device with the slowest link."""
+        """Seconds per byte between device and host, over the slowest link."""
         groups = self.assignment.mesh.find_node_groups(self.cluster)
         slowest = min(group.device.host_bytes_per_s for group in groups)
         return 1 / (slowest * self.constants.host_fraction)
 
     @cached_property
     def parallel_groups(self) -> ParallelGroups:
-        """Who communicates with whom."""
         assignment = self.assignment
         return build_parallel_groups(
             self.cluster, assignment.mesh, assignment.grid, self.constants, assignment.ep_size
@@ -71,67 +66,68 @@ class CallCost:
 
     @property
     def ep_size(self) -> int:
-        """Ranks that share out the experts of a layer."""
         return self.assignment.ep_size
 
     def compute_s(self, flops: float, fraction: float) -> float:
-        """A token's FLOP, forward, on a whole replica whose devices reach this part.
+        """Return seconds of a token's forward FLOPs on a whole replica.
 
-        Of experts, every replica computes as much as its own tokens need, wherever they are.
+        `fraction` is the achieved fraction of peak FLOP/s for wide matrices. Wherever experts live,
+        every replica computes as many expert FLOPs as its own tokens need.
         """
         routed = routed_flops(self.shape)
         constants, shape = self.constants, self.shape
-        whole = self.slowest_device.flops_per_s * self.pp_size * self.tp_size
-        plain = achieved_fraction(fraction, shape.hidden / self.tp_size, constants)
-        narrow = achieved_fraction(fraction, self._expert_width, constants)
-        return (flops - routed) / (whole * plain) + routed / (whole * narrow)
+        peak_flops_per_s = self.slowest_device.flops_per_s * self.pp_size * self.tp_size
+        dense_fraction = achieved_fraction(fraction, shape.hidden / self.tp_size, constants)
+        expert_fraction = achieved_fraction(fraction, self._expert_width, constants)
+        return (flops - routed) / (peak_flops_per_s * dense_fraction) + routed / (
+            peak_flops_per_s * expert_fraction
+        )
 
     @property
     def _expert_width(self) -> float:
-        """Of the narrowest matrix that tokens are multiplied with in an expert."""
+        """Width of the narrowest matrix in an expert's products."""
         width = min(self.shape.hidden, self.shape.intermediate)
         return width if self.ep_size > 1 else width / self.tp_size
 
     @property
     def forward_token_flops(self) -> float:
-        """Of a token of a rollout, forward."""
+        """Forward FLOPs of a token of a rollout."""
         return token_flops(self.shape, self.workload.rollout_tokens)
 
     @property
     def device_params(self) -> int:
-        """Of the fullest device, were nothing shared out among replicas."""
+        """Parameters of the fullest device before any ZeRO sharding."""
         return max_stage_params(self.shape, self.pp_size, self.tp_size, self.ep_size)
 
     @property
     def trained_params(self) -> float:
-        """Of those, what is trained: adapters are split as the model is."""
+        """Trained part of `device_params`; adapters are split like the model."""
         return self.device_params * self.shape.trained_fraction
 
     @property
     def sharded_params(self) -> float:
-        """Of the fullest device, where all that hold the same share it out."""
+        """Parameters of the fullest device when all holders of a parameter shard it (ZeRO)."""
         routed = self.shape.routed_params / self.pp_size / self.ep_size if self.ep_size > 1 else 0.0
         holders = self.tp_size * self.dp_size / self.ep_size
         return (self.device_params - routed) / self.dp_size + routed / holders
 
     @property
     def moe_layers(self) -> float:
-        """Layers with experts in a stage."""
+        """Expert layers per pipeline stage."""
         return self.shape.moe_layers / self.pp_size
 
     @property
     def all_reduces_per_layer(self) -> float:
-        """How often tensor-parallel ranks sum in a layer, forward: behind attention and behind the
-        MLP; not behind experts that are whole on their ranks.
-        """
-        parted = self.shape.moe_layers / self.shape.layers if self.ep_size > 1 else 0.0
-        return ALL_REDUCES_PER_LAYER - parted
+        """All-reduces per layer of a forward pass; whole experts need none behind the MLP."""
+        expert_layers = self.shape.moe_layers / self.shape.layers if self.ep_size > 1 else 0.0
+        return ALL_REDUCES_PER_LAYER - expert_layers
 
     @property
     def expert_token_s(self) -> float:
-        """To send a token to its experts and back, in all layers of a stage.
+        """Seconds of all-to-alls per token, over all layers of a stage.
 
-        A copy goes to each expert, of which tensor-parallel ranks send a part each.
+        A copy of the token goes to each of its experts; each tensor-parallel rank sends a part of
+        the copy.
         """
         copies = self.shape.experts_per_token * self.hidden_bytes / self.tp_size
         return (
@@ -143,9 +139,11 @@ class CallCost:
 
     @property
     def expert_overhead_s(self) -> float:
-        """To begin to, in all layers of a stage; and what experts take however few tokens come.
+        """Seconds of expert layers that do not depend on the number of tokens.
 
-        The host sorts tokens; products are of whole blocks of rows, the last half empty.
+        They are the latency of all-to-alls, the host's sorting of tokens, and padding: grouped
+        GEMMs compute whole blocks of rows, and the last block of an expert is half empty on
+        average.
         """
         exchanges = EXPERT_ALL_TO_ALLS * self.parallel_groups.expert.all_to_all_latency_s
         return self.moe_layers * (
@@ -157,39 +155,42 @@ class CallCost:
         constants, shape = self.constants, self.shape
         if not shape.experts:
             return 0.0
-        part = achieved_fraction(constants.forward_flops_fraction, self._expert_width, constants)
+        fraction = achieved_fraction(
+            constants.forward_flops_fraction, self._expert_width, constants
+        )
         rows = shape.experts * constants.expert_rows / 2
         split = self.ep_size if self.ep_size > 1 else self.tp_size
-        return 2 * rows * shape.expert_params / split / (self.slowest_device.flops_per_s * part)
+        return 2 * rows * shape.expert_params / split / (self.slowest_device.flops_per_s * fraction)
 
     @property
     def hidden_bytes(self) -> int:
-        """Of a token's activations between layers."""
+        """Bytes of a token's activations between layers."""
         return self.shape.hidden * BF16_BYTES
 
     @property
     def all_reduce_token_s(self) -> float:
-        """To sum a token's activations over tensor-parallel ranks once in each layer of a stage."""
+        """Seconds per token of an all-reduce in every layer of a stage."""
         layers = self.shape.layers / self.pp_size
         return layers * self.hidden_bytes * self.parallel_groups.tensor.all_reduce_byte_s
 
     @property
     def all_reduce_latency_s(self) -> float:
-        """To begin to, once in each layer of a stage."""
+        """Latency of an all-reduce in each layer of a stage."""
         return self.shape.layers / self.pp_size * self.parallel_groups.tensor.all_reduce_latency_s
 
     @property
     def send_token_s(self) -> float:
-        """To pass a token's activations on to the next stage."""
+        """Seconds per token to send activations to the next stage."""
         return self.hidden_bytes * self.parallel_groups.pipeline.send_byte_s
 
     def count_micro_batches(self, fewest: int, rollouts: float) -> int:
-        """Micro-batches that so many rollouts are divided into: at least the fewest."""
+        """Return into how many micro-batches a pipeline splits its rollouts, at least `fewest`."""
         if self.pp_size == 1:
             return fewest
-        wanted = min(self.pp_size * self.constants.stage_micro_batches, int(rollouts))
-        return max(fewest, wanted)
+        target = min(self.pp_size * self.constants.stage_micro_batches, int(rollouts))
+        return max(fewest, target)
 
     def bubble_factor(self, micro_batches: float) -> float:
-        """How much longer a pipeline takes for so many in a row than they alone would take it."""
+        """Return the slowdown by pipeline bubbles with so many micro-batches in a row."""
+        # A pipeline of p stages takes m + p - 1 slots for m micro-batches.
         return 1 + (self.pp_size - 1) / max(1.0, micro_batches)

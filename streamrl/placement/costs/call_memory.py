@@ -1,4 +1,4 @@
-"""Bytes of one device that a call holds: always, and while it computes."""
+"""Bytes per device that a call holds: permanently, and while it computes."""
 
 import math
 from dataclasses import dataclass
@@ -17,129 +17,128 @@ from streamrl.placement.costs.train import (
 from streamrl.placement.problem import CallMemory
 
 GATHERED_LAYERS = 2
-"""Of ZeRO stage 3: one computes while the next comes."""
+"""With ZeRO stage 3, one layer computes while the next is gathered."""
 KV_BLOCK_TOKENS = 128
-"""Tokens of which vLLM keeps keys and values together: so many on a CPU, fewer on a GPU."""
+"""KV cache block of vLLM on a CPU; blocks on a GPU are smaller."""
 
 
 @dataclass(frozen=True)
 class TrainStateBytes:
-    """Of what is trained, bytes of a device: weights, gradients, and what the optimizer has."""
+    """Bytes per device of a trained model: weights, gradients, optimizer state."""
 
     weights: float
     gradients: float
     optimizer: float
 
     @classmethod
-    def from_call_cost(cls, work: CallCost) -> "TrainStateBytes":
-        """With what the replicas share out."""
-        constants, stage = work.constants, work.assignment.zero_stage
-        part = work.shape.trained_fraction
+    def from_call_cost(cls, cost: CallCost) -> "TrainStateBytes":
+        """Compute the bytes after ZeRO sharding."""
+        constants, stage = cost.constants, cost.assignment.zero_stage
+        trained_fraction = cost.shape.trained_fraction
 
         def share(num_bytes: float, from_stage: int) -> float:
-            return num_bytes * (work.sharded_params if stage >= from_stage else work.device_params)
+            return num_bytes * (cost.sharded_params if stage >= from_stage else cost.device_params)
 
-        # Adapters lie beside the weights that are frozen.
-        held = 1 + part if work.shape.adapter_params else 1
+        # Adapters are held beside the frozen weights.
+        copies = 1 + trained_fraction if cost.shape.adapter_params else 1
         return cls(
-            share(constants.weight_bytes * held, SHARDS_PARAMETERS),
-            share(constants.gradient_bytes * part, SHARDS_GRADIENTS),
-            share(constants.optimizer_bytes * part, SHARDS_OPTIMIZER),
+            share(constants.weight_bytes * copies, SHARDS_PARAMETERS),
+            share(constants.gradient_bytes * trained_fraction, SHARDS_GRADIENTS),
+            share(constants.optimizer_bytes * trained_fraction, SHARDS_OPTIMIZER),
         )
 
     @property
     def total_bytes(self) -> float:
-        """All of it."""
         return self.weights + self.gradients + self.optimizer
 
     def offloaded_bytes(self, constants: CostConstants) -> float:
-        """What is on the host while it rests."""
+        """Return bytes on the host while the call is idle."""
         optimizer = self.optimizer if constants.offloads_optimizer else 0.0
         return optimizer + (self.weights if constants.offloads_weights else 0.0)
 
     def resident_bytes(self, constants: CostConstants) -> float:
-        """What stays on the device."""
+        """Return bytes on the device while the call is idle."""
         gradients = self.gradients if constants.offloads_weights else 0.0
         return self.total_bytes - gradients - self.offloaded_bytes(constants)
 
 
-def train_memory(work: CallCost, *, rests: bool = False) -> CallMemory:
-    """Weights, gradients and the optimizer's state; and a micro-batch's activations.
+def train_memory(cost: CallCost, *, offload_idle: bool = False) -> CallMemory:
+    """Return memory of training: state, and the activations of micro-batches in flight.
 
-    rests: whether others have the devices in turn, so that some of it may be on the host.
+    offload_idle: other calls share the devices in turn, so part of the state may move to the host.
     """
-    state = TrainStateBytes.from_call_cost(work)
-    kept = state.resident_bytes(work.constants) if rests else state.total_bytes
-    active = _activation_bytes(work) + state.total_bytes - kept
-    if work.assignment.zero_stage >= SHARDS_PARAMETERS and work.dp_size > 1:
-        layer = work.device_params * work.pp_size / work.shape.layers
-        active += GATHERED_LAYERS * layer * work.constants.weight_bytes
-    return CallMemory(kept, active)
+    state = TrainStateBytes.from_call_cost(cost)
+    resident = state.resident_bytes(cost.constants) if offload_idle else state.total_bytes
+    active = _activation_bytes(cost) + state.total_bytes - resident
+    if cost.assignment.zero_stage >= SHARDS_PARAMETERS and cost.dp_size > 1:
+        layer = cost.device_params * cost.pp_size / cost.shape.layers
+        active += GATHERED_LAYERS * layer * cost.constants.weight_bytes
+    return CallMemory(resident, active)
 
 
-def _activation_bytes(work: CallCost) -> float:
-    """Of as many micro-batches as are in the first of the pipeline's stages, and one's logits."""
-    constants, shape = work.constants, work.shape
-    each, tokens = num_micro_batches(work), max_train_tokens(work)
-    layers = shape.layers / work.pp_size * min(work.pp_size, each)
+def _activation_bytes(cost: CallCost) -> float:
+    """Return bytes of the micro-batches in flight in the first pipeline stage, and one's logits."""
+    constants, shape = cost.constants, cost.shape
+    micro_batches, tokens = num_micro_batches(cost), max_train_tokens(cost)
+    layers = shape.layers / cost.pp_size * min(cost.pp_size, micro_batches)
     width = tokens * shape.hidden
-    layer = width * constants.activation_bytes / work.tp_size
+    layer = width * constants.activation_bytes / cost.tp_size
     if constants.recompute:
-        return layers * width * constants.checkpoint_bytes + layer + _logit_bytes(work, tokens)
-    return layers * layer + _logit_bytes(work, tokens)
+        return layers * width * constants.checkpoint_bytes + layer + _logit_bytes(cost, tokens)
+    return layers * layer + _logit_bytes(cost, tokens)
 
 
-def max_train_tokens(work: CallCost) -> float:
-    """Of a micro-batch that is trained: as many as it may have, or as a pipeline divides them."""
-    tokens = replica_tokens(work)
-    if work.pp_size > 1:
-        return tokens / num_micro_batches(work)
-    return min(tokens, work.workload.micro_batch_tokens)
+def max_train_tokens(cost: CallCost) -> float:
+    """Return the most tokens in a trained micro-batch."""
+    tokens = replica_tokens(cost)
+    if cost.pp_size > 1:
+        return tokens / num_micro_batches(cost)
+    return min(tokens, cost.workload.micro_batch_tokens)
 
 
-def _logit_bytes(work: CallCost, tokens: float) -> float:
-    entries = 1 if work.shape.has_scalar_head else work.shape.vocab / work.tp_size
-    return tokens * entries * work.constants.logit_bytes
+def _logit_bytes(cost: CallCost, tokens: float) -> float:
+    entries = 1 if cost.shape.has_scalar_head else cost.shape.vocab / cost.tp_size
+    return tokens * entries * cost.constants.logit_bytes
 
 
-def score_active_bytes(work: CallCost) -> float:
-    """Of a batch that is scored: one layer's activations, and the logits."""
-    tokens = max_score_tokens(work)
-    layer = tokens * work.shape.hidden * work.constants.activation_bytes / work.tp_size
-    return layer + _logit_bytes(work, tokens)
+def score_active_bytes(cost: CallCost) -> float:
+    """Return bytes of a scoring batch: activations of one layer, and the logits."""
+    tokens = max_score_tokens(cost)
+    layer = tokens * cost.shape.hidden * cost.constants.activation_bytes / cost.tp_size
+    return layer + _logit_bytes(cost, tokens)
 
 
-def max_score_tokens(work: CallCost) -> float:
-    """Of a batch that is scored."""
-    workload, constants = work.workload, work.constants
+def max_score_tokens(cost: CallCost) -> float:
+    """Return the most tokens in a scoring batch."""
+    workload, constants = cost.workload, cost.constants
     batch = groups_in_batch(workload, constants) * workload.group_size
     return min(constants.score_tokens, batch * workload.rollout_tokens)
 
 
-def serving_weight_bytes(work: CallCost) -> float:
-    """Of weights that only compute forward."""
-    return work.device_params * work.constants.served_bytes
+def serving_weight_bytes(cost: CallCost) -> float:
+    """Return weight bytes of a forward-only call."""
+    return cost.device_params * cost.constants.served_bytes
 
 
-def weight_load_s(work: CallCost) -> float:
-    """To get weights that only compute forward from the host, once a step."""
-    rests = work.constants.offloads_weights
-    return serving_weight_bytes(work) * work.host_byte_s if rests else 0.0
+def weight_load_s(cost: CallCost) -> float:
+    """Return seconds to load the weights of a forward-only call from the host, once a step."""
+    is_offloaded = cost.constants.offloads_weights
+    return serving_weight_bytes(cost) * cost.host_byte_s if is_offloaded else 0.0
 
 
-def state_offload_s(work: CallCost) -> float:
-    """To get what is trained from the host and to put it back, once a step."""
+def state_offload_s(cost: CallCost) -> float:
+    """Return seconds to load the training state from the host and offload it again, once a step."""
     return (
-        2 * TrainStateBytes.from_call_cost(work).offloaded_bytes(work.constants) * work.host_byte_s
+        2 * TrainStateBytes.from_call_cost(cost).offloaded_bytes(cost.constants) * cost.host_byte_s
     )
 
 
-def rollout_kv_bytes(work: CallCost, tokens: float) -> float:
-    """Keys and values of so many tokens, in whole blocks."""
+def rollout_kv_bytes(cost: CallCost, tokens: float) -> float:
+    """Return bytes of so many tokens' keys and values, in whole blocks."""
     tokens = math.ceil(tokens / KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
-    return tokens * kv_token_bytes(work.shape, work.tp_size, work.pp_size, work.constants)
+    return tokens * kv_token_bytes(cost.shape, cost.tp_size, cost.pp_size, cost.constants)
 
 
 def usable_bytes(memory_bytes: float, constants: CostConstants) -> float:
-    """Of a device's memory."""
+    """Return the bytes of a device's memory after the reserve."""
     return memory_bytes * (1 - constants.memory_reserve_fraction)

@@ -1,4 +1,4 @@
-"""How long collectives take: ring algorithms, over a node's links and the network between nodes."""
+"""Time of collectives: ring algorithms over the links of a node and the network between nodes."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ from streamrl.resharding import RankGrid
 
 @dataclass(frozen=True)
 class CollectiveGroup:
-    """Ranks that communicate: so many, of which `ranks_per_node` share a node; others do so beside
-    them.
+    """Ranks of a collective, `ranks_per_node` of them on each node.
 
-    link_bytes_per_s: what a device gets within its node. network_bytes_per_s: what it gets between
-    nodes when all devices of its node want some.
+    link_bytes_per_s: bandwidth of a device within its node.
+    network_bytes_per_s: a device's share of the node's network when all devices of the node
+      communicate.
     """
 
     ranks: int
@@ -25,20 +25,19 @@ class CollectiveGroup:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes it is spread over."""
         return -(-self.ranks // self.ranks_per_node)
 
     @property
     def all_reduce_byte_s(self) -> float:
-        """Of each byte of a buffer that is summed: reduced in parts, then gathered."""
+        """Seconds per byte of the reduced buffer: reduce-scatter, then all-gather."""
         return 2 * self.all_gather_byte_s
 
     @property
     def all_gather_byte_s(self) -> float:
-        """Of each byte of what all have in the end; as long for a reduction to parts.
+        """Seconds per byte of the gathered buffer; a reduce-scatter takes as long.
 
-        Within a node it goes around in near - 1 parts of near, and between nodes each rank of a
-        node passes on its part.
+        With n ranks per node, (n - 1) / n of the buffer passes each link of the node, and each of
+        the n ranks sends its own 1 / n between nodes.
         """
         within = (self.ranks_per_node - 1) / self.ranks_per_node / self.link_bytes_per_s
         between = (
@@ -48,7 +47,7 @@ class CollectiveGroup:
 
     @property
     def all_gather_latency_s(self) -> float:
-        """To gather, or reduce to parts, nothing."""
+        """Latency of an all-gather or reduce-scatter."""
         if self.ranks == 1:
             return 0.0
         hops = (self.ranks_per_node - 1) * self.constants.link_hop_s
@@ -57,13 +56,14 @@ class CollectiveGroup:
 
     @property
     def all_reduce_latency_s(self) -> float:
-        """To sum nothing."""
+        """Latency of an all-reduce."""
         return max(0.0, 2 * self.all_gather_latency_s - self.constants.collective_s)
 
     @property
     def all_to_all_byte_s(self) -> float:
-        """Of each byte that a rank has for all of them, as much for one as for another, itself
-        included; within a node and between nodes at the same time.
+        """Seconds per byte that a rank holds for all ranks, itself included.
+
+        Traffic within a node and between nodes overlaps.
         """
         within = (self.ranks_per_node - 1) / self.ranks / self.link_bytes_per_s
         between = (self.ranks - self.ranks_per_node) / self.ranks / self.network_bytes_per_s
@@ -71,12 +71,12 @@ class CollectiveGroup:
 
     @property
     def all_to_all_latency_s(self) -> float:
-        """To exchange nothing: everyone sends to everyone at once."""
+        """Latency of an all-to-all; all ranks send at once."""
         return self.send_latency_s
 
     @property
     def send_byte_s(self) -> float:
-        """Of each byte from one rank to the next."""
+        """Seconds per byte from one rank to the next."""
         if self.ranks == 1:
             return 0.0
         is_near = self.ranks_per_node == self.ranks
@@ -84,7 +84,7 @@ class CollectiveGroup:
 
     @property
     def send_latency_s(self) -> float:
-        """To send nothing to the next."""
+        """Latency of a send to the next rank."""
         if self.ranks == 1:
             return 0.0
         constants = self.constants
@@ -96,7 +96,7 @@ class CollectiveGroup:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The kinds of groups of a grid on a mesh; all groups of one kind are alike."""
+    """Process groups of a rank grid on a mesh; groups of one kind are equal."""
 
     tensor: CollectiveGroup
     pipeline: CollectiveGroup
@@ -107,7 +107,11 @@ class ParallelGroups:
 def build_parallel_groups(
     cluster: Cluster, mesh: Mesh, grid: RankGrid, constants: CostConstants, expert: int = 1
 ) -> ParallelGroups:
-    """Ranks that far apart in the grid's order share a node while they fit."""
+    """Place the ranks of each group on nodes.
+
+    `per_node // apart` ranks share a node if neighbours in a group are `apart` ranks apart in the
+    grid's order.
+    """
     per_node = mesh.count_devices_per_node(cluster)
     kinds = mesh.find_node_groups(cluster)
     link = min(kind.device.link_bytes_per_s for kind in kinds) * constants.link_fraction
@@ -115,19 +119,19 @@ def build_parallel_groups(
         min(kind.node_bytes_per_s / kind.devices_per_node for kind in kinds)
         * constants.network_fraction
     )
-    apart_pipeline = grid.tp_size * (1 if grid.order == "hf" else grid.dp_size)
-    apart_data = grid.tp_size * (grid.pp_size if grid.order == "hf" else 1)
+    pipeline_stride = grid.tp_size * (1 if grid.order == "hf" else grid.dp_size)
+    data_stride = grid.tp_size * (grid.pp_size if grid.order == "hf" else 1)
 
-    def group(ranks: int, apart: int) -> CollectiveGroup:
-        near = max(1, min(ranks, per_node // apart))
-        return CollectiveGroup(ranks, near, link, network, constants)
+    def group(ranks: int, stride: int) -> CollectiveGroup:
+        ranks_per_node = max(1, min(ranks, per_node // stride))
+        return CollectiveGroup(ranks, ranks_per_node, link, network, constants)
 
-    tensor, data = group(grid.tp_size, 1), group(grid.dp_size, apart_data)
-    # Tensor-parallel ranks first, then those of the replicas next to them.
-    near = min(expert, max(1, tensor.ranks_per_node * data.ranks_per_node))
+    tensor, data = group(grid.tp_size, 1), group(grid.dp_size, data_stride)
+    # Expert groups take tensor-parallel ranks first, then the ranks of neighbouring replicas.
+    ranks_per_node = min(expert, max(1, tensor.ranks_per_node * data.ranks_per_node))
     return ParallelGroups(
         tensor,
-        group(grid.pp_size, apart_pipeline),
+        group(grid.pp_size, pipeline_stride),
         data,
-        CollectiveGroup(expert, near, link, network, constants),
+        CollectiveGroup(expert, ranks_per_node, link, network, constants),
     )

@@ -1,7 +1,7 @@
-"""What a model gets of its devices and links: every figure that a cost rests on, by name.
+"""Constants of the cost model: fractions of peak, overheads and bytes, by name.
 
-Nothing else in the cost model is a number of its own. `streamrl calibrate` fits some of these to a
-run that was measured; a file may set any of them.
+The cost model has no numbers besides these. `streamrl calibrate` fits some of them to a measured
+run; a YAML file may set any.
 """
 
 import math
@@ -27,7 +27,7 @@ POSITIVE_FRACTIONS = (
     "network_fraction",
     "host_fraction",
 )
-"""Parts of what a maker states; nothing can be divided by 0."""
+"""Fractions of a maker's figure; the model divides by them, so 0 is not allowed."""
 FRACTION_NAMES = (
     *POSITIVE_FRACTIONS,
     "zero_exposed_fraction",
@@ -38,8 +38,7 @@ FRACTION_NAMES = (
 
 UPPER_BOUNDS = {
     **dict.fromkeys(FRACTION_NAMES, 1.0),
-    # Seconds: of a layer or a hop, of a token's decode step, and of what is there once a batch, a
-    # rollout, an update or a version.
+    # Seconds: per layer or hop, per decode step, and per batch, rollout, update or version.
     **dict.fromkeys(("collective_s", "link_hop_s", "network_hop_s"), 1.0),
     **dict.fromkeys(("decode_layer_s", "expert_layer_s"), 1.0),
     **dict.fromkeys(("decode_step_s", "decode_rollout_s", "decode_group_s", "hop_s"), 60.0),
@@ -48,80 +47,104 @@ UPPER_BOUNDS = {
     **dict.fromkeys(("score_batch_s", "score_rollout_s"), 3600.0),
     **dict.fromkeys(("rule_group_s", "rule_rollout_s"), 3600.0),
     **dict.fromkeys(("publish_s", "pull_s", "switch_s"), 3600.0),
-    # Widths and numbers of things.
+    # Widths and counts.
     "half_width": 1e6,
     "max_running": 1e6,
     "expert_rows": 1e6,
     "stage_micro_batches": 1e3,
     "score_tokens": 1e9,
-    # Bytes: of an element, of a parameter, and of a token.
+    # Bytes: per element, per parameter and per token.
     **dict.fromkeys(("weight_bytes", "gradient_bytes", "reduced_bytes"), 64.0),
     **dict.fromkeys(("served_bytes", "kv_bytes", "optimizer_bytes"), 64.0),
     **dict.fromkeys(("activation_bytes", "checkpoint_bytes", "logit_bytes"), 1e3),
     "column_bytes": 1e6,
-    # Yes or no.
+    # Booleans.
     **dict.fromkeys(("recompute", "offloads_optimizer", "offloads_weights"), 1.0),
     **dict.fromkeys(("keeps_served", "aliases_served", "keeps_kv"), 1.0),
 }
-"""Of each constant, far above what any device needs: beyond it is a slip, as of a unit."""
+"""Far above the need of any device; larger values are mistakes, such as a wrong unit."""
 
 
 @dataclass(frozen=True)
 class CostConstants:
-    """Calibratable. The defaults of generation show what arXiv:2409.19256 published of A100s in
-    2024 (its Figure 15); engines since then have hosts that do less for each rollout.
+    """Constants that a calibration may fit.
 
-    Matrix products. A device reaches part of its FLOP/s, less where tensor parallelism or a small
-    model leaves it narrow matrices: with a width w = hidden / t the part is fraction * w /
-    (w + half_width).
-    train_flops_fraction: forward and backward, communication and bubbles not counted.
-    forward_flops_fraction: prefill and scoring. decode_flops_fraction: a decode step.
-    recompute: whether a backward pass first computes the forward one again.
+    The defaults of generation reproduce the A100 figures of arXiv:2409.19256 (2024, Figure 15);
+    later engines have a smaller host overhead per rollout.
 
-    Memory and links. decode_memory_fraction: of a device's bandwidth, to read weights and keys and
-    values. optimizer_memory_fraction: likewise, to update. link_fraction, network_fraction: of
-    bandwidth within a node and between nodes; host_fraction: likewise, to a device's host.
-    collective_s: a collective of any size, once;
-    link_hop_s, network_hop_s: for each of its hops.
+    Matrix products. A device reaches a fraction of its FLOP/s, less if tensor parallelism or a
+    small model makes matrices narrow. With width w = hidden / tensor-parallel size, the fraction is
+    fraction * w / (w + half_width). Example: 0.6 and half_width 256 give 0.57 at w = 4096 and 0.48
+    at w = 1024.
+    train_flops_fraction: forward and backward, without communication and bubbles.
+    forward_flops_fraction: prefill and scoring.
+    decode_flops_fraction: a decode step.
+    half_width: width at which half of the fraction is reached.
+    recompute: whether the backward pass repeats the forward pass (activation checkpointing).
 
-    Generation. max_running: most rollouts a replica samples at the same time. decode_step_s,
-    decode_layer_s, decode_rollout_s: the host's own work for a decode step, for each layer of it,
-    and for each rollout in it; decode_group_s: for each group that is done. begin_s: from a prompt
-    in the queue to its place in the engine.
+    Memory and links.
+    decode_memory_fraction: of memory bandwidth, to read weights and KV cache.
+    optimizer_memory_fraction: of memory bandwidth, in an optimizer step.
+    link_fraction, network_fraction, host_fraction: of bandwidth within a node, between nodes, and
+      between device and host.
+    collective_s: latency of a collective of any size.
+    link_hop_s, network_hop_s: latency per hop.
 
-    Training. micro_batch_s, update_s, train_step_s: on top of each micro-batch, update and step.
-    round_s: before each micro-batch and each update, to ask for it.
-    zero_exposed_fraction: of ZeRO's traffic in a micro-batch, what no computation hides.
-    expert_layer_s: the host's work for a layer with experts, of a forward pass over a micro-batch
-    or a batch that is scored: it sorts tokens and waits for how many go where. expert_rows: of
-    products of experts, in blocks of so many; an expert's last one is half empty on average.
-    stage_micro_batches: into how many micro-batches, for each of its stages, a pipeline divides
-    what it is given, if rollouts are that many; it is more where they would be too large.
+    Generation.
+    max_running: maximum concurrent rollouts of a replica.
+    decode_step_s, decode_layer_s, decode_rollout_s: host time per decode step, per layer of a step,
+      per rollout in a step.
+    decode_group_s: host time per finished group.
+    begin_s: latency from a prompt in the queue to its slot in the engine.
 
-    Scoring. score_batch_s, score_rollout_s: on top of a batch, and of each rollout. score_tokens:
-    most tokens in a batch. rule_group_s, rule_rollout_s: of a reward that is a rule.
+    Training.
+    micro_batch_s, update_s, train_step_s: overhead per micro-batch, update and step.
+    round_s: idle time before each round of micro-batches and each update, for the request.
+    zero_exposed_fraction: fraction of ZeRO's traffic in a micro-batch that computation does not
+      hide.
+    expert_layer_s: host time per expert layer of a forward pass: sorting tokens and waiting for
+      their counts.
+    expert_rows: block size in rows of grouped GEMMs; the last block of an expert is half empty on
+      average.
+    stage_micro_batches: micro-batches per pipeline stage if there are as many rollouts; more where
+      a micro-batch would be too large.
 
-    Versions. publish_s, pull_s: on top of the bytes, for who is elsewhere; switch_s: for who shares
-    devices with the trainer. pause_fraction: of a pull, how much of it stops who pulls.
+    Scoring.
+    score_batch_s, score_rollout_s: overhead per batch and per rollout.
+    score_tokens: maximum tokens of a batch.
+    rule_group_s, rule_rollout_s: time of a rule-based reward.
 
-    The stream. hop_s: from one stage to the next. between_steps_s: for the books. column_bytes: of
-    a rollout's token, all columns.
+    Versions.
+    publish_s, pull_s: overhead of a follower on other devices.
+    switch_s: overhead of a follower that shares the trainer's devices.
+    pause_fraction: fraction of a pull that pauses the follower.
 
-    Rest. Of calls that share devices with others, what is on the host while it rests, and moves to
-    a device and back once a step. offloads_optimizer: the optimizer's state. offloads_weights: of
-    what is trained, its weights, too, and gradients are let go; of what only computes forward, its
-    weights, which need not go back.
+    The stream.
+    hop_s: latency from one stage to the next.
+    between_steps_s: coordinator time between steps.
+    column_bytes: bytes of a rollout's token over all columns.
 
-    Bytes. weight_bytes, gradient_bytes, optimizer_bytes: of a parameter that is trained; master
-    weights belong to the last. reduced_bytes: of a gradient under way. activation_bytes: of a
-    token, for each layer and each element of the hidden width; checkpoint_bytes: likewise, where
-    the rest is computed again. logit_bytes: of a token, for each entry of the vocabulary.
-    served_bytes: of a weight that only computes forward. kv_bytes: of an element of keys and
-    values. keeps_served: whether weights that follow those of a trainer on the same devices stay
-    while it trains; if not, each version fills them anew. aliases_served: whether they lie in the
-    trainer's own memory as far as layouts coincide; if not, they are a copy. keeps_kv: whether keys
-    and values stay while others train on their devices. memory_reserve_fraction: of a device, what
-    libraries and fragments take.
+    Offloading applies to calls that share devices with others; the bytes move to the device and
+    back once a step.
+    offloads_optimizer: offload the optimizer state.
+    offloads_weights: offload the weights of trained models, and free their gradients; drop the
+      weights of forward-only models, which need not move back.
+
+    Bytes.
+    weight_bytes, gradient_bytes, optimizer_bytes: per trained parameter; optimizer_bytes include
+      master weights.
+    reduced_bytes: per gradient element in a reduction.
+    activation_bytes: per token, layer and element of the hidden width.
+    checkpoint_bytes: likewise, with activation checkpointing.
+    logit_bytes: per token and vocabulary entry.
+    served_bytes: per weight of a forward-only model.
+    kv_bytes: per element of the KV cache.
+    keeps_served: whether weights that follow a trainer on the same devices stay during training;
+      otherwise each version fills them again.
+    aliases_served: whether such weights alias the trainer's memory where layouts coincide;
+      otherwise they are a copy.
+    keeps_kv: whether the KV cache stays while other calls train on its devices.
+    memory_reserve_fraction: fraction of a device for libraries and fragmentation.
     """
 
     train_flops_fraction: float = 0.6
@@ -193,8 +216,8 @@ class CostConstants:
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{field.name}={value}: must be finite")
             if value < 0 or (field.name in POSITIVE_FRACTIONS and value == 0):
-                least = "above 0" if field.name in POSITIVE_FRACTIONS else "0 or more"
-                raise ConfigError(f"{field.name}={value}: must be {least}")
+                lower_bound = "above 0" if field.name in POSITIVE_FRACTIONS else "0 or more"
+                raise ConfigError(f"{field.name}={value}: must be {lower_bound}")
             if value > UPPER_BOUNDS[field.name]:
                 shown = f"{value!s:.40}"
                 raise ConfigError(
@@ -206,33 +229,31 @@ class CostConstants:
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> "CostConstants":
-        """The defaults for the devices of a cluster: CPU's where any of them is one."""
+        """Return the defaults for a cluster; any CPU device selects `CPU_CONSTANTS`."""
         return CPU_CONSTANTS if cluster.is_cpu else cls()
 
     @classmethod
     def from_yaml(cls, path: Path, defaults: "CostConstants | None" = None) -> "CostConstants":
-        """Those of a YAML file; what it does not name is as in `defaults`. Raises ConfigError."""
+        """Read a YAML file over `defaults`. Raise ConfigError for an invalid file."""
         try:
-            found = read_small_yaml(path)
+            values = read_small_yaml(path)
         except (OSError, ValueError) as error:
             raise ConfigError(f"constants {path}: {describe_read_error(error)}") from None
-        if not isinstance(found, Mapping):
+        if not isinstance(values, Mapping):
             raise ConfigError(f"constants {path}: must be a mapping of names to numbers")
-        return cls.from_dict(found, defaults, place=f"constants {path}")
+        return cls.from_dict(values, defaults, place=f"constants {path}")
 
     @classmethod
     def from_dict(
         cls, loose: Mapping[str, Any], defaults: "CostConstants | None" = None, *, place: str
     ) -> "CostConstants":
-        """Those of a mapping, likewise. Raises ConfigError with `place` and the nearest name."""
+        """Read a mapping over `defaults`. Raise ConfigError with `place` and the nearest name."""
         return read_settings(cls, asdict(defaults or cls()) | dict(loose), section=place)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values; `from_dict` is the inverse."""
         return asdict(self)
 
     def write_yaml(self, path: Path) -> None:
-        """Write them as YAML; `read` is the inverse."""
         path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
 
 
@@ -251,4 +272,4 @@ CPU_CONSTANTS = CostConstants(
     kv_bytes=4,
     keeps_served=True,
 )
-"""A core's: slower to begin anything, and float32 throughout."""
+"""Defaults of a CPU core: higher latencies, and float32 throughout."""

@@ -1,4 +1,4 @@
-"""The cost model: what a placement takes in seconds and bytes, by shapes, devices and constants."""
+"""Cost model: seconds and bytes of a placement from shapes, devices and constants."""
 
 import math
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ from streamrl.placement.workload import Workload
 
 
 class CostModel:
-    """Of one problem; keeps what it found for each call on each devices."""
+    """`PlacementCosts` of a problem; caches results per call and assignment."""
 
     def __init__(
         self,
@@ -78,30 +78,33 @@ class CostModel:
 
     @cached_property
     def approximate_costs(self) -> "CostModel":
-        """The same but for weights on their way, which are worked out by formula."""
+        """Cost model with weight transfers by formula."""
         return CostModel(self.problem, self.constants, traffic=ApproximateTraffic)
 
     def predict_timings(self, placement: Placement) -> StageTimings:
-        """How long everything takes. What `unfit` refuses has none: ValueError, or nonsense."""
+        """Return the timings of a feasible placement.
+
+        For an infeasible placement the result is undefined; ValueError is possible.
+        """
         score: dict[str, ScoreTiming] = {}
         train: dict[str, TrainTiming] = {}
         for stage, call in self._call_by_stage.items():
             if call.kind is CallKind.SCORE:
-                found = placement.assignments.get(stage)
+                assignment = placement.assignments.get(stage)
                 timing = self._score_timing(
-                    stage, found, rests=self._is_offloaded_when_idle(stage, placement)
+                    stage, assignment, offload_idle=self._is_offloaded_when_idle(stage, placement)
                 )
                 score[stage] = timing
             elif call.kind is CallKind.TRAIN:
                 train[call.role] = self._train_timing(
                     stage,
                     placement.assignments[stage],
-                    rests=self._is_offloaded_when_idle(stage, placement),
+                    offload_idle=self._is_offloaded_when_idle(stage, placement),
                 )
-        sampling = self._generate_stage
+        generate_stage = self._generate_stage
         return StageTimings(
             generator_timing(
-                self._call_cost(sampling, placement.assignments[sampling]),
+                self._call_cost(generate_stage, placement.assignments[generate_stage]),
                 self.kv_capacity_bytes(placement),
             ),
             score,
@@ -116,36 +119,36 @@ class CostModel:
         )
 
     def predict_memory(self, placement: Placement) -> Mapping[str, CallMemory]:
-        """What each call holds of one of its devices."""
         return self._device_memory(placement).memory_by_stage()
 
     def explain_infeasible(self, placement: Placement) -> str:
-        """Why it cannot be, in one line: what does not divide, or does not fit; empty if it can."""
+        """Return in one line what does not divide or does not fit; empty if feasible."""
         for stage, assignment in placement.assignments.items():
             if wrong := self._find_misfit(stage, assignment):
                 return wrong
         return self._device_memory(placement).explain_infeasible()
 
     def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
-        """A whole step's work of a call alone on its devices; infinite if it does not fit."""
+        """Return seconds of a call's whole step, alone on its devices; inf if it does not fit."""
         key = (stage, assignment)
         if key not in self._call_durations:
             self._call_durations[key] = self._compute_call_duration(stage, assignment)
         return self._call_durations[key]
 
     def kv_capacity_bytes(self, placement: Placement) -> float:
-        """Bytes for keys and values on each device that samples; of one that need not have all
-        calls.
+        """Return bytes available for the KV cache on each generating device.
+
+        The placement need not hold all calls.
         """
-        room = self._device_memory(placement).kv_capacity_bytes(self._generate_stage)
-        return min(room, self.problem.kv_cache_bytes or math.inf)
+        capacity = self._device_memory(placement).kv_capacity_bytes(self._generate_stage)
+        return min(capacity, self.problem.kv_cache_bytes or math.inf)
 
     def kv_cache_bytes(self, placement: Placement) -> float:
-        """Of those, the bytes that engines have a use for."""
+        """Return the part of `kv_capacity_bytes` that the engines can use."""
         return self._device_memory(placement).kv_cache_bytes(self._generate_stage)
 
     def estimate_transfer(self, stage: str, placement: Placement) -> TransferCost | None:
-        """What a version costs on its way to a call; None where it follows nobody."""
+        """Return a version's transfer cost to a call; None for a call that follows no trainer."""
         call = self._call_by_stage[stage]
         source = self._source_stage(call)
         if not source:
@@ -157,7 +160,7 @@ class CostModel:
     def _estimate_transfer(
         self, shape: ModelShape, source: CallAssignment, target: CallAssignment
     ) -> TransferCost:
-        """By formula where ranks share out experts: no plan has those."""
+        """Use the formula for expert parallelism; copy plans do not support it."""
         if shape.adapter_params:
             return self._lora_traffic.estimate_transfer(shape, source, target)
         is_plain = source.ep_size == 1 and target.ep_size == 1
@@ -166,46 +169,50 @@ class CostModel:
         )
 
     def first_rollouts_s(self, assignment: CallAssignment) -> float:
-        """Of a step's generation alone on its devices, until the first part of it is complete."""
-        left = self._free_bytes_alone(self._generate_stage, assignment)
+        """Return seconds until the first part of a step is complete, alone on its devices."""
+        free_bytes = self._free_bytes_alone(self._generate_stage, assignment)
         cuts = choose_cuts(self.problem.workload.groups_per_step)
         return (
             math.inf
-            if left is None
-            else self._generation_s(self._generate_stage, assignment, left, cuts)
+            if free_bytes is None
+            else self._generation_s(self._generate_stage, assignment, free_bytes, cuts)
         )
 
     def _compute_call_duration(self, stage: str, assignment: CallAssignment) -> float:
-        left = self._free_bytes_alone(stage, assignment)
-        if left is None:
+        free_bytes = self._free_bytes_alone(stage, assignment)
+        if free_bytes is None:
             return math.inf
-        call, work = self._call_by_stage[stage], self._call_cost(stage, assignment)
+        call, cost = self._call_by_stage[stage], self._call_cost(stage, assignment)
         if call.kind is CallKind.GENERATE:
-            return self._generation_s(stage, assignment, left, (1.0,))
+            return self._generation_s(stage, assignment, free_bytes, (1.0,))
         if call.kind is CallKind.SCORE:
-            scored = self._score_timing(stage, assignment)
-            return score_duration_s(scored, work.workload, work.workload.group_size)
-        trained = self._train_timing(stage, assignment)
-        return train_duration(trained, work.workload).total_s + trained.step_s
+            score_timing = self._score_timing(stage, assignment)
+            return score_duration_s(score_timing, cost.workload, cost.workload.group_size)
+        train_timing = self._train_timing(stage, assignment)
+        return train_duration(train_timing, cost.workload).total_s + train_timing.step_s
 
     def _generation_s(
-        self, stage: str, assignment: CallAssignment, room: float, cuts: tuple[float, ...]
+        self, stage: str, assignment: CallAssignment, kv_bytes: float, cuts: tuple[float, ...]
     ) -> float:
-        """Until the first of these parts is complete, with so many bytes for keys and values."""
-        work = self._call_cost(stage, assignment)
+        """Return seconds until the first cut is complete, given the bytes of the KV cache."""
+        cost = self._call_cost(stage, assignment)
         if stage not in self._generation_models:
-            self._generation_models[stage] = GenerationModel(work.workload.sampled_workload)
+            self._generation_models[stage] = GenerationModel(cost.workload.sampled_workload)
         return self._generation_models[stage].find_completions_s(
-            generator_timing(work, room), cuts
+            generator_timing(cost, kv_bytes), cuts
         )[0]
 
     def _free_bytes_alone(self, stage: str, assignment: CallAssignment) -> float | None:
-        """Bytes left of a device where a call is alone; None where it does not fit."""
+        """Return bytes left on a device where the call is alone; None if the call does not fit."""
         if self._find_misfit(stage, assignment):
             return None
-        holder = self._call_footprint(stage, assignment, None, rests=False)
-        left = self._min_usable_bytes(assignment) - holder.memory.resident_bytes
-        return None if left < max(holder.memory.active_bytes, holder.min_kv_bytes) else left
+        footprint = self._call_footprint(stage, assignment, None, offload_idle=False)
+        free_bytes = self._min_usable_bytes(assignment) - footprint.memory.resident_bytes
+        return (
+            None
+            if free_bytes < max(footprint.memory.active_bytes, footprint.min_kv_bytes)
+            else free_bytes
+        )
 
     def _min_usable_bytes(self, assignment: CallAssignment) -> float:
         devices: list[DeviceSpec] = [
@@ -214,7 +221,7 @@ class CostModel:
         return usable_bytes(min(device.memory_bytes for device in devices), self.constants)
 
     def _find_misfit(self, stage: str, assignment: CallAssignment) -> str:
-        """What does not divide, or has less work than replicas; empty if all is well."""
+        """Return what does not divide, or has fewer rollouts than replicas; empty if neither."""
         key = (stage, assignment)
         if key not in self._misfits:
             self._misfits[key] = self._compute_misfit(stage, assignment)
@@ -239,7 +246,7 @@ class CostModel:
         return shape
 
     def _call_workload(self, stage: str) -> Workload:
-        """A step's work of a call: of what is sampled greedily, one rollout for a prompt."""
+        """Return the workload of a call; greedy calls have one rollout per prompt."""
         call, workload = self._call_by_stage[stage], self.problem.workload
         if "greedy_ids" in (*call.needs, *call.produces):
             return replace(workload, group_size=1)
@@ -258,29 +265,33 @@ class CostModel:
         return self._call_costs[key]
 
     def _score_timing(
-        self, stage: str, assignment: CallAssignment | None, *, rests: bool = False
+        self, stage: str, assignment: CallAssignment | None, *, offload_idle: bool = False
     ) -> ScoreTiming:
         if assignment is None:
             return rule_timing(self.constants)
-        key = (stage, assignment, rests)
+        key = (stage, assignment, offload_idle)
         if key not in self._score_timings:
-            work = self._call_cost(stage, assignment)
-            # Who follows a trainer gets its weights from there.
-            loads = rests and not self._source_stage(self._call_by_stage[stage])
-            self._score_timings[key] = score_timing(work, weight_load_s(work) if loads else 0.0)
+            cost = self._call_cost(stage, assignment)
+            # A follower gets its weights from the trainer.
+            loads_weights = offload_idle and not self._source_stage(self._call_by_stage[stage])
+            self._score_timings[key] = score_timing(
+                cost, weight_load_s(cost) if loads_weights else 0.0
+            )
         return self._score_timings[key]
 
     def _train_timing(
-        self, stage: str, assignment: CallAssignment, *, rests: bool = False
+        self, stage: str, assignment: CallAssignment, *, offload_idle: bool = False
     ) -> TrainTiming:
-        key = (stage, assignment, rests)
+        key = (stage, assignment, offload_idle)
         if key not in self._train_timings:
-            work = self._call_cost(stage, assignment)
-            self._train_timings[key] = train_timing(work, state_offload_s(work) if rests else 0.0)
+            cost = self._call_cost(stage, assignment)
+            self._train_timings[key] = train_timing(
+                cost, state_offload_s(cost) if offload_idle else 0.0
+            )
         return self._train_timings[key]
 
     def _is_offloaded_when_idle(self, stage: str, placement: Placement) -> bool:
-        """Whether a call's devices are another role's in turn, and it leaves some of it away."""
+        """Return whether a call shares devices with another role and offloads memory while idle."""
         if not (self.constants.offloads_optimizer or self.constants.offloads_weights):
             return False
         role = self._call_by_stage[stage].role
@@ -290,7 +301,7 @@ class CostModel:
         )
 
     def _source_stage(self, call: ModelCall) -> str:
-        """The stage that trains what a call follows; empty if it follows nobody."""
+        """Return the stage that trains the model a call follows; empty if it follows none."""
         return self._train_stage_by_role.get(
             POLICY if call.followed_role == EMA_REFERENCE else call.followed_role, ""
         )
@@ -306,75 +317,96 @@ class CostModel:
         return self._weights_timings[key]
 
     def _compute_weights_timing(self, call: ModelCall, placement: Placement) -> WeightsTiming:
-        moved, constants = self.estimate_transfer(call.stage, placement), self.constants
-        assert moved is not None
+        transfer, constants = self.estimate_transfer(call.stage, placement), self.constants
+        assert transfer is not None
         if placement.overlaps(self._source_stage(call), call.stage):
-            whole = moved.seconds + constants.switch_s
-            return WeightsTiming(0.0, whole, whole)
-        pull_s = moved.seconds + constants.pull_s
+            # On shared devices the follower computes nothing during the whole transfer.
+            switch_s = transfer.seconds + constants.switch_s
+            return WeightsTiming(0.0, switch_s, switch_s)
+        pull_s = transfer.seconds + constants.pull_s
         return WeightsTiming(constants.publish_s, pull_s, pull_s * constants.pause_fraction)
 
     def _hop_s(self) -> float:
-        """From one stage to the next: a group's columns through a node's network, and the rest."""
+        """Return the latency between stages: fixed part, and a group's columns over the network."""
         workload, constants = self.problem.workload, self.constants
         num_bytes = workload.group_size * workload.rollout_tokens * constants.column_bytes
         network = min(group.node_bytes_per_s for group in self.problem.cluster.node_groups)
         return constants.hop_s + num_bytes / (network * constants.network_fraction)
 
     def _device_memory(self, placement: Placement) -> DeviceMemory:
-        holders = {}
+        footprints = {}
         for stage, assignment in placement.assignments.items():
             source = placement.assignments.get(self._source_stage(self._call_by_stage[stage]))
-            beside = source if source and source.mesh == assignment.mesh else None
-            rests = self._is_offloaded_when_idle(stage, placement)
-            holders[stage] = self._call_footprint(stage, assignment, beside, rests=rests)
-        return DeviceMemory(placement, holders, self.problem.cluster, self.constants)
+            trainer = source if source and source.mesh == assignment.mesh else None
+            offload_idle = self._is_offloaded_when_idle(stage, placement)
+            footprints[stage] = self._call_footprint(
+                stage, assignment, trainer, offload_idle=offload_idle
+            )
+        return DeviceMemory(placement, footprints, self.problem.cluster, self.constants)
 
     def _call_footprint(
-        self, stage: str, assignment: CallAssignment, beside: CallAssignment | None, *, rests: bool
+        self,
+        stage: str,
+        assignment: CallAssignment,
+        trainer: CallAssignment | None,
+        *,
+        offload_idle: bool,
     ) -> CallFootprint:
-        """A call's; `beside` is who trains what it follows, where it is on the same devices."""
-        key = (stage, assignment, beside, rests)
+        """Return a call's footprint.
+
+        `beside` is the assignment of the trainer it follows if both have the same devices.
+        """
+        key = (stage, assignment, trainer, offload_idle)
         if key not in self._footprints:
-            self._footprints[key] = self._compute_footprint(stage, assignment, beside, rests=rests)
+            self._footprints[key] = self._compute_footprint(
+                stage, assignment, trainer, offload_idle=offload_idle
+            )
         return self._footprints[key]
 
     def _compute_footprint(
-        self, stage: str, assignment: CallAssignment, beside: CallAssignment | None, *, rests: bool
+        self,
+        stage: str,
+        assignment: CallAssignment,
+        trainer: CallAssignment | None,
+        *,
+        offload_idle: bool,
     ) -> CallFootprint:
-        call, work, shape = (
+        call, cost, shape = (
             self._call_by_stage[stage],
             self._call_cost(stage, assignment),
             self._model_shape(stage),
         )
         weights = f"{call.role} {assignment}"
         if call.kind is CallKind.TRAIN:
-            tokens = max_train_tokens(work)
+            tokens = max_train_tokens(cost)
             return CallFootprint(
-                call.kind, train_memory(work, rests=rests), f"{weights} trained", tokens
+                call.kind,
+                train_memory(cost, offload_idle=offload_idle),
+                f"{weights} trained",
+                tokens,
             )
-        memory = CallMemory(serving_weight_bytes(work), 0.0)
-        if beside is not None and self.constants.aliases_served:
-            filled = float(self._estimate_transfer(shape, beside, assignment).extra_bytes)
-            keeps = self.constants.keeps_served
-            memory = CallMemory(filled, 0.0) if keeps else CallMemory(0.0, filled)
+        memory = CallMemory(serving_weight_bytes(cost), 0.0)
+        if trainer is not None and self.constants.aliases_served:
+            filled_bytes = float(self._estimate_transfer(shape, trainer, assignment).extra_bytes)
+            is_resident = self.constants.keeps_served
+            memory = CallMemory(filled_bytes, 0.0) if is_resident else CallMemory(0.0, filled_bytes)
         if call.kind is CallKind.SCORE:
-            if rests and self.constants.offloads_weights:
+            if offload_idle and self.constants.offloads_weights:
                 memory = CallMemory(0.0, memory.peak_bytes)
-            active = memory.active_bytes + score_active_bytes(work)
-            tokens = max_score_tokens(work)
+            active = memory.active_bytes + score_active_bytes(cost)
+            tokens = max_score_tokens(cost)
             return CallFootprint(
                 call.kind, CallMemory(memory.resident_bytes, active), weights, tokens
             )
-        workload, given = work.workload, self.problem.kv_cache_bytes
-        least_kv = rollout_kv_bytes(work, workload.max_rollout_tokens)
-        here = math.ceil(workload.sampled_workload.num_rollouts / work.dp_size)
+        workload, set_kv = cost.workload, self.problem.kv_cache_bytes
+        least_kv = rollout_kv_bytes(cost, workload.max_rollout_tokens)
+        replica_rollouts = math.ceil(workload.sampled_workload.num_rollouts / cost.dp_size)
         return CallFootprint(
             call.kind,
             memory,
             weights,
             workload.max_rollout_tokens,
-            max(given, least_kv),
-            given or here * least_kv,
-            given or self.constants.max_running * least_kv,
+            max(set_kv, least_kv),
+            set_kv or replica_rollouts * least_kv,
+            set_kv or self.constants.max_running * least_kv,
         )

@@ -1,8 +1,8 @@
-"""What a placement holds on every device, what that leaves for keys and values, who is too much.
+"""Memory of every device of a placement, and the bytes left for the KV cache.
 
-A device holds what all its calls keep, and what one of them computes with, as they take turns. Keys
-and values get the rest, or what the run gives them; they give way to training, unless
-`CostConstants.keeps_kv` has them stay, and never to scoring.
+A device holds the resident bytes of all its calls, and the active bytes of one call, as calls take
+turns. The KV cache gets the rest, or the size that the run sets. It is released during training
+unless `CostConstants.keeps_kv` is set, and stays during scoring.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,13 +20,15 @@ from streamrl.placement.problem import CallMemory
 
 @dataclass(frozen=True)
 class CallFootprint:
-    """A call on devices. One that samples gets the rest of a device for keys and values.
+    """Memory needs of a call on its devices; a generating call also gets a KV cache.
 
-    memory: without those. weights: names what it keeps, which calls of one role on the same
-    devices keep once. tokens: of the micro-batch or batch it computes with at a time, of one that
-    samples those of its longest rollout. least_kv: bytes it cannot do without, of one rollout or as
-    many as the run sets; step_kv: for all that it samples for a step; most_kv: for as many rollouts
-    as may run at the same time.
+    memory: without the KV cache.
+    weights_key: identifies the resident weights; calls with equal keys on a device share them.
+    batch_tokens: tokens of a micro-batch or scoring batch; of a generating call, those of the
+      longest rollout.
+    min_kv_bytes: KV cache of a rollout, or the size that the run sets.
+    step_kv_bytes: KV cache of all rollouts of a step.
+    max_kv_bytes: KV cache of the maximum of concurrent rollouts.
     """
 
     kind: CallKind
@@ -40,7 +42,7 @@ class CallFootprint:
 
 @dataclass(frozen=True)
 class DeviceRange:
-    """Devices next to each other that the same calls hold, all of one kind."""
+    """Adjacent devices of one kind with the same calls."""
 
     mesh: Mesh
     device: DeviceSpec
@@ -48,20 +50,20 @@ class DeviceRange:
 
 
 def iter_device_ranges(placement: Placement, cluster: Cluster) -> Iterator[DeviceRange]:
-    """All devices that have calls."""
+    """Yield the ranges of all devices that have calls."""
     edges = {edge for start in cluster.group_starts for edge in (start,)}
     for assignment in placement.assignments.values():
         edges |= {assignment.mesh.first, assignment.mesh.first + assignment.mesh.size}
     for first, end in pairwise(sorted(edges)):
         mesh = Mesh(first, end - first)
-        stages = tuple(s for s, each in placement.assignments.items() if each.mesh.overlaps(mesh))
+        stages = tuple(s for s, call in placement.assignments.items() if call.mesh.overlaps(mesh))
         if stages:
             yield DeviceRange(mesh, cluster.find_node_group(first).device, stages)
 
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """Bytes that a call computes with, or of its keys and values."""
+    """Active bytes of a call, or its KV cache."""
 
     stage: str
     num_bytes: float
@@ -70,7 +72,7 @@ class MemoryItem:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Who holds what in a placement."""
+    """Footprints of all calls of a placement, added up per device."""
 
     placement: Placement
     footprints: Mapping[str, CallFootprint]
@@ -78,145 +80,161 @@ class DeviceMemory:
     constants: CostConstants
 
     def kv_capacity_bytes(self, stage: str) -> float:
-        """Bytes each device of a call that samples has for keys and values; less than 0 if none."""
+        """Return bytes for the KV cache on each generating device; negative if memory is short."""
         return min(
-            self._free_kv_bytes(stretch)
-            for stretch in self._device_ranges
-            if stage in stretch.stages
+            self._free_kv_bytes(device_range)
+            for device_range in self._device_ranges
+            if stage in device_range.stages
         )
 
     def kv_cache_bytes(self, stage: str) -> float:
-        """Of those, the bytes that it has a use for: what its engines are to be given."""
-        holder, steps = self.footprints[stage], self.placement.max_staleness + 1
+        """Return the part of `kv_capacity_bytes` that the engines can use."""
+        footprint, steps = self.footprints[stage], self.placement.max_staleness + 1
         return max(
             0.0,
-            min(self.kv_capacity_bytes(stage), holder.max_kv_bytes, steps * holder.step_kv_bytes),
+            min(
+                self.kv_capacity_bytes(stage),
+                footprint.max_kv_bytes,
+                steps * footprint.step_kv_bytes,
+            ),
         )
 
     def memory_by_stage(self) -> dict[str, CallMemory]:
-        """Of each call, on a device; of one that samples, with the KV cache it has use of.
+        """Return each call's memory per device, including the used KV cache.
 
-        Weights that several calls compute with are the first one's.
+        Shared weights count for the first call.
         """
-        found: dict[str, CallMemory] = {}
+        memory: dict[str, CallMemory] = {}
         seen: set[str] = set()
-        for stage, holder in self.footprints.items():
-            kept = 0.0 if holder.weights_key in seen else holder.memory.resident_bytes
-            active = holder.memory.active_bytes
-            if holder.kind is CallKind.GENERATE and self.constants.keeps_kv:
-                kept += self.kv_cache_bytes(stage)
-            elif holder.kind is CallKind.GENERATE:
+        for stage, footprint in self.footprints.items():
+            resident = 0.0 if footprint.weights_key in seen else footprint.memory.resident_bytes
+            active = footprint.memory.active_bytes
+            if footprint.kind is CallKind.GENERATE and self.constants.keeps_kv:
+                resident += self.kv_cache_bytes(stage)
+            elif footprint.kind is CallKind.GENERATE:
                 active += self.kv_cache_bytes(stage)
-            found[stage] = CallMemory(kept, active)
-            seen.add(holder.weights_key)
-        return found
+            memory[stage] = CallMemory(resident, active)
+            seen.add(footprint.weights_key)
+        return memory
 
     def explain_infeasible(self) -> str:
-        """Why the devices that lack most cannot hold it, in a line; empty if all can."""
-        short = [(self._missing_bytes(stretch), stretch) for stretch in self._device_ranges]
-        if not short:
-            return ""  # nothing is placed yet
-        most, worst = max(short, key=lambda each: each[0])
-        return self._explain_shortage(worst) if most > 0 else ""
+        """Explain the device with the largest shortage; empty if all calls fit."""
+        shortages = [
+            (self._missing_bytes(device_range), device_range)
+            for device_range in self._device_ranges
+        ]
+        if not shortages:
+            return ""  # no call is placed yet
+        missing, fullest = max(shortages, key=lambda entry: entry[0])
+        return self._explain_shortage(fullest) if missing > 0 else ""
 
     @property
     def _device_ranges(self) -> list[DeviceRange]:
         return list(iter_device_ranges(self.placement, self.cluster))
 
-    def _resident_bytes(self, stretch: DeviceRange) -> float:
-        found = {
+    def _resident_bytes(self, device_range: DeviceRange) -> float:
+        bytes_by_key = {
             self.footprints[s].weights_key: self.footprints[s].memory.resident_bytes
-            for s in stretch.stages
+            for s in device_range.stages
         }
-        return sum(found.values())
+        return sum(bytes_by_key.values())
 
-    def _free_kv_bytes(self, stretch: DeviceRange) -> float:
-        """For keys and values."""
-        room = usable_bytes(stretch.device.memory_bytes, self.constants)
-        takes = self._active_beside_kv(stretch) + self._max_active_bytes(stretch, CallKind.GENERATE)
-        return room - self._resident_bytes(stretch) - takes
+    def _free_kv_bytes(self, device_range: DeviceRange) -> float:
+        usable = usable_bytes(device_range.device.memory_bytes, self.constants)
+        active = self._active_beside_kv(device_range) + self._max_active_bytes(
+            device_range, CallKind.GENERATE
+        )
+        return usable - self._resident_bytes(device_range) - active
 
-    def _active_beside_kv(self, stretch: DeviceRange) -> float:
-        """What others compute with while keys and values stay."""
-        scores = self._max_active_bytes(stretch, CallKind.SCORE)
+    def _active_beside_kv(self, device_range: DeviceRange) -> float:
+        """Return active bytes of calls that compute while the KV cache stays."""
+        scores = self._max_active_bytes(device_range, CallKind.SCORE)
         return (
-            max(scores, self._max_active_bytes(stretch, CallKind.TRAIN))
+            max(scores, self._max_active_bytes(device_range, CallKind.TRAIN))
             if self.constants.keeps_kv
             else scores
         )
 
-    def _max_active_bytes(self, stretch: DeviceRange, kind: CallKind) -> float:
-        """What the calls of a kind compute with, keys and values apart: the one with most."""
-        holders = (self.footprints[stage] for stage in stretch.stages)
-        return max((each.memory.active_bytes for each in holders if each.kind is kind), default=0.0)
-
-    def _peak_items(self, stretch: DeviceRange) -> list[MemoryItem]:
-        """What is held at a time beside what is kept, at most."""
-        own = {stage: self.footprints[stage] for stage in stretch.stages}
-        worst = max(own, key=lambda stage: own[stage].memory.active_bytes)
-        peak = [MemoryItem(worst, own[worst].memory.active_bytes)]
-        stays = (CallKind.SCORE, CallKind.TRAIN) if self.constants.keeps_kv else (CallKind.SCORE,)
-        for stage, each in own.items():
-            if each.kind is not CallKind.GENERATE:
-                continue
-            beside = [other for other in own if own[other].kind in stays]
-            found = [
-                MemoryItem(stage, each.min_kv_bytes, is_kv=True),
-                MemoryItem(stage, each.memory.active_bytes),
-            ]
-            if beside:
-                most = max(beside, key=lambda other: own[other].memory.active_bytes)
-                found.append(MemoryItem(most, own[most].memory.active_bytes))
-            peak = max(peak, found, key=_sum_bytes)
-        return peak
-
-    def _missing_bytes(self, stretch: DeviceRange) -> float:
-        """Bytes that a device has too little; less than 0 where some are left."""
-        needed = self._resident_bytes(stretch) + _sum_bytes(self._peak_items(stretch))
-        return needed - usable_bytes(stretch.device.memory_bytes, self.constants)
-
-    def _explain_shortage(self, stretch: DeviceRange) -> str:
-        """The sum of what is too much."""
-        device, short = stretch.device, self._missing_bytes(stretch)
-        room = usable_bytes(device.memory_bytes, self.constants)
-        kept: dict[str, list[str]] = {}
-        for stage in stretch.stages:
-            kept.setdefault(self.footprints[stage].weights_key, []).append(stage)
-        keeps = [
-            f"{' and '.join(stages)} {_format_gb(self.footprints[stages[0]].memory.resident_bytes)}"
-            for stages in kept.values()
-        ]
-        on_top = [self._describe_item(part) for part in self._peak_items(stretch) if part.num_bytes]
-        return (
-            f"devices {stretch.mesh}: {_format_gb(room + short)} GB on each"
-            f" {device.name}, which has"
-            f" {_format_gb(room)} of {_format_gb(device.memory_bytes)} to give,"
-            f" {_format_gb(short)} too little: kept by"
-            f" {', '.join(keeps)}; on top {', '.join(on_top)}"
+    def _max_active_bytes(self, device_range: DeviceRange, kind: CallKind) -> float:
+        """Return the largest active bytes among calls of a kind, KV cache excluded."""
+        footprints = (self.footprints[stage] for stage in device_range.stages)
+        return max(
+            (footprint.memory.active_bytes for footprint in footprints if footprint.kind is kind),
+            default=0.0,
         )
 
-    def _describe_item(self, part: MemoryItem) -> str:
-        holder = self.footprints[part.stage]
-        what = _ACTIVE_MEMORY_TEXT[holder.kind].format(tokens=holder.batch_tokens)
-        if part.is_kv:
-            is_set = holder.min_kv_bytes == holder.max_kv_bytes
-            what = "for keys and values" + ("" if is_set else " of one rollout")
-        return f"{part.stage} {_format_gb(part.num_bytes)} {what}"
+    def _peak_items(self, device_range: DeviceRange) -> list[MemoryItem]:
+        """Return the largest set of simultaneous items on top of resident bytes."""
+        footprints = {stage: self.footprints[stage] for stage in device_range.stages}
+        worst = max(footprints, key=lambda stage: footprints[stage].memory.active_bytes)
+        peak = [MemoryItem(worst, footprints[worst].memory.active_bytes)]
+        kv_beside_kinds = (
+            (CallKind.SCORE, CallKind.TRAIN) if self.constants.keeps_kv else (CallKind.SCORE,)
+        )
+        # Either the call with the largest active bytes computes, or a generator holds its KV cache
+        # while a call that tolerates the KV cache computes.
+        for stage, footprint in footprints.items():
+            if footprint.kind is not CallKind.GENERATE:
+                continue
+            others = [other for other in footprints if footprints[other].kind in kv_beside_kinds]
+            items = [
+                MemoryItem(stage, footprint.min_kv_bytes, is_kv=True),
+                MemoryItem(stage, footprint.memory.active_bytes),
+            ]
+            if others:
+                largest = max(others, key=lambda other: footprints[other].memory.active_bytes)
+                items.append(MemoryItem(largest, footprints[largest].memory.active_bytes))
+            peak = max(peak, items, key=_sum_bytes)
+        return peak
+
+    def _missing_bytes(self, device_range: DeviceRange) -> float:
+        """Return bytes that a device lacks; negative if some are left."""
+        needed = self._resident_bytes(device_range) + _sum_bytes(self._peak_items(device_range))
+        return needed - usable_bytes(device_range.device.memory_bytes, self.constants)
+
+    def _explain_shortage(self, device_range: DeviceRange) -> str:
+        device, missing = device_range.device, self._missing_bytes(device_range)
+        usable = usable_bytes(device.memory_bytes, self.constants)
+        stages_by_key: dict[str, list[str]] = {}
+        for stage in device_range.stages:
+            stages_by_key.setdefault(self.footprints[stage].weights_key, []).append(stage)
+        resident = [
+            f"{' and '.join(stages)} {_format_gb(self.footprints[stages[0]].memory.resident_bytes)}"
+            for stages in stages_by_key.values()
+        ]
+        active = [
+            self._describe_item(item) for item in self._peak_items(device_range) if item.num_bytes
+        ]
+        return (
+            f"devices {device_range.mesh}: needs {_format_gb(usable + missing)} GB per"
+            f" {device.name};"
+            f" {_format_gb(usable)} of {_format_gb(device.memory_bytes)} GB usable,"
+            f" {_format_gb(missing)} GB short: resident"
+            f" {', '.join(resident)}; active {', '.join(active)}"
+        )
+
+    def _describe_item(self, item: MemoryItem) -> str:
+        footprint = self.footprints[item.stage]
+        purpose = _ACTIVE_MEMORY_TEXT[footprint.kind].format(tokens=footprint.batch_tokens)
+        if item.is_kv:
+            is_set = footprint.min_kv_bytes == footprint.max_kv_bytes
+            purpose = "for keys and values" + ("" if is_set else " of one rollout")
+        return f"{item.stage} {_format_gb(item.num_bytes)} {purpose}"
 
 
 _ACTIVE_MEMORY_TEXT = {
-    CallKind.GENERATE: "to lay down a version",
+    CallKind.GENERATE: "to load a version",
     CallKind.SCORE: "for {tokens:.0f} tokens at a time",
     CallKind.TRAIN: "for {tokens:.0f} tokens at a time",
 }
-"""What a call computes with memory of its own for."""
+"""Purpose of a call's active bytes, in `explain_infeasible`."""
 
 
-def _sum_bytes(parts: Sequence[MemoryItem]) -> float:
-    return sum(part.num_bytes for part in parts)
+def _sum_bytes(items: Sequence[MemoryItem]) -> float:
+    return sum(item.num_bytes for item in items)
 
 
 def _format_gb(num_bytes: float) -> str:
-    """With as many digits as what is little needs."""
+    """Format small sizes with two significant digits."""
     size = num_bytes / GB
     return f"{size:.1f}" if size >= 1 or not size else f"{size:.2g}"

@@ -1,4 +1,4 @@
-"""What sampling costs: the roofline of a decode step, and what comes on top of it."""
+"""Generator timing: roofline of a decode step, and the overheads on top."""
 
 from streamrl.placement.costs.call_cost import EXPERT_ALL_TO_ALLS, CallCost
 from streamrl.placement.costs.constants import CostConstants
@@ -9,10 +9,10 @@ from streamrl.placement.stage_timings import GeneratorTiming
 
 
 def kv_token_bytes(shape: ModelShape, tensor: int, stages: int, constants: CostConstants) -> float:
-    """Of one device, a token's keys and values.
+    """Return bytes per device of a token's keys and values.
 
-    Tensor-parallel ranks split the heads; where there are fewer, some hold the same. What is
-    compressed (MLA) all of them hold.
+    Tensor-parallel ranks split the heads; with more ranks than heads, some ranks hold the same
+    heads. Every rank holds the whole MLA latent.
     """
     split = 1 if shape.kv_latent_width else min(tensor, shape.kv_heads)
     return shape.kv_bytes_per_token(constants.kv_bytes) / split / stages
@@ -21,82 +21,85 @@ def kv_token_bytes(shape: ModelShape, tensor: int, stages: int, constants: CostC
 def decode_step_params(
     shape: ModelShape, tensor: int, stages: int, running: float, expert: int = 1
 ) -> float:
-    """Of one device, the parameters that a decode step of so many rollouts reads.
+    """Return parameters that a decode step reads, per device.
 
-    Of experts those that at least one of them passes, if each picks its own at random; where they
-    are shared out, those of all replicas that share them.
+    Of experts, only those that some token needs are read, assuming uniform random routing. With
+    expert parallelism the tokens of all replicas of the expert group count.
     """
-    held: float = sum(stage_params(shape, stages, tensor, expert)) / stages
+    params: float = sum(stage_params(shape, stages, tensor, expert)) / stages
     if not shape.has_scalar_head and not shape.has_tied_embeddings:
-        # Of the embedding a step looks up a few rows.
-        held -= shape.vocab * shape.hidden / tensor / stages
+        # A decode step reads only a few rows of the embedding.
+        params -= shape.vocab * shape.hidden / tensor / stages
     if not shape.experts:
-        return held
-    sharers = max(1.0, expert / tensor)
-    missed: float = (1 - shape.experts_per_token / shape.experts) ** (running * sharers)
+        return params
+    sharing_replicas = max(1.0, expert / tensor)
+    # Probability that no token picks an expert when each picks k of n experts at random.
+    unused_fraction: float = (1 - shape.experts_per_token / shape.experts) ** (
+        running * sharing_replicas
+    )
     split = expert if expert > 1 else tensor
-    return held - shape.routed_params * missed / split / stages
+    return params - shape.routed_params * unused_fraction / split / stages
 
 
-def running_rollouts(work: CallCost, kv_tokens: float) -> float:
-    """How many a replica samples at a time, about: as many as there are, and have room.
+def running_rollouts(cost: CallCost, kv_tokens: float) -> float:
+    """Estimate the concurrent rollouts of a replica: limited by rollouts, max_running and KV cache.
 
-    Those that begin together are at their longest together, too.
+    The estimate uses full lengths, because rollouts that start together reach full length together.
     """
-    workload = work.workload
-    here = workload.sampled_workload.num_rollouts / work.dp_size
+    workload = cost.workload
+    replica_rollouts = workload.sampled_workload.num_rollouts / cost.dp_size
     slots = kv_tokens / workload.rollout_tokens
-    return max(1.0, min(here, work.constants.max_running, slots))
+    return max(1.0, min(replica_rollouts, cost.constants.max_running, slots))
 
 
-def generator_timing(work: CallCost, kv_room_bytes: float) -> GeneratorTiming:
-    """Of a replica whose devices have so many bytes each for keys and values.
+def generator_timing(cost: CallCost, kv_room_bytes: float) -> GeneratorTiming:
+    """Return the timing of a replica with `kv_room_bytes` for the KV cache on each device.
 
-    With pipeline stages the rollouts fall into as many parts, which follow one another through the
-    stages: each gets a token in the time that all stages take for a part. So weights are read once
-    for each part, and what depends on the rollouts is spread over the stages.
+    With p pipeline stages the rollouts form p batches that follow each other through the stages.
+    Each batch gets a token in the time that all stages take for one batch. Weights are therefore
+    read once per batch, and the time per rollout is spread over the stages.
     """
-    shape, constants, stages = work.shape, work.constants, work.pp_size
-    kv_bytes = kv_token_bytes(shape, work.tp_size, stages, constants)
+    shape, constants, stages = cost.shape, cost.constants, cost.pp_size
+    kv_bytes = kv_token_bytes(shape, cost.tp_size, stages, constants)
     kv_tokens = max(0.0, kv_room_bytes) / kv_bytes
-    running = running_rollouts(work, kv_tokens)
-    memory = work.memory_bytes_per_s * constants.decode_memory_fraction
-    read = decode_step_params(shape, work.tp_size, stages, running / stages, work.ep_size)
-    weights = read * constants.served_bytes
-    sums = (
-        work.all_reduces_per_layer * stages * work.all_reduce_latency_s
-        + stages * work.parallel_groups.pipeline.send_latency_s
+    running = running_rollouts(cost, kv_tokens)
+    bytes_per_s = cost.memory_bytes_per_s * constants.decode_memory_fraction
+    params_read = decode_step_params(shape, cost.tp_size, stages, running / stages, cost.ep_size)
+    weights = params_read * constants.served_bytes
+    communication_s = (
+        cost.all_reduces_per_layer * stages * cost.all_reduce_latency_s
+        + stages * cost.parallel_groups.pipeline.send_latency_s
     )
     exchanges = (
-        EXPERT_ALL_TO_ALLS * shape.moe_layers * work.parallel_groups.expert.all_to_all_latency_s
+        EXPERT_ALL_TO_ALLS * shape.moe_layers * cost.parallel_groups.expert.all_to_all_latency_s
     )
     layers = constants.decode_layer_s * shape.layers
-    compute = work.compute_s(2 * shape.active_matmul_params, constants.decode_flops_fraction)
+    compute = cost.compute_s(2 * shape.active_matmul_params, constants.decode_flops_fraction)
     return GeneratorTiming(
-        replicas=work.dp_size,
+        replicas=cost.dp_size,
         max_running=constants.max_running,
         kv_tokens=kv_tokens,
-        weights_s=stages * weights / memory,
-        kv_token_s=kv_bytes / memory,
+        weights_s=stages * weights / bytes_per_s,
+        kv_token_s=kv_bytes / bytes_per_s,
         compute_rollout_s=compute,
-        step_s=stages * constants.decode_step_s + layers + sums + exchanges,
+        step_s=stages * constants.decode_step_s + layers + communication_s + exchanges,
         rollout_s=constants.decode_rollout_s
-        + work.all_reduces_per_layer * work.all_reduce_token_s
-        + work.expert_token_s
-        + work.send_token_s,
-        prefill_token_s=_prefill_token_s(work),
+        + cost.all_reduces_per_layer * cost.all_reduce_token_s
+        + cost.expert_token_s
+        + cost.send_token_s,
+        prefill_token_s=_prefill_token_s(cost),
         begin_s=constants.begin_s,
         group_s=constants.decode_group_s,
     )
 
 
-def _prefill_token_s(work: CallCost) -> float:
-    """Of a prompt's token: the stages follow one another, and each computes its part."""
-    flops = token_flops(work.shape, work.workload.prompt_tokens)
-    compute = work.compute_s(flops, work.constants.forward_flops_fraction)
+def _prefill_token_s(cost: CallCost) -> float:
+    """Return seconds per prompt token; the stages run one after the other."""
+    flops = token_flops(cost.shape, cost.workload.prompt_tokens)
+    compute = cost.compute_s(flops, cost.constants.forward_flops_fraction)
     return (
         compute
-        + work.all_reduces_per_layer * work.all_reduce_token_s
-        + work.expert_token_s
-        + work.send_token_s
+        + cost.all_reduces_per_layer * cost.all_reduce_token_s
+        + cost.expert_token_s
+        + cost.send_token_s
     )

@@ -1,4 +1,4 @@
-"""What adapters cost on their way: these travel, and who follows merges them, at every version."""
+"""Transfer cost of LoRA adapters: only adapters travel, and the follower merges every version."""
 
 from dataclasses import replace
 
@@ -10,24 +10,24 @@ from streamrl.placement.placements import CallAssignment
 
 
 class LoraTraffic(ApproximateTraffic):
-    """Traffic of shapes of which adapters are trained.
+    """Traffic of shapes with trained adapters.
 
-    Every device has the weights of the model directory through its host, all of them, adds what
-    the adapters say, and holds a copy of its own of what comes of it.
+    Every device reads the whole base model through its host, adds the adapters, and keeps its own
+    copy of the merged weights.
     """
 
     def _compute_transfer(
         self, shape: ModelShape, source: CallAssignment, target: CallAssignment
     ) -> TransferCost:
-        whole, part = replace(shape, adapter_params=0), shape.trained_fraction
-        moved = super()._compute_transfer(whole, source, target)
+        full_shape, trained_fraction = replace(shape, adapter_params=0), shape.trained_fraction
+        transfer = super()._compute_transfer(full_shape, source, target)
         groups = target.mesh.find_node_groups(self._cluster)
         host = min(group.device.host_bytes_per_s for group in groups)
         itemsize, grid = self._constants.served_bytes, target.grid
         reading_s = shape.num_params * itemsize / (host * self._constants.host_fraction)
         return TransferCost(
-            moved.seconds * part + reading_s,
-            round(moved.received_bytes * part),
-            round(moved.network_bytes * part),
-            max_stage_params(whole, grid.pp_size, grid.tp_size, target.ep_size) * itemsize,
+            transfer.seconds * trained_fraction + reading_s,
+            round(transfer.received_bytes * trained_fraction),
+            round(transfer.network_bytes * trained_fraction),
+            max_stage_params(full_shape, grid.pp_size, grid.tp_size, target.ep_size) * itemsize,
         )

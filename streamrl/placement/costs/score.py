@@ -1,4 +1,4 @@
-"""What a forward pass over rollouts costs: references, reward models, values."""
+"""Timing of forward passes over rollouts: references, reward models, values."""
 
 import math
 
@@ -9,44 +9,44 @@ from streamrl.placement.workload import Workload
 
 
 def groups_in_batch(workload: Workload, constants: CostConstants) -> int:
-    """Groups that are scored at once: as many as have so many tokens together, at least one."""
+    """Return groups per batch: as many as `score_tokens` allow, at least one."""
     tokens = workload.group_size * workload.rollout_tokens
     return max(1, min(workload.groups_per_step, int(constants.score_tokens / tokens)))
 
 
-def score_timing(work: CallCost, loading_s: float = 0.0) -> ScoreTiming:
-    """Of a replica that waits so long for its weights in a step, spread over its batches."""
-    constants, workload = work.constants, work.workload
+def score_timing(cost: CallCost, loading_s: float = 0.0) -> ScoreTiming:
+    """Return the timing of a replica; batches share `loading_s`, the weight load of a step."""
+    constants, workload = cost.constants, cost.workload
     batch = groups_in_batch(workload, constants)
-    batches = max(1, math.ceil(workload.groups_per_step / batch / work.dp_size))
-    # Rollouts of a group too large for a batch are computed in parts.
+    batches = max(1, math.ceil(workload.groups_per_step / batch / cost.dp_size))
+    # A group larger than a batch is computed in parts.
     tokens = batch * workload.group_size * workload.rollout_tokens
-    parts = batches * max(1, math.ceil(tokens / constants.score_tokens))
-    parts = work.count_micro_batches(parts, workload.num_rollouts / work.dp_size)
-    longer = work.bubble_factor(parts)
+    micro_batches = batches * max(1, math.ceil(tokens / constants.score_tokens))
+    micro_batches = cost.count_micro_batches(micro_batches, workload.num_rollouts / cost.dp_size)
+    bubble = cost.bubble_factor(micro_batches)
     begin_s = (
-        work.all_reduces_per_layer * work.all_reduce_latency_s
-        + work.expert_overhead_s
-        + work.parallel_groups.pipeline.send_latency_s
+        cost.all_reduces_per_layer * cost.all_reduce_latency_s
+        + cost.expert_overhead_s
+        + cost.parallel_groups.pipeline.send_latency_s
     )
-    compute = work.compute_s(work.forward_token_flops, constants.forward_flops_fraction)
+    compute = cost.compute_s(cost.forward_token_flops, constants.forward_flops_fraction)
     token_s = (
         compute
-        + work.all_reduces_per_layer * work.all_reduce_token_s
-        + work.expert_token_s
-        + work.send_token_s
+        + cost.all_reduces_per_layer * cost.all_reduce_token_s
+        + cost.expert_token_s
+        + cost.send_token_s
     )
     return ScoreTiming(
-        replicas=work.dp_size,
+        replicas=cost.dp_size,
         batch=batch,
-        batch_s=constants.score_batch_s + (longer * begin_s * parts + loading_s) / batches,
+        batch_s=constants.score_batch_s + (bubble * begin_s * micro_batches + loading_s) / batches,
         rollout_s=constants.score_rollout_s,
-        token_s=token_s * longer,
+        token_s=token_s * bubble,
     )
 
 
 def rule_timing(constants: CostConstants) -> ScoreTiming:
-    """Of a reward that computes without a model and without devices."""
+    """Return the timing of a reward without model and devices."""
     return ScoreTiming(
         1, batch=1, batch_s=constants.rule_group_s, rollout_s=constants.rule_rollout_s, token_s=0.0
     )

@@ -1,9 +1,11 @@
-"""What weights cost on their way from a trained model to who follows it: bytes of the actual plan.
+"""Weight transfer cost between a trained model and its follower, from the copy plan.
 
-The plan is the one that the executors carry out (`streamrl.resharding`), on the cluster's device
-numbers. Two things make it fast at any size, and neither changes what any rank receives: layers
-that the same ranks hold and want are one tensor, and of replicas that do the same some stand for
-all.
+`streamrl.resharding` builds the plan that the executors also carry out, here on the cluster's
+device numbers. Two reductions keep planning fast at any size without changing the bytes of any
+rank:
+
+- layers that the same ranks hold and want become one tensor;
+- one of several replicas with identical transfers stands for all of them.
 """
 
 from collections import Counter
@@ -34,18 +36,17 @@ from streamrl.resharding import (
 from streamrl.resharding.tensor_specs import split_stages_evenly
 
 SHARDS_PARAMETERS = 3
-"""The stage of ZeRO from which on replicas share out the weights."""
+"""ZeRO stage that shards the weights over replicas."""
 
 
 @dataclass(frozen=True)
 class ClusterNodes(NodeTopology):
-    """The nodes of a cluster, which need not be alike. node_of: by device."""
+    """Node of every device; nodes may differ in size."""
 
     node_by_device: tuple[int, ...] = ()
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> "ClusterNodes":
-        """Of a cluster."""
         nodes: list[int] = []
         first = 0
         for group in cluster.node_groups:
@@ -54,16 +55,17 @@ class ClusterNodes(NodeTopology):
         return cls(max(group.devices_per_node for group in cluster.node_groups), tuple(nodes))
 
     def get_node(self, rank: int) -> int:
-        """The node a device is on."""
         return self.node_by_device[rank]
 
 
 @dataclass(frozen=True)
 class TransferCost:
-    """One version's way. seconds: of its bytes alone. received_bytes: of the rank with most.
+    """Transfer of a version.
 
-    network_bytes: what most passes one node's network, in or out. beside_bytes: what the fullest
-    device holds for the follower on top of the weights that are trained.
+    seconds: time of the bytes alone.
+    received_bytes: of the rank that receives most.
+    network_bytes: of the busiest node, in or out.
+    extra_bytes: memory of the follower's weights on the fullest device, beyond the trained weights.
     """
 
     seconds: float
@@ -73,7 +75,7 @@ class TransferCost:
 
 
 class WeightTraffic:
-    """Of one cluster; keeps what it found."""
+    """Transfer costs within a cluster; caches results."""
 
     def __init__(self, cluster: Cluster, constants: CostConstants) -> None:
         self._cluster = cluster
@@ -94,10 +96,18 @@ class WeightTraffic:
     def estimate_transfer(
         self, shape: ModelShape, source: CallAssignment, target: CallAssignment
     ) -> TransferCost:
-        """What a version costs that `target` gets from `source`, which trains it."""
-        where = self._location_key(source.mesh, target.mesh)
-        shards = source.zero_stage >= SHARDS_PARAMETERS
-        key = (shape, source.grid, source.ep_size, shards, target.grid, target.ep_size, where)
+        """Return the cost of a version from the trainer `source` to the follower `target`."""
+        location = self._location_key(source.mesh, target.mesh)
+        is_sharded = source.zero_stage >= SHARDS_PARAMETERS
+        key = (
+            shape,
+            source.grid,
+            source.ep_size,
+            is_sharded,
+            target.grid,
+            target.ep_size,
+            location,
+        )
         if key not in self._transfer_costs:
             self._transfer_costs[key] = self._compute_transfer(shape, source, target)
         return self._transfer_costs[key]
@@ -110,20 +120,20 @@ class WeightTraffic:
         *,
         full: bool = False,
     ) -> CopyPlan:
-        """What moves; with `full`, of every layer and every replica by itself."""
+        """Build the copy plan; `full` plans every layer and replica separately."""
         return _TransferPlanner(
             shape, source, target, self._nodes, self._constants.served_bytes
         ).build_plan(full=full)
 
     def report_duration_s(self, report: BytesReport) -> float:
-        """The longest of what any device has to send or receive in its node, and any node beyond.
+        """Return the longest time of any device's links and of any node's network.
 
-        Both at full speed in both directions at once.
+        Links and network run at full speed in both directions at once.
         """
         longest = 0.0
         for device, counts in report.rank_bytes.items():
-            near = max(counts.received_by_link["node"], counts.sent_by_link["node"])
-            longest = max(longest, near * self._link_byte_s[device])
+            link_bytes = max(counts.received_by_link["node"], counts.sent_by_link["node"])
+            longest = max(longest, link_bytes * self._link_byte_s[device])
         for node, num_bytes in _network_bytes_by_node(report, self._nodes).items():
             longest = max(longest, num_bytes * self._network_byte_s[node])
         return longest
@@ -133,15 +143,15 @@ class WeightTraffic:
     ) -> TransferCost:
         plan = self.plan_transfer(shape, source, target)
         report = plan.report_bytes()
-        through = _network_bytes_by_node(report, self._nodes)
-        shares = source.mesh == target.mesh and self._has_one_dtype
+        network_bytes = _network_bytes_by_node(report, self._nodes)
+        is_aliased = source.mesh == target.mesh and self._has_one_dtype
         itemsize = self._constants.served_bytes
-        alone = max_stage_params(shape, target.grid.pp_size, target.grid.tp_size) * itemsize
+        copy_bytes = max_stage_params(shape, target.grid.pp_size, target.grid.tp_size) * itemsize
         return TransferCost(
             self.report_duration_s(report),
             max(counts.received_bytes for counts in report.rank_bytes.values()),
-            max(through.values(), default=0),
-            _max_extra_bytes(plan, report) if shares else alone,
+            max(network_bytes.values(), default=0),
+            _max_extra_bytes(plan, report) if is_aliased else copy_bytes,
         )
 
     @property
@@ -149,7 +159,7 @@ class WeightTraffic:
         return self._constants.weight_bytes == self._constants.served_bytes
 
     def _location_key(self, source: Mesh, target: Mesh) -> Hashable:
-        """All that a plan's seconds depend on of where the meshes are."""
+        """Return a key that is equal for locations with equal transfer time."""
         kinds = (
             tuple(source.find_node_groups(self._cluster)),
             tuple(target.find_node_groups(self._cluster)),
@@ -159,15 +169,17 @@ class WeightTraffic:
         per_node = self._nodes.ranks_per_node
         if source == target:
             return kinds, source.size
+        # Separate whole nodes are interchangeable, so only sizes matter.
         if not source.overlaps(target) and not (source.size % per_node or target.size % per_node):
             return kinds, source.size, target.size
+        # Parts of nodes: the offsets from the first node decide which bytes use the network.
         first = min(source.first, target.first) // per_node * per_node
         return kinds, source.first - first, target.first - first, source.size, target.size
 
 
 @dataclass(frozen=True)
 class _TransferPlanner:
-    """How weights of a shape get from the one to the other."""
+    """Builder of the copy plan from one assignment to another."""
 
     shape: ModelShape
     source: CallAssignment
@@ -177,12 +189,12 @@ class _TransferPlanner:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the replicas of the source share the weights out."""
+        """Whether the source shards its weights over replicas (ZeRO stage 3)."""
         return self.source.zero_stage >= SHARDS_PARAMETERS and self.source.grid.dp_size > 1
 
     @property
     def is_nested(self) -> bool:
-        """Whether on the same devices every replica that is trained becomes some that follow."""
+        """Whether, on the same devices, each trained replica turns into whole followers."""
         train, follow = self.source.grid, self.target.grid
         return (
             self.source.mesh == self.target.mesh
@@ -192,7 +204,6 @@ class _TransferPlanner:
         )
 
     def build_plan(self, *, full: bool) -> CopyPlan:
-        """What moves."""
         parts = 1 if full or self.is_sharded else self._count_equal_parts()
         train = replace(self.source.grid, dp_size=self.source.grid.dp_size // parts)
         follow = replace(self.target.grid, dp_size=self.target.grid.dp_size // parts)
@@ -200,20 +211,20 @@ class _TransferPlanner:
         if not full:
             pieces = 1 if self.is_sharded else _count_pieces(train, follow)
             spec = _merge_tensors(spec, (train, follow), pieces, in_runs=self.is_sharded)
-        wanted = create_layout(spec, self._assign_target_ranks(spec, train, follow))
+        target_layout = create_layout(spec, self._assign_target_ranks(spec, train, follow))
         return plan_copies(
-            self._make_source_layout(spec, train, self.source.mesh.first), wanted, self.nodes
+            self._make_source_layout(spec, train, self.source.mesh.first), target_layout, self.nodes
         )
 
     def _make_source_layout(self, spec: ModelSpec, train: RankGrid, first: int) -> ModelLayout:
-        seating = replace(train.assign_ranks(), first_rank=first)
-        layout = create_layout(spec, seating)
-        return partition_zero3(layout, seating.list_dp_groups()) if self.is_sharded else layout
+        ranks = replace(train.assign_ranks(), first_rank=first)
+        layout = create_layout(spec, ranks)
+        return partition_zero3(layout, ranks.list_dp_groups()) if self.is_sharded else layout
 
     def _assign_target_ranks(
         self, spec: ModelSpec, train: RankGrid, follow: RankGrid
     ) -> RankAssignment:
-        """On the same devices who serves what follows from what they hold; elsewhere in order."""
+        """Assign ranks by overlap with held shards on the same devices, else in order."""
         first = self.target.mesh.first
         if self.source.mesh != self.target.mesh:
             return replace(follow.assign_ranks(), first_rank=first)
@@ -227,61 +238,63 @@ class _TransferPlanner:
         return replace(served, first_rank=first)
 
     def _count_equal_parts(self) -> int:
-        """Into how many parts source and target fall that do the same beside each other.
+        """Return the number of parts that transfer identically and independently.
 
-        On the same devices as few ranks as are replicas of both. On others, parts of whole nodes
-        are served from parts of whole nodes.
+        On the same devices a part is the smallest block of whole replicas of both. On separate
+        devices parts of whole nodes serve parts of whole nodes.
         """
         train, follow = self.source.grid, self.target.grid
         if train.order != "hf" or follow.order != "hf" or len(set(self.nodes.node_by_device)) == 1:
             return 1
         per_node = self.nodes.ranks_per_node
         if self.source.mesh == self.target.mesh:
-            # Blocks of whole replicas of both; all blocks hold and want the same.
+            # All blocks of whole replicas of both hold and want the same shards.
             size = lcm(train.ranks_per_replica, follow.ranks_per_replica)
-            whole = size % per_node == 0 or per_node % size == 0
-            return train.num_ranks // size if whole and train.num_ranks % size == 0 else 1
+            fills_nodes = size % per_node == 0 or per_node % size == 0
+            return train.num_ranks // size if fills_nodes and train.num_ranks % size == 0 else 1
         if self.source.mesh.overlaps(self.target.mesh):
             return 1
-        most = gcd(train.dp_size, follow.dp_size)
-        for parts in range(most, 0, -1):
+        max_parts = gcd(train.dp_size, follow.dp_size)
+        for parts in range(max_parts, 0, -1):
             sizes = (self.source.mesh.size // parts, self.target.mesh.size // parts)
-            if most % parts == 0 and not any(size % per_node for size in sizes):
+            if max_parts % parts == 0 and not any(size % per_node for size in sizes):
                 return parts
         return 1
 
 
 def _count_pieces(train: RankGrid, follow: RankGrid) -> int:
-    """How many tensors layers are merged into, so that those who hold them can share them out."""
+    """Return the number of merged tensors that lets all holders share the sends."""
     return train.dp_size // gcd(train.dp_size, follow.dp_size)
 
 
 def _merge_tensors(
     spec: ModelSpec, grids: tuple[RankGrid, RankGrid], pieces: int, *, in_runs: bool
 ) -> ModelSpec:
-    """The same bytes in fewer tensors: those that are cut alike and lie in the same stages.
+    """Merge tensors with equal cuts and equal stages; the bytes stay the same.
 
-    in_runs: for those who hold a run of a tensor's elements, each element of the one beside the
-    same of the others, so that a run is of all of them what it was of each.
+    in_runs: for ZeRO-3 shards, which are flat runs of elements. A trailing dimension interleaves
+      the merged tensors, so a run of the merged tensor is the same run of each of them.
     """
     stages = [_list_place_stages(spec.num_pipeline_positions, grid.pp_size) for grid in grids]
-    alike: dict[Hashable, list[int]] = {}
-    for index, each in enumerate(spec.tensors):
-        at = tuple(tuple(sorted({of[place] for place in each.pipeline_positions})) for of in stages)
-        cut = (each.shape, each.split_dim, each.components, each.itemsize)
-        alike.setdefault((at, cut), []).append(index)
-    found = []
-    for indices in alike.values():
+    indices_by_cut: dict[Hashable, list[int]] = {}
+    for index, tensor in enumerate(spec.tensors):
+        at = tuple(
+            tuple(sorted({of[place] for place in tensor.pipeline_positions})) for of in stages
+        )
+        cut = (tensor.shape, tensor.split_dim, tensor.components, tensor.itemsize)
+        indices_by_cut.setdefault((at, cut), []).append(index)
+    merged = []
+    for indices in indices_by_cut.values():
         parts = min(pieces, len(indices))
         for part in range(parts):
-            some = indices[part::parts]
-            first = spec.tensors[some[0]]
+            members = indices[part::parts]
+            first = spec.tensors[members[0]]
             if in_runs:
-                found.append(replace(first, shape=(*first.shape, len(some))))
+                merged.append(replace(first, shape=(*first.shape, len(members))))
                 continue
             dim = None if first.split_dim is None else first.split_dim + 1
-            found.append(replace(first, shape=(len(some), *first.shape), split_dim=dim))
-    return ModelSpec(tuple(found), spec.num_pipeline_positions)
+            merged.append(replace(first, shape=(len(members), *first.shape), split_dim=dim))
+    return ModelSpec(tuple(merged), spec.num_pipeline_positions)
 
 
 def _list_place_stages(num_places: int, stages: int) -> list[int]:
@@ -290,19 +303,19 @@ def _list_place_stages(num_places: int, stages: int) -> list[int]:
 
 
 def _max_extra_bytes(plan: CopyPlan, report: BytesReport) -> int:
-    """What the fullest device holds of what follows, but for what lies in what is trained."""
-    held: dict[int, int] = {}
+    """Return bytes of the follower on the fullest device, beyond the aliased trained weights."""
+    source_bytes: dict[int, int] = {}
     for rank, shards in plan.source.shards.items():
-        if id(shards) not in held:
-            held[id(shards)] = plan.source.count_bytes(rank)
+        if id(shards) not in source_bytes:
+            source_bytes[id(shards)] = plan.source.count_bytes(rank)
     return max(
-        counts.memory_bytes - held[id(plan.source.shards[rank])]
+        counts.memory_bytes - source_bytes[id(plan.source.shards[rank])]
         for rank, counts in report.rank_bytes.items()
     )
 
 
 def _network_bytes_by_node(report: BytesReport, nodes: NodeTopology) -> Counter[int]:
-    """Bytes that pass each node's network, in or out, whichever is more."""
+    """Return bytes through each node's network, in or out, whichever is more."""
     received: Counter[int] = Counter()
     sent: Counter[int] = Counter()
     for device, counts in report.rank_bytes.items():

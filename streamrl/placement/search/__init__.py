@@ -1,4 +1,4 @@
-"""Which placement is best: exact and random search, rules, and an oracle. Pure."""
+"""Search for the best placement: set partitions, annealing, rules, and exhaustive search."""
 
 from streamrl.placement.search.feasibility import can_fit
 from streamrl.placement.search.hybridflow_parallel import ParallelismChoices

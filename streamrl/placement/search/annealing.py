@@ -1,8 +1,9 @@
-"""Random search over devices and parallelism of every role, from a placement that is known.
+"""Random search over devices and parallelism of every role, from a given start.
 
-Metropolis-Hastings with a falling temperature, as ReaL's over per-call meshes (arXiv:2406.14088),
-then a descent role by role. A proposal whose busiest device alone takes too long is not scheduled.
-The same seed gives the same placement; proposals are counted, not timed.
+Metropolis-Hastings with a falling temperature, as ReaL's search over per-call meshes
+(arXiv:2406.14088), then a descent role by role. A lower bound (the load of the busiest device)
+rejects most bad proposals before they are scheduled. The search counts proposals instead of time,
+so equal seeds give equal placements.
 """
 
 import itertools
@@ -19,23 +20,22 @@ from streamrl.placement.search.hybridflow_parallel import ParallelismChoices, Ro
 from streamrl.placement.search.moves import iter_rearrangements
 
 INITIAL_TEMPERATURE, FINAL_TEMPERATURE = 0.05, 0.002
-"""Of the step time: a change for the worse by so much is taken with odds 1 to e."""
+"""Relative to the step time: a slowdown of this size is accepted with probability 1 / e."""
 REJECT_TEMPERATURES = 8.0
-"""Temperatures above the current step time, beyond which a bound is enough to refuse."""
+"""A lower bound this many temperatures above the current step time rejects a proposal."""
 SMALL_CLUSTER_MESHES = 16
-"""Of a cluster that has no more, the descent looks at all of them, and at roles in pairs."""
+"""On clusters with at most so many meshes the descent tries all meshes, and pairs of roles."""
 DESCENT_ROUNDS = 3
 FASTEST_OPTIONS = 4
-"""Of a role's parallelisms on new devices, one of so many is proposed."""
+"""A moved role takes one of its so many fastest parallelisms."""
 REARRANGE_TOLERANCE = 0.1
-"""Of the step time: what another way to divide roles may take more before a descent from there."""
+"""Relative to the step time: slower rearrangements are not worth a descent."""
 MAX_REARRANGE_DESCENTS = 3
-"""Descents from so many."""
 
 
 @dataclass(frozen=True)
 class SearchState:
-    """Where the search is: roles, how far ahead generation is, whether calls are streamed."""
+    """State of the search: assignment per role, steps that generation runs ahead, streaming."""
 
     assignments: Mapping[str, CallAssignment]
     steps_ahead: int = 0
@@ -43,7 +43,7 @@ class SearchState:
 
 
 class AnnealingSearch:
-    """Search for one bound of staleness; `aheads` are how far ahead it may choose to be."""
+    """Search within one staleness bound; `aheads` lists the allowed steps ahead."""
 
     def __init__(
         self,
@@ -63,34 +63,38 @@ class AnnealingSearch:
 
     @property
     def is_small_cluster(self) -> bool:
-        """Whether a descent looks at all there is for a role, and at roles in pairs."""
+        """Whether a descent tries all options of a role, and pairs of roles."""
         return len(self._meshes) <= SMALL_CLUSTER_MESHES
 
     def state_step_s(self, state: SearchState, limit_s: float = math.inf) -> float:
-        """Its step time; infinite if it cannot be, or is sure to be above the limit."""
+        """Return the step time; inf if infeasible or certainly above the limit."""
         if self.lower_bound_s(state) >= limit_s:
             return math.inf
         self.num_scheduled += 1
-        apart = len({each.mesh for each in state.assignments.values()}) > 1
-        streamed = state.is_streamed or not apart
+        is_disaggregated = len({assignment.mesh for assignment in state.assignments.values()}) > 1
+        streamed = state.is_streamed or not is_disaggregated
         placement = self._choices.make_placement(
             state.assignments, state.steps_ahead, streamed=streamed
         )
         return self._choices.estimator.step_s(placement, limit_s)
 
     def lower_bound_s(self, state: SearchState) -> float:
-        """What the busiest device has to do."""
-        wants = [
-            (each.mesh, self._choices.min_busy_s(role, each, state.steps_ahead))
-            for role, each in state.assignments.items()
+        """Return the load of the busiest device."""
+        busy_by_mesh = [
+            (assignment.mesh, self._choices.min_busy_s(role, assignment, state.steps_ahead))
+            for role, assignment in state.assignments.items()
         ]
         return max(
-            sum(seconds for mesh, seconds in wants if mesh.first <= first < mesh.first + mesh.size)
-            for first in {mesh.first for mesh, _ in wants}
+            sum(
+                seconds
+                for mesh, seconds in busy_by_mesh
+                if mesh.first <= first < mesh.first + mesh.size
+            )
+            for first in {mesh.first for mesh, _ in busy_by_mesh}
         )
 
     def run(self, start: SearchState, proposals: int) -> tuple[SearchState, float]:
-        """The best that so many proposals find, and its step time."""
+        """Return the best state of so many proposals, and its step time."""
         moves: list[Callable[[SearchState], SearchState | None]] = [
             self._change_grid,
             self._change_grid,
@@ -102,32 +106,35 @@ class AnnealingSearch:
         ]
         if len(self._allowed_steps_ahead) * len(self._allowed_streaming) > 1:
             moves.append(self._change_pace)
-        now, cost = start, self.state_step_s(start)
-        best, least = now, cost
+        current, cost = start, self.state_step_s(start)
+        best, best_cost = current, cost
         for i in range(proposals):
-            warmth = INITIAL_TEMPERATURE * (FINAL_TEMPERATURE / INITIAL_TEMPERATURE) ** (
+            # Geometric cooling from the initial to the final temperature.
+            temperature = INITIAL_TEMPERATURE * (FINAL_TEMPERATURE / INITIAL_TEMPERATURE) ** (
                 i / max(1, proposals - 1)
             )
-            proposed = moves[self._rng.integers(len(moves))](now)
-            if proposed is None or proposed == now:
+            proposed = moves[self._rng.integers(len(moves))](current)
+            if proposed is None or proposed == current:
                 continue
-            reach = cost * (1 + REJECT_TEMPERATURES * warmth) if math.isfinite(cost) else math.inf
-            found = self.state_step_s(proposed, reach)
-            if self._accept_move(cost, found, warmth):
-                now, cost = proposed, found
-            if found < least:
-                best, least = proposed, found
-        return best, least
+            limit_s = (
+                cost * (1 + REJECT_TEMPERATURES * temperature) if math.isfinite(cost) else math.inf
+            )
+            proposed_cost = self.state_step_s(proposed, limit_s)
+            if self._accept_move(cost, proposed_cost, temperature):
+                current, cost = proposed, proposed_cost
+            if proposed_cost < best_cost:
+                best, best_cost = proposed, proposed_cost
+        return best, best_cost
 
-    def _accept_move(self, cost: float, found: float, warmth: float) -> bool:
-        if math.isinf(found):
+    def _accept_move(self, cost: float, proposed_cost: float, temperature: float) -> bool:
+        if math.isinf(proposed_cost):
             return False
-        if found <= cost:
+        if proposed_cost <= cost:
             return True
-        return bool(self._rng.random() < math.exp((cost - found) / (warmth * cost)))
+        return bool(self._rng.random() < math.exp((cost - proposed_cost) / (temperature * cost)))
 
     def descend_by_role(self, state: SearchState, cost: float) -> tuple[SearchState, float]:
-        """Role by role on whatever is better for it, then in pairs, until nothing is."""
+        """Move roles, then pairs of roles, while the step time falls."""
         groups: list[tuple[str, ...]] = [(role,) for role in state.assignments]
         if self.is_small_cluster:
             groups += itertools.combinations(state.assignments, 2)
@@ -138,72 +145,69 @@ class AnnealingSearch:
                 for chosen in itertools.product(*options):
                     roles = {**state.assignments, **dict(zip(group, chosen, strict=True))}
                     proposed = replace(state, assignments=roles)
-                    found = self.state_step_s(proposed, cost)
-                    if found < cost:
-                        state, cost = proposed, found
+                    proposed_cost = self.state_step_s(proposed, cost)
+                    if proposed_cost < cost:
+                        state, cost = proposed, proposed_cost
             if cost == before:
                 break
         return state, cost
 
     def _list_descent_options(self, state: SearchState, role: str) -> list[CallAssignment]:
-        """All of a small cluster.
-
-        Else of where it is, of where others are, and of what is near.
-        """
+        """Return all options on a small cluster, else those on used and neighboring meshes."""
         if self.is_small_cluster:
             return [
-                each for mesh in self._meshes for each in self._choices.list_options(role, mesh)
+                option for mesh in self._meshes for option in self._choices.list_options(role, mesh)
             ]
-        here = state.assignments[role].mesh
-        near = {each.mesh for each in state.assignments.values()} | set(
-            self._mesh_neighbors.find_neighbors(here)
+        current_mesh = state.assignments[role].mesh
+        other_meshes = {option.mesh for option in state.assignments.values()} | set(
+            self._mesh_neighbors.find_neighbors(current_mesh)
         )
-        found = list(self._choices.list_options(role, here))
-        for mesh in sorted(near - {here}):
-            # Schedules with generation ahead take longer.
-            found += self._choices.list_options(role, mesh)[
+        options = list(self._choices.list_options(role, current_mesh))
+        for mesh in sorted(other_meshes - {current_mesh}):
+            # Scheduling is slower with generation ahead, so fewer options are tried.
+            options += self._choices.list_options(role, mesh)[
                 : FASTEST_OPTIONS if state.steps_ahead else None
             ]
-        return found
+        return options
 
     def rearrange_roles(self, state: SearchState, cost: float) -> tuple[SearchState, float]:
-        """The best of the ways to divide roles among its meshes, after a descent of each."""
-        ways = [
+        """Redistribute roles over the used meshes, and descend from the best redistributions."""
+        rearranged = [
             replace(state, assignments=roles)
             for roles in iter_rearrangements(
                 self._choices, state.assignments, state.steps_ahead, cost
             )
         ]
-        timed = sorted(
-            (self.state_step_s(way, cost * (1 + REARRANGE_TOLERANCE)), i)
-            for i, way in enumerate(ways)
+        ranked = sorted(
+            (self.state_step_s(candidate, cost * (1 + REARRANGE_TOLERANCE)), i)
+            for i, candidate in enumerate(rearranged)
         )
-        for found, i in timed[:MAX_REARRANGE_DESCENTS]:
-            if math.isfinite(found):
-                other, least = self.descend_by_role(ways[i], found)
-                if least < cost:
-                    state, cost = other, least
+        for way_cost, i in ranked[:MAX_REARRANGE_DESCENTS]:
+            if math.isfinite(way_cost):
+                other, other_cost = self.descend_by_role(rearranged[i], way_cost)
+                if other_cost < cost:
+                    state, cost = other, other_cost
         return state, cost
 
-    # Moves: each gives another state, or None where it cannot be made.
+    # A move returns a new state, or None if it is impossible.
 
     def _draw_role(self, state: SearchState) -> str:
         names = list(state.assignments)
         return names[self._rng.integers(len(names))]
 
     def _draw_option(self, role: str, mesh: Mesh) -> CallAssignment | None:
-        """One of the fastest there, the first as often as not."""
-        found = self._choices.list_options(role, mesh)
-        if not found:
+        """Return the fastest option with probability 1/2, else one of the fastest few."""
+        options = self._choices.list_options(role, mesh)
+        if not options:
             return None
         if self._rng.random() < 0.5:  # noqa: PLR2004
-            return found[0]
-        return found[self._rng.integers(min(FASTEST_OPTIONS, len(found)))]
+            return options[0]
+        return options[self._rng.integers(min(FASTEST_OPTIONS, len(options)))]
 
     def _change_grid(self, state: SearchState) -> SearchState | None:
         role = self._draw_role(state)
-        found = self._choices.list_options(role, state.assignments[role].mesh)
-        option = found[self._rng.integers(len(found))]
+        options = self._choices.list_options(role, state.assignments[role].mesh)
+        option = options[self._rng.integers(len(options))]
         return replace(state, assignments={**state.assignments, role: option})
 
     def _place_roles(self, state: SearchState, moved: Mapping[str, Mesh]) -> SearchState | None:
@@ -224,20 +228,20 @@ class AnnealingSearch:
         return self._place_roles(state, {role: state.assignments[other].mesh})
 
     def _move_set(self, state: SearchState) -> SearchState | None:
-        here = state.assignments[self._draw_role(state)].mesh
-        near = self._mesh_neighbors.find_neighbors(here)
-        mesh = near[self._rng.integers(len(near))]
-        return self._refit_sets(state, {here: mesh})
+        current_mesh = state.assignments[self._draw_role(state)].mesh
+        neighbors = self._mesh_neighbors.find_neighbors(current_mesh)
+        mesh = neighbors[self._rng.integers(len(neighbors))]
+        return self._refit_sets(state, {current_mesh: mesh})
 
     def _swap_roles(self, state: SearchState) -> SearchState | None:
-        one, other = self._draw_role(state), self._draw_role(state)
+        role, other = self._draw_role(state), self._draw_role(state)
         return self._place_roles(
-            state, {one: state.assignments[other].mesh, other: state.assignments[one].mesh}
+            state, {role: state.assignments[other].mesh, other: state.assignments[role].mesh}
         )
 
     def _shift_border(self, state: SearchState) -> SearchState | None:
-        """Move the border of two sets: what one loses, the other gets."""
-        used = sorted({each.mesh for each in state.assignments.values()})
+        """Move the border between two adjacent meshes."""
+        used = sorted({assignment.mesh for assignment in state.assignments.values()})
         pairs = [(a, b) for a in used for b in used if a.first + a.size == b.first]
         if not pairs:
             return None
@@ -253,22 +257,24 @@ class AnnealingSearch:
         return self._refit_sets(state, new)
 
     def _refit_sets(self, state: SearchState, moved: Mapping[Mesh, Mesh]) -> SearchState | None:
-        """With all that is on some meshes on others: as fits together, or as it comes."""
+        """Move all roles of some meshes to others, with options drawn singly or fitted jointly."""
         sets = {
-            mesh: [role for role, each in state.assignments.items() if each.mesh == mesh]
+            mesh: [
+                role for role, assignment in state.assignments.items() if assignment.mesh == mesh
+            ]
             for mesh in moved
         }
         if self._rng.random() < 0.5:  # noqa: PLR2004
             return self._place_roles(
                 state, {r: moved[m] for m, roles in sets.items() for r in roles}
             )
-        found: dict[str, CallAssignment] = dict(state.assignments)
+        assignments: dict[str, CallAssignment] = dict(state.assignments)
         for mesh, roles in sets.items():
             fitted = self._choices.fit_on_mesh(roles, moved[mesh])
             if fitted is None:
                 return None
-            found |= fitted
-        return replace(state, assignments=found)
+            assignments |= fitted
+        return replace(state, assignments=assignments)
 
     def _change_pace(self, state: SearchState) -> SearchState | None:
         ahead = self._allowed_steps_ahead[self._rng.integers(len(self._allowed_steps_ahead))]
@@ -277,16 +283,16 @@ class AnnealingSearch:
 
 
 class _MeshNeighbors:
-    """Meshes that differ little from one another."""
+    """Meshes that differ slightly from each other."""
 
-    def __init__(self, cluster: Cluster, every: Sequence[Mesh]) -> None:
-        self._meshes = list(every)
-        self._mesh_set = set(every)
+    def __init__(self, cluster: Cluster, meshes: Sequence[Mesh]) -> None:
+        self._meshes = list(meshes)
+        self._mesh_set = set(meshes)
         self._num_devices = cluster.num_devices
         self._neighbors: dict[Mesh, list[Mesh]] = {}
 
     def find_neighbors(self, mesh: Mesh) -> list[Mesh]:
-        """With a common beginning or end, or as large and next to it."""
+        """Return meshes with a common start or end, and adjacent meshes of equal size."""
         if mesh not in self._neighbors:
             self._neighbors[mesh] = [
                 other
@@ -296,14 +302,14 @@ class _MeshNeighbors:
             ] or [mesh]
         return self._neighbors[mesh]
 
-    def _have_common_edge(self, one: Mesh, other: Mesh) -> bool:
-        return one.first == other.first or one.first + one.size == other.first + other.size
+    def _have_common_edge(self, mesh: Mesh, other: Mesh) -> bool:
+        return mesh.first == other.first or mesh.first + mesh.size == other.first + other.size
 
-    def _are_adjacent(self, one: Mesh, other: Mesh) -> bool:
-        return one.size == other.size and abs(one.first - other.first) == one.size
+    def _are_adjacent(self, mesh: Mesh, other: Mesh) -> bool:
+        return mesh.size == other.size and abs(mesh.first - other.first) == mesh.size
 
     def list_borders(self, left: Mesh, right: Mesh) -> list[int]:
-        """Where else the border between two of them may be."""
+        """Return the other possible borders between two adjacent meshes."""
         end = right.first + right.size
         return [
             at
@@ -315,5 +321,4 @@ class _MeshNeighbors:
 
 
 def make_start(roles: RoleAssignments, ahead: int, *, streamed: bool = True) -> SearchState:
-    """Where a search may begin."""
     return SearchState(dict(roles), ahead, streamed)

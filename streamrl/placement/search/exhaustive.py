@@ -1,10 +1,13 @@
-"""The best placement there is, by looking at all of them: for small clusters, to measure others by.
+"""Exhaustive search for small clusters; a reference to measure other searches by.
 
-Every mesh and parallelism of every role, role by role. What cannot become better than the best one
-so far is left: where memory is short already; where the busiest device has too much to do, or all
-devices together; and, on policy, where what follows the first rollouts takes too long behind them.
-Meshes that differ by a renumbering of devices nobody uses yet are looked at once. Of a model that
-only scores and is never published, what is slower on the same devices and holds more is left, too.
+The search assigns every mesh and parallelism role by role (branch and bound). It prunes a branch
+
+- if memory is already short;
+- if the busiest device, or all devices together, have too much work to beat the best placement;
+- on policy, if the work after the first rollouts takes too long;
+- if the mesh differs from an earlier one only by a renumbering of unused devices;
+- for a forward-only model with fixed weights, if another option on the same devices is no slower
+  and needs no more memory.
 """
 
 import math
@@ -22,7 +25,7 @@ MAX_DEVICES = 8
 
 
 class ExhaustiveSearch:
-    """Looks at every placement. Raises ConfigError for a cluster that is too large."""
+    """Evaluation of every placement. Raise ConfigError for a cluster that is too large."""
 
     def __init__(
         self, choices: ParallelismChoices, aheads: Sequence[int], streamed: Sequence[bool]
@@ -30,15 +33,15 @@ class ExhaustiveSearch:
         cluster = choices.problem.cluster
         if cluster.num_devices > MAX_DEVICES:
             raise ConfigError(
-                f"oracle: {cluster.num_devices} devices: every placement of at most {MAX_DEVICES}"
+                f"exhaustive search: {cluster.num_devices} devices: must be at most {MAX_DEVICES}"
             )
         self._choices = choices
         self._allowed_steps_ahead = list(aheads)
         self._allowed_streaming = list(streamed)
         self._leader_by_role = _find_leaders(choices)
-        every = list(iter_meshes(cluster))
+        meshes = list(iter_meshes(cluster))
         self._options = {
-            role: [one for mesh in every for one in self._list_undominated(role, mesh)]
+            role: [option for mesh in meshes for option in self._list_undominated(role, mesh)]
             for role in choices.roles
         }
         self._best: tuple[float, Placement | None] = (math.inf, None)
@@ -48,7 +51,7 @@ class ExhaustiveSearch:
         self.num_scheduled = 0
 
     def find_best(self, known: Placement | None = None) -> tuple[Placement | None, float]:
-        """The best, and its step time; a placement that is `known` already spares some work."""
+        """Return the best placement and its step time; a `known` placement helps pruning."""
         if known is not None:
             self._best = (self._choices.estimator.step_s(known), known)
         for ahead in self._allowed_steps_ahead:
@@ -56,20 +59,22 @@ class ExhaustiveSearch:
         return self._best[1], self._best[0]
 
     def _list_undominated(self, role: str, mesh: Mesh) -> list[CallAssignment]:
-        """What a role may have there: of one whose weights stay, nothing that another beats."""
-        found = self._choices.list_options(role, mesh)
+        """Return the options of a role; for fixed weights, without dominated options."""
+        options = self._choices.list_options(role, mesh)
         if role in self._leader_by_role:
-            return found
-        kept: list[tuple[CallAssignment, Sequence[float]]] = []
-        for each in found:
-            prices = self._option_costs(role, each)
-            beaten = (all(a <= b for a, b in zip(other, prices, strict=True)) for _, other in kept)
-            if not any(beaten):
-                kept.append((each, prices))
-        return [each for each, _ in kept]
+            return options
+        undominated: list[tuple[CallAssignment, Sequence[float]]] = []
+        for option in options:
+            costs = self._option_costs(role, option)
+            dominated = (
+                all(a <= b for a, b in zip(other, costs, strict=True)) for _, other in undominated
+            )
+            if not any(dominated):
+                undominated.append((option, costs))
+        return [option for option, _ in undominated]
 
     def _option_costs(self, role: str, option: CallAssignment) -> Sequence[float]:
-        """Seconds of each call, and bytes it keeps and takes."""
+        """Return seconds of each call, and resident and active bytes."""
         choices = self._choices
         memory = choices.estimator.costs.predict_memory(choices.make_placement({role: option}))
         seconds = [
@@ -77,86 +82,104 @@ class ExhaustiveSearch:
         ]
         return [
             *seconds,
-            *(b for each in memory.values() for b in (each.resident_bytes, each.active_bytes)),
+            *(
+                b
+                for call_memory in memory.values()
+                for b in (call_memory.resident_bytes, call_memory.active_bytes)
+            ),
         ]
 
     def _search_steps_ahead(self, ahead: int) -> None:
-        """Under one bound; the generator first, as others wait for it, then who has most to do."""
+        """Search one bound: generator first because others wait for it, then by decreasing work."""
         choices, size = self._choices, self._choices.problem.cluster.num_devices
         self._steps_ahead = ahead
         self._busy_s = {
-            role: [choices.min_busy_s(role, one, ahead) * BOUND_SLACK for one in options]
+            role: [choices.min_busy_s(role, option, ahead) * BOUND_SLACK for option in options]
             for role, options in self._options.items()
         }
         self._first_rollouts_s = {
-            one: choices.estimator.costs.first_rollouts_s(one) * BOUND_SLACK if not ahead else 0.0
-            for one in self._options[choices.generator_role]
+            option: choices.estimator.costs.first_rollouts_s(option) * BOUND_SLACK
+            if not ahead
+            else 0.0
+            for option in self._options[choices.generator_role]
         }
-        areas = {
+        device_s = {
             role: min(
-                (w * o.mesh.size for w, o in zip(wants, self._options[role], strict=True)),
+                (w * o.mesh.size for w, o in zip(busy_s, self._options[role], strict=True)),
                 default=math.inf,
             )
-            for role, wants in self._busy_s.items()
+            for role, busy_s in self._busy_s.items()
         }
         self._role_order = sorted(
-            areas, key=lambda role: (role != choices.generator_role, -areas[role])
+            device_s, key=lambda role: (role != choices.generator_role, -device_s[role])
         )
-        left = [areas[role] for role in self._role_order]
-        self._remaining_device_s = [sum(left[i:]) for i in range(len(left) + 1)]
+        remaining = [device_s[role] for role in self._role_order]
+        self._remaining_device_s = [sum(remaining[i:]) for i in range(len(remaining) + 1)]
         self._place_next_role({}, [0.0] * size, [0.0] * size)
 
     def _place_next_role(
-        self, roles: dict[str, CallAssignment], busy: list[float], after: list[float]
+        self, roles: dict[str, CallAssignment], busy_s: list[float], after_s: list[float]
     ) -> None:
-        """busy, after: by device, seconds of all there and of what follows the first rollouts."""
+        """Assign the next role.
+
+        busy_s, after_s: seconds of work per device: all work, and work that follows the first
+          rollouts.
+        """
         depth = len(roles)
         if depth == len(self._role_order):
             self._evaluate_roles(roles)
             return
         role = self._role_order[depth]
-        used = {each.mesh for each in roles.values()}
-        for option, wants in zip(self._options[role], self._busy_s[role], strict=True):
+        used = {assignment.mesh for assignment in roles.values()}
+        for option, option_s in zip(self._options[role], self._busy_s[role], strict=True):
             if self._is_symmetric and not self._is_canonical_mesh(option.mesh, used):
                 continue
-            found = {**roles, role: option}
-            taken, behind = _add_seconds(busy, option.mesh, wants), after
+            extended = {**roles, role: option}
+            extended_busy_s, extended_after_s = _add_seconds(busy_s, option.mesh, option_s), after_s
             if role != self._choices.generator_role:
-                behind = _add_seconds(after, option.mesh, wants)
-            first = self._first_rollouts_s[found[self._choices.generator_role]]
-            least = max(
-                max(taken),
-                (sum(taken) + self._remaining_device_s[depth + 1]) / len(taken),
-                first + max(behind),
+                extended_after_s = _add_seconds(after_s, option.mesh, option_s)
+            first = self._first_rollouts_s[extended[self._choices.generator_role]]
+            # A step is at least as long as the load of the busiest device, the mean load of all
+            # devices, and the first rollouts plus the work that follows them.
+            bound_s = max(
+                max(extended_busy_s),
+                (sum(extended_busy_s) + self._remaining_device_s[depth + 1]) / len(extended_busy_s),
+                first + max(extended_after_s),
             )
-            if least < self._best[0] and self._can_still_fit(found):
-                self._place_next_role(found, taken, behind)
+            if bound_s < self._best[0] and self._can_still_fit(extended):
+                self._place_next_role(extended, extended_busy_s, extended_after_s)
 
     def _can_still_fit(self, roles: dict[str, CallAssignment]) -> bool:
-        """Whether those fit together of whom it can be told: who follows a model may share it."""
-        sure = {
-            role: each
-            for role, each in roles.items()
+        """Check memory of the roles whose leader is placed; followers may alias its weights."""
+        decided = {
+            role: assignment
+            for role, assignment in roles.items()
             if self._leader_by_role.get(role, role) in roles
         }
-        return self._choices.can_fit(sure)
+        return self._choices.can_fit(decided)
 
     def _is_canonical_mesh(self, mesh: Mesh, used: set[Mesh]) -> bool:
-        """Whether no mesh further left is the same but for numbers of unused devices."""
+        """Return whether no mesh further left is equivalent under renumbering of unused devices.
+
+        The check halves the cluster until the halves have the mesh's size. A mesh in a right half
+        is equivalent to one in the left half unless the used meshes distinguish the halves.
+        """
         first, size = 0, self._choices.problem.cluster.num_devices
         while size > mesh.size:
             size //= 2
             left, right = Mesh(first, size), Mesh(first + size, size)
             if mesh.overlaps(right):
-                within = (u for u in used if u.size <= size)
-                if not any(u.overlaps(left) or u.overlaps(right) for u in within):
+                candidates = (u for u in used if u.size <= size)
+                if not any(u.overlaps(left) or u.overlaps(right) for u in candidates):
                     return False
                 first += size
         return True
 
     def _evaluate_roles(self, roles: dict[str, CallAssignment]) -> None:
-        apart = len({each.mesh for each in roles.values()}) > 1
-        for streamed in self._allowed_streaming if apart else self._allowed_streaming[:1]:
+        is_disaggregated = len({assignment.mesh for assignment in roles.values()}) > 1
+        for streamed in (
+            self._allowed_streaming if is_disaggregated else self._allowed_streaming[:1]
+        ):
             self.num_scheduled += 1
             placement = self._choices.make_placement(roles, self._steps_ahead, streamed=streamed)
             seconds = self._choices.estimator.step_s(placement, self._best[0])
@@ -165,18 +188,18 @@ class ExhaustiveSearch:
 
 
 def _find_leaders(choices: ParallelismChoices) -> dict[str, str]:
-    """Of each role that is trained, or follows one that is, who that is."""
+    """Map each trained or following role to the role that trains its model."""
     flow = CallGraph.from_dataflow(choices.problem.dataflow)
-    found = {
+    leader_by_role = {
         call.role: call.role if call.kind is CallKind.TRAIN else flow.find_leader(call)
         for call in flow.calls
         if call.role in choices.roles
     }
-    return {role: leader for role, leader in found.items() if leader}
+    return {role: leader for role, leader in leader_by_role.items() if leader}
 
 
-def _add_seconds(seconds: list[float], mesh: Mesh, more: float) -> list[float]:
-    taken = list(seconds)
+def _add_seconds(seconds: list[float], mesh: Mesh, seconds_more: float) -> list[float]:
+    total = list(seconds)
     for device in mesh.devices:
-        taken[device] += more
-    return taken
+        total[device] += seconds_more
+    return total

@@ -1,10 +1,11 @@
-"""FlexRLHF's guideline as a placement to compare with: rules, and no search.
+"""FlexRLHF's guideline (arXiv:2312.11819) as a placement to compare with.
 
-Its rules (arXiv:2312.11819): two nodes or fewer are shared, reference and reward on halves of them
-where one of those fits in one node; more are parted, the shadows of actor and critic with all that
-only computes forward on one part, with 30 to 50 % of the devices for generation, so that both parts
-take the same time; generators are replicated rather than spread over nodes; what is trained is
-sharded by ZeRO-3.
+- Up to two nodes are shared by all roles; reference and reward get half of the devices each if one
+  of them fits into a node.
+- More nodes are divided: generation gets 30 to 50 % of the devices, so that both parts take the
+  same time; trained models get the other part.
+- Generators are replicated instead of spread over nodes.
+- Trained models are sharded by ZeRO-3.
 """
 
 from collections.abc import Sequence
@@ -16,67 +17,67 @@ from streamrl.placement.search.partitions import list_node_edges
 
 MAX_SHARED_NODES = 2
 GENERATION_FRACTIONS = (0.3, 0.5)
-"""The part of all devices that generation gets."""
+"""Fraction of all devices for generation."""
 
 
 def apply_guideline(choices: ParallelismChoices) -> RoleAssignments | None:
-    """Devices and parallelism by its rules; None where they find none that fits."""
+    """Return the guideline's placement; None if its rules find none that fits."""
     cluster = choices.problem.cluster
-    ways = [_place_interleaved, _place_colocated]
+    strategies = [_place_interleaved, _place_colocated]
     if cluster.num_nodes > MAX_SHARED_NODES:
-        ways.insert(0, _place_disaggregated)
-    for way in ways:
-        found = way(choices)
-        if found is not None and choices.can_fit(found):
-            return found
+        strategies.insert(0, _place_disaggregated)
+    for strategy in strategies:
+        assignments = strategy(choices)
+        if assignments is not None and choices.can_fit(assignments):
+            return assignments
     return None
 
 
 def _choose_by_rule(choices: ParallelismChoices, role: str, mesh: Mesh) -> CallAssignment | None:
-    """ZeRO-3 for what is trained; the fewest tensor-parallel ranks for what is not."""
-    found = [each for each in choices.list_options(role, mesh) if each.grid.pp_size == 1]
+    """Choose ZeRO-3 for a trained role, and the fewest tensor-parallel ranks for others."""
+    options = [option for option in choices.list_options(role, mesh) if option.grid.pp_size == 1]
     if role in choices.trained_roles:
-        found = [e for e in found if e.zero_stage == max(x.zero_stage for x in found)]
-    return min(found, key=lambda each: each.grid.tp_size, default=None)
+        options = [e for e in options if e.zero_stage == max(x.zero_stage for x in options)]
+    return min(options, key=lambda option: option.grid.tp_size, default=None)
 
 
 def _place_roles(choices: ParallelismChoices, meshes: dict[str, Mesh]) -> RoleAssignments | None:
-    """Each role on its mesh; the generators of more ranks where those leave more room."""
-    found: dict[str, CallAssignment] = {}
+    """Assign each role its mesh; generators get more ranks if memory requires it."""
+    assignments: dict[str, CallAssignment] = {}
     for role, mesh in meshes.items():
         option = _choose_by_rule(choices, role, mesh)
         if option is None:
             return None
-        found[role] = option
+        assignments[role] = option
     generator = choices.generator_role
     options = sorted(
         choices.list_options(generator, meshes[generator]),
-        key=lambda each: (each.grid.pp_size, each.grid.tp_size),
+        key=lambda option: (option.grid.pp_size, option.grid.tp_size),
     )
     for option in options:
-        if choices.can_fit(found | {generator: option}):
-            return found | {generator: option}
+        if choices.can_fit(assignments | {generator: option}):
+            return assignments | {generator: option}
     return None
 
 
 def _place_colocated(choices: ParallelismChoices) -> RoleAssignments | None:
-    whole = Mesh(0, choices.problem.cluster.num_devices)
-    return _place_roles(choices, dict.fromkeys(choices.roles, whole))
+    all_devices = Mesh(0, choices.problem.cluster.num_devices)
+    return _place_roles(choices, dict.fromkeys(choices.roles, all_devices))
 
 
 def _place_interleaved(choices: ParallelismChoices) -> RoleAssignments | None:
-    """Reference and reward on halves, if both are there and one of them fits in a node."""
+    """Place reference and reward on halves, if both exist and one of them fits into a node."""
     cluster = choices.problem.cluster
-    lone = [role for role in ("reference", "reward") if role in choices.roles]
+    scorers = [role for role in ("reference", "reward") if role in choices.roles]
     halves = _split_halves(choices)
-    if len(lone) < len(halves) or not halves:
+    if len(scorers) < len(halves) or not halves:
         return None
     node = Mesh(0, list_node_edges(cluster)[1])
-    if not any(choices.list_options(role, node) for role in lone):
+    if not any(choices.list_options(role, node) for role in scorers):
         return None
-    whole = Mesh(0, cluster.num_devices)
+    all_devices = Mesh(0, cluster.num_devices)
     return _place_roles(
-        choices, dict.fromkeys(choices.roles, whole) | dict(zip(lone, halves, strict=True))
+        choices, dict.fromkeys(choices.roles, all_devices) | dict(zip(scorers, halves, strict=True))
     )
 
 
@@ -89,9 +90,9 @@ def _split_halves(choices: ParallelismChoices) -> Sequence[Mesh]:
 
 
 def _place_disaggregated(choices: ParallelismChoices) -> RoleAssignments | None:
-    """The part for generation that comes nearest to equal times; scorers beside the trainers' gap.
+    """Choose the generation part whose time is closest to the training part's.
 
-    Scorers have devices of their own between both parts, as many as they need.
+    Scorers have their own devices in between, as many as they need.
     """
     cluster = choices.problem.cluster
     edges = list_node_edges(cluster)
@@ -105,14 +106,14 @@ def _place_disaggregated(choices: ParallelismChoices) -> RoleAssignments | None:
         for end in edges[edges.index(at) : -1] if scorers else [at]:
             if scorers and end == at:
                 continue
-            found = _place_roles(
+            assignments = _place_roles(
                 choices, _make_three_parts(choices, scorers, (at, end, cluster.num_devices))
             )
-            if found is None:
+            if assignments is None:
                 continue
-            longest = _max_busy_s(choices, found)
+            longest = _max_busy_s(choices, assignments)
             if best is None or longest < best[0]:
-                best = (longest, found)
+                best = (longest, assignments)
     return None if best is None else best[1]
 
 
@@ -128,8 +129,10 @@ def _make_three_parts(
 
 
 def _max_busy_s(choices: ParallelismChoices, roles: RoleAssignments) -> float:
-    """What the busiest mesh has to do."""
-    wants: dict[Mesh, float] = {}
-    for role, each in roles.items():
-        wants[each.mesh] = wants.get(each.mesh, 0.0) + choices.alone_duration_s(role, each)
-    return max(wants.values())
+    """Return the load of the busiest mesh."""
+    busy_by_mesh: dict[Mesh, float] = {}
+    for role, assignment in roles.items():
+        busy_by_mesh[assignment.mesh] = busy_by_mesh.get(
+            assignment.mesh, 0.0
+        ) + choices.alone_duration_s(role, assignment)
+    return max(busy_by_mesh.values())

@@ -1,8 +1,9 @@
-"""Which models share devices, and how many: HybridFlow's Algorithm 1 (arXiv:2409.19256).
+"""Sets of models that share devices, and their sizes: HybridFlow's Algorithm 1 (arXiv:2409.19256).
 
-Every set partition of the models, every allocation of nodes to its sets. What a set's roles do on
-so many nodes is remembered. A placement costs its step time, by schedule; the paper's sum over
-stages of the slowest set (`compute_d_cost`) may be asked for instead.
+The search enumerates every set partition of the models and every allocation of nodes to the sets,
+and caches the fitted parallelism of a set on a mesh. The objective is the step time of the
+schedule; `find_best_by_stages` uses the paper's objective instead, the sum over stages of the
+slowest set (`compute_d_cost`).
 """
 
 import heapq
@@ -20,14 +21,14 @@ from streamrl.placement.steady_state.estimator import compute_d_cost
 
 RoleSet = tuple[str, ...]
 BOUND_SLACK = 0.95
-"""A bound from calls alone is trusted so far: alone and together they are timed in two ways."""
+"""Margin of bounds: calls alone and calls in a schedule are timed by different formulas."""
 FIRST_ALLOCATIONS = 64
-"""Allocations that are looked for to begin with."""
+"""Size of the first batch of allocations."""
 
 
 @dataclass(frozen=True)
 class MeshAllocation:
-    """Sets of roles and the mesh of each; `least_s` is the least that a step can take there."""
+    """Sets of roles, the mesh of each, and a lower bound of the step time."""
 
     role_sets: tuple[RoleSet, ...]
     meshes: tuple[Mesh, ...]
@@ -35,9 +36,9 @@ class MeshAllocation:
 
 
 class MappingSearch:
-    """Algorithm 1 over units: roles that are never parted, as who trains a model and follows it.
+    """Algorithm 1 over units: roles that stay together, such as a trained model and its followers.
 
-    everywhere: whether the generator is in none of them but on all devices, as ReaL has it.
+    everywhere: place the generator on all devices instead of in a set, as ReaL does.
     """
 
     def __init__(
@@ -46,113 +47,131 @@ class MappingSearch:
         self._choices = choices
         generator = choices.generator_role
         self._generator_mesh = Mesh(0, choices.problem.cluster.num_devices) if everywhere else None
-        left = [tuple(r for r in unit if r != generator or not everywhere) for unit in units]
-        self._role_sets = [unit for unit in left if unit]
+        remaining_units = [
+            tuple(r for r in unit if r != generator or not everywhere) for unit in units
+        ]
+        self._role_sets = [unit for unit in remaining_units if unit]
 
     def iter_allocations(self, ahead: int) -> Iterator[MeshAllocation]:
-        """All of them, but those where a role fits by itself in nothing of its mesh."""
+        """Yield all allocations except those where a role does not fit alone on its mesh."""
         return self._iter_below(ahead, lambda: math.inf)
 
-    def find_lowest(self, ahead: int, most: int) -> list[MeshAllocation]:
-        """So many with the lowest bounds, in their order; of equal ones those that come first.
+    def find_lowest(self, ahead: int, count: int) -> list[MeshAllocation]:
+        """Return the `count` allocations with the lowest bounds, in order.
 
-        What is sure not to be among them is not looked at.
+        Branches above the current limit are not enumerated.
         """
-        kept: list[tuple[float, int, MeshAllocation]] = []
-        found = self._iter_below(ahead, lambda: -kept[0][0] if len(kept) == most else math.inf)
-        for i, each in enumerate(found):
-            entry = (-each.lower_bound_s, -i, each)
-            if len(kept) < most:
-                heapq.heappush(kept, entry)
+        heap: list[tuple[float, int, MeshAllocation]] = []
+        allocations = self._iter_below(
+            ahead, lambda: -heap[0][0] if len(heap) == count else math.inf
+        )
+        for i, allocation in enumerate(allocations):
+            entry = (-allocation.lower_bound_s, -i, allocation)
+            if len(heap) < count:
+                heapq.heappush(heap, entry)
             else:
-                heapq.heapreplace(kept, entry)
-        return [each for _, _, each in sorted(kept, key=lambda entry: entry[:2], reverse=True)]
+                heapq.heapreplace(heap, entry)
+        return [
+            allocation
+            for _, _, allocation in sorted(heap, key=lambda entry: entry[:2], reverse=True)
+        ]
 
     def _iter_below(self, ahead: int, limit_s: Callable[[], float]) -> Iterator[MeshAllocation]:
-        """Those whose bounds are below the limit of the moment."""
-        least, cluster = _LowerBounds(self._choices, ahead), self._choices.problem.cluster
+        """Yield allocations whose bound is below the current limit."""
+        lower_bounds, cluster = _LowerBounds(self._choices, ahead), self._choices.problem.cluster
         shared = 0.0
         if self._generator_mesh is not None:
-            shared = least.find_bound((self._choices.generator_role,), self._generator_mesh)
+            shared = lower_bounds.find_bound((self._choices.generator_role,), self._generator_mesh)
         for parts in iter_set_partitions(self._role_sets):
-            sets = tuple(tuple(itertools.chain(*part)) for part in parts)
+            sets = tuple(tuple(itertools.chain(*units)) for units in parts)
 
-            def wanted(i: int, mesh: Mesh, sets: Sequence[RoleSet] = sets) -> bool:
-                return shared + least.find_bound(sets[i], mesh) < limit_s()
+            def is_below_limit(i: int, mesh: Mesh, sets: Sequence[RoleSet] = sets) -> bool:
+                return shared + lower_bounds.find_bound(sets[i], mesh) < limit_s()
 
-            for meshes in iter_allocations(cluster, len(sets), wanted):
-                own = zip(sets, meshes, strict=True)
+            for meshes in iter_allocations(cluster, len(sets), is_below_limit):
+                placed_sets = zip(sets, meshes, strict=True)
                 yield MeshAllocation(
-                    sets, meshes, shared + max(least.find_bound(*each) for each in own)
+                    sets,
+                    meshes,
+                    shared
+                    + max(lower_bounds.find_bound(*placed_set) for placed_set in placed_sets),
                 )
 
     def find_best(
-        self, ahead: int = 0, *, streamed: bool = True, most: int | None = None
+        self, ahead: int = 0, *, streamed: bool = True, limit: int | None = None
     ) -> tuple[Placement | None, int]:
-        """The placement with the least step time, and how many allocations were scheduled.
+        """Return the placement with the shortest step, and how many allocations were scheduled.
 
-        Those whose bound is not below the best one found are not; `most` ends the search earlier,
-        with those of the lowest bounds seen.
+        Allocations whose bound is above the best step time are skipped. `limit` restricts the
+        search to that many allocations, those with the lowest bounds.
         """
         best: tuple[float, Placement | None] = (math.inf, None)
-        looked = 0
-        for each in self._iter_by_bound(ahead, most):
-            if each.lower_bound_s * BOUND_SLACK >= best[0]:
+        num_scheduled = 0
+        for allocation in self._iter_by_bound(ahead, limit):
+            if allocation.lower_bound_s * BOUND_SLACK >= best[0]:
                 break
-            looked += 1
-            for placement in self._iter_placements(each, ahead, streamed=streamed):
+            num_scheduled += 1
+            for placement in self._iter_placements(allocation, ahead, streamed=streamed):
                 seconds = self._choices.estimator.step_s(placement, best[0])
                 if seconds < best[0]:
                     best = (seconds, placement)
-        return best[1], looked
+        return best[1], num_scheduled
 
-    def _iter_by_bound(self, ahead: int, most: int | None) -> Iterator[MeshAllocation]:
-        """By their bounds; all of them, or so many."""
-        if most is not None:
-            yield from self.find_lowest(ahead, most)
+    def _iter_by_bound(self, ahead: int, limit: int | None) -> Iterator[MeshAllocation]:
+        """Yield allocations by increasing bound, at most `limit`."""
+        if limit is not None:
+            yield from self.find_lowest(ahead, limit)
             return
-        # Seldom are more than a few asked for.
-        count, given = FIRST_ALLOCATIONS, 0
+        # The search seldom consumes more than a few, so batches grow geometrically.
+        count, num_yielded = FIRST_ALLOCATIONS, 0
         while True:
-            found = self.find_lowest(ahead, count)
-            yield from found[given:]
-            if len(found) < count:
+            allocations = self.find_lowest(ahead, count)
+            yield from allocations[num_yielded:]
+            if len(allocations) < count:
                 return
-            count, given = 4 * count, count
+            count, num_yielded = 4 * count, count
 
     def find_best_by_stages(self) -> Placement | None:
-        """The one with the least `compute_d_cost`: on policy, with a barrier behind every stage."""
+        """Return the placement with the least `compute_d_cost`, on policy."""
         problem, costs = self._choices.problem, self._choices.estimator.costs
-        found = (
+        placements = (
             placement
-            for each in self.iter_allocations(0)
-            for placement in self._iter_placements(each, 0, streamed=False)
+            for allocation in self.iter_allocations(0)
+            for placement in self._iter_placements(allocation, 0, streamed=False)
             if not costs.explain_infeasible(placement)
         )
-        return min(found, key=lambda each: _compute_d_cost(problem, each, costs), default=None)
+        return min(
+            placements,
+            key=lambda allocation: _compute_d_cost(problem, allocation, costs),
+            default=None,
+        )
 
     def _iter_placements(
         self, allocation: MeshAllocation, ahead: int, *, streamed: bool
     ) -> Iterator[Placement]:
-        """Its fastest parallelism, with every grid that the generator may have: memory for keys
-        and values is what the others leave, and decides between them.
+        """Yield the fastest parallelism of an allocation with every grid of the generator.
+
+        The other roles decide how much memory is left for the KV cache, and the KV cache decides
+        which grid of the generator is best.
         """
         roles: dict[str, CallAssignment] = {}
-        for each, home in zip(allocation.role_sets, allocation.meshes, strict=True):
-            found = self._choices.fit_on_mesh(each, home)
-            if found is None:
+        for role_set, mesh in zip(allocation.role_sets, allocation.meshes, strict=True):
+            fitted = self._choices.fit_on_mesh(role_set, mesh)
+            if fitted is None:
                 return
-            roles |= found
+            roles |= fitted
         generator = self._choices.generator_role
-        mesh = roles[generator].mesh if self._generator_mesh is None else self._generator_mesh
-        for option in self._choices.list_options(generator, mesh):
+        generator_mesh = (
+            roles[generator].mesh if self._generator_mesh is None else self._generator_mesh
+        )
+        for option in self._choices.list_options(generator, generator_mesh):
             yield self._choices.make_placement(
                 roles | {generator: option}, ahead, streamed=streamed
             )
 
 
 class _LowerBounds:
-    """What a set of roles has to do on a mesh in a step: the least, on policy; remembered."""
+    """Cached lower bounds of the work of a set of roles on a mesh, per step."""
 
     def __init__(self, choices: ParallelismChoices, ahead: int) -> None:
         self._choices = choices
@@ -160,16 +179,20 @@ class _LowerBounds:
         self._bounds_s: dict[RoleSet, dict[Mesh, float]] = {}
 
     def find_bound(self, roles: RoleSet, mesh: Mesh) -> float:
-        """Infinite where one of them fits by itself in nothing."""
-        known = self._bounds_s.setdefault(roles, {})
-        if mesh not in known:
-            home = self._choices.canonical_mesh(mesh)
-            known[mesh] = sum(self._compute_role_bound(role, home) for role in roles)
-        return known[mesh]
+        """Return the bound; inf if a role does not fit alone."""
+        bounds = self._bounds_s.setdefault(roles, {})
+        if mesh not in bounds:
+            canonical = self._choices.canonical_mesh(mesh)
+            bounds[mesh] = sum(self._compute_role_bound(role, canonical) for role in roles)
+        return bounds[mesh]
 
     def _compute_role_bound(self, role: str, mesh: Mesh) -> float:
-        found = self._choices.list_options(role, mesh)[:1]
-        return self._choices.likely_busy_s(role, found[0], self._steps_ahead) if found else math.inf
+        options = self._choices.list_options(role, mesh)[:1]
+        return (
+            self._choices.likely_busy_s(role, options[0], self._steps_ahead)
+            if options
+            else math.inf
+        )
 
 
 def _compute_d_cost(

@@ -1,7 +1,7 @@
-"""From a placement to others on the meshes it has: every role on any of them, or on all devices.
+"""Rearrangements of roles over the meshes of a placement and the mesh of all devices.
 
-Where memory is short, one role cannot move unless others are split further: what fits together is
-worked out anew for each way to divide the roles among the meshes.
+If memory is short, a single role cannot move unless others are split further. Each rearrangement is
+therefore fitted anew as a whole.
 """
 
 import heapq
@@ -13,41 +13,50 @@ from streamrl.placement.meshes import Mesh
 from streamrl.placement.search.hybridflow_parallel import ParallelismChoices, RoleAssignments
 
 MAX_MESHES = 4
-"""Meshes that roles are divided among."""
+"""Meshes that roles are distributed over."""
 MAX_REARRANGEMENTS = 192
-"""Ways to do so, those of the least work for the busiest device."""
+"""Rearrangements that are fitted: those with the least load of the busiest device."""
 
 
 def iter_rearrangements(
     choices: ParallelismChoices, roles: RoleAssignments, ahead: int, limit_s: float
 ) -> Iterator[RoleAssignments]:
-    """Other ways, as they fit together, that may be below the limit."""
-    names, here = list(roles), tuple(each.mesh for each in roles.values())
-    places = _list_meshes(choices, here)
-    least = {
-        (role, mesh): _min_busy_s(choices, role, mesh, ahead) for role in names for mesh in places
+    """Yield fitted rearrangements whose lower bound is below the limit."""
+    names, current = list(roles), tuple(role_mesh.mesh for role_mesh in roles.values())
+    candidates = _list_meshes(choices, current)
+    busy_s = {
+        (role, mesh): _min_busy_s(choices, role, mesh, ahead)
+        for role in names
+        for mesh in candidates
     }
-    ways = (
-        (_max_busy_s(meshes, [least[each] for each in zip(names, meshes, strict=True)]), meshes)
-        for meshes in itertools.product(places, repeat=len(names))
-        if meshes != here
+    bounded = (
+        (
+            _max_busy_s(
+                meshes, [busy_s[role_mesh] for role_mesh in zip(names, meshes, strict=True)]
+            ),
+            meshes,
+        )
+        for meshes in itertools.product(candidates, repeat=len(names))
+        if meshes != current
     )
-    for _, meshes in heapq.nsmallest(MAX_REARRANGEMENTS, (way for way in ways if way[0] < limit_s)):
-        found = choices.fit_on_meshes(dict(zip(names, meshes, strict=True)))
-        if found is not None:
-            yield found
+    for _, meshes in heapq.nsmallest(
+        MAX_REARRANGEMENTS, (entry for entry in bounded if entry[0] < limit_s)
+    ):
+        fitted = choices.fit_on_meshes(dict(zip(names, meshes, strict=True)))
+        if fitted is not None:
+            yield fitted
 
 
 def _list_meshes(choices: ParallelismChoices, used: tuple[Mesh, ...]) -> list[Mesh]:
-    """All devices, and the meshes that most roles are on."""
-    whole = Mesh(0, choices.problem.cluster.num_devices)
-    ordered = sorted(set(used) - {whole}, key=lambda mesh: (-used.count(mesh), mesh))
-    return [whole, *ordered[: MAX_MESHES - 1]]
+    """Return the mesh of all devices, and the meshes with the most roles."""
+    all_devices = Mesh(0, choices.problem.cluster.num_devices)
+    by_usage = sorted(set(used) - {all_devices}, key=lambda mesh: (-used.count(mesh), mesh))
+    return [all_devices, *by_usage[: MAX_MESHES - 1]]
 
 
 def _min_busy_s(choices: ParallelismChoices, role: str, mesh: Mesh, ahead: int) -> float:
-    found = choices.list_options(role, mesh)
-    return choices.min_busy_s(role, found[0], ahead) if found else math.inf
+    options = choices.list_options(role, mesh)
+    return choices.min_busy_s(role, options[0], ahead) if options else math.inf
 
 
 def _max_busy_s(meshes: tuple[Mesh, ...], seconds: list[float]) -> float:

@@ -1,4 +1,4 @@
-"""What a search found, as data: the best, throughput against staleness, and why others lost."""
+"""Result of a search: the best placement, throughput against staleness, and why others lost."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from streamrl.placement.placements import Placement
 from streamrl.placement.problem import PlacementEstimate
 
 SIGNIFICANT_FRACTION = 0.02
-"""Of the winner's step, a difference worth a word."""
+"""Smallest difference that is mentioned, as a fraction of the winner's step."""
 
 
 @dataclass(frozen=True)
 class PlacementCandidate:
-    """The best of its kind that was found.
+    """Best placement of its kind.
 
-    slower_s: what its step takes beyond the winner's. why: what is behind that, or why it cannot
-    be; empty for the winner.
+    slower_s: step time beyond the winner's.
+    reason: cause of the loss, or why the placement is infeasible; empty for the winner.
     """
 
     label: str
@@ -26,13 +26,13 @@ class PlacementCandidate:
 
     @property
     def step_s(self) -> float:
-        """Its step time; infinite if it cannot be."""
+        """Step time; inf if infeasible."""
         return self.estimate.step_s
 
 
 @dataclass(frozen=True)
 class ParetoPoint:
-    """The best under one bound of staleness, and those that come next, if they are near."""
+    """Best placement within a staleness bound, and close runners-up."""
 
     max_staleness: int
     candidate: PlacementCandidate
@@ -41,7 +41,7 @@ class ParetoPoint:
 
 @dataclass(frozen=True)
 class ExcludedBound:
-    """A bound of staleness that was asked for and is not on the front, and why."""
+    """Staleness bound that is not on the front, and why."""
 
     max_staleness: int
     why: str
@@ -49,12 +49,14 @@ class ExcludedBound:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """best: the shortest step. candidates: the best of every kind, the shortest step first.
+    """Result of a search.
 
-    front: of bounds of staleness, those whose best none with less of it beats; absent: all others.
-    best is None, and front empty, where nothing fits; the candidates then say why. own: of the
-    bound that was asked for besides, the best that generates as far ahead as it allows, or why
-    there is none.
+    best: shortest step; None if no placement fits.
+    candidates: best of every kind, shortest step first; if none fits, they say why.
+    front: staleness bounds that beat all lower bounds.
+    excluded_bounds: all other bounds.
+    run_bound: for the bound of `plan_placement(run_bound=...)`, the best placement that generates
+      exactly so many steps ahead, or why none exists.
     """
 
     best: PlacementCandidate | None
@@ -67,28 +69,28 @@ class PlanResult:
 def find_dominated(
     points: Iterable[ParetoPoint], front: Sequence[ParetoPoint]
 ) -> Iterator[ExcludedBound]:
-    """Those of the points that are not on the front made of them, by what they do not beat."""
-    kept = {point.max_staleness for point in front}
+    """Yield the points outside the front, with the bound that each fails to beat."""
+    front_bounds = {point.max_staleness for point in front}
     for point in points:
-        if point.max_staleness not in kept:
-            least = max(bound for bound in kept if bound < point.max_staleness)
-            why = f"a step of {point.candidate.step_s:.3g} s is no shorter than with {least}"
+        if point.max_staleness not in front_bounds:
+            better = max(bound for bound in front_bounds if bound < point.max_staleness)
+            why = f"a step of {point.candidate.step_s:.3g} s is no shorter than with {better}"
             yield ExcludedBound(point.max_staleness, why)
 
 
 def find_pareto_front(points: Iterable[ParetoPoint]) -> list[ParetoPoint]:
-    """Those that have more throughput than all with a lower bound, by bound."""
-    found: list[ParetoPoint] = []
-    for point in sorted(points, key=lambda each: each.max_staleness):
+    """Return the points with more throughput than every lower bound, ordered by bound."""
+    front_points: list[ParetoPoint] = []
+    for point in sorted(points, key=lambda point: point.max_staleness):
         if not point.candidate.estimate.infeasible_reason and (
-            not found or point.candidate.step_s < found[-1].candidate.step_s
+            not front_points or point.candidate.step_s < front_points[-1].candidate.step_s
         ):
-            found.append(point)
-    return found
+            front_points.append(point)
+    return front_points
 
 
 def compare_to_winner(winner: PlacementCandidate, other: PlacementCandidate) -> PlacementCandidate:
-    """The other, with what it lost by."""
+    """Return the other candidate with the reason for its loss."""
     if other.estimate.infeasible_reason:
         slower, why = other.step_s, other.estimate.infeasible_reason
     else:
@@ -98,34 +100,37 @@ def compare_to_winner(winner: PlacementCandidate, other: PlacementCandidate) -> 
 
 
 def _explain_loss(best: PlacementCandidate, candidate: PlacementCandidate) -> str:
-    """The call that has its devices for longest beyond the winner's, or those that share some, and
-    what nobody uses."""
+    """Name the call with the largest extra time, else shared devices, else idle devices."""
     winner, other = best.estimate, candidate.estimate
-    more = {
+    extra_s = {
         stage: stage_busy_s(other, stage) - stage_busy_s(winner, stage)
         for stage in other.idle
         if stage in winner.idle
     }
-    said = []
-    stage = max(more, key=lambda each: (more[each], each), default="")
-    if stage and more[stage] > SIGNIFICANT_FRACTION * winner.step_s:
-        ours, theirs = stage_busy_s(winner, stage), stage_busy_s(other, stage)
-        said.append(f"{stage} has its devices for {theirs:.3g} s a step, not {ours:.3g} s")
-    ours, theirs = max_shared_s(best), max_shared_s(candidate)
-    if not said and theirs - ours > SIGNIFICANT_FRACTION * winner.step_s:
-        said.append(f"calls on the same devices take {theirs:.3g} s a step, not {ours:.3g} s")
-    if other.device_idle - winner.device_idle > SIGNIFICANT_FRACTION:
-        said.append(
-            f"{other.device_idle:.0%} of all devices' time is idle, not {winner.device_idle:.0%}"
+    reasons = []
+    stage = max(extra_s, key=lambda stage_name: (extra_s[stage_name], stage_name), default="")
+    if stage and extra_s[stage] > SIGNIFICANT_FRACTION * winner.step_s:
+        winner_s, other_s = stage_busy_s(winner, stage), stage_busy_s(other, stage)
+        reasons.append(f"{stage} is busy for {other_s:.3g} s per step, not {winner_s:.3g} s")
+    winner_s, other_s = max_shared_s(best), max_shared_s(candidate)
+    if not reasons and other_s - winner_s > SIGNIFICANT_FRACTION * winner.step_s:
+        reasons.append(
+            f"calls that share devices take {other_s:.3g} s per step, not {winner_s:.3g} s"
         )
-    if said:
-        return "; ".join(said)
+    if other.device_idle - winner.device_idle > SIGNIFICANT_FRACTION:
+        reasons.append(
+            f"{other.device_idle:.0%} of device time is idle, not {winner.device_idle:.0%}"
+        )
+    if reasons:
+        return "; ".join(reasons)
     is_slower = other.step_s - winner.step_s > SIGNIFICANT_FRACTION * winner.step_s
-    return "its calls wait for one another" if is_slower else "as good as the winner, or nearly so"
+    if is_slower:
+        return "its calls wait for each other"
+    return f"within {SIGNIFICANT_FRACTION:.0%} of the winner"
 
 
 def max_shared_s(candidate: PlacementCandidate) -> float:
-    """How long the calls that share most of a step have their devices, one after another."""
+    """Return the largest total time of calls that share devices, per step."""
     estimate, placement = candidate.estimate, candidate.placement
     stages = [stage for stage in placement.assignments if stage in estimate.idle]
     return max(
@@ -135,5 +140,5 @@ def max_shared_s(candidate: PlacementCandidate) -> float:
 
 
 def stage_busy_s(estimate: PlacementEstimate, stage: str) -> float:
-    """How long a call has its devices, of a step."""
+    """Return the seconds per step in which a call has its devices."""
     return (1 - estimate.idle[stage]) * estimate.step_s

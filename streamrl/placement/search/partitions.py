@@ -1,4 +1,4 @@
-"""Ways to divide roles into sets that share devices, and devices among sets."""
+"""Partitions of roles into sets that share devices, and of devices among sets."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def group_roles_by_model(problem: PlacementProblem) -> list[tuple[str, ...]]:
-    """Roles with devices, those that have one model together: who is trained, and who follows."""
+    """Group the placed roles by model: a trained role together with its followers."""
     roles = list_placed_roles(problem)
     leaders = {role: _find_leader(problem.dataflow, role) for role in roles}
     return [
@@ -24,7 +24,7 @@ def group_roles_by_model(problem: PlacementProblem) -> list[tuple[str, ...]]:
 
 
 def list_placed_roles(problem: PlacementProblem) -> list[str]:
-    """Roles with devices, in flow order."""
+    """Return the roles with devices, in flow order."""
     placed = set(problem.placed_stages)
     return [
         role
@@ -39,97 +39,100 @@ def _find_leader(dataflow: Dataflow, role: str) -> str:
 
 
 def iter_set_partitions(items: Sequence[T]) -> Iterator[list[list[T]]]:
-    """Every way to divide them into sets; the sets in the order of their first items."""
+    """Yield every set partition; sets are ordered by their first item.
+
+    Example: [1, 2, 3] gives 5 partitions, from [[1, 2, 3]] to [[1], [2], [3]] (Bell numbers).
+    """
     if not items:
         yield []
         return
     *before, last = items
-    for parts in iter_set_partitions(before):
-        for i in range(len(parts)):
-            yield [[*part, last] if i == j else part for j, part in enumerate(parts)]
-        yield [*parts, [last]]
+    # The last item joins any set of a partition of the other items, or forms its own set.
+    for subsets in iter_set_partitions(before):
+        for i in range(len(subsets)):
+            yield [[*subset, last] if i == j else subset for j, subset in enumerate(subsets)]
+        yield [*subsets, [last]]
 
 
 def iter_compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write `total` as so many numbers from 1 on, in order."""
+    """Yield every way to write `total` as an ordered sum of `parts` positive integers."""
     for cuts in itertools.combinations(range(1, total), parts - 1):
         edges = (0, *cuts, total)
         yield tuple(late - early for early, late in itertools.pairwise(edges))
 
 
 def count_allocations(items: int, units: int) -> int:
-    """How many allocations of so many units to sets of items there are, over all partitions."""
+    """Return the number of allocations of `units` to the sets of all partitions of `items`."""
     return sum(comb(units - 1, len(parts) - 1) for parts in iter_set_partitions(range(items)))
 
 
 def accept_any_mesh(number: int, mesh: Mesh) -> bool:
-    """Each set may have each mesh."""
     return True
 
 
 def iter_allocations(
-    cluster: Cluster, sets: int, wanted: Callable[[int, Mesh], bool] = accept_any_mesh
+    cluster: Cluster, sets: int, accepts: Callable[[int, Mesh], bool] = accept_any_mesh
 ) -> Iterator[tuple[Mesh, ...]]:
-    """Disjoint meshes for so many sets, which are the whole cluster.
+    """Yield allocations of the whole cluster to disjoint meshes, one per set.
 
-    On nodes that are many, whole ones, one set behind the other; on a single node, parts that a
-    mesh may have. wanted: whether a set, by number, may have a mesh.
+    Several nodes are allocated as consecutive whole nodes; a single node in parts that a mesh may
+    have. `accepts` filters meshes by the number of the set.
     """
     if cluster.num_nodes > 1:
-        yield from _iter_runs(list_node_edges(cluster), sets, wanted, ())
+        yield from _iter_runs(list_node_edges(cluster), sets, accepts, ())
         return
     sizes = [size for size in range(1, cluster.num_devices + 1) if cluster.num_devices % size == 0]
-    for chosen in itertools.product(sizes, repeat=sets):
-        found = (
-            _pack_meshes(chosen, cluster.num_devices)
-            if sum(chosen) == cluster.num_devices
+    for chosen_sizes in itertools.product(sizes, repeat=sets):
+        meshes = (
+            _pack_meshes(chosen_sizes, cluster.num_devices)
+            if sum(chosen_sizes) == cluster.num_devices
             else None
         )
-        if found is not None and all(wanted(i, mesh) for i, mesh in enumerate(found)):
-            yield found
+        if meshes is not None and all(accepts(i, mesh) for i, mesh in enumerate(meshes)):
+            yield meshes
 
 
 def _iter_runs(
     edges: Sequence[int],
     sets: int,
-    wanted: Callable[[int, Mesh], bool],
+    accepts: Callable[[int, Mesh], bool],
     before: tuple[Mesh, ...],
 ) -> Iterator[tuple[Mesh, ...]]:
-    """Runs of the nodes between these edges for so many sets more, behind those before."""
+    """Yield runs of nodes between `edges` for `sets` further sets, after the meshes `before`."""
     first, number = edges[0], len(before)
     if sets == 1:
         rest = Mesh(first, edges[-1] - first)
-        if wanted(number, rest):
+        if accepts(number, rest):
             yield (*before, rest)
         return
     for count in range(1, len(edges) - sets + 1):
         mesh = Mesh(first, edges[count] - first)
-        if wanted(number, mesh):
-            yield from _iter_runs(edges[count:], sets - 1, wanted, (*before, mesh))
+        if accepts(number, mesh):
+            yield from _iter_runs(edges[count:], sets - 1, accepts, (*before, mesh))
 
 
 def _pack_meshes(sizes: Sequence[int], devices: int) -> tuple[Mesh, ...] | None:
-    """The large ones first, each at the first multiple of its size that is free; None if none is.
+    """Place large meshes first, each at the first free multiple of its size.
 
-    What divides one another always fits.
+    Return None if a mesh has no room. Sizes that divide each other always fit.
     """
-    found: dict[int, Mesh] = {}
+    mesh_by_set: dict[int, Mesh] = {}
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        free = (
+        free_meshes = (
             mesh
             for first in range(0, devices - sizes[i] + 1, sizes[i])
             for mesh in (Mesh(first, sizes[i]),)
-            if not any(mesh.overlaps(other) for other in found.values())
+            if not any(mesh.overlaps(other) for other in mesh_by_set.values())
         )
-        here = next(free, None)
-        if here is None:
+        free_mesh = next(free_meshes, None)
+        if free_mesh is None:
             return None
-        found[i] = here
-    return tuple(found[i] for i in range(len(sizes)))
+        mesh_by_set[i] = free_mesh
+    return tuple(mesh_by_set[i] for i in range(len(sizes)))
 
 
 def list_node_edges(cluster: Cluster) -> list[int]:
-    """Where nodes begin, and where the last one ends."""
+    """Return the first device of every node, and the end of the last node."""
     edges = [0]
     for group in cluster.node_groups:
         edges += [edges[-1] + group.devices_per_node * (i + 1) for i in range(group.num_nodes)]

@@ -1,4 +1,4 @@
-"""The whole search: where to begin, where to go on from there, and what to say in the end."""
+"""The planner: search starts, searches per staleness bound, and the result."""
 
 import heapq
 import math
@@ -27,22 +27,22 @@ from streamrl.placement.search.sub_clusters import iter_sub_problems, shift_devi
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 
 WHOLE_STEPS_SUFFIX = ", by whole steps"
-"""Of a kind, whose calls wait for all of a step though they have other devices."""
+"""Suffix of a kind whose calls wait for whole steps although they have other devices."""
 DEFAULT_PROPOSALS = 1500
 MAX_START_ALLOCATIONS = 24
-"""Allocations with every role apart that are scheduled to begin with: those of the least bound."""
+"""Allocations with separate roles that are scheduled as starts: those with the lowest bounds."""
 MAX_CONFIRMATIONS = 5
-"""So many of the best are looked at with exact costs until one fits."""
+"""Best placements that exact costs may reject before the bound counts as infeasible."""
 DEFAULT_RUNNERS_UP = 2
-"""That many more are told of each bound, where they are wanted."""
+"""Runners-up per bound, if requested."""
 RUNNER_UP_TOLERANCE = 0.05
-"""Of the best step, what they may take longer."""
+"""Runners-up may be slower than the best by this fraction."""
 MAX_RUNNER_UP_CANDIDATES = 24
-"""So many of the best are looked at for them: some are but the same on other devices."""
+"""Placements inspected for runners-up; some are equal except for device numbers."""
 MAX_AHEAD_ALLOCATIONS = 12
-"""Likewise, with generation ahead."""
+"""As MAX_START_ALLOCATIONS, with generation ahead."""
 NUM_SEARCHES = 3
-"""Searches begin from so many, each the best of another kind."""
+"""Searches per bound, each from the best placement of another kind."""
 
 
 def plan_placement(  # noqa: PLR0913
@@ -55,35 +55,48 @@ def plan_placement(  # noqa: PLR0913
     streamed: Sequence[bool] = (True, False),
     proposals: int = DEFAULT_PROPOSALS,
     runners_up: int = 0,
-    own: int | None = None,
+    run_bound: int | None = None,
 ) -> PlanResult:
-    """The best placement under each bound of staleness, what else there was, and why it lost.
+    """Return the best placement for each staleness bound, the alternatives, and why they lost.
 
-    costs_of: those of the problem, and of the same on a part of its cluster that may be better off
-    alone. rules: how calls may be split. streamed: whether calls on different devices may work on
-    a step as it comes, or wait for all of it. proposals: of the random search, for each bound.
-    runners_up: how many more of each bound are told, for whoever knows better than the schedule.
-    own: one of the bounds, of which the best that generates just so far ahead is told besides.
-    The same seed gives the same plan.
+    costs_of: cost model of a problem; also called for parts of the cluster, which may be faster
+      alone.
+    rules: allowed ZeRO stages per call and grid.
+    streamed: whether calls on separate devices may process a step as it arrives, or wait for the
+      whole step.
+    proposals: proposals of the random search per bound.
+    runners_up: extra placements per bound, for a caller with a better judge such as the simulator.
+    run_bound: bound of the run; the result also holds the best placement that generates exactly so
+      many steps ahead.
+
+    Equal seeds give equal plans.
     """
     bounds = sorted(set(max_staleness))
-    alone: list[Placement] = []
-    for first, part in iter_sub_problems(problem):
+    sub_placements: list[Placement] = []
+    for first, sub_problem in iter_sub_problems(problem):
         planner = PlacementPlanner(
-            part, costs_of(part), rules=rules, streamed=streamed, runners_up=runners_up
+            sub_problem,
+            costs_of(sub_problem),
+            rules=rules,
+            streamed=streamed,
+            runners_up=runners_up,
         )
         for point in planner.plan(bounds, seed=seed, proposals=proposals).front:
-            best = (point.candidate, *point.runners_up)
-            alone += [shift_devices(each.placement, first) for each in best]
+            candidates = (point.candidate, *point.runners_up)
+            sub_placements += [
+                shift_devices(candidate.placement, first) for candidate in candidates
+            ]
     costs = costs_of(problem)
     planner = PlacementPlanner(
         problem, costs, rules=rules, streamed=streamed, runners_up=runners_up
     )
-    return planner.plan(bounds, seed=seed, proposals=proposals, known=alone, own=own)
+    return planner.plan(
+        bounds, seed=seed, proposals=proposals, known=sub_placements, run_bound=run_bound
+    )
 
 
 class PlacementPlanner:
-    """Plans one problem; what it has worked out once is kept."""
+    """Planner of a problem; caches results."""
 
     def __init__(
         self,
@@ -103,7 +116,7 @@ class PlacementPlanner:
             self.choices, group_roles_by_model(problem), everywhere=True
         )
         self._problem = problem
-        # Who publishes seldom samples with what is older by the last step before.
+        # A policy that is published every n steps samples with versions up to n - 1 steps older.
         self._min_staleness = problem.run_options.publish_every - 1
         self._allowed_streaming = streamed
         self._num_runners_up = runners_up
@@ -116,36 +129,39 @@ class PlacementPlanner:
         seed: int,
         proposals: int,
         known: Sequence[Placement] = (),
-        own: int | None = None,
+        run_bound: int | None = None,
     ) -> PlanResult:
-        """See `plan`. known: placements to begin from, too, and to tell where they are near."""
+        """Plan all bounds, see `plan_placement`; searches also start from `known`."""
         self._known_placements = [] if not self._num_runners_up else list(known)
-        found = [*self.list_starts(), *(self._to_state(placement) for placement in known)]
+        states = [*self.list_starts(), *(self._to_state(placement) for placement in known)]
+        # Searches of higher bounds also start from the results of lower bounds.
         for bound in bounds:
             if bound < self._min_staleness:
                 continue
-            aheads = [bound] if bound == own else None
-            best = self.search_bound(bound, found, seed=seed, proposals=proposals, aheads=aheads)
+            aheads = [bound] if bound == run_bound else None
+            best = self.search_bound(bound, states, seed=seed, proposals=proposals, aheads=aheads)
             if best is not None:
-                found.append(best)
-        return self._build_result(bounds, own)
+                states.append(best)
+        return self._build_result(bounds, run_bound)
 
     def list_starts(self) -> list[SearchState]:
-        """On policy: Algorithm 1's, with models together, roles apart, and generation on all
-        devices; everything on all devices; and the guideline's.
+        """Return the starts on policy.
+
+        They are Algorithm 1 with models together, with roles apart and with generation on all
+        devices; all roles on all devices; and FlexRLHF's guideline.
         """
-        found = [
+        placements = [
             self.model_mapping.find_best()[0],
-            self.role_mapping.find_best(most=MAX_START_ALLOCATIONS)[0],
-            self.shared_generator_mapping.find_best(most=MAX_START_ALLOCATIONS)[0],
+            self.role_mapping.find_best(limit=MAX_START_ALLOCATIONS)[0],
+            self.shared_generator_mapping.find_best(limit=MAX_START_ALLOCATIONS)[0],
         ]
-        states = [self._to_state(placement) for placement in found if placement is not None]
-        plain = (self._place_colocated(), apply_guideline(self.choices))
-        return states + [SearchState(dict(roles)) for roles in plain if roles is not None]
+        states = [self._to_state(placement) for placement in placements if placement is not None]
+        assignments = (self._place_colocated(), apply_guideline(self.choices))
+        return states + [SearchState(dict(roles)) for roles in assignments if roles is not None]
 
     def _place_colocated(self) -> RoleAssignments | None:
-        whole = Mesh(0, self._problem.cluster.num_devices)
-        return self.choices.fit_on_mesh(self.choices.roles, whole)
+        all_devices = Mesh(0, self._problem.cluster.num_devices)
+        return self.choices.fit_on_mesh(self.choices.roles, all_devices)
 
     def _to_state(self, placement: Placement) -> SearchState:
         stages = self.choices.stages_by_role
@@ -161,117 +177,128 @@ class PlacementPlanner:
         proposals: int,
         aheads: Sequence[int] | None = None,
     ) -> SearchState | None:
-        """The best found with generation at most `bound` steps ahead, or one of `aheads`."""
+        """Return the best state with generation at most `bound` steps ahead, or one of `aheads`."""
         if aheads is None:
-            known_aheads = {0, bound} | {each.steps_ahead for each in known}
+            known_aheads = {0, bound} | {item.steps_ahead for item in known}
             aheads = sorted(
                 ahead for ahead in known_aheads if self._min_staleness <= ahead <= bound
             )
         annealing = AnnealingSearch(
             self.choices, aheads, seed=seed, streamed=self._allowed_streaming
         )
-        starts = [each for each in known if each.steps_ahead <= bound]
+        starts = [item for item in known if item.steps_ahead <= bound]
         if bound:
-            starts += [replace(each, steps_ahead=bound) for each in starts]
-            apart, _ = self.role_mapping.find_best(bound, most=MAX_AHEAD_ALLOCATIONS)
-            starts += [self._to_state(apart)] if apart is not None else []
+            starts += [replace(item, steps_ahead=bound) for item in starts]
+            separate, _ = self.role_mapping.find_best(bound, limit=MAX_AHEAD_ALLOCATIONS)
+            starts += [self._to_state(separate)] if separate is not None else []
         for start in starts:
             annealing.state_step_s(start)
-        # Of each kind one: from one kind to another there are many steps for the worse.
-        every = sorted(self._list_best_of_kinds(aheads), key=self.estimator.step_s)
-        kinds = [each for each in every if each.is_streamed] or every
+        # Search from several kinds: between kinds lie many changes for the worse.
+        placements = sorted(self._list_best_of_kinds(aheads), key=self.estimator.step_s)
+        kinds = [item for item in placements if item.is_streamed] or placements
         ranked = [self._to_state(placement) for placement in kinds[:NUM_SEARCHES]]
-        found = [annealing.run(start, proposals // NUM_SEARCHES) for start in ranked]
-        found.sort(key=lambda each: each[1])
-        # Schedules with generation ahead take too long for more, where there are many.
+        searched = [annealing.run(start, proposals // NUM_SEARCHES) for start in ranked]
+        searched.sort(key=lambda item: item[1])
+        # On larger clusters, schedules with generation ahead are too slow for several descents.
         if bound and not annealing.is_small_cluster:
-            del found[1:]
-        descended = [annealing.descend_by_role(state, cost) for state, cost in found]
-        state, cost = min(descended, key=lambda each: each[1], default=(None, math.inf))
+            del searched[1:]
+        descended = [annealing.descend_by_role(state, cost) for state, cost in searched]
+        state, cost = min(descended, key=lambda item: item[1], default=(None, math.inf))
         if not bound and state is not None and not annealing.is_small_cluster:
             state, cost = annealing.rearrange_roles(state, cost)
         return state if math.isfinite(cost) else None
 
     def to_placement(self, state: SearchState) -> Placement:
-        """The placement a search stopped at."""
         return self.choices.make_placement(
             state.assignments, state.steps_ahead, streamed=state.is_streamed
         )
 
-    # What there is to say.
+    # Result.
 
-    def _build_result(self, bounds: Sequence[int], own: int | None) -> PlanResult:
-        found = [self._confirm_best(bound) for bound in bounds]
-        under = [each for each in found if isinstance(each, ParetoPoint)]
-        absent = [each for each in found if isinstance(each, ExcludedBound)]
-        best = min((each.candidate for each in under), key=lambda each: each.step_s, default=None)
-        # Those that lost are not worth the plans of their weights.
-        kinds = [self._make_candidate(self.estimator, each) for each in self._list_best_of_kinds()]
-        kinds += self._iter_misfits({each.label for each in kinds})
-        just = None if own is None else self._confirm_best(own, least=own)
+    def _build_result(self, bounds: Sequence[int], run_bound: int | None) -> PlanResult:
+        outcomes = [self._confirm_best(bound) for bound in bounds]
+        points = [outcome for outcome in outcomes if isinstance(outcome, ParetoPoint)]
+        excluded = [outcome for outcome in outcomes if isinstance(outcome, ExcludedBound)]
+        best = min(
+            (outcome.candidate for outcome in points),
+            key=lambda outcome: outcome.step_s,
+            default=None,
+        )
+        # Losers do not need exact transfer plans.
+        kinds = [
+            self._make_candidate(self.estimator, outcome) for outcome in self._list_best_of_kinds()
+        ]
+        kinds += self._iter_misfits({outcome.label for outcome in kinds})
+        run_point = (
+            None if run_bound is None else self._confirm_best(run_bound, min_ahead=run_bound)
+        )
         if best is None:
-            return PlanResult(None, kinds, (), absent, just)
-        told = [compare_to_winner(best, each) for each in kinds if each.label != best.label]
-        candidates = sorted([best, *told], key=lambda each: each.step_s)
-        front = find_pareto_front(under)
-        absent += find_dominated(under, front)
-        absent.sort(key=lambda each: each.max_staleness)
-        return PlanResult(best, candidates, front, absent, just)
+            return PlanResult(None, kinds, (), excluded, run_point)
+        compared = [
+            compare_to_winner(best, outcome) for outcome in kinds if outcome.label != best.label
+        ]
+        candidates = sorted([best, *compared], key=lambda outcome: outcome.step_s)
+        front = find_pareto_front(points)
+        excluded += find_dominated(points, front)
+        excluded.sort(key=lambda outcome: outcome.max_staleness)
+        return PlanResult(best, candidates, front, excluded, run_point)
 
-    def _confirm_best(self, bound: int, *, least: int = 0) -> ParetoPoint | ExcludedBound:
-        """Of all that were looked at and keep the bound, the first that exact costs confirm.
+    def _confirm_best(self, bound: int, *, min_ahead: int = 0) -> ParetoPoint | ExcludedBound:
+        """Return the best evaluated placement within the bound that exact costs confirm.
 
-        least: steps that it has to generate ahead.
+        least: minimum steps ahead.
         """
-        least = max(least, self._min_staleness)
+        min_ahead = max(min_ahead, self._min_staleness)
         if bound < self._min_staleness:
-            tokens = (
-                f"tokens of the last step before a version are {self._min_staleness} versions old"
-            )
+            tokens = f"tokens sampled just before a pull are {self._min_staleness} versions old"
             return ExcludedBound(bound, f"publish_every={self._min_staleness + 1}: {tokens}")
-        fit = (
+        feasible = (
             (seconds, i, placement)
             for i, (placement, seconds) in enumerate(self.estimator.iter_estimated())
-            if least <= placement.max_staleness <= bound and math.isfinite(seconds)
+            if min_ahead <= placement.max_staleness <= bound and math.isfinite(seconds)
         )
-        refused, ranked = [], heapq.nsmallest(max(MAX_CONFIRMATIONS, MAX_RUNNER_UP_CANDIDATES), fit)
+        rejected, ranked = (
+            [],
+            heapq.nsmallest(max(MAX_CONFIRMATIONS, MAX_RUNNER_UP_CANDIDATES), feasible),
+        )
         for i, (_, _, placement) in enumerate(ranked[:MAX_CONFIRMATIONS]):
-            found = self._make_candidate(self.exact_estimator, placement)
-            if not found.estimate.infeasible_reason:
-                near = list(self._iter_near_known(range(least, bound + 1), found))
-                told = [each.placement for each in near]
-                left = [each for each in ranked[i + 1 :] if each[2] not in told]
-                return ParetoPoint(bound, found, near + self._find_runners_up(found, left))
-            refused.append(f"{found.label}: {found.estimate.infeasible_reason}")
-        if not refused:
-            return ExcludedBound(bound, "nothing that was looked at fits")
+            candidate = self._make_candidate(self.exact_estimator, placement)
+            if not candidate.estimate.infeasible_reason:
+                close = list(self._iter_near_known(range(min_ahead, bound + 1), candidate))
+                near_placements = [entry.placement for entry in close]
+                remaining = [entry for entry in ranked[i + 1 :] if entry[2] not in near_placements]
+                return ParetoPoint(
+                    bound, candidate, close + self._find_runners_up(candidate, remaining)
+                )
+            rejected.append(f"{candidate.label}: {candidate.estimate.infeasible_reason}")
+        if not rejected:
+            return ExcludedBound(bound, "no evaluated placement fits")
         return ExcludedBound(
             bound,
-            f"of all that seemed to fit, none of the best ({len(refused)} of them) does once the"
-            f" bytes of its weights are planned; {refused[0]}",
+            f"the {len(rejected)} best placements do not fit once the exact bytes of their"
+            f" weight transfers are planned; the first: {rejected[0]}",
         )
 
     def _iter_near_known(
         self, aheads: range, best: PlacementCandidate
     ) -> Iterator[PlacementCandidate]:
-        """Of those that were known, the ones that are near: of a cluster's part, whose best is then
-        among what is told of all of it."""
+        """Yield known placements close to the best, such as the best of a part of the cluster."""
         for i, placement in enumerate(self._known_placements):
-            is_told = placement == best.placement or placement in self._known_placements[:i]
-            if is_told or placement.max_staleness not in aheads:
+            is_duplicate = placement == best.placement or placement in self._known_placements[:i]
+            if is_duplicate or placement.max_staleness not in aheads:
                 continue
-            found = self._make_candidate(self.exact_estimator, placement)
-            if found.step_s <= best.step_s * (1 + RUNNER_UP_TOLERANCE):
-                yield found
+            candidate = self._make_candidate(self.exact_estimator, placement)
+            if candidate.step_s <= best.step_s * (1 + RUNNER_UP_TOLERANCE):
+                yield candidate
 
     def _find_runners_up(
         self, best: PlacementCandidate, ranked: Sequence[tuple[float, int, Placement]]
     ) -> list[PlacementCandidate]:
-        """Those that come next and are near; of those that take the same time, one."""
-        found: list[PlacementCandidate] = []
+        """Return the next best placements that are close, one for each step time."""
+        runners_up: list[PlacementCandidate] = []
         last = best.step_s
         for seconds, _, placement in ranked:
-            if len(found) == self._num_runners_up or seconds > best.step_s * (
+            if len(runners_up) == self._num_runners_up or seconds > best.step_s * (
                 1 + RUNNER_UP_TOLERANCE
             ):
                 break
@@ -279,8 +306,8 @@ class PlacementPlanner:
                 continue
             last, other = seconds, self._make_candidate(self.exact_estimator, placement)
             if not other.estimate.infeasible_reason:
-                found.append(other)
-        return found
+                runners_up.append(other)
+        return runners_up
 
     def _make_candidate(
         self, estimator: PlacementEstimator, placement: Placement
@@ -290,12 +317,12 @@ class PlacementPlanner:
         )
 
     def _list_best_of_kinds(self, aheads: Sequence[int] | None = None) -> list[Placement]:
-        """Of all that were looked at and generate so far ahead, the best of every kind."""
+        """Return the best evaluated placement of every kind with allowed steps ahead."""
         best: dict[str, tuple[float, Placement]] = {}
         for placement, seconds in self.estimator.iter_estimated():
             ahead = placement.max_staleness
-            is_asked = ahead >= self._min_staleness if aheads is None else ahead in aheads
-            if math.isfinite(seconds) and is_asked:
+            is_allowed = ahead >= self._min_staleness if aheads is None else ahead in aheads
+            if math.isfinite(seconds) and is_allowed:
                 kind = self._format_kind(placement)
                 if kind not in best or seconds < best[kind][0]:
                     best[kind] = (seconds, placement)
@@ -304,24 +331,26 @@ class PlacementPlanner:
     def _format_kind(self, placement: Placement) -> str:
         mode = placement.classify_mode(self._problem.dataflow)
         steps = f", {placement.max_staleness} ahead" if placement.max_staleness else ""
-        whole = not placement.is_streamed and mode is not PlacementMode.COLOCATED
-        return f"{mode.value}{steps}{WHOLE_STEPS_SUFFIX if whole else ''}"
+        waits_for_steps = not placement.is_streamed and mode is not PlacementMode.COLOCATED
+        return f"{mode.value}{steps}{WHOLE_STEPS_SUFFIX if waits_for_steps else ''}"
 
-    def _iter_misfits(self, known: Set[str]) -> Iterator[PlacementCandidate]:
-        """Of kinds of which nothing fits, the plainest, which says why."""
+    def _iter_misfits(self, feasible_kinds: Set[str]) -> Iterator[PlacementCandidate]:
+        """Yield a plain placement for each kind without a feasible one; its reason says why."""
         cluster = self._problem.cluster
-        whole = Mesh(0, cluster.num_devices)
-        plain = dict.fromkeys(self.choices.roles, whole)
-        ways = [plain]
+        all_devices = Mesh(0, cluster.num_devices)
+        colocated = dict.fromkeys(self.choices.roles, all_devices)
+        mesh_choices = [colocated]
         edges = list_node_edges(cluster)
         half = edges[len(edges) // 2] if cluster.num_nodes > 1 else cluster.num_devices // 2
         if half:
             halves = (Mesh(0, half), Mesh(half, cluster.num_devices - half))
-            ways.append({role: halves[role in self.choices.trained_roles] for role in plain})
-        for meshes in ways:
+            mesh_choices.append(
+                {role: halves[role in self.choices.trained_roles] for role in colocated}
+            )
+        for meshes in mesh_choices:
             roles = {role: self.choices.find_smallest(role, mesh) for role, mesh in meshes.items()}
             placement = self.choices.make_placement(roles)
-            if self._format_kind(placement) not in known:
-                found = self._make_candidate(self.estimator, placement)
-                if found.estimate.infeasible_reason:
-                    yield found
+            if self._format_kind(placement) not in feasible_kinds:
+                candidate = self._make_candidate(self.estimator, placement)
+                if candidate.estimate.infeasible_reason:
+                    yield candidate

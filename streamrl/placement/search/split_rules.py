@@ -1,4 +1,4 @@
-"""How a call may be split: what a search may choose of."""
+"""Rules for the parallelism that a search may choose."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,16 +6,16 @@ from streamrl.dataflow import CallKind, ModelCall
 from streamrl.resharding import RankGrid
 
 SplitRules = Callable[[ModelCall, RankGrid], Sequence[int]]
-"""The ZeRO stages under which a call may be split so, the plainest first; none where it may not."""
+"""ZeRO stages allowed for a call on a grid, plainest first; empty if the grid is not allowed."""
 
 UNSHARDED_ZERO_STAGES = (1,)
-"""For who has nothing to shard: a call that is not trained, or one replica."""
+"""For a call without replicas to shard over, or without training."""
 SHARDED_ZERO_STAGES = (1, 3)
-"""Of replicas that are trained: the optimizer's state is sharded over them, or all of it."""
+"""For replicated training: shard the optimizer state, or everything."""
 
 
 def allow_any_split(call: ModelCall, grid: RankGrid) -> Sequence[int]:
-    """Any grid, with pipeline stages or without."""
+    """Allow any grid."""
     return (
         SHARDED_ZERO_STAGES
         if call.kind is CallKind.TRAIN and grid.dp_size > 1

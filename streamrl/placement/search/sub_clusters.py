@@ -1,7 +1,7 @@
-"""Parts of a cluster that may be better off alone: what is on them is a placement on all of it.
+"""Parts of a cluster that may be faster alone; a placement on a part is valid on the whole.
 
-Where nodes are unlike, whoever has some of both is as slow as the slower, and fits where both fit.
-Where there are more devices than rollouts in a step, some have nothing to do.
+A mesh over unlike nodes runs at the slower speed and has the smaller memory. A cluster with more
+devices than rollouts per step leaves devices idle.
 """
 
 from collections.abc import Iterator
@@ -14,19 +14,19 @@ from streamrl.placement.problem import PlacementProblem
 
 
 def iter_sub_problems(problem: PlacementProblem) -> Iterator[tuple[int, PlacementProblem]]:
-    """The same on each part, and the part's first device."""
+    """Yield the first device and the problem of each part."""
     cluster, rollouts = problem.cluster, problem.workload.sampled_workload.num_rollouts
     for first, group in zip(cluster.group_starts, cluster.node_groups, strict=True):
         nodes = min(group.num_nodes, max(1, rollouts // group.devices_per_node))
         if len(cluster.node_groups) > 1 or nodes < group.num_nodes:
-            part = Cluster((replace(group, num_nodes=nodes),))
-            yield first, replace(problem, cluster=part)
+            sub_cluster = Cluster((replace(group, num_nodes=nodes),))
+            yield first, replace(problem, cluster=sub_cluster)
 
 
 def shift_devices(placement: Placement, first: int) -> Placement:
-    """A placement on a part of a cluster, as one on all of it."""
+    """Convert a placement on a part to the whole cluster."""
     calls = {
-        stage: replace(each, mesh=Mesh(each.mesh.first + first, each.mesh.size))
-        for stage, each in placement.assignments.items()
+        stage: replace(assignment, mesh=Mesh(assignment.mesh.first + first, assignment.mesh.size))
+        for stage, assignment in placement.assignments.items()
     }
     return replace(placement, assignments=calls)

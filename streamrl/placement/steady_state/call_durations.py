@@ -1,7 +1,7 @@
-"""How long a whole step's work of each call takes, of coefficients and of what a step is made of.
+"""Duration of each call for a whole step, from timings and workload.
 
-Generation is continuous batching (`continuous_batching.py`). Lengths are the quantiles of their
-distribution, in an order that is fixed, with the longest that is to be expected of a whole step.
+Generation is continuous batching (`continuous_batching.py`). Completion lengths are the quantiles
+of their distribution in a fixed order, plus the expected longest rollout of a step.
 """
 
 import itertools
@@ -26,26 +26,27 @@ from streamrl.placement.steady_state.stragglers import (
 from streamrl.placement.workload import Workload
 
 MAX_ROLLOUTS = 256
-"""Of a share, at once; each then stands for several."""
+"""Simulated rollouts per replica at the start; each may stand for several."""
 MAX_CHAIN_ROLLOUTS = 16384
-"""Of a share, with those that come in the place of others."""
+"""Simulated rollouts per replica, including those that replace filtered groups."""
 MIN_GROUPS = 24
-"""Shares are made until they have so many groups together, or there are no more replicas."""
+"""Replica schedules are built until they hold so many groups together."""
 MAX_REPLICA_SCHEDULES = 6
 NUM_SAMPLED_GROUPS = 4096
-"""That are sampled, where others take the places of some."""
+"""Sampled groups, if some groups replace filtered ones."""
 CAPACITY_TOLERANCE = 0.02
-"""Rooms for keys and values that differ by less, relatively, are the same."""
+"""Relative difference of KV cache sizes that count as equal, to reuse schedules."""
 NUM_PROFILE_SEGMENTS = 20
-"""Of a step's rollouts, where those of several steps go on together."""
+"""Segments of a step's profile, if rollouts of several steps overlap."""
 
 
 class GenerationModel:
-    """A step's generation on replicas that are alike; shares are remembered.
+    """Generation of a step on equal replicas; caches replica schedules.
 
-    extra: rollouts of each group besides group_size, as a greedy one. Where some are filtered the
-    step's groups are asked for at once, and others in the places of those that are; ahead, all
-    that are sampled for a step are, of which a part is `replaced`.
+    On policy, the groups of a step start together and a new group replaces each filtered one. With
+    generation ahead, `workload` holds all sampled groups, and `replaced` is the fraction of them
+    that a filter rejects.
+    extra: rollouts per group besides group_size, such as a greedy rollout.
     """
 
     def __init__(self, workload: Workload, extra: int = 0, *, replaced: float = 0.0) -> None:
@@ -64,25 +65,25 @@ class GenerationModel:
         quantiles = workload.lengths.quantiles(np.linspace(0.0005, 0.9995, 1000))
         self._mean_length = float(np.mean(quantiles))
         square = float(np.mean(quantiles**2))
-        # Of those that run at a moment, the long ones are more, and half-way on average.
+        # Sampling at a random time is length-biased; rollouts are half done on average.
         self._mean_age = square / (2 * self._mean_length)
 
     def max_replica_groups(self, replicas: int) -> int:
-        """Of the replica that has the most."""
+        """Return the groups of the replica with the most."""
         return -(-self.workload.groups_per_step // replicas)
 
     def count_slots(self, timing: GeneratorTiming) -> float:
-        """Rollouts that a replica has room for, at least 1."""
-        room = timing.kv_tokens / (self.workload.prompt_tokens + self._mean_age)
-        return max(1.0, min(float(timing.max_running), room))
+        """Return the rollouts that fit into a replica, at least 1."""
+        fitting = timing.kv_tokens / (self.workload.prompt_tokens + self._mean_age)
+        return max(1.0, min(float(timing.max_running), fitting))
 
     def find_completions_s(
         self, timing: GeneratorTiming, cuts: tuple[float, ...], link_s: float = 0.0
     ) -> list[float]:
-        """When these parts of a step's groups are complete, s after they are asked for.
+        """Return when each cut of a step's groups is complete, s after the step starts.
 
-        The last is 1.0: when all are. link_s: from the end of a group that is filtered to where
-        another is asked for.
+        `cuts` are fractions of the groups; the last is 1.0.
+        link_s: time from the end of a filtered group to the request of its replacement.
         """
         key = (timing, cuts, link_s)
         if key not in self._completions_s:
@@ -92,36 +93,40 @@ class GenerationModel:
     def _compute_completions_s(
         self, timing: GeneratorTiming, cuts: tuple[float, ...], link_s: float
     ) -> list[float]:
-        shares = self.find_replica_schedules(timing)
-        slowest = max(shares, key=lambda share: float(share.edges[-1]))
+        schedules = self.find_replica_schedules(timing)
+        slowest = max(schedules, key=lambda schedule: float(schedule.edges[-1]))
         if cuts == (1.0,):
-            shares = [slowest]
-        ordered = np.sort(np.concatenate([share.group_ends_s(timing, link_s) for share in shares]))
-        found = [float(ordered[math.ceil(cut * len(ordered)) - 1]) for cut in cuts]
-        found[-1] = max(found[-1] * self._slowest_replica_factor(timing, slowest), *found)
-        return found
+            schedules = [slowest]
+        sorted_ends = np.sort(
+            np.concatenate([schedule.group_ends_s(timing, link_s) for schedule in schedules])
+        )
+        ends_s = [float(sorted_ends[math.ceil(cut * len(sorted_ends)) - 1]) for cut in cuts]
+        ends_s[-1] = max(ends_s[-1] * self._slowest_replica_factor(timing, slowest), *ends_s)
+        return ends_s
 
-    def _slowest_replica_factor(self, timing: GeneratorTiming, share: ReplicaSchedule) -> float:
-        """By how much the slowest replica is, beyond one with the longest rollout."""
+    def _slowest_replica_factor(self, timing: GeneratorTiming, schedule: ReplicaSchedule) -> float:
+        """Return the time of the slowest replica over one with the longest rollout."""
         if not (self.workload.has_varied_lengths or self.workload.filtered_fraction):
             return 1.0
         replicas = min(timing.replicas, self.workload.groups_per_step)
-        widths = np.diff(share.edges)
-        longest = np.asarray(share.longest_tokens)
-        own = ReplicaLoads(
-            longest, np.dot(share.running_rollouts, widths), np.dot(share.resident_tokens, widths)
+        widths = np.diff(schedule.edges)
+        longest = np.asarray(schedule.longest_tokens)
+        schedule_loads = ReplicaLoads(
+            longest,
+            np.dot(schedule.running_rollouts, widths),
+            np.dot(schedule.resident_tokens, widths),
         )
         rollouts = self.max_replica_groups(replicas) * self.rollouts_per_group
-        steps, slots = float(share.edges[-1]), share.slots
+        steps, slots = float(schedule.edges[-1]), schedule.slots
         loads = self._sample_loads(replicas)
         return slowest_replica_factor(
-            timing, loads, own, steps=steps, slots=slots, rollouts=rollouts
+            timing, loads, schedule_loads, steps=steps, slots=slots, rollouts=rollouts
         )
 
     def _delay_in_window(self, timing: GeneratorTiming, last: float, window: int) -> float:
-        """The decode steps of a step that would have `last` alone, beside others of the window."""
+        """Return decode steps until a step is complete; alone it would take `last`."""
         if self._replaced_fraction:
-            # Who comes in the place of others does so while the first still wait for theirs.
+            # Replacements start while the first groups still wait for slots.
             return max(last, self._find_in_flight_steps(timing, window))
         if self.workload.has_varied_lengths:
             return (
@@ -132,15 +137,15 @@ class GenerationModel:
         return last
 
     def _find_in_flight_steps(self, timing: GeneratorTiming, window: int) -> float:
-        """For how many decode steps, where there are places for all."""
+        """Return the mean decode steps that a step is in flight, with slots for all rollouts."""
         if window not in self._in_flight_steps:
             workload, replaced = self.workload, self._replaced_fraction
             groups = round(workload.groups_per_step * (1 - replaced)) if replaced else 1
             if replaced:
-                every = workload.lengths.sample(
+                lengths = workload.lengths.sample(
                     NUM_SAMPLED_GROUPS * self.rollouts_per_group, np.random.default_rng(0)
                 )
-                longest = every.reshape(NUM_SAMPLED_GROUPS, self.rollouts_per_group).max(axis=1)
+                longest = lengths.reshape(NUM_SAMPLED_GROUPS, self.rollouts_per_group).max(axis=1)
             else:
                 replicas = min(timing.replicas, workload.groups_per_step)
                 longest = self._sample_loads(replicas).longest_tokens.max(axis=1)
@@ -159,7 +164,7 @@ class GenerationModel:
     def find_rollout_profile(
         self, timing: GeneratorTiming, cuts: tuple[float, ...], window: int
     ) -> RolloutProfile:
-        """The slowest replica's part of a step, to go on beside others: so many are under way."""
+        """Return the slowest replica's profile of a step, for `window` steps in flight."""
         key = (timing, cuts, window)
         if key not in self._rollout_profiles:
             self._rollout_profiles[key] = self._build_rollout_profile(*key)
@@ -168,120 +173,140 @@ class GenerationModel:
     def _build_rollout_profile(
         self, timing: GeneratorTiming, cuts: tuple[float, ...], window: int
     ) -> RolloutProfile:
-        shares = self.find_replica_schedules(timing)
-        share = max(shares, key=lambda each: float(each.edges[-1]))
-        last = float(share.edges[-1])
-        bounds = last * np.linspace(0.0, 1.0, NUM_PROFILE_SEGMENTS + 1) ** 1.5
-        ordered = np.sort(np.concatenate([each.group_ends for each in shares]))
-        ends = [float(ordered[math.ceil(cut * len(ordered)) - 1]) for cut in cuts]
-        longer = last * max(1.0, self._slowest_replica_factor(timing, share))
-        longer = self._delay_in_window(timing, longer, window)
-        found = [
-            np.diff(np.interp(bounds, share.edges, np.append(0.0, each.cumsum()))) / np.diff(bounds)
-            for each in (
-                share.running_rollouts * np.diff(share.edges),
-                share.resident_tokens * np.diff(share.edges),
-                share.overhead_s(timing),
+        schedules = self.find_replica_schedules(timing)
+        schedule = max(schedules, key=lambda item: float(item.edges[-1]))
+        undelayed_end = float(schedule.edges[-1])
+        bounds = undelayed_end * np.linspace(0.0, 1.0, NUM_PROFILE_SEGMENTS + 1) ** 1.5
+        sorted_ends = np.sort(np.concatenate([item.group_ends for item in schedules]))
+        result_ends = [float(sorted_ends[math.ceil(cut * len(sorted_ends)) - 1]) for cut in cuts]
+        end = undelayed_end * max(1.0, self._slowest_replica_factor(timing, schedule))
+        end = self._delay_in_window(timing, end, window)
+        profiles = [
+            np.diff(np.interp(bounds, schedule.edges, np.append(0.0, item.cumsum())))
+            / np.diff(bounds)
+            for item in (
+                schedule.running_rollouts * np.diff(schedule.edges),
+                schedule.resident_tokens * np.diff(schedule.edges),
+                schedule.overhead_s(timing),
             )
         ]
-        running, resident, besides_s = (each.tolist() for each in found)
+        running, resident, overhead_s = (item.tolist() for item in profiles)
         edges = bounds.tolist()
-        if longer > last:
-            # On the slowest of all one rollout goes on alone.
-            edges, besides_s = [*edges, longer], [*besides_s, 0.0]
-            running, resident = [*running, 1.0], [*resident, self.workload.prompt_tokens + last]
+        if end > undelayed_end:
+            # On the slowest replica a single rollout continues at the end.
+            edges, overhead_s = [*edges, end], [*overhead_s, 0.0]
+            running, resident = (
+                [*running, 1.0],
+                [*resident, self.workload.prompt_tokens + undelayed_end],
+            )
         rollouts = self.max_replica_groups(timing.replicas) * self.rollouts_per_group
-        places = self.count_slots(timing)
-        if rollouts > places:
-            # As many as run while some wait: what is given up and taken in again is in the share.
-            full = int(np.flatnonzero(share.prefill_tokens)[-1]) + 1
-            places = float(
-                np.average(share.running_rollouts[:full], weights=np.diff(share.edges)[:full])
+        slots = self.count_slots(timing)
+        if rollouts > slots:
+            # While rollouts wait, as many run as the schedule shows; it includes preemptions.
+            num_full_segments = int(np.flatnonzero(schedule.prefill_tokens)[-1]) + 1
+            slots = float(
+                np.average(
+                    schedule.running_rollouts[:num_full_segments],
+                    weights=np.diff(schedule.edges)[:num_full_segments],
+                )
             )
         return RolloutProfile(
-            timing, edges, running, resident, besides_s, [*ends[:-1], edges[-1]], places
+            timing, edges, running, resident, overhead_s, [*result_ends[:-1], edges[-1]], slots
         )
 
     def saturated_step_s(self, timing: GeneratorTiming, steps_ahead: int) -> float:
-        """Per step, where the next steps' rollouts fill the places of those that are done.
+        """Return seconds per step if the rollouts of later steps fill all free slots.
 
-        As many run as there is room for, of the rollouts of `steps_ahead` and one more.
+        As many rollouts run as have slots, of the rollouts of `steps_ahead + 1` steps.
         """
         rollouts = self.workload.num_rollouts / self.workload.group_size * self.rollouts_per_group
-        each = rollouts / timing.replicas
-        running = max(1.0, min(self.count_slots(timing), (steps_ahead + 1) * each))
+        replica_rollouts = rollouts / timing.replicas
+        running = max(1.0, min(self.count_slots(timing), (steps_ahead + 1) * replica_rollouts))
         resident = running * (self.workload.prompt_tokens + self._mean_age)
         step_s = timing.decode_step_s(running, resident)
-        besides_s = self.workload.prompt_tokens * timing.prefill_token_s
-        besides_s += timing.group_s / self.rollouts_per_group
-        return each * (self._mean_length * step_s / running + besides_s)
+        overhead_s = self.workload.prompt_tokens * timing.prefill_token_s
+        overhead_s += timing.group_s / self.rollouts_per_group
+        return replica_rollouts * (self._mean_length * step_s / running + overhead_s)
 
     def find_replica_schedules(self, timing: GeneratorTiming) -> list[ReplicaSchedule]:
-        """Those of some replicas, the longest rollout of the step among them."""
-        roomy = (timing.replicas, timing.max_running, math.inf)
-        if roomy not in self._replica_schedules:
-            self._replica_schedules[roomy] = self._make_replica_schedules(*roomy)
-        peak = max(float(share.resident_tokens.max()) for share in self._replica_schedules[roomy])
+        """Return schedules of some replicas, the longest rollout of the step among them."""
+        unlimited = (timing.replicas, timing.max_running, math.inf)
+        if unlimited not in self._replica_schedules:
+            self._replica_schedules[unlimited] = self._make_replica_schedules(*unlimited)
+        peak = max(
+            float(schedule.resident_tokens.max()) for schedule in self._replica_schedules[unlimited]
+        )
         if timing.kv_tokens > peak * (1 + CAPACITY_TOLERANCE):
-            return self._replica_schedules[roomy]
-        # Rooms that differ by little are the same.
-        room = (1 + CAPACITY_TOLERANCE) ** math.floor(
+            return self._replica_schedules[unlimited]
+        # Round the KV cache size down, so that similar sizes share schedules.
+        token_capacity = (1 + CAPACITY_TOLERANCE) ** math.floor(
             math.log(timing.kv_tokens) / math.log(1 + CAPACITY_TOLERANCE)
         )
-        key = (timing.replicas, timing.max_running, room)
+        key = (timing.replicas, timing.max_running, token_capacity)
         if key not in self._replica_schedules:
             self._replica_schedules[key] = self._make_replica_schedules(*key)
         return self._replica_schedules[key]
 
     def _make_replica_schedules(
-        self, replicas: int, places: int, room: float
+        self, replicas: int, max_running: int, token_capacity: float
     ) -> list[ReplicaSchedule]:
         groups = self.max_replica_groups(replicas)
-        used = min(replicas, self.workload.groups_per_step)
-        count = min(used, MAX_REPLICA_SCHEDULES, max(1, -(-MIN_GROUPS // groups)))
-        # Few enough rollouts, groups as they are.
-        chained = math.ceil(MAX_CHAIN_ROLLOUTS * (1 - self.workload.filtered_fraction))
-        kept = max(1, min(groups, min(MAX_ROLLOUTS, chained) // self.rollouts_per_group))
-        scale, prompt = groups / kept, self.workload.prompt_tokens
-        slots = min(float(places), room / (prompt + self._mean_age))
+        num_replicas = min(replicas, self.workload.groups_per_step)
+        count = min(num_replicas, MAX_REPLICA_SCHEDULES, max(1, -(-MIN_GROUPS // groups)))
+        # Keep few rollouts, but whole groups.
+        max_start_rollouts = math.ceil(MAX_CHAIN_ROLLOUTS * (1 - self.workload.filtered_fraction))
+        simulated_groups = max(
+            1, min(groups, min(MAX_ROLLOUTS, max_start_rollouts) // self.rollouts_per_group)
+        )
+        scale, prompt = groups / simulated_groups, self.workload.prompt_tokens
+        slots = min(float(max_running), token_capacity / (prompt + self._mean_age))
         return [
             schedule_replica(
-                drawn,
+                chains,
                 prompt_tokens=prompt,
-                room=room / scale,
-                places=max(1, round(places / scale)),
+                token_capacity=token_capacity / scale,
+                num_slots=max(1, round(max_running / scale)),
                 scale=scale,
                 slots=slots,
             )
-            for drawn in self._draw_chains(used, count, kept)
+            for chains in self._draw_chains(num_replicas, count, simulated_groups)
         ]
 
-    def _draw_chains(self, replicas: int, shares: int, chains: int) -> Iterator[RefillChains]:
-        """Groups of so many shares, with so many chains each; the longest of a step among them."""
+    def _draw_chains(
+        self, replicas: int, num_schedules: int, chains: int
+    ) -> Iterator[RefillChains]:
+        """Yield each replica's groups; one holds the longest rollout of a step."""
         if self.workload.filtered_fraction:
             longest = float(self._sample_loads(replicas).longest_tokens.max(axis=1).mean())
-            whole = self._make_refill_chains(shares * chains).stretch_longest(longest)
+            all_chains = self._make_refill_chains(num_schedules * chains).stretch_longest(longest)
         else:
-            whole = self._make_unfiltered_chains(shares * chains)
-        return whole.split_chains(shares)
+            all_chains = self._make_unfiltered_chains(num_schedules * chains)
+        return all_chains.split_chains(num_schedules)
 
     def _make_refill_chains(self, chains: int) -> RefillChains:
-        """Groups of which some take the place of a filtered one, in an order that is fixed."""
+        """Return chains of groups in which filtered groups are replaced, in a fixed order."""
         rng = np.random.default_rng(0)
         counts = rng.permutation(chain_length_quantiles(self.workload.filtered_fraction, chains))
         lengths = rng.permutation(self._length_quantiles(int(counts.sum())))
         return self._to_chains(lengths, counts)
 
     def _make_unfiltered_chains(self, groups: int) -> RefillChains:
-        """Groups that all stay, likewise; half-way is the longest rollout of a whole step."""
-        everyone = self.workload.groups_per_step * self.rollouts_per_group
-        others = np.random.default_rng(0).permutation(self._length_quantiles(groups)[:-1])
-        longest = max(self.workload.lengths.expected_longest(everyone), others.max(initial=1.0))
-        lengths = np.insert(others, (len(others) + 1) // 2, longest)
+        """Return unfiltered groups in a fixed order; the longest rollout is in the middle."""
+        num_rollouts = self.workload.groups_per_step * self.rollouts_per_group
+        lengths_without_longest = np.random.default_rng(0).permutation(
+            self._length_quantiles(groups)[:-1]
+        )
+        longest = max(
+            self.workload.lengths.expected_longest(num_rollouts),
+            lengths_without_longest.max(initial=1.0),
+        )
+        lengths = np.insert(
+            lengths_without_longest, (len(lengths_without_longest) + 1) // 2, longest
+        )
         return self._to_chains(lengths, np.ones(groups, np.int64))
 
     def _length_quantiles(self, groups: int) -> Array:
-        """Of the lengths of so many groups' rollouts, ascending."""
+        """Return ascending length quantiles of the rollouts of so many groups."""
         total = groups * self.rollouts_per_group
         return self.workload.lengths.quantiles((np.arange(total) + 0.5) / total)
 
@@ -294,9 +319,9 @@ class GenerationModel:
 def score_duration_s(
     timing: ScoreTiming, workload: Workload, per_group: int, *, singly: bool = False
 ) -> float:
-    """Scoring so many rollouts of every group of a step, of the replica that has the most.
+    """Return seconds of scoring for a whole step, on the replica with the most groups.
 
-    singly: groups come one by one, and each is a batch of its own: there is room for it.
+    singly: groups arrive one by one, and each is a batch of its own.
     """
     groups = -(-workload.groups_per_step // timing.replicas)
     rollouts = groups * per_group
@@ -310,9 +335,9 @@ def score_duration_s(
 
 @dataclass(frozen=True)
 class TrainDuration:
-    """A step's training of one model: `passes_s` may go on as groups come, then comes `final_s`.
+    """Training of a model in a step: `passes_s` may overlap arriving groups, `final_s` follows.
 
-    micro_batches: of a share, in the first epoch.
+    micro_batches: per rank, in the first epoch.
     """
 
     passes_s: float
@@ -321,19 +346,19 @@ class TrainDuration:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
         return self.passes_s + self.final_s
 
 
 def train_duration(timing: TrainTiming, workload: Workload) -> TrainDuration:
-    """The first epoch can begin before all groups are there; the last update ends the step.
+    """Return the training time of a step.
 
-    Ranks go from round to round together, as long as the one that has most takes.
+    The first epoch may start before all groups have arrived; the last update ends the step. Ranks
+    advance round by round, at the speed of the rank with the most tokens.
     """
     rounds, slowest = pack_mini_batch(workload, timing.dp_size)
-    micro_batches, shares = rounds * workload.mini_batches, timing.dp_size
+    micro_batches, dp_size = rounds * workload.mini_batches, timing.dp_size
     tokens = slowest * workload.mini_batches
-    epoch_s = timing.passes_s(micro_batches * shares, tokens * shares)
+    epoch_s = timing.passes_s(micro_batches * dp_size, tokens * dp_size)
     epoch_s += micro_batches * timing.round_s
     update_s = timing.round_s + timing.update_s
     first_s = epoch_s + (workload.mini_batches - 1) * update_s
@@ -343,17 +368,17 @@ def train_duration(timing: TrainTiming, workload: Workload) -> TrainDuration:
 
 
 STEP_CUTS = {1: (1.0,), 2: (0.5, 1.0), 4: (0.125, 0.375, 0.625, 0.875, 1.0)}
-"""How a step's work is cut, by the least number of pieces there must be: up to where each goes.
+"""Cuts of a step's work by minimum number of pieces, as fractions of the work.
 
-The first and the last are small: with them a pipeline fills, and runs dry.
+The first and the last cut are small: they determine how fast the pipeline fills and drains.
 """
 
 
 def choose_cuts(pieces: int) -> tuple[float, ...]:
-    """The finest that so many pieces allow."""
-    return STEP_CUTS[max(least for least in STEP_CUTS if least <= max(1, pieces))]
+    """Return the finest cuts that so many pieces allow."""
+    return STEP_CUTS[max(min_pieces for min_pieces in STEP_CUTS if min_pieces <= max(1, pieces))]
 
 
 def split_seconds(total_s: float, cuts: Sequence[float]) -> Sequence[float]:
-    """The seconds of each part."""
+    """Return the seconds between consecutive cuts."""
     return [total_s * (late - early) for early, late in itertools.pairwise((0.0, *cuts))]

@@ -1,7 +1,7 @@
-"""One replica's rollouts of a step in continuous batches, counted in decode steps.
+"""Continuous batching of a replica's rollouts of a step, counted in decode steps.
 
-When a rollout begins and ends depends on lengths and room alone, as each running one gets a token
-in every decode step. What one takes turns that into seconds (`ReplicaSchedule.ends_s`).
+Every running rollout gets a token in every decode step, so lengths and capacity alone determine
+when a rollout starts and ends. `ReplicaSchedule.group_ends_s` converts decode steps to seconds.
 """
 
 import heapq
@@ -17,20 +17,21 @@ from streamrl.placement.steady_state.refill_chains import RefillChains
 
 MIN_EDGES = 33
 MAX_CHANGES = 48
-"""Of a share's decode steps: edges of the stretches that are looked at, evenly and by events."""
+"""Sampling points of a schedule: evenly spaced, and at changes of the batch."""
 
 
 @dataclass(frozen=True)
 class ReplicaSchedule:
-    """One replica's rollouts of a step, asked for at once or in others' places, in decode steps.
+    """Rollouts of a step on a replica, in decode steps from the start.
 
-    group_ends [groups]: at which one each group that is trained is complete; links [groups]: how
-    many were filtered before it, each in its place. edges [m + 1]: at which ones the number of
-    running rollouts may change, from 0 on; running [m]: how many run between them; resident [m]:
-    the tokens they have together halfway, prompts included; computed [m]: of those that begin
-    there, what has to be taken in; done [m]: groups that are complete there, filtered ones
-    included. slots: about as many run at once where more are asked for. longest: tokens of a
-    rollout, or of those that follow one another.
+    A rollout starts at once or replaces a filtered group. With m segments between `edges`:
+    group_ends [groups]: when each trained group is complete. num_refills [groups]: filtered groups
+    before it, each replaced by the next. edges [m + 1]: segment borders, from 0 on.
+    running_rollouts [m]: mean running rollouts. resident_tokens [m]: mean tokens of running
+    rollouts, prompts included. prefill_tokens [m]: tokens prefilled at the start of rollouts.
+    num_groups_done [m]: completed groups, filtered ones included.
+    slots: approximate concurrent rollouts when more are waiting.
+    longest_tokens: tokens of the longest rollout, or of consecutive replaced groups.
     """
 
     group_ends: Array
@@ -44,24 +45,24 @@ class ReplicaSchedule:
     longest_tokens: float
 
     def group_ends_s(self, timing: GeneratorTiming, link_s: float = 0.0) -> Array:
-        """When each group is complete, s after they are asked for, float64 [groups].
+        """Return when each group is complete, s after the step starts, float64 [groups].
 
-        link_s: from the end of a group that is filtered to where another is asked for.
+        link_s: time from the end of a filtered group to the request of its replacement.
         """
         ends = np.interp(self.group_ends, self.edges, self._elapsed_s(timing))
         return np.asarray(ends + self.num_refills * (link_s + timing.begin_s))
 
     def _elapsed_s(self, timing: GeneratorTiming) -> Array:
-        spent = np.diff(self.edges) * timing.decode_steps_s(
+        segment_s = np.diff(self.edges) * timing.decode_steps_s(
             self.running_rollouts, self.resident_tokens
         )
-        spent += self.prefill_tokens * timing.prefill_token_s
-        # Groups are complete before they are handed on.
-        spent[1:] += self.num_groups_done[:-1] * timing.group_s
-        return timing.begin_s + np.concatenate(([0.0], np.cumsum(spent)))
+        segment_s += self.prefill_tokens * timing.prefill_token_s
+        # A group is complete before the host passes it on.
+        segment_s[1:] += self.num_groups_done[:-1] * timing.group_s
+        return timing.begin_s + np.concatenate(([0.0], np.cumsum(segment_s)))
 
     def overhead_s(self, timing: GeneratorTiming) -> Array:
-        """What prompts that begin and groups that are done take beside the decode steps, [m]."""
+        """Return seconds of prefill and of passing groups on, per segment, float64 [m]."""
         return self.prefill_tokens * timing.prefill_token_s + self.num_groups_done * timing.group_s
 
 
@@ -69,33 +70,37 @@ def schedule_replica(
     groups: RefillChains,
     *,
     prompt_tokens: float,
-    room: float,
-    places: int,
+    token_capacity: float,
+    num_slots: int,
     scale: float,
     slots: float,
 ) -> ReplicaSchedule:
-    """What a replica with room for so many tokens and rollouts makes of these groups.
+    """Schedule the groups on a replica with this capacity of tokens and slots.
 
-    Each rollout stands for `scale` of them, tokens and places for as many.
+    Each simulated rollout stands for `scale` rollouts.
     """
-    batch = _ContinuousBatch(groups, prompt_tokens, room, places)
+    batch = _ContinuousBatch(groups, prompt_tokens, token_capacity, num_slots)
     batch.run()
-    changes, at = np.array(batch.edges), np.arange(len(batch.edges))
-    # Some of the changes, and moments between them: what runs beside them does not stand still.
-    some = changes[np.unique(np.append(at[:: -(-len(at) // MAX_CHANGES)], at[-1]))]
-    edges = np.union1d(some, np.linspace(0.0, changes[-1], MIN_EDGES))
-    running, tokens = np.array(batch.running_counts), np.array(batch.resident_tokens)
-    took = np.diff(changes)
-    decoded = np.concatenate(([0.0], np.cumsum(running * took)))
-    # Tokens in memory grow between changes; so does their sum over steps, and faster.
-    since = np.clip(np.searchsorted(changes, edges, side="right") - 1, 0, len(took) - 1)
-    into = edges - changes[since]
-    first = tokens[since] - running[since] * took[since] / 2
-    held = np.concatenate(([0.0], np.cumsum(tokens * took)))[since]
-    held += first * into + running[since] * into**2 / 2
-    computed = np.concatenate(([0.0], np.cumsum(batch.prefill_tokens)))
-    # What begins with an edge is computed behind it.
-    begun = computed[np.searchsorted(changes, edges, side="left")]
+    changes, change_indices = np.array(batch.edges), np.arange(len(batch.edges))
+    # Keep some of the changes, and even points in between, where other work may overlap.
+    kept_changes = changes[
+        np.unique(
+            np.append(change_indices[:: -(-len(change_indices) // MAX_CHANGES)], change_indices[-1])
+        )
+    ]
+    edges = np.union1d(kept_changes, np.linspace(0.0, changes[-1], MIN_EDGES))
+    running_counts, mean_tokens = np.array(batch.running_counts), np.array(batch.resident_tokens)
+    durations = np.diff(changes)
+    decoded = np.concatenate(([0.0], np.cumsum(running_counts * durations)))
+    # Resident tokens grow linearly between changes, so their sum over steps grows quadratically.
+    previous = np.clip(np.searchsorted(changes, edges, side="right") - 1, 0, len(durations) - 1)
+    offset = edges - changes[previous]
+    tokens_at_change = mean_tokens[previous] - running_counts[previous] * durations[previous] / 2
+    token_steps = np.concatenate(([0.0], np.cumsum(mean_tokens * durations)))[previous]
+    token_steps += tokens_at_change * offset + running_counts[previous] * offset**2 / 2
+    prefilled = np.concatenate(([0.0], np.cumsum(batch.prefill_tokens)))
+    # Prefill that starts at an edge belongs to the segment after it.
+    prefilled_before = prefilled[np.searchsorted(changes, edges, side="left")]
     widths = np.diff(edges)
     group_ends = batch.rollout_ends.reshape(groups.lengths.shape).max(axis=1)
     done = np.searchsorted(np.sort(group_ends), edges, side="right")
@@ -104,8 +109,8 @@ def schedule_replica(
         groups.num_refills,
         edges,
         np.diff(np.interp(edges, changes, decoded)) / widths * scale,
-        np.diff(held) / widths * scale,
-        np.diff(begun) * scale,
+        np.diff(token_steps) / widths * scale,
+        np.diff(prefilled_before) * scale,
         np.diff(done) * scale,
         slots,
         float(groups.chain_tokens.max()),
@@ -114,13 +119,12 @@ def schedule_replica(
 
 @dataclass
 class _ContinuousBatch:
-    """Rollouts of groups sampled in continuous batches, in the order in which they come.
+    """Continuous batch that serves rollouts in order of arrival.
 
-    A group that takes another's place comes when that one is done.
-
-    Whose turn it was first has a place, while there is one of `places` and room for its tokens so
-    far and one more of everybody. Where room runs out the last of them stands back, and has its
-    tokens computed anew when there is room again.
+    A replacement arrives when the filtered group is complete. The first waiting rollout starts if a
+    slot is free and the KV cache holds its tokens plus one more token per running rollout. If the
+    KV cache runs out, the last rollout is preempted, and its tokens are prefilled again later, as
+    in vLLM's recompute preemption.
     """
 
     groups: RefillChains
@@ -146,13 +150,14 @@ class _ContinuousBatch:
         self._num_tokens = 0.0
 
     def run(self) -> None:
-        """Until all are sampled."""
         now = 0.0
         while self._waiting or self._in_slots:
             self._fill_slots(now)
             count = len(self._in_slots)
+            # Drop entries of rollouts that were preempted since.
             while self._end_heap[0][0] != self._find_end(self._end_heap[0][1]):
                 heapq.heappop(self._end_heap)
+            # Jump to the next event: a rollout ends, or the KV cache may run out.
             steps = min(
                 self._end_heap[0][0] - now,
                 max(1.0, (self.token_capacity - self._num_tokens) // count),
@@ -170,51 +175,51 @@ class _ContinuousBatch:
             ):
                 self._preempt_last(now)
 
-    def _find_end(self, one: int) -> float:
-        """When one ends that has a place; what was planned before it stood back is void."""
+    def _find_end(self, rollout: int) -> float:
+        """Return the planned end of a running rollout; older heap entries do not match."""
         return (
-            self._start_steps[one] + self._remaining_tokens[one]
-            if self._remaining_tokens[one]
+            self._start_steps[rollout] + self._remaining_tokens[rollout]
+            if self._remaining_tokens[rollout]
             else -1.0
         )
 
     def _fill_slots(self, now: float) -> None:
         while self._waiting and len(self._in_slots) < self.slots:
-            one = self._waiting[0]
+            rollout = self._waiting[0]
             if (
                 self._in_slots
-                and self._num_tokens + self._context_tokens[one] + len(self._in_slots) + 1
+                and self._num_tokens + self._context_tokens[rollout] + len(self._in_slots) + 1
                 > self.token_capacity
             ):
                 break
             self._in_slots.append(self._waiting.popleft())
-            self._start_steps[one] = now
-            heapq.heappush(self._end_heap, (now + self._remaining_tokens[one], one))
-            self._num_tokens += self._context_tokens[one]
-            self.prefill_tokens[-1] += self._context_tokens[one]
+            self._start_steps[rollout] = now
+            heapq.heappush(self._end_heap, (now + self._remaining_tokens[rollout], rollout))
+            self._num_tokens += self._context_tokens[rollout]
+            self.prefill_tokens[-1] += self._context_tokens[rollout]
 
     def _finish_rollouts(self, now: float) -> None:
         while self._end_heap and self._end_heap[0][0] <= now:
-            due, one = heapq.heappop(self._end_heap)
-            if due == self._find_end(one):
-                self._num_tokens -= self._context_tokens[one] + self._remaining_tokens[one]
-                self._remaining_tokens[one] = 0.0
-                self.rollout_ends[one] = now
-                self._in_slots.remove(one)
-                self._finish_in_group(one // self._per_group)
+            due, rollout = heapq.heappop(self._end_heap)
+            if due == self._find_end(rollout):
+                self._num_tokens -= self._context_tokens[rollout] + self._remaining_tokens[rollout]
+                self._remaining_tokens[rollout] = 0.0
+                self.rollout_ends[rollout] = now
+                self._in_slots.remove(rollout)
+                self._finish_in_group(rollout // self._per_group)
 
     def _finish_in_group(self, group: int) -> None:
-        """One of a group's rollouts; with the last of them another group may come."""
+        """Count a finished rollout; the last of a group may admit a replacement."""
         self._num_unfinished[group] -= 1
         if not self._num_unfinished[group] and group in self._next_group:
             first = self._next_group[group] * self._per_group
             self._waiting.extend(range(first, first + self._per_group))
 
     def _preempt_last(self, now: float) -> None:
-        one = self._in_slots.pop()
-        made = now - self._start_steps[one]
-        self._remaining_tokens[one] -= made
-        self._context_tokens[one] += made
-        self._start_steps[one] = math.inf
-        self._num_tokens -= self._context_tokens[one]
-        self._waiting.appendleft(one)
+        rollout = self._in_slots.pop()
+        sampled = now - self._start_steps[rollout]
+        self._remaining_tokens[rollout] -= sampled
+        self._context_tokens[rollout] += sampled
+        self._start_steps[rollout] = math.inf
+        self._num_tokens -= self._context_tokens[rollout]
+        self._waiting.appendleft(rollout)

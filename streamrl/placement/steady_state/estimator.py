@@ -1,10 +1,9 @@
-"""What a placement would do, worked out: step time, idle time and staleness in milliseconds.
+"""Steady-state estimate of a placement: step time, idle time and staleness, in milliseconds.
 
-The dataflow is unrolled over steps (`list_scheduler.py`). A call waits for its columns, for the
-versions that `max_staleness` asks for and for devices: a mesh is busy while one is that overlaps
-it. Calls on devices of their own work on a step's groups as they come, where that is streamed.
-Generation that is ahead goes on beside all of it, with the rollouts of several steps
-(`overlapping_steps.py`).
+The dataflow is unrolled over steps (`list_scheduler.py`). A call waits for its columns, for
+versions within `max_staleness`, and for devices; a busy mesh blocks all meshes that overlap it.
+With streaming, calls on separate devices process the groups of a step as they arrive. Generation
+ahead overlaps all other calls, with rollouts of several steps (`overlapping_steps.py`).
 """
 
 import itertools
@@ -38,7 +37,7 @@ from streamrl.placement.steady_state.list_scheduler import ListScheduler, Unroll
 from streamrl.placement.steady_state.utilization import SteadyState
 
 FINE_CUTS = STEP_CUTS[max(STEP_CUTS)]
-"""How a step's groups are looked at, where it counts when they come."""
+"""Cuts of a step's groups where arrival times matter."""
 
 PlacementKey = tuple[tuple[tuple[str, CallAssignment], ...], int, bool]
 
@@ -46,18 +45,18 @@ PlacementKey = tuple[tuple[tuple[str, CallAssignment], ...], int, bool]
 def estimate_placement(
     problem: PlacementProblem, placement: Placement, costs: PlacementCosts
 ) -> PlacementEstimate:
-    """What this placement would do; see Estimator, for many of one problem."""
+    """Estimate one placement; use `PlacementEstimator` for several of one problem."""
     return PlacementEstimator(problem, costs).estimate(placement)
 
 
 class PlacementEstimator:
-    """Estimates placements of one problem, and remembers their step times."""
+    """Estimator of a problem; caches step times."""
 
     def __init__(self, problem: PlacementProblem, costs: PlacementCosts) -> None:
         self.problem = problem
         self.costs = costs
         self.call_graph = CallGraph.from_dataflow(problem.dataflow)
-        # Ahead, what is filtered is made up for by what is sampled beside it.
+        # With generation ahead, other sampled groups make up for filtered ones.
         sampled, replaced = problem.workload.sampled_workload, problem.workload.filtered_fraction
         self._ahead_generation = GenerationModel(
             sampled, self.call_graph.num_greedy, replaced=replaced
@@ -66,14 +65,14 @@ class PlacementEstimator:
         self._step_durations_s: dict[PlacementKey, float] = {}
 
     def iter_estimated(self) -> Iterator[tuple[Placement, float]]:
-        """All placements that were looked at, with their step times."""
+        """Yield all evaluated placements with their step times."""
         for (calls, ahead, streamed), seconds in self._step_durations_s.items():
             yield Placement(dict(calls), ahead, streamed), seconds
 
     def step_s(self, placement: Placement, limit_s: float = math.inf) -> float:
-        """Seconds from one update to the next; infinite where it cannot be.
+        """Return seconds between two updates; inf if infeasible.
 
-        So it may be where that is not below the limit: what is known to be is not scheduled.
+        If a lower bound reaches `limit_s`, return inf without scheduling.
         """
         key = make_placement_key(placement)
         if key not in self._step_durations_s:
@@ -81,18 +80,17 @@ class PlacementEstimator:
             if not self.costs.explain_infeasible(placement):
                 if limit_s < math.inf and self._max_busy_s(placement) >= limit_s:
                     return math.inf
-                jobs, run = self.schedule_jobs(placement)
-                seconds = self._period_s(jobs, run)
+                jobs, schedule = self.schedule_jobs(placement)
+                seconds = self._period_s(jobs, schedule)
             self._step_durations_s[key] = seconds
         return self._step_durations_s[key]
 
     def _max_busy_s(self, placement: Placement) -> float:
-        """The work of the mesh that has most, with those that overlap it: no step is shorter."""
+        """Return the load of the busiest device, a lower bound of the step time."""
         jobs = self._make_job_graph(placement)
         return max_busy_s(jobs, build_busy_jobs(jobs, self.select_generation(placement))[0])
 
     def select_generation(self, placement: Placement) -> GenerationModel:
-        """Of a step, as the placement has it sampled."""
         return self._ahead_generation if placement.max_staleness else self._on_policy_generation
 
     def _make_job_graph(self, placement: Placement) -> JobGraph:
@@ -100,18 +98,17 @@ class PlacementEstimator:
         return JobGraph(self.call_graph, problem.workload, placement, timings, problem.run_options)
 
     def estimate(self, placement: Placement) -> PlacementEstimate:
-        """All there is to say of it."""
-        why = self.costs.explain_infeasible(placement)
-        if why:
-            return PlacementEstimate.make_infeasible(why)
-        jobs, run = self.schedule_jobs(placement)
-        step_s = self._period_s(jobs, run)
+        reason = self.costs.explain_infeasible(placement)
+        if reason:
+            return PlacementEstimate.make_infeasible(reason)
+        jobs, schedule = self.schedule_jobs(placement)
+        step_s = self._period_s(jobs, schedule)
         generate = jobs.job_by_stage[self.call_graph.generate_call.stage]
         steady = SteadyState(
-            jobs.jobs, generate, jobs.meshes, jobs.overlaps, run, placement.max_staleness
+            jobs.jobs, generate, jobs.meshes, jobs.overlaps, schedule, placement.max_staleness
         )
         cluster, workload = self.problem.cluster, self.problem.workload
-        _, held, left = find_fullest_device(
+        _, used_bytes, free_bytes = find_fullest_device(
             self.costs.predict_memory(placement), placement, cluster
         )
         return PlacementEstimate(
@@ -119,42 +116,42 @@ class PlacementEstimator:
             workload.num_rollouts * workload.lengths.mean / step_s,
             steady.idle_fractions(),
             steady.device_idle_fraction(cluster),
-            held,
-            left,
+            used_bytes,
+            free_bytes,
             steady.mean_staleness(),
             steady.list_intervals(),
         )
 
     def schedule_jobs(self, placement: Placement) -> tuple[JobGraph, UnrolledSchedule]:
-        """The jobs of a placement that fits, and when they are done."""
+        """Return the jobs of a feasible placement, and their schedule."""
         jobs, generation = self._make_job_graph(placement), self.select_generation(placement)
-        # Of whole turns, where not every step has a version.
-        every, window = jobs.publish_every, placement.max_staleness + 1
-        window = -(-window // every) * every
+        # Round up to whole publish intervals, if not every step is published.
+        publish_every, window = jobs.publish_every, placement.max_staleness + 1
+        window = -(-window // publish_every) * publish_every
         if placement.max_staleness:
-            # Of as many steps at once.
+            # Groups of all steps of the window arrive at the same time.
             ends = generation.find_completions_s(jobs.timings.generator, FINE_CUTS)
-            spells = zip(
+            spans = zip(
                 split_seconds(1.0, FINE_CUTS), itertools.pairwise((0.0, *ends)), strict=True
             )
             jobs.completion_spans = [
-                (part, (late - early) / window) for part, (early, late) in spells
+                (fraction, (late - early) / window) for fraction, (early, late) in spans
             ]
-        begin = make_ahead_job if placement.max_staleness else make_on_policy_job
-        unroller = ListScheduler(
-            jobs.build_jobs(begin(jobs, generation)), jobs.overlaps, jobs.stopping_meshes
+        make_job = make_ahead_job if placement.max_staleness else make_on_policy_job
+        scheduler = ListScheduler(
+            jobs.build_jobs(make_job(jobs, generation)), jobs.overlaps, jobs.stopping_meshes
         )
-        run = unroller.run(window=window, most=6 * window + 5)
+        schedule = scheduler.run(window=window, max_steps=6 * window + 5)
         if placement.max_staleness:
-            # Steps that never come to be alike are a mean of some.
-            run.period_s = max(run.period_s, self._max_busy_s(placement))
-        return jobs, run
+            # Steps without a common period get the mean period, which may be too short.
+            schedule.period_s = max(schedule.period_s, self._max_busy_s(placement))
+        return jobs, schedule
 
-    def _period_s(self, jobs: JobGraph, run: UnrolledSchedule) -> float:
-        """Not below what the cores of a shared machine have to do."""
+    def _period_s(self, jobs: JobGraph, schedule: UnrolledSchedule) -> float:
+        """Return the period, at least the work of a shared machine's cores."""
         timings = jobs.timings
         if not timings.cores:
-            return run.period_s
+            return schedule.period_s
         workload = self.problem.workload
         generator = timings.generator
         busy_s = generator.replicas * self._ahead_generation.saturated_step_s(
@@ -167,43 +164,45 @@ class PlacementEstimator:
             elif call.stage in timings.score:
                 busy_s += timings.score[call.stage].replicas * jobs.score_duration_s(call)
         busy_s += workload.groups_per_step * timings.bookkeeping_s
-        return max(run.period_s, busy_s / timings.cores)
+        return max(schedule.period_s, busy_s / timings.cores)
 
 
 def make_placement_key(placement: Placement) -> PlacementKey:
-    """What tells placements apart."""
-    calls = tuple(sorted(placement.assignments.items(), key=lambda each: each[0]))
+    """Return a hashable key of a placement."""
+    calls = tuple(sorted(placement.assignments.items(), key=lambda item: item[0]))
     return calls, placement.max_staleness, placement.is_streamed
 
 
 def find_fullest_device(
     memory: Mapping[str, CallMemory], placement: Placement, cluster: Cluster
 ) -> tuple[int, float, float]:
-    """The device with the fewest bytes left, what calls keep of it and who takes most, and those
-    left.
+    """Return the device with the fewest free bytes, its used bytes and its free bytes.
+
+    Used bytes are all resident bytes and the largest active bytes.
     """
     worst = (0, 0.0, math.inf)
-    firsts = {edge for each in placement.assignments.values() for edge in (each.mesh.first,)}
+    # Devices between two starts hold the same calls or fewer.
+    firsts = {edge for call in placement.assignments.values() for edge in (call.mesh.first,)}
     for device in sorted(firsts):
-        here = [
+        residents = [
             memory[stage]
-            for stage, each in placement.assignments.items()
-            if device in each.mesh.devices and stage in memory
+            for stage, call in placement.assignments.items()
+            if device in call.mesh.devices and stage in memory
         ]
-        held = sum(each.resident_bytes for each in here) + max(
-            (each.active_bytes for each in here), default=0.0
+        used = sum(call.resident_bytes for call in residents) + max(
+            (call.active_bytes for call in residents), default=0.0
         )
-        room = cluster.find_node_group(device).device.memory_bytes
-        if room - held < worst[2]:
-            worst = (device, held, room - held)
+        capacity = cluster.find_node_group(device).device.memory_bytes
+        if capacity - used < worst[2]:
+            worst = (device, used, capacity - used)
     return worst
 
 
 def compute_d_cost(problem: PlacementProblem, placement: Placement, costs: PlacementCosts) -> float:
-    """HybridFlow's cost of a mapping (arXiv:2409.19256, Algorithm 1), s.
+    """Return HybridFlow's cost of a mapping (arXiv:2409.19256, Algorithm 1), s.
 
-    Generation, preparation and training follow one another; within each, calls on the same mesh do,
-    and the slowest mesh counts.
+    Generation, preparation and training follow each other. Within each, calls on one mesh follow
+    each other, and the slowest mesh counts.
     """
     total = 0.0
     for kind in CallKind:

@@ -1,8 +1,8 @@
-"""Steps that are under way together: how they hold one another up.
+"""Steps in flight together: how slow groups delay later steps.
 
-A step that takes long holds up those behind it, and no other makes up for that. Where groups are
-filtered, those that take their places come later, and have longer to go: a step takes what is
-ready, the earliest first, and waits only for what must be in it.
+A slow step delays the steps behind it, and no other step makes up for the delay. With filtering,
+replacements start later and take longer; a step therefore takes ready groups, earliest first, and
+waits only for groups at the staleness bound.
 """
 
 import heapq
@@ -14,36 +14,39 @@ import numpy as np
 from streamrl.messages import Array
 
 MAX_ROUNDS, MIN_ROUNDS = 500, 3
-"""Of the steps under way, at most and at least."""
+"""Bounds of simulated windows."""
 MAX_EVENTS = 60_000
-"""Ends of groups, if that is between the two."""
+"""Target of simulated group ends."""
 MAX_GROUPS = 8192
-"""Of a step. Of one with more groups a part is looked at: places are what it waits for."""
+"""Groups per step; larger steps are simulated in part."""
 WARMUP_ROUNDS = 2
-"""Rounds at the beginning that are unlike all others."""
+"""Windows at the beginning that are not yet in a steady state."""
 DRAW_SIZE = 4096
-"""At a time."""
 
 
 def mean_time_in_flight(
     longest: Array, *, window: int, groups: int = 1, filtered: float = 0.0
 ) -> float:
-    """For how long a step is under way, on average, where so many are and nobody waits for a place.
+    """Return the mean time that a step is in flight, without slot limits.
 
-    longest [n]: how long a group takes, each of them as likely, in any unit; so many `groups` make
-    a step. A part of all that end is `filtered`, and another is begun for each.
+    longest [n]: equally likely durations of a group, in any unit.
+    window: steps in flight.
+    groups: groups per step.
+    filtered: fraction of finished groups that a filter rejects and a new group replaces.
     """
-    some = max(1, min(groups, round(MAX_GROUPS * (1 - filtered))))
-    rounds = int(np.clip(MAX_EVENTS * (1 - filtered) / some / window, MIN_ROUNDS, MAX_ROUNDS))
-    counted = rounds * window
-    ends = _InFlightWindow(longest, window, some, filtered).find_step_ends(
-        counted + WARMUP_ROUNDS * window
+    simulated_groups = max(1, min(groups, round(MAX_GROUPS * (1 - filtered))))
+    rounds = int(
+        np.clip(MAX_EVENTS * (1 - filtered) / simulated_groups / window, MIN_ROUNDS, MAX_ROUNDS)
     )
-    return (ends[-1] - ends[-1 - counted]) / counted * window
+    measured_steps = rounds * window
+    ends = _InFlightWindow(longest, window, simulated_groups, filtered).find_step_ends(
+        measured_steps + WARMUP_ROUNDS * window
+    )
+    return (ends[-1] - ends[-1 - measured_steps]) / measured_steps * window
 
 
 class _InFlightWindow:
-    """Groups by the version they were admitted at: those that go on, and those that are ready."""
+    """Groups in flight and ready groups, by the version at which they were admitted."""
 
     def __init__(self, longest: Array, window: int, groups: int, filtered: float) -> None:
         self._lengths, self._filtered_fraction = _draw_values(longest), filtered
@@ -53,7 +56,7 @@ class _InFlightWindow:
         self._num_ready: Counter[int] = Counter()
 
     def find_step_ends(self, steps: int) -> list[float]:
-        """When so many steps are complete."""
+        """Return the end of each step."""
         ends: list[float] = []
         chances, ready = _draw_values(None), 0
         self._admit_groups(self._window * self._groups_per_step, 0, 0.0)
@@ -78,23 +81,23 @@ class _InFlightWindow:
         self._num_in_flight[version] += groups
 
     def _must_wait(self, version: int) -> bool:
-        """Whether a group goes on that must be in the step of this version."""
+        """Return whether a group in flight would exceed the staleness bound after this step."""
         due = version - self._window + 1
         return any(count for admitted, count in self._num_in_flight.items() if admitted <= due)
 
     def _take_earliest(self) -> None:
-        """The earliest."""
-        left = self._groups_per_step
+        """Take the earliest ready groups."""
+        remaining = self._groups_per_step
         for version in sorted(self._num_ready):
-            taken = min(left, self._num_ready[version])
-            self._num_ready[version] -= taken
-            left -= taken
+            num_taken = min(remaining, self._num_ready[version])
+            self._num_ready[version] -= num_taken
+            remaining -= num_taken
         self._num_ready, self._num_in_flight = +self._num_ready, +self._num_in_flight
 
 
 def _draw_values(values: Array | None) -> Iterator[float]:
-    """Some of the values, or of what is between 0 and 1, without end; always the same."""
+    """Yield random values, or uniform numbers in [0, 1), endlessly and with a fixed seed."""
     rng = np.random.default_rng(0)
     while True:
-        found = rng.random(DRAW_SIZE) if values is None else rng.choice(values, DRAW_SIZE)
-        yield from found.tolist()
+        drawn = rng.random(DRAW_SIZE) if values is None else rng.choice(values, DRAW_SIZE)
+        yield from drawn.tolist()

@@ -1,4 +1,4 @@
-"""The calls of a placement as jobs to unroll: what waits for what, and for how long it computes."""
+"""Jobs of a placement for the list scheduler: dependencies and durations of every call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,9 +21,9 @@ from streamrl.placement.workload import Workload
 
 @dataclass(frozen=True)
 class CallGraph:
-    """A dataflow as jobs need it: the calls in order, and whose results each of them takes.
+    """Calls in flow order, and the calls whose results each of them takes.
 
-    Calls that generate are one job: they share replicas, and begin together.
+    Generating calls form one job: they share replicas and start together.
     """
 
     calls: tuple[ModelCall, ...]
@@ -32,44 +32,44 @@ class CallGraph:
 
     @classmethod
     def from_dataflow(cls, dataflow: Dataflow) -> "CallGraph":
-        """Of this."""
         graph, ordered = dataflow.graph, dataflow.ordered_calls
         generate = dataflow.select_calls(CallKind.GENERATE)[0].stage
         kinds = {call.stage: call.kind for call in ordered}
         sources: dict[str, list[str]] = {}
         for call in ordered:
-            found = (
+            sources_of_call = (
                 generate if kinds[source] is CallKind.GENERATE else source
                 for source in graph.predecessors(call.stage)
             )
-            sources[call.stage] = list(dict.fromkeys(found))
+            sources[call.stage] = list(dict.fromkeys(sources_of_call))
         return cls(tuple(ordered), sources, dataflow.trained_roles)
 
     @property
     def generate_call(self) -> ModelCall:
-        """The first call."""
+        """First generating call."""
         return self.calls[0]
 
     @property
     def num_greedy(self) -> int:
-        """Rollouts of each group that are sampled besides."""
+        """Greedy rollouts per group, besides group_size."""
         return sum(call.kind is CallKind.GENERATE for call in self.calls) - 1
 
     def count_rollouts(self, call: ModelCall, workload: Workload) -> int:
-        """Rollouts of a group that a call scores."""
+        """Return the rollouts per group that a call scores."""
         return 1 if "greedy_ids" in call.needs else workload.group_size
 
     def find_leader(self, call: ModelCall) -> str:
-        """The trained role whose versions a call follows; empty for none."""
+        """Return the trained role whose versions a call follows; empty for none."""
         role = POLICY if call.followed_role == EMA_REFERENCE else call.followed_role
         return role if role in self.trained_roles else ""
 
 
 @dataclass
 class JobGraph:
-    """All jobs, in the order in which they are added; whose results are to be had where.
+    """Builder of the jobs of a step, numbered in the order of `jobs`.
 
-    spells: of generation that is ahead, in what time about which part of the groups is complete.
+    completion_spans: with generation ahead, (fraction of the groups, seconds in which they
+      complete).
     """
 
     call_graph: CallGraph
@@ -86,41 +86,46 @@ class JobGraph:
 
     def __post_init__(self) -> None:
         trains = {call.stage for call in self.call_graph.calls if call.kind is CallKind.TRAIN}
-        held = {
-            stage: (each.mesh, stage in trains)
-            for stage, each in self.placement.assignments.items()
+        mesh_kinds = {
+            stage: (mesh_kind.mesh, stage in trains)
+            for stage, mesh_kind in self.placement.assignments.items()
         }
-        used = list(dict.fromkeys(held.values()))
-        self.meshes = [mesh for mesh, _ in used]
-        # All trainers work as one: who shares devices with any of them waits for the step of all.
-        trained = [mesh for mesh, is_trained in used if is_trained]
+        distinct_kinds = list(dict.fromkeys(mesh_kinds.values()))
+        self.meshes = [mesh for mesh, _ in distinct_kinds]
+        # All trainers end their step together, so a call that shares devices with one waits for
+        # all.
+        trained = [mesh for mesh, is_trained in distinct_kinds if is_trained]
         self.overlaps = [
-            [m for m, b in enumerate(used) if _are_exclusive(a, b, trained)] for a in used
+            [m for m, b in enumerate(distinct_kinds) if _are_exclusive(a, b, trained)]
+            for a in distinct_kinds
         ]
-        self._mesh_by_stage = {stage: used.index(each) for stage, each in held.items()}
+        self._mesh_by_stage = {
+            stage: distinct_kinds.index(mesh_kind) for stage, mesh_kind in mesh_kinds.items()
+        }
         meshes = set(self.meshes)
-        apart = any(not a.overlaps(b) for a in meshes for b in meshes)
-        self.is_streamed = apart and self.placement.is_streamed
+        is_disaggregated = any(not a.overlaps(b) for a in meshes for b in meshes)
+        self.is_streamed = is_disaggregated and self.placement.is_streamed
 
     def find_mesh(self, stage: str) -> int:
-        """The number of a stage's mesh."""
+        """Return the number of a stage's mesh."""
         return self._mesh_by_stage.get(stage, NO_MESH)
 
     def choose_cuts(self, pieces: int) -> tuple[float, ...]:
-        """How work of so many pieces is cut, where calls work on a step as it comes."""
+        """Return the cuts of work with so many pieces; one cut if calls do not stream."""
         return choose_cuts(pieces if self.is_streamed else 1)
 
     @property
     def group_cuts(self) -> tuple[float, ...]:
-        """Of generation and scoring."""
+        """Cuts of generation and scoring."""
         return self.choose_cuts(self.workload.groups_per_step)
 
     @property
     def stopping_meshes(self) -> set[int]:
-        """Meshes whose work stops generation that is ahead, though it has other devices.
+        """Meshes whose work stops generation ahead although it has other devices.
 
-        Of what is trained, if somebody scores on its devices and on those that generate: groups
-        come one by one, so that one is soon there, and generation gives way while it waits.
+        They are the trainers' meshes if a scoring call shares devices with both training and
+        generation. Groups arrive one by one, so scoring soon waits for the trainer, and generation
+        yields its devices to the waiting call.
         """
         if not (self.is_streamed and self.has_single_group_arrivals):
             return set()
@@ -128,8 +133,8 @@ class JobGraph:
         trains = [call for call in self.call_graph.calls if call.kind is CallKind.TRAIN]
         meshes = [self.placement.assignments[call.stage].mesh for call in trains]
         bridged = any(
-            each.mesh.overlaps(generate) and any(each.mesh.overlaps(mesh) for mesh in meshes)
-            for each in self._score_assignments
+            scorer.mesh.overlaps(generate) and any(scorer.mesh.overlaps(mesh) for mesh in meshes)
+            for scorer in self._score_assignments
         )
         return {self.find_mesh(call.stage) for call in trains} if bridged else set()
 
@@ -141,15 +146,15 @@ class JobGraph:
 
     @property
     def refill_s(self) -> float:
-        """On policy, from the end of a group that is filtered to where another is asked for."""
+        """On policy, time from the end of a filtered group to the request of its replacement."""
         if not self.workload.filtered_fraction:
             return 0.0
         judges = [call for call in self.call_graph.calls if "scores" in call.produces]
-        timed = [call for call in judges if call.stage in self.timings.score]
-        return 2 * self.timings.hop_s + sum(self._group_score_s(call) for call in timed)
+        timed_judges = [call for call in judges if call.stage in self.timings.score]
+        return 2 * self.timings.hop_s + sum(self._group_score_s(call) for call in timed_judges)
 
     def score_duration_s(self, call: ModelCall) -> float:
-        """All that a call scores for a step, of the replica that has the most."""
+        """Return seconds of scoring for a step, on the replica with the most groups."""
         timing, per_group = (
             self.timings.score[call.stage],
             self.call_graph.count_rollouts(call, self.workload),
@@ -160,32 +165,31 @@ class JobGraph:
         return seconds * self._sampled_per_trained(call)
 
     def _group_score_s(self, call: ModelCall) -> float:
-        """One group that a call scores, by itself."""
+        """Return seconds to score a single group."""
         per_group = self.call_graph.count_rollouts(call, self.workload)
         timing, tokens = self.timings.score[call.stage], per_group * self.workload.rollout_tokens
         return timing.batch_duration_s(per_group, tokens)
 
     def _sampled_per_trained(self, call: ModelCall) -> float:
-        """Groups that a call scores for each that is trained: who judges has the filtered, too."""
+        """Return scored groups per trained group; the judge also scores filtered groups."""
         return 1 / (1 - self.workload.filtered_fraction) if "scores" in call.produces else 1.0
 
     @property
     def publish_every(self) -> int:
-        """Steps from one version that is published to the next: as many as may be ahead."""
+        """Steps between published versions, at most the staleness window."""
         return min(self.run_options.publish_every, 1 + self.placement.max_staleness)
 
     @property
     def has_single_group_arrivals(self) -> bool:
-        """Whether groups of a step are ready one by one: replicas that score take each at once."""
+        """Whether groups of a step become ready one by one, so that scorers take each at once."""
         return self.placement.is_streamed and self.workload.has_varied_lengths
 
     def find_weights_timing(self, stage: str) -> WeightsTiming:
-        """A version's way to a stage."""
         return self.timings.weights.get(stage, WeightsTiming())
 
     def build_jobs(self, generate: StepJob) -> list[StepJob]:
-        """All jobs of a step, with this one for generation; its needs are added here."""
-        # Numbers first: who is needed may come later in a step, and earlier by a version.
+        """Return all jobs of a step; `generate` is the generation job without its dependencies."""
+        # Train jobs are numbered first: pull jobs depend on those of an earlier step.
         followers = [call for call in self.call_graph.calls if self._is_follower(call)]
         trains = [call for call in self.call_graph.calls if call.kind is CallKind.TRAIN]
         scores = [call for call in self.call_graph.calls if call.kind is CallKind.SCORE]
@@ -194,9 +198,9 @@ class JobGraph:
         pulls = {}
         for call in followers:
             pulls[call.stage] = self._add_job(self._make_pull_job(call))
-        first = self.call_graph.generate_call.stage
-        self.job_by_stage[first] = len(self.jobs)
-        self.jobs.append(self._make_generate_job(generate, pulls.get(first)))
+        generate_stage = self.call_graph.generate_call.stage
+        self.job_by_stage[generate_stage] = len(self.jobs)
+        self.jobs.append(self._make_generate_job(generate, pulls.get(generate_stage)))
         for call in scores:
             self.job_by_stage[call.stage] = self._add_job(
                 self._make_score_job(call, pulls.get(call.stage))
@@ -217,41 +221,44 @@ class JobGraph:
         )
 
     def _make_pull_job(self, call: ModelCall) -> StepJob:
-        """The version that a step may be generated with, on its way.
+        """Return the job that pulls the version for a step.
 
-        Steps that wait for the same one, as not all are published, have it taken up by the first.
+        Steps that use the same published version share the pull of the first of them.
         """
         weights = self.find_weights_timing(call.stage)
-        way = weights.publish_s + weights.pull_s - weights.pause_s
-        lag, every = 1 + self.placement.max_staleness, self._find_version_interval(call)
-        needs = [
-            JobDependency(update, lag, True, delay_s=way, step_interval=every)
+        delay_s = weights.publish_s + weights.pull_s - weights.pause_s
+        lag, interval = 1 + self.placement.max_staleness, self._find_version_interval(call)
+        dependencies = [
+            JobDependency(update, lag, True, delay_s=delay_s, step_interval=interval)
             for update in self.train_jobs
         ]
         mesh, pause = self.find_mesh(call.stage), (weights.pause_s,)
-        return StepJob(call.stage, mesh, pause, needs, step_interval=every, first_step=lag)
+        return StepJob(
+            call.stage, mesh, pause, dependencies, step_interval=interval, first_step=lag
+        )
 
     def _find_version_interval(self, call: ModelCall) -> int:
-        """A reference that moves has a pace of its own."""
+        """Return the interval of versions; an EMA reference is updated at its own interval."""
         return 1 if call.followed_role == EMA_REFERENCE else self.publish_every
 
     def _make_generate_job(self, job: StepJob, pull: int | None) -> StepJob:
         return replace(job, dependencies=[] if pull is None else [JobDependency(pull)])
 
     def _make_score_job(self, call: ModelCall, pull: int | None) -> StepJob:
-        needs = self._make_data_dependencies(call)
+        dependencies = self._make_data_dependencies(call)
         if pull is not None:
-            needs.append(JobDependency(pull))
+            dependencies.append(JobDependency(pull))
         seconds = 0.0
         if call.stage in self.timings.score:
             seconds = max(self.score_duration_s(call), self._interrupted_s(call))
         parts = split_seconds(seconds, self.group_cuts)
-        return StepJob(call.stage, self.find_mesh(call.stage), parts, needs, is_queued=True)
+        return StepJob(call.stage, self.find_mesh(call.stage), parts, dependencies, is_queued=True)
 
     def _interrupted_s(self, call: ModelCall) -> float:
-        """How long generation that is ahead stands still for groups that are scored as they come.
+        """Return seconds per step in which scoring interrupts generation ahead on the same devices.
 
-        It has a slice between two bursts, and in each of them waits for as long as a group takes.
+        Groups are scored as they arrive. Between two bursts generation keeps the devices for
+        `slice_s`, and each burst interrupts it for the time of a group.
         """
         if not self.has_single_group_arrivals or not self.placement.overlaps(
             call.stage, self.call_graph.generate_call.stage
@@ -260,24 +267,24 @@ class JobGraph:
         group_s = self._group_score_s(call) * self._sampled_per_trained(call)
         groups, slice_s = self.workload.groups_per_step, self.run_options.slice_s
         bursts = sum(
-            min(part * groups, seconds / (slice_s + group_s))
-            for part, seconds in self.completion_spans
+            min(fraction * groups, seconds / (slice_s + group_s))
+            for fraction, seconds in self.completion_spans
         )
         return bursts * group_s
 
     def _make_data_dependencies(
-        self, call: ModelCall, *, whole: bool = False
+        self, call: ModelCall, *, is_whole: bool = False
     ) -> list[JobDependency]:
-        hop_s, whole = self.timings.hop_s, whole or not self.is_streamed
+        hop_s, is_whole = self.timings.hop_s, is_whole or not self.is_streamed
         return [
-            JobDependency(self.job_by_stage[source], is_whole=whole, delay_s=hop_s)
+            JobDependency(self.job_by_stage[source], is_whole=is_whole, delay_s=hop_s)
             for source in self.call_graph.sources[call.stage]
         ]
 
-    def _make_train_job(self, call: ModelCall, j: int) -> StepJob:
-        """Passes as groups come, then the rest, which waits for the version before to be gone."""
+    def _make_train_job(self, call: ModelCall, job_index: int) -> StepJob:
+        """Return the train job: passes as groups arrive; the rest follows the last publication."""
         timing = self.timings.train[call.role]
-        work = train_duration(timing, self.workload)
+        duration = train_duration(timing, self.workload)
         publish_s = max(
             (
                 self.find_weights_timing(stage).publish_s
@@ -285,19 +292,27 @@ class JobGraph:
             ),
             default=0.0,
         )
-        needs = self._make_data_dependencies(call, whole=self.workload.requires_whole_step)
-        needs += [
-            JobDependency(each, 1, True, delay_s=self.timings.step_s) for each in self.train_jobs
+        dependencies = self._make_data_dependencies(
+            call, is_whole=self.workload.requires_whole_step
+        )
+        dependencies += [
+            JobDependency(train_job, 1, True, delay_s=self.timings.step_s)
+            for train_job in self.train_jobs
         ]
-        every = self.publish_every
-        needs.append(
+        interval = self.publish_every
+        dependencies.append(
             JobDependency(
-                j, every, True, is_for_last_part=True, delay_s=publish_s, step_interval=every
+                job_index,
+                interval,
+                True,
+                is_for_last_part=True,
+                delay_s=publish_s,
+                step_interval=interval,
             )
         )
-        parts = split_seconds(work.passes_s, self.choose_cuts(work.micro_batches))
-        parts = [*parts, work.final_s + timing.step_s]
-        return StepJob(call.stage, self.find_mesh(call.stage), parts, needs, is_glued=True)
+        parts = split_seconds(duration.passes_s, self.choose_cuts(duration.micro_batches))
+        parts = [*parts, duration.final_s + timing.step_s]
+        return StepJob(call.stage, self.find_mesh(call.stage), parts, dependencies, is_glued=True)
 
     def _list_follower_stages(self, call: ModelCall) -> Sequence[str]:
         return [
@@ -306,33 +321,33 @@ class JobGraph:
 
 
 def _are_exclusive(
-    one: tuple[Mesh, bool], other: tuple[Mesh, bool], trained: Sequence[Mesh]
+    first: tuple[Mesh, bool], second: tuple[Mesh, bool], trained: Sequence[Mesh]
 ) -> bool:
-    """Whether work on two meshes takes turns; of each, whether a model is trained there."""
-    (mesh, trains), (another, others) = one, other
-    if trains == others:
-        return mesh.overlaps(another)
-    apart = another if trains else mesh
-    return any(each.overlaps(apart) for each in trained)
+    """Return whether work on two meshes is exclusive; the flag marks a mesh with training."""
+    (mesh, trains), (other_mesh, other_trains) = first, second
+    if trains == other_trains:
+        return mesh.overlaps(other_mesh)
+    untrained_mesh = other_mesh if trains else mesh
+    return any(train_mesh.overlaps(untrained_mesh) for train_mesh in trained)
 
 
 def make_on_policy_job(jobs: JobGraph, generation: GenerationModel) -> StepJob:
-    """Generation on policy: all of a step at once, with nothing before and after it."""
+    """Return the generation job on policy: a whole step at once."""
     curve = generation.find_completions_s(jobs.timings.generator, jobs.group_cuts, jobs.refill_s)
     stage = jobs.call_graph.generate_call.stage
     return StepJob(stage, jobs.find_mesh(stage), (curve[-1],), result_times_s=curve)
 
 
 def make_ahead_job(jobs: JobGraph, generation: GenerationModel) -> StepJob:
-    """Generation steps ahead, where one step's rollouts go on beside the next one's."""
+    """Return the generation job with generation ahead, where rollouts of several steps overlap."""
     stage = jobs.call_graph.generate_call.stage
     window = jobs.placement.max_staleness + 1
-    stream = generation.find_rollout_profile(jobs.timings.generator, jobs.group_cuts, window)
-    return StepJob(stage, jobs.find_mesh(stage), (0.0,), profile=stream)
+    profile = generation.find_rollout_profile(jobs.timings.generator, jobs.group_cuts, window)
+    return StepJob(stage, jobs.find_mesh(stage), (0.0,), profile=profile)
 
 
 def build_busy_jobs(jobs: JobGraph, generation: GenerationModel) -> tuple[list[StepJob], float]:
-    """All jobs of a step, generation as one part; and how long that has its devices."""
+    """Return the jobs of a step with generation as one part, and the seconds of that part."""
     stage, timing = jobs.call_graph.generate_call.stage, jobs.timings.generator
     if jobs.placement.max_staleness:
         busy_s = generation.saturated_step_s(timing, jobs.placement.max_staleness)
@@ -341,22 +356,25 @@ def build_busy_jobs(jobs: JobGraph, generation: GenerationModel) -> tuple[list[S
     return jobs.build_jobs(StepJob(stage, jobs.find_mesh(stage), (busy_s,))), busy_s
 
 
-def max_busy_s(jobs: JobGraph, every: Sequence[StepJob], within: Mesh | None = None) -> float:
-    """What the device has to do that has most, of all or of a mesh: no step is shorter.
+def max_busy_s(
+    jobs: JobGraph, jobs_of_step: Sequence[StepJob], within: Mesh | None = None
+) -> float:
+    """Return the load of the busiest device, of all or within a mesh; no step is shorter.
 
-    Of devices between two meshes' beginnings all have to do the same, or less than the first.
+    Between the starts of two meshes all devices have the same load or less than the first, so only
+    first devices are checked.
     """
-    work = [0.0] * len(jobs.meshes)
-    for job in every:
+    mesh_s = [0.0] * len(jobs.meshes)
+    for job in jobs_of_step:
         if job.mesh != NO_MESH:
-            work[job.mesh] += sum(job.parts) / job.step_interval
+            mesh_s[job.mesh] += sum(job.parts) / job.step_interval
     firsts = {mesh.first for mesh in jobs.meshes}
     if within is not None:
         firsts = {first for first in firsts if first in within.devices} | {within.first}
     return max(
         sum(
             seconds
-            for mesh, seconds in zip(jobs.meshes, work, strict=True)
+            for mesh, seconds in zip(jobs.meshes, mesh_s, strict=True)
             if first in mesh.devices
         )
         for first in firsts

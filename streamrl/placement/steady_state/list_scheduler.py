@@ -1,8 +1,8 @@
-"""The calls of step after step on their devices, until every step takes as long as the one before.
+"""List scheduling of the jobs of consecutive steps, until the step time is constant.
 
-List scheduling: who has been ready for the longest is next, and waits until nobody has a device of
-its mesh. A call's work is in parts, one after the other, so that others get in between, and so that
-who takes its results can begin with the first of them.
+The part that has been ready for the longest runs next, as soon as no overlapping mesh is busy. A
+job consists of consecutive parts, so other jobs can run in between, and dependents can start with
+the first part's results.
 """
 
 import heapq
@@ -19,24 +19,26 @@ from streamrl.placement.steady_state.overlapping_steps import (
 )
 
 PERIOD_TOLERANCE = 1e-6
-"""Periods that differ by less, relatively, are the same."""
+"""Relative difference of step times that count as equal."""
 OVERLAP_TOLERANCE = 0.01
-"""Likewise, where steps go on beside one another."""
+"""As PERIOD_TOLERANCE, if generation of several steps overlaps."""
 MIN_EQUAL_STEPS = 3
-"""Steps in a row that take the same time, where the next will, too."""
+"""Consecutive steps of equal time that end the simulation."""
 RUN_NEXT = -1.0
-"""Before anyone who is ready."""
+"""Priority before every ready part."""
 NO_MESH = -1
-"""The mesh of a job that takes no devices."""
+"""Mesh number of a job without devices."""
 
 
 @dataclass(frozen=True)
 class JobDependency:
-    """What a job waits for: the results of another, `lag` steps earlier.
+    """Dependency on the results of another job, `lag` steps earlier.
 
-    whole: of all its parts; otherwise part by part, as they come. delay_s: on top. every: only so
-    many steps together have results that count, those of the last of them; it is the first such
-    step from `lag` steps earlier on.
+    is_whole: wait for all parts; otherwise part by part.
+    is_for_last_part: only the last part waits.
+    delay_s: extra delay after the result.
+    step_interval: only one of so many steps has results that count; the dependency is on the first
+      such step from `lag` steps earlier on.
     """
 
     job: int
@@ -47,20 +49,24 @@ class JobDependency:
     step_interval: int = 1
 
     def find_lag(self, step: int) -> int:
-        """How many steps earlier it is, for this step."""
+        """Return how many steps earlier the awaited result of a step is."""
         return self.lag - (self.lag - step - 1) % self.step_interval
 
 
 @dataclass(frozen=True)
 class StepJob:
-    """What happens once in every step.
+    """Job that runs once per step.
 
-    mesh: number of its mesh, or NOWHERE. parts: seconds of each. curve: when results are there, s
-    after the beginning, for what gives them while it computes. stream: of what computes whenever
-    nobody else has its devices, for several steps at once; its results come instead of the curve's.
-    glued: whether nobody gets in between its last two parts. queued: whether it takes all there is,
-    what came first before what came later, and keeps its devices meanwhile. every, first: of so
-    many steps it takes time in one alone, which is `first` or so many steps from it.
+    mesh: number of its mesh, or NO_MESH.
+    parts: seconds of each part.
+    result_times_s: when results arrive after the start, for a job that delivers while it computes.
+    profile: for generation ahead, which uses its devices whenever no other job does, for several
+      steps at once; its results replace `result_times_s`.
+    is_glued: no other job runs between the last two parts.
+    is_queued: later parts keep the priority of their inputs, so the job drains its queue before
+      others get the devices.
+    step_interval, first_step: the job takes time only in step `first_step` and every
+      `step_interval` steps from there.
     """
 
     stage: str
@@ -75,12 +81,11 @@ class StepJob:
     first_step: int = 0
 
     def takes_time(self, step: int) -> bool:
-        """Whether it takes time in this step."""
         return not (step - self.first_step) % self.step_interval
 
 
 class BusyInterval(NamedTuple):
-    """Devices of a job's mesh, from when to when."""
+    """Interval in which a job holds the devices of its mesh."""
 
     job: int
     step: int
@@ -90,11 +95,12 @@ class BusyInterval(NamedTuple):
 
 @dataclass
 class UnrolledSchedule:
-    """What came of it: when each step ended, and how far apart they are in the end.
+    """Result of the simulation.
 
-    steps: how many of the last ones that is the mean of. started_s, done_s: by job and step, when
-    it began, and when all its results were there.
-    results_s: by step, when each result of the job with a stream was there.
+    period_s: mean time of the last `period_steps` steps.
+    ends_s: end of each step.
+    started_s, done_s: by (job, step), start and time of the last result.
+    results_s: by step, times of the results of the job with a profile.
     """
 
     period_s: float = 0.0
@@ -107,69 +113,83 @@ class UnrolledSchedule:
 
 
 _Dependents = list[tuple[int, int, float]]
-"""Parts that wait for something, how many steps later, and for how much longer, s."""
+"""Dependent parts, as (part, steps later, delay in s)."""
 
 
 class _PartGraph:
-    """The parts of all jobs in one step, numbered, and who waits for what.
+    """Numbered parts of all jobs of a step, and their dependencies.
 
-    Lists by step are by its number in a cycle, after which all is as before.
+    Lists by step are indexed by the step modulo `cycle_steps`, after which dependencies repeat.
     """
 
     def __init__(self, jobs: Sequence[StepJob]) -> None:
         self.jobs = jobs
         self.first_part = [0, *itertools.accumulate(len(job.parts) for job in jobs)]
         self.job_by_part = [j for j, job in enumerate(jobs) for _ in job.parts]
-        paces = {need.step_interval for job in jobs for need in job.dependencies} | {
-            job.step_interval for job in jobs
-        }
-        self.cycle_steps = math.lcm(*paces)
+        intervals = {
+            dependency.step_interval for job in jobs for dependency in job.dependencies
+        } | {job.step_interval for job in jobs}
+        self.cycle_steps = math.lcm(*intervals)
         steps = range(self.cycle_steps)
         self.part_seconds = [
             [seconds * job.takes_time(step) for job in jobs for seconds in job.parts]
             for step in steps
         ]
-        ends = enumerate(jobs, 1)
+        numbered_jobs = enumerate(jobs, 1)
         self.glued_parts = {
-            self.first_part[end] - 1 for end, job in ends if job.is_glued and len(job.parts) > 1
+            self.first_part[job_number] - 1
+            for job_number, job in numbered_jobs
+            if job.is_glued and len(job.parts) > 1
         }
         self.lags: list[list[list[int]]] = [[[] for _ in self.job_by_part] for _ in steps]
         self.after_part: list[list[_Dependents]] = [[[] for _ in self.job_by_part] for _ in steps]
         results = [job.profile.result_steps if job.profile else job.result_times_s for job in jobs]
         self.after_result: list[list[list[_Dependents]]] = [
-            [[[] for _ in each] for each in results] for _ in steps
+            [[[] for _ in result_list] for result_list in results] for _ in steps
         ]
         for step in steps:
             self._link_all(step)
-        self.wait_counts = [[len(lags) for lags in each] for each in self.lags]
-        self.max_lag = max((max(lags, default=0) for each in self.lags for lags in each), default=0)
+        self.wait_counts = [[len(lags) for lags in result_list] for result_list in self.lags]
+        self.max_lag = max(
+            (max(lags, default=0) for result_list in self.lags for lags in result_list), default=0
+        )
 
     def _link_all(self, step: int) -> None:
         for j, job in enumerate(self.jobs):
-            for need in job.dependencies:
-                self._link_dependency(j, need, step)
+            for dependency in job.dependencies:
+                self._link_dependency(j, dependency, step)
             for part in range(self.first_part[j] + 1, self.first_part[j + 1]):
                 self._add_dependent(self.after_part[step][part - 1], part, step, 0, 0.0)
 
-    def _link_dependency(self, j: int, need: JobDependency, step: int) -> None:
-        source, lag = self.jobs[need.job], need.find_lag(step)
-        at, theirs = self.first_part[need.job], (step - lag) % self.cycle_steps
+    def _link_dependency(self, j: int, dependency: JobDependency, step: int) -> None:
+        source, lag = self.jobs[dependency.job], dependency.find_lag(step)
+        first_source_part, source_cycle_step = (
+            self.first_part[dependency.job],
+            (step - lag) % self.cycle_steps,
+        )
         if source.result_times_s or source.profile:
-            results = self.after_result[theirs][need.job]
+            results = self.after_result[source_cycle_step][dependency.job]
         else:
-            results = self.after_part[theirs][at : self.first_part[need.job + 1]]
+            results = self.after_part[source_cycle_step][
+                first_source_part : self.first_part[dependency.job + 1]
+            ]
         count = len(self.jobs[j].parts)
-        # What is glued to the last part is no work on what comes.
+        # The glued last part does not process inputs.
+        # Part i of n waits for the result that completes the same fraction of the work, number
+        # ceil((i + 1) * m / n) of m. Example: of 5 results, the first of 2 parts waits for the 3rd.
         streamed = count - (self.jobs[j].is_glued and count > 1)
         for part in range(
-            count - 1 if need.is_for_last_part else 0, count if need.is_for_last_part else streamed
+            count - 1 if dependency.is_for_last_part else 0,
+            count if dependency.is_for_last_part else streamed,
         ):
-            output = len(results) if need.is_whole else -(-(part + 1) * len(results) // streamed)
-            self._add_dependent(
-                results[output - 1], self.first_part[j] + part, step, lag, need.delay_s
+            output = (
+                len(results) if dependency.is_whole else -(-(part + 1) * len(results) // streamed)
             )
-            # What comes whole is there for the first part, and so for all.
-            if need.is_whole:
+            self._add_dependent(
+                results[output - 1], self.first_part[j] + part, step, lag, dependency.delay_s
+            )
+            # Parts run in order, so a whole dependency only needs to delay the first.
+            if dependency.is_whole:
                 break
 
     def _add_dependent(
@@ -180,9 +200,10 @@ class _PartGraph:
 
 
 class ListScheduler:
-    """Runs jobs, step by step; `overlaps[m]` are the meshes that share devices with mesh m.
+    """Simulation of jobs step by step.
 
-    stops: the meshes whose work stops a job with a stream, besides those that overlap its own.
+    overlaps[m]: meshes that share devices with mesh m.
+    stops: meshes whose work stops the job with a profile, besides the overlapping meshes.
     """
 
     def __init__(
@@ -211,22 +232,22 @@ class ListScheduler:
                 self._generation, self._generation_job = OverlappedGeneration(job.profile), j
                 self._blocking_meshes = {*self._exclusive_meshes[j], *stops}
 
-    def run(self, *, window: int, most: int) -> UnrolledSchedule:
-        """Until steps take the same time again and again, or `most` have ended.
+    def run(self, *, window: int, max_steps: int) -> UnrolledSchedule:
+        """Run until step times repeat, or `max_steps` steps have ended.
 
-        window: how many may be under way at once.
+        window: steps that may be in flight.
         """
-        found, looked = self._schedule, 0
+        schedule, num_checked = self._schedule, 0
         self._open_steps(self._part_graph.max_lag)
-        while len(found.ends_s) < most and self._run_next():
-            if len(found.ends_s) > looked:
-                looked = len(found.ends_s)
+        while len(schedule.ends_s) < max_steps and self._run_next():
+            if len(schedule.ends_s) > num_checked:
+                num_checked = len(schedule.ends_s)
                 if self._is_periodic(window) if self._generation else self._is_settled(window):
                     break
-        return found
+        return schedule
 
     def _run_next(self) -> bool:
-        """What is next happens, if anything is."""
+        """Process the next event; return whether one was left."""
         heap = self._ready_heap
         if self._generation is not None and not (heap and heap[0][0] == RUN_NEXT):
             result = self._generation.advance(heap[0][0] if heap else math.inf)
@@ -246,73 +267,79 @@ class ListScheduler:
         return True
 
     def _finish_result(self, result: CompletionEvent) -> None:
-        """A part of a step's groups is complete."""
-        found, at, step = self._schedule, result.at_s, result.step
-        found.results_s.setdefault(step, []).append(at)
-        program, j = self._part_graph, self._generation_job
+        """Record a completed fraction of a step's groups."""
+        schedule, at, step = self._schedule, result.at_s, result.step
+        schedule.results_s.setdefault(step, []).append(at)
+        part_graph, j = self._part_graph, self._generation_job
         self._release_dependents(
-            program.after_result[step % program.cycle_steps][j][result.result_index], step, at, j
+            part_graph.after_result[step % part_graph.cycle_steps][j][result.result_index],
+            step,
+            at,
+            j,
         )
         if result.is_last:
-            found.done_s[j, step] = at
+            schedule.done_s[j, step] = at
             self._finish_part(step, at)
 
     def _finish_part(self, step: int, at: float) -> None:
-        """One of a step's parts has its end."""
-        ended, found = self._step_ends_s, self._schedule
+        """Record the end of a part."""
+        ended, schedule = self._step_ends_s, self._schedule
         if step >= len(ended):
             ended += [0.0] * (step + 1 - len(ended))
         ended[step] = max(ended[step], at)
         self._parts_left[step] -= 1
-        while len(found.ends_s) < len(self._parts_left) and not self._parts_left[len(found.ends_s)]:
-            found.ends_s.append(ended[len(found.ends_s)])
+        while (
+            len(schedule.ends_s) < len(self._parts_left)
+            and not self._parts_left[len(schedule.ends_s)]
+        ):
+            schedule.ends_s.append(ended[len(schedule.ends_s)])
 
     def _is_periodic(self, window: int) -> bool:
-        """Whether as many steps as are under way at once have taken as long as those before.
+        """Return whether two consecutive windows of steps took equally long.
 
-        Steps that begin together may stay so: each is of its own length, all of them alike.
+        Steps that start together may keep different lengths, so only windows are comparable.
         """
         ends = self._schedule.ends_s
-        back = 2 * window if len(ends) > 2 * window + 1 else max(1, len(ends) // 2)
+        num_steps = 2 * window if len(ends) > 2 * window + 1 else max(1, len(ends) // 2)
         self._schedule.period_s = (
-            (ends[-1] - ends[-1 - back]) / back if len(ends) > back else ends[-1]
+            (ends[-1] - ends[-1 - num_steps]) / num_steps if len(ends) > num_steps else ends[-1]
         )
-        self._schedule.period_steps = back
+        self._schedule.period_steps = num_steps
         if len(ends) <= 4 * window:
             return False
         marks = [ends[-1 - k * window] for k in range(4)]
-        took = [late - early for late, early in itertools.pairwise(marks)]
-        return max(took) - min(took) <= OVERLAP_TOLERANCE * took[0]
+        window_times = [late - early for late, early in itertools.pairwise(marks)]
+        return max(window_times) - min(window_times) <= OVERLAP_TOLERANCE * window_times[0]
 
     def _is_settled(self, window: int) -> bool:
-        """Whether the last steps, one or several, have taken as long as those before them, each."""
-        found = self._schedule
-        took = [late - early for early, late in itertools.pairwise(found.ends_s)]
-        half = took[len(took) // 2 :]
-        found.period_s = sum(half) / len(half) if half else found.ends_s[-1]
-        found.period_steps = max(1, len(half))
+        """Return whether the step times repeat with some cycle length up to the window."""
+        schedule = self._schedule
+        step_times = [late - early for early, late in itertools.pairwise(schedule.ends_s)]
+        half = step_times[len(step_times) // 2 :]
+        schedule.period_s = sum(half) / len(half) if half else schedule.ends_s[-1]
+        schedule.period_steps = max(1, len(half))
         for cycle in range(1, window + 2):
             count = max(cycle, min(MIN_EQUAL_STEPS, window))
-            # Those that begin without waiting for a version are no sign of what is to come.
-            if len(took) < count + max(cycle, window if window > 1 else 0):
+            # The first steps start without waiting for a version, so they do not count.
+            if len(step_times) < count + max(cycle, window if window > 1 else 0):
                 break
             if all(
-                abs(took[-k] - took[-k - cycle]) <= PERIOD_TOLERANCE * took[-k]
+                abs(step_times[-k] - step_times[-k - cycle]) <= PERIOD_TOLERANCE * step_times[-k]
                 for k in range(1, count + 1)
             ):
-                found.period_s, found.period_steps = sum(took[-cycle:]) / cycle, cycle
+                schedule.period_s, schedule.period_steps = sum(step_times[-cycle:]) / cycle, cycle
                 return True
         return False
 
     def _open_steps(self, step: int) -> None:
-        """Count what the parts of a step wait for, and of those before it."""
-        program = self._part_graph
+        """Initialize wait counts of all steps up to this one."""
+        part_graph = self._part_graph
         for number in range(len(self._wait_counts), step + 1):
-            turn = number % program.cycle_steps
-            if number >= program.max_lag:
-                waits = program.wait_counts[turn].copy()
+            cycle_step = number % part_graph.cycle_steps
+            if number >= part_graph.max_lag:
+                waits = part_graph.wait_counts[cycle_step].copy()
             else:
-                waits = [sum(lag <= number for lag in each) for each in program.lags[turn]]
+                waits = [sum(lag <= number for lag in lags) for lags in part_graph.lags[cycle_step]]
             self._wait_counts.append(waits)
             self._ready_at_s.append([0.0] * len(waits))
             self._priorities.append([0.0] * len(waits))
@@ -322,47 +349,53 @@ class ListScheduler:
                     heapq.heappush(self._ready_heap, (0.0, number, part))
 
     def _run_part(self, ready: float, step: int, part: int) -> float:
-        """Compute a part; when what comes of it is there."""
-        program, found = self._part_graph, self._schedule
-        turn = step % program.cycle_steps
-        j, seconds = program.job_by_part[part], program.part_seconds[turn][part]
+        """Run a part; return when its results are there."""
+        part_graph, schedule = self._part_graph, self._schedule
+        cycle_step = step % part_graph.cycle_steps
+        j, seconds = part_graph.job_by_part[part], part_graph.part_seconds[cycle_step][part]
         job, start, free = self._jobs[j], ready, self._free_at_s
         for mesh in self._exclusive_meshes[j]:
             start = max(start, free[mesh])
         end = start + seconds
         if seconds and job.mesh != NO_MESH:
             free[job.mesh] = end
-            found.busy_intervals.append(BusyInterval(j, step, start, end))
+            schedule.busy_intervals.append(BusyInterval(j, step, start, end))
             if self._generation is not None and job.mesh in self._blocking_meshes:
-                # Who can give way does so for whoever waits, though that one waits for others.
+                # Generation yields to a waiting job even while that job waits for other devices.
                 self._generation.block_devices(ready, end)
-        if part == program.first_part[j]:
-            found.started_s[j, step] = start
-        if program.after_part[turn][part]:
-            self._release_dependents(program.after_part[turn][part], step, end, j)
+        if part == part_graph.first_part[j]:
+            schedule.started_s[j, step] = start
+        if part_graph.after_part[cycle_step][part]:
+            self._release_dependents(part_graph.after_part[cycle_step][part], step, end, j)
         if job.result_times_s:
             for output, offset in enumerate(job.result_times_s):
                 self._release_dependents(
-                    program.after_result[turn][j][output], step, start + offset, j
+                    part_graph.after_result[cycle_step][j][output], step, start + offset, j
                 )
             end = start + job.result_times_s[-1]
-        if part + 1 == program.first_part[j + 1]:
-            found.done_s[j, step] = end
+        if part + 1 == part_graph.first_part[j + 1]:
+            schedule.done_s[j, step] = end
         return end
 
-    def _release_dependents(self, followers: _Dependents, step: int, at: float, of: int) -> None:
-        program, jobs = self._part_graph, self._jobs
+    def _release_dependents(
+        self, followers: _Dependents, step: int, at: float, source_job: int
+    ) -> None:
+        part_graph, jobs = self._part_graph, self._jobs
         for part, lag, delay_s in followers:
-            theirs = step + lag
-            if theirs >= len(self._wait_counts):
-                self._open_steps(theirs)
-            ready, waits = self._ready_at_s[theirs], self._wait_counts[theirs]
+            dependent_step = step + lag
+            if dependent_step >= len(self._wait_counts):
+                self._open_steps(dependent_step)
+            ready, waits = self._ready_at_s[dependent_step], self._wait_counts[dependent_step]
             ready[part] = max(ready[part], at + delay_s)
-            job = program.job_by_part[part]
-            if job != of or not jobs[job].is_queued:
-                turns = self._priorities[theirs]
-                turns[part] = max(turns[part], at + delay_s)
+            job = part_graph.job_by_part[part]
+            if job != source_job or not jobs[job].is_queued:
+                priorities = self._priorities[dependent_step]
+                priorities[part] = max(priorities[part], at + delay_s)
             waits[part] -= 1
             if not waits[part]:
-                turn = RUN_NEXT if part in program.glued_parts else self._priorities[theirs][part]
-                heapq.heappush(self._ready_heap, (turn, theirs, part))
+                priority = (
+                    RUN_NEXT
+                    if part in part_graph.glued_parts
+                    else self._priorities[dependent_step][part]
+                )
+                heapq.heappush(self._ready_heap, (priority, dependent_step, part))

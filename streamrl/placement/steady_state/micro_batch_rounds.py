@@ -1,7 +1,7 @@
-"""Rounds of micro-batches that a mini-batch of rollouts makes, of their lengths alone.
+"""Rounds of micro-batches of a mini-batch, computed from rollout lengths alone.
 
-As `buffer/assembly/packing.py` packs them, which tests hold this to. What it needs beyond: how many
-tokens the largest micro-batch of each round has, as all ranks wait for who has it.
+The packing equals that of `buffer/assembly/packing.py`; a test compares both. This version also
+returns the tokens of the largest micro-batch of each round, because all ranks wait for it.
 """
 
 import heapq
@@ -13,47 +13,53 @@ from streamrl.messages import Array
 from streamrl.placement.workload import Workload
 
 
-def pack_mini_batch(workload: Workload, shares: int) -> tuple[int, float]:
-    """`pack_rounds` a mini-batch whose completions are the quantiles of their distribution."""
-    if shares not in workload.packing_cache:
+def pack_mini_batch(workload: Workload, dp_size: int) -> tuple[int, float]:
+    """Return `pack_rounds` of a mini-batch whose completion lengths are quantiles."""
+    if dp_size not in workload.packing_cache:
         rollouts = math.ceil(workload.num_rollouts / workload.mini_batches)
-        parts = (np.arange(rollouts) + 0.5) / rollouts
-        lengths = workload.prompt_tokens + np.rint(workload.lengths.quantiles(parts))
-        workload.packing_cache[shares] = pack_rounds(lengths, workload.micro_batch_tokens, shares)
-    return workload.packing_cache[shares]
+        ranks = (np.arange(rollouts) + 0.5) / rollouts
+        lengths = workload.prompt_tokens + np.rint(workload.lengths.quantiles(ranks))
+        workload.packing_cache[dp_size] = pack_rounds(lengths, workload.micro_batch_tokens, dp_size)
+    return workload.packing_cache[dp_size]
 
 
-def pack_rounds(lengths: Array, budget: float, shares: int) -> tuple[int, float]:
-    """Rounds of one micro-batch a share, and the most tokens of a share in each, added up.
+def pack_rounds(lengths: Array, budget: float, dp_size: int) -> tuple[int, float]:
+    """Return the number of rounds, and the sum of each round's largest micro-batch in tokens.
 
-    Micro-batches take the longest first, at most `budget` tokens with their padding; the largest
-    are halved until each share has one in every round, or there is none left to halve.
+    A round has one micro-batch per data-parallel rank. Micro-batches take the longest rollouts
+    first, at most `budget` tokens including padding; the largest are halved until every rank has
+    one in every round, or none can be halved.
+
+    Example: lengths [10, 6, 6, 3, 2, 1] with a budget of 12 and 2 ranks give the micro-batches
+    [10], [6, 6] and [3, 2, 1]. Halving [6, 6] fills two rounds, ([10], [3, 2, 1]) and ([6], [6]);
+    the result is (2, 10 + 6).
     """
-    ordered = np.sort(lengths)[::-1]
+    descending = np.sort(lengths)[::-1]
     bins, start = [], 0
-    while start < len(ordered):
-        rows = max(1, int(budget // ordered[start]))
-        bins.append(ordered[start : start + rows])
+    while start < len(descending):
+        rows = max(1, int(budget // descending[start]))
+        bins.append(descending[start : start + rows])
         start += rows
-    bins = sorted(_halve_largest(bins, shares), key=_padded_tokens, reverse=True)
+    bins = sorted(_halve_largest(bins, dp_size), key=_padded_tokens, reverse=True)
     sums = [float(rows.sum()) for rows in bins]
-    firsts = range(0, len(sums), shares)
-    return len(firsts), sum(max(sums[first : first + shares]) for first in firsts)
+    firsts = range(0, len(sums), dp_size)
+    return len(firsts), sum(max(sums[first : first + dp_size]) for first in firsts)
 
 
-def _halve_largest(bins: list[Array], shares: int) -> list[Array]:
-    """With the largest halved until they fill whole rounds."""
+def _halve_largest(bins: list[Array], dp_size: int) -> list[Array]:
+    """Halve the micro-batches with the most padded tokens until rounds are full."""
     heap = [(-_padded_tokens(rows), i) for i, rows in enumerate(bins) if len(rows) > 1]
     heapq.heapify(heap)
-    made, halved = list(bins), set[int]()
-    while heap and (len(made) - len(halved)) % shares:
+    micro_batches, halved = list(bins), set[int]()
+    while heap and (len(micro_batches) - len(halved)) % dp_size:
         _, i = heapq.heappop(heap)
         halved.add(i)
-        for half in (made[i][::2], made[i][1::2]):
+        # Alternate rows, so that both halves have about equal tokens.
+        for half in (micro_batches[i][::2], micro_batches[i][1::2]):
             if len(half) > 1:
-                heapq.heappush(heap, (-_padded_tokens(half), len(made)))
-            made.append(half)
-    return [rows for i, rows in enumerate(made) if i not in halved]
+                heapq.heappush(heap, (-_padded_tokens(half), len(micro_batches)))
+            micro_batches.append(half)
+    return [rows for i, rows in enumerate(micro_batches) if i not in halved]
 
 
 def _padded_tokens(rows: Array) -> float:

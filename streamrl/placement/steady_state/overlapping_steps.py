@@ -1,9 +1,9 @@
-"""Generation steps ahead: the rollouts of several steps in the same engines, as they come.
+"""Generation ahead: rollouts of several steps in the same engines.
 
-Whoever has a place gets a token in every decode step, whichever step it is of; those who came first
-have their places first. So a step's rollouts are where they are in a schedule of their own
-(`durations.ReplicaSchedule`), and go on in it by one for each decode step, or by less where there
-are fewer places than they would take. How long a decode step takes depends on all of them.
+Every running rollout gets one token per decode step, whichever training step it belongs to. Earlier
+steps get slots first. The rollouts of a step follow the schedule they would have alone
+(`continuous_batching.ReplicaSchedule`): a decode step advances them by 1, or by less if fewer slots
+are left than they would use. The time of a decode step depends on all running rollouts.
 """
 
 import bisect
@@ -19,11 +19,12 @@ ROUNDING_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class RolloutProfile:
-    """A step's rollouts of one replica, by the decode steps that they have had.
+    """Rollouts of a step on a replica, by decode steps since their start.
 
-    bounds [n + 1]: between which ones running [n] rollouts have a place, with resident [n] tokens,
-    and prompts and groups that are done take besides_s [n] for each. results: after how many a
-    part of the groups is complete. places: for rollouts at a time.
+    Between bounds [n + 1], running_rollouts [n] have slots, with resident_tokens [n], and prefill
+    and finished groups add overhead_s [n] per decode step.
+    result_steps: decode steps after which each cut of the groups is complete.
+    slots: concurrent rollouts of the replica.
     """
 
     timing: GeneratorTiming
@@ -36,7 +37,7 @@ class RolloutProfile:
 
 
 class CompletionEvent(NamedTuple):
-    """A part of a step's groups is complete, and whether all of them are."""
+    """Completion of a cut of a step's groups; `is_last` for the last cut."""
 
     at_s: float
     step: int
@@ -46,7 +47,7 @@ class CompletionEvent(NamedTuple):
 
 @dataclass(slots=True)
 class _StepProgress:
-    """A step's rollouts: how far they are, in which stretch, and the results there were."""
+    """Progress of a step's rollouts in the profile."""
 
     step: int
     decode_steps: float = 0.0
@@ -56,24 +57,23 @@ class _StepProgress:
 
 
 class OverlappedGeneration:
-    """Engines that go on until they are told of something new. Times only grow."""
+    """Engines that sample until an event; time only moves forward."""
 
-    def __init__(self, stream: RolloutProfile) -> None:
-        self._profile = stream
+    def __init__(self, profile: RolloutProfile) -> None:
+        self._profile = profile
         self._now = 0.0
         self._steps: list[_StepProgress] = []
         self._blocked_spans: list[tuple[float, float]] = []
 
     def admit_step(self, step: int) -> None:
-        """Rollouts of another step come now."""
         self._steps.append(_StepProgress(step))
 
     def block_devices(self, start_s: float, end_s: float) -> None:
-        """Others have the devices; nothing is sampled meanwhile."""
+        """Record that other jobs have the devices, so generation stops."""
         bisect.insort(self._blocked_spans, (start_s, end_s))
 
     def advance(self, limit_s: float) -> CompletionEvent | None:
-        """Go on to the next result that comes until then, or else until then."""
+        """Advance to the next result before `limit_s`; return None at `limit_s`."""
         while True:
             result = self._pop_result()
             if result is not None:
@@ -87,60 +87,64 @@ class OverlappedGeneration:
                 self._now = until
 
     def _skip_blocked_spans(self, limit_s: float) -> float:
-        """Until when nobody has the devices; first waits until that is so."""
-        blocks = self._blocked_spans
-        while blocks and blocks[0][0] <= self._now:
-            self._now = max(self._now, min(blocks[0][1], limit_s))
-            if self._now < blocks[0][1]:
+        """Wait until the devices are free; return until when."""
+        spans = self._blocked_spans
+        while spans and spans[0][0] <= self._now:
+            self._now = max(self._now, min(spans[0][1], limit_s))
+            if self._now < spans[0][1]:
                 break
-            del blocks[0]
-        return min(limit_s, blocks[0][0]) if blocks else limit_s
+            del spans[0]
+        return min(limit_s, spans[0][0]) if spans else limit_s
 
     def _pop_result(self) -> CompletionEvent | None:
         results = self._profile.result_steps
-        for i, batch in enumerate(self._steps):
-            if batch.decode_steps >= results[batch.num_results] * (1 - ROUNDING_TOLERANCE):
-                batch.num_results += 1
-                is_last = batch.num_results == len(results)
+        for i, progress in enumerate(self._steps):
+            if progress.decode_steps >= results[progress.num_results] * (1 - ROUNDING_TOLERANCE):
+                progress.num_results += 1
+                is_last = progress.num_results == len(results)
                 if is_last:
                     del self._steps[i]
                 at_s = self._now + self._profile.timing.begin_s
-                return CompletionEvent(at_s, batch.step, batch.num_results - 1, is_last)
+                return CompletionEvent(at_s, progress.step, progress.num_results - 1, is_last)
         return None
 
     def _advance_until(self, until_s: float) -> None:
-        """To where something changes, or until then."""
-        stream = self._profile
+        """Advance to the next change of a profile, at most to `until_s`."""
+        profile = self._profile
         step_s = self._decode_step_s()
         steps = (until_s - self._now) / step_s
-        for batch in self._steps:
-            if batch.speed:
-                goal = min(stream.bounds[batch.segment + 1], stream.result_steps[batch.num_results])
-                steps = min(steps, max(0.0, goal - batch.decode_steps) / batch.speed)
+        for progress in self._steps:
+            if progress.speed:
+                goal = min(
+                    profile.bounds[progress.segment + 1], profile.result_steps[progress.num_results]
+                )
+                steps = min(steps, max(0.0, goal - progress.decode_steps) / progress.speed)
         if math.isfinite(until_s) and steps * step_s >= (until_s - self._now) * (
             1 - ROUNDING_TOLERANCE
         ):
             self._now = until_s
         else:
             self._now += steps * step_s
-        last = len(stream.running_rollouts) - 1
-        for batch in self._steps:
-            batch.decode_steps += steps * batch.speed
-            ends = stream.bounds[batch.segment + 1] * (1 - ROUNDING_TOLERANCE)
-            if batch.decode_steps >= ends and batch.segment < last:
-                batch.segment += 1
+        last = len(profile.running_rollouts) - 1
+        for progress in self._steps:
+            progress.decode_steps += steps * progress.speed
+            segment_end = profile.bounds[progress.segment + 1] * (1 - ROUNDING_TOLERANCE)
+            if progress.decode_steps >= segment_end and progress.segment < last:
+                progress.segment += 1
 
     def _decode_step_s(self) -> float:
-        """How long one takes; how much of it each batch has, which is its speed."""
-        stream, free = self._profile, self._profile.slots
-        running = resident = besides_s = 0.0
-        for batch in self._steps:
-            asked = stream.running_rollouts[batch.segment]
-            # The first has all it would have alone.
-            is_first = batch is self._steps[0]
-            batch.speed = speed = 1.0 if is_first or asked <= free else free / asked
-            free = max(0.0, free - asked * speed)
-            running += asked * speed
-            resident += stream.resident_tokens[batch.segment] * speed
-            besides_s += stream.overhead_s[batch.segment] * speed
-        return stream.timing.decode_step_s(running, resident) + besides_s
+        """Return the seconds of a decode step, and set the speed of each training step."""
+        profile, free = self._profile, self._profile.slots
+        running = resident = overhead_s = 0.0
+        for progress in self._steps:
+            wanted_slots = profile.running_rollouts[progress.segment]
+            # The earliest step advances as if it were alone.
+            is_first = progress is self._steps[0]
+            progress.speed = speed = (
+                1.0 if is_first or wanted_slots <= free else free / wanted_slots
+            )
+            free = max(0.0, free - wanted_slots * speed)
+            running += wanted_slots * speed
+            resident += profile.resident_tokens[progress.segment] * speed
+            overhead_s += profile.overhead_s[progress.segment] * speed
+        return profile.timing.decode_step_s(running, resident) + overhead_s

@@ -1,7 +1,7 @@
-"""Groups that take the places of others: on policy, of those that are filtered.
+"""Chains of replaced groups: on policy, a new group replaces each filtered group.
 
-Whoever is filtered has another prompt sampled in its place, which may be filtered too: a chain, of
-which the last group is trained. How many groups a chain has is geometrically distributed.
+A replacement may be filtered too, so groups form chains whose last group is trained. The number of
+groups in a chain is geometrically distributed.
 """
 
 import math
@@ -16,10 +16,11 @@ from streamrl.messages import Array
 
 @dataclass(frozen=True)
 class RefillChains:
-    """Groups and their order: lengths float64 [groups, rollouts], those asked for at once first.
+    """Groups in order of arrival; the first group of every chain comes first.
 
-    chain [groups]: which one each is in, numbered by the first of them. links [chains]: how many
-    groups each has before the last, or how many one has that stands for a longer one.
+    lengths: float64 [groups, rollouts]. chain_by_group [groups]: chain of each group, numbered by
+      the chain's first group. num_refills [chains]: filtered groups before the last group, as a
+      real number for a stretched chain.
     """
 
     lengths: Array
@@ -28,64 +29,67 @@ class RefillChains:
 
     @classmethod
     def from_counts(cls, lengths: Array, counts: Array) -> "RefillChains":
-        """Groups [groups, rollouts] in chains with so many of them each, int [chains]."""
-        turns = range(int(counts.max()))
-        chain = np.concatenate([np.flatnonzero(counts > turn) for turn in turns])
+        """Arrange groups [groups, rollouts] in chains of `counts` groups, int [chains]."""
+        positions = range(int(counts.max()))
+        # Position k lists the chains with more than k groups.
+        chain = np.concatenate([np.flatnonzero(counts > turn) for turn in positions])
         return cls(lengths, chain, counts - 1.0)
 
     def split_chains(self, parts: int) -> Iterator["RefillChains"]:
-        """As many chains, next to one another, in each part."""
-        each = self.num_chains // parts
-        for part in range(parts):
-            chosen = self.chain_by_group // each == part
-            links = self.num_refills[part * each : (part + 1) * each]
+        """Yield parts with equally many consecutive chains."""
+        chains_per_part = self.num_chains // parts
+        for index in range(parts):
+            is_in_part = self.chain_by_group // chains_per_part == index
+            links = self.num_refills[index * chains_per_part : (index + 1) * chains_per_part]
             yield RefillChains(
-                self.lengths[chosen], self.chain_by_group[chosen] - part * each, links
+                self.lengths[is_in_part],
+                self.chain_by_group[is_in_part] - index * chains_per_part,
+                links,
             )
 
     def stretch_longest(self, longest: float) -> "RefillChains":
-        """With the longest chain made to have so many tokens that follow one another."""
-        paths, links = self.chain_tokens, self.num_refills.copy()
-        one = int(paths.argmax())
-        factor = longest / float(paths[one])
-        factors = np.where(self.chain_by_group == one, factor, 1.0)
-        # It has more groups, which here are longer ones.
-        links[one] = max(0.0, (links[one] + 1) * factor - 1)
+        """Stretch the longest chain to `longest` consecutive tokens."""
+        tokens, links = self.chain_tokens, self.num_refills.copy()
+        longest_chain = int(tokens.argmax())
+        factor = longest / float(tokens[longest_chain])
+        factors = np.where(self.chain_by_group == longest_chain, factor, 1.0)
+        # A longer chain has more groups; here its groups are longer instead.
+        links[longest_chain] = max(0.0, (links[longest_chain] + 1) * factor - 1)
         return replace(
             self, lengths=np.rint(self.lengths * factors[:, None]).clip(1.0), num_refills=links
         )
 
     @property
     def num_chains(self) -> int:
-        """How many are asked for at once: one of each chain."""
+        """Number of chains, which is the number of groups requested at the start."""
         return int(self.chain_by_group.max()) + 1
 
     @cached_property
     def next_group(self) -> dict[int, int]:
-        """Who comes when a group is done, if anybody does."""
-        found: dict[int, int] = {}
-        before: dict[int, int] = {}
+        """Replacement of each group, if any."""
+        successors: dict[int, int] = {}
+        previous: dict[int, int] = {}
         for group, chain in enumerate(self.chain_by_group.tolist()):
-            if chain in before:
-                found[before[chain]] = group
-            before[chain] = group
-        return found
+            if chain in previous:
+                successors[previous[chain]] = group
+            previous[chain] = group
+        return successors
 
     @cached_property
     def last_groups(self) -> Array:
-        """The last group of each chain, int [chains]."""
-        found = np.zeros(self.num_chains, np.int64)
-        found[self.chain_by_group] = np.arange(len(self.chain_by_group))
-        return found
+        """Last group of each chain, int [chains]."""
+        last = np.zeros(self.num_chains, np.int64)
+        last[self.chain_by_group] = np.arange(len(self.chain_by_group))
+        return last
 
     @property
     def chain_tokens(self) -> Array:
-        """Tokens that follow one another in each chain: of each group's longest, [chains]."""
+        """Consecutive tokens of each chain: sum of each group's longest rollout, [chains]."""
         return np.asarray(np.bincount(self.chain_by_group, weights=self.lengths.max(axis=1)))
 
 
 def chain_length_quantiles(filtered: float, chains: int) -> Array:
-    """Groups of so many chains, ascending: the quantiles of their distribution."""
+    """Return ascending quantiles of the number of groups per chain."""
     if not filtered:
         return np.ones(chains, np.int64)
     above: Array = 1 - (np.arange(chains) + 0.5) / chains
@@ -94,7 +98,7 @@ def chain_length_quantiles(filtered: float, chains: int) -> Array:
 
 
 def sample_chain_lengths(filtered: float, chains: int, rng: np.random.Generator) -> Array:
-    """Groups of so many chains, drawn."""
+    """Return random numbers of groups per chain."""
     if not filtered:
         return np.ones(chains, np.int64)
     return rng.geometric(1 - filtered, chains)

@@ -1,4 +1,4 @@
-"""What an unrolled schedule says of its steady state: who is busy, and how stale tokens are."""
+"""Utilization and staleness in the steady state of a schedule."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,11 @@ TimeSpan = tuple[float, float]
 
 @dataclass(frozen=True)
 class SteadyState:
-    """The last steps of a schedule, as many as take turns; `generate` is the job that samples.
+    """Last period of a schedule.
 
-    Where one step's work goes on beside another's, single steps have more or less of it in them.
-    meshes: by number, as jobs have them. overlaps: of meshes, likewise.
+    With overlapping generation single steps differ, so figures cover `period_steps` steps.
+    generate_job: number of the generation job.
+    meshes, overlaps: by mesh number, as in `ListScheduler`.
     """
 
     jobs: Sequence[StepJob]
@@ -29,12 +30,12 @@ class SteadyState:
 
     @property
     def end_s(self) -> float:
-        """When a step ends whose successors generate already, if they do."""
+        """End of the last step before the final, incomplete window."""
         return self.schedule.ends_s[-1 - min(self.max_steps_ahead, len(self.schedule.ends_s) - 1)]
 
     @property
     def start_s(self) -> float:
-        """So many steps before."""
+        """End of the step `period_steps` earlier."""
         last = (
             len(self.schedule.ends_s) - 1 - min(self.max_steps_ahead, len(self.schedule.ends_s) - 1)
         )
@@ -42,25 +43,27 @@ class SteadyState:
         return self.schedule.ends_s[first] if first >= 0 else self.end_s - self.schedule.period_s
 
     def list_intervals(self) -> list[DeviceInterval]:
-        """Who has their devices when in the last period, in order; 0 is where it begins."""
+        """Return busy intervals of the last period, in order; time 0 is its start."""
         return self._list_intervals_since(self.end_s - self.schedule.period_s)
 
     def _list_intervals_since(self, start_s: float) -> list[DeviceInterval]:
-        found = [
-            (self.jobs[taken.job].stage, taken.step, taken.start_s, taken.end_s)
-            for taken in self.schedule.busy_intervals
-            if not (taken.job == self.generate_job and self._is_overlapped)
+        spans = [
+            (self.jobs[busy.job].stage, busy.step, busy.start_s, busy.end_s)
+            for busy in self.schedule.busy_intervals
+            if not (busy.job == self.generate_job and self._is_overlapped)
         ]
         if self._is_overlapped:
-            found += self._list_generation_intervals(start_s)
+            spans += self._list_generation_intervals(start_s)
         clipped = [
             DeviceInterval(stage, step, max(start, start_s), min(end, self.end_s))
-            for stage, step, start, end in found
+            for stage, step, start, end in spans
             if min(end, self.end_s) > max(start, start_s)
         ]
         return _join_adjacent(
-            DeviceInterval(each.stage, each.step, each.start_s - start_s, each.end_s - start_s)
-            for each in sorted(clipped, key=lambda each: (each.stage, each.start_s))
+            DeviceInterval(
+                interval.stage, interval.step, interval.start_s - start_s, interval.end_s - start_s
+            )
+            for interval in sorted(clipped, key=lambda interval: (interval.stage, interval.start_s))
         )
 
     @property
@@ -68,61 +71,66 @@ class SteadyState:
         return self.jobs[self.generate_job].profile is not None
 
     def _list_generation_intervals(self, start_s: float) -> list[tuple[str, int, float, float]]:
-        """Generation that never ends has its devices whenever nobody else has them."""
+        """Return intervals in which no other job blocks the devices of generation ahead."""
         job = self.jobs[self.generate_job]
-        beside = set(self.overlaps[job.mesh])
-        taken = sorted(
-            (each.start_s, each.end_s)
-            for each in self.schedule.busy_intervals
-            if each.job != self.generate_job and self.jobs[each.job].mesh in beside
+        overlapping = set(self.overlaps[job.mesh])
+        blocked = sorted(
+            (busy.start_s, busy.end_s)
+            for busy in self.schedule.busy_intervals
+            if busy.job != self.generate_job and self.jobs[busy.job].mesh in overlapping
         )
-        found, at = [], start_s
+        intervals, at = [], start_s
         for step in range(len(self.schedule.ends_s) + self.max_steps_ahead):
             begin = self.schedule.started_s.get((self.generate_job, step))
             end = self.schedule.done_s.get((self.generate_job, step))
             if begin is None or end is None or end <= max(begin, at):
                 continue
             at = max(begin, at)
-            for start, stop in _find_gaps(taken, (at, end)):
-                found.append((job.stage, step, start, stop))
+            for start, stop in _find_gaps(blocked, (at, end)):
+                intervals.append((job.stage, step, start, stop))
             at = end
-        return found
+        return intervals
 
     def idle_fractions(self) -> dict[str, float]:
-        """By stage, the part of the time it does not compute."""
-        whole = self.end_s - self.start_s
+        """Return by stage the fraction of time in which it does not compute."""
+        total_s = self.end_s - self.start_s
         return {
-            stage: max(0.0, 1 - seconds / whole) if whole else 0.0
+            stage: max(0.0, 1 - seconds / total_s) if total_s else 0.0
             for stage, seconds in self._busy_s.items()
         }
 
     def device_idle_fraction(self, cluster: Cluster) -> float:
-        """The part of all devices' time that nobody uses."""
+        """Return the unused fraction of all devices' time."""
         sizes = {job.stage: self.meshes[job.mesh].size if job.mesh >= 0 else 0 for job in self.jobs}
         used = sum(seconds * sizes[stage] for stage, seconds in self._busy_s.items())
-        whole = (self.end_s - self.start_s) * cluster.num_devices
-        return max(0.0, 1 - used / whole) if whole else 0.0
+        total_device_s = (self.end_s - self.start_s) * cluster.num_devices
+        return max(0.0, 1 - used / total_device_s) if total_device_s else 0.0
 
     @cached_property
     def _busy_s(self) -> dict[str, float]:
         busy = {job.stage: 0.0 for job in self.jobs}
-        for each in self._list_intervals_since(self.start_s):
-            busy[each.stage] += each.end_s - each.start_s
+        for interval in self._list_intervals_since(self.start_s):
+            busy[interval.stage] += interval.end_s - interval.start_s
         return busy
 
     def mean_staleness(self) -> float:
-        """Mean of a trained token, in versions: what is sampled between two pulls has the older."""
+        """Return the mean staleness of trained tokens, in versions.
+
+        Tokens sampled between two pulls have the older version.
+        """
         if not self._is_overlapped:
             return 0.0
-        since = self.jobs[self.generate_job].dependencies[0].job
+        pull_job = self.jobs[self.generate_job].dependencies[0].job
         last = len(self.schedule.ends_s) - 1
-        every = self.jobs[since].step_interval
+        interval = self.jobs[pull_job].step_interval
         arrived: dict[int, float] = {}
         for (job, pulled), at in self.schedule.done_s.items():
-            if job == since and pulled >= self.max_steps_ahead:
-                version = -((self.max_steps_ahead - pulled) // every) * every
+            if job == pull_job and pulled >= self.max_steps_ahead:
+                # The pull for a step delivers version step - max_steps_ahead, rounded up to the
+                # publish interval.
+                version = -((self.max_steps_ahead - pulled) // interval) * interval
                 arrived[version] = min(at, arrived.get(version, at))
-        found = [
+        staleness = [
             _mean_versions_behind(
                 (self.schedule.started_s[self.generate_job, step], at),
                 step,
@@ -132,47 +140,47 @@ class SteadyState:
             for step in range(max(0, last - self.max_steps_ahead), last + 1)
             for at in self.schedule.results_s[step]
         ]
-        return sum(found) / len(found)
+        return sum(staleness) / len(staleness)
 
 
 def _mean_versions_behind(span: TimeSpan, step: int, arrived: dict[int, float], most: int) -> float:
-    """Mean of `step` less the version held, over a span of time; from 0 to `most`."""
+    """Return the mean of `step` minus the held version over a time span, from 0 to `most`."""
     start, end = span
-    total, at, behind = 0.0, start, float(most)
+    total, at, staleness = 0.0, start, float(most)
     for version in range(step - most + 1, step + 1):
         moment = arrived.get(version, end)
-        # It comes later, or never: others may.
+        # The version arrives after the span or never; later versions may still arrive in time.
         if moment >= end:
             continue
-        total += max(0.0, moment - at) * behind
-        at, behind = max(at, moment), float(step - version)
-    total += (end - at) * behind
-    return total / (end - start) if end > start else behind
+        total += max(0.0, moment - at) * staleness
+        at, staleness = max(at, moment), float(step - version)
+    total += (end - at) * staleness
+    return total / (end - start) if end > start else staleness
 
 
-def _find_gaps(taken: Iterable[TimeSpan], within: TimeSpan) -> list[TimeSpan]:
-    """The parts of a span that none of these, in order, has."""
+def _find_gaps(occupied: Iterable[TimeSpan], within: TimeSpan) -> list[TimeSpan]:
+    """Return the parts of a span outside the ordered, occupied spans."""
     at, end = within
-    found = []
-    for start, stop in taken:
+    gaps = []
+    for start, stop in occupied:
         if start >= end:
             break
         if start > at:
-            found.append((at, start))
+            gaps.append((at, start))
         at = max(at, stop)
     if at < end:
-        found.append((at, end))
-    return found
+        gaps.append((at, end))
+    return gaps
 
 
 def _join_adjacent(intervals: Iterable[DeviceInterval]) -> list[DeviceInterval]:
-    """Those of one stage and step that follow one another at once, as one."""
-    found: list[DeviceInterval] = []
-    for each in intervals:
-        last = found[-1] if found else None
-        joins = last and (last.stage, last.step) == (each.stage, each.step)
-        if last and joins and each.start_s - last.end_s <= 1e-9 * max(1.0, each.start_s):
-            found[-1] = DeviceInterval(last.stage, last.step, last.start_s, each.end_s)
+    """Join consecutive intervals of the same stage and step."""
+    joined: list[DeviceInterval] = []
+    for interval in intervals:
+        last = joined[-1] if joined else None
+        joins = last and (last.stage, last.step) == (interval.stage, interval.step)
+        if last and joins and interval.start_s - last.end_s <= 1e-9 * max(1.0, interval.start_s):
+            joined[-1] = DeviceInterval(last.stage, last.step, last.start_s, interval.end_s)
         else:
-            found.append(each)
-    return sorted(found, key=lambda each: (each.start_s, each.stage))
+            joined.append(interval)
+    return sorted(joined, key=lambda interval: (interval.start_s, interval.stage))

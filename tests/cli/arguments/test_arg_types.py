@@ -53,7 +53,7 @@ def test_a_model_of_a_name_that_no_file_can_have_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     error = refusal(capsys, "plan", *ASKED, "--prompt-tokens", "9", "--model", "x" * 400)
-    assert "no size of that name" in error
+    assert "neither a known model name" in error
 
 
 def test_a_path_is_what_it_says() -> None:

@@ -1,4 +1,4 @@
-"""Constants are read, written and refused by name."""
+"""Reading, writing and validation of cost constants."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +12,13 @@ from streamrl.placement.costs import CPU_CONSTANTS, CostConstants
 from streamrl.placement.costs.constants import UPPER_BOUNDS
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_constants_round_trip_through_yaml(tmp_path: Path) -> None:
     path, constants = tmp_path / "c.yaml", CostConstants(decode_rollout_s=3e-5, recompute=False)
     constants.write_yaml(path)
     assert CostConstants.from_yaml(path) == constants
 
 
-def test_what_a_file_does_not_name_stays(tmp_path: Path) -> None:
+def test_yaml_file_overrides_only_named_constants(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("max_running: 8\n")
     assert CostConstants.from_yaml(path, CPU_CONSTANTS).max_running == 8
@@ -26,7 +26,7 @@ def test_what_a_file_does_not_name_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("decode_rolout_s: 1\n", "decode_rollout_s"),
         ("link_fraction: 0\n", "link_fraction=0.0: must be above 0"),
@@ -51,37 +51,37 @@ def test_what_a_file_does_not_name_stays(tmp_path: Path) -> None:
         ("a: [\n", "constants"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         CostConstants.from_yaml(path)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
 
 
-def test_every_constant_has_a_bound_of_its_own() -> None:
+def test_every_constant_has_an_upper_bound() -> None:
     assert set(UPPER_BOUNDS) == set(vars(CostConstants()))
-    for name, most in UPPER_BOUNDS.items():
-        bound: dict[str, Any] = {name: most}
-        beyond: dict[str, Any] = {name: most * 2}
-        assert vars(replace(CostConstants(), **bound))[name] == most
+    for name, limit in UPPER_BOUNDS.items():
+        bound: dict[str, Any] = {name: limit}
+        beyond: dict[str, Any] = {name: limit * 2}
+        assert vars(replace(CostConstants(), **bound))[name] == limit
         with pytest.raises(ConfigError, match=f"^{name}=.*: must be at most"):
             replace(CostConstants(), **beyond)
 
 
-def test_a_missing_file_is_said_in_one_line(tmp_path: Path) -> None:
+def test_missing_file_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml: no such file$"):
         CostConstants.from_yaml(tmp_path / "none.yaml")
 
 
-def test_what_is_no_text_is_said_in_one_line(tmp_path: Path) -> None:
+def test_binary_file_is_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_bytes(b"hop_s: \xff\n")
     with pytest.raises(ConfigError, match=r"c\.yaml: .*utf-8"):
         CostConstants.from_yaml(path)
 
 
-def test_cores_have_constants_of_their_own() -> None:
+def test_cpu_clusters_use_cpu_constants() -> None:
     assert CostConstants.from_cluster(Cluster.from_text("16xCPU")) == CPU_CONSTANTS
     assert CostConstants.from_cluster(Cluster.from_text("8xA100")) == CostConstants()

@@ -1,4 +1,4 @@
-"""Experts that ranks share out: what each holds and reads, and what passes between them."""
+"""Expert parallelism: parameters held and read, and all-to-all traffic."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ from streamrl.resharding import RankGrid
 
 CONFIG = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
 GRPO = build_dataflow(("scores", "generator_logprobs"))
-# 4 layers of 16 experts of 3 * 64 * 32 parameters, of which a token passes 2.
+# 4 layers of 16 experts with 3 * 64 * 32 parameters; a token uses 2 experts.
 SMALL = ModelShape("small", 4, 64, 32, 4, 4, 128, 16, experts=16, experts_per_token=2)
 ROUTED = 4 * 16 * 3 * 64 * 32
 CLUSTER = Cluster((NodeGroup(replace(DEVICES["H100"], link_bytes_per_s=1e11), 8, 2, 8e10),))
@@ -37,71 +37,73 @@ PLAIN = CostConstants(link_fraction=1.0, network_fraction=1.0)
 WORKLOAD = Workload(64, 1, 64, FixedLength(64))
 
 
-def assigned(text: str, expert: int, first: int = 0, order: str = "hf") -> CallAssignment:
+def make_assignment(text: str, expert: int, first: int = 0, order: str = "hf") -> CallAssignment:
     grid = RankGrid.from_text(text, order)
     return CallAssignment(Mesh(first, grid.num_ranks), grid, ep_size=expert)
 
 
-def work(text: str, expert: int, constants: CostConstants = PLAIN) -> CallCost:
-    return CallCost(SMALL, assigned(text, expert), WORKLOAD, CLUSTER, constants)
+def make_call_cost(text: str, expert: int, constants: CostConstants = PLAIN) -> CallCost:
+    return CallCost(SMALL, make_assignment(text, expert), WORKLOAD, CLUSTER, constants)
 
 
-def problem(shape: ModelShape = SMALL) -> PlacementProblem:
+def make_problem(shape: ModelShape = SMALL) -> PlacementProblem:
     return PlacementProblem(GRPO, {"policy": shape}, WORKLOAD, CLUSTER)
 
 
-def test_a_rank_holds_its_part_of_the_experts_and_all_of_the_rest() -> None:
+def test_expert_rank_holds_its_experts_and_the_rest() -> None:
     assert SMALL.routed_params == ROUTED
     assert max_stage_params(SMALL, 1, 1, 8) == SMALL.num_params - ROUTED + ROUTED // 8
-    # Ranks that are tensor-parallel, too, split the rest but for norms and routers.
-    whole = 9 * 64 + 4 * 64 * 16
-    rest = SMALL.num_params - ROUTED - whole
-    assert max_stage_params(SMALL, 1, 2, 8) == rest // 2 + whole + ROUTED // 8
+    # Tensor-parallel ranks also split the rest, except norms and routers.
+    unsplit = 9 * 64 + 4 * 64 * 16
+    rest = SMALL.num_params - ROUTED - unsplit
+    assert max_stage_params(SMALL, 1, 2, 8) == rest // 2 + unsplit + ROUTED // 8
 
 
-def test_an_expert_that_every_token_passes_is_split_as_all_else_is() -> None:
+def test_shared_expert_is_split_over_tensor_ranks() -> None:
     shared = replace(SMALL, shared_experts=1)
     more = max_stage_params(shared, 1, 2, 8) - max_stage_params(SMALL, 1, 2, 8)
     assert more == 4 * 3 * 64 * 32 // 2
 
 
-def test_experts_that_do_not_divide_do_not_fit() -> None:
-    costs = CostModel(problem())
-    calls = {"train": assigned("1-1-12", 12), "generate": assigned("1-1-1", 1, 12)}
+def test_indivisible_experts_are_infeasible() -> None:
+    costs = CostModel(make_problem())
+    calls = {"train": make_assignment("1-1-12", 12), "generate": make_assignment("1-1-1", 1, 12)}
     assert costs.explain_infeasible(Placement(calls)) == (
         "train as 1-1-12: 16 experts over 12 expert ranks"
     )
-    dense = CostModel(problem(MODEL_SHAPES["llama-7b"]))
-    calls = {"train": assigned("1-1-8", 8), "generate": assigned("1-1-8", 1, 8)}
+    dense = CostModel(make_problem(MODEL_SHAPES["llama-7b"]))
+    calls = {"train": make_assignment("1-1-8", 8), "generate": make_assignment("1-1-8", 1, 8)}
     assert "0 experts over 8 expert ranks" in dense.explain_infeasible(Placement(calls))
 
 
-def test_an_exchange_by_hand() -> None:
-    # Of 8 ranks in a node 7/8 of a rank's bytes leave it; of 16 in two nodes half leave the node.
-    one = build_parallel_groups(CLUSTER, Mesh(0, 8), RankGrid(1, 1, 8), PLAIN, 8).expert
-    assert one.all_to_all_byte_s == pytest.approx(7 / 8 / 1e11)
-    two = build_parallel_groups(CLUSTER, Mesh(0, 16), RankGrid(1, 1, 16), PLAIN, 16).expert
-    assert two.all_to_all_byte_s == pytest.approx(8 / 16 / 1e10)
-    none = build_parallel_groups(CLUSTER, Mesh(0, 8), RankGrid(1, 1, 8), PLAIN).expert
-    assert none.all_to_all_byte_s == none.all_to_all_latency_s == 0.0
+def test_all_to_all_by_hand() -> None:
+    # Of 8 ranks in a node, 7/8 of a rank's bytes leave the rank; of 16 in two nodes, half leave the
+    # node.
+    one_node = build_parallel_groups(CLUSTER, Mesh(0, 8), RankGrid(1, 1, 8), PLAIN, 8).expert
+    assert one_node.all_to_all_byte_s == pytest.approx(7 / 8 / 1e11)
+    two_nodes = build_parallel_groups(CLUSTER, Mesh(0, 16), RankGrid(1, 1, 16), PLAIN, 16).expert
+    assert two_nodes.all_to_all_byte_s == pytest.approx(8 / 16 / 1e10)
+    no_experts = build_parallel_groups(CLUSTER, Mesh(0, 8), RankGrid(1, 1, 8), PLAIN).expert
+    assert no_experts.all_to_all_byte_s == no_experts.all_to_all_latency_s == 0.0
 
 
-def test_a_token_goes_to_each_of_its_experts_and_back() -> None:
-    # Twice, in 4 layers, 2 copies of 64 elements of 2 bytes, 7/8 of which leave.
+def test_token_travels_to_its_experts_and_back() -> None:
+    # Twice (dispatch, combine), in 4 layers, 2 copies of 64 elements of 2 bytes, 7/8 of which leave
+    # the rank.
     num_bytes = 2 * 4 * 2 * 64 * 2 * 7 / 8
-    assert work("1-1-8", 8).expert_token_s == pytest.approx(num_bytes / 1e11)
+    assert make_call_cost("1-1-8", 8).expert_token_s == pytest.approx(num_bytes / 1e11)
     # Two tensor-parallel ranks send half each; two stages have half of the layers each.
-    assert work("1-2-4", 8).expert_token_s == pytest.approx(num_bytes / 2 / 1e11)
-    assert work("2-1-4", 4).expert_token_s == pytest.approx(num_bytes * 6 / 7 / 2 / 1e11)
+    assert make_call_cost("1-2-4", 8).expert_token_s == pytest.approx(num_bytes / 2 / 1e11)
+    assert make_call_cost("2-1-4", 4).expert_token_s == pytest.approx(num_bytes * 6 / 7 / 2 / 1e11)
 
 
-def test_experts_that_are_whole_are_not_summed_over_tensor_parallel_ranks() -> None:
-    assert work("1-2-4", 1).all_reduces_per_layer == 2
-    assert work("1-2-4", 8).all_reduces_per_layer == 1
+def test_whole_experts_need_no_all_reduce() -> None:
+    assert make_call_cost("1-2-4", 1).all_reduces_per_layer == 2
+    assert make_call_cost("1-2-4", 8).all_reduces_per_layer == 1
 
 
-def test_a_decode_step_reads_the_experts_that_are_hit() -> None:
-    # One rollout hits 2 of 16 experts, those of 8 replicas that share them 1 - (14/16)^8 of them.
+def test_decode_step_reads_the_used_experts() -> None:
+    # A rollout uses 2 of 16 experts; those of 8 replicas that share them use 1 - (14/16)^8 of them.
     rest = SMALL.num_params - ROUTED - 128 * 64
     alone = decode_step_params(SMALL, 1, 1, 1)
     assert alone == pytest.approx(rest + ROUTED * 2 / 16)
@@ -109,79 +111,88 @@ def test_a_decode_step_reads_the_experts_that_are_hit() -> None:
     assert shared == pytest.approx(rest + ROUTED / 8 * (1 - (14 / 16) ** 8))
 
 
-def test_an_optimizer_is_shared_by_those_who_hold_the_same() -> None:
-    # Experts of 8 of 8 ranks are held once; all else by all of them.
-    found = work("1-1-8", 8)
-    assert found.sharded_params == pytest.approx((SMALL.num_params - ROUTED) / 8 + ROUTED / 8)
-    found = work("1-1-16", 8)
-    assert found.sharded_params == pytest.approx((SMALL.num_params - ROUTED) / 16 + ROUTED / 16)
+def test_optimizer_is_sharded_over_holders_of_equal_parameters() -> None:
+    # With 8 expert ranks of 8, every expert is held once; the rest by all ranks.
+    cost = make_call_cost("1-1-8", 8)
+    assert cost.sharded_params == pytest.approx((SMALL.num_params - ROUTED) / 8 + ROUTED / 8)
+    cost = make_call_cost("1-1-16", 8)
+    assert cost.sharded_params == pytest.approx((SMALL.num_params - ROUTED) / 16 + ROUTED / 16)
 
 
-def test_a_hosts_part_of_a_layer_is_once_for_each_pass() -> None:
+def test_expert_layer_host_time_counts_per_pass() -> None:
     slow = replace(PLAIN, expert_layer_s=0.01, recompute=False)
-    calls = {"train": assigned("1-1-8", 8), "generate": assigned("1-1-8", 1, 8)}
+    calls = {"train": make_assignment("1-1-8", 8), "generate": make_assignment("1-1-8", 1, 8)}
     times = [
-        CostModel(problem(), each).predict_timings(Placement(calls)).train["policy"].micro_batch_s
-        for each in (slow, replace(slow, expert_layer_s=0.0))
+        CostModel(make_problem(), constants)
+        .predict_timings(Placement(calls))
+        .train["policy"]
+        .micro_batch_s
+        for constants in (slow, replace(slow, expert_layer_s=0.0))
     ]
     # 3 passes over 4 layers.
     assert times[0] - times[1] == pytest.approx(0.12)
 
 
 @given(st.sampled_from(["llama-7b", "qwen2.5-0.5b"]), st.floats(0, 1))
-def test_models_without_experts_cost_the_same_whatever_experts_take(name: str, host: float) -> None:
-    calls = {"train": assigned("1-1-8", 1), "generate": assigned("1-1-8", 1, 8)}
+def test_expert_constants_do_not_affect_dense_models(name: str, host: float) -> None:
+    calls = {"train": make_assignment("1-1-8", 1), "generate": make_assignment("1-1-8", 1, 8)}
     costs = [
-        CostModel(problem(MODEL_SHAPES[name]), each).predict_timings(Placement(calls))
-        for each in (PLAIN, replace(PLAIN, expert_layer_s=host, expert_rows=512))
+        CostModel(make_problem(MODEL_SHAPES[name]), constants).predict_timings(Placement(calls))
+        for constants in (PLAIN, replace(PLAIN, expert_layer_s=host, expert_rows=512))
     ]
     assert costs[0] == costs[1]
 
 
 @given(st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 4]))
-def test_more_expert_ranks_hold_less_each(expert: int, tensor: int) -> None:
+def test_more_expert_ranks_hold_fewer_parameters(expert: int, tensor: int) -> None:
     if expert > 1:
         assert max_stage_params(SMALL, 1, tensor, expert) <= max_stage_params(
             SMALL, 1, tensor, max(2, expert // 2)
         )
 
 
-def test_a_version_reaches_ranks_that_are_split_another_way() -> None:
-    calls = {"train": assigned("1-1-8", 8), "generate": assigned("1-2-4", 1)}
-    moved = CostModel(problem()).estimate_transfer("generate", Placement(calls))
-    assert moved is not None
-    # A rank serves half of what splits, and has an eighth of the experts, half of each of use.
-    wanted = max_stage_params(SMALL, 1, 2)
-    own = (SMALL.num_params - ROUTED) / 2 + ROUTED / 16
-    assert moved.received_bytes == pytest.approx((wanted - own) * 2, abs=1)
+def test_transfer_to_another_expert_split_by_hand() -> None:
+    calls = {"train": make_assignment("1-1-8", 8), "generate": make_assignment("1-2-4", 1)}
+    transfer = CostModel(make_problem()).estimate_transfer("generate", Placement(calls))
+    assert transfer is not None
+    # A rank serves half of the split tensors; it has an eighth of the experts, half of each of use.
+    served_params = max_stage_params(SMALL, 1, 2)
+    held_params = (SMALL.num_params - ROUTED) / 2 + ROUTED / 16
+    assert transfer.received_bytes == pytest.approx((served_params - held_params) * 2, abs=1)
 
 
-def test_expert_ranks_come_through_a_file_and_others_need_no_word() -> None:
-    placement = Placement({"train": assigned("1-1-8", 8), "generate": assigned("1-1-8", 1, 8)})
-    told = placement.to_dict()
-    assert told["calls"]["train"]["expert"] == 8
-    assert "expert" not in told["calls"]["generate"]
-    assert Placement.from_dict(told, place="plan") == placement
+def test_expert_ranks_round_trip_through_a_file() -> None:
+    placement = Placement(
+        {"train": make_assignment("1-1-8", 8), "generate": make_assignment("1-1-8", 1, 8)}
+    )
+    entry = placement.to_dict()
+    assert entry["calls"]["train"]["expert"] == 8
+    assert "expert" not in entry["calls"]["generate"]
+    assert Placement.from_dict(entry, place="plan") == placement
     assert str(placement.assignments["train"]) == "1-1-8 on 0-7 with 8 expert ranks"
 
 
-def test_expert_ranks_divide_those_of_a_stage() -> None:
-    placement = Placement({"train": assigned("1-1-8", 3), "generate": assigned("1-1-8", 1, 8)})
+def test_expert_ranks_must_divide_the_ranks_of_a_stage() -> None:
+    placement = Placement(
+        {"train": make_assignment("1-1-8", 3), "generate": make_assignment("1-1-8", 1, 8)}
+    )
     with pytest.raises(ConfigError, match=r"train\.expert=3: must divide the 8 ranks"):
         placement.check_valid(GRPO, CLUSTER)
 
 
-def test_a_run_has_no_expert_parallelism() -> None:
-    placement = Placement({"train": assigned("1-1-8", 8), "generate": assigned("1-1-8", 1, 8)})
+def test_run_refuses_expert_parallelism() -> None:
+    placement = Placement(
+        {"train": make_assignment("1-1-8", 8), "generate": make_assignment("1-1-8", 1, 8)}
+    )
     with pytest.raises(ConfigError, match="streamrl has no expert parallelism") as refused:
         apply_placement(load_config(CONFIG), placement)
     assert "\n" not in str(refused.value)
-    costs = RunnablePlacementCosts(CostModel(problem()), GRPO)
+    costs = RunnablePlacementCosts(CostModel(make_problem()), GRPO)
     assert math.isinf(costs.call_duration_s("train", placement.assignments["train"]))
     assert "no expert parallelism" in costs.explain_infeasible(placement)
 
 
-def test_only_models_with_experts_are_tried_with_expert_ranks() -> None:
+def test_expert_sizes_exist_only_for_expert_models() -> None:
     assert list_ep_sizes(MODEL_SHAPES["llama-7b"], RankGrid(1, 1, 64)) == [1]
     assert list_ep_sizes(MODEL_SHAPES["qwen3-30b-a3b"], RankGrid(1, 2, 8)) == [1, 8, 16]
     assert list_ep_sizes(SMALL, RankGrid(1, 1, 64)) == [1, 8, 16]

@@ -1,4 +1,4 @@
-"""FLOPs, parameters and bytes of tokens, against figures worked out by hand."""
+"""FLOPs, parameters and KV bytes against figures worked out by hand."""
 
 import pytest
 
@@ -14,34 +14,34 @@ from streamrl.placement.costs.param_shards import max_stage_params, stage_params
 from streamrl.placement.model_shapes import MODEL_SHAPES
 
 
-def test_llama_7b_takes_what_reals_formula_says_but_for_the_embedding() -> None:
+def test_forward_flops_equal_reals_formula_without_embedding() -> None:
     shape, tokens, squares = MODEL_SHAPES["llama-7b"], 2 * 2048, 2 * 2048**2
     layers, hidden, intermediate, vocab = 32, 4096, 11008, 32000
-    each = 4 * tokens * hidden**2 + 2 * hidden * squares + 3 * tokens * hidden * intermediate
-    published = 2 * layers * each + 4 * tokens * vocab * hidden
+    layer_flops = 4 * tokens * hidden**2 + 2 * hidden * squares + 3 * tokens * hidden * intermediate
+    published = 2 * layers * layer_flops + 4 * tokens * vocab * hidden
     embedding = 2 * tokens * vocab * hidden
     assert forward_flops(shape, tokens, squares) == published - embedding
 
 
-def test_grouped_query_attention_saves_keys_and_values() -> None:
-    # 8 of 64 heads: (2 + 2 / 8) * hidden^2 instead of 4.
+def test_grouped_query_attention_saves_kv_flops() -> None:
+    # 8 of 64 heads: (2 + 2 / 8) * hidden^2 instead of 4 * hidden^2.
     shape = MODEL_SHAPES["llama-70b"]
     by_hand = 80 * (2.25 * 8192**2 + 3 * 8192 * 28672) + 32000 * 8192
     assert forward_flops(shape, 1, 0) == 2 * by_hand
 
 
-def test_a_critic_has_no_vocabulary_to_compute() -> None:
+def test_critic_skips_the_vocabulary_head() -> None:
     shape = MODEL_SHAPES["llama-7b"]
     less = forward_flops(shape, 1, 0) - forward_flops(shape.to_critic(), 1, 0)
     assert less == 2 * 4096 * (32000 - 1)
 
 
-def test_of_experts_only_those_count_that_a_token_passes() -> None:
+def test_flops_count_only_routed_experts() -> None:
     shape = MODEL_SHAPES["qwen3-30b-a3b"]
     assert 2 * 2.5e9 < token_flops(shape, 0) < 2 * 3.5e9
 
 
-def test_training_takes_three_forward_passes_and_four_with_recomputation() -> None:
+def test_training_takes_three_passes_or_four_with_recomputation() -> None:
     assert train_passes(CostConstants(recompute=False)) == 3
     assert train_passes(CostConstants(recompute=True)) == 4
 
@@ -55,57 +55,57 @@ def test_training_takes_three_forward_passes_and_four_with_recomputation() -> No
         ("llama-34b", 196608),
     ],
 )
-def test_keys_and_values_of_a_token(model: str, num_bytes: int) -> None:
+def test_kv_bytes_per_token(model: str, num_bytes: int) -> None:
     assert kv_token_bytes(MODEL_SHAPES[model], 1, 1, CostConstants()) == num_bytes
     assert kv_token_bytes(MODEL_SHAPES[model], 8, 2, CostConstants()) == num_bytes / 16
 
 
-def test_more_ranks_than_heads_of_keys_hold_the_same() -> None:
+def test_ranks_beyond_kv_heads_hold_copies() -> None:
     shape = MODEL_SHAPES["qwen2.5-7b"]
     four = kv_token_bytes(shape, 4, 1, CostConstants())
     assert kv_token_bytes(shape, 8, 1, CostConstants()) == four
 
 
-def test_narrow_matrices_reach_less_and_half_at_half_width() -> None:
+def test_narrow_matrices_reach_half_at_half_width() -> None:
     shape, constants = MODEL_SHAPES["llama-7b"], CostConstants(half_width=512.0)
     assert achieved_fraction(0.6, shape.hidden / 8, constants) == pytest.approx(0.3)
     assert achieved_fraction(0.6, shape.hidden, constants) == pytest.approx(0.6 * 4096 / 4608)
 
 
 @pytest.mark.parametrize("model", sorted(MODEL_SHAPES))
-def test_one_device_holds_the_whole_model(model: str) -> None:
+def test_single_device_holds_the_whole_model(model: str) -> None:
     assert (
         max_stage_params(MODEL_SHAPES[model], 1, 1)
         == MODEL_SHAPES[model].to_model_spec(1).num_bytes
     )
 
 
-def test_stages_and_ranks_share_out_the_parameters() -> None:
+def test_pipeline_and_tensor_ranks_split_the_parameters() -> None:
     shape = MODEL_SHAPES["llama-7b"]
     norms = (2 * 32 + 1) * 4096
     assert sum(stage_params(shape, 4, 8)) == (shape.num_params - norms) / 8 + norms
     assert max_stage_params(shape, 4, 8) < 1.1 * shape.num_params / 32
 
 
-def test_what_does_not_divide_is_named() -> None:
+def test_indivisible_tensor_is_named() -> None:
     with pytest.raises(ValueError, match=r"layer\.0\.qkv"):
         max_stage_params(MODEL_SHAPES["qwen2.5-0.5b"], 1, 8)
     with pytest.raises(ValueError, match="40 pipeline stages"):
         max_stage_params(MODEL_SHAPES["llama-7b"], 40, 1)
 
 
-def test_a_decode_step_reads_all_weights_but_the_embedding() -> None:
+def test_decode_step_reads_all_weights_except_the_embedding() -> None:
     shape = MODEL_SHAPES["llama-7b"]
     assert decode_step_params(shape, 1, 1, 64) == shape.num_params - 32000 * 4096
     assert decode_step_params(shape.to_critic(), 1, 1, 64) == shape.to_critic().num_params
 
 
-def test_a_decode_step_reads_more_experts_the_more_rollouts_it_has() -> None:
+def test_decode_step_reads_more_experts_with_more_rollouts() -> None:
     shape = MODEL_SHAPES["qwen3-30b-a3b"]
     experts = 48 * 128 * 3 * 2048 * 768
     others = decode_step_params(shape, 1, 1, 1e9) - experts
-    # One token passes 8 of 128.
+    # One token uses 8 of 128 experts.
     assert decode_step_params(shape, 1, 1, 1) == pytest.approx(others + experts / 16)
-    # Two miss an expert with (15/16)^2.
+    # Two tokens miss an expert with probability (15/16)^2.
     both = others + experts * (1 - (15 / 16) ** 2)
     assert decode_step_params(shape, 1, 1, 2) == pytest.approx(both)

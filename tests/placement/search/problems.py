@@ -1,4 +1,4 @@
-"""Problems for searches: the same models and work on clusters of different sizes."""
+"""Placement problems for searches: equal models and workloads on clusters of different sizes."""
 
 from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
@@ -21,7 +21,7 @@ def ppo(
     lengths: FixedLength | LognormalLengths = FIXED,
     groups: int = 512,
 ) -> PlacementProblem:
-    """Policy, critic, reference and reward model of one size."""
+    """Return a problem with policy, critic, reference and reward model of one size."""
     dataflow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs", "values"))
     shape = load_model_shape(size)
     models = {"policy": shape, "critic": shape, "reference": shape, "reward": shape}
@@ -32,7 +32,7 @@ def ppo(
 def grpo(
     cluster: str, size: str, lengths: FixedLength | LognormalLengths = FIXED
 ) -> PlacementProblem:
-    """Policy and reference; the reward is a rule."""
+    """Return a problem with policy, reference and a rule-based reward."""
     dataflow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
     shape = load_model_shape(size)
     workload = Workload(32, 4, 512, lengths)
@@ -42,7 +42,7 @@ def grpo(
 
 
 def choices(problem: PlacementProblem) -> ParallelismChoices:
-    """Of the simple costs."""
+    """Return the choices of a problem with `SimpleCosts`."""
     return ParallelismChoices(
         PlacementEstimator(problem, SimpleCosts(problem)), rules=allow_any_split
     )

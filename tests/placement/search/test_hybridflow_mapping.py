@@ -11,71 +11,73 @@ from streamrl.placement.steady_state.estimator import compute_d_cost
 from tests.placement.search.problems import choices, ppo
 
 
-def test_it_finds_what_looking_at_every_allocation_finds() -> None:
-    found = choices(ppo("4x8xA100"))
-    mapping = MappingSearch(found, group_roles_by_model(found.problem))
-    best, looked = mapping.find_best()
+def test_best_mapping_is_minimal_over_all_allocations() -> None:
+    options = choices(ppo("4x8xA100"))
+    mapping = MappingSearch(options, group_roles_by_model(options.problem))
+    best, num_scheduled = mapping.find_best()
     assert best is not None
-    every = list(mapping.iter_allocations(0))
+    allocations = list(mapping.iter_allocations(0))
     seconds = [
-        found.estimator.step_s(placement)
-        for each in every
-        for placement in mapping._iter_placements(each, 0, streamed=True)
+        options.estimator.step_s(placement)
+        for allocation in allocations
+        for placement in mapping._iter_placements(allocation, 0, streamed=True)
     ]
-    assert found.estimator.step_s(best) == min(seconds)
-    assert 0 < looked <= len(every)
+    assert options.estimator.step_s(best) == min(seconds)
+    assert 0 < num_scheduled <= len(allocations)
 
 
 @pytest.mark.parametrize("cluster", ["6x8xA100", "2x8xA100,2x8xV100", "8xA100"])
-@pytest.mark.parametrize("most", [1, 5, 40])
-def test_the_lowest_bounds_are_those_of_all_allocations_in_order(cluster: str, most: int) -> None:
-    found = choices(ppo(cluster, "qwen2.5-3b"))
-    mapping = MappingSearch(found, [(role,) for role in found.roles])
-    every = sorted(mapping.iter_allocations(0), key=lambda each: each.lower_bound_s)
-    assert mapping.find_lowest(0, most) == every[:most]
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_find_lowest_equals_sorted_allocations(cluster: str, count: int) -> None:
+    options = choices(ppo(cluster, "qwen2.5-3b"))
+    mapping = MappingSearch(options, [(role,) for role in options.roles])
+    allocations = sorted(
+        mapping.iter_allocations(0), key=lambda allocation: allocation.lower_bound_s
+    )
+    assert mapping.find_lowest(0, count) == allocations[:count]
 
 
-def test_the_papers_cost_is_minimal_over_all_allocations() -> None:
-    found = choices(ppo("4x8xA100"))
-    mapping = MappingSearch(found, group_roles_by_model(found.problem))
+def test_paper_cost_is_minimal_over_all_allocations() -> None:
+    options = choices(ppo("4x8xA100"))
+    mapping = MappingSearch(options, group_roles_by_model(options.problem))
     best = mapping.find_best_by_stages()
     assert best is not None
-    costs = found.estimator.costs
-    every = itertools.chain.from_iterable(
-        mapping._iter_placements(each, 0, streamed=False) for each in mapping.iter_allocations(0)
+    costs = options.estimator.costs
+    placements = itertools.chain.from_iterable(
+        mapping._iter_placements(item, 0, streamed=False) for item in mapping.iter_allocations(0)
     )
-    least = min(
-        compute_d_cost(found.problem, each, costs)
-        for each in every
-        if not costs.explain_infeasible(each)
+    minimum = min(
+        compute_d_cost(options.problem, item, costs)
+        for item in placements
+        if not costs.explain_infeasible(item)
     )
-    assert compute_d_cost(found.problem, best, costs) == least
+    assert compute_d_cost(options.problem, best, costs) == minimum
 
 
-def test_large_models_are_not_given_fewer_nodes_than_they_need() -> None:
-    found = choices(ppo("8x8xA100", "llama-70b"))
-    mapping = MappingSearch(found, group_roles_by_model(found.problem))
-    for each in mapping.iter_allocations(0):
-        for roles, mesh in zip(each.role_sets, each.meshes, strict=True):
+def test_large_models_get_enough_nodes() -> None:
+    options = choices(ppo("8x8xA100", "llama-70b"))
+    mapping = MappingSearch(options, group_roles_by_model(options.problem))
+    for allocation in mapping.iter_allocations(0):
+        for roles, mesh in zip(allocation.role_sets, allocation.meshes, strict=True):
             if "policy" in roles:
                 assert mesh.size > 8
     best, _ = mapping.find_best()
     assert best is not None
-    assert not found.estimator.costs.explain_infeasible(best)
+    assert not options.estimator.costs.explain_infeasible(best)
 
 
-def test_generation_may_have_all_devices_with_the_others_apart() -> None:
-    found = choices(ppo("4xA100", "qwen2.5-1.5b"))
-    mapping = MappingSearch(found, group_roles_by_model(found.problem), everywhere=True)
+def test_generation_may_use_all_devices() -> None:
+    options = choices(ppo("4xA100", "qwen2.5-1.5b"))
+    mapping = MappingSearch(options, group_roles_by_model(options.problem), everywhere=True)
     best, _ = mapping.find_best()
     assert best is not None
     assert best.assignments["generate"].mesh.size == 4
-    for each in mapping.iter_allocations(0):
-        assert "generator" not in itertools.chain(*each.role_sets)
+    for allocation in mapping.iter_allocations(0):
+        assert "generator" not in itertools.chain(*allocation.role_sets)
 
 
-def test_where_nothing_fits_nothing_is_found() -> None:
-    found = choices(ppo("2xV100", "llama-70b"))
-    best, looked = MappingSearch(found, group_roles_by_model(found.problem)).find_best()
-    assert (best, looked) == (None, 0)
-    assert math.isinf(min((s for _, s in found.estimator.iter_estimated()), default=math.inf))
+def test_infeasible_problem_has_no_mapping() -> None:
+    options = choices(ppo("2xV100", "llama-70b"))
+    best, num_scheduled = MappingSearch(options, group_roles_by_model(options.problem)).find_best()
+    assert (best, num_scheduled) == (None, 0)
+    assert math.isinf(min((s for _, s in options.estimator.iter_estimated()), default=math.inf))

@@ -1,4 +1,4 @@
-"""Other ways to divide roles among the meshes of a placement: they fit, and they are all there."""
+"""Rearrangements of roles over the meshes of a placement: complete, and all fit."""
 
 import math
 
@@ -10,50 +10,50 @@ from tests.placement.search.problems import choices, grpo, ppo
 LEFT, RIGHT, WHOLE = Mesh(0, 16), Mesh(16, 16), Mesh(0, 32)
 
 
-def test_each_role_is_on_any_of_the_meshes_or_on_all_devices() -> None:
-    found = choices(grpo("4x8xA100", "qwen2.5-1.5b"))
-    here = {"generator": LEFT, "policy": LEFT, "reference": RIGHT}
-    roles = found.fit_on_meshes(here)
+def test_rearrangements_cover_every_mesh_and_all_devices() -> None:
+    options = choices(grpo("4x8xA100", "qwen2.5-1.5b"))
+    current = {"generator": LEFT, "policy": LEFT, "reference": RIGHT}
+    roles = options.fit_on_meshes(current)
     assert roles is not None
-    ways = list(iter_rearrangements(found, roles, 0, math.inf))
-    meshes = {tuple(each[role].mesh for role in here) for each in ways}
-    # Three roles on three meshes, but for the way they are already.
-    assert len(meshes) == len(ways) == 3**3 - 1
-    assert tuple(here.values()) not in meshes
+    rearranged = list(iter_rearrangements(options, roles, 0, math.inf))
+    meshes = {tuple(assignments[role].mesh for role in current) for assignments in rearranged}
+    # Three roles on three meshes, except the current assignment.
+    assert len(meshes) == len(rearranged) == 3**3 - 1
+    assert tuple(current.values()) not in meshes
     assert (WHOLE, LEFT, RIGHT) in meshes
 
 
-def test_they_fit_where_memory_is_short() -> None:
-    found = choices(ppo("4x8xA100", "llama-34b"))
-    roles = found.fit_on_mesh(found.roles, WHOLE)
+def test_rearrangements_fit_with_little_memory() -> None:
+    options = choices(ppo("4x8xA100", "llama-34b"))
+    roles = options.fit_on_mesh(options.roles, WHOLE)
     assert roles is not None
     halves = {
         role: LEFT if role in ("policy", "generator", "reference") else RIGHT for role in roles
     }
-    begun = found.fit_on_meshes(halves)
-    assert begun is not None
-    ways = list(iter_rearrangements(found, begun, 0, math.inf))
-    assert ways
-    assert all(found.can_fit(each) for each in ways)
+    initial = options.fit_on_meshes(halves)
+    assert initial is not None
+    rearranged = list(iter_rearrangements(options, initial, 0, math.inf))
+    assert rearranged
+    assert all(options.can_fit(assignments) for assignments in rearranged)
 
 
-def test_what_is_sure_to_take_too_long_is_left_out() -> None:
-    found = choices(ppo("4x8xA100"))
-    roles = found.fit_on_mesh(found.roles, WHOLE)
+def test_rearrangements_above_the_limit_are_skipped() -> None:
+    options = choices(ppo("4x8xA100"))
+    roles = options.fit_on_mesh(options.roles, WHOLE)
     assert roles is not None
     halves = dict.fromkeys(roles, LEFT) | {"critic": RIGHT, "value": RIGHT}
-    begun = found.fit_on_meshes(halves)
-    assert begun is not None
-    assert not list(iter_rearrangements(found, begun, 0, 0.0))
+    initial = options.fit_on_meshes(halves)
+    assert initial is not None
+    assert not list(iter_rearrangements(options, initial, 0, 0.0))
 
 
-def test_the_search_goes_where_several_roles_have_to_move_at_once() -> None:
-    found = choices(ppo("4x8xA100", "llama-34b"))
-    search = AnnealingSearch(found, (0,), seed=0, streamed=(True,))
-    halves = dict.fromkeys(found.roles, LEFT) | {"critic": RIGHT, "value": RIGHT}
-    begun = found.fit_on_meshes(halves)
-    assert begun is not None
-    state = SearchState(begun)
+def test_search_moves_several_roles_at_once() -> None:
+    options = choices(ppo("4x8xA100", "llama-34b"))
+    search = AnnealingSearch(options, (0,), seed=0, streamed=(True,))
+    halves = dict.fromkeys(options.roles, LEFT) | {"critic": RIGHT, "value": RIGHT}
+    initial = options.fit_on_meshes(halves)
+    assert initial is not None
+    state = SearchState(initial)
     cost = search.state_step_s(state)
-    other, least = search.rearrange_roles(state, cost)
-    assert least == search.state_step_s(other) < cost
+    other, best_cost = search.rearrange_roles(state, cost)
+    assert best_cost == search.state_step_s(other) < cost

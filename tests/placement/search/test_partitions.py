@@ -1,4 +1,4 @@
-"""How many ways there are, against the counts that are known."""
+"""Numbers of partitions and allocations, against known counts."""
 
 from math import comb
 
@@ -24,66 +24,70 @@ from streamrl.placement.workload import FixedLength, Workload
 
 
 @pytest.mark.parametrize(("models", "partitions"), [(3, 5), (4, 15), (5, 52)])
-def test_partitions_are_as_many_as_bell_says(models: int, partitions: int) -> None:
-    found = [tuple(map(tuple, parts)) for parts in iter_set_partitions(range(models))]
-    assert len(found) == len(set(found)) == partitions
-    for parts in found:
-        assert sorted(item for part in parts for item in part) == list(range(models))
+def test_partition_counts_are_bell_numbers(models: int, partitions: int) -> None:
+    partitions_found = [
+        tuple(map(tuple, subsets)) for subsets in iter_set_partitions(range(models))
+    ]
+    assert len(partitions_found) == len(set(partitions_found)) == partitions
+    for subsets in partitions_found:
+        assert sorted(item for subset in subsets for item in subset) == list(range(models))
 
 
-def test_allocations_of_ppo_on_128_devices_are_the_known_ones() -> None:
+def test_allocation_counts_of_ppo_on_128_devices() -> None:
     assert count_allocations(4, 128) == 382_271
     assert count_allocations(4, 16) == 1_191
     assert comb(127, 3) == 333_375
 
 
-def test_a_mapping_looks_at_as_many_as_are_counted() -> None:
+def test_iterated_allocations_match_the_count() -> None:
     cluster = Cluster.from_text("16x8xA100")
-    found = sum(
+    count = sum(
         len(list(iter_allocations(cluster, len(parts)))) for parts in iter_set_partitions(range(4))
     )
-    assert found == 1_191
+    assert count == 1_191
 
 
 @given(st.integers(1, 12), st.integers(1, 6))
-def test_compositions_sum_up(total: int, parts: int) -> None:
-    found = list(iter_compositions(total, parts))
-    assert len(found) == comb(total - 1, parts - 1)
-    assert all(sum(each) == total and min(each) > 0 for each in found)
+def test_compositions_sum_to_the_total(total: int, parts: int) -> None:
+    compositions = list(iter_compositions(total, parts))
+    assert len(compositions) == comb(total - 1, parts - 1)
+    assert all(sum(composition) == total and min(composition) > 0 for composition in compositions)
 
 
 @pytest.mark.parametrize("cluster", ["8xA100", "1x6xA100", "4xA100", "4x8xA100", "2xA100"])
 @pytest.mark.parametrize("sets", [1, 2, 3])
-def test_sets_get_meshes_that_are_valid_and_apart(cluster: str, sets: int) -> None:
+def test_allocated_meshes_are_valid_and_disjoint(cluster: str, sets: int) -> None:
     parsed = Cluster.from_text(cluster)
-    for found in iter_allocations(parsed, sets):
-        taken = [device for mesh in found for device in mesh.devices]
-        assert sorted(taken) == list(range(parsed.num_devices))
-        for mesh in found:
+    for meshes in iter_allocations(parsed, sets):
+        devices = [device for mesh in meshes for device in mesh.devices]
+        assert sorted(devices) == list(range(parsed.num_devices))
+        for mesh in meshes:
             mesh.check_on_cluster(parsed, "mesh")
 
 
 @pytest.mark.parametrize("cluster", ["8xA100", "5x8xA100"])
-def test_no_set_gets_a_mesh_that_is_not_wanted_for_it(cluster: str) -> None:
+def test_rejected_meshes_are_not_allocated(cluster: str) -> None:
     parsed = Cluster.from_text(cluster)
 
-    def wanted(number: int, mesh: Mesh) -> bool:
+    def accepts(number: int, mesh: Mesh) -> bool:
         return number != 1 or mesh.size >= parsed.num_devices // 2
 
-    every = list(iter_allocations(parsed, 3))
-    found = list(iter_allocations(parsed, 3, wanted))
-    assert found == [each for each in every if each[1].size >= parsed.num_devices // 2]
-    assert 0 < len(found) < len(every)
+    allocations = list(iter_allocations(parsed, 3))
+    accepted = list(iter_allocations(parsed, 3, accepts))
+    assert accepted == [
+        meshes for meshes in allocations if meshes[1].size >= parsed.num_devices // 2
+    ]
+    assert 0 < len(accepted) < len(allocations)
 
 
-def test_who_follows_a_trained_model_is_with_it() -> None:
+def test_followers_are_grouped_with_their_leader() -> None:
     shape = load_model_shape("llama-7b")
     dataflow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs", "values"))
     roles = {"policy": shape, "critic": shape, "reference": shape, "reward": shape}
     workload = Workload(8, 1, 100, FixedLength(10))
     problem = PlacementProblem(dataflow, roles, workload, Cluster.from_text("8xA100"))
-    found = {frozenset(unit) for unit in group_roles_by_model(problem)}
-    assert found == {
+    units = {frozenset(unit) for unit in group_roles_by_model(problem)}
+    assert units == {
         frozenset({"generator", "policy"}),
         frozenset({"value", "critic"}),
         frozenset({"reference"}),

@@ -1,4 +1,4 @@
-"""Plans: near what is best, deterministic, and able to say why others lost."""
+"""Plans: close to the optimum, deterministic, with reasons for every loser."""
 
 import math
 import random
@@ -36,11 +36,11 @@ from tests.placement.search.problems import FIXED, LONG_TAILED, choices, grpo, p
 from tests.placement.simple_costs import SimpleCosts
 
 MOST_GAP = 0.01
-"""A colocated placement may gain a percent by whole steps, which a search does not look at."""
+"""Whole steps gain a colocated placement up to a percent, and the search does not try them."""
 
 
-def gap(problem: PlacementProblem, ahead: int) -> float:
-    """How much longer the planned step is than the best there is, relatively."""
+def measure_gap(problem: PlacementProblem, ahead: int) -> float:
+    """Return the relative excess of the planned step over the exhaustive optimum."""
     planned = plan_placement(problem, SimpleCosts, max_staleness=[ahead], proposals=600)
     assert planned.best is not None
     oracle = ExhaustiveSearch(choices(problem), sorted({0, ahead}), (True, False))
@@ -51,78 +51,87 @@ def gap(problem: PlacementProblem, ahead: int) -> float:
 @pytest.mark.parametrize("lengths", [FIXED, LONG_TAILED])
 @pytest.mark.parametrize("cluster", ["2xA100", "4xA100", "8xA100"])
 @pytest.mark.parametrize("size", ["qwen2.5-0.5b", "qwen2.5-3b"])
-def test_on_policy_it_is_as_good_as_looking_at_everything(
+def test_on_policy_plan_is_near_the_exhaustive_optimum(
     cluster: str, size: str, lengths: FixedLength | LognormalLengths
 ) -> None:
-    assert gap(grpo(cluster, size, lengths), 0) <= MOST_GAP
+    assert measure_gap(grpo(cluster, size, lengths), 0) <= MOST_GAP
 
 
 @pytest.mark.parametrize("cluster", ["2xA100", "4xA100"])
-def test_ahead_it_is_as_good_as_looking_at_everything(cluster: str) -> None:
+def test_ahead_plan_is_near_the_exhaustive_optimum(cluster: str) -> None:
     lengths = LONG_TAILED if cluster == "2xA100" else FIXED
-    assert gap(grpo(cluster, "qwen2.5-0.5b", lengths), 1) <= MOST_GAP
+    assert measure_gap(grpo(cluster, "qwen2.5-0.5b", lengths), 1) <= MOST_GAP
 
 
-def test_ppo_on_two_devices_is_as_good_as_looking_at_everything() -> None:
-    assert gap(ppo("2xA100", "qwen2.5-0.5b", LONG_TAILED), 0) <= MOST_GAP
+def test_ppo_plan_on_two_devices_is_near_the_optimum() -> None:
+    assert measure_gap(ppo("2xA100", "qwen2.5-0.5b", LONG_TAILED), 0) <= MOST_GAP
 
 
-def test_ppo_on_four_devices_is_as_good_as_looking_at_everything() -> None:
-    assert gap(ppo("4xA100", "qwen2.5-1.5b"), 0) <= MOST_GAP
+def test_ppo_plan_on_four_devices_is_near_the_optimum() -> None:
+    assert measure_gap(ppo("4xA100", "qwen2.5-1.5b"), 0) <= MOST_GAP
 
 
-def test_an_oracle_refuses_what_is_too_large() -> None:
+def test_exhaustive_search_refuses_large_clusters() -> None:
     with pytest.raises(ConfigError, match="16 devices"):
         ExhaustiveSearch(choices(ppo("2x8xA100")), [0], [True])
 
 
-def test_the_oracles_short_cuts_leave_out_nothing_better() -> None:
+def test_exhaustive_pruning_keeps_the_optimum() -> None:
     problem = grpo("2xA100", "qwen2.5-0.5b", LONG_TAILED)
-    found = choices(problem)
-    best, seconds = ExhaustiveSearch(found, [0], [True]).find_best()
+    options = choices(problem)
+    best, seconds = ExhaustiveSearch(options, [0], [True]).find_best()
     assert best is not None
-    every = [
-        found.estimator.step_s(found.make_placement({"generator": g, "policy": p, "reference": r}))
-        for g in _all(found, "generator")
-        for p in _all(found, "policy")
-        for r in _all(found, "reference")
+    step_times = [
+        options.estimator.step_s(
+            options.make_placement({"generator": g, "policy": p, "reference": r})
+        )
+        for g in list_all_options(options, "generator")
+        for p in list_all_options(options, "policy")
+        for r in list_all_options(options, "reference")
     ]
-    assert seconds == min(every)
+    assert seconds == min(step_times)
 
 
-def test_no_placement_drawn_at_random_is_better_than_the_oracles() -> None:
+def test_random_placements_never_beat_the_exhaustive_search() -> None:
     problem = ppo("4xA100", "qwen2.5-1.5b")
-    found, planned = choices(problem), plan_placement(problem, SimpleCosts, proposals=100)
+    search_options, planned = choices(problem), plan_placement(problem, SimpleCosts, proposals=100)
     assert planned.best is not None
-    _, seconds = ExhaustiveSearch(found, [0], [True, False]).find_best(planned.best.placement)
-    rng, options = random.Random(1), {role: _all(found, role) for role in found.roles}
-    fit = 0
+    _, seconds = ExhaustiveSearch(search_options, [0], [True, False]).find_best(
+        planned.best.placement
+    )
+    rng, options = (
+        random.Random(1),
+        {role: list_all_options(search_options, role) for role in search_options.roles},
+    )
+    num_feasible = 0
     for _ in range(800):
-        roles = {role: rng.choice(each) for role, each in options.items()}
-        drawn_s = found.estimator.step_s(found.make_placement(roles, streamed=rng.random() < 0.7))
+        roles = {role: rng.choice(role_options) for role, role_options in options.items()}
+        drawn_s = search_options.estimator.step_s(
+            search_options.make_placement(roles, streamed=rng.random() < 0.7)
+        )
         assert drawn_s >= seconds
-        fit += math.isfinite(drawn_s)
-    assert fit > 100
+        num_feasible += math.isfinite(drawn_s)
+    assert num_feasible > 100
 
 
-def _all(found: ParallelismChoices, role: str) -> list[CallAssignment]:
+def list_all_options(options: ParallelismChoices, role: str) -> list[CallAssignment]:
     return [
-        each
-        for mesh in iter_meshes(found.problem.cluster)
-        for each in found.list_options(role, mesh)
+        option
+        for mesh in iter_meshes(options.problem.cluster)
+        for option in options.list_options(role, mesh)
     ]
 
 
-def test_the_same_seed_gives_the_same_plan() -> None:
+def test_equal_seeds_give_equal_plans() -> None:
     problem = ppo("2x8xA100", lengths=LONG_TAILED)
-    one, two = (
+    first, second = (
         plan_placement(problem, SimpleCosts, max_staleness=[0, 1], seed=5, proposals=100)
         for _ in range(2)
     )
-    assert one == two
+    assert first == second
 
 
-def test_more_staleness_is_never_slower_and_only_what_is_faster_is_on_the_front() -> None:
+def test_front_is_strictly_faster_with_more_staleness() -> None:
     problem = ppo("2x8xA100", lengths=LONG_TAILED)
     planned = plan_placement(problem, SimpleCosts, max_staleness=[0, 1, 2], proposals=60)
     times = [point.candidate.step_s for point in planned.front]
@@ -135,106 +144,107 @@ def test_more_staleness_is_never_slower_and_only_what_is_faster_is_on_the_front(
         assert point.candidate.estimate.staleness_mean <= point.max_staleness
 
 
-def test_every_kind_that_lost_says_by_how_much_and_why() -> None:
+def test_every_losing_kind_has_a_reason() -> None:
     problem = ppo("2x8xA100", lengths=LONG_TAILED)
     planned = plan_placement(problem, SimpleCosts, max_staleness=[0, 1], proposals=60)
     winner, *others = planned.candidates
     assert winner == planned.best
     assert not winner.reason
-    labels = [each.label for each in planned.candidates]
+    labels = [candidate.label for candidate in planned.candidates]
     assert len(set(labels)) == len(labels)
     assert {"colocated", "split", "disaggregated", "asynchronous, 1 ahead"} <= set(labels)
-    for each in others:
-        assert each.reason
-        assert each.slower_s == pytest.approx(each.step_s - winner.step_s)
+    for candidate in others:
+        assert candidate.reason
+        assert candidate.slower_s == pytest.approx(candidate.step_s - winner.step_s)
 
 
-class Exacting(SimpleCosts):
-    """Refuses what generates ahead, which a search takes to fit."""
+class CostsWithoutAhead(SimpleCosts):
+    """Costs that refuse generation ahead, unlike their approximation."""
 
     @property
     def approximate_costs(self) -> SimpleCosts:
         return SimpleCosts(self.problem)
 
     def explain_infeasible(self, placement: Placement) -> str:
-        return (
-            "0.1 GB too little"
-            if placement.max_staleness
-            else super().explain_infeasible(placement)
-        )
+        return "0.1 GB short" if placement.max_staleness else super().explain_infeasible(placement)
 
 
-def test_a_bound_whose_best_do_not_fit_after_all_says_so() -> None:
+def test_bound_rejected_by_exact_costs_has_a_reason() -> None:
     problem = grpo("4xA100", "qwen2.5-0.5b", LONG_TAILED)
-    planned = plan_placement(problem, Exacting, max_staleness=[0, 1], proposals=60)
+    planned = plan_placement(problem, CostsWithoutAhead, max_staleness=[0, 1], proposals=60)
     assert [point.max_staleness for point in planned.front] == [0]
-    (absent,) = planned.excluded_bounds
-    assert absent.max_staleness == 1
-    assert f"none of the best ({MAX_CONFIRMATIONS} of them)" in absent.why
-    assert "1 ahead: 0.1 GB too little" in absent.why
+    (excluded,) = planned.excluded_bounds
+    assert excluded.max_staleness == 1
+    assert f"the {MAX_CONFIRMATIONS} best placements do not fit" in excluded.why
+    assert "1 ahead: 0.1 GB short" in excluded.why
 
 
 @pytest.mark.parametrize("bounds", [[0, 1, 2], [1, 4]])
-def test_every_bound_is_on_the_front_or_says_why_not(bounds: list[int]) -> None:
+def test_every_bound_is_on_the_front_or_has_a_reason(bounds: list[int]) -> None:
     problem = grpo("4xA100", "qwen2.5-0.5b", FIXED)
     planned = plan_placement(problem, SimpleCosts, max_staleness=bounds, proposals=30)
     front = [point.max_staleness for point in planned.front]
-    told = [*front, *(each.max_staleness for each in planned.excluded_bounds)]
-    assert sorted(told) == bounds
-    for each in planned.excluded_bounds:
-        assert re.fullmatch(r"a step of .* s is no shorter than with \d", each.why)
+    bounds_listed = [*front, *(excluded.max_staleness for excluded in planned.excluded_bounds)]
+    assert sorted(bounds_listed) == bounds
+    for excluded in planned.excluded_bounds:
+        assert re.fullmatch(r"a step of .* s is no shorter than with \d", excluded.why)
 
 
-def test_those_that_come_next_are_near_the_best_and_all_take_another_time() -> None:
+def test_runners_up_are_close_and_differ_in_step_time() -> None:
     problem = grpo("4xA100", "qwen2.5-0.5b", LONG_TAILED)
-    words: dict[str, Any] = {"max_staleness": [0, 1], "proposals": 60}
-    plain = plan_placement(problem, SimpleCosts, **words)
-    planned = plan_placement(problem, SimpleCosts, **words, runners_up=2)
+    options: dict[str, Any] = {"max_staleness": [0, 1], "proposals": 60}
+    plain = plan_placement(problem, SimpleCosts, **options)
+    planned = plan_placement(problem, SimpleCosts, **options, runners_up=2)
     assert not any(point.runners_up for point in plain.front)
     assert any(point.runners_up for point in planned.front)
     for before, point in zip(plain.front, planned.front, strict=True):
         assert point.candidate == before.candidate
-        times = [point.candidate.step_s, *(each.step_s for each in point.runners_up)]
+        times = [point.candidate.step_s, *(candidate.step_s for candidate in point.runners_up)]
         assert len(times) <= 3
         assert times == sorted(set(times))
         assert times[-1] <= times[0] * (1 + RUNNER_UP_TOLERANCE)
-        assert all(each.placement.max_staleness <= point.max_staleness for each in point.runners_up)
+        assert all(
+            candidate.placement.max_staleness <= point.max_staleness
+            for candidate in point.runners_up
+        )
 
 
-def test_who_publishes_every_other_step_is_a_step_ahead_at_least() -> None:
+def test_publishing_every_other_step_needs_a_staleness_of_one() -> None:
     problem = replace(
         grpo("4xA100", "qwen2.5-0.5b", FIXED), run_options=RunOptions(publish_every=2)
     )
     planned = plan_placement(problem, SimpleCosts, max_staleness=[0, 1], proposals=60)
     (point,) = planned.front
     assert point.candidate.placement.max_staleness == 1
-    assert all(each.placement.max_staleness == 1 for each in planned.candidates)
-    (absent,) = planned.excluded_bounds
-    assert absent.max_staleness == 0
-    assert absent.why.startswith("publish_every=2: ")
+    assert all(candidate.placement.max_staleness == 1 for candidate in planned.candidates)
+    (excluded,) = planned.excluded_bounds
+    assert excluded.max_staleness == 0
+    assert excluded.why.startswith("publish_every=2: ")
 
 
-def test_where_nothing_fits_it_says_what_is_short() -> None:
+def test_infeasible_plan_reports_the_shortage() -> None:
     problem = ppo("2xV100", "llama-70b")
     planned = plan_placement(problem, SimpleCosts, proposals=10)
     assert planned.best is None
     assert not planned.front
-    assert planned.excluded_bounds == [ExcludedBound(0, "nothing that was looked at fits")]
-    assert all("GB too little" in each.estimate.infeasible_reason for each in planned.candidates)
-    assert {each.label for each in planned.candidates} == {"colocated", "disaggregated"}
+    assert planned.excluded_bounds == [ExcludedBound(0, "no evaluated placement fits")]
+    assert all(
+        "GB short" in candidate.estimate.infeasible_reason for candidate in planned.candidates
+    )
+    assert {candidate.label for candidate in planned.candidates} == {"colocated", "disaggregated"}
 
 
-def test_rules_say_how_calls_may_be_split() -> None:
+def test_split_rules_restrict_the_plan() -> None:
     problem = ppo("4x8xA100", "llama-34b")
 
-    def plain(call: ModelCall, grid: RankGrid) -> Sequence[int]:
+    def allow_unpipelined(call: ModelCall, grid: RankGrid) -> Sequence[int]:
         return (3,) if grid.pp_size == 1 and grid.tp_size != 2 else ()
 
-    planned = plan_placement(problem, SimpleCosts, rules=plain, proposals=50)
+    planned = plan_placement(problem, SimpleCosts, rules=allow_unpipelined, proposals=50)
     assert planned.best is not None
-    for each in planned.best.placement.assignments.values():
-        assert (each.grid.pp_size, each.zero_stage) == (1, 3)
-        assert each.grid.tp_size != 2
+    for assignment in planned.best.placement.assignments.values():
+        assert (assignment.grid.pp_size, assignment.zero_stage) == (1, 3)
+        assert assignment.grid.tp_size != 2
 
 
 @pytest.mark.parametrize(
@@ -249,7 +259,7 @@ def test_rules_say_how_calls_may_be_split() -> None:
         ),
     ],
 )
-def test_twice_the_devices_are_never_slower(size: str, ahead: int) -> None:
+def test_more_devices_are_never_slower(size: str, ahead: int) -> None:
     def best_s(cluster: str) -> float:
         problem = ppo(cluster, size, FIXED)
         planned = plan_placement(problem, SimpleCosts, max_staleness=[ahead], proposals=60)
@@ -259,9 +269,9 @@ def test_twice_the_devices_are_never_slower(size: str, ahead: int) -> None:
     assert many <= few * 1.02
 
 
-def test_the_guideline_parts_what_is_trained_from_what_is_not_on_many_nodes() -> None:
-    found = choices(ppo("8x8xA100"))
-    roles = apply_guideline(found)
+def test_guideline_separates_trained_models_on_many_nodes() -> None:
+    options = choices(ppo("8x8xA100"))
+    roles = apply_guideline(options)
     assert roles is not None
     trained = {roles[role].mesh for role in ("policy", "critic")}
     assert all(
@@ -273,27 +283,28 @@ def test_the_guideline_parts_what_is_trained_from_what_is_not_on_many_nodes() ->
     assert roles["policy"].zero_stage == 3
 
 
-def test_the_guideline_interleaves_reference_and_reward_on_few_nodes() -> None:
+def test_guideline_interleaves_scorers_on_few_nodes() -> None:
     roles = apply_guideline(choices(ppo("2x8xA100", "qwen2.5-1.5b")))
     assert roles is not None
     assert roles["policy"].mesh.size == 16
     assert not roles["reference"].mesh.overlaps(roles["reward"].mesh)
 
 
-def test_the_front_leaves_out_what_staler_tokens_do_not_pay_for() -> None:
+def test_front_excludes_bounds_without_gain() -> None:
     problem = ppo("2x8xA100", "qwen2.5-1.5b")
     planner = PlacementPlanner(problem, SimpleCosts(problem))
     roles = planner.list_starts()[0].assignments
-    found = [
+    points = [
         ParetoPoint(
             bound,
             planner._make_candidate(planner.exact_estimator, planner.choices.make_placement(roles)),
         )
         for bound in (2, 0, 1)
     ]
-    front = find_pareto_front(found)
+    front = find_pareto_front(points)
     assert [point.max_staleness for point in front] == [0]
-    assert [each.max_staleness for each in find_dominated(found, front)] == [2, 1]
+    assert [excluded.max_staleness for excluded in find_dominated(points, front)] == [2, 1]
     assert all(
-        each.why.endswith("is no shorter than with 0") for each in find_dominated(found, front)
+        excluded.why.endswith("is no shorter than with 0")
+        for excluded in find_dominated(points, front)
     )

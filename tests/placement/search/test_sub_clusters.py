@@ -1,4 +1,4 @@
-"""A plan of a cluster is no worse than one of a part of it."""
+"""Plans of a cluster against plans of its parts."""
 
 from dataclasses import replace
 
@@ -18,16 +18,16 @@ MODEL = load_model_shape("llama-7b")
 WORKLOAD = Workload(64, 4, 100, LognormalLengths(300, 0.7, 1000))
 
 
-def problem(cluster: str, workload: Workload = WORKLOAD) -> PlacementProblem:
+def make_problem(cluster: str, workload: Workload = WORKLOAD) -> PlacementProblem:
     flow = build_dataflow((*ROLLOUT_COLUMNS, "scores"))
     return PlacementProblem(flow, {"policy": MODEL}, workload, Cluster.from_text(cluster))
 
 
-def planned(
-    asked: PlacementProblem, *bounds: int, proposals: int = 300, runners_up: int = 0
+def make_plan(
+    problem: PlacementProblem, *bounds: int, proposals: int = 300, runners_up: int = 0
 ) -> PlanResult:
     return plan_placement(
-        asked,
+        problem,
         CostModel,
         max_staleness=bounds or (0,),
         proposals=proposals,
@@ -36,35 +36,37 @@ def planned(
 
 
 @pytest.mark.parametrize("cluster", ["8xA100,1xV100", "8xV100,8xA100"])
-def test_unlike_nodes_are_no_reason_to_be_slower(cluster: str) -> None:
-    alone, both = (planned(problem(text), 0, 1) for text in ("8xA100", cluster))
+def test_additional_slower_nodes_never_slow_the_plan(cluster: str) -> None:
+    alone, both = (make_plan(make_problem(text), 0, 1) for text in ("8xA100", cluster))
     assert alone.best is not None and both.best is not None
-    # Exact bytes may differ where devices have other numbers.
+    # Exact bytes may differ with device numbers.
     assert both.best.step_s <= alone.best.step_s * 1.001
 
 
-def test_more_devices_than_rollouts_are_no_reason_to_fit_nowhere() -> None:
+def test_plan_exists_with_more_devices_than_rollouts() -> None:
     few = replace(WORKLOAD, groups_per_step=8, group_size=1)
-    assert planned(problem("64xA100", few)).best is not None
+    assert make_plan(make_problem("64xA100", few)).best is not None
 
 
-def test_parts_are_groups_of_nodes_and_as_many_as_there_is_work_for() -> None:
+def test_sub_problems_are_node_groups_limited_by_rollouts() -> None:
     few = replace(WORKLOAD, groups_per_step=4, group_size=4)
-    found = [
-        (first, str(part.cluster))
-        for first, part in iter_sub_problems(problem("4xA100,8x8xV100", few))
+    parts = [
+        (first, str(sub_problem.cluster))
+        for first, sub_problem in iter_sub_problems(make_problem("4xA100,8x8xV100", few))
     ]
-    assert found == [(0, "4xA100"), (4, "2x8xV100")]
-    assert list(iter_sub_problems(problem("8x8xA100"))) == []
+    assert parts == [(0, "4xA100"), (4, "2x8xV100")]
+    assert list(iter_sub_problems(make_problem("8x8xA100"))) == []
 
 
-def test_what_is_best_on_a_part_is_told_of_all_of_it() -> None:
+def test_best_of_a_part_is_among_the_results_of_the_whole() -> None:
     few = replace(WORKLOAD, groups_per_step=8, group_size=2)
-    alone, more = (
-        planned(problem(cluster, few), 0, 1, proposals=60, runners_up=2)
+    alone, larger = (
+        make_plan(make_problem(cluster, few), 0, 1, proposals=60, runners_up=2)
         for cluster in ("16xA100", "64xA100")
     )
-    for point, other in zip(alone.front, more.front, strict=True):
-        told = [each.placement for each in (other.candidate, *other.runners_up)]
-        assert all(each.placement in told for each in (point.candidate, *point.runners_up))
-        assert all(told.count(placement) == 1 for placement in told)
+    for point, other in zip(alone.front, larger.front, strict=True):
+        placements = [candidate.placement for candidate in (other.candidate, *other.runners_up)]
+        assert all(
+            candidate.placement in placements for candidate in (point.candidate, *point.runners_up)
+        )
+        assert all(placements.count(placement) == 1 for placement in placements)

@@ -1,4 +1,4 @@
-"""How steps that are under way together hold one another up."""
+"""Delays between steps in flight."""
 
 from collections.abc import Iterator
 
@@ -15,27 +15,28 @@ UNLIKE = np.exp(np.random.default_rng(1).normal(6.0, 0.8, 4096))
 
 
 @given(st.integers(1, 6), st.integers(1, 40))
-def test_steps_that_are_alike_do_not_hold_one_another_up(window: int, groups: int) -> None:
-    found = mean_time_in_flight(np.full(3, 7.0), window=window, groups=groups)
-    assert found == pytest.approx(7.0)
+def test_equal_steps_do_not_delay_each_other(window: int, groups: int) -> None:
+    time_in_flight = mean_time_in_flight(np.full(3, 7.0), window=window, groups=groups)
+    assert time_in_flight == pytest.approx(7.0)
 
 
-def test_one_by_one_a_step_takes_what_its_longest_group_does() -> None:
+def test_single_step_takes_its_longest_group() -> None:
     expected = np.random.default_rng(2).choice(UNLIKE, (4000, 16)).max(axis=1).mean()
     assert mean_time_in_flight(UNLIKE, window=1, groups=16) == pytest.approx(expected, rel=0.05)
 
 
-def test_of_two_at_a_time_every_other_is_held_up_by_the_one_before() -> None:
-    # Of steps that take 1 or 9, with others behind them: by hand as a sum over what was drawn.
+def test_two_steps_in_flight_delay_each_other() -> None:
+    # Steps that take 1 or 9, by hand: a step starts when the step before the previous one ends, and
+    # ends in order.
     drawn = np.random.default_rng(3).choice([1.0, 9.0], 20_000)
     ends = [0.0, 0.0]
-    for one in drawn.tolist():
-        ends.append(max(ends[-1], ends[-2] + one))
+    for duration in drawn.tolist():
+        ends.append(max(ends[-1], ends[-2] + duration))
     expected = 2 * ends[-1] / len(drawn)
     assert mean_time_in_flight(np.array([1.0, 9.0]), window=2) == pytest.approx(expected, rel=0.05)
 
 
-def test_the_more_are_filtered_and_the_more_groups_a_step_has_the_longer_it_takes() -> None:
+def test_time_in_flight_grows_with_filtering_and_groups() -> None:
     by_filtered = [
         mean_time_in_flight(UNLIKE, window=2, groups=64, filtered=f)
         for f in (0.0, 0.2, 0.5, 0.8, 0.95)
@@ -48,16 +49,16 @@ def test_the_more_are_filtered_and_the_more_groups_a_step_has_the_longer_it_take
 
 
 @pytest.mark.parametrize(("groups", "filtered"), [(20_000, 0.5), (20_000, 0.995), (1, 0.999)])
-def test_no_step_is_so_large_that_it_is_looked_at_for_long(
+def test_large_steps_are_sampled_in_part(
     groups: int, filtered: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[int] = []
 
-    def counted(values: Array | None) -> Iterator[float]:
-        for one in _draw_values(values):
+    def count_draws(values: Array | None) -> Iterator[float]:
+        for value in _draw_values(values):
             drawn.append(1)
-            yield one
+            yield value
 
-    monkeypatch.setattr(in_flight_window, "_draw_values", counted)
+    monkeypatch.setattr(in_flight_window, "_draw_values", count_draws)
     assert mean_time_in_flight(UNLIKE, window=5, groups=groups, filtered=filtered) > 0
     assert len(drawn) < 1_000_000

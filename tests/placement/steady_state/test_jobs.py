@@ -1,4 +1,4 @@
-"""Calls as jobs to unroll: how long each has its devices."""
+"""Durations of jobs."""
 
 import pytest
 
@@ -18,17 +18,24 @@ GRPO = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
 WORKLOAD = Workload(8, 1, 100, LognormalLengths(80, 0.5, 400))
 
 
-def on(first: int, size: int) -> CallAssignment:
+def assign_devices(first: int, size: int) -> CallAssignment:
     return CallAssignment(Mesh(first, size), RankGrid(1, 1, size))
 
 
 @pytest.mark.parametrize(("slice_s", "scored_s"), [(0.5, 8.0), (1.0, 6.0), (2.0, 4.0), (5.0, 2.0)])
-def test_generation_ahead_stands_still_for_a_group_after_every_slice(
+def test_generation_ahead_pauses_for_a_group_after_every_slice(
     slice_s: float, scored_s: float
 ) -> None:
-    # Groups take 1 s each. In 12 s of generation there are as many turns of slice and group as
-    # fit, but for the shortest slice, where all 8 groups are scored before.
-    placement = Placement({"generate": on(0, 8), "reference": on(0, 8), "train": on(8, 1)}, 1)
+    # Groups take 1 s each. 12 s of generation hold as many turns of slice and group as fit; with
+    # the shortest slice all 8 groups are scored before the end.
+    placement = Placement(
+        {
+            "generate": assign_devices(0, 8),
+            "reference": assign_devices(0, 8),
+            "train": assign_devices(8, 1),
+        },
+        1,
+    )
     timings = StageTimings(
         sampler(0.1, replicas=8),
         {"reference": ScoreTiming(8, 1, 1.0, 0.0, 0.0)},
@@ -38,6 +45,6 @@ def test_generation_ahead_stands_still_for_a_group_after_every_slice(
         CallGraph.from_dataflow(GRPO), WORKLOAD, placement, timings, RunOptions(slice_s=slice_s)
     )
     jobs.completion_spans = [(1.0, 12.0)]
-    built = jobs.build_jobs(make_ahead_job(jobs, GenerationModel(WORKLOAD)))
-    (reference,) = (job for job in built if job.stage == "reference" and job.is_queued)
+    all_jobs = jobs.build_jobs(make_ahead_job(jobs, GenerationModel(WORKLOAD)))
+    (reference,) = (job for job in all_jobs if job.stage == "reference" and job.is_queued)
     assert sum(reference.parts) == pytest.approx(scored_s)

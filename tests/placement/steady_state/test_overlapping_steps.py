@@ -12,50 +12,51 @@ from tests.placement.simple_costs import sampler
 TIMING = sampler(0.01, rollout_s=0.001)
 
 
-def stream(places: float = 100.0) -> RolloutProfile:
-    """16 rollouts for 100 decode steps, then 4 for as many: half of the groups, and the rest."""
-    return RolloutProfile(TIMING, [0, 100, 200], [16, 4], [0, 0], [0, 0], [100, 200], places)
+def make_profile(slots: float = 100.0) -> RolloutProfile:
+    """Return a profile of 16 rollouts for 100 decode steps, then 4 for 100; two results."""
+    return RolloutProfile(TIMING, [0, 100, 200], [16, 4], [0, 0], [0, 0], [100, 200], slots)
 
 
-def times(flow: OverlappedGeneration, until: float = math.inf) -> list[float]:
-    found = []
+def collect_times(flow: OverlappedGeneration, until: float = math.inf) -> list[float]:
+    result_times = []
     while (result := flow.advance(until)) is not None:
-        found.append(result.at_s)
-    return found
+        result_times.append(result.at_s)
+    return result_times
 
 
-def test_a_step_alone_takes_what_its_decode_steps_take() -> None:
-    flow = OverlappedGeneration(stream())
+def test_single_step_takes_its_decode_steps() -> None:
+    flow = OverlappedGeneration(make_profile())
     flow.admit_step(0)
-    assert times(flow) == pytest.approx([2.6, 2.6 + 1.4])
+    assert collect_times(flow) == pytest.approx([2.6, 2.6 + 1.4])
 
 
-def test_steps_beside_one_another_are_slower_by_each_others_rollouts() -> None:
-    flow = OverlappedGeneration(stream())
+def test_overlapping_steps_slow_each_other() -> None:
+    flow = OverlappedGeneration(make_profile())
     flow.admit_step(0)
     assert flow.advance(2.5) is None
-    assert times(flow, 2.6 + 1e-6) == pytest.approx([2.6])
+    assert collect_times(flow, 2.6 + 1e-6) == pytest.approx([2.6])
     flow.admit_step(1)
-    # 100 decode steps of 20 rollouts, at the end of which both have a result; then 100 of 4.
-    assert times(flow) == pytest.approx([2.6 + 3.0, 2.6 + 3.0, 2.6 + 3.0 + 1.4])
+    # 100 decode steps of 20 rollouts, after which both steps have a result; then 100 of 4.
+    assert collect_times(flow) == pytest.approx([2.6 + 3.0, 2.6 + 3.0, 2.6 + 3.0 + 1.4])
 
 
-def test_who_came_first_has_places_first() -> None:
-    flow = OverlappedGeneration(stream(places=16))
+def test_earlier_steps_get_slots_first() -> None:
+    flow = OverlappedGeneration(make_profile(slots=16))
     flow.admit_step(0)
     flow.admit_step(1)
-    # The second has no place for 100 steps; then 12 of 16, and is so far by three quarters.
+    # The second step has no slots for 100 steps; then 12 for 16 rollouts, so it advances by three
+    # quarters.
     first, second = 2.6, 2.6 + 100 * 0.026
     third = second + 25 * 0.026
-    assert times(flow) == pytest.approx([first, second, third, third + 100 * 0.014])
+    assert collect_times(flow) == pytest.approx([first, second, third, third + 100 * 0.014])
 
 
-def test_nothing_is_sampled_while_others_have_the_devices() -> None:
-    flow = OverlappedGeneration(stream())
+def test_generation_stops_while_devices_are_blocked() -> None:
+    flow = OverlappedGeneration(make_profile())
     flow.admit_step(0)
     flow.block_devices(1.0, 4.0)
     flow.block_devices(3.0, 5.0)
-    assert times(flow) == pytest.approx([6.6, 8.0])
+    assert collect_times(flow) == pytest.approx([6.6, 8.0])
 
 
 @given(
@@ -63,25 +64,25 @@ def test_nothing_is_sampled_while_others_have_the_devices() -> None:
     st.lists(st.tuples(st.floats(0.0, 20.0), st.floats(0.0, 3.0)), max_size=5),
     st.floats(1.0, 40.0),
 )
-def test_all_results_come_in_order_and_none_sooner_than_alone(
-    gaps: list[float], blocks: list[tuple[float, float]], places: float
+def test_results_are_ordered_and_never_earlier_than_alone(
+    gaps: list[float], blocks: list[tuple[float, float]], slots: float
 ) -> None:
-    flow, now, found = OverlappedGeneration(stream(places)), 0.0, []
+    flow, now, results = OverlappedGeneration(make_profile(slots)), 0.0, []
     for start, seconds in blocks:
         flow.block_devices(start, start + seconds)
     admitted = []
     for step, gap in enumerate(gaps):
         while (result := flow.advance(now + gap)) is not None:
-            found.append(result)
+            results.append(result)
         now += gap
         admitted.append(now)
         flow.admit_step(step)
     while (result := flow.advance(math.inf)) is not None:
-        found.append(result)
-    assert sorted((each.step, each.result_index) for each in found) == [
+        results.append(result)
+    assert sorted((event.step, event.result_index) for event in results) == [
         (step, number) for step in range(len(gaps)) for number in (0, 1)
     ]
-    assert [each.at_s for each in found] == sorted(each.at_s for each in found)
-    for each in found:
-        alone = 2.6 if each.result_index == 0 else 4.0
-        assert each.at_s - admitted[each.step] >= alone - 1e-6
+    assert [event.at_s for event in results] == sorted(event.at_s for event in results)
+    for event in results:
+        alone = 2.6 if event.result_index == 0 else 4.0
+        assert event.at_s - admitted[event.step] >= alone - 1e-6
