@@ -30,4 +30,4 @@ def reduce_or_end(rank: int, port: int) -> str | None:
 def test_a_rank_that_is_gone_is_told_by_the_others() -> None:
     (port,) = free_ports(1)
     told, _ = forked.run(reduce_or_end, [(0, port), (1, port)], timeout_s=120, killed={1})
-    assert told.startswith("another rank is gone: ") and "\n" not in told
+    assert told.startswith("lost another rank: ") and "\n" not in told

@@ -545,7 +545,7 @@ def test_every_schedule_of_transformers_is_there_that_asks_for_no_loss():
     ("settings", "message"),
     [
         ({"lr_schedule": "linaer"}, "trainer.lr_schedule=linaer: must be one of constant, "),
-        ({"lr_min": 1e-7}, "trainer.lr_min=1e-07: trainer.lr_schedule=constant has none"),
+        ({"lr_min": 1e-7}, "trainer.lr_min=1e-07: trainer.lr_schedule=constant does not decay"),
         ({"lr_min": 1.0, "lr_schedule": "cosine"}, "trainer.lr_min=1.0: must be 0 or more, below"),
         ({"warmup_ratio": 1.0}, "trainer.warmup_ratio=1.0: must be 0 or more, below 1"),
         ({"warmup_ratio": 0.1, "warmup_steps": 3}, "warmup_ratio=0.1: must be 0 beside"),
@@ -583,7 +583,7 @@ def test_a_schedule_that_lacks_a_setting_is_refused_before_the_first_step(name):
         ),
         (
             {"tensor_parallel": 2, "world_size": 2, "backend": "torch", "lora_rank": 4},
-            "trainer.tensor_parallel=2: trains all of a model; trainer.lora_rank must be 0",
+            "trainer.tensor_parallel=2: does not support LoRA; trainer.lora_rank must be 0",
         ),
         ({"betas": [0.9]}, "trainer.betas=[0.9]: must be two numbers from 0 to below 1"),
         (
