@@ -101,8 +101,8 @@ WIDE = GeneratorConfig(
 """Settings of the engine that most tests share."""
 POLICIES: Mapping[str, dict[str, bool]] = {
     "recompute": {},
-    "keep": {"keeps_kv": True},
-    "drain": {"drains": True},
+    "keep": {"should_keep_kv": True},
+    "drain": {"should_drain": True},
 }
 
 

@@ -131,9 +131,9 @@ async def test_a_probe_past_its_deadline_is_the_end_of_the_engine(tmp_path: Path
     async with started(save(model, tmp_path), config) as engine:
         await engine.load_weights(weights_of(model), 0)
         config.request_timeout_s = 1e-6
-        with pytest.raises(GenerationError, match=r"a probe was not answered: .* within 1e-06 s"):
+        with pytest.raises(GenerationError, match=r"a logprob check was not answered: .* within 1e-06 s"):
             await engine.compute_logprobs([SHORT])
-        with pytest.raises(GenerationError, match="a probe was not answered"):
+        with pytest.raises(GenerationError, match="a logprob check was not answered"):
             await engine.generate(SHORT, seeds=[1])
 
 

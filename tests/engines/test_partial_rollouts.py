@@ -70,7 +70,7 @@ async def test_a_rollout_that_was_broken_off_goes_on_under_new_weights(flight: F
     assert {rollout.finish_reason for rollout in begun} == {FinishReason.ABORT}
     assert worst_error(begun, flight.models) < 1e-4
     await flight.load(endless_model(seed=2))
-    rollouts = await flight.engine.generate(SHORT, seeds=range(4), begun=begun)
+    rollouts = await flight.engine.generate(SHORT, seeds=range(4), partial_rollouts=begun)
     for rollout, before, size in zip(rollouts, begun, sizes, strict=True):
         kept = len(before.token_ids)
         for name in ("token_ids", "loss_mask", "generator_logprobs", "policy_version"):
@@ -78,7 +78,7 @@ async def test_a_rollout_that_was_broken_off_goes_on_under_new_weights(flight: F
         assert sampled_versions([rollout]) == [[old] * size + [old + 1] * (LIMIT - size)]
         assert rollout.finish_reason is FinishReason.LENGTH
     assert worst_error(rollouts, flight.models) < 1e-4
-    again = await flight.engine.generate(SHORT, seeds=range(4), begun=begun)
+    again = await flight.engine.generate(SHORT, seeds=range(4), partial_rollouts=begun)
     assert [r.token_ids.tolist() for r in again] == [r.token_ids.tolist() for r in rollouts]
 
 
@@ -86,7 +86,7 @@ async def test_what_follows_a_break_is_not_drawn_as_the_beginning_was(flight: Fl
     # Under one distribution at each place, one seed would give the same tokens again.
     begun = await broken_off(flight, 1, steps=10)
     size = len(begun[0].completion_ids)
-    (on,) = await flight.engine.generate(SHORT, seeds=[0], begun=begun)
+    (on,) = await flight.engine.generate(SHORT, seeds=[0], partial_rollouts=begun)
     (fresh,) = await flight.engine.generate(
         begun[0].token_ids, seeds=[0], max_new_tokens=LIMIT - size
     )
@@ -103,22 +103,22 @@ async def test_finished_ones_come_back_as_they_are_and_full_ones_end_for_length(
     await flight.load(tiny_model(tied=False, seed=1))
     finished = await flight.engine.generate(SHORT, seeds=range(8))
     assert {r.finish_reason for r in finished} == {FinishReason.STOP, FinishReason.LENGTH}
-    again = await flight.engine.generate(SHORT, seeds=range(8), begun=finished)
+    again = await flight.engine.generate(SHORT, seeds=range(8), partial_rollouts=finished)
     assert all(one is other for one, other in zip(again, finished, strict=True))
     await flight.load(endless_model(seed=1))
     begun = await broken_off(flight, 2, steps=10)
     size = len(begun[0].completion_ids)
     mixed = [finished[0], begun[1]]
-    first, second = await flight.engine.generate(SHORT, seeds=[5, 6], begun=mixed)
+    first, second = await flight.engine.generate(SHORT, seeds=[5, 6], partial_rollouts=mixed)
     assert first is finished[0]
     assert len(second.completion_ids) == LIMIT
-    (full,) = await flight.engine.generate(SHORT, seeds=[0], begun=begun[:1], max_new_tokens=size)
+    (full,) = await flight.engine.generate(SHORT, seeds=[0], partial_rollouts=begun[:1], max_new_tokens=size)
     assert full.finish_reason is FinishReason.LENGTH
     assert full.token_ids.tolist() == begun[0].token_ids.tolist()
-    with pytest.raises(ValueError, match="1 begun rollouts for 2 seeds"):
-        await flight.engine.generate(SHORT, seeds=[0, 1], begun=begun[:1])
-    with pytest.raises(ValueError, match="does not begin with the prompt"):
-        await flight.engine.generate(LONG, seeds=[0], begun=begun[:1])
+    with pytest.raises(ValueError, match="1 partial rollouts for 2 seeds"):
+        await flight.engine.generate(SHORT, seeds=[0, 1], partial_rollouts=begun[:1])
+    with pytest.raises(ValueError, match="does not start with the prompt"):
+        await flight.engine.generate(LONG, seeds=[0], partial_rollouts=begun[:1])
 
 
 async def test_progress_tells_of_watched_calls_those_that_wait_and_are_done_included(
@@ -160,12 +160,12 @@ async def test_who_watches_is_told_of_each_rollout_that_is_finished(flight: Flig
     assert sizes[0] == limit > sizes[2]
     watch = ProgressWatch("a", lambda: told.append(flight.engine.num_running))
     call = flight.engine.generate(
-        SHORT, seeds=range(3), begun=begun, watch=watch, max_new_tokens=limit + 5
+        SHORT, seeds=range(3), partial_rollouts=begun, watch=watch, max_new_tokens=limit + 5
     )
     await call
     assert told == [2, 1, 0]
     told.clear()
-    await flight.engine.generate(SHORT, seeds=range(3), begun=begun, watch=watch, max_new_tokens=9)
+    await flight.engine.generate(SHORT, seeds=range(3), partial_rollouts=begun, watch=watch, max_new_tokens=9)
     assert len(told) == 3, "all were finished"
 
 

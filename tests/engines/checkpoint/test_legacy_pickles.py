@@ -28,7 +28,7 @@ def test_what_is_not_plain_is_neither_loaded_nor_recommended(
     else:
         content = {"pickle": pickle.dumps(Hostile()), "empty": b"", "noise": b"PK\x03\x04noise"}
         path.write_bytes(content[kind])
-    with pytest.raises(CheckpointError, match="nothing of it is loaded or executed") as refused:
+    with pytest.raises(CheckpointError, match="neither loaded nor executed") as refused:
         load_plain_pickle(path)
     assert "weights_only" not in str(refused.value) and "\n" not in str(refused.value)
     assert str(path) in str(refused.value) and not Path("harmed").exists()
@@ -43,5 +43,5 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("found", [{}, [], {"layout": 1, "num_updates": 2}])
 def test_plain_values_that_are_no_state_are_refused(tmp_path: Path, found: object) -> None:
     torch.save(found, tmp_path / "rank_0.pt")
-    with pytest.raises(CheckpointError, match="not a trainer's state of the old form"):
+    with pytest.raises(CheckpointError, match="not a trainer's state of the old format"):
         load_legacy_progress(tmp_path / "rank_0.pt")

@@ -332,7 +332,7 @@ async def test_an_impossible_prompt_fails_alone(
 
 async def test_what_vllm_refuses_fails_alone(bench: Bench) -> None:
     running = asyncio.create_task(bench.engine.generate(SHORT, seeds=range(8)))
-    with pytest.raises(ConfigError, match=r"vLLM refuses the request: .*temperature"):
+    with pytest.raises(ConfigError, match=r"vLLM rejected the request: .*temperature"):
         await bench.engine.generate(SHORT, seeds=range(8), sampling=SamplingSettings(-1.0))
     assert len(await running) == 8
     assert bench.engine.num_running == 0

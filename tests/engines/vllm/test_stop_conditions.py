@@ -62,7 +62,7 @@ async def test_a_rollout_ends_with_the_token_that_completes_a_stop_and_is_traine
         assert worst_error(rollouts, {0: model}) < 1e-4
         # Broken off within the text, it ends all the same.
         cut = make_empty_rollout(prompt(*PROMPT, 21))
-        (rollout,) = await engine.generate(PROMPT, seeds=[3], begun=[cut])
+        (rollout,) = await engine.generate(PROMPT, seeds=[3], partial_rollouts=[cut])
         assert rollout.token_ids[len(PROMPT)] == 21
         assert not is_stopped(written(rollout)[:-1])
     finally:
