@@ -98,7 +98,7 @@ def train(
     """
     backend = FsdpTpBackend(make(model), config)
     aside = OptimizerOffload(
-        backend.iter_optimizer_state, not_of=lambda: (kept for _, kept, _ in backend.iter_shards())
+        backend.iter_optimizer_state, excluding=lambda: (kept for _, kept, _ in backend.iter_shards())
     )
     switch = LazyWeightResharder(60.0)
     drawn = torch.Generator().manual_seed(1)

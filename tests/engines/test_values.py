@@ -68,7 +68,7 @@ def test_a_directory_that_lacks_part_of_the_body_is_refused(model_path, tmp_path
     state = model.state_dict()
     del state["model.layers.0.mlp.up_proj.weight"]
     model.save_pretrained(tmp_path, state_dict=state)
-    with pytest.raises(ConfigError, match=r"lacks 1 parameters, as model.layers.0.mlp.up_proj"):
+    with pytest.raises(ConfigError, match=r"lacks 1 parameters, such as model.layers.0.mlp.up_proj"):
         load_value_model(str(tmp_path), dtype=torch.float32)
 
 

@@ -124,7 +124,7 @@ def _count_local_elements(
     if trainer.zero_stage != PARAMETER_SHARDING_STAGE or trainer.dp_size == 1:
         return local, 0
     # FSDP2 keeps the root's parameters gathered for a whole pass and prefetches a layer while the
-    # previous computes; a layer's gradient is reduced in a copy. Hence four layers besides the root.
+    # previous computes; a layer's gradient is reduced in a copy. So count four layers and the root.
     root = elements - sum(layers)
     four_layers = 4 * max(layers, default=0) // trainer.tensor_parallel
     return local // trainer.dp_size, root + four_layers

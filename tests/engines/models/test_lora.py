@@ -271,7 +271,7 @@ def test_a_target_the_model_does_not_have_is_refused_in_one_line(narrow_path, ta
     with pytest.raises(ConfigError) as refusal:
         check_lora_targets(narrow_path, config, section="critic.trainer")
     assert str(refusal.value) == (
-        f"critic.trainer.lora_targets=['q_proj', '{target}']: {target} must be a linear layer of"
+        f"critic.trainer.lora_targets=['q_proj', '{target}']: {target} must name a linear layer of"
         " the model, which has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
     )
 

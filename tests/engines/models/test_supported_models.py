@@ -263,8 +263,8 @@ def test_quantised_weights_are_refused(tmp_path: Path, method: str) -> None:
 @pytest.mark.parametrize(
     ("family", "attention", "words"),
     [
-        ("gemma2", "sdpa", "leaves out the cap"),
-        ("gpt_oss", "sdpa", "leaves out the sinks"),
+        ("gemma2", "sdpa", "ignores attention logit soft-capping"),
+        ("gpt_oss", "sdpa", "ignores the attention sinks"),
         ("qwen3", "flash", "needs the package flash-attn"),
     ],
 )

@@ -32,7 +32,7 @@ def step(parameters: list[torch.nn.Parameter], optimizer: torch.optim.AdamW) -> 
 def memory_of(
     parameters: list[torch.nn.Parameter], optimizer: torch.optim.AdamW
 ) -> OptimizerOffload:
-    return OptimizerOffload(lambda: iter_optimizer_tensors(optimizer), not_of=lambda: parameters)
+    return OptimizerOffload(lambda: iter_optimizer_tensors(optimizer), excluding=lambda: parameters)
 
 
 def test_what_comes_back_is_what_went_and_where_it_was() -> None:
@@ -89,7 +89,7 @@ def test_a_rank_that_keeps_nothing_of_a_parameter_gives_up_no_memory_of_others()
 def test_a_folder_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters, optimizer = adam(10)
     monkeypatch.setattr(tempfile, "tempdir", "/not/there")
-    with pytest.raises(StreamError, match=r"put aside in /not/there \(TMPDIR\): No such file"):
+    with pytest.raises(StreamError, match=r"offloaded to /not/there \(TMPDIR\): No such file"):
         memory_of(parameters, optimizer).offload_state()
     step(parameters, optimizer)
 
@@ -104,6 +104,6 @@ def test_without_room_elsewhere_nothing_is_given_up(monkeypatch: pytest.MonkeyPa
 
     parameters, optimizer = adam(10)
     monkeypatch.setattr(tempfile, "TemporaryFile", Full)
-    with pytest.raises(StreamError, match=r"put aside in .*TMPDIR.*: No space left"):
+    with pytest.raises(StreamError, match=r"offloaded to .*TMPDIR.*: No space left"):
         memory_of(parameters, optimizer).offload_state()
     step(parameters, optimizer)
