@@ -135,7 +135,7 @@ def _explain_vllm_mismatch(family: str, settings: Mapping[str, Any], stored: Ten
     heads, kv_heads = (settings.get(f"num_{kind}_heads") for kind in ("attention", "key_value"))
     unprefixed = next((name for name in stored if name.startswith("layers.")), "")
     top_k = settings.get("num_experts_per_tok")
-    num_experts = next(filter(None, map(settings.get, EXPERT_COUNT_KEYS)), None)
+    experts = next(filter(None, map(settings.get, EXPERT_COUNT_KEYS)), None)
     biased = next((name for name in stored if name.endswith("self_attn.o_proj.bias")), "")
     rules = {
         "max_window_layers: vLLM takes a sliding window for all layers or none": (
@@ -147,8 +147,8 @@ def _explain_vllm_mismatch(family: str, settings: Mapping[str, Any], stored: Ten
         "tie_word_embeddings=false: vLLM has no separate head for this family": (
             family in ("gemma", "gemma2", "gemma3_text") and not is_tied
         ),
-        f"num_experts_per_tok={top_k}: must be from 1 to the number of experts, {num_experts}": bool(
-            num_experts and top_k is not None and not 0 < top_k <= num_experts
+        f"num_experts_per_tok={top_k}: must be from 1 to the number of experts, {experts}": bool(
+            experts and top_k is not None and not 0 < top_k <= experts
         ),
         f"num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}": bool(
             heads and kv_heads and heads % kv_heads
