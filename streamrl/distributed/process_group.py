@@ -59,7 +59,6 @@ def _connect_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
 
 
 def leave_process_group() -> None:
-    """Destroy the default process group if this process has one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

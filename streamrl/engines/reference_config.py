@@ -33,7 +33,6 @@ class ReferenceConfig:
             )
 
     def is_updated_at(self, version: int) -> bool:
-        """Return whether the reference is updated when the policy reaches this version."""
         return bool(self.every) and version > 0 and version % self.every == 0
 
     def find_reference_version(self, version: int) -> int:

@@ -173,7 +173,6 @@ class TrainerConfig:
 
     @property
     def dp_size(self) -> int:
-        """Number of data-parallel ranks."""
         return self.world_size // self.tensor_parallel
 
     def get_dp_rank(self, rank: int) -> int:
@@ -182,7 +181,6 @@ class TrainerConfig:
 
     @property
     def has_master_weights(self) -> bool:
-        """Whether the optimizer keeps float32 master weights."""
         return self.backend == "deepspeed" and self.zero_stage > 0
 
     @property
@@ -207,7 +205,6 @@ class TrainerConfig:
         return self.lr * self._make_lr_schedule(warmup, num_steps)(step)
 
     def _make_lr_schedule(self, warmup: int, num_steps: int | None) -> Callable[[int], float]:
-        """Return transformers' schedule as a function from step to factor of lr."""
         import torch
         from transformers import get_scheduler
 

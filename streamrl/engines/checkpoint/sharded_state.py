@@ -142,7 +142,6 @@ def read_progress(directory: Path) -> TrainerProgress:
 
 
 def save_rng(directory: Path, rank: int) -> None:
-    """Write the state of this rank's CPU and CUDA random number generators."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -275,7 +274,6 @@ class _StateWriter:
         return self
 
     def add_shard(self, kind: str, shard: TensorShard, elements: Tensor) -> None:
-        """Copy a shard to the CPU and write a file once enough are pending."""
         self._pending_tensors[f"{kind}/{shard.tensor}"] = elements.to("cpu", copy=True)
         self._pending_shards[shard.tensor] = _encode_shard(shard)
         self._pending_bytes += elements.nbytes
@@ -335,7 +333,6 @@ def _open_safetensors(path: Path) -> Any:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write CPU tensors into a safetensors file."""
     path.write_bytes(to_safetensors({n: t.contiguous() for n, t in tensors.items()}))
 
 

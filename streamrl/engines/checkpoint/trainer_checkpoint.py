@@ -106,7 +106,6 @@ def load_legacy_progress(path: Path) -> dict[str, Any]:
 
 
 def describe_layout(config: TrainerConfig) -> str:
-    """Describe backend, sharding, ranks and adapters of a trainer for messages."""
     has_stages = config.backend == "deepspeed" or config.has_sharded_params
     stage = f" zero_stage={config.zero_stage}" if has_stages else ""
     tensor = f" tensor_parallel={config.tensor_parallel}" if config.tensor_parallel > 1 else ""

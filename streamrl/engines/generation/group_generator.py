@@ -35,7 +35,6 @@ class GroupGenerator:
 
     @property
     def stages(self) -> Mapping[str, Callable[..., Awaitable[Columns]]]:
-        """Generating function of each stage."""
         return {GENERATE_CALL.stage: self.generate_group, GREEDY_CALL.stage: self.generate_greedy}
 
     async def generate_group(
@@ -87,7 +86,6 @@ class GroupGenerator:
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], *, sampling: SamplingSettings
     ) -> list[Rollout]:
-        """Sample a rollout per seed with other sampling settings, for evaluation."""
         return await self._engine.generate(prompt.token_ids, seeds=seeds, sampling=sampling)
 
     async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array]:

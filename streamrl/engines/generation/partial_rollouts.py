@@ -84,7 +84,6 @@ def extend_rollout(
     versions: Sequence[int],
     finish_reason: FinishReason,
 ) -> Rollout:
-    """Return a copy of a rollout with newly sampled tokens appended."""
     return Rollout(
         token_ids=_append_values(rollout.token_ids, token_ids),
         loss_mask=_append_values(rollout.loss_mask, np.ones(len(token_ids), np.bool_)),

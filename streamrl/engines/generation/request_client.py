@@ -116,7 +116,6 @@ class EngineClient:
             self._drop_request(request.request_id)
 
     async def _call_thread(self, send: Callable[[int], None], operation: str) -> Any:
-        """Send a command with a new call id and return the thread's reply to it."""
         call_id = self._next_request_id()
         reply = self._pending.pending_replies[call_id] = asyncio.get_running_loop().create_future()
         send(call_id)

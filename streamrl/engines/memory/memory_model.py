@@ -131,7 +131,6 @@ def _count_local_elements(
 
 
 def _count_largest_param(module: "PreTrainedModel", trainer: TrainerConfig) -> int:
-    """Count the elements of a backend torch rank's largest parameter."""
     largest = max(parameter.numel() for parameter in module.parameters())
     is_sharded = trainer.has_sharded_params and trainer.zero_stage == PARAMETER_SHARDING_STAGE
     return -(-largest // trainer.dp_size) if is_sharded else largest

@@ -53,13 +53,11 @@ class PeakMemoryTracker:
         self._peaks[phase] = max(self._peaks.get(phase, 0.0), _read_and_reset_peak() / MB)
 
     def drain_peaks(self) -> dict[str, float]:
-        """Return the peaks since the last call, MB by phase."""
         peaks, self._peaks = self._peaks, {}
         return peaks
 
 
 def _read_and_reset_peak() -> int:
-    """Return the peak since the last call, bytes."""
     import torch
 
     if torch.cuda.is_available():

@@ -50,7 +50,6 @@ class TokenScores(NamedTuple):
 
 
 def get_local_device() -> torch.device:
-    """Return the current CUDA device, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -101,7 +100,6 @@ def load_value_skeleton(path: str) -> "PreTrainedModel":
 def _load_pretrained(
     auto_class: Any, path: str, config: Any, dtype: torch.dtype, options: ModelLoadOptions
 ) -> tuple[Any, list[str]]:
-    """Return the model without dropout, and the names of missing parameters."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -133,7 +131,6 @@ def _load_pretrained(
 
 
 def _choose_attention(config: Any, setting: str) -> str | None:
-    """Return transformers' name of the attention; None leaves the choice to transformers."""
     softcap = config.get_text_config().to_dict().get("attn_logit_softcapping")
     if setting == "auto" and softcap:
         # transformers' other implementations silently ignore soft-capping.

@@ -43,7 +43,6 @@ def write_hf_model(
 
 @contextmanager
 def _reset_generation_config(module: "PreTrainedModel") -> Iterator[None]:
-    """Replace the generation config of a generative model by an empty one."""
     if not module.can_generate():
         yield
         return

@@ -165,7 +165,6 @@ def _explain_vllm_mismatch(family: str, settings: Mapping[str, Any], stored: Ten
 
 
 def _explain_wrong_attention(family: str, settings: Mapping[str, Any], attention: str) -> str:
-    """Explain why a value of trainer.attention is wrong for the model; "" if it is right."""
     if attention == "flash" and importlib.util.find_spec("flash_attn") is None:
         return "needs the package flash-attn, which is not installed; auto does without"
     if attention == "sdpa" and settings.get("attn_logit_softcapping"):
@@ -330,7 +329,6 @@ def _load_on_meta(path: str, shapes: TensorShapes, *, is_served: bool) -> str:
 
 
 def _explain_load_failure(error: Exception, role: str) -> str:
-    """Explain an exception that transformers raised for a directory's settings."""
     text = " ".join(str(error).split())
     if text.startswith("Unrecognized configuration class"):
         return f"config.json: transformers has no class that makes a {role} of this family"

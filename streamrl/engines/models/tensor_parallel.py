@@ -48,7 +48,6 @@ def iter_parallel_params(
 
 
 def iter_layers(module: "PreTrainedModel") -> Iterator[nn.Module]:
-    """Yield the decoder layers of a model."""
     layer_classes = set(module._no_split_modules or ())
     return (layer for layer in module.modules() if type(layer).__name__ in layer_classes)
 

@@ -30,7 +30,6 @@ SplitSizes = Mapping[str, int]
 
 
 def has_experts(model_path: str) -> bool:
-    """Return whether the model in a directory is a mixture of experts."""
     config = vars(read_model_config(model_path).get_text_config())
     return any(config.get(name) for name in EXPERT_COUNT_KEYS)
 
@@ -55,7 +54,6 @@ def check_tensor_parallel(model_path: str, ranks: int, *, section: str) -> None:
 
 
 def get_split_sizes(shape: ModelShape) -> SplitSizes:
-    """Return the divided sizes of a planner's model shape."""
     sizes = {HEADS_KEY: shape.heads, KV_HEADS_KEY: shape.kv_heads}
     if not shape.experts:
         return sizes | {INTERMEDIATE_KEY: shape.intermediate}

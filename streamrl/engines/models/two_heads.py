@@ -50,7 +50,6 @@ def load_two_headed_model(
 
 
 def add_value_head(model: "PreTrainedModel", *, dtype: torch.dtype) -> None:
-    """Add a value head on the model's device."""
     width = model.config.get_text_config().hidden_size
     model.score = torch.nn.Linear(width, 1, device=model.device, dtype=dtype)
 

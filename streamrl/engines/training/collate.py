@@ -99,7 +99,6 @@ def _collect_rollout(
 
 
 def find_token_slice(lengths: Array, index: int) -> slice:
-    """Return the slice of a rollout's tokens in a token column of its group."""
     end = int(lengths[: index + 1].sum())
     return slice(end - int(lengths[index]), end)
 

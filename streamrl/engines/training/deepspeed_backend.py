@@ -48,8 +48,6 @@ FORCE_WEIGHTS_ONLY_ENV = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 class DeepSpeedBackend:
-    """A rank's DeepSpeed engine as a TrainingBackend."""
-
     def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
         deepspeed = _import_deepspeed()
         self.module = module
@@ -160,8 +158,8 @@ class DeepSpeedBackend:
             if not parameter.requires_grad:
                 continue
             if self._zero_stage == 0:
-                whole = create_whole_shard(name, tuple(parameter.shape))
-                yield ParameterFragment(whole, parameter, is_copy=rank != 0)
+                full_shard = create_whole_shard(name, tuple(parameter.shape))
+                yield ParameterFragment(full_shard, parameter, is_copy=rank != 0)
             elif self.has_sharded_params:
                 shape = tuple(parameter.ds_shape)
                 flat_shard = create_whole_shard(name, shape).chunk_flat(rank, world_size)
@@ -173,9 +171,10 @@ class DeepSpeedBackend:
             elif parameter._hp_mapping is not None:
                 mapping = parameter._hp_mapping
                 master_range, param_range = mapping.hp_fragment_address, mapping.lp_fragment_address
-                whole = create_whole_shard(name, tuple(parameter.shape))
+                full_shard = create_whole_shard(name, tuple(parameter.shape))
                 flat_shard = replace(
-                    whole, flat_range=(param_range.start, param_range.start + param_range.numel)
+                    full_shard,
+                    flat_range=(param_range.start, param_range.start + param_range.numel),
                 )
                 yield ParameterFragment(
                     flat_shard, self._master_blocks[mapping.param_group_index], master_range.start

@@ -46,7 +46,6 @@ class EmaReference:
                 reference.lerp_(tensor.detach().to("cpu", reference.dtype), 1 - self._decay)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the reference's parameters under the policy's names."""
         yield from self._tensors.items()
 
     def save(self, folder: Path) -> None:

@@ -86,7 +86,6 @@ class FsdpTpBackend:
         set_collective_timeout(config.collective_timeout_s)
 
     def _apply_fsdp(self) -> None:
-        """Shard the parameters over the data ranks, gathering a layer at a time."""
         for submodule in (*iter_layers(self.module), self.module):
             # By default the root stays gathered after a forward pass without a backward pass.
             sharded = fully_shard(submodule, mesh=self._dp_mesh, reshard_after_forward=True)
@@ -178,7 +177,6 @@ class FsdpTpBackend:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """AdamW, on what this rank keeps."""
         return self._optimizer
 
     def refresh_params(self) -> None:
@@ -197,7 +195,6 @@ class FsdpTpBackend:
 
 
 def _to_local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard as a plain tensor sharing memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -133,7 +133,6 @@ def _as_byte_tensor(storage: torch.UntypedStorage) -> Tensor:
 
 
 def iter_optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    """Yield the state's tensors and the parameters of a torch optimizer."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
     for group in optimizer.param_groups:

@@ -81,15 +81,11 @@ class TrainingTask(Protocol):
         """Return the divisor of an update's summed loss; 0 if all tokens are masked."""
         ...
 
-    def is_saved(self, name: str) -> bool:
-        """Return whether the saved Hugging Face model contains a parameter."""
-        ...
+    def is_saved(self, name: str) -> bool: ...
 
 
 @dataclass(frozen=True)
 class PolicyTask:
-    """Trains the policy with the token loss of its algorithm."""
-
     model_path: str
     spec: Algorithm
     settings: AlgorithmSettings

@@ -234,7 +234,6 @@ class ModelTrainer:
         return derive_columns(self._task.spec, self._task.settings, groups)
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
-        """Return the divisor of an update's summed loss, from the sums of all ranks."""
         return self._task.compute_loss_denominator(sums)
 
     def step(self, loss_denominator: float) -> dict[str, float]:
@@ -323,12 +322,10 @@ class ModelTrainer:
 
     @property
     def has_sharded_params(self) -> bool:
-        """Whether a rank holds only a shard of the parameters; `full_state` is then collective."""
         return self._backend.has_sharded_params
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """Callable for a forward pass of the current model; may be collective."""
         return self._backend.forward
 
     @property

@@ -213,7 +213,6 @@ def _keep_plain_on_cpu() -> AbstractContextManager[None]:
 def make_weight_loader(
     engine: VllmEngine, spec: EngineSpec, parameters: ParameterSet
 ) -> WeightLoaderProtocol:
-    """Return the weight loader of a newly built engine."""
     if spec.rank_group is not None:
         worker = engine.model_executor.driver_worker.worker
         return PartialWeightLoader(worker, parameters, spec.model_path, spec.rank_group)
@@ -375,7 +374,6 @@ def _make_sampling_params(
 
 
 def _to_sampled_sequence(output: Any) -> SampledSequence:
-    """Convert vLLM's RequestOutput, which may be unfinished."""
     completion = output.outputs[0]
     request_id, index = output.request_id.split(":")
     versions: list[int] = []

@@ -44,29 +44,23 @@ class WeightUpdate:
 class EngineListener(Protocol):
     """Receives the thread's results; methods run on the event loop."""
 
-    def on_started(self, model_info: ModelInfo) -> None:
-        """Handle the start of the engine."""
+    def on_started(self, model_info: ModelInfo) -> None: ...
 
-    def on_sampled(self, batch: Sequence[SampledSequence]) -> None:
-        """Handle the rollouts that a step finished."""
+    def on_sampled(self, batch: Sequence[SampledSequence]) -> None: ...
 
-    def on_rejected(self, request_id: int, reason: str) -> None:
-        """Handle a request that vLLM rejected as a whole."""
+    def on_rejected(self, request_id: int, reason: str) -> None: ...
 
-    def on_loaded(self, version: int, stats: WeightLoadStats) -> None:
-        """Handle a loaded version, which samples all later tokens."""
+    def on_loaded(self, version: int, stats: WeightLoadStats) -> None: ...
 
-    def on_reply(self, call_id: int, answer: Any) -> None:
-        """Handle the result of a command that was sent with a call id."""
+    def on_reply(self, call_id: int, answer: Any) -> None: ...
 
-    def on_exit(self, error: BaseException | None) -> None:
-        """Handle the end of the thread; `error` is None after `stop`."""
+    def on_exit(self, error: BaseException | None) -> None: ...
 
 
 class EngineThread:
     """Builds an engine, steps it while it has requests, and shuts it down.
 
-    All public methods only enqueue a command, which the thread executes before its next step.
+    Public methods (except `start`) enqueue a command, which the thread executes before its next step.
     """
 
     def __init__(self, spec: EngineSpec, listener: EngineListener) -> None:
@@ -100,13 +94,11 @@ class EngineThread:
         self._commands.put(lambda engine: self._load_or_defer(engine, update))
 
     def request_partials(self, call_id: int, request_ids: Collection[int]) -> None:
-        """Reply with the unfinished sequences of some requests."""
         self._run_and_reply(
             call_id, lambda engine: vllm_engine.list_partial_sequences(engine, request_ids)
         )
 
     def request_storage(self, call_id: int) -> None:
-        """Reply with `WeightLoader.get_storage`."""
         self._run_and_reply(call_id, lambda engine: self._weight_loader.get_storage())
 
     def use_model_dir(self, version: int) -> None:
@@ -114,7 +106,6 @@ class EngineThread:
         self._commands.put(lambda engine: self._set_version(engine, version))
 
     def sleep(self, call_id: int) -> None:
-        """Free the KV cache until the next step, then reply."""
         self._run_and_reply(call_id, lambda engine: self._kv_memory.sleep())
 
     def pause(self, call_id: int) -> None:

@@ -82,7 +82,6 @@ class LeaderExecutor(UniProcExecutor):
         )
 
     def shutdown(self) -> None:
-        """Shut the worker down; followers end when their connections close."""
         for connection in self._connections.values():
             connection.close()
         super().shutdown()
@@ -193,7 +192,6 @@ def _init_process_groups(config: VllmConfig, rank_group: RankGroup) -> None:
 
 
 def _accept_followers(rank_group: RankGroup) -> dict[int, Connection]:
-    """Accept the followers' connections and return them by rank."""
     key, connections = secrets.token_bytes(16), {}
     with Listener((_find_local_address(), 0), backlog=rank_group.size, authkey=key) as listener:
         _broadcast_from_leader(rank_group, [(listener.address, key)])

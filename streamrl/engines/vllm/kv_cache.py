@@ -38,7 +38,6 @@ class KvCacheMemory:
             self._engine.collective_rpc(free_kv_caches)
 
     def wake_up(self) -> None:
-        """Allocate an empty KV cache if it was freed."""
         if not self._is_asleep:
             return
         self._is_asleep = False
@@ -49,14 +48,12 @@ class KvCacheMemory:
 
 
 def free_kv_caches(worker: VllmWorker) -> None:
-    """Free the KV cache of a worker, in the worker's process."""
     for storage in _list_cache_storages(worker):
         storage.resize_(0)
     release_freed_memory()
 
 
 def allocate_kv_caches(worker: VllmWorker) -> None:
-    """Allocate the KV cache of a worker, in the worker's process."""
     for storage, num_bytes in _list_cache_storages(worker).items():
         storage.resize_(num_bytes)
         # Zero the memory: masked positions must not hold NaN.

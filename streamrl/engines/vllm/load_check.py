@@ -53,7 +53,6 @@ class TensorFingerprint:
 
     @classmethod
     def from_fingerprints(cls, prints: Iterable["TensorFingerprint"]) -> "TensorFingerprint":
-        """Return the fingerprint of several tensors concatenated."""
         parts = list(prints)
         return cls(
             sum(part.num_elements for part in parts),
@@ -97,16 +96,15 @@ class LoadCheck:
         self._dtypes = {parameter.dtype for parameter in model.parameters()}
         self._unchecked_names: set[str] = set()
         prints = {name: self.make_fingerprints(tensor) for name, tensor in stored.items()}
-        for published, held in self._find_differences(prints):
-            # Exclude the differing layer. Without `held`, published tensors have no counterpart in
-            # the model at all; later loads must report them.
-            self._unchecked_names |= {*published, *held} if held else set()
+        for published, unmatched in self._find_differences(prints):
+            # Exclude the differing layer. If `unmatched` is empty, the published tensors have no
+            # counterpart in the model at all; do not exclude those.
+            self._unchecked_names |= {*published, *unmatched} if unmatched else set()
 
     def make_fingerprints(self, tensor: Tensor) -> FingerprintsByDtype:
         return {dtype: TensorFingerprint.from_tensor(tensor, dtype) for dtype in self._dtypes}
 
     def compare_loaded(self, published: Mapping[str, FingerprintsByDtype]) -> LoadVerification:
-        """Compare the model with the published fingerprints, by the checkpoint's names."""
         differing = [name for names, _ in self._find_differences(published) for name in names]
         return LoadVerification(
             len(published.keys() - self._unchecked_names), tuple(sorted(differing))
@@ -136,7 +134,7 @@ class LoadCheck:
     def _find_unmatched(
         self,
         published: Mapping[str, FingerprintsByDtype],
-        held: Mapping[str, tuple[torch.dtype, TensorFingerprint]],
+        model_prints: Mapping[str, tuple[torch.dtype, TensorFingerprint]],
     ) -> tuple[list[str], list[str]]:
         """Match the parameters of a layer; return unmatched published and model names.
 
@@ -147,7 +145,7 @@ class LoadCheck:
            all experts.
         """
         matched, rest = set[str](), []
-        for name, (dtype, fingerprint) in held.items():
+        for name, (dtype, fingerprint) in model_prints.items():
             sources = {
                 n for n, prints in published.items() if prints[dtype].is_close_to(fingerprint)
             }
@@ -162,14 +160,14 @@ class LoadCheck:
                 rest.append(name)
         missing = [name for name in published if name not in matched]
         remaining = TensorFingerprint.from_fingerprints(
-            published[name][held[rest[0]][0]] for name in missing if rest
+            published[name][model_prints[rest[0]][0]] for name in missing if rest
         )
         if rest and remaining.is_close_to(
-            TensorFingerprint.from_fingerprints(held[name][1] for name in rest)
+            TensorFingerprint.from_fingerprints(model_prints[name][1] for name in rest)
         ):
             return [], []
         for names, name in _iter_fused_candidates(missing, tuple(rest)):
-            dtype, fingerprint = held[name]
+            dtype, fingerprint = model_prints[name]
             fused = TensorFingerprint.from_fingerprints(
                 published[source][dtype] for source in names
             )
@@ -179,7 +177,6 @@ class LoadCheck:
         return missing, rest
 
     def _list_source_names(self, name: str) -> set[str]:
-        """Return the checkpoint's names of the parameters that a model parameter fuses."""
         path, _, kind = name.rpartition(".")
         parent, _, module = path.rpartition(".")
         return {

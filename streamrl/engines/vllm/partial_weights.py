@@ -68,7 +68,6 @@ class PartialWeightLoader:
         return sum(parameter.nbytes for parameter in self._model.parameters()), LoadVerification()
 
     def get_storage(self) -> ShardStorage | None:
-        """Return the storage of this rank's pieces; see `WeightLoader.get_storage`."""
         views: dict[str, list[tuple[TensorBox, Tensor]]] = {}
         for name, box, view in self._local_pieces:
             views.setdefault(self._parameters.get_first_name(name), []).append((box, view))

@@ -40,12 +40,10 @@ class RankGroup:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of this rank's group."""
         return next(ranks for ranks in self.groups if self.rank in ranks)
 
     @property
     def group_rank(self) -> int:
-        """Index of this rank's shard."""
         return self.ranks.index(self.rank)
 
     @property
@@ -79,7 +77,6 @@ def assign_rank_groups(trainer: "TrainerConfig", size: int) -> tuple[tuple[int, 
 
 
 def _order_by_overlap(train_layout: ModelLayout, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Order ranks so that their served shards overlap the most with their trained shards."""
     group_layout = ModelLayout(
         train_layout.model, {i: train_layout.shards[rank] for i, rank in enumerate(ranks)}
     )

@@ -22,7 +22,6 @@ class StopConditions:
     """
 
     def __init__(self, model_path: str, config: GeneratorConfig) -> None:
-        """Load the tokenizer of a model directory if there are stop strings."""
         self.token_ids = list(config.stop_token_ids)
         self._texts = list(config.stop)
         self._tokenizer = load_tokenizer(model_path) if self._texts else None

@@ -93,7 +93,6 @@ def keep_plain_linears() -> Iterator[None]:
 
 
 def use_onednn(model: torch.nn.Module) -> None:
-    """Make the large linear layers of a model with unpacked weights use oneDNN."""
     for module in model.modules():
         if "cpu_linear" in vars(module):
             weight = module.get_parameter("weight")
@@ -275,7 +274,6 @@ class BoundParameter:
 
     @property
     def live_tensors(self) -> tuple[Tensor, Sequence[Tensor]]:
-        """References that keep the memory of the current values alive."""
         return self._parameter.data, self._viewed_tensors
 
     def has_matching_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:

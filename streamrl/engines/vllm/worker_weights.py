@@ -47,7 +47,6 @@ class WorkerWeightLoader:
         self._tied_names = {name: names for names in parameters.tied_groups for name in names}
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
-        """Load all parameters; return the bytes written and no verification."""
         file = os.memfd_create("weights")
         try:
             stored = list(self._write_tensors(file, tensors))
@@ -105,12 +104,10 @@ def unlink_shared_memory(engine: VllmEngine) -> None:
 
 
 def list_shared_memory_files(worker: VllmWorker) -> list[str]:
-    """Return the shared memory files of a worker's engine, in the worker's process."""
     prefix = os.environ["VLLM_DIST_IDENT"]
     return [name for name in os.listdir(SHARED_MEMORY_DIR) if name.startswith(prefix)]
 
 
 def has_lost_rank(engine: VllmEngine) -> bool:
-    """Return whether a process of a tensor-parallel engine has died."""
     executor = engine.model_executor
     return hasattr(executor, "is_failed") and bool(executor.is_failed)
