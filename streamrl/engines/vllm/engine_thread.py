@@ -60,7 +60,8 @@ class EngineListener(Protocol):
 class EngineThread:
     """Builds an engine, steps it while it has requests, and shuts it down.
 
-    Public methods (except `start`) enqueue a command, which the thread executes before its next step.
+    Public methods except `start` enqueue a command, which the thread executes before its next
+    step.
     """
 
     def __init__(self, spec: EngineSpec, listener: EngineListener) -> None:
