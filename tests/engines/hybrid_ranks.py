@@ -1,6 +1,6 @@
-"""Two processes with a trainer's rank and a generation engine each: what lies where, and agrees.
+"""Two processes with a trainer rank and a generation engine each: shared memory and equal results.
 
-vLLM comes into the trainers' process group as one replica per rank. The engine stays; trainers of
+vLLM joins the trainers' process group as a replica per rank. The engine stays while trainers of
 several backends follow each other.
 """
 
@@ -33,7 +33,7 @@ from tests.engines.tiny_qwen import save, tiny_model
 WORLD = 2
 UPDATES = 3
 ODD_VOCABULARY = 50
-"""Tokens of the model: vLLM pads them to a multiple of 64."""
+"""Vocabulary size; vLLM pads it to a multiple of 64."""
 BACKENDS: dict[str, dict[str, Any]] = {
     "torch": {"backend": "torch"},
     "deepspeed 0": {"zero_stage": 0},
@@ -45,7 +45,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """A trainer beside the engine."""
+    """A trainer in the process of the engine."""
 
     backend: str
 
@@ -63,7 +63,7 @@ def write_model(folder: Path) -> str:
 def one_rank(
     rank: int, model_path: str, port: int, cases: Sequence[Case]
 ) -> dict[str, list[dict[str, Any]]]:
-    """What a rank saw, by backend, of every version."""
+    """Return a rank's results for every version, by backend."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_process_group(rank=rank, world_size=WORLD, timeout_s=120.0)
     return asyncio.run(all_backends(model_path, cases))
@@ -96,7 +96,7 @@ async def all_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[
 
 
 def served_by(engine: GenerationEngine) -> Any:
-    """The weights of an engine, as it holds them."""
+    """Return the weights that an engine holds."""
     return engine._thread._weight_loader
 
 
@@ -107,13 +107,13 @@ def make(module: PreTrainedModel, config: TrainerConfig) -> Any:
 
 
 async def unplanned(engine: GenerationEngine, backend: Any) -> bool:
-    """Whether there is no switch, on any rank, if one cannot be filled."""
+    """Return whether resharding is off on all ranks if any cannot be written."""
     served = await engine.get_storage() if dist.get_rank() else None
     return await plan(backend.placed(), served) is None
 
 
 async def cast(engine: GenerationEngine, backend: Any) -> bool:
-    """Whether what is kept in another type is served as that says."""
+    """Return whether weights of another dtype are served cast."""
     served = await engine.get_storage()
     assert served is not None
     halved = [(name, tensor.bfloat16(), shard) for name, tensor, shard in backend.placed()]
@@ -129,7 +129,7 @@ async def plan(placed: Any, served: ShardStorage | None) -> WeightResharder | No
 
 
 async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict[str, Any]]:
-    """What fills the engine's parameters with a version from all ranks, and counts."""
+    """Return a function that reshards a version into the engine and counts bytes."""
     refused, rounded = await unplanned(engine, backend), await cast(engine, backend)
     served = await engine.get_storage()
     assert served is not None
@@ -161,7 +161,7 @@ def in_place(
     backend: FsdpTpBackend,
     served: ShardStorage,
 ) -> Callable[[int], dict[str, Any]]:
-    """The same where the trainer moves into the engine's memory."""
+    """As `filler`, for a trainer that moves its shards into the engine's memory."""
 
     def fill(version: int) -> dict[str, Any]:
         moved = switch.run(backend, served, version)
@@ -177,21 +177,21 @@ def in_place(
 
 
 def update(backend: Any, config: TrainerConfig) -> None:
-    """A step that changes every parameter, of other tokens for each share of the data."""
+    """Change every parameter by a step on different tokens per data-parallel rank."""
     ids = torch.from_numpy(SEQUENCE).long().roll(config.get_dp_rank(dist.get_rank()))[None]
     backend.backward(backend.forward(ids).logits.square().mean())
     backend.step(divisor=float(config.dp_size), lr=LR)
 
 
 async def look(engine: GenerationEngine, backend: Any) -> dict[str, Any]:
-    """Where the parameters lie, and what trainer and engine say of a sequence."""
+    """Return parameter addresses and the logprobs of trainer and engine for a sequence."""
     _, (served,) = await engine.compute_logprobs([SEQUENCE])
     ids = torch.from_numpy(SEQUENCE).long()
     with torch.no_grad():
         logits = backend.forward(ids[None]).logits[0, :-1].float()
     trained = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].numpy()
     lies_at = {name: p.data_ptr() for name, p in backend.module.named_parameters()}
-    # What the engine has fused begins where the first of it lies.
+    # A fused parameter of the engine starts at the address of its first part.
     bound = served_by(engine)._bound_parameters
     return {
         "apart": [b.names for b in bound if b.held[0].data_ptr() != lies_at[b.names[0]]],

@@ -1,7 +1,6 @@
-"""Processes with a trainer's rank and a part of a generator each, and what each saw.
+"""Processes with a trainer rank and a part of a generator each.
 
-The generators are split over teams of two ranks, and stay; trainers of several meshes follow each
-other.
+Generators are split over rank groups of two and stay; trainers of several meshes follow each other.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ SEEDS = range(6)
 MAX_LENGTH = 64
 CONFIG = GeneratorConfig(max_new_tokens=20, tensor_parallel=SIZE)
 ODD_VOCABULARY = 90
-"""Tokens of the model: vLLM pads them to a multiple of 64, and the second of two ranks has 26."""
+"""Vocabulary size; vLLM pads it to a multiple of 64, and the second of two ranks has 26 tokens."""
 MESHES: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel": -1},
     "sharded": {"zero_stage": 3},
@@ -76,7 +75,7 @@ def write_model(kv_heads: int, folder: Path) -> str:
 
 
 def whole(path: str, weights: Mapping[str, torch.Tensor]) -> list[list[int]]:
-    """What a generator that is not split samples of these weights."""
+    """Return the tokens that an unsplit generator samples with these weights."""
 
     async def sampled() -> list[list[int]]:
         config = GeneratorConfig(max_new_tokens=CONFIG.max_new_tokens)
@@ -88,7 +87,7 @@ def whole(path: str, weights: Mapping[str, torch.Tensor]) -> list[list[int]]:
 
 
 def one_rank(rank: int, path: str, port: int, world: int, meshes: Sequence[str]) -> dict[str, Any]:
-    """What a rank saw, by mesh, and who is in its team."""
+    """Return a rank's results by mesh, and the ranks of its group."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_process_group(rank=rank, world_size=world, timeout_s=120.0)
     team = make_rank_group(rank, trainer_config(meshes[0], world), SIZE)
@@ -142,7 +141,7 @@ async def all_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[
 
 
 def lacking(backend: Any, storage: ShardStorage) -> int:
-    """Bytes of what is served that this rank does not train."""
+    """Return the bytes of served elements that this rank does not train."""
     trained = {name: shard.boxes for name, _, shard in backend.placed()}
     return sum(
         count_elements(subtract_boxes([box], trained.get(name, []))) * view.itemsize
@@ -151,7 +150,7 @@ def lacking(backend: Any, storage: ShardStorage) -> int:
 
 
 def parameters_of(engine: GenerationEngine | FollowerRank) -> Iterator[torch.Tensor]:
-    """Those of vLLM's model on this rank."""
+    """Return the parameters of vLLM's model on this rank."""
     weights: Any = (
         engine._thread._weight_loader
         if isinstance(engine, GenerationEngine)
@@ -161,7 +160,7 @@ def parameters_of(engine: GenerationEngine | FollowerRank) -> Iterator[torch.Ten
 
 
 async def without_kv(engine: GenerationEngine | FollowerRank) -> tuple[int, int]:
-    """Bytes of the keys and values on this rank before and after they are released."""
+    """Return the bytes of the KV cache on this rank before and after sleep."""
     if isinstance(engine, GenerationEngine):
         await engine.pause("test")
     before = kv_bytes(engine)
@@ -189,13 +188,13 @@ async def look(
     switch: Callable[[int], ReshardingStats | None],
     version: int,
 ) -> dict[str, Any]:
-    """What comes for a version, and what trainer and generator say of a sequence."""
+    """Return the bytes received for a version, and trainer's and generator's logprobs."""
     moved = await asyncio.to_thread(switch, version)
     assert moved is not None
     ids = torch.from_numpy(SEQUENCE).long()
     logits = await asyncio.to_thread(lambda: backend.forward(ids[None]).logits[0, :-1].float())
     trained = torch.log_softmax(logits.detach(), -1).gather(1, ids[1:, None])[:, 0].numpy()
-    # All ranks have filled their part before any is computed with.
+    # All ranks have loaded their part before the next decode step.
     await asyncio.to_thread(dist.barrier)
     seen: dict[str, Any] = {
         "received_bytes": moved.received_bytes,
@@ -216,7 +215,7 @@ async def tokens(engine: GenerationEngine) -> list[list[int]]:
 
 
 def update(backend: Any) -> None:
-    """A step that changes every parameter."""
+    """Change every parameter by a step."""
     ids = torch.from_numpy(SEQUENCE).long()[None]
     backend.backward(backend.forward(ids).logits.square().mean())
     backend.step(divisor=1.0, lr=LR)

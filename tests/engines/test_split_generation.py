@@ -1,4 +1,4 @@
-"""An engine whose layers are split over two processes: one like any other, from outside."""
+"""A tensor-parallel engine of two processes behaves like an unsplit one."""
 
 import asyncio
 import os
@@ -37,7 +37,7 @@ SHORT = prompt(5, 14, 6, 18)
 
 
 class Forks:
-    """How vLLM is to start the ranks of a split engine: not anew, which is an import for each."""
+    """Makes vLLM fork the ranks of a split engine, which saves an import in each."""
 
     started: ClassVar[list[Any]] = []
 
@@ -78,7 +78,7 @@ async def started(model: PreTrainedModel, folder: Path) -> AsyncIterator[Generat
 
 
 def ranks() -> list[psutil.Process]:
-    """The processes that compute for the engine of this one."""
+    """Return the rank processes of this process's engine."""
     found = []
     for process in Forks.started:
         with suppress(psutil.Error):  # it has ended
@@ -89,7 +89,7 @@ def ranks() -> list[psutil.Process]:
 
 
 def shared_files() -> set[Path]:
-    """What the ranks talk through: files in shared memory, whether they have names or not."""
+    """Return the ranks' shared memory files, named or unlinked."""
     maps = [mapped.path for rank in ranks() for mapped in rank.memory_maps()]
     return {Path(path.removesuffix(" (deleted)")) for path in maps if "vllm_dist_" in path}
 
@@ -125,10 +125,10 @@ async def test_every_version_reaches_every_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("over", ["rollouts", "weights"])
-async def test_a_rank_that_dies_is_told_and_takes_the_others_along(
+async def test_a_dead_rank_is_reported_and_ends_the_other_ranks(
     tmp_path: Path, over: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Not left to vLLM, which shuts down an engine that is garbage: the next one may run by then.
+    # vLLM would shut the engine down on garbage collection, when the next one may run already.
     shut_down: list[None] = []
     frees = vllm_engine.shut_down_engine
     monkeypatch.setattr(vllm_engine, "shut_down_engine", lambda one: shut_down.append(frees(one)))

@@ -1,4 +1,4 @@
-"""Groups of short rollouts as the queue would hand them over, made up from a seed."""
+"""Groups of short rollouts, made from a seed in the queue's format."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from tests.engines.tiny_qwen import VOCABULARY
 
 
 def made_up_rollout(rng: np.random.Generator, completion: int) -> Rollout:
-    """A prompt of 3 to 5 tokens and a completion, with an environment's token in a long one."""
+    """Make a prompt of 3 to 5 tokens and a completion; long ones contain an environment's token."""
     prompt = rng.integers(0, VOCABULARY, rng.integers(3, 6)).astype(np.int32)
     rollout = Rollout.from_single_turn(
         prompt,
@@ -27,7 +27,7 @@ def made_up_rollout(rng: np.random.Generator, completion: int) -> Rollout:
 def made_up_groups(
     *, num_groups: int = 3, group_size: int = 4, seed: int = 0
 ) -> dict[str, Columns]:
-    """Groups with scores and ref_logprobs, by uid."""
+    """Make groups with scores and ref_logprobs, by uid."""
     rng = np.random.default_rng(seed)
     groups: dict[str, Columns] = {}
     for row in range(num_groups):

@@ -1,7 +1,7 @@
-"""Trainers in two processes of their own: the two as ranks of one trainer, or each alone.
+"""Trainers in two child processes, as ranks of a trainer or each alone.
 
-A trainer brings torch.distributed and DeepSpeed into its process, so none runs in that of pytest.
-The processes go through cases, many trainers after each other, and return what they saw.
+A trainer brings torch.distributed and DeepSpeed into its process, so none runs in pytest's. The
+processes run many cases one after another and return the results.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from streamrl.engines.training.trainer import ModelTrainer
 
 TEMPERATURE = 0.8
-# Adam turns gradients that are next to nothing (those of the key biases) into steps of this size
-# whose direction is rounding: small enough for that to stay below the tests' 1e-6.
+# Adam turns near-zero gradients (those of key biases) into steps of this size in a direction that
+# is rounding: small enough to stay below the tests' tolerance of 1e-6.
 LR = 3e-5
 GROUPS = made_up_groups()
 SECOND_MOMENT = 0.5
@@ -46,7 +46,7 @@ SEVERAL_LR = 1e-3
 SEVERAL_DIVISOR = 16.0
 ALGORITHM = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01)
 SETTINGS = ALGORITHM.to_settings(max_length=8, reward_weights={})
-# Several updates of decoupled PPO, without the farthest tokens of the step.
+# Several updates of decoupled PPO with the second moment mask.
 SEVERAL = AlgorithmConfig(
     whiten_advantages=True,
     epochs=2,
@@ -62,7 +62,7 @@ VALUED = {
     uid: {**columns, "values": np.where(columns["loss_mask"], 0.1, 0).astype(np.float32)}
     for uid, columns in GROUPS.items()
 }
-"""The same, as a critic that expects a tenth of everything has scored them."""
+"""The same, scored by a critic that predicts 0.1 everywhere."""
 NARROW = "narrow"
 LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 3.0}
 SEQUENCE = np.array([1, 5, 9, 33, 60, 7, 7, 21], np.int32)
@@ -70,19 +70,19 @@ LATE_S = 10.0
 UNTAUGHT = {
     uid: {**columns, "scores": np.ones_like(columns["scores"])} for uid, columns in GROUPS.items()
 }
-"""The same with nothing to choose between: their gradient is 0."""
+"""The same with equal scores: their gradient is 0."""
 TEXTS = ["t4 t5 t6 t7", "t9", "t8 t8 t5 t9 t40 t41", "t42 t43", "t7 t30 t31"]
 PTX_COEF = 3.0
 PTX_ROWS = 4
 SHARED_COEFS = (0.0, 0.5)
 PORTS_PER_CASE = 4
-"""Groups of ranks that a case makes, one after the other, at most."""
+"""Maximum number of process groups that a case creates one after another."""
 PTX_DIVISORS = (1.0, 16.0)
-"""What each update's own loss is divided by."""
+"""Loss denominator of each update."""
 
 
 class Saved(NamedTuple):
-    """A trainer's state after its first step, and the parameters it had then."""
+    """A trainer's state after its first step, and its parameters then."""
 
     label: str
     folder: Path
@@ -90,7 +90,7 @@ class Saved(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A state of another layout: what it had, what was loaded, and the second step from there."""
+    """A state of another layout: its parameters, those loaded, and the second step from there."""
 
     label: str
     saved: dict[str, torch.Tensor]
@@ -100,7 +100,7 @@ class Moved(NamedTuple):
 
 @dataclass
 class Seat:
-    """A rank's place in a job, and what it has seen."""
+    """A rank's position in a job, and its results."""
 
     rank: int
     model_path: str
@@ -144,14 +144,14 @@ class Seat:
         )
 
     def meet(self, occasion: str) -> None:
-        """Wait until both processes are here; the test's own deadline is the bound."""
+        """Wait until both processes are here; the test's own timeout applies."""
         (self.folder / f"{occasion}_{self.rank}").touch()
         while not (self.folder / f"{occasion}_{1 - self.rank}").exists():
             time.sleep(0.05)
 
 
 def cut(groups: Mapping[str, Columns], *, num_micro_batches: int, num_shares: int) -> list[Round]:
-    """All rollouts in rounds; with five micro-batches the last share goes without in the last."""
+    """Split all rollouts into rounds; of five micro-batches the last leaves the last rank idle."""
     picks = [(uid, i) for uid, columns in groups.items() for i in range(len(columns["lengths"]))]
     places = num_micro_batches * num_shares
     if places > CUTS[-1]:
@@ -162,7 +162,7 @@ def cut(groups: Mapping[str, Columns], *, num_micro_batches: int, num_shares: in
 
 
 def own(trainer: "ModelTrainer", work: Round) -> MicroBatch:
-    """What of a round its rank trains."""
+    """Return a rank's micro-batch of a round."""
     return work[trainer._config.get_dp_rank(trainer.rank)]
 
 
@@ -177,14 +177,14 @@ def divisor_of(groups: dict[str, Columns]) -> float:
 def train_step(
     trainer: "ModelTrainer", num_micro_batches: int, num_shares: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """One step over all groups: this rank's metric sums, and what the update reports."""
+    """Run a step over all groups; return this rank's metric sums and the update's metrics."""
     rounds = cut(GROUPS, num_micro_batches=num_micro_batches, num_shares=num_shares)
     sums = add_up(trainer.train_micro_batch(GROUPS, own(trainer, work)) for work in rounds)
     return sums, trainer.step(divisor_of(GROUPS))
 
 
 def parameters_of(trainer: "ModelTrainer") -> dict[str, torch.Tensor]:
-    """What is trained, under all its names."""
+    """Return the trained parameters under all their names."""
     found = {name: tensor.float().clone() for name, tensor in trainer.full_state()}
     for names in trainer._parameters.tied_groups:
         given = names & found.keys()
@@ -211,7 +211,7 @@ def same_update(seat: Seat, layout: Layout) -> None:
 
 
 def save_and_go_on(seat: Seat, layout: Layout) -> None:
-    """Step, save, step; and the last step again from what was saved."""
+    """Run a step, save, run a step; then repeat the last step from the checkpoint."""
     folder = seat.folder / layout.label
     trainer = seat.trainer(layout, warmup_steps=4)
     train_step(trainer, 1, layout.num_shares)
@@ -230,7 +230,7 @@ def save_and_go_on(seat: Seat, layout: Layout) -> None:
             Moved(other.label, other.parameters, taken, second_step(trainer, layout))
         )
     trainer.load_training_state(folder)
-    # It comes back by itself, for whatever needs it. Others may still be reading the first files.
+    # The state is restored on demand. Others may still be reading the first files.
     trainer.offload_optimizer()
     trainer.save_training_state(seat.folder / f"{layout.label}-again")
     trainer.offload_optimizer()
@@ -243,7 +243,7 @@ def save_and_go_on(seat: Seat, layout: Layout) -> None:
 
 
 def master_weights(seat: Seat, layout: Layout) -> None:
-    """A step in bfloat16, saved in each stage, and the second from there in the same and others."""
+    """Run and save a bfloat16 step in each stage; run the second step from there in all stages."""
     saved: dict[int, Path] = {}
     for stage in (1, 2, 3):
         at = replace(layout, zero_stage=stage)
@@ -274,7 +274,7 @@ class Hostile:
 
 
 def old_form(seat: Seat, layout: Layout) -> None:
-    """A step, written as backends once did by themselves; then the second from there."""
+    """Run a step, save it in the legacy format, and run the second step from there."""
     from streamrl.engines.checkpoint.trainer_checkpoint import describe_layout
 
     folder = seat.folder / f"old-{layout.label}-{0 if layout.world_size > 1 else seat.rank}"
@@ -308,7 +308,7 @@ def old_form(seat: Seat, layout: Layout) -> None:
 
 
 def hostile_state(seat: Seat, layout: Layout) -> None:
-    """A state as DeepSpeed wrote it, whose optimizer file is somebody else's."""
+    """Save a DeepSpeed state whose optimizer file is a hostile pickle."""
     from streamrl.engines.checkpoint.trainer_checkpoint import describe_layout
 
     folder = seat.folder / f"hostile-{seat.rank}"
@@ -330,7 +330,7 @@ def hostile_state(seat: Seat, layout: Layout) -> None:
 
 
 def go_on_from_one_rank(seat: Seat, layout: Layout) -> None:
-    """A step alone, which is saved; the second by two ranks, from what the first of them saved."""
+    """Run a step alone and save it; run the second on two ranks from the first rank's state."""
     single = replace(layout, world_size=1, tensor_parallel=1)
     trainer = seat.trainer(single)
     train_step(trainer, 1, 1)
@@ -338,7 +338,7 @@ def go_on_from_one_rank(seat: Seat, layout: Layout) -> None:
     alone = parameters_of(trainer)
     trainer.close()
     trainer = seat.trainer(layout)
-    # Both have saved: to make it takes the two of them.
+    # Wait until both have saved: gathering takes both ranks.
     trainer.load_training_state(seat.folder / f"single-{layout.label}-0")
     moved = Moved(single.label, alone, parameters_of(trainer), second_step(trainer, layout))
     seat.seen[f"grown/{layout.label}"] = moved
@@ -353,7 +353,7 @@ def second_step(
 
 
 def critic_updates(seat: Seat, layout: Layout) -> None:
-    """Two steps of a critic on groups with values; then what was saved is read back."""
+    """Run two critic steps on groups with values, then read the checkpoint back."""
     trainer = seat.trainer(layout, PPO, lr=SEVERAL_LR)
     sums = []
     for _ in range(2):
@@ -373,7 +373,7 @@ def critic_updates(seat: Seat, layout: Layout) -> None:
 
 
 def two_headed_updates(seat: Seat, layout: Layout) -> None:
-    """Two steps of a model that is policy and critic, and of the policy alone."""
+    """Run two steps of a shared policy and critic, and of the policy alone."""
     from streamrl.engines.training.tasks import PolicyTask, TwoHeadedTask
 
     facts = (
@@ -401,7 +401,7 @@ def two_headed_updates(seat: Seat, layout: Layout) -> None:
 
 
 def pretraining_updates(seat: Seat, layout: Layout) -> None:
-    """Updates in which only the texts have something to teach."""
+    """Run updates with a gradient from the pretraining texts only."""
     from transformers import PreTrainedTokenizerFast
 
     from streamrl.engines.training.pretraining import PretrainingLoss
@@ -426,12 +426,12 @@ def pretraining_updates(seat: Seat, layout: Layout) -> None:
 
 
 def narrow(seat: Seat) -> Seat:
-    """The same place, with the model that has adapters in these tests."""
+    """Return the same rank with the model of the LoRA tests."""
     return replace(seat, model_path=str(seat.folder / NARROW))
 
 
 def lora_updates(seat: Seat, layout: Layout) -> None:
-    """Two steps of adapters; then the second again from what was saved after the first."""
+    """Run two LoRA steps, then repeat the second from a checkpoint after the first."""
     seat = narrow(seat)
     folder = seat.folder / f"lora-{layout.label}"
     trainer = seat.trainer(layout, lr=SEVERAL_LR, **LORA)
@@ -460,7 +460,7 @@ def lora_updates(seat: Seat, layout: Layout) -> None:
 
 
 def lora_critic(seat: Seat, layout: Layout) -> None:
-    """A step of a critic's adapters and head."""
+    """Run a step of a critic's adapters and head."""
     seat = narrow(seat)
     trainer = seat.trainer(layout, PPO, lr=SEVERAL_LR, **LORA)
     start = parameters_of(trainer)
@@ -490,7 +490,7 @@ def refusal_of(trainer: "ModelTrainer", folder: Path) -> str:
 
 
 def several_updates(seat: Seat, layout: Layout) -> None:
-    """A step of two epochs of two updates; groups are dealt to the updates in turn."""
+    """Run a step of two epochs of two updates; groups are dealt to the updates in turn."""
     trainer = seat.trainer(layout, SEVERAL, lr=SEVERAL_LR)
     uids = list(GROUPS)
     updates = [
@@ -521,7 +521,7 @@ def add_up(parts: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def steps_that_do_not_count(seat: Seat, layout: Layout) -> None:
-    """A step without rollouts, then one whose gradient is not finite."""
+    """Run a step without rollouts, then one with a non-finite gradient."""
     trainer = seat.trainer(layout)
     before = parameters_of(trainer)
     trainer.train_micro_batch({}, [])
@@ -558,7 +558,7 @@ def row(seat: Seat, layout: Layout, name: str) -> None:
 
 
 def come_late(seat: Seat, layout: Layout) -> None:
-    """Rank 1 stays away from a collective. The last case: nothing works after it."""
+    """Keep rank 1 out of a collective. Must be the last case: the group is unusable afterwards."""
     seat.meet("start")
     trainer = seat.trainer(layout, collective_timeout_s=LATE_S)
     trainer.train_micro_batch(GROUPS, [("0:0:0", 0)])
@@ -583,7 +583,7 @@ CASES: dict[str, Callable[..., None]] = {
 
 
 class Case(NamedTuple):
-    """What ranks of a layout go through, and what more it is about."""
+    """A sequence of steps that the ranks of a layout run, and its parameters."""
 
     name: str
     layout: Layout
@@ -591,7 +591,7 @@ class Case(NamedTuple):
 
 
 def sit(rank: int, plan: Sequence[Case], model_path: str, folder: Path, ports: list[int]) -> Any:
-    """The life of a process: what it saw."""
+    """Run all cases in a process and return the results."""
     seat = Seat(rank, model_path, folder, list(ports))
     for case in plan:
         CASES[case.name](seat, case.layout, *case.more)
@@ -601,11 +601,11 @@ def sit(rank: int, plan: Sequence[Case], model_path: str, folder: Path, ports: l
 def run_ranks(
     cases: Iterable[Case], *, model_path: str, folder: Path, timeout_s: float
 ) -> dict[str, list[Any]]:
-    """What two processes saw, by case: one entry if one saw it alone, one per rank otherwise.
+    """Return the results of two processes by case: an entry per rank, or one for a single rank.
 
-    What they do together comes first, on torch before DeepSpeed: ZeRO 3 numbers the parameters a
-    process has ever had, and the numbers have to agree; and it leaves a linear function of its own
-    behind, which knows nothing of FSDP.
+    Cases on two ranks run first, torch before DeepSpeed. ZeRO 3 numbers all parameters a process
+    has ever had, and the numbers must agree between ranks. ZeRO 3 also leaves behind a patched
+    linear function that does not support FSDP.
     """
     order = sorted(cases, key=lambda case: case.layout.backend, reverse=True)
     last = [case for case in order if case.name == come_late.__name__]
@@ -623,9 +623,9 @@ def run_ranks(
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on, below those the system hands to outgoing connections.
+    """Return free ports below the range of outgoing connections.
 
-    They are drawn by the system: other sessions of tests may have seeded `random` as this one has.
+    The system draws them: concurrent test sessions may have seeded `random` alike.
     """
     ports: list[int] = []
     for port in random.SystemRandom().sample(range(10_000, 32_000), 1000):

@@ -1,4 +1,4 @@
-"""What a rank and its generator hold, against models that exist."""
+"""The analytic memory model against models that are built."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,7 +32,7 @@ def of(path: str, trainer: TrainerConfig, *, tokens: int = 0, dtype: str = "auto
     return estimate_worker_memory(path, trainer, generator, micro_batch_tokens=tokens, on_gpu=False)
 
 
-def test_plain_torch_has_one_copy_of_the_weights_two_moments_and_gradients(path: str) -> None:
+def test_torch_backend_holds_weights_gradients_and_two_moments(path: str) -> None:
     model = tiny_model(tied=True, seed=0)
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.ones(1, 4, dtype=torch.long)
@@ -44,7 +44,7 @@ def test_plain_torch_has_one_copy_of_the_weights_two_moments_and_gradients(path:
     assert found.gradients == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     assert found.optimizer == sum(moment.nbytes for moment in moments)
     assert (found.serving_weights, found.activations, found.kv_cache) == (0, 0, 3 * MB)
-    # Roots of second moments, and what they are divided into.
+    # Square roots of second moments, and the quotient.
     assert found.update_buffers == 2 * max(p.nbytes for p in model.parameters())
 
 
@@ -55,11 +55,11 @@ def test_plain_torch_has_one_copy_of_the_weights_two_moments_and_gradients(path:
         (1, 4, 0, 6, 4, 0, 4),
         # A bucket as large as the model, and its copy.
         (2, 4, 0, 6, 2, 8, 4),
-        # That bucket stays; whole parameters come for a forward pass.
+        # That bucket persists; full parameters are gathered for a forward pass.
         (3, 2, 4, 6, 6, 8, 6),
     ],
 )
-def test_what_two_ranks_of_each_zero_stage_hold_of_an_element(
+def test_bytes_per_element_on_two_ranks_of_each_zero_stage(
     path: str,
     stage: int,
     weights: int,
@@ -79,7 +79,7 @@ def test_what_two_ranks_of_each_zero_stage_hold_of_an_element(
 @pytest.mark.parametrize(
     ("sharded", "world_size", "tensor_parallel"), [(True, 4, 1), (False, 2, 2), (True, 4, 2)]
 )
-def test_what_a_rank_of_a_mesh_holds(
+def test_bytes_per_element_on_a_rank_of_a_mesh(
     path: str, sharded: bool, world_size: int, tensor_parallel: int
 ) -> None:
     sizes = {name: p.nbytes for name, p in tiny_model(tied=True, seed=0).named_parameters()}
@@ -96,23 +96,23 @@ def test_what_a_rank_of_a_mesh_holds(
     assert (found.weights, found.optimizer, found.gradients) == (kept, 2 * kept, kept)
     assert bool(found.activations) is sharded
     columns = sum(size for name, size in sizes.items() if "o_proj" in name or "down_proj" in name)
-    # What FSDP2 has is not where it is served; of the rest, all but columns.
+    # FSDP2's shards are not aliased; of the rest, all but columns are.
     there = 0 if sharded else kept - columns // tensor_parallel
     assert found.serving_weights == sum(sizes.values()) - there
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
-def test_what_a_rank_trains_where_it_is_served_counts_once(path: str, parts: int) -> None:
+def test_aliased_weights_count_once(path: str, parts: int) -> None:
     sizes = {name: p.nbytes for name, p in tiny_model(tied=True, seed=0).named_parameters()}
     whole = sum(sizes.values())
     cut = sum(size for name, size in sizes.items() if "_proj" in name)
     columns = sum(size for name, size in sizes.items() if "o_proj" in name or "down_proj" in name)
     trained = {
-        # A quarter of every layer, but columns, and all the rest.
+        # A quarter of every layer except columns, and everything outside of layers.
         1: (cut - columns) // 4 + whole - cut,
-        # Embeddings are not whole where they are served.
+        # Embeddings are split in the generator, so not aliased.
         2: (cut - columns) // 4,
-        # All that is served of a layer.
+        # All served elements of a layer.
         4: cut // 4,
     }[parts]
     trainer = TrainerConfig(backend="torch", world_size=4, tensor_parallel=4)
@@ -124,12 +124,12 @@ def test_what_a_rank_trains_where_it_is_served_counts_once(path: str, parts: int
         ).serving_weights
 
     assert served("auto") == whole // parts - trained
-    # Of another type, and where they are not to be found, all are its own.
+    # Another dtype, or an unknown layout: nothing is aliased.
     assert served("bfloat16") == whole // parts // 2
     assert served("float32", on_gpu=True) == whole // parts
 
 
-def test_a_model_of_any_kind_that_is_not_split_is_summed_up(
+def test_unsplit_models_of_any_family_are_estimated(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 16, "n_positions": 8}
@@ -141,19 +141,19 @@ def test_a_model_of_any_kind_that_is_not_split_is_summed_up(
     assert found.weights == num // 2 * 4
 
 
-def test_adapters_come_on_top_and_have_the_only_moments(path: str) -> None:
+def test_lora_adapters_are_added_and_have_the_only_moments(path: str) -> None:
     whole, found = of(path, TrainerConfig()), of(path, TrainerConfig(lora_rank=2))
     adapters = found.weights - whole.weights
     assert 0 < adapters < whole.weights
     assert (found.optimizer, found.gradients) == (3 * adapters, adapters)
 
 
-def test_a_generator_of_another_type_has_weights_of_its_own(path: str) -> None:
+def test_a_generator_of_another_dtype_has_own_weights(path: str) -> None:
     trainer = TrainerConfig(backend="torch")
     assert of(path, trainer, dtype="bfloat16").serving_weights == of(path, trainer).weights // 2
 
 
-def test_of_a_generator_that_ranks_share_each_has_its_part(path: str) -> None:
+def test_ranks_of_a_split_generator_hold_a_part_each(path: str) -> None:
     trainer = TrainerConfig(backend="torch", world_size=2)
     weights = of(path, trainer).weights
     assert of(path, trainer).serving_weights == 0
@@ -162,7 +162,7 @@ def test_of_a_generator_that_ranks_share_each_has_its_part(path: str) -> None:
     assert (found.weights, found.serving_weights) == (weights, weights // 2)
 
 
-def test_activations_grow_with_the_micro_batch_and_are_less_with_checkpoints(path: str) -> None:
+def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing(path: str) -> None:
     layers, hidden = 2, 64
     found = of(path, TrainerConfig(), tokens=10)
     assert found.activations == 10 * 4 * (layers * 17 * hidden + 3 * VOCABULARY)
@@ -171,12 +171,12 @@ def test_activations_grow_with_the_micro_batch_and_are_less_with_checkpoints(pat
 
 
 SLACK = 1.25
-"""Libraries that come with the first step, and what the allocator keeps."""
+"""Libraries loaded by the first step, and memory that the allocator keeps."""
 
 
 @pytest.fixture(scope="module")
 def grown(path: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Mapping[str, Any]]:
-    """A model of 29 M parameters, and what ranks that trained it saw, by case."""
+    """Save a model of 29 M parameters and measure trainer ranks, by case."""
     folder = tmp_path_factory.mktemp("grown")
     sizes = {"hidden_size": 768, "intermediate_size": 2112, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
@@ -192,7 +192,7 @@ def grown(path: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Map
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
-def test_trainers_have_in_memory_what_is_stated(
+def test_measured_trainer_memory_matches_the_model(
     grown: tuple[str, Mapping[str, Any]], case: Case
 ) -> None:
     path, seen = grown

@@ -1,4 +1,4 @@
-"""Peaks of memory by phase, of the test's own process."""
+"""Peak memory by phase, of the test's own process."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from streamrl.engines.memory.peak_memory import PeakMemoryTracker
 MB = 1 << 20
 
 
-def test_a_peak_belongs_to_the_phase_it_was_reached_in() -> None:
+def test_a_peak_is_attributed_to_its_phase() -> None:
     memory = PeakMemoryTracker()
     memory.record_phase("before")
     held = np.ones(100 * MB // 8)
@@ -23,7 +23,7 @@ def test_a_peak_belongs_to_the_phase_it_was_reached_in() -> None:
     assert memory.drain_peaks() == {}
 
 
-def test_of_two_stretches_of_a_phase_the_larger_counts() -> None:
+def test_a_repeated_phase_reports_its_larger_peak() -> None:
     memory = PeakMemoryTracker()
     for num_mb in (60, 0):
         memory.record_phase("between")
@@ -52,7 +52,7 @@ print(next(line for line in status if line.startswith("VmRSS")).split()[1])
 
 
 @pytest.mark.slow
-def test_what_is_large_goes_back_when_it_is_freed() -> None:
+def test_large_blocks_are_returned_when_freed() -> None:
     kept, back = (
         subprocess.run([sys.executable, "-c", FREED, how], capture_output=True, check=True)
         for how in ("later", "at once")

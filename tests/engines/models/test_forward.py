@@ -1,4 +1,4 @@
-"""Log-probabilities of a batch against a plain forward pass of each row."""
+"""Logprobs of a batch against a plain forward pass of each rollout."""
 
 import math
 from pathlib import Path
@@ -42,7 +42,7 @@ def scores_of(model, batch, **options):
     return compute_token_logprobs(model, batch["token_ids"], batch["attention_mask"], **options)
 
 
-def test_rows_match_a_forward_pass_of_each_rollout_alone(model):
+def test_batched_logprobs_equal_those_of_single_rollouts(model):
     batch = batch_of()
     logprobs = scores_of(model, batch).logprobs.detach()
     for row, rollout in enumerate(columns_to_rollouts(COLUMNS)):
@@ -59,7 +59,7 @@ def test_the_first_position_and_the_padding_are_zero(model):
         assert (values[~batch["attention_mask"]] == 0).all()
 
 
-def test_what_is_in_the_padding_does_not_matter(model):
+def test_token_ids_in_the_padding_do_not_matter(model):
     batch = batch_of()
     before = scores_of(model, batch).logprobs
     batch["token_ids"][~batch["attention_mask"]] = 33
@@ -130,7 +130,7 @@ def test_a_loaded_model_has_no_dropout(tmp_path):
     assert torch.equal(first.logprobs, second.logprobs)
 
 
-def test_a_model_that_lacks_parameters_is_refused_not_filled_up(model, tmp_path):
+def test_a_model_that_lacks_parameters_is_rejected(model, tmp_path):
     path = Path(save(model, tmp_path))
     tensors = load_file(path / "model.safetensors")
     lost = next(name for name in tensors if "mlp" in name)
@@ -149,7 +149,7 @@ def test_a_loaded_model_is_the_saved_one(model, tmp_path):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_on_a_gpu_flex_attention_is_told_its_kernel(
+def test_flex_attention_uses_the_prefill_kernel_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: bool
 ) -> None:
     config = AutoConfig.for_model("gemma2", **COMMON, attn_logit_softcapping=50.0)

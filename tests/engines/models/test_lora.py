@@ -1,4 +1,4 @@
-"""Adapters are trained in place of the model, and who follows them computes what they compute."""
+"""LoRA adapters replace the model in training; followers compute the same as the trainer."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -56,7 +56,7 @@ QUICK = [ONE, SHARDED]
 
 
 def logits_of(model: nn.Module, weights: Mapping[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    """Of a model with other weights."""
+    """Return the logits of a model with other weights."""
 
     def run(ids: Tensor) -> Tensor:
         logits: Tensor = functional_call(model, dict(weights), (ids,)).logits
@@ -76,7 +76,7 @@ def adapters_only(published):
 
 @pytest.fixture(scope="module")
 def expected(seen):
-    """Two steps written out: W0 + scale B A is the weight, and A and B are the leaves."""
+    """Compute two steps by hand: the weight is W0 + scale * B A, with leaves A and B."""
     model = tiny_model(tied=True, seed=0).requires_grad_(False)
     start = adapters_only(seen["lora/torch-1"][0]["start"])
     trained = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
@@ -98,7 +98,7 @@ def expected(seen):
 
 @pytest.mark.ranks(Case("lora_updates", ONE))
 @of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
-def test_the_update_is_that_of_one_plain_process_whatever_the_ranks(seen, expected, layout):
+def test_the_lora_update_equals_a_plain_process_on_any_number_of_ranks(seen, expected, layout):
     norms, trained = expected
     cases = seen[f"lora/{layout.label}"]
     assert len(cases) == layout.world_size
@@ -117,7 +117,7 @@ def test_recomputing_activations_does_not_change_the_update(seen, expected, layo
 
 
 @of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
-def test_only_the_adapters_travel(seen, layout):
+def test_only_adapters_are_published(seen, layout):
     published = seen[f"lora/{layout.label}"][0]["published"]
     shapes = {layer + LORA_A_SUFFIX: (RANK, shape[1]) for layer, shape in LAYERS.items()}
     shapes |= {layer + LORA_B_SUFFIX: (shape[0], RANK) for layer, shape in LAYERS.items()}
@@ -132,7 +132,7 @@ def test_only_the_adapters_travel(seen, layout):
 
 
 @of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
-def test_a_loaded_trainer_goes_on_as_if_it_had_not_stopped(seen, layout):
+def test_resume_continues_as_if_uninterrupted(seen, layout):
     for case in seen[f"lora/{layout.label}"]:
         (report, trained, num_updates), again = case["runs"]
         assert again[0] == report
@@ -141,7 +141,7 @@ def test_a_loaded_trainer_goes_on_as_if_it_had_not_stopped(seen, layout):
 
 
 @of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
-def test_the_state_of_other_adapters_is_refused(seen, layout):
+def test_the_state_of_other_adapters_is_rejected(seen, layout):
     for case in seen[f"lora/{layout.label}"]:
         assert "lora_rank=2 lora_alpha=3.0 lora_targets=[], not lora_rank=" in case["refusal"]
         assert case["refusal"].endswith("lora_rank=2 lora_alpha=4.0 lora_targets=[]")
@@ -162,7 +162,7 @@ def test_a_saved_policy_is_a_merged_hugging_face_model(seen, folder, narrow_path
 
 
 @of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
-def test_a_version_on_disk_is_a_model_that_says_what_the_trainer_says(seen, folder, layout):
+def test_a_version_on_disk_has_the_logprobs_of_the_trainer(seen, folder, layout):
     latest = folder / f"lora-{layout.label}" / "versions" / "latest"
     model = AutoModelForCausalLM.from_pretrained(latest, dtype=torch.float32)
     saved = AutoModelForCausalLM.from_pretrained(
@@ -182,7 +182,7 @@ def test_a_version_on_disk_is_a_model_that_says_what_the_trainer_says(seen, fold
 
 @pytest.mark.ranks(Case("lora_critic", ONE))
 @of_ranks("lora_critic", on=CRITICS, quick=[ONE, GATHERED])
-def test_a_critics_head_is_trained_whole_beside_its_adapters(seen, folder, narrow_path, layout):
+def test_lora_trains_the_whole_value_head_of_a_critic(seen, folder, narrow_path, layout):
     head = {"score.weight", "score.bias"}
     (other,) = seen["lora_critic/torch-1"]
     saved = load_value_model(str(folder / f"lora-critic-{layout.label}"), dtype=torch.float32)
@@ -199,7 +199,7 @@ def test_a_critics_head_is_trained_whole_beside_its_adapters(seen, folder, narro
 
 
 def adapted(narrow_path, config):
-    """A model with adapters that say something, and what its trainer would publish."""
+    """Return a model with non-zero adapters and the tensors that its trainer would publish."""
     module = load_model(narrow_path, dtype=torch.float32)
     add_lora_adapters(module, config)
     torch.manual_seed(3)
@@ -234,7 +234,7 @@ def test_the_merged_model_has_the_logprobs_of_the_adapted_one(narrow_path, targe
 
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "mlp.down_proj"]])
-def test_what_will_be_trained_is_counted_without_the_model(narrow_path, targets):
+def test_trained_elements_are_counted_on_the_meta_device(narrow_path, targets):
     config = TrainerConfig(lora_rank=4, lora_targets=targets)
     _, published = adapted(narrow_path, config)
     adapters = sum(tensor.numel() for tensor in adapters_only(published).values())
@@ -243,7 +243,7 @@ def test_what_will_be_trained_is_counted_without_the_model(narrow_path, targets)
     assert count_trained_params(load_skeleton(narrow_path), TrainerConfig()) == whole
 
 
-def test_new_adapters_change_nothing(narrow_path):
+def test_new_adapters_do_not_change_the_output(narrow_path):
     module = load_model(narrow_path, dtype=torch.float32)
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
@@ -252,7 +252,7 @@ def test_new_adapters_change_nothing(narrow_path):
         assert torch.equal(module(ids).logits, before)
 
 
-def test_targets_are_the_ends_of_names_and_heads_are_none(narrow_path):
+def test_lora_targets_match_the_ends_of_names_and_exclude_heads(narrow_path):
     policy = load_model(narrow_path, dtype=torch.float32)
     critic = load_value_model(narrow_path, dtype=torch.float32)
     for module in (policy, critic):
@@ -266,7 +266,7 @@ def test_targets_are_the_ends_of_names_and_heads_are_none(narrow_path):
 
 
 @pytest.mark.parametrize("target", ["q_prj", "lm_head", "norm", "proj"])
-def test_a_target_the_model_does_not_have_is_refused_in_one_line(narrow_path, target):
+def test_an_unknown_lora_target_is_rejected_in_one_line(narrow_path, target):
     config = TrainerConfig(lora_rank=1, lora_targets=["q_proj", target])
     with pytest.raises(ConfigError) as refusal:
         check_lora_targets(narrow_path, config, section="critic.trainer")
@@ -287,7 +287,7 @@ def test_a_target_the_model_does_not_have_is_refused_in_one_line(narrow_path, ta
         ),
     ],
 )
-def test_impossible_settings_are_refused(settings, message):
+def test_invalid_lora_settings_are_rejected(settings, message):
     with pytest.raises(ConfigError) as refusal:
         TrainerConfig(**settings)
     assert str(refusal.value) == message

@@ -1,4 +1,4 @@
-"""Data times tensor parallel training: the update of one rank, in meshes of four."""
+"""Data and tensor parallel training in meshes of four ranks, against a single rank."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ EACH = [
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What each rank saw, by case."""
+    """Return each rank's results, by case."""
     cases = cases_of(request, Case)
     ports = free_ports(len(cases))
     found = forked.run(one_rank, [(rank, ports, cases) for rank in range(WORLD)], timeout_s=400)
@@ -37,7 +37,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", EACH)
-def test_the_updates_are_those_of_one_rank(ranks: list[dict[str, Any]], case: Case) -> None:
+def test_updates_equal_those_of_a_single_rank(ranks: list[dict[str, Any]], case: Case) -> None:
     for seen in ranks:
         single, mesh = seen[alone(case.model)], seen[case.label]
         assert min(single["norms"][:UPDATES]) > 1, "the gradient is clipped"
@@ -47,26 +47,30 @@ def test_the_updates_are_those_of_one_rank(ranks: list[dict[str, Any]], case: Ca
             assert mesh["parameters"][name].shape == expected.shape
             apart = (mesh["parameters"][name] - expected).abs()
             assert apart.max() <= 2 * UPDATES * LR, name
-            # Adam makes whole steps of gradients that are rounding, as those of a key's bias are.
+            # Adam makes full steps of gradients that are rounding, such as those of key biases.
             if not name.endswith("k_proj.bias"):
                 assert (apart > 0.1 * LR).double().mean() < 1e-3, name
 
 
 @pytest.mark.parametrize("case", EACH)
-def test_a_norm_that_is_not_finite_changes_nothing(ranks: list[dict[str, Any]], case: Case) -> None:
+def test_a_non_finite_gradient_norm_changes_no_parameter(
+    ranks: list[dict[str, Any]], case: Case
+) -> None:
     for seen in ranks:
         assert not torch.tensor(seen[case.label]["norms"][UPDATES]).isfinite()
         assert seen[case.label]["unchanged"]
 
 
 @pytest.mark.parametrize("case", EACH)
-def test_what_a_rank_keeps_is_where_it_says(ranks: list[dict[str, Any]], case: Case) -> None:
+def test_a_shard_holds_the_elements_it_describes(ranks: list[dict[str, Any]], case: Case) -> None:
     for seen in ranks:
         assert seen[case.label]["misplaced"] == []
 
 
 @pytest.mark.parametrize("case", [each for each in EACH if "sharded" not in str(each.id)])
-def test_a_rank_holds_nothing_of_what_others_train(ranks: list[dict[str, Any]], case: Case) -> None:
+def test_a_rank_holds_no_memory_of_other_ranks_shards(
+    ranks: list[dict[str, Any]], case: Case
+) -> None:
     for seen in ranks:
         assert seen[case.label]["memory_bytes"] == seen[case.label]["kept_bytes"]
 
@@ -87,7 +91,7 @@ def test_a_rank_holds_nothing_of_what_others_train(ranks: list[dict[str, Any]], 
         ),
     ],
 )
-def test_a_model_that_cannot_be_split_is_refused(
+def test_a_model_that_cannot_be_split_is_rejected(
     tmp_path: Path, settings: dict[str, Any], count: int, message: str
 ) -> None:
     from transformers import AutoConfig
