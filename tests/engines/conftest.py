@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*cases): looks at what ranks saw in these cases")
 
 
-def of_ranks(
+def parametrize_layouts(
     *names: str, on: Sequence[Layout], quick: Collection[Layout] = ()
 ) -> pytest.MarkDecorator:
     """Parametrize a test by layouts of these cases; cases that are not `quick` are slow."""
@@ -48,7 +48,7 @@ def of_ranks(
     )
 
 
-def cases_of(request: pytest.FixtureRequest, kind: type[AnyCase]) -> list[AnyCase]:
+def list_cases(request: pytest.FixtureRequest, kind: type[AnyCase]) -> list[AnyCase]:
     """Return the distinct cases of a kind that this session's tests use."""
     marks = [mark for item in request.session.items for mark in item.iter_markers("ranks")]
     found = dict.fromkeys(case for mark in marks for case in mark.args)
@@ -66,18 +66,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def narrow_path(folder: Path) -> str:
+def one_kv_head_path(folder: Path) -> str:
     """Save a model with a single key-value head, so that some matrices are not square."""
     return save(tiny_model(tied=True, seed=0), folder / NARROW)
 
 
 @pytest.fixture(scope="session")
-def seen(
-    request: pytest.FixtureRequest, model_path: str, narrow_path: str, folder: Path
+def results(
+    request: pytest.FixtureRequest, model_path: str, one_kv_head_path: str, folder: Path
 ) -> dict[str, list[Any]]:
     """Run all cases that tests use; return results by case, a list with an entry per rank."""
     return run_ranks(
-        cases_of(request, Case), model_path=model_path, folder=folder, timeout_s=TIMEOUT_S
+        list_cases(request, Case), model_path=model_path, folder=folder, timeout_s=TIMEOUT_S
     )
 
 

@@ -85,7 +85,7 @@ class Flight:
         """Return the logged versions of the tokens of each rollout of a request."""
         versions = {fingerprint_of(model): version for version, model in self.models.items()}
         names = [f"{number}:{index}" for index in range(num_rollouts)]
-        return [[versions[seen] for seen in self.log.tokens[name]] for name in names]
+        return [[versions[fingerprint] for fingerprint in self.log.tokens[name]] for name in names]
 
 
 def sampled_versions(rollouts: Sequence[Rollout]) -> list[list[int]]:
@@ -123,7 +123,7 @@ class Engines:
         kind = (policy, replace(config))
         if self._flight is None or kind != self._kind:
             await self.close()
-            flying_one = flying(self._folder, policy, replace(config))
+            flying_one = start_flight(self._folder, policy, replace(config))
             self._flight = await self._kept.enter_async_context(flying_one)
             self._kind = kind
         self._flight.models.clear()
@@ -136,7 +136,7 @@ class Engines:
 
 
 @asynccontextmanager
-async def flying(folder: str, policy: str, config: GeneratorConfig) -> AsyncIterator[Flight]:
+async def start_flight(folder: str, policy: str, config: GeneratorConfig) -> AsyncIterator[Flight]:
     """Start an engine with a policy of POLICIES for weight loads."""
     log = StepLog()
     with pytest.MonkeyPatch.context() as patch:

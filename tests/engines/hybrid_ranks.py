@@ -27,7 +27,7 @@ from streamrl.engines.training.in_place_update import (
 )
 from streamrl.engines.training.torch_backend import TorchBackend
 from streamrl.resharding.storage import ShardStorage
-from tests.engines.moved_ranks import in_one_memory
+from tests.engines.moved_ranks import count_aliased_bytes
 from tests.engines.tiny_qwen import save, tiny_model
 
 WORLD = 2
@@ -72,13 +72,13 @@ def one_rank(
 async def all_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[str, Any]]]:
     engine = await GenerationEngine.start(path, GeneratorConfig(), seed=0, max_length=64)
     version = 0
-    seen: dict[str, list[dict[str, Any]]] = {}
+    results: dict[str, list[dict[str, Any]]] = {}
     for (name,) in cases:
         config = TrainerConfig(world_size=WORLD, **BACKENDS[name])
         module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         backend = make(module, config)
-        seen[name] = []
-        fill = await filler(engine, backend) if backend.gathers else None
+        results[name] = []
+        fill = await filler(engine, backend) if backend.has_sharded_params else None
         for _ in range(UPDATES + 1):
             if fill is None:
                 loaded = await engine.load_weights(dict(backend.full_state()), version)
@@ -88,11 +88,11 @@ async def all_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[
                 loaded = await engine.activate_version(version)
                 assert not loaded.copied_bytes
             version += 1
-            seen[name].append({**figures, **await look(engine, backend)})
+            results[name].append({**figures, **await look(engine, backend)})
             await engine.pause("update")
             await asyncio.to_thread(update, backend, config)
             await engine.resume("update")
-    return seen
+    return results
 
 
 def served_by(engine: GenerationEngine) -> Any:
@@ -106,17 +106,17 @@ def make(module: PreTrainedModel, config: TrainerConfig) -> Any:
     return (FsdpTpBackend if config.has_sharded_params else TorchBackend)(module, config)
 
 
-async def unplanned(engine: GenerationEngine, backend: Any) -> bool:
+async def is_unplanned(engine: GenerationEngine, backend: Any) -> bool:
     """Return whether resharding is off on all ranks if any cannot be written."""
     served = await engine.get_storage() if dist.get_rank() else None
-    return await plan(backend.placed(), served) is None
+    return await plan(backend.iter_shards(), served) is None
 
 
 async def cast(engine: GenerationEngine, backend: Any) -> bool:
     """Return whether weights of another dtype are served cast."""
     served = await engine.get_storage()
     assert served is not None
-    halved = [(name, tensor.bfloat16(), shard) for name, tensor, shard in backend.placed()]
+    halved = [(name, tensor.bfloat16(), shard) for name, tensor, shard in backend.iter_shards()]
     switch = await plan(halved, served)
     assert switch is not None
     await asyncio.to_thread(switch.run, halved, 0)
@@ -130,24 +130,24 @@ async def plan(placed: Any, served: ShardStorage | None) -> WeightResharder | No
 
 async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict[str, Any]]:
     """Return a function that reshards a version into the engine and counts bytes."""
-    refused, rounded = await unplanned(engine, backend), await cast(engine, backend)
+    refused, rounded = await is_unplanned(engine, backend), await cast(engine, backend)
     served = await engine.get_storage()
     assert served is not None
     if isinstance(backend, FsdpTpBackend):
         return in_place(LazyWeightResharder(60.0), engine, backend, served)
-    switch = await plan(backend.placed(), served)
+    switch = await plan(backend.iter_shards(), served)
     assert switch is not None
-    kept = sum(tensor.nbytes for _, tensor, _ in backend.placed())
-    memory = sum(b.held[0].nbytes for b in served_by(engine)._bound_parameters)
+    kept = sum(tensor.nbytes for _, tensor, _ in backend.iter_shards())
+    memory = sum(b.live_tensors[0].nbytes for b in served_by(engine)._bound_parameters)
 
     def fill(version: int) -> dict[str, Any]:
-        moved = switch.run(backend.placed(), version)
+        moved = switch.run(backend.iter_shards(), version)
         return {
             "version": moved.version,
             "copied_bytes": moved.copied_bytes,
             "received_bytes": moved.received_bytes,
             "under_way": moved.peak_bytes - kept - memory,
-            "unplanned": refused,
+            "is_unplanned": refused,
             "rounded": rounded,
             "model_bytes": sum(view.nbytes for _, _, view in served),
         }
@@ -169,7 +169,7 @@ def in_place(
         return {
             "copied_bytes": moved.copied_bytes,
             "received_bytes": moved.received_bytes,
-            "one memory": in_one_memory(served_by(engine)._model.parameters(), backend),
+            "one memory": count_aliased_bytes(served_by(engine)._model.parameters(), backend),
             "sizes": {name: view.nbytes for name, _, view in served},
         }
 
@@ -194,7 +194,7 @@ async def look(engine: GenerationEngine, backend: Any) -> dict[str, Any]:
     # A fused parameter of the engine starts at the address of its first part.
     bound = served_by(engine)._bound_parameters
     return {
-        "apart": [b.names for b in bound if b.held[0].data_ptr() != lies_at[b.names[0]]],
+        "apart": [b.names for b in bound if b.live_tensors[0].data_ptr() != lies_at[b.names[0]]],
         "bound": len(bound),
         "difference": float(np.abs(served[1:] - trained).max()),
         "logprobs": served.tolist(),

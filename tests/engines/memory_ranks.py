@@ -16,7 +16,7 @@ from streamrl.engines.memory.peak_memory import (
     release_large_blocks_eagerly,
 )
 from streamrl.engines.trainer_config import TrainerConfig
-from tests.engines.tiny_groups import made_up_groups
+from tests.engines.tiny_groups import make_groups
 
 MB = 1 << 20
 WORLD = 2
@@ -71,7 +71,7 @@ def one_rank(
     release_large_blocks_eagerly()  # as a worker with a memory budget does
     _import_deepspeed()
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    seen = {}
+    results = {}
     split, sharded, *others = TOGETHER
     free = list(ports)
     # A forked process touches new memory when it runs code for the first time.
@@ -79,8 +79,8 @@ def one_rank(
     for case in (split, sharded, ALONE[rank], *others):
         if case.world_size > 1:
             os.environ["MASTER_PORT"] = str(free.pop())
-        seen[case.label] = train(case, rank, model_path)
-    return seen
+        results[case.label] = train(case, rank, model_path)
+    return results
 
 
 def train(case: Case, rank: int, model_path: str) -> dict[str, float]:
@@ -88,7 +88,7 @@ def train(case: Case, rank: int, model_path: str) -> dict[str, float]:
     from streamrl.engines.training.tasks import PolicyTask
     from streamrl.engines.training.trainer import ModelTrainer
 
-    algorithm, groups = AlgorithmConfig(), made_up_groups()
+    algorithm, groups = AlgorithmConfig(), make_groups()
     settings = algorithm.to_settings(max_length=8, reward_weights={})
     task = PolicyTask(model_path, algorithm.spec, settings, 1.0)
     picks = [("0:0:0", i) for i in range(4)]

@@ -83,18 +83,18 @@ def alone(model: str) -> str:
 
 def one_rank(rank: int, ports: Sequence[int], cases: Sequence[Case]) -> dict[str, Any]:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    seen = {}
+    results = {}
     # Each rank computes the single-rank results of some of the models.
     for model in list(dict.fromkeys(case.model for case in cases))[rank::WORLD]:
-        seen[alone(model)] = train(0, make(model), TrainerConfig(backend="torch", world_size=1))
+        results[alone(model)] = train(0, make(model), TrainerConfig(backend="torch", world_size=1))
     for case, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         config = TrainerConfig(backend="torch", world_size=WORLD, **MESHES[case.mesh])
         module = make(case.model)
         if case.recomputes:
             module.gradient_checkpointing_enable({"use_reentrant": False})
-        seen[case.label] = train(rank, module, config)
-    return seen
+        results[case.label] = train(rank, module, config)
+    return results
 
 
 def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str
         # Gathered parameters of a forward pass without a backward pass must not interfere.
         backend.forward(ids)
     whole = {name: tensor.clone() for name, tensor in backend.full_state()}
-    seen = {
+    results = {
         "norms": norms,
         "unchanged": all(whole[name].equal(before[name]) for name in before),
         "parameters": whole,
@@ -125,7 +125,7 @@ def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str
         "memory_bytes": memory_bytes(backend),
     }
     backend.close()
-    return seen
+    return results
 
 
 def memory_bytes(backend: FsdpTpBackend | TorchBackend) -> int:

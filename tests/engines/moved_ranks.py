@@ -43,18 +43,19 @@ FUSED = {
 def one_rank(rank: int, folder: Path, port: int) -> dict[str, Any]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_process_group(rank=rank, world_size=WORLD, timeout_s=60.0)
-    seen = {}
+    results = {}
     for case, (model, settings, parts) in CASES.items():
         config = TrainerConfig(backend="torch", world_size=WORLD, **settings)
-        served = laid_out(ParameterSet.from_module(make(model)), parts, rank if parts > 1 else 0)
+        parameters, place = ParameterSet.from_module(make(model)), rank if parts > 1 else 0
+        served = allocate_generator(parameters, parts, place)
         files = folder / case
         files.mkdir(exist_ok=True)
         by_itself = train(model, config, files, None)
-        seen[case] = {"by itself": by_itself, "moved": train(model, config, files, served)}
-    return seen
+        results[case] = {"by itself": by_itself, "moved": train(model, config, files, served)}
+    return results
 
 
-def laid_out(parameters: ParameterSet, parts: int, place: int) -> ShardStorage:
+def allocate_generator(parameters: ParameterSet, parts: int, place: int) -> ShardStorage:
     """Allocate shard `place` of a generator: q, k and v fused, gate and up fused."""
     boxes = {
         name: box_of(name, parameters.shapes[name], parts, place)
@@ -101,7 +102,7 @@ def train(
     )
     switch = LazyWeightResharder(60.0)
     drawn = torch.Generator().manual_seed(1)
-    seen: dict[str, Any] = {"norms": [], "moved": [], "served": []}
+    results: dict[str, Any] = {"norms": [], "moved": [], "served": []}
     for update in range(UPDATES):
         if update == UPDATES - 1:
             # Wait for all ranks' files: loading reads all of them.
@@ -109,23 +110,23 @@ def train(
                 folder, dist.get_rank(), backend.iter_fragments(), backend.optimizer
             )
         ids = torch.randint(0, 64, (4, 12), generator=drawn)
-        seen["norms"].append(step(backend, ids))
+        results["norms"].append(step(backend, ids))
         aside.offload_state()
         if served is not None:
             moved = switch.run(backend, served, update)
             assert moved is not None
-            seen["moved"].append((moved.copied_bytes, moved.received_bytes))
-            seen["served"].append(is_served(backend, served))
+            results["moved"].append((moved.copied_bytes, moved.received_bytes))
+            results["served"].append(is_served(backend, served))
         aside.restore_state()
-    seen["parameters"] = whole(backend)
+    results["parameters"] = whole(backend)
     if served is not None:
-        seen["there"] = in_one_memory((view for _, _, view in served), backend)
-        seen["held_bytes"] = held_bytes(backend, served)
+        results["there"] = count_aliased_bytes((view for _, _, view in served), backend)
+        results["count_storage_bytes"] = count_storage_bytes(backend, served)
     fragments, optimizer = backend.iter_fragments(), backend.optimizer
     load_state(folder, saved_at, fragments, optimizer, backend.iter_shards())
     step(backend, ids)
-    seen["again"] = whole(backend)
-    return seen
+    results["again"] = whole(backend)
+    return results
 
 
 def step(backend: FsdpTpBackend, ids: torch.Tensor) -> float:
@@ -144,12 +145,12 @@ def is_served(backend: FsdpTpBackend, served: ShardStorage) -> bool:
     return all(view.equal(trained[name][box.slices]) for name, box, view in served)
 
 
-def in_one_memory(others: Iterable[torch.Tensor], backend: Any) -> dict[str, int]:
+def count_aliased_bytes(others: Iterable[torch.Tensor], backend: Any) -> dict[str, int]:
     """Return bytes by name of parameters that model and optimizer both alias."""
     held = {tensor.untyped_storage().data_ptr() for tensor in others}
     of_model = dict(backend.module.named_parameters())
     found = {}
-    for name, kept, _ in backend.placed():
+    for name, kept, _ in backend.iter_shards():
         used = of_model[name].detach()
         used = used.to_local() if isinstance(used, DTensor) else used
         if kept.untyped_storage().data_ptr() in held and used.data_ptr() == kept.data_ptr():
@@ -157,7 +158,7 @@ def in_one_memory(others: Iterable[torch.Tensor], backend: Any) -> dict[str, int
     return found
 
 
-def held_bytes(backend: FsdpTpBackend, served: ShardStorage) -> int:
+def count_storage_bytes(backend: FsdpTpBackend, served: ShardStorage) -> int:
     """Return the bytes of all distinct storages of trained and served parameters."""
     tensors = [view for _, _, view in served] + [kept for _, kept, _ in backend.iter_shards()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}

@@ -14,7 +14,7 @@ from tests.engines.trainer_ranks import (
     GROUPS,
     SEVERAL_LR,
     TEMPERATURE,
-    Seat,
+    RankJob,
     add_up,
     cut,
     own,
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from streamrl.engines.training.trainer import ModelTrainer
 
 
-def train_row(seat: Seat, layout: Layout, name: str) -> None:
+def train_row(job: RankJob, layout: Layout, name: str) -> None:
     """Train on policy, then off policy on the same rollouts; two ranks have half each."""
     from streamrl.engines.training.tasks import PolicyTask
 
-    groups = scored_groups(seat.model_path)
+    groups = scored_groups(job.model_path)
     config = AlgorithmConfig(name=name)
     settings = config.to_settings(max_length=10, reward_weights={"right": 1.0})
-    task = PolicyTask(seat.model_path, config.spec, settings, TEMPERATURE)
-    trainer = seat.trainer(layout, config, task=task, lr=SEVERAL_LR)
+    task = PolicyTask(job.model_path, config.spec, settings, TEMPERATURE)
+    trainer = job.trainer(layout, config, task=task, lr=SEVERAL_LR)
     norms = [train(trainer, groups, layout)["policy/grad_norm"] for _ in range(2)]
-    seat.seen[f"row/{layout.label}/{name}"] = {
+    job.results[f"row/{layout.label}/{name}"] = {
         "norms": norms,
         "parameters": parameters_of(trainer),
     }

@@ -27,7 +27,7 @@ from streamrl.engines.vllm.rank_groups import RankGroup, make_rank_group
 from streamrl.resharding.boxes import count_elements, subtract_boxes
 from streamrl.resharding.executors import ReshardingStats
 from streamrl.resharding.storage import ShardStorage
-from tests.engines.moved_ranks import in_one_memory
+from tests.engines.moved_ranks import count_aliased_bytes
 from tests.engines.tiny_qwen import fill, save
 
 UPDATES = 2
@@ -104,7 +104,7 @@ async def start(path: str, team: RankGroup) -> GenerationEngine | FollowerRank:
 async def all_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[str, Any]:
     world = dist.get_world_size()
     engine = await start(path, team)
-    seen: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     version = 0
     for mesh in meshes:
         module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -113,7 +113,7 @@ async def all_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[
         storage = await engine.get_storage()
         assert storage is not None
         switch = partial(LazyWeightResharder(60.0).run, backend, storage)
-        seen[mesh] = {
+        results[mesh] = {
             "updates": [],
             "model_bytes": sum(tensor.nbytes for _, tensor in backend.full_state()),
             "served_bytes": sum(view.nbytes for _, _, view in storage),
@@ -121,28 +121,28 @@ async def all_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[
         }
         for _ in range(UPDATES + 1):
             found = await look(engine, backend, switch, version)
-            seen[mesh]["updates"].append(found)
+            results[mesh]["updates"].append(found)
             version += 1
             await asyncio.to_thread(update, backend)
-        seen[mesh]["one memory"] = in_one_memory(parameters_of(engine), backend)
+        results[mesh]["one memory"] = count_aliased_bytes(parameters_of(engine), backend)
         last = {name: tensor.clone() for name, tensor in backend.full_state()}
     await asyncio.to_thread(switch, version)
     await asyncio.to_thread(dist.barrier)
     if isinstance(engine, GenerationEngine):
         await engine.activate_version(version)
-        seen["tokens"] = await tokens(engine)
+        results["tokens"] = await tokens(engine)
     if team.rank == 0:
-        seen["last"] = last
-    seen["kv_bytes"] = await without_kv(engine)
+        results["last"] = last
+    results["kv_bytes"] = await measure_sleep(engine)
     if isinstance(engine, GenerationEngine):
-        seen["tokens after"] = await tokens(engine)
+        results["tokens after"] = await tokens(engine)
     await asyncio.to_thread(dist.barrier)
-    return seen
+    return results
 
 
 def lacking(backend: Any, storage: ShardStorage) -> int:
     """Return the bytes of served elements that this rank does not train."""
-    trained = {name: shard.boxes for name, _, shard in backend.placed()}
+    trained = {name: shard.boxes for name, _, shard in backend.iter_shards()}
     return sum(
         count_elements(subtract_boxes([box], trained.get(name, []))) * view.itemsize
         for name, box, view in storage
@@ -159,7 +159,7 @@ def parameters_of(engine: GenerationEngine | FollowerRank) -> Iterator[torch.Ten
     return weights._model.parameters()
 
 
-async def without_kv(engine: GenerationEngine | FollowerRank) -> tuple[int, int]:
+async def measure_sleep(engine: GenerationEngine | FollowerRank) -> tuple[int, int]:
     """Return the bytes of the KV cache on this rank before and after sleep."""
     if isinstance(engine, GenerationEngine):
         await engine.pause("test")
@@ -176,7 +176,7 @@ async def without_kv(engine: GenerationEngine | FollowerRank) -> tuple[int, int]
 def kv_bytes(engine: GenerationEngine | FollowerRank) -> int:
     within: Any = engine
     if isinstance(engine, GenerationEngine):
-        worker = within._thread._weights._worker
+        worker = within._thread._weight_loader._worker
     else:
         worker = within._worker.wrapper
     return sum(cache.untyped_storage().nbytes() for cache in worker.model_runner.kv_caches)
@@ -196,17 +196,17 @@ async def look(
     trained = torch.log_softmax(logits.detach(), -1).gather(1, ids[1:, None])[:, 0].numpy()
     # All ranks have loaded their part before the next decode step.
     await asyncio.to_thread(dist.barrier)
-    seen: dict[str, Any] = {
+    results: dict[str, Any] = {
         "received_bytes": moved.received_bytes,
         "copied_bytes": moved.copied_bytes,
     }
     if isinstance(engine, GenerationEngine):
         await engine.activate_version(version)
         _, (served,) = await engine.compute_logprobs([SEQUENCE])
-        seen["difference"] = float(np.abs(served[1:] - trained).max())
-        seen["logprobs"] = served.tolist()
+        results["difference"] = float(np.abs(served[1:] - trained).max())
+        results["logprobs"] = served.tolist()
     await asyncio.to_thread(dist.barrier)
-    return seen
+    return results
 
 
 async def tokens(engine: GenerationEngine) -> list[list[int]]:

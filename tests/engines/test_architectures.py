@@ -176,7 +176,7 @@ async def compared(engine: GenerationEngine, model: PreTrainedModel, who: str) -
     probe.compare_logprobs(found, who)
 
 
-def adapters_of(model: PreTrainedModel, folder: str) -> dict[str, torch.Tensor]:
+def publish_adapters(model: PreTrainedModel, folder: str) -> dict[str, torch.Tensor]:
     """Return published adapters for every layer that LoRA targets."""
     layers = find_lora_layers(load_skeleton(folder), TrainerConfig(lora_rank=RANK))
     generator = torch.Generator().manual_seed(3)
@@ -224,7 +224,7 @@ async def test_the_generator_equals_the_trainers_model_initially_and_after_updat
             assert loaded.verification.num_compared and not loaded.verification.differing_names
             assert not loaded.verification.warnings
             await compared(engine, model, f"{architecture}, with version {version},")
-        published = adapters_of(base, str(tmp_path))
+        published = publish_adapters(base, str(tmp_path))
         await engine.load_weights(published, 3)
         await compared(engine, merged(base, published), f"{architecture}, with adapters,")
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tests.engines.conftest import cases_of
+from tests.engines.conftest import list_cases
 from tests.engines.hybrid_ranks import BACKENDS, UPDATES, WORLD, Case, one_rank, write_model
-from tests.engines.trainer_ranks import free_ports
+from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SPLIT, FILLED = "torch, split", "deepspeed 3"
@@ -32,8 +32,8 @@ def ranks(
     """Return each rank's results for every version, by backend."""
     path = write_model(tmp_path_factory.mktemp("hybrid"))
     order = list(BACKENDS)
-    cases = sorted(cases_of(request, Case), key=lambda case: order.index(case.backend))
-    (port,) = free_ports(1)
+    cases = sorted(list_cases(request, Case), key=lambda case: order.index(case.backend))
+    (port,) = find_free_ports(1)
     arguments = [(rank, path, port, cases) for rank in range(WORLD)]
     return forked.run(one_rank, arguments, timeout_s=400)
 
@@ -42,9 +42,9 @@ def ranks(
 def test_the_generator_aliases_the_trainers_parameters_and_a_version_copies_no_byte(
     ranks: list[dict[str, Any]], backend: str
 ) -> None:
-    for seen in ranks:
-        assert len(seen[backend]) == UPDATES + 1
-        for version in seen[backend]:
+    for results in ranks:
+        assert len(results[backend]) == UPDATES + 1
+        for version in results[backend]:
             assert version["bound"] > 0
             assert version["apart"] == []
             assert version["copied_bytes"] == 0
@@ -54,9 +54,9 @@ def test_the_generator_aliases_the_trainers_parameters_and_a_version_copies_no_b
 def test_served_logprobs_equal_the_trainers_after_each_update(
     ranks: list[dict[str, Any]], backend: str
 ) -> None:
-    for seen in ranks:
-        assert max(version["difference"] for version in seen[backend]) < 1e-4
-        first, *later = (version["logprobs"] for version in seen[backend])
+    for results in ranks:
+        assert max(version["difference"] for version in results[backend]) < 1e-4
+        first, *later = (version["logprobs"] for version in results[backend])
         assert all(logprobs != first for logprobs in later), "the updates change something"
     assert ranks[0][backend][-1]["logprobs"] == ranks[1][backend][-1]["logprobs"]
 
@@ -65,8 +65,8 @@ def test_served_logprobs_equal_the_trainers_after_each_update(
 def test_missing_shards_are_received_once_without_staging(
     ranks: list[dict[str, Any]],
 ) -> None:
-    for seen in ranks:
-        for version in seen[FILLED]:
+    for results in ranks:
+        for version in results[FILLED]:
             model = version["model_bytes"]
             assert version["received_bytes"] == model * (WORLD - 1) // WORLD
             assert version["copied_bytes"] == model // WORLD
@@ -78,9 +78,9 @@ def test_missing_shards_are_received_once_without_staging(
 def test_trained_shards_alias_the_generator_and_only_columns_are_copied(
     ranks: list[dict[str, Any]],
 ) -> None:
-    for seen in ranks:
-        assert len(seen[SPLIT]) == UPDATES + 1
-        for version in seen[SPLIT]:
+    for results in ranks:
+        assert len(results[SPLIT]) == UPDATES + 1
+        for version in results[SPLIT]:
             of = version["sizes"]
             cut = {name for name in of if "_proj" in name}
             columns = {name for name in cut if "o_proj" in name or "down_proj" in name}
@@ -92,13 +92,13 @@ def test_trained_shards_alias_the_generator_and_only_columns_are_copied(
 
 @pytest.mark.ranks(Case(FILLED))
 def test_resharding_is_off_if_any_rank_cannot_be_written(ranks: list[dict[str, Any]]) -> None:
-    for seen in ranks:
-        assert seen[FILLED][0]["unplanned"]
+    for results in ranks:
+        assert results[FILLED][0]["is_unplanned"]
 
 
 @pytest.mark.ranks(Case(FILLED))
 def test_resharding_casts_shards_of_another_dtype_on_the_source_rank(
     ranks: list[dict[str, Any]],
 ) -> None:
-    for seen in ranks:
-        assert seen[FILLED][0]["rounded"]
+    for results in ranks:
+        assert results[FILLED][0]["rounded"]

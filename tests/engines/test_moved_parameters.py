@@ -7,7 +7,7 @@ import pytest
 from tests import forked
 from tests.engines.mesh_ranks import make
 from tests.engines.moved_ranks import CASES, UPDATES, WORLD, one_rank
-from tests.engines.trainer_ranks import free_ports
+from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SAME, WHOLE, SHARDED = CASES
@@ -16,7 +16,7 @@ SAME, WHOLE, SHARDED = CASES
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return each rank's results, by case."""
-    folder, ports = tmp_path_factory.mktemp("moved"), free_ports(1)
+    folder, ports = tmp_path_factory.mktemp("moved"), find_free_ports(1)
     return forked.run(one_rank, [(rank, folder, *ports) for rank in range(WORLD)], timeout_s=400)
 
 
@@ -33,8 +33,8 @@ def columns(case: str) -> set[str]:
 def test_aliasing_the_generator_does_not_change_updates_bitwise(
     ranks: list[dict[str, Any]], case: str
 ) -> None:
-    for seen in ranks:
-        alone, moved = seen[case]["by itself"], seen[case]["moved"]
+    for results in ranks:
+        alone, moved = results[case]["by itself"], results[case]["moved"]
         assert moved["norms"] == alone["norms"]
         for name, expected in alone["parameters"].items():
             assert moved["parameters"][name].equal(expected), name
@@ -42,8 +42,8 @@ def test_aliasing_the_generator_does_not_change_updates_bitwise(
 
 @pytest.mark.parametrize("case", CASES)
 def test_served_weights_equal_trained_weights(ranks: list[dict[str, Any]], case: str) -> None:
-    for seen in ranks:
-        assert seen[case]["moved"]["served"] == [True] * UPDATES
+    for results in ranks:
+        assert results[case]["moved"]["served"] == [True] * UPDATES
 
 
 def test_equal_splits_copy_no_byte_of_a_layer(
@@ -52,8 +52,8 @@ def test_equal_splits_copy_no_byte_of_a_layer(
     # The trainer replicates embedding and head; the generator splits them in halves.
     apart = {"model.embed_tokens.weight", "lm_head.weight"}
     of = sizes(SAME)
-    for seen in ranks:
-        moved = seen[SAME]["moved"]
+    for results in ranks:
+        moved = results[SAME]["moved"]
         assert set(moved["there"]) == of.keys() - apart
         halves = sum(of[name] for name in apart) // 2
         assert moved["moved"] == [(halves, 0)] * UPDATES
@@ -63,25 +63,25 @@ def test_an_unsplit_generator_copies_only_row_parallel_columns(
     ranks: list[dict[str, Any]],
 ) -> None:
     of, apart = sizes(WHOLE), columns(WHOLE)
-    for seen in ranks:
-        moved = seen[WHOLE]["moved"]
+    for results in ranks:
+        moved = results[WHOLE]["moved"]
         assert set(moved["there"]) == of.keys() - apart
         own = sum(of[name] for name in apart) // 2
         assert [copied for copied, _ in moved["moved"]] == [own] * UPDATES
         padding = 3 * of["model.embed_tokens.weight"] // 64
-        assert moved["held_bytes"] == sum(of.values()) + padding + own
+        assert moved["count_storage_bytes"] == sum(of.values()) + padding + own
 
 
 def test_fsdp2_shards_are_not_moved(ranks: list[dict[str, Any]]) -> None:
-    for seen in ranks:
-        assert seen[SHARDED]["moved"]["there"] == {}
+    for results in ranks:
+        assert results[SHARDED]["moved"]["there"] == {}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_is_loaded_into_the_aliased_memory(
     ranks: list[dict[str, Any]], case: str
 ) -> None:
-    for seen in ranks:
-        for found in seen[case].values():
+    for results in ranks:
+        for found in results[case].values():
             for name, expected in found["parameters"].items():
                 assert found["again"][name].equal(expected), name

@@ -50,7 +50,7 @@ async def flight(engines: Engines) -> Flight:
     return found
 
 
-async def broken_off(flight: Flight, num: int, *, steps: int) -> list[Rollout]:
+async def sample_partially(flight: Flight, num: int, *, steps: int) -> list[Rollout]:
     """Return partial rollouts after some steps, then abort them."""
     call = asyncio.create_task(
         flight.engine.generate(SHORT, seeds=range(num), watch=ProgressWatch("a"))
@@ -64,7 +64,7 @@ async def broken_off(flight: Flight, num: int, *, steps: int) -> list[Rollout]:
 
 async def test_a_partial_rollout_resumes_with_new_weights(flight: Flight) -> None:
     old = max(flight.models)
-    begun = await broken_off(flight, 4, steps=10)
+    begun = await sample_partially(flight, 4, steps=10)
     sizes = [len(rollout.completion_ids) for rollout in begun]
     assert all(10 <= size < LIMIT for size in sizes)
     assert {rollout.finish_reason for rollout in begun} == {FinishReason.ABORT}
@@ -84,7 +84,7 @@ async def test_a_partial_rollout_resumes_with_new_weights(flight: Flight) -> Non
 
 async def test_a_resumed_rollout_does_not_repeat_the_first_random_numbers(flight: Flight) -> None:
     # With the same distribution at each position, the same seed would repeat the tokens.
-    begun = await broken_off(flight, 1, steps=10)
+    begun = await sample_partially(flight, 1, steps=10)
     size = len(begun[0].completion_ids)
     (on,) = await flight.engine.generate(SHORT, seeds=[0], partial_rollouts=begun)
     (fresh,) = await flight.engine.generate(
@@ -106,7 +106,7 @@ async def test_resume_returns_finished_rollouts_and_finishes_full_ones_by_length
     again = await flight.engine.generate(SHORT, seeds=range(8), partial_rollouts=finished)
     assert all(one is other for one, other in zip(again, finished, strict=True))
     await flight.load(endless_model(seed=1))
-    begun = await broken_off(flight, 2, steps=10)
+    begun = await sample_partially(flight, 2, steps=10)
     size = len(begun[0].completion_ids)
     mixed = [finished[0], begun[1]]
     first, second = await flight.engine.generate(SHORT, seeds=[5, 6], partial_rollouts=mixed)
@@ -154,8 +154,8 @@ async def test_partial_rollouts_of_watched_calls_include_waiting_and_finished_on
 
 async def test_on_finished_is_called_for_each_finished_rollout(flight: Flight) -> None:
     """Counts rollouts finished before the call, too; a longer partial rollout finishes earlier."""
-    near = await broken_off(flight, 3, steps=40)
-    far = await broken_off(flight, 3, steps=10)
+    near = await sample_partially(flight, 3, steps=40)
+    far = await sample_partially(flight, 3, steps=10)
     limit = len(near[0].completion_ids)
     begun, told = [near[0], near[1], far[2]], []
     sizes = [len(rollout.completion_ids) for rollout in begun]

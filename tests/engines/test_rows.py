@@ -50,8 +50,8 @@ def logprobs_by_rollout(model_path):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_an_algorithm_makes_better_rollouts_likelier(seen, model_path, tmp_path, name):
-    (case,) = seen[f"row/{ONE.label}/{name}"]
+def test_an_algorithm_makes_better_rollouts_likelier(results, model_path, tmp_path, name):
+    (case,) = results[f"row/{ONE.label}/{name}"]
     assert case["norms"][0] > 0
     model = tiny_model(tied=True, seed=0, kv_heads=2)
     model.load_state_dict(case["parameters"])
@@ -64,8 +64,8 @@ def test_an_algorithm_makes_better_rollouts_likelier(seen, model_path, tmp_path,
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_an_algorithm_makes_the_same_updates_for_any_ranks_and_micro_batches(seen, name):
-    (alone,), pair = seen[f"row/{ONE.label}/{name}"], seen[f"row/{TWO.label}/{name}"]
+def test_an_algorithm_makes_the_same_updates_for_any_ranks_and_micro_batches(results, name):
+    (alone,), pair = results[f"row/{ONE.label}/{name}"], results[f"row/{TWO.label}/{name}"]
     for case in pair:
         assert case["norms"] == pytest.approx(alone["norms"], rel=1e-4)
         for parameter, expected in alone["parameters"].items():

@@ -119,24 +119,24 @@ async def started(folder: str, patch: pytest.MonkeyPatch) -> AsyncIterator[Gener
         await engine.close()
 
 
-async def each_group_alone(engine: GenerationEngine, base: PreTrainedModel) -> None:
+async def check_each_group(engine: GenerationEngine, base: PreTrainedModel) -> None:
     """Change each group of parameters in turn while rollouts run; check that samples follow."""
     models: dict[int, PreTrainedModel] = {0: base}
     await engine.load_weights(weights_of(base), 0)
     running = asyncio.create_task(engine.generate(PROMPT, seeds=range(2), max_new_tokens=500))
-    seen = set()
+    tested_groups = set()
     for group, pattern in GROUPS.items():
         model = changed(models[max(models)], pattern)
         if model is None:
             continue
-        seen.add(group)
+        tested_groups.add(group)
         version = max(models) + 1
         models[version] = model
         await engine.load_weights(weights_of(model), version)
         fresh = await engine.generate(PROMPT, seeds=range(4))
         assert distance(model, models[version - 1], fresh) > 1e-2, group
         assert worst_error(fresh, models) < 1e-4, group
-    assert seen >= ALL_HAVE
+    assert tested_groups >= ALL_HAVE
     rollouts = await running
     assert len(np.unique(rollouts[0].policy_version)) > 3
     # Of a thousand tokens under models of ever larger weights, rounding in float32 makes some 1e-4
@@ -162,7 +162,7 @@ async def test_each_group_of_parameters_is_loaded(
 ) -> None:
     base = family_model(family, tied=tied)
     async with started(save(base, tmp_path, ends=False), monkeypatch) as engine:
-        await each_group_alone(engine, base)
+        await check_each_group(engine, base)
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ async def test_each_group_of_parameters_is_loaded_through_reload_weights(
     monkeypatch.setattr(weight_loader, "bind_parameters", lambda *of: [])
     base = family_model("qwen2", tied=True)
     async with started(save(base, tmp_path, ends=False), monkeypatch) as engine:
-        await each_group_alone(engine, base)
+        await check_each_group(engine, base)
         loaded = await engine.load_weights(weights_of(base), 100)
         assert loaded.copied_bytes >= num_bytes(weights_of(base))
 

@@ -198,7 +198,7 @@ async def test_weights_may_be_read_only_arrays(bench: Bench) -> None:
     assert worst_error(await bench.engine.generate(SHORT, seeds=range(8)), bench.models) < 1e-4
 
 
-def made_up_adapters(model: Qwen2ForCausalLM, *, size: float, seed: int) -> dict[str, torch.Tensor]:
+def make_adapters(model: Qwen2ForCausalLM, *, size: float, seed: int) -> dict[str, torch.Tensor]:
     """Make adapters of rank 2 and scale 1.5 for every linear layer but the head."""
     generator = torch.Generator().manual_seed(seed)
     published = {LORA_SCALE: torch.tensor(1.5)}
@@ -215,7 +215,7 @@ async def test_each_version_merges_adapters_into_the_weights_of_the_directory(
 ) -> None:
     for seed, size in ((1, 0.1), (2, 0.0), (3, 0.1)):
         model = tiny_model(tied=False, seed=1)
-        published = made_up_adapters(model, size=size, seed=seed)
+        published = make_adapters(model, size=size, seed=seed)
         with torch.no_grad():
             for name in [name for name in published if name.endswith(LORA_A_SUFFIX)]:
                 layer = name.removesuffix(LORA_A_SUFFIX)
@@ -238,7 +238,7 @@ async def test_each_version_merges_adapters_into_the_weights_of_the_directory(
 
 
 async def test_adapters_of_another_model_are_rejected_without_harm(bench: Bench) -> None:
-    published = made_up_adapters(tiny_model(tied=False, seed=1), size=0.1, seed=1)
+    published = make_adapters(tiny_model(tied=False, seed=1), size=0.1, seed=1)
     published["model.layers.0.mlp.up_proj" + LORA_A_SUFFIX] = torch.ones(2, 63)
     with pytest.raises(WeightsError, match=r"fit no weight of the model, came for .*up_proj"):
         await bench.engine.load_weights(published, bench.engine.version + 1)

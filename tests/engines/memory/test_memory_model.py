@@ -15,7 +15,7 @@ from streamrl.placement import WorkerMemory
 from tests import forked
 from tests.engines.memory_ranks import CASES, TOKENS, Case, one_rank
 from tests.engines.tiny_qwen import VOCABULARY, save, tiny_model
-from tests.engines.trainer_ranks import free_ports
+from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -182,12 +182,12 @@ def grown(path: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Map
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     config = Qwen2Config(**sizes, **heads, num_hidden_layers=4, tie_word_embeddings=True)
     large = save(Qwen2ForCausalLM(config), folder / "model")
-    ports = free_ports(len(CASES))
-    seen: dict[str, Any] = {}
+    ports = find_free_ports(len(CASES))
+    results: dict[str, Any] = {}
     arguments = [(rank, large, path, ports) for rank in range(2)]
     for found in forked.run(one_rank, arguments, timeout_s=900):
-        seen |= found
-    return large, seen
+        results |= found
+    return large, results
 
 
 @pytest.mark.slow
@@ -195,8 +195,8 @@ def grown(path: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Map
 def test_measured_trainer_memory_matches_the_model(
     grown: tuple[str, Mapping[str, Any]], case: Case
 ) -> None:
-    path, seen = grown
+    path, results = grown
     stated = replace(of(path, case.config, tokens=TOKENS), kv_cache=0, serving_weights=0)
-    measured = seen[case.label]
+    measured = results[case.label]
     assert stated.train_bytes / MB / SLACK < measured["peak"] < stated.train_bytes / MB * SLACK
     assert 0.8 < measured["offloaded"] / (stated.optimizer / MB) < 1.2

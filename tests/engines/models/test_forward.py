@@ -19,12 +19,12 @@ from streamrl.engines.training.collate import build_batch
 from streamrl.errors import ConfigError
 from streamrl.messages import columns_to_rollouts
 from tests.engines.test_architectures import COMMON
-from tests.engines.tiny_groups import made_up_groups
+from tests.engines.tiny_groups import make_groups
 from tests.engines.tiny_qwen import forward_logprobs, save, tiny_model
 
 TEMPERATURE = 0.7
 UID = "0:0:0"
-COLUMNS = made_up_groups(num_groups=1)[UID]
+COLUMNS = make_groups(num_groups=1)[UID]
 PICKS = [(UID, index) for index in range(4)]
 
 

@@ -7,14 +7,14 @@ import torch
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.engines.training.collate import build_batch, derive_columns
 from streamrl.messages import FinishReason, Rollout, rollouts_to_columns
-from tests.engines.tiny_groups import made_up_groups
+from tests.engines.tiny_groups import make_groups
 
 GRPO = AlgorithmConfig()
 
 
 def derived_from(groups, config=GRPO):
-    settings = config.settings(max_length=8, reward_weights={})
-    return derive_columns(config.row, settings, groups)
+    settings = config.to_settings(max_length=8, reward_weights={})
+    return derive_columns(config.spec, settings, groups)
 
 
 def group_of(*rollouts, scores):
@@ -56,7 +56,7 @@ def test_padding_is_on_the_right_and_zero():
 
 
 def test_advantages_compare_the_complete_group_for_any_picks():
-    groups = made_up_groups()
+    groups = make_groups()
     batch = build_batch(groups, [("0:1:0", 2)], derived=derived_from(groups))
     scores = groups["0:1:0"]["scores"].astype(np.float64)
     expected = (scores[2] - scores.mean()) / (scores.std(ddof=1) + 1e-6)
@@ -64,7 +64,7 @@ def test_advantages_compare_the_complete_group_for_any_picks():
 
 
 def test_every_token_column_is_collated_unchanged():
-    groups = made_up_groups()
+    groups = make_groups()
     picks = [(uid, index) for uid, columns in groups.items() for index in range(4)]
     batch = build_batch(groups, picks, derived=derived_from(groups))
     for name in ("token_ids", "loss_mask", "generator_logprobs", "ref_logprobs"):
@@ -73,7 +73,7 @@ def test_every_token_column_is_collated_unchanged():
 
 
 def test_read_only_columns_from_the_object_store_are_accepted():
-    groups = made_up_groups()
+    groups = make_groups()
     for columns in groups.values():
         for column in columns.values():
             column.setflags(write=False)

@@ -5,10 +5,10 @@ import pytest
 
 from streamrl.engines.training.forward_scorers import LogprobScorer
 from streamrl.messages import GroupInfo, check_column_sizes, columns_to_rollouts, measure_columns
-from tests.engines.tiny_groups import made_up_groups
+from tests.engines.tiny_groups import make_groups
 from tests.engines.tiny_qwen import forward_logprobs, save, tiny_model
 
-COLUMNS = made_up_groups(num_groups=1, group_size=6)["0:0:0"]
+COLUMNS = make_groups(num_groups=1, group_size=6)["0:0:0"]
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import torch
 from streamrl.engines.models.tensor_parallel_support import check_tensor_parallel
 from streamrl.errors import ConfigError
 from tests import forked
-from tests.engines.conftest import cases_of
+from tests.engines.conftest import list_cases
 from tests.engines.mesh_ranks import CASES, LR, UPDATES, WIDE, WORLD, Case, alone, one_rank
-from tests.engines.trainer_ranks import free_ports
+from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -29,17 +29,24 @@ EACH = [
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Return each rank's results, by case."""
-    cases = cases_of(request, Case)
-    ports = free_ports(len(cases))
-    found = forked.run(one_rank, [(rank, ports, cases) for rank in range(WORLD)], timeout_s=400)
-    by_themselves = {name: saw for seen in found for name, saw in seen.items() if "alone" in name}
-    return [seen | by_themselves for seen in found]
+    cases = list_cases(request, Case)
+    ports = find_free_ports(len(cases))
+    all_results = forked.run(
+        one_rank, [(rank, ports, cases) for rank in range(WORLD)], timeout_s=400
+    )
+    single_rank = {
+        name: result
+        for results in all_results
+        for name, result in results.items()
+        if "alone" in name
+    }
+    return [results | single_rank for results in all_results]
 
 
 @pytest.mark.parametrize("case", EACH)
 def test_updates_equal_those_of_a_single_rank(ranks: list[dict[str, Any]], case: Case) -> None:
-    for seen in ranks:
-        single, mesh = seen[alone(case.model)], seen[case.label]
+    for results in ranks:
+        single, mesh = results[alone(case.model)], results[case.label]
         assert min(single["norms"][:UPDATES]) > 1, "the gradient is clipped"
         assert mesh["norms"][:UPDATES] == pytest.approx(single["norms"][:UPDATES], rel=1e-5)
         assert list(mesh["parameters"]) == list(single["parameters"])
@@ -56,23 +63,23 @@ def test_updates_equal_those_of_a_single_rank(ranks: list[dict[str, Any]], case:
 def test_a_non_finite_gradient_norm_changes_no_parameter(
     ranks: list[dict[str, Any]], case: Case
 ) -> None:
-    for seen in ranks:
-        assert not torch.tensor(seen[case.label]["norms"][UPDATES]).isfinite()
-        assert seen[case.label]["unchanged"]
+    for results in ranks:
+        assert not torch.tensor(results[case.label]["norms"][UPDATES]).isfinite()
+        assert results[case.label]["unchanged"]
 
 
 @pytest.mark.parametrize("case", EACH)
 def test_a_shard_holds_the_elements_it_describes(ranks: list[dict[str, Any]], case: Case) -> None:
-    for seen in ranks:
-        assert seen[case.label]["misplaced"] == []
+    for results in ranks:
+        assert results[case.label]["misplaced"] == []
 
 
 @pytest.mark.parametrize("case", [each for each in EACH if "sharded" not in str(each.id)])
 def test_a_rank_holds_no_memory_of_other_ranks_shards(
     ranks: list[dict[str, Any]], case: Case
 ) -> None:
-    for seen in ranks:
-        assert seen[case.label]["memory_bytes"] == seen[case.label]["kept_bytes"]
+    for results in ranks:
+        assert results[case.label]["memory_bytes"] == results[case.label]["kept_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tests.engines.conftest import (
     SHARDED,
     SPLIT,
     TWO,
-    of_ranks,
+    parametrize_layouts,
 )
 from tests.engines.plain_step import plain_loss
 from tests.engines.tiny_qwen import EOS, tiny_model
@@ -124,11 +124,11 @@ def several_plain_updates():
         total = []
         for row in (row for row in rows if row["uid"] in part):
             logprobs, entropies = logprobs_of(model, row["ids"])
-            loss, seen = policy_loss(
+            loss, results = policy_loss(
                 SEVERAL.spec, SEVERAL_SETTINGS, row, logprobs=logprobs, entropy=entropies
             )
             (loss / SEVERAL_DIVISOR).backward()
-            total.append({name: value.item() for name, value in seen.items()})
+            total.append({name: value.item() for name, value in results.items()})
         sums.append(add_up(total))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -136,13 +136,13 @@ def several_plain_updates():
     return sums, {name: parameter.detach() for name, parameter in names.items()}
 
 
-@of_ranks("several_updates", on=SEVERAL_ON, quick=[ONE, GATHERED])
-def test_several_updates_of_a_step_equal_a_plain_process(seen, layout):
+@parametrize_layouts("several_updates", on=SEVERAL_ON, quick=[ONE, GATHERED])
+def test_several_updates_of_a_step_equal_a_plain_process(results, layout):
     """Covers whitening over the step, the proximal policy and the second moment mask."""
     sums, parameters = several_plain_updates()
     assert sums[0]["num_kept"] < sums[0]["num_sampled"], "all tokens were near enough"
     assert sums[0]["ratio_sum"] == pytest.approx(sums[2]["ratio_sum"]), "weights are of the start"
-    cases = seen[f"several/{layout.label}"]
+    cases = results[f"several/{layout.label}"]
     for i, expected in enumerate(sums):
         total = add_up(case["sums"][i] for case in layout.counted(cases))
         for name in (name for name in expected if "_bin_" not in name):
@@ -188,10 +188,10 @@ def plain_critic(model_path):
     return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@of_ranks("critic_updates", on=SEVERAL_ON, quick=[ONE, TWO])
-def test_a_critic_learns_the_returns_on_any_number_of_ranks(seen, model_path, folder, layout):
+@parametrize_layouts("critic_updates", on=SEVERAL_ON, quick=[ONE, TWO])
+def test_a_critic_learns_the_returns_on_any_number_of_ranks(results, model_path, folder, layout):
     losses, parameters = plain_critic(model_path)
-    cases = seen[f"critic/{layout.label}"]
+    cases = results[f"critic/{layout.label}"]
     for i, loss in enumerate(losses):
         assert sum(
             case["sums"][i]["loss_value_sum"] for case in layout.counted(cases)
@@ -250,10 +250,10 @@ def plain_two_headed(coef):
     return {name: parameter.detach() for name, parameter in named.items()}
 
 
-@of_ranks("two_headed_updates", on=SEVERAL_ON, quick=[ONE])
-def test_a_two_headed_model_learns_the_sum_of_both_losses(seen, folder, layout):
+@parametrize_layouts("two_headed_updates", on=SEVERAL_ON, quick=[ONE])
+def test_a_two_headed_model_learns_the_sum_of_both_losses(results, folder, layout):
     parameters = plain_two_headed(SHARED_COEFS[1])
-    cases = seen[f"two_headed/{layout.label}/{SHARED_COEFS[1]}"]
+    cases = results[f"two_headed/{layout.label}/{SHARED_COEFS[1]}"]
     for case in cases:
         assert furthest(case["parameters"], parameters) < 0.1 * SEVERAL_LR
     assert sum(case["sums"][1]["critic_loss_value_sum"] for case in cases) > 0
@@ -266,9 +266,11 @@ def test_a_two_headed_model_learns_the_sum_of_both_losses(seen, folder, layout):
     assert furthest(dict(model.named_parameters(remove_duplicate=False)), expected) == 0
 
 
-@of_ranks("two_headed_updates", on=SEVERAL_ON, quick=[ONE])
-def test_a_value_loss_of_weight_0_does_not_change_the_policy(seen, layout):
-    (with_head, alone) = (seen[f"two_headed/{layout.label}/{c}"] for c in (SHARED_COEFS[0], None))
+@parametrize_layouts("two_headed_updates", on=SEVERAL_ON, quick=[ONE])
+def test_a_value_loss_of_weight_0_does_not_change_the_policy(results, layout):
+    with_head, alone = (
+        results[f"two_headed/{layout.label}/{coef}"] for coef in (SHARED_COEFS[0], None)
+    )
     for case, expected in zip(with_head, alone, strict=True):
         parameters = dict(case["parameters"])
         assert not parameters.pop("score.weight").any()
@@ -298,10 +300,10 @@ def plain_pretraining(model_path):
     return norms, losses, {name: parameter.detach() for name, parameter in names.items()}
 
 
-@of_ranks("pretraining_updates", on=SEVERAL_ON, quick=[ONE, TWO])
-def test_pretraining_adds_its_mean_loss_for_any_loss_denominator(seen, model_path, layout):
+@parametrize_layouts("pretraining_updates", on=SEVERAL_ON, quick=[ONE, TWO])
+def test_pretraining_adds_its_mean_loss_for_any_loss_denominator(results, model_path, layout):
     norms, losses, parameters = plain_pretraining(model_path)
-    for case in seen[f"pretraining/{layout.label}"]:
+    for case in results[f"pretraining/{layout.label}"]:
         reports = case["reports"]
         assert [report["policy/grad_norm"] for report in reports] == pytest.approx(norms, rel=1e-4)
         assert [report["loss/ptx"] for report in reports] == pytest.approx(losses, rel=1e-4)
@@ -319,12 +321,12 @@ def furthest(parameters, others) -> float:
 
 
 @pytest.mark.parametrize("cuts", CUTS)
-@of_ranks("same_update", on=LAYOUTS, quick=QUICK)
+@parametrize_layouts("same_update", on=LAYOUTS, quick=QUICK)
 def test_the_update_equals_a_plain_step_for_any_split_into_micro_batches(
-    seen, expected, layout, cuts
+    results, expected, layout, cuts
 ):
     norms, parameters = expected
-    cases = seen[f"update/{layout.label}/{cuts}"]
+    cases = results[f"update/{layout.label}/{cuts}"]
     assert len(cases) == layout.world_size
     for case in cases:
         assert case["norms"] == pytest.approx(norms, rel=1e-5)
@@ -339,17 +341,17 @@ def test_the_gradient_is_clipped_and_the_parameters_move(expected):
 
 
 @pytest.mark.ranks(Case("same_update", GATHERED))
-def test_tied_parameters_are_published_under_both_names(seen):
-    for case in seen["update/deepspeed3-2/1"]:
+def test_tied_parameters_are_published_under_both_names(results):
+    for case in results["update/deepspeed3-2/1"]:
         parameters = case["parameters"]
         assert torch.equal(parameters["lm_head.weight"], parameters["model.embed_tokens.weight"])
 
 
-@of_ranks("same_update", on=LAYOUTS, quick=QUICK)
-def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(seen, layout):
+@parametrize_layouts("same_update", on=LAYOUTS, quick=QUICK)
+def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(results, layout):
     metrics = []
     for cuts in CUTS:
-        cases = [case["sums"] for case in layout.counted(seen[f"update/{layout.label}/{cuts}"])]
+        cases = [case["sums"] for case in layout.counted(results[f"update/{layout.label}/{cuts}"])]
         total = {name: sum(case[name] for case in cases) for name in cases[0]}
         metrics.append(summarise_policy(total, divisor_of(GROUPS)))
     assert metrics[0].keys() >= {"policy/kl_ref", "loss/kl", "policy/ess", "loss/policy"}
@@ -358,24 +360,24 @@ def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(seen
         assert other == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
 
 
-@of_ranks("save_and_go_on", on=SAVED, quick=[TWO, SHARDED])
-def test_resume_continues_as_if_uninterrupted(seen, layout):
-    for (report, parameters, num_steps), again in seen[f"resume/{layout.label}"]:
+@parametrize_layouts("save_and_resume", on=SAVED, quick=[TWO, SHARDED])
+def test_resume_continues_as_if_uninterrupted(results, layout):
+    for (report, parameters, num_steps), again in results[f"resume/{layout.label}"]:
         assert again[0] == report
         assert report["policy/lr"] == pytest.approx(LR * 2 / 4)  # the second of four warm-up steps
         assert furthest(again[1], parameters) == 0
         assert again[2] == num_steps == 2
 
 
-@of_ranks("save_and_go_on", on=SAVED, quick=[TWO, SHARDED])
-def test_the_whole_optimizer_state_is_offloaded(seen, expected, layout):
+@parametrize_layouts("save_and_resume", on=SAVED, quick=[TWO, SHARDED])
+def test_the_whole_optimizer_state_is_offloaded(results, expected, layout):
     once = {name: p for name, p in expected[1].items() if name != "lm_head.weight"}  # it is tied
     num_bytes = 4 * sum(parameter.numel() for parameter in once.values())
     # Moments, and from ZeRO stage 1 on master weights.
     copies = 3 if layout.backend == "deepspeed" and layout.zero_stage > 0 else 2
     is_sharded = layout.zero_stage > 0 if layout.backend == "deepspeed" else layout.zero_stage == 3
     share = copies * num_bytes // (layout.num_shares if is_sharded else 1)
-    for offloaded in seen[f"offloaded/{layout.label}"]:
+    for offloaded in results[f"offloaded/{layout.label}"]:
         if layout.tensor_parallel > 1:  # which keeps persistent parameters whole
             assert share // layout.tensor_parallel < offloaded < share
         else:
@@ -383,25 +385,25 @@ def test_the_whole_optimizer_state_is_offloaded(seen, expected, layout):
 
 
 # The first has no other layout to resume from.
-@of_ranks("save_and_go_on", on=SAVED, quick=[SHARDED])
-def test_resume_from_a_state_of_any_backend_stage_and_number_of_ranks(seen, layout):
-    for cases in seen.get(f"moved/{layout.label}", []):
+@parametrize_layouts("save_and_resume", on=SAVED, quick=[SHARDED])
+def test_resume_from_a_state_of_any_backend_stage_and_number_of_ranks(results, layout):
+    for cases in results.get(f"moved/{layout.label}", []):
         for moved in cases:
-            (report, parameters, _), _ = seen[f"resume/{layout.label}"][0]
+            (report, parameters, _), _ = results[f"resume/{layout.label}"][0]
             check_moved(moved, report["policy/grad_norm"], parameters)
 
 
-@of_ranks(
-    "go_on_from_one_rank", on=[layout for layout in SAVED if layout.world_size == 2], quick=[]
+@parametrize_layouts(
+    "resume_from_one_rank", on=[layout for layout in SAVED if layout.world_size == 2], quick=[]
 )
-def test_two_ranks_resume_the_state_of_one(seen, expected, layout):
-    for moved in seen[f"grown/{layout.label}"]:
+def test_two_ranks_resume_the_state_of_one(results, expected, layout):
+    for moved in results[f"grown/{layout.label}"]:
         check_moved(moved, expected[0][1], expected[1])
 
 
-@of_ranks("old_form", on=[ONE, *ALONE, SHARDED, TWO], quick=[])
-def test_a_legacy_state_is_loaded_only_into_its_own_layout(seen, layout):
-    for case in seen[f"old/{layout.label}"]:
+@parametrize_layouts("resume_legacy_state", on=[ONE, *ALONE, SHARDED, TWO], quick=[])
+def test_a_legacy_state_is_loaded_only_into_its_own_layout(results, layout):
+    for case in results[f"old/{layout.label}"]:
         first, again = case["runs"]
         assert again[0] == first[0] and again[2] == 2
         assert furthest(again[1], first[1]) == 0
@@ -413,8 +415,8 @@ def test_a_legacy_state_is_loaded_only_into_its_own_layout(seen, layout):
 @pytest.mark.slow
 @pytest.mark.ranks(Case("master_weights", ALONE[1]))
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_resume_restores_the_master_weights_of_any_stage(seen, stage):
-    (((report, parameters, _), runs),) = seen[f"bf16_state/{stage}"]
+def test_resume_restores_the_master_weights_of_any_stage(results, stage):
+    (((report, parameters, _), runs),) = results[f"bf16_state/{stage}"]
     assert runs.pop(stage)[0] == report
     for other, (found, trained, num_updates) in runs.items():
         assert found["policy/grad_norm"] == pytest.approx(report["policy/grad_norm"], rel=1e-3)
@@ -424,8 +426,8 @@ def test_resume_restores_the_master_weights_of_any_stage(seen, stage):
 
 @pytest.mark.slow
 @pytest.mark.ranks(Case("hostile_state", ALONE[1]))
-def test_a_hostile_legacy_state_executes_no_code(seen):
-    ((refusals, harmed),) = seen["hostile"]
+def test_a_hostile_legacy_state_executes_no_code(results):
+    ((refusals, harmed),) = results["hostile"]
     assert len(refusals) == 2 and not harmed
     for refusal in refusals:
         assert "holds more than plain data" in refusal and "\n" not in refusal
@@ -440,35 +442,35 @@ def check_moved(moved, norm, parameters):
     assert num_updates == 2
 
 
-@of_ranks(
-    "save_and_go_on", on=[layout for layout in SAVED if layout.zero_stage in (1, 3)], quick=[TWO]
+@parametrize_layouts(
+    "save_and_resume", on=[layout for layout in SAVED if layout.zero_stage in (1, 3)], quick=[TWO]
 )
-def test_a_saved_policy_is_a_hugging_face_model(seen, folder, layout):
+def test_a_saved_policy_is_a_hugging_face_model(results, folder, layout):
     saved = folder / f"{layout.label}-model"
     model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    assert furthest(seen[f"model/{layout.label}"][0], parameters) == 0
+    assert furthest(results[f"model/{layout.label}"][0], parameters) == 0
     assert AutoTokenizer.from_pretrained(saved).eos_token == "t2"
 
 
-@of_ranks("steps_that_do_not_count", on=PAIRS, quick=[TWO, SHARDED])
-def test_a_step_without_trained_tokens_skips_the_update(seen, layout):
-    for case in seen[f"skipped/{layout.label}"]:
+@parametrize_layouts("skipped_updates", on=PAIRS, quick=[TWO, SHARDED])
+def test_a_step_without_trained_tokens_skips_the_update(results, layout):
+    for case in results[f"skipped/{layout.label}"]:
         assert case["report"]["policy/grad_norm"] == 0
         assert case["unchanged"]
 
 
-@of_ranks("steps_that_do_not_count", on=PAIRS, quick=[TWO, SHARDED])
-def test_a_non_finite_gradient_raises_and_skips_the_update(seen, layout):
-    for case in seen[f"skipped/{layout.label}"]:
+@parametrize_layouts("skipped_updates", on=PAIRS, quick=[TWO, SHARDED])
+def test_a_non_finite_gradient_raises_and_skips_the_update(results, layout):
+    for case in results[f"skipped/{layout.label}"]:
         assert "update 0: the gradient's norm is" in case["message"]
         assert case["unchanged"]
 
 
 @pytest.mark.slow
 @pytest.mark.ranks(OTHER_SETTINGS)
-def test_recomputing_activations_does_not_change_the_update(seen, expected):
-    (case,) = seen["checkpointed"]
+def test_recomputing_activations_does_not_change_the_update(results, expected):
+    (case,) = results["checkpointed"]
     assert case["norms"] == pytest.approx(expected[0], rel=1e-5)
     assert furthest(case["parameters"], expected[1]) < 1e-6
 
@@ -476,18 +478,18 @@ def test_recomputing_activations_does_not_change_the_update(seen, expected):
 @pytest.mark.slow
 @pytest.mark.ranks(OTHER_SETTINGS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bfloat16_gradients_agree_within_bfloat16_precision(seen, expected, stage):
-    (case,) = seen[f"bfloat16/{stage}"]
-    (other,) = seen["bfloat16/1"]
+def test_bfloat16_gradients_agree_within_bfloat16_precision(results, expected, stage):
+    (case,) = results[f"bfloat16/{stage}"]
+    (other,) = results["bfloat16/1"]
     # Rounded to bfloat16, the parameters of the second step differ from those in float32.
     assert case["norms"][0] == pytest.approx(expected[0][0], rel=0.05)
     assert case["norms"] == pytest.approx(other["norms"], rel=1e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(Case("come_late", Layout("deepspeed", 1, 2)))
-def test_a_collective_times_out_if_a_rank_is_missing(seen):
-    ((message, waited_s),) = seen["late"]
+@pytest.mark.ranks(Case("miss_collective", Layout("deepspeed", 1, 2)))
+def test_a_collective_times_out_if_a_rank_is_missing(results):
+    ((message, waited_s),) = results["late"]
     assert message.startswith(
         f"rank 0 waited {LATE_S:g} s for the other ranks in the optimizer of update 0: "
     )

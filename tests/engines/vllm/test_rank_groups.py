@@ -11,7 +11,7 @@ from streamrl.engines.training.in_place_update import make_nodes
 from streamrl.engines.vllm.rank_groups import RankGroup, assign_rank_groups, make_rank_group
 from streamrl.resharding import NodeTopology
 from tests import forked
-from tests.engines.conftest import cases_of
+from tests.engines.conftest import list_cases
 from tests.engines.dying_team import TEAM, member
 from tests.engines.team_ranks import (
     ODD_VOCABULARY,
@@ -22,7 +22,7 @@ from tests.engines.team_ranks import (
     write_model,
 )
 from tests.engines.tiny_qwen import save, tiny_model
-from tests.engines.trainer_ranks import free_ports
+from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -43,7 +43,7 @@ class Run(NamedTuple):
 QUICK = "two"
 
 
-def of_runs(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+def parametrize_runs(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     """Parametrize a test; the first parameter is a run, and all but the quick run are slow."""
     return [
         pytest.param(
@@ -116,26 +116,26 @@ def test_a_rank_group_gives_shard_index_and_leader() -> None:
 
 
 @pytest.fixture(scope="module")
-def seen(
+def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Any]]:
     """Return each rank's results by run; last, the samples of an unsplit generator."""
     found: dict[str, list[Any]] = {}
-    for (name,) in cases_of(request, Run):
+    for (name,) in list_cases(request, Run):
         world, heads, meshes = RUNS[name]
         path = write_model(heads, tmp_path_factory.mktemp("team"))
-        (port,) = free_ports(1)
+        (port,) = find_free_ports(1)
         arguments = [(rank, path, port, world, meshes) for rank in range(world)]
         ranks = forked.run(one_rank, arguments, timeout_s=400)
         found[name] = ranks + forked.run(whole, [(path, ranks[0]["meshes"]["last"])], timeout_s=400)
     return found
 
 
-@pytest.mark.parametrize(("name", "mesh"), of_runs(CASES))
+@pytest.mark.parametrize(("name", "mesh"), parametrize_runs(CASES))
 def test_a_split_generator_serves_the_trainers_weights_after_each_update(
-    seen: dict[str, list[Any]], name: str, mesh: str
+    results: dict[str, list[Any]], name: str, mesh: str
 ) -> None:
-    leaders = [rank for rank in seen[name][:-1] if "tokens" in rank["meshes"]]
+    leaders = [rank for rank in results[name][:-1] if "tokens" in rank["meshes"]]
     assert len(leaders) == RUNS[name][0] // 2
     for leader in leaders:
         updates = leader["meshes"][mesh]["updates"]
@@ -145,11 +145,11 @@ def test_a_split_generator_serves_the_trainers_weights_after_each_update(
         assert all(logprobs != first for logprobs in later), "the updates change something"
 
 
-@pytest.mark.parametrize(("name", "mesh"), of_runs(CASES))
+@pytest.mark.parametrize(("name", "mesh"), parametrize_runs(CASES))
 def test_a_rank_receives_only_the_elements_it_lacks_once(
-    seen: dict[str, list[Any]], name: str, mesh: str
+    results: dict[str, list[Any]], name: str, mesh: str
 ) -> None:
-    for rank in seen[name][:-1]:
+    for rank in results[name][:-1]:
         found = rank["meshes"][mesh]
         assert found["served_bytes"] < 0.6 * found["model_bytes"]
         for update in found["updates"]:
@@ -161,9 +161,9 @@ def test_a_rank_receives_only_the_elements_it_lacks_once(
 @pytest.mark.slow
 @pytest.mark.ranks(Run("four"))
 def test_four_tensor_ranks_form_generators_of_every_other_rank(
-    seen: dict[str, list[Any]],
+    results: dict[str, list[Any]],
 ) -> None:
-    ranks = seen["four"][:-1]
+    ranks = results["four"][:-1]
     assert [rank["team"] for rank in ranks] == [(0, 2), (1, 3)] * 2
     cut = sum(p.nbytes for name, p in make(4).named_parameters() if "_proj" in name)
     for rank in ranks:
@@ -171,9 +171,11 @@ def test_four_tensor_ranks_form_generators_of_every_other_rank(
         assert rank["meshes"]["tensor"]["updates"][0]["received_bytes"] == cut // 4
 
 
-@pytest.mark.parametrize(("name", "copies_columns"), of_runs([("two", False), ("four", True)]))
+@pytest.mark.parametrize(
+    ("name", "copies_columns"), parametrize_runs([("two", False), ("four", True)])
+)
 def test_trained_shards_alias_served_ones_and_only_strided_ones_are_copied(
-    seen: dict[str, list[Any]], name: str, copies_columns: bool
+    results: dict[str, list[Any]], name: str, copies_columns: bool
 ) -> None:
     of = {name: parameter.nbytes for name, parameter in make(4).named_parameters()}
     # Those are split for the generator and not for the trainer.
@@ -181,7 +183,7 @@ def test_trained_shards_alias_served_ones_and_only_strided_ones_are_copied(
     cut = {name for name in of if "_proj" in name}
     columns = {name for name in cut if "o_proj" in name or "down_proj" in name}
     apart = columns if copies_columns else set()
-    *ranks, _ = seen[name]
+    *ranks, _ = results[name]
     for number, rank in enumerate(ranks):
         found = rank["meshes"]["tensor"]
         there = {n: of[n] // (len(ranks) if n in cut else 1) for n in of.keys() - apart}
@@ -191,11 +193,11 @@ def test_trained_shards_alias_served_ones_and_only_strided_ones_are_copied(
         assert [update["copied_bytes"] for update in found["updates"]] == [own] * (UPDATES + 1)
 
 
-@pytest.mark.parametrize("name", of_runs((name,) for name in RUNS))
+@pytest.mark.parametrize("name", parametrize_runs((name,) for name in RUNS))
 def test_a_split_generator_samples_the_tokens_of_an_unsplit_one_also_after_sleep(
-    seen: dict[str, list[Any]], name: str
+    results: dict[str, list[Any]], name: str
 ) -> None:
-    *ranks, by_one = seen[name]
+    *ranks, by_one = results[name]
     for rank in ranks:
         before, after = rank["meshes"]["kv_bytes"]
         assert before > 1 << 20 and after == 0
@@ -213,6 +215,6 @@ def test_a_split_generator_samples_the_tokens_of_an_unsplit_one_also_after_sleep
 )
 def test_a_split_generator_names_the_dead_rank(tmp_path: Path, victim: int, told: str) -> None:
     path = save(tiny_model(tied=True, seed=1), tmp_path / "model", ends=False)
-    (port,) = free_ports(1)
+    (port,) = find_free_ports(1)
     arguments = [(rank, path, port, victim, tmp_path / "under way") for rank in TEAM]
     assert told in forked.run(member, arguments, timeout_s=400, killed=[victim])[1 - victim]
