@@ -29,5 +29,5 @@ def reduce_after_kill(rank: int, port: int) -> str | None:
 
 def test_a_lost_rank_is_reported_by_the_others() -> None:
     (port,) = find_free_ports(1)
-    told, _ = forked.run(reduce_after_kill, [(0, port), (1, port)], timeout_s=120, killed={1})
-    assert told.startswith("lost another rank: ") and "\n" not in told
+    message, _ = forked.run(reduce_after_kill, [(0, port), (1, port)], timeout_s=120, killed={1})
+    assert message.startswith("lost another rank: ") and "\n" not in message

@@ -17,10 +17,10 @@ HOST = "127.0.0.1"
 
 
 def listening_at(port: int) -> list[str]:
-    found = psutil.Process().net_connections(kind="tcp")
+    connections = psutil.Process().net_connections(kind="tcp")
     return [
         line.laddr.ip
-        for line in found
+        for line in connections
         if line.status == psutil.CONN_LISTEN and line.laddr.port == port
     ]
 
@@ -56,8 +56,8 @@ def test_missing_ranks_raise_a_deadline_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_address_that_cannot_be_bound_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server((HOST, 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server((HOST, 0)) as bound_socket:
+        port = bound_socket.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", HOST)
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(ActorError, match=f"rank 0 cannot listen at {HOST}:{port}: Address"):

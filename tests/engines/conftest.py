@@ -51,8 +51,8 @@ def parametrize_layouts(
 def list_cases(request: pytest.FixtureRequest, kind: type[AnyCase]) -> list[AnyCase]:
     """Return the distinct cases of a kind that this session's tests use."""
     marks = [mark for item in request.session.items for mark in item.iter_markers("ranks")]
-    found = dict.fromkeys(case for mark in marks for case in mark.args)
-    return [case for case in found if isinstance(case, kind)]
+    distinct_cases = dict.fromkeys(case for mark in marks for case in mark.args)
+    return [case for case in distinct_cases if isinstance(case, kind)]
 
 
 @pytest.fixture(scope="session")
@@ -88,9 +88,9 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Eng
     Closes the engine at the end: other rooms must not find vLLM's environment and process group.
     """
     model = tiny_model(tied=False, seed=1)
-    found = Engines(save(model, tmp_path_factory.mktemp("untied")))
-    yield found
-    await found.close()
+    provider = Engines(save(model, tmp_path_factory.mktemp("untied")))
+    yield provider
+    await provider.close()
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -42,8 +42,8 @@ async def lead(spec: EngineSpec, victim: int, sign: Path) -> str:
 
 
 async def follow(spec: EngineSpec, victim: int, sign: Path) -> str:
-    part = await FollowerRank.start(spec)
-    serving = asyncio.create_task(part.run_rank())
+    follower = await FollowerRank.start(spec)
+    serving = asyncio.create_task(follower.run_rank())
     if victim == 1:
         while not sign.exists():
             await asyncio.sleep(0.01)

@@ -76,9 +76,9 @@ class Flight:
 
     async def steps(self, num: int) -> None:
         """Wait until the engine has made this many more steps."""
-        wanted = self.log.num_steps + num
+        target = self.log.num_steps + num
         async with asyncio.timeout(60):
-            while self.log.num_steps < wanted:
+            while self.log.num_steps < target:
                 await asyncio.sleep(0.001)
 
     def logged_versions(self, number: int, num_rollouts: int) -> list[list[int]]:

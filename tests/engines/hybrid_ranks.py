@@ -117,37 +117,37 @@ async def cast(engine: GenerationEngine, backend: Any) -> bool:
     served = await engine.get_storage()
     assert served is not None
     halved = [(name, tensor.bfloat16(), shard) for name, tensor, shard in backend.iter_shards()]
-    switch = await plan(halved, served)
-    assert switch is not None
-    await asyncio.to_thread(switch.run, halved, 0)
-    whole = await asyncio.to_thread(lambda: dict(backend.full_state()))
-    return all(torch.equal(view, whole[name].bfloat16().float()) for name, _, view in served)
+    resharder = await plan(halved, served)
+    assert resharder is not None
+    await asyncio.to_thread(resharder.run, halved, 0)
+    full_state = await asyncio.to_thread(lambda: dict(backend.full_state()))
+    return all(torch.equal(view, full_state[name].bfloat16().float()) for name, _, view in served)
 
 
-async def plan(placed: Any, served: ShardStorage | None) -> WeightResharder | None:
-    return await asyncio.to_thread(plan_resharding, placed, served, timeout_s=60.0)
+async def plan(shards: Any, served: ShardStorage | None) -> WeightResharder | None:
+    return await asyncio.to_thread(plan_resharding, shards, served, timeout_s=60.0)
 
 
 async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict[str, Any]]:
     """Return a function that reshards a version into the engine and counts bytes."""
-    refused, rounded = await is_unplanned(engine, backend), await cast(engine, backend)
+    unplanned, rounded = await is_unplanned(engine, backend), await cast(engine, backend)
     served = await engine.get_storage()
     assert served is not None
     if isinstance(backend, FsdpTpBackend):
         return in_place(LazyWeightResharder(60.0), engine, backend, served)
-    switch = await plan(backend.iter_shards(), served)
-    assert switch is not None
-    kept = sum(tensor.nbytes for _, tensor, _ in backend.iter_shards())
+    resharder = await plan(backend.iter_shards(), served)
+    assert resharder is not None
+    local_bytes = sum(tensor.nbytes for _, tensor, _ in backend.iter_shards())
     memory = sum(b.live_tensors[0].nbytes for b in served_by(engine)._bound_parameters)
 
     def fill(version: int) -> dict[str, Any]:
-        moved = switch.run(backend.iter_shards(), version)
+        stats = resharder.run(backend.iter_shards(), version)
         return {
-            "version": moved.version,
-            "copied_bytes": moved.copied_bytes,
-            "received_bytes": moved.received_bytes,
-            "under_way": moved.peak_bytes - kept - memory,
-            "is_unplanned": refused,
+            "version": stats.version,
+            "copied_bytes": stats.copied_bytes,
+            "received_bytes": stats.received_bytes,
+            "under_way": stats.peak_bytes - local_bytes - memory,
+            "is_unplanned": unplanned,
             "rounded": rounded,
             "model_bytes": sum(view.nbytes for _, _, view in served),
         }
@@ -156,7 +156,7 @@ async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict
 
 
 def in_place(
-    switch: LazyWeightResharder,
+    resharder: LazyWeightResharder,
     engine: GenerationEngine,
     backend: FsdpTpBackend,
     served: ShardStorage,
@@ -164,11 +164,11 @@ def in_place(
     """As `filler`, for a trainer that moves its shards into the engine's memory."""
 
     def fill(version: int) -> dict[str, Any]:
-        moved = switch.run(backend, served, version)
-        assert moved is not None
+        stats = resharder.run(backend, served, version)
+        assert stats is not None
         return {
-            "copied_bytes": moved.copied_bytes,
-            "received_bytes": moved.received_bytes,
+            "copied_bytes": stats.copied_bytes,
+            "received_bytes": stats.received_bytes,
             "one memory": count_aliased_bytes(served_by(engine)._model.parameters(), backend),
             "sizes": {name: view.nbytes for name, _, view in served},
         }

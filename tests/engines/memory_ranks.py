@@ -103,9 +103,9 @@ def train(case: Case, rank: int, model_path: str) -> dict[str, float]:
         trainer.step(4.0)
     memory.record_phase("train")
     release_freed_memory()
-    held = resident_mb()
+    resident = resident_mb()
     trainer.offload_optimizer()
-    offloaded = held - resident_mb()
+    offloaded = resident - resident_mb()
     trainer.close()
     return {"peak": memory.drain_peaks()["train"] - before, "offloaded": offloaded}
 

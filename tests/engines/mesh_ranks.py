@@ -67,13 +67,13 @@ CASES += [Case("qwen2 tied", WIDE, recomputes=True)]
 def make(model: str) -> PreTrainedModel:
     """Build a model with all biases that its family supports."""
     if model == "llama":
-        made: Any = LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True))
+        module: Any = LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True))
     elif model == "mistral":
-        made = MistralForCausalLM(MistralConfig(**SIZES))
+        module = MistralForCausalLM(MistralConfig(**SIZES))
     else:
-        made = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings="tied" in model))
-    fill(made, seed=0)
-    return made.train()
+        module = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings="tied" in model))
+    fill(module, seed=0)
+    return module.train()
 
 
 def alone(model: str) -> str:
@@ -115,12 +115,12 @@ def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str
     with torch.no_grad():
         # Gathered parameters of a forward pass without a backward pass must not interfere.
         backend.forward(ids)
-    whole = {name: tensor.clone() for name, tensor in backend.full_state()}
+    full_state = {name: tensor.clone() for name, tensor in backend.full_state()}
     results = {
         "norms": norms,
-        "unchanged": all(whole[name].equal(before[name]) for name in before),
-        "parameters": whole,
-        "misplaced": misplaced(backend, whole),
+        "unchanged": all(full_state[name].equal(before[name]) for name in before),
+        "parameters": full_state,
+        "misplaced": misplaced(backend, full_state),
         "kept_bytes": sum(tensor.nbytes for _, tensor, _ in backend.iter_shards()),
         "memory_bytes": memory_bytes(backend),
     }
@@ -134,15 +134,19 @@ def memory_bytes(backend: FsdpTpBackend | TorchBackend) -> int:
     return sum({block.data_ptr(): block.nbytes() for block in blocks}.values())
 
 
-def misplaced(backend: FsdpTpBackend | TorchBackend, whole: dict[str, torch.Tensor]) -> list[str]:
+def misplaced(
+    backend: FsdpTpBackend | TorchBackend, full_state: dict[str, torch.Tensor]
+) -> list[str]:
     """Return parameters whose shards differ from the full tensor or lie elsewhere."""
     if isinstance(backend, TorchBackend):
         return []
-    found = []
+    wrong_names = []
     for name, local, shard in backend.iter_shards():
         for piece in shard.pieces:
             offset = local.storage_offset() + piece.offset
             view = torch.as_strided(local, piece.box.shape, piece.strides, offset)
-            if tuple(local.shape) != shard.shape or not view.equal(whole[name][piece.box.slices]):
-                found.append(name)
-    return found
+            if tuple(local.shape) != shard.shape or not view.equal(
+                full_state[name][piece.box.slices]
+            ):
+                wrong_names.append(name)
+    return wrong_names

@@ -157,33 +157,33 @@ async def test_on_finished_is_called_for_each_finished_rollout(flight: Flight) -
     near = await sample_partially(flight, 3, steps=40)
     far = await sample_partially(flight, 3, steps=10)
     limit = len(near[0].completion_ids)
-    begun, told = [near[0], near[1], far[2]], []
+    begun, running_counts = [near[0], near[1], far[2]], []
     sizes = [len(rollout.completion_ids) for rollout in begun]
     assert sizes[0] == limit > sizes[2]
-    watch = ProgressWatch("a", lambda: told.append(flight.engine.num_running))
+    watch = ProgressWatch("a", lambda: running_counts.append(flight.engine.num_running))
     call = flight.engine.generate(
         SHORT, seeds=range(3), partial_rollouts=begun, watch=watch, max_new_tokens=limit + 5
     )
     await call
-    assert told == [2, 1, 0]
-    told.clear()
+    assert running_counts == [2, 1, 0]
+    running_counts.clear()
     await flight.engine.generate(
         SHORT, seeds=range(3), partial_rollouts=begun, watch=watch, max_new_tokens=9
     )
-    assert len(told) == 3, "all were finished"
+    assert len(running_counts) == 3, "all were finished"
 
 
 async def test_another_generator_resumes_a_group(flight: Flight) -> None:
     generator = GroupGenerator(flight.engine, group_size=4, run_seed=0)
-    asked = Prompt("0:0:0", SHORT)
-    call = asyncio.create_task(generator.generate_group(asked))
+    prompt_group = Prompt("0:0:0", SHORT)
+    call = asyncio.create_task(generator.generate_group(prompt_group))
     await asyncio.sleep(0)
     queued = asyncio.gather(
         *(generator.generate_group(Prompt(f"0:{i}:0", SHORT)) for i in range(1, 8))
     )
     await flight.steps(10)
-    begun = await generator.collect_partial_rollouts()
-    assert begun.keys() == {f"0:{i}:0" for i in range(4)}, "the others have not begun"
+    partials = await generator.collect_partial_rollouts()
+    assert partials.keys() == {f"0:{i}:0" for i in range(4)}, "the others have not begun"
     call.cancel()
     queued.cancel()
     await asyncio.gather(call, queued, return_exceptions=True)
@@ -191,9 +191,9 @@ async def test_another_generator_resumes_a_group(flight: Flight) -> None:
     loaded = await generator.load_weights(weights_of(endless_model(seed=3)), 1 + max(flight.models))
     flight.models[max(flight.models) + 1] = endless_model(seed=3)
     assert loaded.num_interrupted == 0
-    columns = await generator.generate_group(asked, begun["0:0:0"])
-    num = int(begun["0:0:0"]["lengths"][0])
-    assert columns["token_ids"][:num].tolist() == begun["0:0:0"]["token_ids"][:num].tolist()
+    columns = await generator.generate_group(prompt_group, partials["0:0:0"])
+    num = int(partials["0:0:0"]["lengths"][0])
+    assert columns["token_ids"][:num].tolist() == partials["0:0:0"]["token_ids"][:num].tolist()
     assert worst_error(columns_to_rollouts(columns), flight.models) < 1e-4
 
 
@@ -205,9 +205,9 @@ async def test_compute_logprobs_uses_the_served_weights(flight: Flight) -> None:
         running = asyncio.create_task(flight.engine.generate(LONG, seeds=range(16)))
         await asyncio.sleep(0.02)
         loading = asyncio.create_task(flight.load(model))
-        version, found = await flight.engine.compute_logprobs(sequences)
+        version, results = await flight.engine.compute_logprobs(sequences)
         await loading
-        for sequence, logprobs in zip(sequences, found, strict=True):
+        for sequence, logprobs in zip(sequences, results, strict=True):
             everything = Rollout(
                 token_ids=sequence,
                 loss_mask=np.arange(len(sequence)) > 0,

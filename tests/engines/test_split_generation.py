@@ -46,9 +46,9 @@ class Forks:
 
     def Process(self, *, target: Any, kwargs: Any, **more: Any) -> Any:  # noqa: N802
         arguments = (dict(os.environ), target, kwargs)
-        made = forked.context().Process(target=in_environment, args=arguments, **more)
-        self.started.append(made)
-        return made
+        process = forked.context().Process(target=in_environment, args=arguments, **more)
+        self.started.append(process)
+        return process
 
 
 def in_environment(environment: dict[str, str], target: Any, kwargs: dict[str, Any]) -> None:
@@ -79,13 +79,13 @@ async def started(model: PreTrainedModel, folder: Path) -> AsyncIterator[Generat
 
 def ranks() -> list[psutil.Process]:
     """Return the rank processes of this process's engine."""
-    found = []
+    alive = []
     for process in Forks.started:
         with suppress(psutil.Error):  # it has ended
             rank = psutil.Process(process.pid)
             if rank.status() != psutil.STATUS_ZOMBIE:
-                found.append(rank)
-    return found
+                alive.append(rank)
+    return alive
 
 
 def shared_files() -> set[Path]:
@@ -116,8 +116,8 @@ async def test_every_version_reaches_every_rank(tmp_path: Path) -> None:
             sampled_by = {int(v) for r in rollouts for v in r.policy_version[r.loss_mask]}
             assert sampled_by == {version - 1, version}
             assert worst_error(rollouts, models) < 1e-4
-        held, (logprobs,) = await engine.compute_logprobs([rollouts[0].token_ids])
-        assert held == 2
+        version, (logprobs,) = await engine.compute_logprobs([rollouts[0].token_ids])
+        assert version == 2
         last = rollouts[0].policy_version == 2
         np.testing.assert_allclose(logprobs[last], rollouts[0].generator_logprobs[last], atol=1e-4)
     assert not ranks()

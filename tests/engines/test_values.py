@@ -37,8 +37,8 @@ def test_a_new_critic_predicts_0_and_has_the_body_of_the_model(model_path):
     values = compute_token_values(model, ids, torch.ones_like(ids, dtype=torch.bool))
     assert values.tolist() == [[0.0] * 4]
     body = dict(tiny_model(tied=True, seed=1).model.named_parameters())
-    own = dict(model.model.named_parameters())
-    assert all(torch.equal(own[name], parameter) for name, parameter in body.items())
+    body_parameters = dict(model.model.named_parameters())
+    assert all(torch.equal(body_parameters[name], parameter) for name, parameter in body.items())
 
 
 def test_a_value_depends_on_the_tokens_before_its_own(model_path):
@@ -94,8 +94,8 @@ def test_a_value_scorer_follows_the_critic(model_path):
     for ids, mask, values in rows:
         tokens = torch.from_numpy(ids)[None].long()
         expected = compute_token_values(trained, tokens, torch.ones_like(tokens, dtype=torch.bool))
-        kept = np.where(mask, expected[0].detach().numpy(), 0)
-        np.testing.assert_allclose(values, kept, atol=2e-5)
+        masked = np.where(mask, expected[0].detach().numpy(), 0)
+        np.testing.assert_allclose(values, masked, atol=2e-5)
 
 
 def test_a_value_scorer_merges_adapters_and_loads_the_head(model_path):
@@ -110,8 +110,8 @@ def test_a_value_scorer_merges_adapters_and_loads_the_head(model_path):
     other.load_weights(dict(trained.named_parameters(remove_duplicate=False)))
     for _ in range(2):
         scorer.load_weights(published)
-        found, wanted = (one.compute_values(COLUMNS) for one in (scorer, other))
-        np.testing.assert_allclose(found, wanted, atol=1e-6)
+        actual, expected_values = (one.compute_values(COLUMNS) for one in (scorer, other))
+        np.testing.assert_allclose(actual, expected_values, atol=1e-6)
 
 
 def test_a_value_scorer_of_a_shared_model_loads_its_part_of_the_policy(model_path):

@@ -94,10 +94,10 @@ def changed(model: PreTrainedModel, pattern: str) -> PreTrainedModel | None:
     """Return the model with other values in a group of parameters; None if it has no such group."""
     model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(7)
-    found = [p for name, p in model.named_parameters() if re.search(pattern, name)]
-    for parameter in found:
+    group_parameters = [p for name, p in model.named_parameters() if re.search(pattern, name)]
+    for parameter in group_parameters:
         parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    return model if found else None
+    return model if group_parameters else None
 
 
 def distance(model: PreTrainedModel, other: PreTrainedModel, rollouts: list[Rollout]) -> float:

@@ -153,11 +153,11 @@ class RankJob:
 def cut(groups: Mapping[str, Columns], *, num_micro_batches: int, num_shares: int) -> list[Round]:
     """Split all rollouts into rounds; of five micro-batches the last leaves the last rank idle."""
     picks = [(uid, i) for uid, columns in groups.items() for i in range(len(columns["lengths"]))]
-    places = num_micro_batches * num_shares
-    if places > CUTS[-1]:
-        places -= 1
-    parts = [tuple(picks[start::places]) for start in range(places)]
-    parts += [()] * (num_micro_batches * num_shares - places)
+    num_parts = num_micro_batches * num_shares
+    if num_parts > CUTS[-1]:
+        num_parts -= 1
+    parts = [tuple(picks[start::num_parts]) for start in range(num_parts)]
+    parts += [()] * (num_micro_batches * num_shares - num_parts)
     return [tuple(parts[start : start + num_shares]) for start in range(0, len(parts), num_shares)]
 
 
@@ -185,12 +185,14 @@ def train_step(
 
 def parameters_of(trainer: "ModelTrainer") -> dict[str, torch.Tensor]:
     """Return the trained parameters under all their names."""
-    found = {name: tensor.float().clone() for name, tensor in trainer.full_state()}
+    parameters = {name: tensor.float().clone() for name, tensor in trainer.full_state()}
     for names in trainer._parameters.tied_groups:
-        given = names & found.keys()
-        assert len(given) <= 1, "one of them is published"
-        found |= dict.fromkeys(names, found[min(given)]) if given else {}
-    return found
+        published_names = names & parameters.keys()
+        assert len(published_names) <= 1, "one of them is published"
+        parameters |= (
+            dict.fromkeys(names, parameters[min(published_names)]) if published_names else {}
+        )
+    return parameters
 
 
 def run_two_steps(job: RankJob, layout: Layout, cuts: int, **changes: Any) -> dict[str, Any]:
@@ -225,9 +227,9 @@ def save_and_resume(job: RankJob, layout: Layout) -> None:
     trainer = job.trainer(layout, warmup_steps=4)
     for other in job.saved:
         trainer.load_training_state(other.folder)
-        taken = parameters_of(trainer)
+        loaded = parameters_of(trainer)
         job.results.setdefault(f"moved/{layout.label}", []).append(
-            Moved(other.label, other.parameters, taken, second_step(trainer, layout))
+            Moved(other.label, other.parameters, loaded, second_step(trainer, layout))
         )
     trainer.load_training_state(folder)
     # The state is restored on demand. Others may still be reading the first files.
@@ -321,10 +323,10 @@ def hostile_state(job: RankJob, layout: Layout) -> None:
     torch.save(progress, folder / "rank_0.pt")
     refusals = []
     for path in sorted((folder / "zero").glob("*.pt")):
-        kept = path.read_bytes()
+        original = path.read_bytes()
         torch.save({"module": Hostile(folder / "harm")}, path)
         refusals.append(refusal_of(trainer, folder))
-        path.write_bytes(kept)
+        path.write_bytes(original)
     job.results["hostile"] = (refusals, (folder / "harm").exists())
     trainer.close()
 
@@ -616,8 +618,8 @@ def run_ranks(
     ports = find_free_ports(len(together) * PORTS_PER_CASE + len(last))
     arguments = [(rank, plan, model_path, folder, ports) for rank, plan in enumerate(plans)]
     results: dict[str, list[Any]] = {}
-    for found in forked.run(sit, arguments, timeout_s=timeout_s):
-        for name, value in found.items():
+    for process_results in forked.run(sit, arguments, timeout_s=timeout_s):
+        for name, value in process_results.items():
             results.setdefault(name, []).append(value)
     return results
 

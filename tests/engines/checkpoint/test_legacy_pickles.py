@@ -40,8 +40,8 @@ def test_a_pipe_in_place_of_a_file_is_rejected(tmp_path: Path) -> None:
         load_plain_pickle(tmp_path / "rank_0.pt")
 
 
-@pytest.mark.parametrize("found", [{}, [], {"layout": 1, "num_updates": 2}])
-def test_plain_values_of_another_format_are_rejected(tmp_path: Path, found: object) -> None:
-    torch.save(found, tmp_path / "rank_0.pt")
+@pytest.mark.parametrize("value", [{}, [], {"layout": 1, "num_updates": 2}])
+def test_plain_values_of_another_format_are_rejected(tmp_path: Path, value: object) -> None:
+    torch.save(value, tmp_path / "rank_0.pt")
     with pytest.raises(CheckpointError, match="not a trainer's state of the old format"):
         load_legacy_progress(tmp_path / "rank_0.pt")

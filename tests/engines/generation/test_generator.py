@@ -67,10 +67,10 @@ class Bench:
 @pytest_asyncio.fixture(loop_scope="session")
 async def bench(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """Return the shared engine, serving the model of seed 1."""
-    found = Bench(await engines.get(WIDE))
-    monkeypatch.setattr(found.config, "max_new_tokens", 32)
-    await found.load(tiny_model(tied=False, seed=1))
-    return found
+    fresh_bench = Bench(await engines.get(WIDE))
+    monkeypatch.setattr(fresh_bench.config, "max_new_tokens", 32)
+    await fresh_bench.load(tiny_model(tied=False, seed=1))
+    return fresh_bench
 
 
 def tokens(rollouts: list[Rollout]) -> list[list[int]]:
@@ -102,8 +102,10 @@ async def test_top_k_and_top_p_sample_among_the_likeliest_tokens(
     bench: Bench, narrow: dict[str, float]
 ) -> None:
     greedy = await bench.engine.generate(SHORT, seeds=[0], sampling=SamplingSettings(0.0))
-    found = await bench.engine.generate(SHORT, seeds=[7], sampling=SamplingSettings(1.0, **narrow))  # type: ignore[arg-type]
-    assert tokens(found) == tokens(greedy)
+    rollouts = await bench.engine.generate(
+        SHORT, seeds=[7], sampling=SamplingSettings(1.0, **narrow)
+    )  # type: ignore[arg-type]
+    assert tokens(rollouts) == tokens(greedy)
 
 
 async def test_a_rollout_is_the_prompt_and_the_sampled_tokens(bench: Bench) -> None:
@@ -284,10 +286,12 @@ async def test_a_weight_load_invalidates_the_prefix_cache(bench: Bench) -> None:
 
 @pytest.mark.parametrize("step", [0, -1])
 async def test_a_version_that_is_not_newer_is_rejected(bench: Bench, step: int) -> None:
-    held = bench.engine.version
-    with pytest.raises(WeightsError, match=f"version {held + step} came after version {held}"):
-        await bench.engine.load_weights(weights_of(tiny_model(tied=False, seed=2)), held + step)
-    assert bench.engine.version == held
+    current = bench.engine.version
+    with pytest.raises(
+        WeightsError, match=f"version {current + step} came after version {current}"
+    ):
+        await bench.engine.load_weights(weights_of(tiny_model(tied=False, seed=2)), current + step)
+    assert bench.engine.version == current
     assert worst_error(await bench.engine.generate(SHORT, seeds=[1]), bench.models) < 1e-4
 
 

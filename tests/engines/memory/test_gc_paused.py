@@ -16,15 +16,15 @@ def as_before() -> Iterator[None]:
 
 
 def test_gc_stays_off_until_the_last_user_leaves() -> None:
-    one, other = pause_gc(), pause_gc()
-    one.__enter__()
-    other.__enter__()
-    one.__exit__(None, None, None)
+    first, second = pause_gc(), pause_gc()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
     assert not gc.isenabled()
     with pause_gc():
         pass
     assert not gc.isenabled()
-    other.__exit__(None, None, None)
+    second.__exit__(None, None, None)
     assert gc.isenabled()
 
 

@@ -39,13 +39,13 @@ def test_torch_backend_holds_weights_gradients_and_two_moments(path: str) -> Non
     model(ids).logits.sum().backward()
     optimizer.step()
     moments = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
-    found = of(path, TrainerConfig(backend="torch"))
-    assert found.weights == sum(p.nbytes for p in model.parameters())
-    assert found.gradients == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    assert found.optimizer == sum(moment.nbytes for moment in moments)
-    assert (found.serving_weights, found.activations, found.kv_cache) == (0, 0, 3 * MB)
+    memory = of(path, TrainerConfig(backend="torch"))
+    assert memory.weights == sum(p.nbytes for p in model.parameters())
+    assert memory.gradients == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    assert memory.optimizer == sum(moment.nbytes for moment in moments)
+    assert (memory.serving_weights, memory.activations, memory.kv_cache) == (0, 0, 3 * MB)
     # Square roots of second moments, and the quotient.
-    assert found.update_buffers == 2 * max(p.nbytes for p in model.parameters())
+    assert memory.update_buffers == 2 * max(p.nbytes for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_bytes_per_element_on_two_ranks_of_each_zero_stage(
     update: int,
 ) -> None:
     num = sum(p.numel() for p in tiny_model(tied=True, seed=0).parameters())
-    found = of(path, TrainerConfig(world_size=2, zero_stage=stage))
-    assert (found.weights, found.serving_weights) == (weights * num, served * num)
-    assert (found.optimizer, found.gradients) == (optimizer * num, gradients * num)
-    assert (found.activations, found.update_buffers) == (activations * num, update * num)
+    memory = of(path, TrainerConfig(world_size=2, zero_stage=stage))
+    assert (memory.weights, memory.serving_weights) == (weights * num, served * num)
+    assert (memory.optimizer, memory.gradients) == (optimizer * num, gradients * num)
+    assert (memory.activations, memory.update_buffers) == (activations * num, update * num)
 
 
 @pytest.mark.parametrize(
@@ -84,49 +84,49 @@ def test_bytes_per_element_on_a_rank_of_a_mesh(
 ) -> None:
     sizes = {name: p.nbytes for name, p in tiny_model(tied=True, seed=0).named_parameters()}
     cut = sum(size for name, size in sizes.items() if "_proj" in name)
-    kept = sum(sizes.values()) - cut + cut // tensor_parallel
-    kept //= world_size // tensor_parallel if sharded else 1
+    local = sum(sizes.values()) - cut + cut // tensor_parallel
+    local //= world_size // tensor_parallel if sharded else 1
     trainer = TrainerConfig(
         backend="torch",
         zero_stage=3 if sharded else 1,
         world_size=world_size,
         tensor_parallel=tensor_parallel,
     )
-    found = of(path, trainer)
-    assert (found.weights, found.optimizer, found.gradients) == (kept, 2 * kept, kept)
-    assert bool(found.activations) is sharded
+    memory = of(path, trainer)
+    assert (memory.weights, memory.optimizer, memory.gradients) == (local, 2 * local, local)
+    assert bool(memory.activations) is sharded
     columns = sum(size for name, size in sizes.items() if "o_proj" in name or "down_proj" in name)
     # FSDP2's shards are not aliased; of the rest, all but columns are.
-    there = 0 if sharded else kept - columns // tensor_parallel
-    assert found.serving_weights == sum(sizes.values()) - there
+    aliased = 0 if sharded else local - columns // tensor_parallel
+    assert memory.serving_weights == sum(sizes.values()) - aliased
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_aliased_weights_count_once(path: str, parts: int) -> None:
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_aliased_weights_count_once(path: str, tp_size: int) -> None:
     sizes = {name: p.nbytes for name, p in tiny_model(tied=True, seed=0).named_parameters()}
-    whole = sum(sizes.values())
+    full = sum(sizes.values())
     cut = sum(size for name, size in sizes.items() if "_proj" in name)
     columns = sum(size for name, size in sizes.items() if "o_proj" in name or "down_proj" in name)
     trained = {
         # A quarter of every layer except columns, and everything outside of layers.
-        1: (cut - columns) // 4 + whole - cut,
+        1: (cut - columns) // 4 + full - cut,
         # Embeddings are split in the generator, so not aliased.
         2: (cut - columns) // 4,
         # All served elements of a layer.
         4: cut // 4,
-    }[parts]
+    }[tp_size]
     trainer = TrainerConfig(backend="torch", world_size=4, tensor_parallel=4)
 
     def served(dtype: str, *, on_gpu: bool = False) -> int:
-        generator = GeneratorConfig(kv_cache_mb=3, tensor_parallel=parts, dtype=dtype)
+        generator = GeneratorConfig(kv_cache_mb=3, tensor_parallel=tp_size, dtype=dtype)
         return estimate_worker_memory(
             path, trainer, generator, micro_batch_tokens=0, on_gpu=on_gpu
         ).serving_weights
 
-    assert served("auto") == whole // parts - trained
+    assert served("auto") == full // tp_size - trained
     # Another dtype, or an unknown layout: nothing is aliased.
-    assert served("bfloat16") == whole // parts // 2
-    assert served("float32", on_gpu=True) == whole // parts
+    assert served("bfloat16") == full // tp_size // 2
+    assert served("float32", on_gpu=True) == full // tp_size
 
 
 def test_unsplit_models_of_any_family_are_estimated(
@@ -137,15 +137,15 @@ def test_unsplit_models_of_any_family_are_estimated(
     path = tmp_path_factory.mktemp("other") / "model"
     model.save_pretrained(path)
     num = sum(p.numel() for p in model.parameters())
-    found = of(str(path), TrainerConfig(backend="torch", zero_stage=3, world_size=2))
-    assert found.weights == num // 2 * 4
+    memory = of(str(path), TrainerConfig(backend="torch", zero_stage=3, world_size=2))
+    assert memory.weights == num // 2 * 4
 
 
 def test_lora_adapters_are_added_and_have_the_only_moments(path: str) -> None:
-    whole, found = of(path, TrainerConfig()), of(path, TrainerConfig(lora_rank=2))
-    adapters = found.weights - whole.weights
-    assert 0 < adapters < whole.weights
-    assert (found.optimizer, found.gradients) == (3 * adapters, adapters)
+    full, memory = of(path, TrainerConfig()), of(path, TrainerConfig(lora_rank=2))
+    adapters = memory.weights - full.weights
+    assert 0 < adapters < full.weights
+    assert (memory.optimizer, memory.gradients) == (3 * adapters, adapters)
 
 
 def test_a_generator_of_another_dtype_has_own_weights(path: str) -> None:
@@ -158,14 +158,14 @@ def test_ranks_of_a_split_generator_hold_a_part_each(path: str) -> None:
     weights = of(path, trainer).weights
     assert of(path, trainer).serving_weights == 0
     generator = GeneratorConfig(kv_cache_mb=3, tensor_parallel=2)
-    found = estimate_worker_memory(path, trainer, generator, micro_batch_tokens=0, on_gpu=False)
-    assert (found.weights, found.serving_weights) == (weights, weights // 2)
+    memory = estimate_worker_memory(path, trainer, generator, micro_batch_tokens=0, on_gpu=False)
+    assert (memory.weights, memory.serving_weights) == (weights, weights // 2)
 
 
 def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing(path: str) -> None:
     layers, hidden = 2, 64
-    found = of(path, TrainerConfig(), tokens=10)
-    assert found.activations == 10 * 4 * (layers * 17 * hidden + 3 * VOCABULARY)
+    memory = of(path, TrainerConfig(), tokens=10)
+    assert memory.activations == 10 * 4 * (layers * 17 * hidden + 3 * VOCABULARY)
     less = of(path, TrainerConfig(gradient_checkpointing=True), tokens=10)
     assert less.activations == 10 * 4 * ((layers + 17) * hidden + 3 * VOCABULARY)
 
@@ -185,8 +185,8 @@ def grown(path: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Map
     ports = find_free_ports(len(CASES))
     results: dict[str, Any] = {}
     arguments = [(rank, large, path, ports) for rank in range(2)]
-    for found in forked.run(one_rank, arguments, timeout_s=900):
-        results |= found
+    for memory in forked.run(one_rank, arguments, timeout_s=900):
+        results |= memory
     return large, results
 
 

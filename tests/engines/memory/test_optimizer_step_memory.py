@@ -50,8 +50,8 @@ def test_zero_reduces_in_buckets_and_updates_a_flat_tensor(
 
 
 def test_zero_1_in_bfloat16_keeps_gradients_twice_and_no_bucket() -> None:
-    found = of(zero_stage=1, world_size=2, dtype="bfloat16")
-    assert found == TransientMemory(between_micro_batches=2 * TRAINED, update=4 * TRAINED)
+    memory = of(zero_stage=1, world_size=2, dtype="bfloat16")
+    assert memory == TransientMemory(between_micro_batches=2 * TRAINED, update=4 * TRAINED)
     assert of(zero_stage=3, dtype="bfloat16").between_micro_batches == 100 * MB
 
 

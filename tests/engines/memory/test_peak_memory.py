@@ -14,8 +14,8 @@ MB = 1 << 20
 def test_a_peak_is_attributed_to_its_phase() -> None:
     memory = PeakMemoryTracker()
     memory.record_phase("before")
-    held = np.ones(100 * MB // 8)
-    del held
+    block = np.ones(100 * MB // 8)
+    del block
     memory.record_phase("large")
     memory.record_phase("small")
     peaks = memory.drain_peaks()
@@ -27,8 +27,8 @@ def test_a_repeated_phase_reports_its_larger_peak() -> None:
     memory = PeakMemoryTracker()
     for num_mb in (60, 0):
         memory.record_phase("between")
-        held = np.ones(num_mb * MB // 8)
-        del held
+        block = np.ones(num_mb * MB // 8)
+        del block
         memory.record_phase("train")
     peaks = memory.drain_peaks()
     assert peaks["train"] >= peaks["between"] + 50
@@ -53,8 +53,8 @@ print(next(line for line in status if line.startswith("VmRSS")).split()[1])
 
 @pytest.mark.slow
 def test_large_blocks_are_returned_when_freed() -> None:
-    kept, back = (
+    default, eager = (
         subprocess.run([sys.executable, "-c", FREED, how], capture_output=True, check=True)
         for how in ("later", "at once")
     )
-    assert int(kept.stdout) - int(back.stdout) > 100 * 1024
+    assert int(default.stdout) - int(eager.stdout) > 100 * 1024

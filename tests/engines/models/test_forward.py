@@ -47,8 +47,8 @@ def test_batched_logprobs_equal_those_of_single_rollouts(model):
     logprobs = scores_of(model, batch).logprobs.detach()
     for row, rollout in enumerate(columns_to_rollouts(COLUMNS)):
         expected = forward_logprobs(model, rollout, temperature=TEMPERATURE)
-        got = np.where(rollout.loss_mask, logprobs[row, : len(rollout.token_ids)].numpy(), 0)
-        assert np.abs(got - expected).max() < 2e-5
+        actual = np.where(rollout.loss_mask, logprobs[row, : len(rollout.token_ids)].numpy(), 0)
+        assert np.abs(actual - expected).max() < 2e-5
 
 
 def test_the_first_position_and_the_padding_are_zero(model):
@@ -135,8 +135,8 @@ def test_a_model_that_lacks_parameters_is_rejected(model, tmp_path):
     tensors = load_file(path / "model.safetensors")
     lost = next(name for name in tensors if "mlp" in name)
     for change in ({}, {lost: torch.zeros(3, 3)}):
-        kept = {name: tensor for name, tensor in tensors.items() if name != lost}
-        save_file(kept | change, path / "model.safetensors", metadata={"format": "pt"})
+        remaining = {name: tensor for name, tensor in tensors.items() if name != lost}
+        save_file(remaining | change, path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ConfigError, match=r"model\.path=.*(lacks 1 parameters|mismatch)"):
             load_model(str(path), dtype=torch.float32)
 
@@ -154,10 +154,10 @@ def test_flex_attention_uses_the_prefill_kernel_on_a_gpu(
 ) -> None:
     config = AutoConfig.for_model("gemma2", **COMMON, attn_logit_softcapping=50.0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    told = []
+    kernel_options = []
 
     def attend(module: Any, query: Tensor, *rest: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        told.append(kwargs.get("kernel_options"))
+        kernel_options.append(kwargs.get("kernel_options"))
         return query.transpose(1, 2).contiguous(), None
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flex_attention", attend)
@@ -168,4 +168,4 @@ def test_flex_attention_uses_the_prefill_kernel_on_a_gpu(
     if recompute:
         model.gradient_checkpointing_enable()
     run_causal_forward(model, torch.ones(1, 8, dtype=torch.int64)).logits.sum().backward()
-    assert told == [{"BACKEND": "TRITON"}] * (4 if recompute else 2)
+    assert kernel_options == [{"BACKEND": "TRITON"}] * (4 if recompute else 2)

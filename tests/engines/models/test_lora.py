@@ -239,8 +239,10 @@ def test_trained_elements_are_counted_on_the_meta_device(one_kv_head_path, targe
     _, published = adapted(one_kv_head_path, config)
     adapters = sum(tensor.numel() for tensor in adapters_only(published).values())
     assert count_trained_params(load_skeleton(one_kv_head_path), config) == adapters
-    whole = sum(p.numel() for p in load_model(one_kv_head_path, dtype=torch.float32).parameters())
-    assert count_trained_params(load_skeleton(one_kv_head_path), TrainerConfig()) == whole
+    all_elements = sum(
+        p.numel() for p in load_model(one_kv_head_path, dtype=torch.float32).parameters()
+    )
+    assert count_trained_params(load_skeleton(one_kv_head_path), TrainerConfig()) == all_elements
 
 
 def test_new_adapters_do_not_change_the_output(one_kv_head_path):

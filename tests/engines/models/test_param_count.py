@@ -46,10 +46,10 @@ def test_trained_elements_of_a_small_model_by_hand(tmp_path: Path) -> None:
     path = write(tmp_path, MODELS["llama"])
     # Query and output 24 x 24, key and value 24 x 12, three matrices 24 x 40, two norms of 24.
     layer = 2 * 24 * 24 + 2 * 24 * 12 + 3 * 24 * 40 + 2 * 24
-    whole = count_trained_params_from_config(
+    count = count_trained_params_from_config(
         path, TrainerConfig(), has_output=True, has_value=False
     )
-    assert whole == 2 * 50 * 24 + 3 * layer + 24
+    assert count == 2 * 50 * 24 + 3 * layer + 24
     pairs = 2 * (24 + 24) + 2 * (24 + 12) + 3 * (24 + 40)
     lora = TrainerConfig(lora_rank=4)
     assert (
@@ -71,10 +71,10 @@ def test_the_count_from_config_equals_the_built_models(
             (both, True, True),
             (critic, False, True),
         ):
-            found = count_trained_params_from_config(
+            count = count_trained_params_from_config(
                 path, config, has_output=has_output, has_value=has_value
             )
-            assert found == count_trained_params(module, config)
+            assert count == count_trained_params(module, config)
 
 
 def test_the_count_of_the_examples_model(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_the_count_of_the_examples_model(tmp_path: Path) -> None:
         == in_file
     )
     for config in TRAINERS:
-        found = count_trained_params_from_config(path, config, has_output=True, has_value=False)
-        assert found == count_trained_params(model, config)
+        count = count_trained_params_from_config(path, config, has_output=True, has_value=False)
+        assert count == count_trained_params(model, config)
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def test_a_soft_update_of_bfloat16_parameters_averages_in_float32() -> None:
         reference.update_from_policy(
             [("a", torch.full((1,), 1.0078125, dtype=torch.bfloat16))], moves=True
         )
-    (found,) = (tensor for _, tensor in reference.named_tensors())
-    assert found.item() == 1 + 0.0078125 * 0.875
+    (average,) = (tensor for _, tensor in reference.named_tensors())
+    assert average.item() == 1 + 0.0078125 * 0.875
 
 
 def test_resume_loads_the_reference_or_reports_that_it_is_missing(tmp_path: Path) -> None:

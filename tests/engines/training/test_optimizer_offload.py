@@ -38,7 +38,7 @@ def memory_of(
 def test_restored_state_is_bitwise_equal_and_in_the_same_storages() -> None:
     parameters, optimizer = adam(1000, 1, 7)
     before = [tensor.clone() for tensor in iter_optimizer_tensors(optimizer)]
-    held = list(iter_optimizer_tensors(optimizer))
+    state_tensors = list(iter_optimizer_tensors(optimizer))
     memory = memory_of(parameters, optimizer)
     for _ in range(2):
         memory.offload_state()
@@ -50,10 +50,10 @@ def test_restored_state_is_bitwise_equal_and_in_the_same_storages() -> None:
         assert all(parameter.untyped_storage().nbytes() for parameter in parameters)
         memory.restore_state()
         memory.restore_state()
-        for tensor, was in zip(held, before, strict=True):
+        for tensor, was in zip(state_tensors, before, strict=True):
             assert torch.equal(tensor, was)
     step(parameters, optimizer)
-    assert not torch.equal(held[-1], before[-1]), "it is the state that is stepped with"
+    assert not torch.equal(state_tensors[-1], before[-1]), "it is the state that is stepped with"
 
 
 def test_offloading_returns_the_memory_to_the_system() -> None:

@@ -418,8 +418,8 @@ def test_a_legacy_state_is_loaded_only_into_its_own_layout(results, layout):
 def test_resume_restores_the_master_weights_of_any_stage(results, stage):
     (((report, parameters, _), runs),) = results[f"bf16_state/{stage}"]
     assert runs.pop(stage)[0] == report
-    for other, (found, trained, num_updates) in runs.items():
-        assert found["policy/grad_norm"] == pytest.approx(report["policy/grad_norm"], rel=1e-3)
+    for other, (metrics, trained, num_updates) in runs.items():
+        assert metrics["policy/grad_norm"] == pytest.approx(report["policy/grad_norm"], rel=1e-3)
         assert furthest(trained, parameters) < 5e-3, other
         assert num_updates == 2
 
@@ -436,9 +436,9 @@ def test_a_hostile_legacy_state_executes_no_code(results):
 def check_moved(moved, norm, parameters):
     """Check that loading loses no bit and that the next step equals that of any other layout."""
     assert furthest(moved.loaded, moved.saved) == 0, moved.label
-    report, found, num_updates = moved.second
+    report, metrics, num_updates = moved.second
     assert report["policy/grad_norm"] == pytest.approx(norm, rel=1e-4), moved.label
-    assert furthest(found, parameters) < 1e-6, moved.label
+    assert furthest(metrics, parameters) < 1e-6, moved.label
     assert num_updates == 2
 
 

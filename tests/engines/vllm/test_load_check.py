@@ -23,16 +23,16 @@ def published(*, seed: int) -> dict[str, Tensor]:
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    found = {"embed.weight": noise(10, 4), TIED: noise(10, 4)}
+    tensors = {"embed.weight": noise(10, 4), TIED: noise(10, 4)}
     for layer in range(2):
         name = f"layers.{layer}"
-        found |= {f"{name}.{part}.weight": noise(4, 4) for part in "qkv"}
-        found |= {f"{name}.norm.weight": noise(4)}
+        tensors |= {f"{name}.{part}.weight": noise(4, 4) for part in "qkv"}
+        tensors |= {f"{name}.norm.weight": noise(4)}
         for expert in range(3):
-            found |= {
+            tensors |= {
                 f"{name}.experts.{expert}.{part}.weight": noise(6, 4) for part in ("w1", "w3")
             }
-    return found
+    return tensors
 
 
 class Served(nn.Module):
@@ -138,14 +138,14 @@ def test_load_warnings_are_collected_and_counted() -> None:
     handler = LoadWarningHandler()
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     other = logging.getLogger("vllm.config.model")
-    for one in (logger, other):
-        one.addHandler(handler)
+    for vllm_logger in (logger, other):
+        vllm_logger.addHandler(handler)
     try:
         for _ in range(3):
             logger.warning("%s: Failed to load weights", "FusedMoE")
         other.warning("a warning of something else")
     finally:
-        for one in (logger, other):
-            one.removeHandler(handler)
+        for vllm_logger in (logger, other):
+            vllm_logger.removeHandler(handler)
     assert handler.drain_warnings() == ("FusedMoE: Failed to load weights (3 times)",)
     assert handler.drain_warnings() == ()

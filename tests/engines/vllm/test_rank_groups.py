@@ -104,9 +104,15 @@ def test_ranks_of_a_node_are_near(nodes: str, per_node: int) -> None:
 
 def test_a_rank_group_gives_shard_index_and_leader() -> None:
     trainer = TrainerConfig(backend="torch", world_size=4, tensor_parallel=4)
-    found = make_rank_group(3, trainer, 2)
-    assert found == RankGroup(3, ((0, 2), (1, 3)))
-    assert (found.ranks, found.group_rank, found.size, found.leader_rank, found.is_leader) == (
+    rank_group = make_rank_group(3, trainer, 2)
+    assert rank_group == RankGroup(3, ((0, 2), (1, 3)))
+    assert (
+        rank_group.ranks,
+        rank_group.group_rank,
+        rank_group.size,
+        rank_group.leader_rank,
+        rank_group.is_leader,
+    ) == (
         (1, 3),
         1,
         2,
@@ -120,15 +126,17 @@ def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Any]]:
     """Return each rank's results by run; last, the samples of an unsplit generator."""
-    found: dict[str, list[Any]] = {}
+    results_by_run: dict[str, list[Any]] = {}
     for (name,) in list_cases(request, Run):
         world, heads, meshes = RUNS[name]
         path = write_model(heads, tmp_path_factory.mktemp("team"))
         (port,) = find_free_ports(1)
         arguments = [(rank, path, port, world, meshes) for rank in range(world)]
         ranks = forked.run(one_rank, arguments, timeout_s=400)
-        found[name] = ranks + forked.run(whole, [(path, ranks[0]["meshes"]["last"])], timeout_s=400)
-    return found
+        results_by_run[name] = ranks + forked.run(
+            whole, [(path, ranks[0]["meshes"]["last"])], timeout_s=400
+        )
+    return results_by_run
 
 
 @pytest.mark.parametrize(("name", "mesh"), parametrize_runs(CASES))
@@ -150,12 +158,12 @@ def test_a_rank_receives_only_the_elements_it_lacks_once(
     results: dict[str, list[Any]], name: str, mesh: str
 ) -> None:
     for rank in results[name][:-1]:
-        found = rank["meshes"][mesh]
-        assert found["served_bytes"] < 0.6 * found["model_bytes"]
-        for update in found["updates"]:
-            assert update["received_bytes"] == found["lacking_bytes"]
+        mesh_results = rank["meshes"][mesh]
+        assert mesh_results["served_bytes"] < 0.6 * mesh_results["model_bytes"]
+        for update in mesh_results["updates"]:
+            assert update["received_bytes"] == mesh_results["lacking_bytes"]
         # Each half is trained by the rank that serves it, or by both.
-        assert bool(found["lacking_bytes"]) is ((name, mesh) not in WITH_ALL)
+        assert bool(mesh_results["lacking_bytes"]) is ((name, mesh) not in WITH_ALL)
 
 
 @pytest.mark.slow
@@ -185,12 +193,14 @@ def test_trained_shards_alias_served_ones_and_only_strided_ones_are_copied(
     apart = columns if copies_columns else set()
     *ranks, _ = results[name]
     for number, rank in enumerate(ranks):
-        found = rank["meshes"]["tensor"]
-        there = {n: of[n] // (len(ranks) if n in cut else 1) for n in of.keys() - apart}
-        assert found["one memory"] == there
+        mesh_results = rank["meshes"]["tensor"]
+        aliased_bytes = {n: of[n] // (len(ranks) if n in cut else 1) for n in of.keys() - apart}
+        assert mesh_results["one memory"] == aliased_bytes
         rows = 64 if number == rank["team"][0] else ODD_VOCABULARY - 64
-        own = sum(of[n] for n in apart) // len(ranks) + ends * rows // ODD_VOCABULARY
-        assert [update["copied_bytes"] for update in found["updates"]] == [own] * (UPDATES + 1)
+        copied_bytes = sum(of[n] for n in apart) // len(ranks) + ends * rows // ODD_VOCABULARY
+        assert [update["copied_bytes"] for update in mesh_results["updates"]] == [copied_bytes] * (
+            UPDATES + 1
+        )
 
 
 @pytest.mark.parametrize("name", parametrize_runs((name,) for name in RUNS))

@@ -72,7 +72,7 @@ async def test_a_rollout_ends_with_the_token_that_completes_a_stop_string(
 def test_a_stop_string_is_found_across_a_resume_and_between_bytes(tmp_path: Path) -> None:
     folder = save(endless_model(seed=1), tmp_path)
     rules = StopConditions(folder, GeneratorConfig(stop=["1 t3 t4", "t9"]))
-    for sampled, new, found in (
+    for sampled, new, expected in (
         ([], [21, 3, 4], ["", "", "1 t3 t4"]),
         ([21], [3, 4], ["", "1 t3 t4"]),
         ([5] * 50 + [21, 3], [4], ["1 t3 t4"]),
@@ -80,6 +80,6 @@ def test_a_stop_string_is_found_across_a_resume_and_between_bytes(tmp_path: Path
         ([], [29], [""]),
     ):
         detokenizer = rules.make_detokenizer(sampled)
-        assert [detokenizer.update([token], False) or "" for token in new] == found
+        assert [detokenizer.update([token], False) or "" for token in new] == expected
         assert detokenizer.num_output_tokens() == len(new)
     assert StopConditions(folder, GeneratorConfig()).make_detokenizer([]) is None

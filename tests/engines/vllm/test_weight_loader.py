@@ -131,8 +131,8 @@ def test_onednn_linear_equals_torch(
 ) -> None:
     x = torch.randn(shape, generator=torch.manual_seed(1)).to(dtype)
     weight, bias = torch.randn(5, 8).to(dtype), torch.randn(5).to(dtype)
-    found = onednn_linear(x, weight, bias if has_bias else None)
+    actual = onednn_linear(x, weight, bias if has_bias else None)
     expected = torch.nn.functional.linear(x, weight, bias if has_bias else None)
     torch.testing.assert_close(
-        found, expected, rtol=2e-2, atol=2e-2 if dtype != torch.float32 else 1e-5
+        actual, expected, rtol=2e-2, atol=2e-2 if dtype != torch.float32 else 1e-5
     )
