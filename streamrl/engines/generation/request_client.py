@@ -63,7 +63,7 @@ class EngineClient:
         Call it while the engine is paused or idle. Raises as `pause` does.
         """
         self._pending.check_alive()
-        await self._call_thread(self._thread.sleep, "release_kv")
+        await self._call_thread(self._thread.sleep, "sleep")
 
     async def close(self) -> None:
         """Shut the engine down and free its memory; pending calls raise GenerationError."""

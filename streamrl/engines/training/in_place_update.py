@@ -121,7 +121,7 @@ class LazyWeightResharder:
     def run(
         self, source: ShardSource, served: ShardStorage | None, version: int
     ) -> ReshardingStats | None:
-        """Run `WeightResharder.run`; return None if no plan is possible.
+        """Run the resharder, planned on the first call; return None if no plan is possible.
 
         Pass the same `served` at every call.
         """
