@@ -81,7 +81,7 @@ def test_the_reference_is_updated_at_the_configured_versions() -> None:
     [
         ({"every": -1}, "reference.every=-1: must be 0 or more"),
         ({"every": 1, "decay": 1.0}, r"reference.decay=1.0: must be from 0 to below 1"),
-        ({"decay": 0.9}, "does not move with reference.every=0"),
+        ({"decay": 0.9}, "has no effect while reference.every=0"),
     ],
 )
 def test_invalid_reference_settings_are_rejected(settings: dict[str, float], rule: str) -> None:
