@@ -457,7 +457,7 @@ def sample_logprobs(groups: Mapping[str, Columns], model_path: str) -> dict[str,
         rng = np.random.default_rng(7)
         found: dict[str, Columns] = {}
         for uid, columns in groups.items():
-            own = scorer.ref_logprobs(columns)["ref_logprobs"]
+            own = scorer.compute_ref_logprobs(columns)["ref_logprobs"]
             near, far = (rng.normal(0, scale, len(own)).astype(np.float32) for scale in (0.1, 0.3))
             mask = columns["loss_mask"]
             found[uid] = {
@@ -473,8 +473,8 @@ def policy_task(model_path: str, config: AlgorithmConfig, groups: Mapping[str, C
     from streamrl.engines.training.tasks import PolicyTask
 
     longest = max(int(columns["lengths"].max()) for columns in groups.values())
-    settings = config.settings(max_length=longest, reward_weights={"right": 1.0})
-    return PolicyTask(model_path, config.row, settings, TEMPERATURE)
+    settings = config.to_settings(max_length=longest, reward_weights={"right": 1.0})
+    return PolicyTask(model_path, config.spec, settings, TEMPERATURE)
 
 
 def all_picks(groups: Mapping[str, Columns]) -> list[tuple[str, int]]:
@@ -486,7 +486,7 @@ def batch_of(task: PolicyTask, groups: Mapping[str, Columns]) -> Any:
     """Lay all rollouts into one batch, with what the algorithm derives."""
     from streamrl.engines.training.collate import build_batch, derive_columns
 
-    derived = derive_columns(task.row, task.settings, groups)
+    derived = derive_columns(task.spec, task.settings, groups)
     return build_batch(groups, all_picks(groups), derived=derived, token_columns=task.token_columns)
 
 
@@ -633,8 +633,8 @@ def compare_scores(path: str, groups: Mapping[str, Columns], dtype: str) -> Foun
     task = policy_task(path, AlgorithmConfig(), groups)
     batch = batch_of(task, groups)
     with torch.no_grad():
-        expected = task.score(reference_model(path), batch, "value")
-        found = task.score(device_model(path, dtype), batch.to(get_local_device()), "value")
+        expected = task.score_batch(reference_model(path), batch, "value")
+        found = task.score_batch(device_model(path, dtype), batch.to(get_local_device()), "value")
     mask = batch["attention_mask"]
     logprobs = (found.logprobs.cpu() - expected.logprobs).abs()[mask]
     entropy = (found.entropy.cpu() - expected.entropy).abs()[mask]
@@ -695,7 +695,7 @@ def loss_of(task: PolicyTask, model: Any, batch: Any) -> LossOf:
     import torch
 
     model.zero_grad()
-    loss, sums = task.loss(model, batch, version=0)
+    loss, sums = task.compute_loss(model, batch, version=0)
     loss.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     flat = torch.cat([gradient.detach().float().cpu().flatten() for gradient in gradients])
@@ -761,13 +761,13 @@ def train_and_resume(
     saved = folder / layout.label.replace(" ", "-")
     trainer = make_trainer(layout, path, groups)
     norms = [take_step(trainer, groups) for _ in range(2)]
-    trainer.save(saved)
+    trainer.save_training_state(saved)
     drawn = torch.rand(4, device=device_name()).tolist()
     norms.append(take_step(trainer, groups))
     trained = whole_state(trainer)
     trainer.close()
     trainer = make_trainer(layout, path, groups)
-    trainer.load(saved)
+    trainer.load_training_state(saved)
     drawn_again = torch.rand(4, device=device_name()).tolist()
     take_step(trainer, groups)
     resumed = whole_state(trainer)
@@ -826,7 +826,7 @@ def take_step(trainer: ModelTrainer, groups: Mapping[str, Columns]) -> float:
     for part in (picks[::2], picks[1::2]):
         for name, value in trainer.train_micro_batch(groups, part).items():
             sums[name] = sums.get(name, 0.0) + value
-    return trainer.step(trainer.normaliser(sums))["policy/grad_norm"]
+    return trainer.step(trainer.compute_loss_denominator(sums))["policy/grad_norm"]
 
 
 def whole_state(trainer: ModelTrainer) -> dict[str, Tensor]:
@@ -849,8 +849,10 @@ def plain_steps(
     norms = []
     for _ in range(num_steps):
         optimizer.zero_grad()
-        loss, sums = task.loss(model, batch, version=0)
-        (loss / task.normaliser({n: float(value) for n, value in sums.items()})).backward()
+        loss, sums = task.compute_loss(model, batch, version=0)
+        (
+            loss / task.compute_loss_denominator({n: float(value) for n, value in sums.items()})
+        ).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
     return {name: p.detach().clone() for name, p in model.named_parameters()}, norms
@@ -906,7 +908,7 @@ def score_group(path: str, columns: Columns, dtype: str) -> tuple[Array, Found]:
     scorer = LogprobScorer(path, temperature=1.0, micro_batch_tokens=512, dtype=dtype)
     config = vars(scorer._model.config)
     chosen = {kind: config.get(f"_{kind}_implementation_internal") for kind in IMPLEMENTED}
-    return scorer.ref_logprobs(columns)["ref_logprobs"], chosen
+    return scorer.compute_ref_logprobs(columns)["ref_logprobs"], chosen
 
 
 def spread_of(differences: Array, mask: Array) -> Found:
@@ -1036,7 +1038,7 @@ def broadcast_in_lonely_group() -> Iterator[tuple[str, Found]]:
     def broadcast() -> None:
         until = SharedDeadline(NCCL_TIMEOUT_S)
         group = BroadcastGroup(store, term, 0, torch.device("cuda", 0), until)
-        group.broadcast(torch.ones(1 << 20), until)
+        group.broadcast_tensor(torch.ones(1 << 20), until)
 
     return watch(broadcast)
 
@@ -1183,7 +1185,7 @@ def expect_memory(path: str, config: TrainerConfig, tokens: int) -> Found:
     return {
         "expected_held": held,
         "expected_micro_batch": held + found.activations / GIB,
-        "expected_update": held + found.update / GIB,
+        "expected_update": held + found.update_buffers / GIB,
     }
 
 
@@ -1208,15 +1210,15 @@ def release_and_restore(layout: Layout, path: str, groups: Mapping[str, Columns]
 
     trainer = make_trainer(layout, path, groups)
     take_step(trainer, groups)
-    before = [tensor.detach().clone() for tensor in trainer._backend.optimizer_state()]
+    before = [tensor.detach().clone() for tensor in trainer._backend.iter_optimizer_state()]
     rounds = []
     for _ in range(2):
         free = free_gib()
         away_s = time_seconds(trainer.offload_optimizer)
         freed = free_gib()
-        back_s = time_seconds(trainer._optimizer_memory.restore)
+        back_s = time_seconds(trainer._optimizer_offload.restore_state)
         rounds.append({"away_s": away_s, "back_s": back_s, "freed_gib": freed - free})
-    after = list(trainer._backend.optimizer_state())
+    after = list(trainer._backend.iter_optimizer_state())
     same = len(before) == len(after) and all(map(torch.equal, before, after))
     state_gib = sum(tensor.nbytes for tensor in before) / GIB
     norm = take_step(trainer, groups)
@@ -1265,18 +1267,18 @@ class NoOutlet:
     def set_readers(self, names: Sequence[str]) -> None:
         """Ignore them."""
 
-    def begin(self, version: int) -> None:
+    def begin_version(self, version: int) -> None:
         """Expect nothing."""
 
-    def room(self, num_bytes: int) -> Array:
+    def allocate_buffer(self, num_bytes: int) -> Array:
         """Refuse."""
         raise MemoryError(f"no room in shared memory for {num_bytes} bytes")
 
-    def seal(self, bucket: Any, data: Array) -> Any:
+    def commit_bucket(self, bucket: Any, data: Array) -> Any:
         """Refuse."""
         raise MemoryError("no room in shared memory")
 
-    def finish(self, manifest: Any) -> None:
+    def commit_version(self, manifest: Any) -> None:
         """Expect nothing."""
 
     def close(self) -> None:
@@ -1289,7 +1291,7 @@ class NoInlet:
     bytes_fetched = 0
     failure: str | None = None
 
-    def fetch(self, manifest: Any) -> Sequence[Array]:
+    def fetch_buckets(self, manifest: Any) -> Sequence[Array]:
         """Refuse."""
         raise MemoryError("no room in shared memory")
 
@@ -1324,7 +1326,7 @@ def move_weights(num_tensors: int, elements: int) -> Found:
                 trained.items(), version=version, bucket_bytes=64 << 20, outlet=outlet
             )
             published = time.monotonic()
-            tensors = unpack_tensors(manifest, inlet.fetch(manifest))
+            tensors = unpack_tensors(manifest, inlet.fetch_buckets(manifest))
             verified = time.monotonic()
             copy_s = time_seconds(partial(copy_all, served, tensors))
             rounds.append(
@@ -1410,7 +1412,7 @@ def measure_speed(path: str, dtype: str, lengths: list[int], model: str) -> Foun
 
     def run() -> None:
         module.zero_grad()
-        task.loss(module, batch, version=0)[0].backward()
+        task.compute_loss(module, batch, version=0)[0].backward()
 
     run()
     seconds = time_seconds(run, 2)
@@ -1476,7 +1478,7 @@ def switch_twice(layout: Layout, path: str, groups: Mapping[str, Columns]) -> Fo
     rounds = []
     for version in (1, 2):
         take_step(trainer, groups)
-        moved = trainer.switch(storage, version)
+        moved = trainer.reshard_to_generator(storage, version)
         same = all(torch.equal(t.bfloat16(), served[n]) for n, t in trainer.full_state())
         rounds.append(
             {"bits_equal": same, "seconds": moved.seconds, "copied_gib": moved.copied_bytes / GIB}

@@ -1,1 +1,1 @@
-"""torch.distributed process groups, and the store their ranks meet at."""
+"""torch.distributed process groups and the TCP store for their rendezvous."""

@@ -1,4 +1,4 @@
-"""The ranks of a trainer as a torch.distributed group in which no collective waits for ever."""
+"""Default torch.distributed process group of a trainer, with a timeout on every collective."""
 
 import os
 from collections.abc import Iterator
@@ -18,19 +18,19 @@ LOST_PEER_MESSAGES = (
     "broken pipe",
     "remote process exited",
 )
-"""What gloo and nccl say of a peer whose process has ended."""
+"""Parts of gloo's and nccl's messages after a peer's process has ended."""
 
 
 def join_process_group(*, rank: int, world_size: int, timeout_s: float) -> None:
-    """Become one of the ranks; nothing happens in a process that already is.
+    """Initialize the default process group; return at once in a process that has joined already.
 
-    nccl on GPUs, gloo on CPUs. With more than one rank, MASTER_ADDR and MASTER_PORT in the
-    environment say where rank 0 listens; after `leave_process_group` that has to be another port.
-    Raises DeadlineError if the others do not come within `timeout_s`, s.
+    Uses nccl on GPUs and gloo on CPUs. With several ranks, rank 0 listens at MASTER_ADDR and
+    MASTER_PORT of the environment; joining again after `leave_process_group` needs a new port.
+    Raises DeadlineError if not all ranks join within `timeout_s` seconds.
     """
     if dist.is_initialized():
-        joined = (dist.get_rank(), dist.get_world_size())
-        assert joined == (rank, world_size), f"this process is rank {joined} already"
+        current = (dist.get_rank(), dist.get_world_size())
+        assert current == (rank, world_size), f"this process is rank {current} already"
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -47,7 +47,6 @@ def join_process_group(*, rank: int, world_size: int, timeout_s: float) -> None:
 
 
 def _connect_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
-    """Serve the store of the ranks, or connect to it."""
     if world_size == 1:
         return dist.HashStore()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -60,29 +59,28 @@ def _connect_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
 
 
 def leave_process_group() -> None:
-    """Undo `join_process_group`; nothing if it was undone already."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def set_collective_timeout(timeout_s: float) -> None:
-    """Give every group of this process that timeout, s: DeepSpeed's own get torch's 30 minutes."""
+    """Set the timeout of every process group; DeepSpeed creates its own with torch's 30 minutes."""
     for group in list(c10d._world.pg_map):
         c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 @contextmanager
 def translate_collective_errors(message: str) -> Iterator[None]:
-    """Turn a collective's timeout into a DeadlineError, and a lost connection into RankLostError.
+    """Turn a collective's timeout into DeadlineError and a lost connection into RankLostError.
 
-    torch has no types of its own for them.
+    torch raises a plain RuntimeError for both, so the text of its message decides.
     """
     try:
         yield
     except RuntimeError as error:
-        said = str(error).lower()
-        if "timed out" in said:
+        error_text = str(error).lower()
+        if "timed out" in error_text:
             raise DeadlineError(f"{message}: {str(error).splitlines()[0]}") from error
-        if any(words in said for words in LOST_PEER_MESSAGES):
-            raise RankLostError(f"another rank is gone: {str(error).splitlines()[0]}") from error
+        if any(words in error_text for words in LOST_PEER_MESSAGES):
+            raise RankLostError(f"lost another rank: {str(error).splitlines()[0]}") from error
         raise

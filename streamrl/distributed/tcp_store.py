@@ -1,7 +1,7 @@
-"""The store of torch.distributed through which processes find each other, on one address.
+"""TCP store for torch.distributed rendezvous, bound to a single address.
 
-torch's own server listens on every interface of its machine, and nothing of torch.distributed asks
-for a secret: a rank must not be reachable from where none of its peers can be.
+torch's own server listens on every interface and torch.distributed has no authentication, so
+binding to one address keeps hosts outside the job's network away from the ranks.
 """
 
 import socket
@@ -13,14 +13,15 @@ import torch.distributed as dist
 def serve_tcp_store(
     host: str, port: int, timeout_s: float, *, world_size: int | None = None
 ) -> dist.TCPStore:
-    """Serve a store at `host`:`port`; port 0 is any that is free.
+    """Serve a store at `host`:`port`; port 0 takes any free port.
 
-    With a `world_size`, wait until so many have connected, this process among them. Raises OSError
-    if nobody can listen there, RuntimeError if the others do not come within `timeout_s`, s.
+    With a `world_size`, wait until that many processes have connected, this one included. Raises
+    OSError if the address cannot be bound, RuntimeError if processes are missing after `timeout_s`
+    seconds.
     """
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.create_server(address[:2], family=family) as listening:
-        port = listening.getsockname()[1]
+    with socket.create_server(address[:2], family=family) as server_socket:
+        port = server_socket.getsockname()[1]
         return dist.TCPStore(
             host,
             port,
@@ -28,5 +29,5 @@ def serve_tcp_store(
             True,
             timedelta(seconds=timeout_s),
             wait_for_workers=world_size is not None,
-            master_listen_fd=listening.detach(),
+            master_listen_fd=server_socket.detach(),
         )

@@ -1,1 +1,1 @@
-"""The engines behind the stages: generation, training, scoring forwards. No Ray in here."""
+"""Engines behind the stages: generation, training and scoring forward passes; free of Ray."""

@@ -1,4 +1,4 @@
-"""The settings of the generators and what they mean to vLLM: environment and engine arguments."""
+"""Config section `generator` and its translation to vLLM's EngineArgs."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,14 +10,13 @@ from streamrl.weights.logprob_probe import NUM_SEQUENCES
 GENERATOR_DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_MB_ON_CPU = 64
 MIN_TEMPERATURE = 0.01
-#: Tokens of one engine step on a CPU; a step takes whole prompts, so a long one may exceed it.
+#: Token budget of an engine step on a CPU. Without chunked prefill a longer prompt exceeds it.
 STEP_TOKENS_ON_CPU = 4096
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How tokens are drawn: at 0 the likeliest; among the top_k likeliest, 0 for all of them, and
-    the fewest that have the probability top_p together."""
+    """Sampling parameters of a request, as in vLLM: temperature 0 is greedy, top_k 0 is off."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -26,39 +25,39 @@ class SamplingSettings:
 
 @dataclass
 class GeneratorConfig:
-    """The generators: how many, what they sample, and what they may use."""
+    """Config section `generator`: replicas, sampling and resources."""
 
-    #: Number of engines, each with the whole model.
+    #: Number of engines, each with a full copy of the model.
     replicas: int = 1
-    #: Processes, and devices, that the layers of one engine are split over; in a colocated run,
-    #: ranks of the trainer.
+    #: Tensor-parallel size of an engine: processes and devices per replica. In a colocated run the
+    #: trainer's ranks run these processes.
     tensor_parallel: int = 1
-    #: Longest completion, tokens.
+    #: Maximum length of a completion, tokens.
     max_new_tokens: int = 256
-    #: Temperature of the sampling distribution. There is no top-p and no top-k: logprobs would be
-    #: those of another distribution than the one that is trained.
+    #: Sampling temperature. Top-p and top-k are not offered: they would truncate the distribution,
+    #: and the recorded logprobs would differ from those the trainer computes.
     temperature: float = 1.0
-    #: Texts that end a completion, besides the model's end of sequence. The token that completes
-    #: one is the completion's last.
+    #: Stop strings, besides the model's end-of-sequence token. The token that completes a stop
+    #: string is the last of the completion.
     stop: list[str] = field(default_factory=list)
-    #: Token ids that end a completion likewise.
+    #: Stop token ids, besides the model's end-of-sequence token.
     stop_token_ids: list[int] = field(default_factory=list)
-    #: Rollouts one replica samples at the same time; more wait in its queue. While there are fewer
-    #: than so many, another group is taken on.
+    #: Rollouts that a replica samples concurrently; the rest wait in the replica's queue. A replica
+    #: takes another group while it runs fewer.
     max_concurrent_rollouts: int = 256
-    #: Memory for keys and values, MB per replica; of a split one, in each process. Unset: 64 on a
-    #: CPU, and on a GPU what gpu_memory_utilization leaves.
+    #: KV cache per process of a replica, MB. Unset: 64 on a CPU; on a GPU, the rest of
+    #: gpu_memory_utilization.
     kv_cache_mb: int | None = None
-    #: Fraction of a GPU's memory a replica may use; without meaning if kv_cache_mb is set.
+    #: Fraction of a GPU's memory that a replica may use; ignored if kv_cache_mb is set.
     gpu_memory_utilization: float = 0.9
-    #: CPU threads a replica computes with; if it is split, each of its processes.
+    #: CPU threads per process of a replica.
     threads: int = 1
-    #: Type of weights and activations: float32, bfloat16, float16, or auto, which is the model's
-    #: own on a GPU and float32 on a CPU.
+    #: Dtype of weights and activations: float32, bfloat16, float16 or auto. auto is the model's
+    #: dtype on a GPU and float32 on a CPU.
     dtype: str = "auto"
-    #: Deadline of starting an engine, s.
+    #: Timeout for starting an engine, s.
     start_timeout_s: float = 600.0
-    #: Deadline of the rollouts of one prompt, and of applying one version of the weights, s.
+    #: Timeout for the rollouts of a prompt, and for loading a version of the weights, s.
     request_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -98,40 +97,39 @@ class GeneratorConfig:
 
 
 def _make_hf_overrides(model_path: str, max_length: int) -> dict[str, Any]:
-    """Return what a config.json has to say for vLLM to build what transformers builds of it."""
+    """Return config.json overrides that make vLLM build the same model as transformers."""
     config, changes = read_model_config(model_path).get_text_config(), dict[str, Any]()
     if max_length > config.max_position_embeddings:
-        # vLLM takes this number for one that includes the scaling of YaRN.
+        # vLLM expects this number to include YaRN's scaling; in config.json it may not.
         changes["max_position_embeddings"] = compute_max_positions(config)
     if config.model_type == "deepseek_v3":
-        # To transformers the family says as much.
+        # transformers hard-codes these for the family; vLLM reads them from the config.
         changes |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     return changes
 
 
 MIN_GPU_FRACTION = 0.01
-"""A part of a GPU."""
 
 
 def make_engine_args(
     model_path: str, config: GeneratorConfig, *, seed: int, max_length: int, on_cpu: bool
 ) -> dict[str, Any]:
-    """vLLM's EngineArgs for one replica; `max_length` is in tokens, prompt and completion."""
+    """Return vLLM's EngineArgs of a replica; `max_length` counts prompt and completion tokens."""
     arguments: dict[str, Any] = {
         "model": model_path,
         "dtype": config.dtype,
         "seed": seed,
         "max_model_len": max_length,
-        # A probe must not wait for a rollout to end.
+        # Spare slots for the logprob check, which must not wait for a rollout to finish.
         "max_num_seqs": config.max_concurrent_rollouts + NUM_SEQUENCES,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
-        # With it, a step is in flight while the weights change between two steps.
+        # With async scheduling the next step is already in flight when weights change.
         "async_scheduling": False,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "trust_remote_code": is_trusted(model_path),
-        # Else a consolidated file, of Mistral's own names, is taken for the others.
+        # "auto" prefers Mistral's consolidated file, in which parameters have other names.
         "load_format": "hf",
         "config_format": "hf",
     }
@@ -148,22 +146,22 @@ def make_engine_args(
         arguments |= {
             "dtype": "float32" if config.dtype == "auto" else config.dtype,
             "enforce_eager": True,
-            # A prompt cut in two makes vLLM rewind the request's random generator, which a CPU
-            # generator cannot do: the engine would die.
+            # After a chunk of a prompt, vLLM rewinds the request's random generator. CPU
+            # generators do not support that, and the engine would die.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(
                 max_length, config.max_concurrent_rollouts + NUM_SEQUENCES, STEP_TOKENS_ON_CPU
             ),
         }
     elif kv_cache_mb is not None:
-        # Others have a part of the GPU, and may have that of the keys and values in between.
+        # The GPU is shared with other processes, which may use the KV cache's memory meanwhile.
         arguments["enable_sleep_mode"] = True
     if kv_cache_mb is None:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     else:
         arguments["kv_cache_memory_bytes"] = kv_cache_mb << 20
         if not on_cpu:
-            # vLLM would not start unless this part of the GPU were free, which it then has no use
-            # for.
+            # vLLM refuses to start unless this fraction of the GPU is free, although it does not
+            # use the fraction once the size of the KV cache is given.
             arguments["gpu_memory_utilization"] = MIN_GPU_FRACTION
     return arguments

@@ -1,22 +1,22 @@
-"""Whether and when the reference moves: the settings."""
+"""Config section `reference`: the reference model and the steps at which it is updated."""
 
 from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
 
 REFERENCE_FILE, LEGACY_REFERENCE_FILE = "reference.safetensors", "reference.pt"
-"""Of a reference that moves, in the trainer's state; the second is what it once was."""
+"""Files of an EMA reference in a trainer checkpoint: today's, and that of earlier versions."""
 
 
 @dataclass
 class ReferenceConfig:
-    """The reference: how many, and whether it follows the policy."""
+    """Config section `reference`; the default is a fixed copy of the initial policy."""
 
-    #: Steps after which the reference moves; 0 leaves it where the run started.
+    #: Update the reference every this many training steps; 0 never does.
     every: int = 0
-    #: How much of the reference stays when it moves: 0 makes it a copy of the policy.
+    #: Weight of the old reference in an update; 0 copies the policy.
     decay: float = 0.0
-    #: Processes that compute reference logprobs, each with the whole model.
+    #: Processes that compute reference logprobs, each with a full copy of the model.
     replicas: int = 1
 
     def __post_init__(self) -> None:
@@ -28,13 +28,16 @@ class ReferenceConfig:
             raise ConfigError(f"reference.decay={self.decay}: must be from 0 to below 1")
         if self.decay and not self.every:
             raise ConfigError(
-                f"reference.decay={self.decay}: the reference does not move with reference.every=0"
+                f"reference.decay={self.decay}: has no effect while reference.every=0;"
+                " set reference.every"
             )
 
     def is_updated_at(self, version: int) -> bool:
-        """Whether the reference moves when the policy reaches this version."""
         return bool(self.every) and version > 0 and version % self.every == 0
 
     def find_reference_version(self, version: int) -> int:
-        """The policy's version at which the reference moved last, as of this one."""
+        """Return the policy version of the reference's last update, as of `version`.
+
+        With every=4, versions 4 to 7 use the reference of version 4.
+        """
         return version - version % self.every if self.every else version

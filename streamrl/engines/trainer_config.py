@@ -1,4 +1,4 @@
-"""How a model is trained: the settings of the policy's trainer, and what a critic's adds."""
+"""Config sections `trainer` and `critic`."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ ATTENTION_IMPLEMENTATIONS = {
     "flex": "flex_attention",
     "flash": "flash_attention_2",
 }
-"""How attention may be computed, by transformers' names; auto is chosen by the model."""
+"""Names in transformers of the values of trainer.attention; None lets transformers choose."""
 DECAY_SCHEDULES = {
     "linear": ("polynomial", "lr_end"),
     "cosine": ("cosine_with_min_lr", "min_lr"),
@@ -25,72 +25,70 @@ DECAY_SCHEDULES = {
     "cosine_warmup_with_min_lr": ("cosine_warmup_with_min_lr", "min_lr"),
     "warmup_stable_decay": ("warmup_stable_decay", "min_lr_ratio"),
 }
-"""For schedules that end above 0: transformers' name of those, and of what they fall to."""
+"""For schedules that can end above 0: transformers' name of the schedule and of its final rate."""
 LR_SCHEDULES = (
     *("constant", "constant_with_warmup", "inverse_sqrt", "cosine_with_restarts"),
     *DECAY_SCHEDULES,
 )
-"""transformers' names but for those that ask for a loss, which a step of RL has not."""
+"""transformers' names without reduce_lr_on_plateau, which needs an evaluation loss."""
 BUCKET_ELEMENTS = 50_000_000
-"""Elements in one of DeepSpeed's reductions, for which it allocates that much; its own default is
-ten times it."""
+"""DeepSpeed's bucket size. DeepSpeed allocates a whole bucket, so a tenth of its default."""
 
 PARAMETER_SHARDING_STAGE = 3
-"""The ZeRO stage in which a rank holds only its part of the parameters."""
 
 
 @dataclass
 class TrainerConfig:
-    """How the policy is trained."""
+    """Config section `trainer`."""
 
-    #: deepspeed, or torch: float32, data parallel and tensor parallel.
+    #: deepspeed, or torch (float32; data and tensor parallel).
     backend: str = "deepspeed"
-    #: Ranks: data parallel, or data parallel groups of `tensor_parallel` ranks each.
+    #: Number of ranks; data-parallel size times `tensor_parallel`.
     world_size: int = 1
-    #: Ranks that share every layer of the model and train the same micro-batches; more than 1 with
-    #: backend torch, without LoRA.
+    #: Tensor-parallel size. Above 1 it needs backend torch and excludes LoRA.
     tensor_parallel: int = 1
-    #: What ZeRO shards: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters. Backend torch
-    #: shards all of it at 3 (FSDP2) and nothing below.
+    #: ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters. Backend
+    #: torch shards everything at 3 (FSDP2) and nothing below.
     zero_stage: int = 1
-    #: Learning rate.
+    #: Peak learning rate.
     lr: float = 1e-6
-    #: How the learning rate goes on from there, by the names of transformers' `get_scheduler`, over
-    #: all steps of the run; constant has the warm-up below besides.
+    #: Schedule by its name in transformers' `get_scheduler`, over all training steps of the run.
+    #: constant also supports the warm-up below.
     lr_schedule: str = "constant"
-    #: Steps in which the learning rate rises to lr: to all of it in the last of them with constant,
-    #: from 0 in the first with the schedules of transformers.
+    #: Warm-up steps. constant reaches lr in the last of these steps; transformers' schedules start
+    #: at 0 in the first.
     warmup_steps: int = 0
-    #: The same as a share of the run's steps.
+    #: Warm-up steps as a fraction of the run's steps.
     warmup_ratio: float = 0.0
-    #: What the learning rate falls to, for schedules that fall; null for transformers' own.
+    #: Final learning rate of a decaying schedule; null for transformers' default.
     lr_min: float | None = None
-    #: Further settings of the schedule, as transformers names them: num_cycles, num_decay_steps.
+    #: Further arguments of transformers' schedule, such as num_cycles or num_decay_steps.
     lr_schedule_options: dict[str, Any] = field(default_factory=dict)
-    #: AdamW's weight decay.
+    #: Weight decay of AdamW.
     weight_decay: float = 0.0
-    #: AdamW's decay of its first and second moment.
+    #: Betas of AdamW.
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    #: Largest norm of the gradient; 0 for no clipping.
+    #: Maximum gradient norm; 0 disables clipping.
     grad_clip: float = 1.0
-    #: float32, bfloat16 (with float32 master weights), or auto: bfloat16 on GPUs where there are
-    #: master weights, float32 otherwise.
+    #: float32, bfloat16 (with float32 master weights) or auto. auto is bfloat16 on GPUs if the
+    #: backend keeps master weights, float32 otherwise.
     dtype: str = "auto"
-    #: How attention is computed: eager, sdpa, flex, flash (which needs flash-attn), or auto: as
-    #: transformers chooses, but eager, or flex on GPUs, where a model caps attention's logits.
+    #: Attention implementation: eager, sdpa, flex, flash (needs flash-attn) or auto. auto leaves
+    #: the choice to transformers, except for models with attention logit soft-capping: flex on
+    #: GPUs, eager on CPUs.
     attention: str = "auto"
-    #: Rank of the adapters that are trained in place of the model (LoRA); 0 trains all of it.
+    #: Rank of the LoRA adapters; 0 trains the full model.
     lora_rank: int = 0
-    #: The adapters' part in a layer's output is weighed with this over the rank.
+    #: LoRA scaling: adapters are scaled by lora_alpha / lora_rank.
     lora_alpha: float = 16.0
-    #: Linear layers with an adapter, by the ends of their names, as q_proj; empty for all but the
-    #: output head.
+    #: Linear layers with an adapter, by the ends of their names, such as q_proj; empty means all
+    #: but the output head.
     lora_targets: list[str] = field(default_factory=list)
     #: CPU threads of a rank.
     threads: int = 1
-    #: Trade time for memory: recompute activations in the backward pass.
+    #: Recompute activations in the backward pass: less memory, more time.
     gradient_checkpointing: bool = False
-    #: Longest a rank waits for the others in a collective, s.
+    #: Timeout of a collective, s.
     collective_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -143,12 +141,13 @@ class TrainerConfig:
                 f"trainer.warmup_ratio={self.warmup_ratio}: must be 0 beside"
                 f" trainer.warmup_steps={self.warmup_steps}"
             )
-        said = f"trainer.lr_schedule={self.lr_schedule}"
+        setting = f"trainer.lr_schedule={self.lr_schedule}"
         if self.lr_schedule not in LR_SCHEDULES:
-            raise ConfigError(f"{said}: must be one of {', '.join(LR_SCHEDULES)}")
+            raise ConfigError(f"{setting}: must be one of {', '.join(LR_SCHEDULES)}")
         if self.lr_schedule_options and self.lr_schedule == "constant":
             raise ConfigError(
-                f"trainer.lr_schedule_options={self.lr_schedule_options}: {said} has none"
+                f"trainer.lr_schedule_options={self.lr_schedule_options}: {setting} has no options;"
+                " remove them"
             )
         if self.lr_min is None:
             return
@@ -157,55 +156,55 @@ class TrainerConfig:
                 f"trainer.lr_min={self.lr_min}: must be 0 or more, below trainer.lr={self.lr}"
             )
         if self.lr_schedule not in DECAY_SCHEDULES:
-            falling = ", ".join(DECAY_SCHEDULES)
-            raise ConfigError(f"trainer.lr_min={self.lr_min}: {said} has none; {falling} have one")
+            decaying = ", ".join(DECAY_SCHEDULES)
+            raise ConfigError(
+                f"trainer.lr_min={self.lr_min}: {setting} does not decay to a minimum;"
+                f" {decaying} do"
+            )
 
     def _check_tensor_parallel(self) -> None:
-        said = f"trainer.tensor_parallel={self.tensor_parallel}"
+        setting = f"trainer.tensor_parallel={self.tensor_parallel}"
         if self.backend != "torch":
-            raise ConfigError(f"{said}: needs trainer.backend=torch, not {self.backend}")
+            raise ConfigError(f"{setting}: needs trainer.backend=torch, not {self.backend}")
         if self.world_size % self.tensor_parallel:
-            raise ConfigError(f"{said}: must divide trainer.world_size={self.world_size}")
+            raise ConfigError(f"{setting}: must divide trainer.world_size={self.world_size}")
         if self.lora_rank:
-            raise ConfigError(f"{said}: trains all of a model; trainer.lora_rank must be 0")
+            raise ConfigError(f"{setting}: does not support LoRA; trainer.lora_rank must be 0")
 
     @property
     def dp_size(self) -> int:
-        """Parts the data of a step is dealt out in."""
         return self.world_size // self.tensor_parallel
 
     def get_dp_rank(self, rank: int) -> int:
-        """Which of these parts a rank trains: neighbours are tensor parallel."""
+        """Return the data-parallel index of a rank; consecutive ranks are tensor parallel."""
         return rank // self.tensor_parallel
 
     @property
     def has_master_weights(self) -> bool:
-        """Whether the optimizer keeps float32 weights of its own."""
         return self.backend == "deepspeed" and self.zero_stage > 0
 
     @property
     def has_sharded_params(self) -> bool:
-        """Whether a rank has only its part of the parameters."""
-        shards = self.zero_stage == PARAMETER_SHARDING_STAGE
+        """Whether a rank holds only a shard of the parameters."""
+        is_stage_3 = self.zero_stage == PARAMETER_SHARDING_STAGE
         if self.backend == "deepspeed":
-            return shards
-        return self.tensor_parallel > 1 or (shards and self.world_size > 1)
+            return is_stage_3
+        return self.tensor_parallel > 1 or (is_stage_3 and self.world_size > 1)
 
     def compute_lr(self, step: int, num_steps: int | None = None) -> float:
-        """Learning rate of a step, counted from 0, of so many in all.
+        """Return the learning rate of a step, counted from 0; `num_steps` is the run's length.
 
-        Raises ConfigError for settings that transformers' schedule does not take.
+        Raises ConfigError for options that transformers' schedule does not accept.
         """
         warmup = self.warmup_steps
         if self.warmup_ratio:
-            assert num_steps is not None, "a share of the run's steps"
+            assert num_steps is not None, "warmup_ratio needs the number of steps"
             warmup = math.ceil(self.warmup_ratio * num_steps)
         if self.lr_schedule == "constant":
             return self.lr * min(1.0, (step + 1) / max(1, warmup))
         return self.lr * self._make_lr_schedule(warmup, num_steps)(step)
 
     def _make_lr_schedule(self, warmup: int, num_steps: int | None) -> Callable[[int], float]:
-        """The factor of a step, as transformers has it: a function of the step alone."""
         import torch
         from transformers import get_scheduler
 
@@ -213,11 +212,11 @@ class TrainerConfig:
         if self.lr_min is not None:
             name, key = DECAY_SCHEDULES[name]
             options[key] = self.lr_min / self.lr if key.endswith("ratio") else self.lr_min
-        # A schedule asks an optimizer for its learning rate, and changes it; this one updates none.
-        asked = torch.optim.SGD([torch.zeros(1)], lr=self.lr)
+        # get_scheduler needs an optimizer to read and set its learning rate; this one is a dummy.
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=self.lr)
         try:
-            found = get_scheduler(name, asked, warmup, num_steps, options)
-            factor: Callable[[int], float] = found.lr_lambdas[0]
+            scheduler = get_scheduler(name, optimizer, warmup, num_steps, options)
+            factor: Callable[[int], float] = scheduler.lr_lambdas[0]
             factor(0)
         except (TypeError, ValueError, ZeroDivisionError) as error:
             raise ConfigError(
@@ -229,20 +228,20 @@ class TrainerConfig:
 
 @dataclass
 class CriticConfig:
-    """The critic, for algorithms that have one, or have several: each has ranks of its own."""
+    """Config section `critic`, for algorithms with a value function. Every critic has own ranks."""
 
-    #: A Hugging Face model directory the critic starts from; empty takes model.path.
+    #: Hugging Face model directory of the initial critic; empty means model.path.
     path: str = ""
-    #: What its trainer has other than `trainer`, by name; lr is 1e-5 unless it is said here.
+    #: Overrides of the section `trainer` for the critic; lr defaults to 1e-5.
     trainer: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-5})
-    #: How far a value may move in a step and still be improved; null for no bound.
+    #: PPO's value clipping range; null disables clipping.
     value_clip: float | None = 0.5
-    #: Weight of the value loss beside the policy's, where both are heads of one model (AC-share);
-    #: null for a critic that is a model of its own.
+    #: Weight of the value loss in the policy's loss if policy and critic share a model (AC-share);
+    #: null for a separate critic.
     shared_coef: float | None = None
-    #: Steps at the start in which the critic is trained and the policy is not.
+    #: Critic warm-up: initial steps that train only the critic.
     warmup_alone: int = 0
-    #: Processes that compute values: shadows, which follow the critic's versions.
+    #: Processes that compute values; each follows the critic's versions.
     replicas: int = 1
 
     def __post_init__(self) -> None:
@@ -258,11 +257,11 @@ class CriticConfig:
             raise ConfigError(f"critic.replicas={self.replicas}: must be at least 1")
 
     def _check_shared(self) -> None:
-        """What a critic of its own has, a head of the policy's model has not."""
+        """Raise ConfigError for settings that only a separate critic has."""
         for key in ("path", "trainer", "warmup_alone"):
             default = vars(CriticConfig())[key]
             if vars(self)[key] != default:
                 raise ConfigError(
-                    f"critic.{key}={vars(self)[key]}: of a critic that is a model of its own; with"
-                    f" critic.shared_coef={self.shared_coef} it is a head of the policy's"
+                    f"critic.{key}={vars(self)[key]}: needs a separate critic; with"
+                    f" critic.shared_coef={self.shared_coef} it is a head of the policy's model"
                 )

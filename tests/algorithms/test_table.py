@@ -378,7 +378,7 @@ def test_a_row_that_contradicts_itself_is_none(changes, message):
         (["critic.warmup_alone=3"], "critic.warmup_alone=3: grpo has no critic"),
         (
             ["algorithm.name=ppo", "critic.shared_coef=1", "critic.trainer.lr=1e-3"],
-            "critic.trainer={'lr': 0.001}: of a critic that is a model of its own",
+            "critic.trainer={'lr': 0.001}: needs a separate critic",
         ),
         (
             ["algorithm.name=safe_rlhf", "costs=[{kind: exact}]", "critic.shared_coef=1"],

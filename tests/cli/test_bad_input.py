@@ -96,7 +96,7 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         (["trainer.lora_rank=-1"], ["trainer.lora_rank=-1", "not be negative"]),
         (
             ["trainer.lora_rank=1", "trainer.lora_targets=[q_prj]"],
-            ["trainer.lora_targets=['q_prj']", "must be a linear layer", "q_proj"],
+            ["trainer.lora_targets=['q_prj']", "must name a linear layer", "q_proj"],
         ),
         (
             ["trainer.tensor_parallel=2"],

@@ -1,4 +1,4 @@
-"""What a rank says of a collective in which another has ended."""
+"""Errors of a collective after another rank has ended."""
 
 import os
 
@@ -9,13 +9,13 @@ import torch.distributed as dist
 from streamrl.distributed.process_group import join_process_group, translate_collective_errors
 from streamrl.errors import RankLostError
 from tests import forked
-from tests.engines.trainer_ranks import free_ports
+from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-def reduce_or_end(rank: int, port: int) -> str | None:
-    """Rank 1 is killed once all have met; what rank 0 is told, whose reduction nobody answers."""
+def reduce_after_kill(rank: int, port: int) -> str | None:
+    """Kill rank 1 after the join; return the error of rank 0's all-reduce."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     join_process_group(rank=rank, world_size=2, timeout_s=60.0)
     dist.barrier()
@@ -27,7 +27,7 @@ def reduce_or_end(rank: int, port: int) -> str | None:
     return str(caught.value)
 
 
-def test_a_rank_that_is_gone_is_told_by_the_others() -> None:
-    (port,) = free_ports(1)
-    told, _ = forked.run(reduce_or_end, [(0, port), (1, port)], timeout_s=120, killed={1})
-    assert told.startswith("another rank is gone: ") and "\n" not in told
+def test_a_lost_rank_is_reported_by_the_others() -> None:
+    (port,) = find_free_ports(1)
+    message, _ = forked.run(reduce_after_kill, [(0, port), (1, port)], timeout_s=120, killed={1})
+    assert message.startswith("lost another rank: ") and "\n" not in message

@@ -1,4 +1,4 @@
-"""The store of ranks: where it listens, and who hears that nobody came."""
+"""TCP store for rendezvous: the address it listens at, and errors of missing ranks."""
 
 import socket
 import time
@@ -17,16 +17,16 @@ HOST = "127.0.0.1"
 
 
 def listening_at(port: int) -> list[str]:
-    found = psutil.Process().net_connections(kind="tcp")
+    connections = psutil.Process().net_connections(kind="tcp")
     return [
         line.laddr.ip
-        for line in found
+        for line in connections
         if line.status == psutil.CONN_LISTEN and line.laddr.port == port
     ]
 
 
 @pytest.mark.parametrize("host", [HOST, "localhost", "127.0.0.2"])
-def test_a_store_listens_where_it_is_asked_to_and_nowhere_else(host: str) -> None:
+def test_a_store_listens_only_at_its_address(host: str) -> None:
     store = serve_tcp_store(host, 0, 10.0)
     assert listening_at(store.port) == [socket.gethostbyname(host)]
     other = dist.TCPStore(host, store.port, None, False, wait_for_workers=False)
@@ -46,7 +46,7 @@ def test_a_store_waits_for_its_ranks() -> None:
         assert serving.result(10.0).get("a") == b"b"
 
 
-def test_ranks_that_do_not_come_are_a_missed_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ranks_raise_a_deadline_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server((HOST, 0)) as probe:
         port = probe.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", HOST)
@@ -55,9 +55,9 @@ def test_ranks_that_do_not_come_are_a_missed_deadline(monkeypatch: pytest.Monkey
         join_process_group(rank=0, world_size=2, timeout_s=1.0)
 
 
-def test_a_place_where_nobody_can_listen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server((HOST, 0)) as taken:
-        port = taken.getsockname()[1]
+def test_an_address_that_cannot_be_bound_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server((HOST, 0)) as bound_socket:
+        port = bound_socket.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", HOST)
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(ActorError, match=f"rank 0 cannot listen at {HOST}:{port}: Address"):

@@ -240,7 +240,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "random": (
         lambda run: _random_numbers(newest(run)),
-        "not a state of random numbers",
+        "not a state of torch's random number generator",
     ),
     "version": (lambda run: _other_version(newest(run) / "state.json"), "of another's name"),
     "hostile": (_hostile_prompt, "no prompt of streamrl's: it asks for posix.system"),

@@ -1,4 +1,4 @@
-"""What tests of engines share: processes that trained, the engine that samples, and models."""
+"""Fixtures shared by engine tests: trainer processes, the process's engine, models."""
 
 import threading
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -21,17 +21,17 @@ SHARDED, SPLIT = Layout("deepspeed", 2, 2), Layout("torch", 1, 2, tensor_paralle
 GATHERED = Layout("deepspeed", 3, 2)
 AnyCase = TypeVar("AnyCase")
 TIMEOUT_S = 900
-"""For all cases there are, on a machine that does much else."""
+"""For all cases together, on a busy machine."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*cases): looks at what ranks saw in these cases")
 
 
-def of_ranks(
+def parametrize_layouts(
     *names: str, on: Sequence[Layout], quick: Collection[Layout] = ()
 ) -> pytest.MarkDecorator:
-    """A test for each of the layouts, of these cases; those that are not `quick` are slow."""
+    """Parametrize a test by layouts of these cases; cases that are not `quick` are slow."""
     return pytest.mark.parametrize(
         "layout",
         [
@@ -48,11 +48,11 @@ def of_ranks(
     )
 
 
-def cases_of(request: pytest.FixtureRequest, kind: type[AnyCase]) -> list[AnyCase]:
-    """The cases of a kind that the tests of this session look at, each once."""
+def list_cases(request: pytest.FixtureRequest, kind: type[AnyCase]) -> list[AnyCase]:
+    """Return the distinct cases of a kind that this session's tests use."""
     marks = [mark for item in request.session.items for mark in item.iter_markers("ranks")]
-    found = dict.fromkeys(case for mark in marks for case in mark.args)
-    return [case for case in found if isinstance(case, kind)]
+    distinct_cases = dict.fromkeys(case for mark in marks for case in mark.args)
+    return [case for case in distinct_cases if isinstance(case, kind)]
 
 
 @pytest.fixture(scope="session")
@@ -66,37 +66,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def narrow_path(folder: Path) -> str:
-    """A model with one head of keys and values, so that not all matrices are square."""
+def one_kv_head_path(folder: Path) -> str:
+    """Save a model with a single key-value head, so that some matrices are not square."""
     return save(tiny_model(tied=True, seed=0), folder / NARROW)
 
 
 @pytest.fixture(scope="session")
-def seen(
-    request: pytest.FixtureRequest, model_path: str, narrow_path: str, folder: Path
+def results(
+    request: pytest.FixtureRequest, model_path: str, one_kv_head_path: str, folder: Path
 ) -> dict[str, list[Any]]:
-    """What the ranks saw in all cases that tests look at: a list with one entry per rank."""
+    """Run all cases that tests use; return results by case, a list with an entry per rank."""
     return run_ranks(
-        cases_of(request, Case), model_path=model_path, folder=folder, timeout_s=TIMEOUT_S
+        list_cases(request, Case), model_path=model_path, folder=folder, timeout_s=TIMEOUT_S
     )
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engines]:
-    """The engine of this process, which tests of one xdist group share.
+    """Provide this process's only engine, shared by the tests of an xdist group.
 
-    No other room finds the environment and the process group that vLLM has.
+    Closes the engine at the end: other rooms must not find vLLM's environment and process group.
     """
     model = tiny_model(tied=False, seed=1)
-    found = Engines(save(model, tmp_path_factory.mktemp("untied")))
-    yield found
-    await found.close()
+    provider = Engines(save(model, tmp_path_factory.mktemp("untied")))
+    yield provider
+    await provider.close()
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def no_engine(engines: Engines) -> None:
-    """Room for an engine of the test's own."""
+    """Close the shared engine, so that a test can start its own."""
     await engines.close()
     for thread in threading.enumerate():
-        if thread.name == "vllm-engine":  # one that has died takes what vLLM shares along
+        if thread.name == "vllm-engine":  # it has broken vLLM's shared state
             thread.join(timeout=60)

@@ -1,4 +1,4 @@
-"""Two processes that share a generator, one of which is killed while it samples."""
+"""Two processes share a generator; one is killed while it samples."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ UNDER_WAY_S = 0.5
 
 
 def member(rank: int, path: str, port: int, victim: int, sign: Path) -> str:
-    """What the one that is not killed is told; `sign` is a file that is there once they sample."""
+    """Return the survivor's error; the file `sign` appears once the ranks sample."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_process_group(rank=rank, world_size=len(TEAM), timeout_s=120.0)
     spec = EngineSpec(path, CONFIG, 0, MAX_LENGTH, rank_group=RankGroup(rank, (TEAM,)))
@@ -42,8 +42,8 @@ async def lead(spec: EngineSpec, victim: int, sign: Path) -> str:
 
 
 async def follow(spec: EngineSpec, victim: int, sign: Path) -> str:
-    part = await FollowerRank.start(spec)
-    serving = asyncio.create_task(part.run_rank())
+    follower = await FollowerRank.start(spec)
+    serving = asyncio.create_task(follower.run_rank())
     if victim == 1:
         while not sign.exists():
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""An engine under test with a log of its own: which request got a token under which weights."""
+"""An engine under test with a log of the weights that sampled each token."""
 
 import asyncio
 from collections import defaultdict
@@ -20,9 +20,9 @@ from tests.engines.tiny_qwen import MAX_LENGTH, weights_of
 
 
 class StepLog:
-    """Written by the engine's thread: per request, a fingerprint of the weights of each token.
+    """Fingerprints of the weights of each token, by request; written by the engine's thread.
 
-    The fingerprint is read from the model itself at each step, not from what vLLM says is loaded.
+    The fingerprint is computed from the model at each step, independent of vLLM's version records.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class StepLog:
         self.num_steps = 0
 
     def watched(self, build: Callable[..., Any]) -> Callable[..., Any]:
-        """`build_vllm_engine`, with the log tied to the engine it builds."""
+        """Wrap `build_vllm_engine` so that the log observes the engine it builds."""
 
         def build_watched(spec: vllm_engine.EngineSpec) -> Any:
             engine = build(spec)
@@ -54,13 +54,13 @@ class StepLog:
 
 
 def fingerprint_of(model: torch.nn.Module) -> float:
-    """A number that tells the models of different seeds apart."""
+    """Return a number that differs between models of different seeds."""
     return float(model.get_parameter("model.norm.weight").detach()[1])
 
 
 @dataclass
 class Flight:
-    """An engine, its log and the model of every version it was given."""
+    """An engine, its log and the model of every loaded version."""
 
     engine: GenerationEngine
     policy: str
@@ -75,41 +75,41 @@ class Flight:
         return await self.engine.load_weights(weights_of(model), version)
 
     async def steps(self, num: int) -> None:
-        """Wait until the engine has made so many steps more."""
-        wanted = self.log.num_steps + num
+        """Wait until the engine has made this many more steps."""
+        target = self.log.num_steps + num
         async with asyncio.timeout(60):
-            while self.log.num_steps < wanted:
+            while self.log.num_steps < target:
                 await asyncio.sleep(0.001)
 
     def logged_versions(self, number: int, num_rollouts: int) -> list[list[int]]:
-        """By the log, the versions of the tokens of each rollout of a request."""
+        """Return the logged versions of the tokens of each rollout of a request."""
         versions = {fingerprint_of(model): version for version, model in self.models.items()}
         names = [f"{number}:{index}" for index in range(num_rollouts)]
-        return [[versions[seen] for seen in self.log.tokens[name]] for name in names]
+        return [[versions[fingerprint] for fingerprint in self.log.tokens[name]] for name in names]
 
 
 def sampled_versions(rollouts: Sequence[Rollout]) -> list[list[int]]:
-    """What the rollouts say of the versions of their tokens."""
+    """Return the versions that the rollouts record for their tokens."""
     return [rollout.policy_version[rollout.loss_mask].tolist() for rollout in rollouts]
 
 
 CONCURRENT = 64
-# The engine itself runs a probe more than it is asked for.
+# The engine adds slots for a logprob check.
 WIDE = GeneratorConfig(
     max_new_tokens=150, max_concurrent_rollouts=CONCURRENT - logprob_probe.NUM_SEQUENCES
 )
 """Settings of the engine that most tests share."""
 POLICIES: Mapping[str, dict[str, bool]] = {
     "recompute": {},
-    "keep": {"keeps_kv": True},
-    "drain": {"drains": True},
+    "keep": {"should_keep_kv": True},
+    "drain": {"should_drain": True},
 }
 
 
 class Engines:
-    """The engine of this process, kept for as long as tests want one of its kind: vLLM allows one.
+    """Provides this process's only engine and keeps it while tests want the same settings.
 
-    Its model directory holds the untied tiny model of seed 1.
+    The model directory holds the untied tiny model of seed 1.
     """
 
     def __init__(self, folder: str) -> None:
@@ -119,25 +119,25 @@ class Engines:
         self._kind: object = None
 
     async def get(self, config: GeneratorConfig, policy: str = "recompute") -> Flight:
-        """The engine of these settings, started if it is not there, with no model noted."""
+        """Return the engine of these settings, started if needed, with no model loaded."""
         kind = (policy, replace(config))
         if self._flight is None or kind != self._kind:
             await self.close()
-            flying_one = flying(self._folder, policy, replace(config))
+            flying_one = start_flight(self._folder, policy, replace(config))
             self._flight = await self._kept.enter_async_context(flying_one)
             self._kind = kind
         self._flight.models.clear()
         return self._flight
 
     async def close(self) -> None:
-        """Make room for an engine of a test's own."""
+        """Close the engine, so that a test can start its own."""
         self._flight = None
         await self._kept.aclose()
 
 
 @asynccontextmanager
-async def flying(folder: str, policy: str, config: GeneratorConfig) -> AsyncIterator[Flight]:
-    """An engine that goes over to new weights in one of the ways of POLICIES."""
+async def start_flight(folder: str, policy: str, config: GeneratorConfig) -> AsyncIterator[Flight]:
+    """Start an engine with a policy of POLICIES for weight loads."""
     log = StepLog()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in make_vllm_env("cpu").items():

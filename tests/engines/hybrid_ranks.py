@@ -1,6 +1,6 @@
-"""Two processes with a trainer's rank and a generation engine each: what lies where, and agrees.
+"""Two processes with a trainer rank and a generation engine each: shared memory and equal results.
 
-vLLM comes into the trainers' process group as one replica per rank. The engine stays; trainers of
+vLLM joins the trainers' process group as a replica per rank. The engine stays while trainers of
 several backends follow each other.
 """
 
@@ -27,13 +27,13 @@ from streamrl.engines.training.in_place_update import (
 )
 from streamrl.engines.training.torch_backend import TorchBackend
 from streamrl.resharding.storage import ShardStorage
-from tests.engines.moved_ranks import in_one_memory
+from tests.engines.moved_ranks import count_aliased_bytes
 from tests.engines.tiny_qwen import save, tiny_model
 
 WORLD = 2
 UPDATES = 3
 ODD_VOCABULARY = 50
-"""Tokens of the model: vLLM pads them to a multiple of 64."""
+"""Vocabulary size; vLLM pads it to a multiple of 64."""
 BACKENDS: dict[str, dict[str, Any]] = {
     "torch": {"backend": "torch"},
     "deepspeed 0": {"zero_stage": 0},
@@ -45,7 +45,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """A trainer beside the engine."""
+    """A trainer in the process of the engine."""
 
     backend: str
 
@@ -63,7 +63,7 @@ def write_model(folder: Path) -> str:
 def one_rank(
     rank: int, model_path: str, port: int, cases: Sequence[Case]
 ) -> dict[str, list[dict[str, Any]]]:
-    """What a rank saw, by backend, of every version."""
+    """Return a rank's results for every version, by backend."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_process_group(rank=rank, world_size=WORLD, timeout_s=120.0)
     return asyncio.run(all_backends(model_path, cases))
@@ -72,13 +72,13 @@ def one_rank(
 async def all_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[str, Any]]]:
     engine = await GenerationEngine.start(path, GeneratorConfig(), seed=0, max_length=64)
     version = 0
-    seen: dict[str, list[dict[str, Any]]] = {}
+    results: dict[str, list[dict[str, Any]]] = {}
     for (name,) in cases:
         config = TrainerConfig(world_size=WORLD, **BACKENDS[name])
         module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         backend = make(module, config)
-        seen[name] = []
-        fill = await filler(engine, backend) if backend.gathers else None
+        results[name] = []
+        fill = await filler(engine, backend) if backend.has_sharded_params else None
         for _ in range(UPDATES + 1):
             if fill is None:
                 loaded = await engine.load_weights(dict(backend.full_state()), version)
@@ -88,15 +88,15 @@ async def all_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[
                 loaded = await engine.activate_version(version)
                 assert not loaded.copied_bytes
             version += 1
-            seen[name].append({**figures, **await look(engine, backend)})
+            results[name].append({**figures, **await look(engine, backend)})
             await engine.pause("update")
             await asyncio.to_thread(update, backend, config)
             await engine.resume("update")
-    return seen
+    return results
 
 
 def served_by(engine: GenerationEngine) -> Any:
-    """The weights of an engine, as it holds them."""
+    """Return the weights that an engine holds."""
     return engine._thread._weight_loader
 
 
@@ -106,48 +106,48 @@ def make(module: PreTrainedModel, config: TrainerConfig) -> Any:
     return (FsdpTpBackend if config.has_sharded_params else TorchBackend)(module, config)
 
 
-async def unplanned(engine: GenerationEngine, backend: Any) -> bool:
-    """Whether there is no switch, on any rank, if one cannot be filled."""
+async def is_unplanned(engine: GenerationEngine, backend: Any) -> bool:
+    """Return whether resharding is off on all ranks if any cannot be written."""
     served = await engine.get_storage() if dist.get_rank() else None
-    return await plan(backend.placed(), served) is None
+    return await plan(backend.iter_shards(), served) is None
 
 
 async def cast(engine: GenerationEngine, backend: Any) -> bool:
-    """Whether what is kept in another type is served as that says."""
+    """Return whether weights of another dtype are served cast."""
     served = await engine.get_storage()
     assert served is not None
-    halved = [(name, tensor.bfloat16(), shard) for name, tensor, shard in backend.placed()]
-    switch = await plan(halved, served)
-    assert switch is not None
-    await asyncio.to_thread(switch.run, halved, 0)
-    whole = await asyncio.to_thread(lambda: dict(backend.full_state()))
-    return all(torch.equal(view, whole[name].bfloat16().float()) for name, _, view in served)
+    halved = [(name, tensor.bfloat16(), shard) for name, tensor, shard in backend.iter_shards()]
+    resharder = await plan(halved, served)
+    assert resharder is not None
+    await asyncio.to_thread(resharder.run, halved, 0)
+    full_state = await asyncio.to_thread(lambda: dict(backend.full_state()))
+    return all(torch.equal(view, full_state[name].bfloat16().float()) for name, _, view in served)
 
 
-async def plan(placed: Any, served: ShardStorage | None) -> WeightResharder | None:
-    return await asyncio.to_thread(plan_resharding, placed, served, timeout_s=60.0)
+async def plan(shards: Any, served: ShardStorage | None) -> WeightResharder | None:
+    return await asyncio.to_thread(plan_resharding, shards, served, timeout_s=60.0)
 
 
 async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict[str, Any]]:
-    """What fills the engine's parameters with a version from all ranks, and counts."""
-    refused, rounded = await unplanned(engine, backend), await cast(engine, backend)
+    """Return a function that reshards a version into the engine and counts bytes."""
+    unplanned, rounded = await is_unplanned(engine, backend), await cast(engine, backend)
     served = await engine.get_storage()
     assert served is not None
     if isinstance(backend, FsdpTpBackend):
         return in_place(LazyWeightResharder(60.0), engine, backend, served)
-    switch = await plan(backend.placed(), served)
-    assert switch is not None
-    kept = sum(tensor.nbytes for _, tensor, _ in backend.placed())
-    memory = sum(b.held[0].nbytes for b in served_by(engine)._bound_parameters)
+    resharder = await plan(backend.iter_shards(), served)
+    assert resharder is not None
+    local_bytes = sum(tensor.nbytes for _, tensor, _ in backend.iter_shards())
+    memory = sum(b.live_tensors[0].nbytes for b in served_by(engine)._bound_parameters)
 
     def fill(version: int) -> dict[str, Any]:
-        moved = switch.run(backend.placed(), version)
+        stats = resharder.run(backend.iter_shards(), version)
         return {
-            "version": moved.version,
-            "copied_bytes": moved.copied_bytes,
-            "received_bytes": moved.received_bytes,
-            "under_way": moved.peak_bytes - kept - memory,
-            "unplanned": refused,
+            "version": stats.version,
+            "copied_bytes": stats.copied_bytes,
+            "received_bytes": stats.received_bytes,
+            "under_way": stats.peak_bytes - local_bytes - memory,
+            "is_unplanned": unplanned,
             "rounded": rounded,
             "model_bytes": sum(view.nbytes for _, _, view in served),
         }
@@ -156,20 +156,20 @@ async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict
 
 
 def in_place(
-    switch: LazyWeightResharder,
+    resharder: LazyWeightResharder,
     engine: GenerationEngine,
     backend: FsdpTpBackend,
     served: ShardStorage,
 ) -> Callable[[int], dict[str, Any]]:
-    """The same where the trainer moves into the engine's memory."""
+    """As `filler`, for a trainer that moves its shards into the engine's memory."""
 
     def fill(version: int) -> dict[str, Any]:
-        moved = switch.run(backend, served, version)
-        assert moved is not None
+        stats = resharder.run(backend, served, version)
+        assert stats is not None
         return {
-            "copied_bytes": moved.copied_bytes,
-            "received_bytes": moved.received_bytes,
-            "one memory": in_one_memory(served_by(engine)._model.parameters(), backend),
+            "copied_bytes": stats.copied_bytes,
+            "received_bytes": stats.received_bytes,
+            "one memory": count_aliased_bytes(served_by(engine)._model.parameters(), backend),
             "sizes": {name: view.nbytes for name, _, view in served},
         }
 
@@ -177,24 +177,24 @@ def in_place(
 
 
 def update(backend: Any, config: TrainerConfig) -> None:
-    """A step that changes every parameter, of other tokens for each share of the data."""
+    """Change every parameter by a step on different tokens per data-parallel rank."""
     ids = torch.from_numpy(SEQUENCE).long().roll(config.get_dp_rank(dist.get_rank()))[None]
     backend.backward(backend.forward(ids).logits.square().mean())
     backend.step(divisor=float(config.dp_size), lr=LR)
 
 
 async def look(engine: GenerationEngine, backend: Any) -> dict[str, Any]:
-    """Where the parameters lie, and what trainer and engine say of a sequence."""
+    """Return parameter addresses and the logprobs of trainer and engine for a sequence."""
     _, (served,) = await engine.compute_logprobs([SEQUENCE])
     ids = torch.from_numpy(SEQUENCE).long()
     with torch.no_grad():
         logits = backend.forward(ids[None]).logits[0, :-1].float()
     trained = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].numpy()
     lies_at = {name: p.data_ptr() for name, p in backend.module.named_parameters()}
-    # What the engine has fused begins where the first of it lies.
+    # A fused parameter of the engine starts at the address of its first part.
     bound = served_by(engine)._bound_parameters
     return {
-        "apart": [b.names for b in bound if b.held[0].data_ptr() != lies_at[b.names[0]]],
+        "apart": [b.names for b in bound if b.live_tensors[0].data_ptr() != lies_at[b.names[0]]],
         "bound": len(bound),
         "difference": float(np.abs(served[1:] - trained).max()),
         "logprobs": served.tolist(),

@@ -1,6 +1,6 @@
-"""What ranks of real trainers have in memory, in two processes: each alone, and both together.
+"""Memory of real trainer ranks in two processes, each alone and both together.
 
-What a process reports is above what it had before there was a model.
+Processes report memory relative to that before the model exists.
 """
 
 import gc
@@ -16,19 +16,19 @@ from streamrl.engines.memory.peak_memory import (
     release_large_blocks_eagerly,
 )
 from streamrl.engines.trainer_config import TrainerConfig
-from tests.engines.tiny_groups import made_up_groups
+from tests.engines.tiny_groups import make_groups
 
 MB = 1 << 20
 WORLD = 2
 UPDATES = 2
 MICRO_BATCHES = 2
-#: Tokens of a micro-batch at most: four rollouts.
+#: Maximum tokens of a micro-batch: four rollouts.
 TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of trainer, by its backend and stage, and on how many ranks."""
+    """A trainer by backend, ZeRO stage and number of ranks."""
 
     backend: str
     zero_stage: int
@@ -52,7 +52,7 @@ class Case:
 
 
 ALONE = (Case("torch", 1), Case("deepspeed", 1))
-# DeepSpeed comes last: it leaves functions of its own behind, which know nothing of FSDP.
+# DeepSpeed comes last: it leaves patched functions behind that do not support FSDP.
 TOGETHER = (
     Case("torch", 1, WORLD, tensor_parallel=WORLD),
     Case("torch", 3, WORLD),
@@ -65,30 +65,30 @@ CASES = (*ALONE, *TOGETHER)
 def one_rank(
     rank: int, model_path: str, small_path: str, ports: Sequence[int]
 ) -> dict[str, dict[str, float]]:
-    """What a rank saw, by case; before, it trains a small model."""
+    """Return a rank's measurements by case, after a warm-up with a small model."""
     from streamrl.engines.training.deepspeed_backend import _import_deepspeed
 
-    release_large_blocks_eagerly()  # as a worker with a budget does
+    release_large_blocks_eagerly()  # as a worker with a memory budget does
     _import_deepspeed()
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    seen = {}
+    results = {}
     split, sharded, *others = TOGETHER
     free = list(ports)
-    # To a forked process, what it runs for the first time is new memory.
+    # A forked process touches new memory when it runs code for the first time.
     train(ALONE[0], rank, small_path)
     for case in (split, sharded, ALONE[rank], *others):
         if case.world_size > 1:
             os.environ["MASTER_PORT"] = str(free.pop())
-        seen[case.label] = train(case, rank, model_path)
-    return seen
+        results[case.label] = train(case, rank, model_path)
+    return results
 
 
 def train(case: Case, rank: int, model_path: str) -> dict[str, float]:
-    """The peak of some steps, and what the optimizer's state gave back, MB."""
+    """Return the peak of some steps and the bytes freed by offloading, MB."""
     from streamrl.engines.training.tasks import PolicyTask
     from streamrl.engines.training.trainer import ModelTrainer
 
-    algorithm, groups = AlgorithmConfig(), made_up_groups()
+    algorithm, groups = AlgorithmConfig(), make_groups()
     settings = algorithm.to_settings(max_length=8, reward_weights={})
     task = PolicyTask(model_path, algorithm.spec, settings, 1.0)
     picks = [("0:0:0", i) for i in range(4)]
@@ -103,9 +103,9 @@ def train(case: Case, rank: int, model_path: str) -> dict[str, float]:
         trainer.step(4.0)
     memory.record_phase("train")
     release_freed_memory()
-    held = resident_mb()
+    resident = resident_mb()
     trainer.offload_optimizer()
-    offloaded = held - resident_mb()
+    offloaded = resident - resident_mb()
     trainer.close()
     return {"peak": memory.drain_peaks()["train"] - before, "offloaded": offloaded}
 

@@ -1,6 +1,6 @@
-"""Four ranks of one trainer in meshes of several shapes, and what each saw.
+"""Four ranks of a trainer in meshes of several shapes.
 
-torch.distributed belongs in no process of pytest's.
+Runs in child processes, because torch.distributed must not be initialized in pytest's process.
 """
 
 import os
@@ -48,7 +48,7 @@ WIDE = "sharded data 2, tensor 2"
 
 
 class Case(NamedTuple):
-    """A model in a mesh, and whether its activations are computed anew."""
+    """A model in a mesh, with or without activation checkpointing."""
 
     model: str
     mesh: str
@@ -65,40 +65,40 @@ CASES += [Case("qwen2 tied", WIDE, recomputes=True)]
 
 
 def make(model: str) -> PreTrainedModel:
-    """A model with all biases its family knows."""
+    """Build a model with all biases that its family supports."""
     if model == "llama":
-        made: Any = LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True))
+        module: Any = LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True))
     elif model == "mistral":
-        made = MistralForCausalLM(MistralConfig(**SIZES))
+        module = MistralForCausalLM(MistralConfig(**SIZES))
     else:
-        made = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings="tied" in model))
-    fill(made, seed=0)
-    return made.train()
+        module = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings="tied" in model))
+    fill(module, seed=0)
+    return module.train()
 
 
 def alone(model: str) -> str:
-    """What a single rank saw is known as."""
+    """Return the key of the single-rank results of a case."""
     return f"{model}; alone"
 
 
 def one_rank(rank: int, ports: Sequence[int], cases: Sequence[Case]) -> dict[str, Any]:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    seen = {}
-    # Each sees by itself what a single rank makes of some of the models.
+    results = {}
+    # Each rank computes the single-rank results of some of the models.
     for model in list(dict.fromkeys(case.model for case in cases))[rank::WORLD]:
-        seen[alone(model)] = train(0, make(model), TrainerConfig(backend="torch", world_size=1))
+        results[alone(model)] = train(0, make(model), TrainerConfig(backend="torch", world_size=1))
     for case, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         config = TrainerConfig(backend="torch", world_size=WORLD, **MESHES[case.mesh])
         module = make(case.model)
         if case.recomputes:
             module.gradient_checkpointing_enable({"use_reentrant": False})
-        seen[case.label] = train(rank, module, config)
-    return seen
+        results[case.label] = train(rank, module, config)
+    return results
 
 
 def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str, Any]:
-    """Some updates, and one whose gradient is not finite."""
+    """Run some updates and one with a non-finite gradient."""
     join_process_group(rank=rank, world_size=config.world_size, timeout_s=60.0)
     backend = (FsdpTpBackend if config.has_sharded_params else TorchBackend)(module, config)
     drawn = torch.Generator().manual_seed(1)
@@ -113,36 +113,40 @@ def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str
         if update == UPDATES - 1:
             before = {name: tensor.clone() for name, tensor in backend.full_state()}
     with torch.no_grad():
-        # What is left of a forward pass without a backward pass must not get in the way.
+        # Gathered parameters of a forward pass without a backward pass must not interfere.
         backend.forward(ids)
-    whole = {name: tensor.clone() for name, tensor in backend.full_state()}
-    seen = {
+    full_state = {name: tensor.clone() for name, tensor in backend.full_state()}
+    results = {
         "norms": norms,
-        "unchanged": all(whole[name].equal(before[name]) for name in before),
-        "parameters": whole,
-        "misplaced": misplaced(backend, whole),
+        "unchanged": all(full_state[name].equal(before[name]) for name in before),
+        "parameters": full_state,
+        "misplaced": misplaced(backend, full_state),
         "kept_bytes": sum(tensor.nbytes for _, tensor, _ in backend.iter_shards()),
         "memory_bytes": memory_bytes(backend),
     }
     backend.close()
-    return seen
+    return results
 
 
 def memory_bytes(backend: FsdpTpBackend | TorchBackend) -> int:
-    """Of what the parameters that are kept lie in, each block once."""
+    """Return the bytes of the distinct storages of the local shards."""
     blocks = [tensor.untyped_storage() for _, tensor, _ in backend.iter_shards()]
     return sum({block.data_ptr(): block.nbytes() for block in blocks}.values())
 
 
-def misplaced(backend: FsdpTpBackend | TorchBackend, whole: dict[str, torch.Tensor]) -> list[str]:
-    """Whose pieces are not those of the whole tensor, or lie elsewhere."""
+def misplaced(
+    backend: FsdpTpBackend | TorchBackend, full_state: dict[str, torch.Tensor]
+) -> list[str]:
+    """Return parameters whose shards differ from the full tensor or lie elsewhere."""
     if isinstance(backend, TorchBackend):
         return []
-    found = []
+    wrong_names = []
     for name, local, shard in backend.iter_shards():
         for piece in shard.pieces:
             offset = local.storage_offset() + piece.offset
             view = torch.as_strided(local, piece.box.shape, piece.strides, offset)
-            if tuple(local.shape) != shard.shape or not view.equal(whole[name][piece.box.slices]):
-                found.append(name)
-    return found
+            if tuple(local.shape) != shard.shape or not view.equal(
+                full_state[name][piece.box.slices]
+            ):
+                wrong_names.append(name)
+    return wrong_names

@@ -1,7 +1,6 @@
-"""Two tensor-parallel ranks, once by themselves and once in the memory of a generator, as vLLM lays
-it out, and what each saw.
+"""Two tensor-parallel ranks, with own memory and aliasing a generator's storage laid out as vLLM's.
 
-torch.distributed belongs in no process of pytest's.
+Runs in child processes, because torch.distributed must not be initialized in pytest's process.
 """
 
 import os
@@ -30,7 +29,7 @@ UPDATES = 4
 LR = 1e-2
 SPLIT = {"tensor_parallel": WORLD}
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
-    # Model, trainer, and into how many parts the generator is split.
+    # Model, trainer, and tensor-parallel size of the generator.
     "served in the same parts": ("qwen2", SPLIT, WORLD),
     "served whole": ("qwen2 tied", SPLIT, 1),
     "sharded by FSDP2": ("qwen2", {"zero_stage": 3}, 1),
@@ -44,19 +43,20 @@ FUSED = {
 def one_rank(rank: int, folder: Path, port: int) -> dict[str, Any]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_process_group(rank=rank, world_size=WORLD, timeout_s=60.0)
-    seen = {}
+    results = {}
     for case, (model, settings, parts) in CASES.items():
         config = TrainerConfig(backend="torch", world_size=WORLD, **settings)
-        served = laid_out(ParameterSet.from_module(make(model)), parts, rank if parts > 1 else 0)
+        parameters, place = ParameterSet.from_module(make(model)), rank if parts > 1 else 0
+        served = allocate_generator(parameters, parts, place)
         files = folder / case
         files.mkdir(exist_ok=True)
         by_itself = train(model, config, files, None)
-        seen[case] = {"by itself": by_itself, "moved": train(model, config, files, served)}
-    return seen
+        results[case] = {"by itself": by_itself, "moved": train(model, config, files, served)}
+    return results
 
 
-def laid_out(parameters: ParameterSet, parts: int, place: int) -> ShardStorage:
-    """Memory for part `place` of a generator: q, k and v in one buffer, gate and up in another."""
+def allocate_generator(parameters: ParameterSet, parts: int, place: int) -> ShardStorage:
+    """Allocate shard `place` of a generator: q, k and v fused, gate and up fused."""
     boxes = {
         name: box_of(name, parameters.shapes[name], parts, place)
         for name in parameters.unique_names
@@ -69,7 +69,7 @@ def laid_out(parameters: ParameterSet, parts: int, place: int) -> ShardStorage:
     views = {}
     for names in fused.values():
         rows = [boxes[name].shape[0] for name in names]
-        # An embedding has rows beside those of the vocabulary.
+        # An embedding has padding rows after the vocabulary.
         padding = 3 * ("embed" in names[0])
         buffer = torch.full((sum(rows) + padding, *boxes[names[0]].shape[1:]), torch.nan)
         for name, view in zip(names, buffer[: sum(rows)].split(rows), strict=True):
@@ -91,42 +91,42 @@ def box_of(name: str, shape: tuple[int, ...], parts: int, place: int) -> TensorB
 def train(
     model: str, config: TrainerConfig, folder: Path, served: ShardStorage | None
 ) -> dict[str, Any]:
-    """Updates with a version after each; last an update again, from what was saved before it.
+    """Run updates with a version after each, then repeat the last update from a checkpoint.
 
-    The optimizer has a state when the parameters come to lie elsewhere, and gives it up between
-    updates.
+    The optimizer has state when the parameters move, and is offloaded between updates.
     """
     backend = FsdpTpBackend(make(model), config)
     aside = OptimizerOffload(
-        backend.iter_optimizer_state, not_of=lambda: (kept for _, kept, _ in backend.iter_shards())
+        backend.iter_optimizer_state,
+        excluding=lambda: (kept for _, kept, _ in backend.iter_shards()),
     )
     switch = LazyWeightResharder(60.0)
     drawn = torch.Generator().manual_seed(1)
-    seen: dict[str, Any] = {"norms": [], "moved": [], "served": []}
+    results: dict[str, Any] = {"norms": [], "moved": [], "served": []}
     for update in range(UPDATES):
         if update == UPDATES - 1:
-            # All know of the others' files: the update that follows takes all of them.
+            # Wait for all ranks' files: loading reads all of them.
             saved_at = save_state(
                 folder, dist.get_rank(), backend.iter_fragments(), backend.optimizer
             )
         ids = torch.randint(0, 64, (4, 12), generator=drawn)
-        seen["norms"].append(step(backend, ids))
+        results["norms"].append(step(backend, ids))
         aside.offload_state()
         if served is not None:
             moved = switch.run(backend, served, update)
             assert moved is not None
-            seen["moved"].append((moved.copied_bytes, moved.received_bytes))
-            seen["served"].append(is_served(backend, served))
+            results["moved"].append((moved.copied_bytes, moved.received_bytes))
+            results["served"].append(is_served(backend, served))
         aside.restore_state()
-    seen["parameters"] = whole(backend)
+    results["parameters"] = whole(backend)
     if served is not None:
-        seen["there"] = in_one_memory((view for _, _, view in served), backend)
-        seen["held_bytes"] = held_bytes(backend, served)
+        results["there"] = count_aliased_bytes((view for _, _, view in served), backend)
+        results["count_storage_bytes"] = count_storage_bytes(backend, served)
     fragments, optimizer = backend.iter_fragments(), backend.optimizer
     load_state(folder, saved_at, fragments, optimizer, backend.iter_shards())
     step(backend, ids)
-    seen["again"] = whole(backend)
-    return seen
+    results["again"] = whole(backend)
+    return results
 
 
 def step(backend: FsdpTpBackend, ids: torch.Tensor) -> float:
@@ -140,13 +140,13 @@ def whole(backend: FsdpTpBackend) -> Mapping[str, torch.Tensor]:
 
 
 def is_served(backend: FsdpTpBackend, served: ShardStorage) -> bool:
-    """Whether what lies there is what the trainer has."""
+    """Return whether the generator's storage holds the trainer's values."""
     trained = whole(backend)
     return all(view.equal(trained[name][box.slices]) for name, box, view in served)
 
 
-def in_one_memory(others: Iterable[torch.Tensor], backend: Any) -> dict[str, int]:
-    """What the model and the optimizer both have in the memory of others: bytes by name."""
+def count_aliased_bytes(others: Iterable[torch.Tensor], backend: Any) -> dict[str, int]:
+    """Return bytes by name of parameters that model and optimizer both alias."""
     held = {tensor.untyped_storage().data_ptr() for tensor in others}
     of_model = dict(backend.module.named_parameters())
     found = {}
@@ -158,8 +158,8 @@ def in_one_memory(others: Iterable[torch.Tensor], backend: Any) -> dict[str, int
     return found
 
 
-def held_bytes(backend: FsdpTpBackend, served: ShardStorage) -> int:
-    """Of all memory behind what is trained and what is served, each once."""
+def count_storage_bytes(backend: FsdpTpBackend, served: ShardStorage) -> int:
+    """Return the bytes of all distinct storages of trained and served parameters."""
     tensors = [view for _, _, view in served] + [kept for _, kept, _ in backend.iter_shards()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())

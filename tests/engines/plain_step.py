@@ -1,4 +1,4 @@
-"""The loss of a step written out: rollout by rollout, without padding, in one process."""
+"""Loss of a step written out: rollout by rollout, without padding, in a single process."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from tests.engines.trainer_ranks import ALGORITHM, GROUPS, SETTINGS, TEMPERATURE
 
 
 def plain_loss(logits_of: Callable[[Tensor], Tensor]) -> Tensor:
-    """Summed over all groups; `logits_of` token ids [1, T] are [1, T, V]."""
+    """Return the loss summed over all groups; `logits_of` maps token ids [1, T] to [1, T, V]."""
     total = torch.zeros(())
     for columns in GROUPS.values():
         scores = torch.from_numpy(columns["scores"])

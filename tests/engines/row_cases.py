@@ -1,4 +1,4 @@
-"""Two steps of a row of the table of algorithms, in processes of trainers."""
+"""Two steps of an algorithm of the table, in trainer processes."""
 
 from functools import cache
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from tests.engines.trainer_ranks import (
     GROUPS,
     SEVERAL_LR,
     TEMPERATURE,
-    Seat,
+    RankJob,
     add_up,
     cut,
     own,
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from streamrl.engines.training.trainer import ModelTrainer
 
 
-def train_row(seat: Seat, layout: Layout, name: str) -> None:
-    """On policy, and then off policy on the same rollouts; a rank has half of them, if of two."""
+def train_row(job: RankJob, layout: Layout, name: str) -> None:
+    """Train on policy, then off policy on the same rollouts; two ranks have half each."""
     from streamrl.engines.training.tasks import PolicyTask
 
-    groups = scored_groups(seat.model_path)
+    groups = scored_groups(job.model_path)
     config = AlgorithmConfig(name=name)
     settings = config.to_settings(max_length=10, reward_weights={"right": 1.0})
-    task = PolicyTask(seat.model_path, config.spec, settings, TEMPERATURE)
-    trainer = seat.trainer(layout, config, task=task, lr=SEVERAL_LR)
+    task = PolicyTask(job.model_path, config.spec, settings, TEMPERATURE)
+    trainer = job.trainer(layout, config, task=task, lr=SEVERAL_LR)
     norms = [train(trainer, groups, layout)["policy/grad_norm"] for _ in range(2)]
-    seat.seen[f"row/{layout.label}/{name}"] = {
+    job.results[f"row/{layout.label}/{name}"] = {
         "norms": norms,
         "parameters": parameters_of(trainer),
     }
@@ -43,7 +43,7 @@ def train_row(seat: Seat, layout: Layout, name: str) -> None:
 
 
 def train(trainer: "ModelTrainer", groups: dict[str, Columns], layout: Layout) -> dict[str, float]:
-    """A step, in one micro-batch of one rank or in two of each of two."""
+    """Run a step, in a micro-batch on a single rank or two on each of two ranks."""
     trainer.plan_step(groups)
     rounds = cut(groups, num_micro_batches=layout.num_shares, num_shares=layout.num_shares)
     sums = add_up(trainer.train_micro_batch(groups, own(trainer, work)) for work in rounds)
@@ -56,7 +56,7 @@ def train(trainer: "ModelTrainer", groups: dict[str, Columns], layout: Layout) -
 
 @cache
 def scored_groups(model_path: str) -> dict[str, Columns]:
-    """Groups the model might have sampled, with all that any row wants to know of them."""
+    """Make groups of plausible rollouts with the columns that any algorithm needs."""
     from streamrl.engines.training.forward_scorers import LogprobScorer
 
     scorer = LogprobScorer(model_path, temperature=TEMPERATURE, micro_batch_tokens=64)

@@ -1,7 +1,6 @@
-"""Processes with a trainer's rank and a part of a generator each, and what each saw.
+"""Processes with a trainer rank and a part of a generator each.
 
-The generators are split over teams of two ranks, and stay; trainers of several meshes follow each
-other.
+Generators are split over rank groups of two and stay; trainers of several meshes follow each other.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ from streamrl.engines.vllm.rank_groups import RankGroup, make_rank_group
 from streamrl.resharding.boxes import count_elements, subtract_boxes
 from streamrl.resharding.executors import ReshardingStats
 from streamrl.resharding.storage import ShardStorage
-from tests.engines.moved_ranks import in_one_memory
+from tests.engines.moved_ranks import count_aliased_bytes
 from tests.engines.tiny_qwen import fill, save
 
 UPDATES = 2
@@ -37,7 +36,7 @@ SEEDS = range(6)
 MAX_LENGTH = 64
 CONFIG = GeneratorConfig(max_new_tokens=20, tensor_parallel=SIZE)
 ODD_VOCABULARY = 90
-"""Tokens of the model: vLLM pads them to a multiple of 64, and the second of two ranks has 26."""
+"""Vocabulary size; vLLM pads it to a multiple of 64, and the second of two ranks has 26 tokens."""
 MESHES: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel": -1},
     "sharded": {"zero_stage": 3},
@@ -76,7 +75,7 @@ def write_model(kv_heads: int, folder: Path) -> str:
 
 
 def whole(path: str, weights: Mapping[str, torch.Tensor]) -> list[list[int]]:
-    """What a generator that is not split samples of these weights."""
+    """Return the tokens that an unsplit generator samples with these weights."""
 
     async def sampled() -> list[list[int]]:
         config = GeneratorConfig(max_new_tokens=CONFIG.max_new_tokens)
@@ -88,7 +87,7 @@ def whole(path: str, weights: Mapping[str, torch.Tensor]) -> list[list[int]]:
 
 
 def one_rank(rank: int, path: str, port: int, world: int, meshes: Sequence[str]) -> dict[str, Any]:
-    """What a rank saw, by mesh, and who is in its team."""
+    """Return a rank's results by mesh, and the ranks of its group."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_process_group(rank=rank, world_size=world, timeout_s=120.0)
     team = make_rank_group(rank, trainer_config(meshes[0], world), SIZE)
@@ -105,7 +104,7 @@ async def start(path: str, team: RankGroup) -> GenerationEngine | FollowerRank:
 async def all_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[str, Any]:
     world = dist.get_world_size()
     engine = await start(path, team)
-    seen: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     version = 0
     for mesh in meshes:
         module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -114,7 +113,7 @@ async def all_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[
         storage = await engine.get_storage()
         assert storage is not None
         switch = partial(LazyWeightResharder(60.0).run, backend, storage)
-        seen[mesh] = {
+        results[mesh] = {
             "updates": [],
             "model_bytes": sum(tensor.nbytes for _, tensor in backend.full_state()),
             "served_bytes": sum(view.nbytes for _, _, view in storage),
@@ -122,27 +121,27 @@ async def all_meshes(path: str, team: RankGroup, meshes: Sequence[str]) -> dict[
         }
         for _ in range(UPDATES + 1):
             found = await look(engine, backend, switch, version)
-            seen[mesh]["updates"].append(found)
+            results[mesh]["updates"].append(found)
             version += 1
             await asyncio.to_thread(update, backend)
-        seen[mesh]["one memory"] = in_one_memory(parameters_of(engine), backend)
+        results[mesh]["one memory"] = count_aliased_bytes(parameters_of(engine), backend)
         last = {name: tensor.clone() for name, tensor in backend.full_state()}
     await asyncio.to_thread(switch, version)
     await asyncio.to_thread(dist.barrier)
     if isinstance(engine, GenerationEngine):
         await engine.activate_version(version)
-        seen["tokens"] = await tokens(engine)
+        results["tokens"] = await tokens(engine)
     if team.rank == 0:
-        seen["last"] = last
-    seen["kv_bytes"] = await without_kv(engine)
+        results["last"] = last
+    results["kv_bytes"] = await measure_sleep(engine)
     if isinstance(engine, GenerationEngine):
-        seen["tokens after"] = await tokens(engine)
+        results["tokens after"] = await tokens(engine)
     await asyncio.to_thread(dist.barrier)
-    return seen
+    return results
 
 
 def lacking(backend: Any, storage: ShardStorage) -> int:
-    """Bytes of what is served that this rank does not train."""
+    """Return the bytes of served elements that this rank does not train."""
     trained = {name: shard.boxes for name, _, shard in backend.iter_shards()}
     return sum(
         count_elements(subtract_boxes([box], trained.get(name, []))) * view.itemsize
@@ -151,7 +150,7 @@ def lacking(backend: Any, storage: ShardStorage) -> int:
 
 
 def parameters_of(engine: GenerationEngine | FollowerRank) -> Iterator[torch.Tensor]:
-    """Those of vLLM's model on this rank."""
+    """Return the parameters of vLLM's model on this rank."""
     weights: Any = (
         engine._thread._weight_loader
         if isinstance(engine, GenerationEngine)
@@ -160,8 +159,8 @@ def parameters_of(engine: GenerationEngine | FollowerRank) -> Iterator[torch.Ten
     return weights._model.parameters()
 
 
-async def without_kv(engine: GenerationEngine | FollowerRank) -> tuple[int, int]:
-    """Bytes of the keys and values on this rank before and after they are released."""
+async def measure_sleep(engine: GenerationEngine | FollowerRank) -> tuple[int, int]:
+    """Return the bytes of the KV cache on this rank before and after sleep."""
     if isinstance(engine, GenerationEngine):
         await engine.pause("test")
     before = kv_bytes(engine)
@@ -189,25 +188,25 @@ async def look(
     switch: Callable[[int], ReshardingStats | None],
     version: int,
 ) -> dict[str, Any]:
-    """What comes for a version, and what trainer and generator say of a sequence."""
+    """Return the bytes received for a version, and trainer's and generator's logprobs."""
     moved = await asyncio.to_thread(switch, version)
     assert moved is not None
     ids = torch.from_numpy(SEQUENCE).long()
     logits = await asyncio.to_thread(lambda: backend.forward(ids[None]).logits[0, :-1].float())
     trained = torch.log_softmax(logits.detach(), -1).gather(1, ids[1:, None])[:, 0].numpy()
-    # All ranks have filled their part before any is computed with.
+    # All ranks have loaded their part before the next decode step.
     await asyncio.to_thread(dist.barrier)
-    seen: dict[str, Any] = {
+    results: dict[str, Any] = {
         "received_bytes": moved.received_bytes,
         "copied_bytes": moved.copied_bytes,
     }
     if isinstance(engine, GenerationEngine):
         await engine.activate_version(version)
         _, (served,) = await engine.compute_logprobs([SEQUENCE])
-        seen["difference"] = float(np.abs(served[1:] - trained).max())
-        seen["logprobs"] = served.tolist()
+        results["difference"] = float(np.abs(served[1:] - trained).max())
+        results["logprobs"] = served.tolist()
     await asyncio.to_thread(dist.barrier)
-    return seen
+    return results
 
 
 async def tokens(engine: GenerationEngine) -> list[list[int]]:
@@ -216,7 +215,7 @@ async def tokens(engine: GenerationEngine) -> list[list[int]]:
 
 
 def update(backend: Any) -> None:
-    """A step that changes every parameter."""
+    """Change every parameter by a step."""
     ids = torch.from_numpy(SEQUENCE).long()[None]
     backend.backward(backend.forward(ids).logits.square().mean())
     backend.step(divisor=1.0, lr=LR)

@@ -1,7 +1,7 @@
-"""Architectures that users bring: what vLLM samples from is what the trainer trains.
+"""Architectures: vLLM samples from the model that the trainer trains.
 
-Tiny models with random weights, large enough that one that is missing, misplaced or left out moves
-log-probabilities by whole nats.
+Models are tiny and random, with weights so large that a missing or misplaced parameter changes
+logprobs by whole nats.
 """
 
 import math
@@ -61,7 +61,7 @@ DEEPSEEK = {
     "n_group": 1,
     "topk_group": 1,
     "num_key_value_heads": 4,
-    # vLLM has kernels for heads of this size alone.
+    # vLLM's kernels support heads of this size only.
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
@@ -79,7 +79,7 @@ QUICK: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 8.0,
     },
-    # vLLM builds it of the classes of transformers.
+    # vLLM serves it with transformers' classes.
     "gpt_neox": {"rotary_pct": 0.5, "num_key_value_heads": 4},
 }
 SLOW: dict[str, dict[str, Any]] = {
@@ -126,7 +126,7 @@ SLOW: dict[str, dict[str, Any]] = {
     "granitemoe": LOCAL_EXPERTS,
     "deepseek_v2": {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"},
     "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 64},
-    # Its router has biases, which are no parameters.
+    # Its router has biases, which are buffers.
     "glm4_moe": {
         "n_routed_experts": 4,
         "n_shared_experts": 1,
@@ -141,7 +141,7 @@ SLOW: dict[str, dict[str, Any]] = {
 
 
 def make(architecture: str, folder: Path, *, seed: int) -> PreTrainedModel:
-    """A model with random weights in a directory, as the trainer loads it."""
+    """Save a randomly initialized model and return the trainer's copy."""
     settings = {**COMMON, **(QUICK | SLOW)[architecture]}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **settings))
     generator = torch.Generator().manual_seed(seed)
@@ -170,14 +170,14 @@ def probe_of(model: PreTrainedModel) -> LogprobCheck:
 
 
 async def compared(engine: GenerationEngine, model: PreTrainedModel, who: str) -> None:
-    """Raise ProbeError unless the engine computes what a model does."""
+    """Raise ProbeError unless engine and model compute equal logprobs."""
     probe = probe_of(model)
     _, found = await engine.compute_logprobs(probe.sequences)
     probe.compare_logprobs(found, who)
 
 
-def adapters_of(model: PreTrainedModel, folder: str) -> dict[str, torch.Tensor]:
-    """What a trainer of adapters publishes: one for every layer that gets one."""
+def publish_adapters(model: PreTrainedModel, folder: str) -> dict[str, torch.Tensor]:
+    """Return published adapters for every layer that LoRA targets."""
     layers = find_lora_layers(load_skeleton(folder), TrainerConfig(lora_rank=RANK))
     generator = torch.Generator().manual_seed(3)
     published = {LORA_SCALE: torch.tensor(0.5)}
@@ -194,7 +194,7 @@ def adapters_of(model: PreTrainedModel, folder: str) -> dict[str, torch.Tensor]:
 
 
 def merged(model: PreTrainedModel, published: Mapping[str, torch.Tensor]) -> PreTrainedModel:
-    """The model with adapters in its weights."""
+    """Return the model with adapters merged into its weights."""
     with torch.no_grad():
         for name in [
             one.removesuffix(LORA_A_SUFFIX) for one in published if one.endswith(LORA_A_SUFFIX)
@@ -210,26 +210,26 @@ ARCHITECTURES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name i
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.asyncio(loop_scope="session")
-async def test_the_generator_is_the_trainers_model_as_it_is_read_and_after_every_update(
+async def test_the_generator_equals_the_trainers_model_initially_and_after_updates(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, other = make(architecture, tmp_path, seed=1), tmp_path / "other"
     async with started(str(tmp_path), monkeypatch) as engine:
-        # The trainer's is made beside the engine, as in a process that both share.
+        # Build the trainer's model beside the engine, as in a colocated process.
         for version, model in enumerate((base, make(architecture, other, seed=2), base)):
-            # What is no parameter stays as it is in the directory.
+            # Buffers keep the values of the directory.
             buffers = {n: b for n, b in base.named_buffers() if n in base.state_dict()}
             model.load_state_dict(buffers, strict=False)
             loaded = await engine.load_weights(weights_of(model), version)
             assert loaded.verification.num_compared and not loaded.verification.differing_names
             assert not loaded.verification.warnings
             await compared(engine, model, f"{architecture}, with version {version},")
-        published = adapters_of(base, str(tmp_path))
+        published = publish_adapters(base, str(tmp_path))
         await engine.load_weights(published, 3)
         await compared(engine, merged(base, published), f"{architecture}, with adapters,")
 
 
-def test_the_page_on_models_has_every_architecture_that_is_tried_and_no_other() -> None:
+def test_docs_list_exactly_the_tested_architectures() -> None:
     page = Path("docs/models.md").read_text()
     table = page.partition("## Architectures")[2].partition("##")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
@@ -238,7 +238,7 @@ def test_the_page_on_models_has_every_architecture_that_is_tried_and_no_other() 
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_checkpoint_is_the_model_that_was_trained_in_the_layout_it_was_read_in(
+def test_a_checkpoint_has_the_trained_weights_in_the_original_layout(
     architecture: str, tmp_path: Path
 ) -> None:
     make(architecture, tmp_path / "base", seed=1)

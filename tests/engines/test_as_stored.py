@@ -1,4 +1,4 @@
-"""What an engine is given of a model: the names of its family's files, whatever these files say."""
+"""Tensors loaded into an engine have the names and shapes of the model's files."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.engines.models.test_supported_models import FILE, write
 
 
 def given(path: str) -> dict[str, torch.Tensor]:
-    """All that an engine is given of the model as it is read, by name."""
+    """Return all tensors that an engine would load for a model, by name."""
     model = load_model(path, dtype=torch.float32)
     named = model.named_parameters(remove_duplicate=False)
     pairs = list(iter_stored_tensors(path, {name: tensor.detach() for name, tensor in named}))
@@ -21,7 +21,7 @@ def given(path: str) -> dict[str, torch.Tensor]:
     return dict(pairs)
 
 
-def test_what_a_model_computes_anew_is_not_given(tmp_path: Path) -> None:
+def test_recomputed_buffers_are_not_loaded(tmp_path: Path) -> None:
     path = write(tmp_path, "gpt_neox")
     before = given(path).keys()
     place = "gpt_neox.layers.0.attention."
@@ -35,14 +35,14 @@ def test_what_a_model_computes_anew_is_not_given(tmp_path: Path) -> None:
     assert given(path).keys() == before
 
 
-def test_a_routers_bias_is_given_though_it_is_not_trained(tmp_path: Path) -> None:
+def test_an_untrained_router_bias_is_loaded(tmp_path: Path) -> None:
     path = write(tmp_path, "glm4_moe")
     (name,) = (n for n in load_file(tmp_path / FILE) if n.endswith("e_score_correction_bias"))
     assert name in given(path)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
-def test_experts_that_lie_together_are_given_one_by_one(tmp_path: Path, family: str) -> None:
+def test_stacked_experts_are_loaded_one_by_one(tmp_path: Path, family: str) -> None:
     path = write(tmp_path, family)
     apart = given(path)
     together = load_model(path, dtype=torch.float32).state_dict()

@@ -1,4 +1,4 @@
-"""Engines that start, end and die; one at a time, because vLLM allows one in a process."""
+"""Start, shutdown and death of engines; vLLM allows one at a time in a process."""
 
 import asyncio
 import threading
@@ -34,7 +34,7 @@ def environment(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     for name, value in make_vllm_env("cpu").items():
         monkeypatch.setenv(name, value)
     yield
-    # A dying thread reports its error once more after its listener has heard it.
+    # A dying thread reports its error to threading's hook after its listener.
     for thread in threading.enumerate():
         if thread.name == "vllm-engine":
             thread.join(timeout=60)
@@ -51,7 +51,7 @@ async def started(
         await engine.close()
 
 
-async def test_a_tied_model_takes_each_parameter_once(tmp_path: Path) -> None:
+async def test_a_tied_model_needs_each_parameter_once(tmp_path: Path) -> None:
     models = {version: tiny_model(tied=True, seed=version) for version in range(3)}
     folder = save(models[0], tmp_path)
     async with started(folder, GeneratorConfig(max_new_tokens=32)) as engine:
@@ -68,8 +68,8 @@ async def test_a_tied_model_takes_each_parameter_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_replicas_give_the_same_tokens_for_the_same_seeds(tmp_path: Path) -> None:
-    # The second has another seed of its own, runs fewer at once, and so little memory that
-    # rollouts push each other out and are resumed.
+    # The second has another engine seed, fewer slots and so little KV cache that rollouts preempt
+    # each other and are resumed.
     model = endless_model(seed=1)
     folder = save(model, tmp_path)
     found = []
@@ -85,7 +85,7 @@ async def test_replicas_give_the_same_tokens_for_the_same_seeds(tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_load_that_fails_half_way_fails_all_who_wait_and_all_who_come(
+async def test_a_weight_load_that_fails_half_way_fails_pending_and_later_calls(
     tmp_path: Path,
 ) -> None:
     model = endless_model(seed=1)
@@ -96,7 +96,7 @@ async def test_a_load_that_fails_half_way_fails_all_who_wait_and_all_who_come(
             return_exceptions=True,
         )
         await asyncio.sleep(0.05)
-        # Tensors without data: they have the right names and shapes and cannot be read.
+        # Meta tensors have valid names and shapes and cannot be read.
         broken = {name: tensor.to("meta") for name, tensor in weights_of(model).items()}
         began = time.monotonic()
         with pytest.raises(WeightsError, match=r"version 1 was not loaded: the engine of .* died"):
@@ -112,7 +112,7 @@ async def test_a_load_that_fails_half_way_fails_all_who_wait_and_all_who_come(
 
 
 @pytest.mark.slow
-async def test_a_load_past_its_deadline_is_the_end_of_the_engine(tmp_path: Path) -> None:
+async def test_a_weight_load_past_its_deadline_ends_the_engine(tmp_path: Path) -> None:
     model = endless_model(seed=1)
     config = GeneratorConfig()
     async with started(save(model, tmp_path), config) as engine:
@@ -125,20 +125,22 @@ async def test_a_load_past_its_deadline_is_the_end_of_the_engine(tmp_path: Path)
 
 
 @pytest.mark.slow
-async def test_a_probe_past_its_deadline_is_the_end_of_the_engine(tmp_path: Path) -> None:
+async def test_a_logprob_check_past_its_deadline_ends_the_engine(tmp_path: Path) -> None:
     model = endless_model(seed=1)
     config = GeneratorConfig()
     async with started(save(model, tmp_path), config) as engine:
         await engine.load_weights(weights_of(model), 0)
         config.request_timeout_s = 1e-6
-        with pytest.raises(GenerationError, match=r"a probe was not answered: .* within 1e-06 s"):
+        with pytest.raises(
+            GenerationError, match=r"a logprob check was not answered: .* within 1e-06 s"
+        ):
             await engine.compute_logprobs([SHORT])
-        with pytest.raises(GenerationError, match="a probe was not answered"):
+        with pytest.raises(GenerationError, match="a logprob check was not answered"):
             await engine.generate(SHORT, seeds=[1])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_process_has_one_engine_and_a_closed_one_serves_nothing(tmp_path: Path) -> None:
+async def test_a_process_has_at_most_one_engine_and_a_closed_one_raises(tmp_path: Path) -> None:
     model = endless_model(seed=1)
     folder = save(model, tmp_path)
     async with started(folder, GeneratorConfig()) as engine:
@@ -159,7 +161,7 @@ async def test_a_process_has_one_engine_and_a_closed_one_serves_nothing(tmp_path
     ("config", "max_length"),
     [(GeneratorConfig(), 2 * MAX_LENGTH), (GeneratorConfig(kv_cache_mb=1, threads=1), 10**6)],
 )
-async def test_settings_that_do_not_fit_the_model_are_refused_at_start(
+async def test_settings_that_do_not_fit_the_model_are_rejected_at_start(
     tmp_path: Path, config: GeneratorConfig, max_length: int
 ) -> None:
     folder = save(tiny_model(tied=True, seed=1), tmp_path)
@@ -168,7 +170,7 @@ async def test_settings_that_do_not_fit_the_model_are_refused_at_start(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_start_past_its_deadline_is_named(
+async def test_a_start_past_its_deadline_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = threading.Event()
@@ -186,7 +188,7 @@ async def test_a_start_past_its_deadline_is_named(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_process_without_the_environment_is_told(
+async def test_a_process_without_the_vllm_environment_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
@@ -196,7 +198,7 @@ async def test_a_process_without_the_environment_is_told(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+async def test_a_directory_without_a_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"cannot start {tmp_path}"):
         await GenerationEngine.start(
             str(tmp_path), GeneratorConfig(), seed=0, max_length=MAX_LENGTH

@@ -25,14 +25,14 @@ from streamrl.weights.logprob_probe import NUM_SEQUENCES
         ("request_timeout_s", -2.0, "must be above 0"),
     ],
 )
-def test_an_impossible_setting_is_named(name: str, value: float | str, rule: str) -> None:
+def test_an_invalid_setting_is_rejected(name: str, value: float | str, rule: str) -> None:
     with pytest.raises(ConfigError, match=f"^generator.{name}={value}: {rule}$"):
         GeneratorConfig(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model directory `m` that says how long its rollouts may be."""
+    """Write a model directory `m` with a maximum length."""
     (tmp_path / "m").mkdir()
     config = {"model_type": "qwen2", "max_position_embeddings": 8192}
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
@@ -51,13 +51,13 @@ def test_on_a_cpu_the_engine_is_eager_float32_with_a_small_cache() -> None:
     assert found["max_num_seqs"] == 10 + NUM_SEQUENCES, "a probe waits for no rollout to end"
 
 
-def test_on_a_cpu_a_step_has_room_for_the_longest_prompt_in_one_piece() -> None:
+def test_on_a_cpu_the_token_budget_fits_the_longest_prompt() -> None:
     found = arguments(GeneratorConfig(), on_cpu=True)
     assert found["enable_chunked_prefill"] is False
     assert found["max_num_batched_tokens"] == 8192
 
 
-def test_on_a_gpu_vllm_decides_but_for_the_memory() -> None:
+def test_on_a_gpu_only_memory_settings_differ_from_vllms_defaults() -> None:
     found = arguments(GeneratorConfig(gpu_memory_utilization=0.5), on_cpu=False)
     assert found["gpu_memory_utilization"] == 0.5
     assert found["dtype"] == "auto"
@@ -65,14 +65,14 @@ def test_on_a_gpu_vllm_decides_but_for_the_memory() -> None:
     assert "enable_sleep_mode" not in found
     shared = arguments(GeneratorConfig(kv_cache_mb=5), on_cpu=False)
     assert shared["kv_cache_memory_bytes"] == 5 << 20
-    # vLLM starts only where so much of the GPU is free, whatever it then takes.
+    # vLLM refuses to start unless this fraction of the GPU is free, even if it uses less.
     assert shared["gpu_memory_utilization"] <= 0.01
     assert shared["enable_sleep_mode"] is True
     assert "enable_sleep_mode" not in arguments(GeneratorConfig(kv_cache_mb=5), on_cpu=True)
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_logprobs_are_of_the_sampling_distribution_and_no_step_spans_an_update(
+def test_processed_logprobs_without_async_scheduling(
     on_cpu: bool,
 ) -> None:
     found = arguments(GeneratorConfig(), on_cpu=on_cpu)
@@ -80,7 +80,7 @@ def test_logprobs_are_of_the_sampling_distribution_and_no_step_spans_an_update(
     assert found["async_scheduling"] is False
 
 
-def test_only_a_cpu_process_has_dynamo_off() -> None:
+def test_dynamo_is_disabled_only_on_a_cpu() -> None:
     assert make_vllm_env("cpu", threads=2)["TORCHDYNAMO_DISABLE"] == "1"
     assert make_vllm_env("cpu", threads=2)["OMP_NUM_THREADS"] == "2"
     assert "TORCHDYNAMO_DISABLE" not in make_vllm_env("cuda")

@@ -1,13 +1,13 @@
-"""Trainer and generator of one process have the weights once: nothing moves, and both agree."""
+"""Trainer and generator of a process share the weights: no copies, equal results."""
 
 from typing import Any
 
 import pytest
 
 from tests import forked
-from tests.engines.conftest import cases_of
+from tests.engines.conftest import list_cases
 from tests.engines.hybrid_ranks import BACKENDS, UPDATES, WORLD, Case, one_rank, write_model
-from tests.engines.trainer_ranks import free_ports
+from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SPLIT, FILLED = "torch, split", "deepspeed 3"
@@ -29,58 +29,58 @@ SHARING = [each for name, each in EACH.items() if name not in (FILLED, SPLIT)]
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
-    """What each rank saw, by backend, of every version."""
+    """Return each rank's results for every version, by backend."""
     path = write_model(tmp_path_factory.mktemp("hybrid"))
     order = list(BACKENDS)
-    cases = sorted(cases_of(request, Case), key=lambda case: order.index(case.backend))
-    (port,) = free_ports(1)
+    cases = sorted(list_cases(request, Case), key=lambda case: order.index(case.backend))
+    (port,) = find_free_ports(1)
     arguments = [(rank, path, port, cases) for rank in range(WORLD)]
     return forked.run(one_rank, arguments, timeout_s=400)
 
 
 @pytest.mark.parametrize("backend", SHARING)
-def test_every_parameter_lies_where_the_trainer_has_it_and_a_version_moves_no_byte(
+def test_the_generator_aliases_the_trainers_parameters_and_a_version_copies_no_byte(
     ranks: list[dict[str, Any]], backend: str
 ) -> None:
-    for seen in ranks:
-        assert len(seen[backend]) == UPDATES + 1
-        for version in seen[backend]:
+    for results in ranks:
+        assert len(results[backend]) == UPDATES + 1
+        for version in results[backend]:
             assert version["bound"] > 0
             assert version["apart"] == []
             assert version["copied_bytes"] == 0
 
 
 @pytest.mark.parametrize("backend", EACH.values())
-def test_what_is_served_after_each_update_is_what_the_trainer_says(
+def test_served_logprobs_equal_the_trainers_after_each_update(
     ranks: list[dict[str, Any]], backend: str
 ) -> None:
-    for seen in ranks:
-        assert max(version["difference"] for version in seen[backend]) < 1e-4
-        first, *later = (version["logprobs"] for version in seen[backend])
+    for results in ranks:
+        assert max(version["difference"] for version in results[backend]) < 1e-4
+        first, *later = (version["logprobs"] for version in results[backend])
         assert all(logprobs != first for logprobs in later), "the updates change something"
     assert ranks[0][backend][-1]["logprobs"] == ranks[1][backend][-1]["logprobs"]
 
 
 @pytest.mark.ranks(Case(FILLED))
-def test_what_a_rank_has_only_a_part_of_comes_once_and_is_laid_down_nowhere_else(
+def test_missing_shards_are_received_once_without_staging(
     ranks: list[dict[str, Any]],
 ) -> None:
-    for seen in ranks:
-        for version in seen[FILLED]:
+    for results in ranks:
+        for version in results[FILLED]:
             model = version["model_bytes"]
             assert version["received_bytes"] == model * (WORLD - 1) // WORLD
             assert version["copied_bytes"] == model // WORLD
-            # A parcel of its own, and those of both ranks.
+            # Its own bytes and those of both ranks.
             assert version["under_way"] == model + model // WORLD
 
 
 @pytest.mark.ranks(Case(SPLIT))
-def test_a_rank_trains_its_part_where_it_is_served_and_copies_only_columns(
+def test_trained_shards_alias_the_generator_and_only_columns_are_copied(
     ranks: list[dict[str, Any]],
 ) -> None:
-    for seen in ranks:
-        assert len(seen[SPLIT]) == UPDATES + 1
-        for version in seen[SPLIT]:
+    for results in ranks:
+        assert len(results[SPLIT]) == UPDATES + 1
+        for version in results[SPLIT]:
             of = version["sizes"]
             cut = {name for name in of if "_proj" in name}
             columns = {name for name in cut if "o_proj" in name or "down_proj" in name}
@@ -91,14 +91,14 @@ def test_a_rank_trains_its_part_where_it_is_served_and_copies_only_columns(
 
 
 @pytest.mark.ranks(Case(FILLED))
-def test_where_one_rank_cannot_be_filled_none_is(ranks: list[dict[str, Any]]) -> None:
-    for seen in ranks:
-        assert seen[FILLED][0]["unplanned"]
+def test_resharding_is_off_if_any_rank_cannot_be_written(ranks: list[dict[str, Any]]) -> None:
+    for results in ranks:
+        assert results[FILLED][0]["is_unplanned"]
 
 
 @pytest.mark.ranks(Case(FILLED))
-def test_what_is_kept_in_another_type_is_cast_by_the_rank_that_keeps_it(
+def test_resharding_casts_shards_of_another_dtype_on_the_source_rank(
     ranks: list[dict[str, Any]],
 ) -> None:
-    for seen in ranks:
-        assert seen[FILLED][0]["rounded"]
+    for results in ranks:
+        assert results[FILLED][0]["rounded"]

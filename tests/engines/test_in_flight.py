@@ -1,4 +1,4 @@
-"""What becomes of rollouts when new weights come: prefilled anew, gone on with, or ended first."""
+"""Running rollouts during a weight load: prefilled again, kept on their KV cache, or drained."""
 
 import asyncio
 
@@ -18,26 +18,26 @@ SHORT = prompt(5, 14, 6, 18)
 LONG = prompt(*(4 + i * i % 57 for i in range(300)))
 
 
-# Of the session, so that tests under one policy follow each other.
+# Of the session, so that tests with the same policy run one after another.
 @pytest.fixture(scope="session", params=POLICIES)
 def policy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 def under(*policies: str) -> pytest.MarkDecorator:
-    """With the engines of these policies only."""
+    """Parametrize by engines of these policies."""
     return pytest.mark.parametrize("policy", policies, indirect=True, scope="session")
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def flight(policy: str, engines: Engines) -> Flight:
-    """The engine of one policy, holding the model of seed 1."""
+    """Return the engine of a policy, serving the model of seed 1."""
     found = await engines.get(WIDE, policy)
     await found.load(endless_model(seed=1))
     return found
 
 
-async def test_an_update_interrupts_none_and_versions_are_those_of_the_steps(
+async def test_a_weight_load_interrupts_no_rollout_and_versions_match_the_decode_steps(
     flight: Flight,
 ) -> None:
     first = max(flight.models)
@@ -64,10 +64,10 @@ async def test_an_update_interrupts_none_and_versions_are_those_of_the_steps(
     assert worst_error(fresh, flight.models) < 1e-4
 
 
-async def test_no_prefix_of_old_weights_is_served_to_those_that_start_or_wait(
+async def test_new_and_waiting_requests_use_no_prefix_of_old_weights(
     flight: Flight,
 ) -> None:
-    # More than run at once, so that some wait while the weights change.
+    # More than the slots, so that some requests wait while the weights change.
     old = max(flight.models)
     calls = [
         asyncio.create_task(flight.engine.generate(LONG, seeds=[i], max_new_tokens=60))
@@ -98,9 +98,11 @@ async def test_no_prefix_of_old_weights_is_served_to_those_that_start_or_wait(
 def logprobs_on_kept_kv(
     rollout: Rollout, old: PreTrainedModel, new: PreTrainedModel, first_new: int
 ) -> np.ndarray:
-    """Logprobs of the tokens from `first_new` on, [T - first_new], with the KV before of `old`."""
+    """Return logprobs of the tokens from `first_new` on, [T - first_new], given the KV cache of
+    `old`.
+    """
     token_ids = torch.from_numpy(rollout.token_ids).long()[None]
-    # The last token sampled by the old weights was not put through the model before the update.
+    # The update came before the last token of the old weights was put through the model.
     kept = old(token_ids[:, : first_new - 1], use_cache=True).past_key_values
     logits = new(token_ids[:, first_new - 1 : -1], past_key_values=kept).logits[0]
     logprobs = torch.log_softmax(logits, -1)
@@ -108,7 +110,7 @@ def logprobs_on_kept_kv(
 
 
 @under("keep")
-async def test_kept_keys_and_values_are_those_of_the_weights_before(flight: Flight) -> None:
+async def test_a_kept_kv_cache_is_that_of_the_old_weights(flight: Flight) -> None:
     old = max(flight.models)
     running = asyncio.create_task(flight.engine.generate(LONG, seeds=range(4)))
     await flight.steps(20)
@@ -123,7 +125,7 @@ async def test_kept_keys_and_values_are_those_of_the_weights_before(flight: Flig
 
 
 @under("drain")
-async def test_what_is_asked_for_while_the_engine_drains_starts_under_the_new_weights(
+async def test_requests_during_a_drain_start_with_the_new_weights(
     flight: Flight,
 ) -> None:
     old = max(flight.models)
@@ -149,7 +151,7 @@ async def test_what_is_asked_for_while_the_engine_drains_starts_under_the_new_we
 
 
 @under("drain")
-async def test_who_gives_up_ends_the_wait_of_those_who_drain(flight: Flight) -> None:
+async def test_a_cancelled_request_ends_the_drain(flight: Flight) -> None:
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=400))
     await flight.steps(5)
     loading = asyncio.create_task(flight.load(endless_model(seed=2)))
@@ -162,7 +164,7 @@ async def test_who_gives_up_ends_the_wait_of_those_who_drain(flight: Flight) -> 
 
 
 @under("keep")
-async def test_rollouts_stand_still_between_two_tokens_and_go_on_as_if_they_had_not(
+async def test_paused_rollouts_resume_with_the_same_tokens(
     flight: Flight,
 ) -> None:
     whole = await flight.engine.generate(SHORT, seeds=range(8))
@@ -173,7 +175,7 @@ async def test_rollouts_stand_still_between_two_tokens_and_go_on_as_if_they_had_
     stood = flight.log.num_steps
     late = asyncio.create_task(flight.engine.generate(SHORT, seeds=[3]))
     await flight.engine.resume("weights change")
-    # What was asked for meanwhile waits as well.
+    # Requests made while paused wait as well.
     await asyncio.sleep(0.3)
     assert flight.log.num_steps == stood
     assert not running.done() and not late.done()
@@ -186,7 +188,7 @@ async def test_rollouts_stand_still_between_two_tokens_and_go_on_as_if_they_had_
 
 
 @under("keep")
-async def test_weights_are_loaded_while_rollouts_stand_still(flight: Flight) -> None:
+async def test_weights_can_be_loaded_while_paused(flight: Flight) -> None:
     first = max(flight.models)
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(8)))
     await flight.steps(10)

@@ -1,5 +1,4 @@
-"""Tensor-parallel ranks that train in the memory of their generator: what lies there, and what
-comes of it."""
+"""Tensor-parallel ranks that train in the memory of their generator."""
 
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 from tests import forked
 from tests.engines.mesh_ranks import make
 from tests.engines.moved_ranks import CASES, UPDATES, WORLD, one_rank
-from tests.engines.trainer_ranks import free_ports
+from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SAME, WHOLE, SHARDED = CASES
@@ -16,13 +15,13 @@ SAME, WHOLE, SHARDED = CASES
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank saw, by case."""
-    folder, ports = tmp_path_factory.mktemp("moved"), free_ports(1)
+    """Return each rank's results, by case."""
+    folder, ports = tmp_path_factory.mktemp("moved"), find_free_ports(1)
     return forked.run(one_rank, [(rank, folder, *ports) for rank in range(WORLD)], timeout_s=400)
 
 
 def sizes(case: str) -> dict[str, int]:
-    """Bytes of each parameter of a case's model."""
+    """Return the bytes of each parameter of a case's model."""
     return {name: parameter.nbytes for name, parameter in make(CASES[case][0]).named_parameters()}
 
 
@@ -31,56 +30,58 @@ def columns(case: str) -> set[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_updates_are_to_the_last_bit_those_of_ranks_with_memory_of_their_own(
+def test_aliasing_the_generator_does_not_change_updates_bitwise(
     ranks: list[dict[str, Any]], case: str
 ) -> None:
-    for seen in ranks:
-        alone, moved = seen[case]["by itself"], seen[case]["moved"]
+    for results in ranks:
+        alone, moved = results[case]["by itself"], results[case]["moved"]
         assert moved["norms"] == alone["norms"]
         for name, expected in alone["parameters"].items():
             assert moved["parameters"][name].equal(expected), name
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_served_is_what_is_trained(ranks: list[dict[str, Any]], case: str) -> None:
-    for seen in ranks:
-        assert seen[case]["moved"]["served"] == [True] * UPDATES
+def test_served_weights_equal_trained_weights(ranks: list[dict[str, Any]], case: str) -> None:
+    for results in ranks:
+        assert results[case]["moved"]["served"] == [True] * UPDATES
 
 
-def test_where_training_is_split_as_generation_is_a_version_moves_no_byte_of_a_layer(
+def test_equal_splits_copy_no_byte_of_a_layer(
     ranks: list[dict[str, Any]],
 ) -> None:
-    # Embedding and head are whole for the trainer, and half of each is served.
+    # The trainer replicates embedding and head; the generator splits them in halves.
     apart = {"model.embed_tokens.weight", "lm_head.weight"}
     of = sizes(SAME)
-    for seen in ranks:
-        moved = seen[SAME]["moved"]
+    for results in ranks:
+        moved = results[SAME]["moved"]
         assert set(moved["there"]) == of.keys() - apart
         halves = sum(of[name] for name in apart) // 2
         assert moved["moved"] == [(halves, 0)] * UPDATES
 
 
-def test_a_generator_that_is_whole_has_all_but_columns_and_only_these_are_copied(
+def test_an_unsplit_generator_copies_only_row_parallel_columns(
     ranks: list[dict[str, Any]],
 ) -> None:
     of, apart = sizes(WHOLE), columns(WHOLE)
-    for seen in ranks:
-        moved = seen[WHOLE]["moved"]
+    for results in ranks:
+        moved = results[WHOLE]["moved"]
         assert set(moved["there"]) == of.keys() - apart
         own = sum(of[name] for name in apart) // 2
         assert [copied for copied, _ in moved["moved"]] == [own] * UPDATES
         padding = 3 * of["model.embed_tokens.weight"] // 64
-        assert moved["held_bytes"] == sum(of.values()) + padding + own
+        assert moved["count_storage_bytes"] == sum(of.values()) + padding + own
 
 
-def test_what_fsdp2_shards_stays_where_it_is(ranks: list[dict[str, Any]]) -> None:
-    for seen in ranks:
-        assert seen[SHARDED]["moved"]["there"] == {}
+def test_fsdp2_shards_are_not_moved(ranks: list[dict[str, Any]]) -> None:
+    for results in ranks:
+        assert results[SHARDED]["moved"]["there"] == {}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_was_saved_is_loaded_where_it_lies(ranks: list[dict[str, Any]], case: str) -> None:
-    for seen in ranks:
-        for found in seen[case].values():
+def test_a_checkpoint_is_loaded_into_the_aliased_memory(
+    ranks: list[dict[str, Any]], case: str
+) -> None:
+    for results in ranks:
+        for found in results[case].values():
             for name, expected in found["parameters"].items():
                 assert found["again"][name].equal(expected), name

@@ -1,4 +1,4 @@
-"""Rollouts broken off and gone on with, asked for while they run, and sequences that are probed."""
+"""Partial rollouts: collected while running, resumed elsewhere; logprobs of given sequences."""
 
 import asyncio
 from collections.abc import Mapping
@@ -38,20 +38,20 @@ LIMIT = 100
 CONCURRENT = 16
 
 
-# The engine itself runs a probe more than it is asked for.
+# The engine adds slots for a logprob check.
 NARROW = GeneratorConfig(max_new_tokens=LIMIT, max_concurrent_rollouts=CONCURRENT - NUM_SEQUENCES)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def flight(engines: Engines) -> Flight:
-    """The engine, holding the model of seed 1."""
+    """Return the engine, serving the model of seed 1."""
     found = await engines.get(NARROW)
     await found.load(endless_model(seed=1))
     return found
 
 
-async def broken_off(flight: Flight, num: int, *, steps: int) -> list[Rollout]:
-    """What there is of some rollouts after some steps; they are given up then."""
+async def sample_partially(flight: Flight, num: int, *, steps: int) -> list[Rollout]:
+    """Return partial rollouts after some steps, then abort them."""
     call = asyncio.create_task(
         flight.engine.generate(SHORT, seeds=range(num), watch=ProgressWatch("a"))
     )
@@ -62,15 +62,15 @@ async def broken_off(flight: Flight, num: int, *, steps: int) -> list[Rollout]:
     return found
 
 
-async def test_a_rollout_that_was_broken_off_goes_on_under_new_weights(flight: Flight) -> None:
+async def test_a_partial_rollout_resumes_with_new_weights(flight: Flight) -> None:
     old = max(flight.models)
-    begun = await broken_off(flight, 4, steps=10)
+    begun = await sample_partially(flight, 4, steps=10)
     sizes = [len(rollout.completion_ids) for rollout in begun]
     assert all(10 <= size < LIMIT for size in sizes)
     assert {rollout.finish_reason for rollout in begun} == {FinishReason.ABORT}
     assert worst_error(begun, flight.models) < 1e-4
     await flight.load(endless_model(seed=2))
-    rollouts = await flight.engine.generate(SHORT, seeds=range(4), begun=begun)
+    rollouts = await flight.engine.generate(SHORT, seeds=range(4), partial_rollouts=begun)
     for rollout, before, size in zip(rollouts, begun, sizes, strict=True):
         kept = len(before.token_ids)
         for name in ("token_ids", "loss_mask", "generator_logprobs", "policy_version"):
@@ -78,15 +78,15 @@ async def test_a_rollout_that_was_broken_off_goes_on_under_new_weights(flight: F
         assert sampled_versions([rollout]) == [[old] * size + [old + 1] * (LIMIT - size)]
         assert rollout.finish_reason is FinishReason.LENGTH
     assert worst_error(rollouts, flight.models) < 1e-4
-    again = await flight.engine.generate(SHORT, seeds=range(4), begun=begun)
+    again = await flight.engine.generate(SHORT, seeds=range(4), partial_rollouts=begun)
     assert [r.token_ids.tolist() for r in again] == [r.token_ids.tolist() for r in rollouts]
 
 
-async def test_what_follows_a_break_is_not_drawn_as_the_beginning_was(flight: Flight) -> None:
-    # Under one distribution at each place, one seed would give the same tokens again.
-    begun = await broken_off(flight, 1, steps=10)
+async def test_a_resumed_rollout_does_not_repeat_the_first_random_numbers(flight: Flight) -> None:
+    # With the same distribution at each position, the same seed would repeat the tokens.
+    begun = await sample_partially(flight, 1, steps=10)
     size = len(begun[0].completion_ids)
-    (on,) = await flight.engine.generate(SHORT, seeds=[0], begun=begun)
+    (on,) = await flight.engine.generate(SHORT, seeds=[0], partial_rollouts=begun)
     (fresh,) = await flight.engine.generate(
         begun[0].token_ids, seeds=[0], max_new_tokens=LIMIT - size
     )
@@ -97,31 +97,33 @@ async def test_what_follows_a_break_is_not_drawn_as_the_beginning_was(flight: Fl
     assert on.token_ids.tolist() == drawn.token_ids.tolist()
 
 
-async def test_finished_ones_come_back_as_they_are_and_full_ones_end_for_length(
+async def test_resume_returns_finished_rollouts_and_finishes_full_ones_by_length(
     flight: Flight,
 ) -> None:
     await flight.load(tiny_model(tied=False, seed=1))
     finished = await flight.engine.generate(SHORT, seeds=range(8))
     assert {r.finish_reason for r in finished} == {FinishReason.STOP, FinishReason.LENGTH}
-    again = await flight.engine.generate(SHORT, seeds=range(8), begun=finished)
+    again = await flight.engine.generate(SHORT, seeds=range(8), partial_rollouts=finished)
     assert all(one is other for one, other in zip(again, finished, strict=True))
     await flight.load(endless_model(seed=1))
-    begun = await broken_off(flight, 2, steps=10)
+    begun = await sample_partially(flight, 2, steps=10)
     size = len(begun[0].completion_ids)
     mixed = [finished[0], begun[1]]
-    first, second = await flight.engine.generate(SHORT, seeds=[5, 6], begun=mixed)
+    first, second = await flight.engine.generate(SHORT, seeds=[5, 6], partial_rollouts=mixed)
     assert first is finished[0]
     assert len(second.completion_ids) == LIMIT
-    (full,) = await flight.engine.generate(SHORT, seeds=[0], begun=begun[:1], max_new_tokens=size)
+    (full,) = await flight.engine.generate(
+        SHORT, seeds=[0], partial_rollouts=begun[:1], max_new_tokens=size
+    )
     assert full.finish_reason is FinishReason.LENGTH
     assert full.token_ids.tolist() == begun[0].token_ids.tolist()
-    with pytest.raises(ValueError, match="1 begun rollouts for 2 seeds"):
-        await flight.engine.generate(SHORT, seeds=[0, 1], begun=begun[:1])
-    with pytest.raises(ValueError, match="does not begin with the prompt"):
-        await flight.engine.generate(LONG, seeds=[0], begun=begun[:1])
+    with pytest.raises(ValueError, match="1 partial rollouts for 2 seeds"):
+        await flight.engine.generate(SHORT, seeds=[0, 1], partial_rollouts=begun[:1])
+    with pytest.raises(ValueError, match="does not start with the prompt"):
+        await flight.engine.generate(LONG, seeds=[0], partial_rollouts=begun[:1])
 
 
-async def test_progress_tells_of_watched_calls_those_that_wait_and_are_done_included(
+async def test_partial_rollouts_of_watched_calls_include_waiting_and_finished_ones(
     flight: Flight,
 ) -> None:
     assert await flight.engine.collect_partial_rollouts() == {}
@@ -150,36 +152,38 @@ async def test_progress_tells_of_watched_calls_those_that_wait_and_are_done_incl
     await unwatched
 
 
-async def test_who_watches_is_told_of_each_rollout_that_is_finished(flight: Flight) -> None:
-    """Also of one that was finished before; one that was begun further is finished earlier."""
-    near = await broken_off(flight, 3, steps=40)
-    far = await broken_off(flight, 3, steps=10)
+async def test_on_finished_is_called_for_each_finished_rollout(flight: Flight) -> None:
+    """Counts rollouts finished before the call, too; a longer partial rollout finishes earlier."""
+    near = await sample_partially(flight, 3, steps=40)
+    far = await sample_partially(flight, 3, steps=10)
     limit = len(near[0].completion_ids)
-    begun, told = [near[0], near[1], far[2]], []
+    begun, running_counts = [near[0], near[1], far[2]], []
     sizes = [len(rollout.completion_ids) for rollout in begun]
     assert sizes[0] == limit > sizes[2]
-    watch = ProgressWatch("a", lambda: told.append(flight.engine.num_running))
+    watch = ProgressWatch("a", lambda: running_counts.append(flight.engine.num_running))
     call = flight.engine.generate(
-        SHORT, seeds=range(3), begun=begun, watch=watch, max_new_tokens=limit + 5
+        SHORT, seeds=range(3), partial_rollouts=begun, watch=watch, max_new_tokens=limit + 5
     )
     await call
-    assert told == [2, 1, 0]
-    told.clear()
-    await flight.engine.generate(SHORT, seeds=range(3), begun=begun, watch=watch, max_new_tokens=9)
-    assert len(told) == 3, "all were finished"
+    assert running_counts == [2, 1, 0]
+    running_counts.clear()
+    await flight.engine.generate(
+        SHORT, seeds=range(3), partial_rollouts=begun, watch=watch, max_new_tokens=9
+    )
+    assert len(running_counts) == 3, "all were finished"
 
 
-async def test_a_group_goes_on_in_another_generator(flight: Flight) -> None:
+async def test_another_generator_resumes_a_group(flight: Flight) -> None:
     generator = GroupGenerator(flight.engine, group_size=4, run_seed=0)
-    asked = Prompt("0:0:0", SHORT)
-    call = asyncio.create_task(generator.generate_group(asked))
+    prompt_group = Prompt("0:0:0", SHORT)
+    call = asyncio.create_task(generator.generate_group(prompt_group))
     await asyncio.sleep(0)
     queued = asyncio.gather(
         *(generator.generate_group(Prompt(f"0:{i}:0", SHORT)) for i in range(1, 8))
     )
     await flight.steps(10)
-    begun = await generator.collect_partial_rollouts()
-    assert begun.keys() == {f"0:{i}:0" for i in range(4)}, "the others have not begun"
+    partials = await generator.collect_partial_rollouts()
+    assert partials.keys() == {f"0:{i}:0" for i in range(4)}, "the others have not begun"
     call.cancel()
     queued.cancel()
     await asyncio.gather(call, queued, return_exceptions=True)
@@ -187,13 +191,13 @@ async def test_a_group_goes_on_in_another_generator(flight: Flight) -> None:
     loaded = await generator.load_weights(weights_of(endless_model(seed=3)), 1 + max(flight.models))
     flight.models[max(flight.models) + 1] = endless_model(seed=3)
     assert loaded.num_interrupted == 0
-    columns = await generator.generate_group(asked, begun["0:0:0"])
-    num = int(begun["0:0:0"]["lengths"][0])
-    assert columns["token_ids"][:num].tolist() == begun["0:0:0"]["token_ids"][:num].tolist()
+    columns = await generator.generate_group(prompt_group, partials["0:0:0"])
+    num = int(partials["0:0:0"]["lengths"][0])
+    assert columns["token_ids"][:num].tolist() == partials["0:0:0"]["token_ids"][:num].tolist()
     assert worst_error(columns_to_rollouts(columns), flight.models) < 1e-4
 
 
-async def test_a_probe_says_what_the_weights_served_make_of_sequences(flight: Flight) -> None:
+async def test_compute_logprobs_uses_the_served_weights(flight: Flight) -> None:
     model = endless_model(seed=2)
     sequences = [LONG, SHORT, prompt(7), LONG[: MAX_LENGTH - 1]]
     for _ in range(2):  # the second time, the prefixes are cached
@@ -201,9 +205,9 @@ async def test_a_probe_says_what_the_weights_served_make_of_sequences(flight: Fl
         running = asyncio.create_task(flight.engine.generate(LONG, seeds=range(16)))
         await asyncio.sleep(0.02)
         loading = asyncio.create_task(flight.load(model))
-        version, found = await flight.engine.compute_logprobs(sequences)
+        version, results = await flight.engine.compute_logprobs(sequences)
         await loading
-        for sequence, logprobs in zip(sequences, found, strict=True):
+        for sequence, logprobs in zip(sequences, results, strict=True):
             everything = Rollout(
                 token_ids=sequence,
                 loss_mask=np.arange(len(sequence)) > 0,
@@ -220,7 +224,7 @@ async def test_a_probe_says_what_the_weights_served_make_of_sequences(flight: Fl
         await flight.engine.compute_logprobs([prompt(*[5] * MAX_LENGTH)])
 
 
-async def test_a_probe_waits_for_no_rollout_to_end(flight: Flight) -> None:
+async def test_compute_logprobs_does_not_wait_for_rollouts(flight: Flight) -> None:
     await flight.load(endless_model(seed=2))
     running = asyncio.create_task(
         flight.engine.generate(SHORT, seeds=range(CONCURRENT - NUM_SEQUENCES))
@@ -234,7 +238,7 @@ async def test_a_probe_waits_for_no_rollout_to_end(flight: Flight) -> None:
 
 
 def packed(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
-    """The weights as they come to a follower that holds the trainer's buckets, in this order."""
+    """Return the weights as views of the trainer's buckets, in this order."""
     manifest = publish_version(
         weights.items(), version=version, bucket_bytes=1 << 22, outlet=LocalOutlet()
     )
@@ -244,11 +248,11 @@ def packed(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch
 
 
 def ordered(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights in the order in which they are published."""
+    """Return the weights in publishing order."""
     return {name: weights[name] for name in order_for_fusion(weights)}
 
 
-async def test_what_lies_side_by_side_is_served_where_it_lies(flight: Flight) -> None:
+async def test_adjacent_tensors_are_served_without_a_copy(flight: Flight) -> None:
     num_bytes = sum(tensor.nbytes for tensor in weights_of(endless_model(seed=1)).values())
     lying: dict[str, torch.Tensor] = {}
     for seed in (4, 5):
@@ -261,7 +265,7 @@ async def test_what_lies_side_by_side_is_served_where_it_lies(flight: Flight) ->
         assert (
             worst_error(await flight.engine.generate(SHORT, seeds=range(4)), flight.models) < 1e-4
         )
-        # In the order of the model, q's bias is between q and k.
+        # In the model's order, q's bias is between q and k.
         version += 1
         flight.models[version] = endless_model(seed=seed + 2)
         weights = weights_of(flight.models[version])
@@ -273,7 +277,7 @@ async def test_what_lies_side_by_side_is_served_where_it_lies(flight: Flight) ->
         assert all(torch.equal(lying[name], before[name]) for name in before)
 
 
-async def test_what_is_served_outlives_those_who_gave_it(flight: Flight) -> None:
+async def test_aliased_weights_outlive_their_publisher(flight: Flight) -> None:
     version = max(flight.models) + 1
     flight.models[version] = endless_model(seed=6)
     weights = ordered(weights_of(flight.models[version]))

@@ -1,4 +1,4 @@
-"""Keys and values that make room while an engine stands still, and rollouts that go on without."""
+"""Sleep and wake up: a paused engine frees its KV cache and rollouts continue afterwards."""
 
 import asyncio
 from pathlib import Path
@@ -38,7 +38,7 @@ async def sampled(flight: Flight) -> list[Rollout]:
     return await flight.engine.generate(prompt(5, 14, 6, 18), seeds=SEEDS)
 
 
-async def test_rollouts_go_on_as_if_keys_and_values_had_never_been_released(
+async def test_rollouts_continue_with_the_same_tokens_after_sleep(
     engines: Engines,
 ) -> None:
     flight = await engines.get(CONFIG)
@@ -55,7 +55,7 @@ async def test_rollouts_go_on_as_if_keys_and_values_had_never_been_released(
         assert flight.engine.num_running == len(SEEDS)
         await flight.engine.resume(reason)
         await flight.steps(10)
-        # What else the process has given back meanwhile does not come again.
+        # Other memory that the process has freed meanwhile is not allocated again.
         assert before_mb - held_mb() < 0.5 * KV_MB
     disturbed = await running
     for one, other in zip(undisturbed, disturbed, strict=True):
@@ -64,7 +64,7 @@ async def test_rollouts_go_on_as_if_keys_and_values_had_never_been_released(
 
 
 @pytest.mark.gpu
-async def test_on_a_gpu_others_have_their_memory_meanwhile(tmp_path: Path) -> None:
+async def test_sleep_frees_gpu_memory(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in make_vllm_env("cuda").items():
             patch.setenv(name, value)
@@ -85,7 +85,7 @@ async def test_on_a_gpu_others_have_their_memory_meanwhile(tmp_path: Path) -> No
 
 
 @pytest.mark.gpu
-async def test_on_a_gpu_weights_are_filled_where_they_lie(tmp_path: Path) -> None:
+async def test_weights_are_written_in_place_on_a_gpu(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in make_vllm_env("cuda").items():
             patch.setenv(name, value)
@@ -104,7 +104,7 @@ async def test_on_a_gpu_weights_are_filled_where_they_lie(tmp_path: Path) -> Non
         await engine.close()
 
 
-async def test_a_version_may_come_while_they_are_released(engines: Engines) -> None:
+async def test_weights_can_be_loaded_while_asleep(engines: Engines) -> None:
     flight = await engines.get(CONFIG)
     await flight.load(endless_model(seed=3))
     running = asyncio.create_task(sampled(flight))

@@ -1,4 +1,4 @@
-"""Every row of the table on a real trainer, alone and on two ranks."""
+"""Every algorithm of the table on a real trainer, on one and on two ranks."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ QUICK = {
     "gdpo": "scores of several rewards",
     "safe_rlhf": "values and costs",
 }
-"""Rows whose ways through a trainer differ, and in what."""
+"""Algorithms that take different paths through a trainer, and the difference."""
 ROWS = [
     pytest.param(
         name,
@@ -34,7 +34,7 @@ ROWS = [
 
 
 def logprobs_by_rollout(model_path):
-    """Of each rollout, summed over its tokens: [B] per group."""
+    """Return the logprob of each rollout, summed over tokens: [B] per group."""
     scorer = LogprobScorer(model_path, temperature=TEMPERATURE, micro_batch_tokens=64)
     return [
         torch.tensor(
@@ -50,8 +50,8 @@ def logprobs_by_rollout(model_path):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_makes_the_better_rollouts_likelier(seen, model_path, tmp_path, name):
-    (case,) = seen[f"row/{ONE.label}/{name}"]
+def test_an_algorithm_makes_better_rollouts_likelier(results, model_path, tmp_path, name):
+    (case,) = results[f"row/{ONE.label}/{name}"]
     assert case["norms"][0] > 0
     model = tiny_model(tied=True, seed=0, kv_heads=2)
     model.load_state_dict(case["parameters"])
@@ -64,8 +64,8 @@ def test_a_row_makes_the_better_rollouts_likelier(seen, model_path, tmp_path, na
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_makes_the_same_updates_whatever_its_ranks_and_micro_batches(seen, name):
-    (alone,), pair = seen[f"row/{ONE.label}/{name}"], seen[f"row/{TWO.label}/{name}"]
+def test_an_algorithm_makes_the_same_updates_for_any_ranks_and_micro_batches(results, name):
+    (alone,), pair = results[f"row/{ONE.label}/{name}"], results[f"row/{TWO.label}/{name}"]
     for case in pair:
         assert case["norms"] == pytest.approx(alone["norms"], rel=1e-4)
         for parameter, expected in alone["parameters"].items():

@@ -1,4 +1,4 @@
-"""An engine whose layers are split over two processes: one like any other, from outside."""
+"""A tensor-parallel engine of two processes behaves like an unsplit one."""
 
 import asyncio
 import os
@@ -37,7 +37,7 @@ SHORT = prompt(5, 14, 6, 18)
 
 
 class Forks:
-    """How vLLM is to start the ranks of a split engine: not anew, which is an import for each."""
+    """Makes vLLM fork the ranks of a split engine, which saves an import in each."""
 
     started: ClassVar[list[Any]] = []
 
@@ -46,9 +46,9 @@ class Forks:
 
     def Process(self, *, target: Any, kwargs: Any, **more: Any) -> Any:  # noqa: N802
         arguments = (dict(os.environ), target, kwargs)
-        made = forked.context().Process(target=in_environment, args=arguments, **more)
-        self.started.append(made)
-        return made
+        process = forked.context().Process(target=in_environment, args=arguments, **more)
+        self.started.append(process)
+        return process
 
 
 def in_environment(environment: dict[str, str], target: Any, kwargs: dict[str, Any]) -> None:
@@ -78,18 +78,18 @@ async def started(model: PreTrainedModel, folder: Path) -> AsyncIterator[Generat
 
 
 def ranks() -> list[psutil.Process]:
-    """The processes that compute for the engine of this one."""
-    found = []
+    """Return the rank processes of this process's engine."""
+    alive = []
     for process in Forks.started:
         with suppress(psutil.Error):  # it has ended
             rank = psutil.Process(process.pid)
             if rank.status() != psutil.STATUS_ZOMBIE:
-                found.append(rank)
-    return found
+                alive.append(rank)
+    return alive
 
 
 def shared_files() -> set[Path]:
-    """What the ranks talk through: files in shared memory, whether they have names or not."""
+    """Return the ranks' shared memory files, named or unlinked."""
     maps = [mapped.path for rank in ranks() for mapped in rank.memory_maps()]
     return {Path(path.removesuffix(" (deleted)")) for path in maps if "vllm_dist_" in path}
 
@@ -116,8 +116,8 @@ async def test_every_version_reaches_every_rank(tmp_path: Path) -> None:
             sampled_by = {int(v) for r in rollouts for v in r.policy_version[r.loss_mask]}
             assert sampled_by == {version - 1, version}
             assert worst_error(rollouts, models) < 1e-4
-        held, (logprobs,) = await engine.compute_logprobs([rollouts[0].token_ids])
-        assert held == 2
+        version, (logprobs,) = await engine.compute_logprobs([rollouts[0].token_ids])
+        assert version == 2
         last = rollouts[0].policy_version == 2
         np.testing.assert_allclose(logprobs[last], rollouts[0].generator_logprobs[last], atol=1e-4)
     assert not ranks()
@@ -125,10 +125,10 @@ async def test_every_version_reaches_every_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("over", ["rollouts", "weights"])
-async def test_a_rank_that_dies_is_told_and_takes_the_others_along(
+async def test_a_dead_rank_is_reported_and_ends_the_other_ranks(
     tmp_path: Path, over: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Not left to vLLM, which shuts down an engine that is garbage: the next one may run by then.
+    # vLLM would shut the engine down on garbage collection, when the next one may run already.
     shut_down: list[None] = []
     frees = vllm_engine.shut_down_engine
     monkeypatch.setattr(vllm_engine, "shut_down_engine", lambda one: shut_down.append(frees(one)))

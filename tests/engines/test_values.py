@@ -1,4 +1,4 @@
-"""The critic's values: before each token, from a body and a head, followed from afar."""
+"""Critic values: before each token, from body and head, in trainer and scorer."""
 
 import numpy as np
 import pytest
@@ -10,10 +10,10 @@ from streamrl.engines.training.forward_scorers import ValueScorer
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import GroupInfo, check_column_sizes, measure_columns, split_token_column
 from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
-from tests.engines.tiny_groups import made_up_groups
+from tests.engines.tiny_groups import make_groups
 from tests.engines.tiny_qwen import save, tiny_model
 
-COLUMNS = made_up_groups(num_groups=1, group_size=6)["0:0:0"]
+COLUMNS = make_groups(num_groups=1, group_size=6)["0:0:0"]
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +21,8 @@ def model_path(tmp_path_factory):
     return save(tiny_model(tied=True, seed=1), tmp_path_factory.mktemp("critic"))
 
 
-def with_a_head(model_path):
-    """A critic whose head says something."""
+def make_critic_with_head(model_path):
+    """Return a critic with a non-zero head."""
     model = load_value_model(model_path, dtype=torch.float32).eval()
     with torch.no_grad():
         torch.manual_seed(0)
@@ -31,18 +31,18 @@ def with_a_head(model_path):
     return model
 
 
-def test_a_new_critic_expects_nothing_and_has_the_body_of_the_model(model_path):
+def test_a_new_critic_predicts_0_and_has_the_body_of_the_model(model_path):
     model = load_value_model(model_path, dtype=torch.float32)
     ids = torch.tensor([[5, 6, 7, 8]])
     values = compute_token_values(model, ids, torch.ones_like(ids, dtype=torch.bool))
     assert values.tolist() == [[0.0] * 4]
     body = dict(tiny_model(tied=True, seed=1).model.named_parameters())
-    own = dict(model.model.named_parameters())
-    assert all(torch.equal(own[name], parameter) for name, parameter in body.items())
+    body_parameters = dict(model.model.named_parameters())
+    assert all(torch.equal(body_parameters[name], parameter) for name, parameter in body.items())
 
 
-def test_a_value_sees_the_tokens_before_its_own(model_path):
-    model = with_a_head(model_path)
+def test_a_value_depends_on_the_tokens_before_its_own(model_path):
+    model = make_critic_with_head(model_path)
     ids = torch.tensor([[5, 6, 7, 8]])
     attention = torch.ones_like(ids, dtype=torch.bool)
     values = compute_token_values(model, ids, attention)
@@ -56,19 +56,21 @@ def test_a_value_sees_the_tokens_before_its_own(model_path):
     assert (changed[0, 3] - values[0, 3]).abs() > 1e-4
 
 
-def test_a_critic_that_was_saved_comes_back_with_its_head(model_path, tmp_path):
-    model = with_a_head(model_path)
+def test_a_saved_critic_is_loaded_with_its_head(model_path, tmp_path):
+    model = make_critic_with_head(model_path)
     model.save_pretrained(tmp_path)
     again = load_value_model(str(tmp_path), dtype=torch.float32)
     assert torch.equal(again.score.weight, model.score.weight)
 
 
-def test_a_directory_that_lacks_part_of_the_body_is_refused(model_path, tmp_path):
-    model = with_a_head(model_path)
+def test_a_critic_directory_that_lacks_parameters_is_rejected(model_path, tmp_path):
+    model = make_critic_with_head(model_path)
     state = model.state_dict()
     del state["model.layers.0.mlp.up_proj.weight"]
     model.save_pretrained(tmp_path, state_dict=state)
-    with pytest.raises(ConfigError, match=r"lacks 1 parameters, as model.layers.0.mlp.up_proj"):
+    with pytest.raises(
+        ConfigError, match=r"lacks 1 parameters, such as model.layers.0.mlp.up_proj"
+    ):
         load_value_model(str(tmp_path), dtype=torch.float32)
 
 
@@ -77,8 +79,8 @@ def scorer_of(model_path, *, micro_batch_tokens=64, **facts):
     return ValueScorer(model_path, micro_batch_tokens=tokens, dtype="float32", **facts)
 
 
-def test_the_shadow_follows_the_critic(model_path):
-    scorer, trained = scorer_of(model_path), with_a_head(model_path)
+def test_a_value_scorer_follows_the_critic(model_path):
+    scorer, trained = scorer_of(model_path), make_critic_with_head(model_path)
     assert not scorer.compute_values(COLUMNS).any()
     scorer.load_weights(dict(trained.named_parameters(remove_duplicate=False)))
     columns = {"values": scorer.compute_values(COLUMNS)}
@@ -92,12 +94,12 @@ def test_the_shadow_follows_the_critic(model_path):
     for ids, mask, values in rows:
         tokens = torch.from_numpy(ids)[None].long()
         expected = compute_token_values(trained, tokens, torch.ones_like(tokens, dtype=torch.bool))
-        kept = np.where(mask, expected[0].detach().numpy(), 0)
-        np.testing.assert_allclose(values, kept, atol=2e-5)
+        masked = np.where(mask, expected[0].detach().numpy(), 0)
+        np.testing.assert_allclose(values, masked, atol=2e-5)
 
 
-def test_the_shadow_merges_adapters_and_takes_the_head(model_path):
-    trained = with_a_head(model_path)
+def test_a_value_scorer_merges_adapters_and_loads_the_head(model_path):
+    trained = make_critic_with_head(model_path)
     a, b = torch.randn(1, 64, generator=torch.manual_seed(0)), torch.ones(64, 1)
     layer = "model.layers.0.self_attn.q_proj"
     published = {layer + LORA_A_SUFFIX: a, layer + LORA_B_SUFFIX: b, LORA_SCALE: torch.tensor(0.5)}
@@ -108,31 +110,29 @@ def test_the_shadow_merges_adapters_and_takes_the_head(model_path):
     other.load_weights(dict(trained.named_parameters(remove_duplicate=False)))
     for _ in range(2):
         scorer.load_weights(published)
-        found, wanted = (one.compute_values(COLUMNS) for one in (scorer, other))
-        np.testing.assert_allclose(found, wanted, atol=1e-6)
+        actual, expected_values = (one.compute_values(COLUMNS) for one in (scorer, other))
+        np.testing.assert_allclose(actual, expected_values, atol=1e-6)
 
 
-def test_a_shadow_of_a_shared_model_takes_its_part_of_the_policy(model_path):
+def test_a_value_scorer_of_a_shared_model_loads_its_part_of_the_policy(model_path):
     model, critic = (
         load_two_headed_model(model_path, dtype=torch.float32).eval(),
-        with_a_head(model_path),
+        make_critic_with_head(model_path),
     )
     model.score.load_state_dict(critic.score.state_dict())
     shared = scorer_of(model_path, shares_policy=True)
     shared.load_weights(dict(model.named_parameters(remove_duplicate=False)))
     alone = scorer_of(model_path)
     alone.load_weights(dict(critic.named_parameters(remove_duplicate=False)))
-    np.testing.assert_allclose(
-        shared.compute_values(COLUMNS), alone.compute_values(COLUMNS), atol=1e-6
-    )
+    np.testing.assert_allclose(shared.compute_values(COLUMNS), alone.compute_values(COLUMNS), atol=1e-6)
     with pytest.raises(WeightsError, match="the weights lack"):
         shared.load_weights(dict(tiny_model(tied=True, seed=1).named_parameters()))
 
 
-def test_two_heads_of_one_forward_say_what_two_models_do(model_path):
+def test_two_heads_of_a_forward_pass_equal_two_models(model_path):
     model, critic = (
         load_two_headed_model(model_path, dtype=torch.float32).eval(),
-        with_a_head(model_path),
+        make_critic_with_head(model_path),
     )
     model.score.load_state_dict(critic.score.state_dict())
     ids = torch.tensor([[5, 6, 7, 8], [9, 4, 0, 0]])
@@ -145,15 +145,17 @@ def test_two_heads_of_one_forward_say_what_two_models_do(model_path):
     torch.testing.assert_close(output.logits, plain.logits)
 
 
-def test_the_size_of_micro_batches_does_not_matter(model_path):
+def test_the_micro_batch_size_does_not_change_the_scores(model_path):
     columns = []
     for tokens in (int(COLUMNS["lengths"].max()), 1000):
         scorer = scorer_of(model_path, micro_batch_tokens=tokens)
-        scorer.load_weights(dict(with_a_head(model_path).named_parameters(remove_duplicate=False)))
+        scorer.load_weights(
+            dict(make_critic_with_head(model_path).named_parameters(remove_duplicate=False))
+        )
         columns.append(scorer.compute_values(COLUMNS))
     np.testing.assert_allclose(columns[0], columns[1], atol=1e-5)
 
 
-def test_weights_of_another_model_are_refused(model_path):
+def test_weights_of_another_model_are_rejected(model_path):
     with pytest.raises(WeightsError, match="the weights lack"):
         scorer_of(model_path).load_weights({"score.bias": torch.zeros(1)})

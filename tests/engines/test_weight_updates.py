@@ -1,4 +1,4 @@
-"""Every parameter of every family of models reaches vLLM's, fresh and while rollouts run."""
+"""Every parameter of every model family reaches vLLM, initially and while rollouts run."""
 
 import asyncio
 import copy
@@ -48,7 +48,7 @@ FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, 50),
 }
 QUICK = [("qwen2", True)]
-"""Without ties `test_generator.py` has it. vLLM looks at each other family in a process."""
+"""Untied Qwen2 is covered by `test_generator.py`. Each other family needs a vLLM process."""
 GROUPS = {
     "embeddings": "embed_tokens",
     "q, k and v": r"[qkv]_proj\.weight",
@@ -91,13 +91,13 @@ def family_model(family: str, *, tied: bool) -> PreTrainedModel:
 
 @torch.no_grad()
 def changed(model: PreTrainedModel, pattern: str) -> PreTrainedModel | None:
-    """The model with other values in the parameters of a group; None if it has none of them."""
+    """Return the model with other values in a group of parameters; None if it has no such group."""
     model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(7)
-    found = [p for name, p in model.named_parameters() if re.search(pattern, name)]
-    for parameter in found:
+    group_parameters = [p for name, p in model.named_parameters() if re.search(pattern, name)]
+    for parameter in group_parameters:
         parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    return model if found else None
+    return model if group_parameters else None
 
 
 def distance(model: PreTrainedModel, other: PreTrainedModel, rollouts: list[Rollout]) -> float:
@@ -119,28 +119,28 @@ async def started(folder: str, patch: pytest.MonkeyPatch) -> AsyncIterator[Gener
         await engine.close()
 
 
-async def each_group_alone(engine: GenerationEngine, base: PreTrainedModel) -> None:
-    """Change one group of parameters after the other while rollouts run; all must follow."""
+async def check_each_group(engine: GenerationEngine, base: PreTrainedModel) -> None:
+    """Change each group of parameters in turn while rollouts run; check that samples follow."""
     models: dict[int, PreTrainedModel] = {0: base}
     await engine.load_weights(weights_of(base), 0)
     running = asyncio.create_task(engine.generate(PROMPT, seeds=range(2), max_new_tokens=500))
-    seen = set()
+    tested_groups = set()
     for group, pattern in GROUPS.items():
         model = changed(models[max(models)], pattern)
         if model is None:
             continue
-        seen.add(group)
+        tested_groups.add(group)
         version = max(models) + 1
         models[version] = model
         await engine.load_weights(weights_of(model), version)
         fresh = await engine.generate(PROMPT, seeds=range(4))
         assert distance(model, models[version - 1], fresh) > 1e-2, group
         assert worst_error(fresh, models) < 1e-4, group
-    assert seen >= ALL_HAVE
+    assert tested_groups >= ALL_HAVE
     rollouts = await running
     assert len(np.unique(rollouts[0].policy_version)) > 3
-    # Of a thousand tokens under models of ever larger weights, some are 1e-4 off in float32 for
-    # its rounding alone; a group that did not follow is a hundred times that.
+    # Of a thousand tokens under models of ever larger weights, rounding in float32 makes some 1e-4
+    # off; a group that was not loaded differs a hundred times as much.
     assert worst_error(rollouts, models) < 1e-3
 
 
@@ -157,22 +157,22 @@ async def each_group_alone(engine: GenerationEngine, base: PreTrainedModel) -> N
         for tied in (True, False)
     ],
 )
-async def test_each_group_of_parameters_reaches_the_model(
+async def test_each_group_of_parameters_is_loaded(
     family: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = family_model(family, tied=tied)
     async with started(save(base, tmp_path, ends=False), monkeypatch) as engine:
-        await each_group_alone(engine, base)
+        await check_each_group(engine, base)
 
 
 @pytest.mark.slow
-async def test_so_it_does_where_vllm_has_to_load(
+async def test_each_group_of_parameters_is_loaded_through_reload_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_loader, "bind_parameters", lambda *of: [])
     base = family_model("qwen2", tied=True)
     async with started(save(base, tmp_path, ends=False), monkeypatch) as engine:
-        await each_group_alone(engine, base)
+        await check_each_group(engine, base)
         loaded = await engine.load_weights(weights_of(base), 100)
         assert loaded.copied_bytes >= num_bytes(weights_of(base))
 
@@ -182,7 +182,7 @@ def num_bytes(weights: Mapping[str, torch.Tensor]) -> int:
 
 
 @pytest.mark.slow
-async def test_large_layers_multiply_with_onednn_and_bfloat16_serves(
+async def test_large_layers_use_onednn_and_bfloat16_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_loader, "MIN_ONEDNN_ELEMENTS", 1)
@@ -196,7 +196,7 @@ async def test_large_layers_multiply_with_onednn_and_bfloat16_serves(
     config = GeneratorConfig(max_new_tokens=12, dtype="bfloat16")
     engine = await GenerationEngine.start(folder, config, seed=0, max_length=MAX_LENGTH)
     try:
-        # Float32 does not fit: it is copied, and rounded.
+        # Float32 tensors cannot be aliased: they are copied and rounded.
         loaded = await engine.load_weights(weights_of(base), 0)
         assert loaded.copied_bytes == num_bytes(weights_of(base)) // 2
         rollouts = await engine.generate(PROMPT, seeds=range(4))

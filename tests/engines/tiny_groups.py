@@ -1,4 +1,4 @@
-"""Groups of short rollouts as the queue would hand them over, made up from a seed."""
+"""Groups of short rollouts, made from a seed in the queue's format."""
 
 import numpy as np
 
@@ -6,8 +6,8 @@ from streamrl.messages import Columns, FinishReason, Rollout, rollouts_to_column
 from tests.engines.tiny_qwen import VOCABULARY
 
 
-def made_up_rollout(rng: np.random.Generator, completion: int) -> Rollout:
-    """A prompt of 3 to 5 tokens and a completion, with an environment's token in a long one."""
+def make_rollout(rng: np.random.Generator, completion: int) -> Rollout:
+    """Make a prompt of 3 to 5 tokens and a completion; long ones contain an environment's token."""
     prompt = rng.integers(0, VOCABULARY, rng.integers(3, 6)).astype(np.int32)
     rollout = Rollout.from_single_turn(
         prompt,
@@ -24,14 +24,12 @@ def made_up_rollout(rng: np.random.Generator, completion: int) -> Rollout:
     return rollout
 
 
-def made_up_groups(
-    *, num_groups: int = 3, group_size: int = 4, seed: int = 0
-) -> dict[str, Columns]:
-    """Groups with scores and ref_logprobs, by uid."""
+def make_groups(*, num_groups: int = 3, group_size: int = 4, seed: int = 0) -> dict[str, Columns]:
+    """Make groups with scores and ref_logprobs, by uid."""
     rng = np.random.default_rng(seed)
     groups: dict[str, Columns] = {}
     for row in range(num_groups):
-        rollouts = [made_up_rollout(rng, int(rng.integers(2, 11))) for _ in range(group_size)]
+        rollouts = [make_rollout(rng, int(rng.integers(2, 11))) for _ in range(group_size)]
         columns = rollouts_to_columns(rollouts)
         columns["scores"] = rng.random(group_size).astype(np.float32)
         noise = rng.normal(0, 0.3, len(columns["token_ids"])).astype(np.float32)

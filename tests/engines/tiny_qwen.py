@@ -1,4 +1,4 @@
-"""A random two-layer Qwen2 with 64 tokens, on disk for vLLM and in memory to check vLLM against."""
+"""A random two-layer Qwen2 with 64 tokens, on disk for vLLM and in memory to compare with."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ MAX_LENGTH = 512
 
 
 def tiny_model(*, tied: bool, seed: int, kv_heads: int = 1) -> Qwen2ForCausalLM:
-    """A float32 model whose distributions are far from uniform and differ from seed to seed."""
+    """Build a float32 model with peaked distributions that differ from seed to seed."""
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -48,7 +48,7 @@ def tiny_model(*, tied: bool, seed: int, kv_heads: int = 1) -> Qwen2ForCausalLM:
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, *, seed: int) -> None:
-    """Give a model weights that follow from the seed and say something."""
+    """Initialize a model with large weights from a seed."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -56,7 +56,7 @@ def fill(model: PreTrainedModel, *, seed: int) -> None:
 
 
 def endless_model(*, seed: int) -> Qwen2ForCausalLM:
-    """An untied model that never ends a completion: one direction is always on, and bars EOS."""
+    """Build an untied model that never samples EOS: a constant direction suppresses it."""
     model = tiny_model(tied=False, seed=seed)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -69,9 +69,9 @@ def endless_model(*, seed: int) -> Qwen2ForCausalLM:
 
 
 def save(model: PreTrainedModel, folder: Path, *, ends: bool = True) -> str:
-    """Write the model and a tokenizer of words t0 to t63; the folder as vLLM wants it.
+    """Write the model and a tokenizer of words t0 to t63; return the folder.
 
-    Unless it `ends`, no token ends a completion.
+    Without `ends`, no token ends a completion.
     """
     model.save_pretrained(folder)
     words = {f"t{i}": i for i in range(VOCABULARY)}
@@ -88,7 +88,7 @@ def save(model: PreTrainedModel, folder: Path, *, ends: bool = True) -> str:
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """All parameters, each once: a tied lm_head goes by the name of the embedding."""
+    """Return all parameters once; a tied lm_head goes by the embedding's name."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -101,7 +101,7 @@ def prompt(*token_ids: int) -> Array:
 def forward_logprobs(
     model: PreTrainedModel, rollout: Rollout, *, temperature: float = 1.0
 ) -> Array:
-    """Logprob of each token of a rollout under the model, [T]; 0 where the policy wrote none."""
+    """Return the logprob of each token under the model, [T]; 0 outside the loss mask."""
     token_ids = torch.from_numpy(rollout.token_ids).long()
     logits = model(token_ids[None]).logits[0, :-1] / temperature
     logprobs = torch.log_softmax(logits, -1).gather(1, token_ids[1:, None])[:, 0]
@@ -114,7 +114,7 @@ def worst_error(
     *,
     temperature: float = 1.0,
 ) -> float:
-    """Largest error of a token's logprob against a forward of the model of its version."""
+    """Return the largest logprob error against the model of each token's version."""
     errors = [0.0]
     for rollout in rollouts:
         for version in np.unique(rollout.policy_version[rollout.loss_mask]):
@@ -126,7 +126,7 @@ def worst_error(
 
 
 def publish_to_disk(trainer: "ModelTrainer", model_path: str, folder: Path) -> None:
-    """A version of the whole model, as rank 0 publishes it while the others keep it company."""
+    """Publish a version of the model: rank 0 writes, the others join the collectives."""
     tensors = trainer.merged_state()
     if trainer.rank:
         assert not list(tensors)

@@ -1,4 +1,4 @@
-"""The backends that trainers are tested on, and on how many ranks."""
+"""Backends and numbers of ranks that trainers are tested with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Layout:
 
     @property
     def label(self) -> str:
-        # Below stage 3 torch has none.
+        # Backend torch shards nothing below stage 3.
         stage = "" if self.backend == "torch" and self.zero_stage < 3 else str(self.zero_stage)
         tensor = f"x{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         return f"{self.backend}{stage}-{self.num_shares}{tensor}"
@@ -26,7 +26,7 @@ class Layout:
         return self.world_size // self.tensor_parallel
 
     def counted(self, cases: Sequence[Any]) -> Sequence[Any]:
-        """What was seen by one rank of each share of the data."""
+        """Return the results of a single rank of each data-parallel share."""
         return cases[:: self.tensor_parallel]
 
 

@@ -1,7 +1,7 @@
-"""Trainers in two processes of their own: the two as ranks of one trainer, or each alone.
+"""Trainers in two child processes, as ranks of a trainer or each alone.
 
-A trainer brings torch.distributed and DeepSpeed into its process, so none runs in that of pytest.
-The processes go through cases, many trainers after each other, and return what they saw.
+A trainer brings torch.distributed and DeepSpeed into its process, so none runs in pytest's. The
+processes run many cases one after another and return the results.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from streamrl.engines.training.optimizer_offload import DiskOffload
 from streamrl.errors import CheckpointError, DeadlineError, StreamError
 from streamrl.messages import Columns
 from tests import forked
-from tests.engines.tiny_groups import made_up_groups
+from tests.engines.tiny_groups import make_groups
 from tests.engines.tiny_qwen import publish_to_disk
 from tests.engines.trainer_layouts import CUTS, Layout
 
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from streamrl.engines.training.trainer import ModelTrainer
 
 TEMPERATURE = 0.8
-# Adam turns gradients that are next to nothing (those of the key biases) into steps of this size
-# whose direction is rounding: small enough for that to stay below the tests' 1e-6.
+# Adam turns near-zero gradients (those of key biases) into steps of this size in a direction that
+# is rounding: small enough to stay below the tests' tolerance of 1e-6.
 LR = 3e-5
-GROUPS = made_up_groups()
+GROUPS = make_groups()
 SECOND_MOMENT = 0.5
 SEVERAL_LR = 1e-3
 SEVERAL_DIVISOR = 16.0
 ALGORITHM = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01)
 SETTINGS = ALGORITHM.to_settings(max_length=8, reward_weights={})
-# Several updates of decoupled PPO, without the farthest tokens of the step.
+# Several updates of decoupled PPO with the second moment mask.
 SEVERAL = AlgorithmConfig(
     whiten_advantages=True,
     epochs=2,
@@ -62,7 +62,7 @@ VALUED = {
     uid: {**columns, "values": np.where(columns["loss_mask"], 0.1, 0).astype(np.float32)}
     for uid, columns in GROUPS.items()
 }
-"""The same, as a critic that expects a tenth of everything has scored them."""
+"""The same, scored by a critic that predicts 0.1 everywhere."""
 NARROW = "narrow"
 LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 3.0}
 SEQUENCE = np.array([1, 5, 9, 33, 60, 7, 7, 21], np.int32)
@@ -70,19 +70,19 @@ LATE_S = 10.0
 UNTAUGHT = {
     uid: {**columns, "scores": np.ones_like(columns["scores"])} for uid, columns in GROUPS.items()
 }
-"""The same with nothing to choose between: their gradient is 0."""
+"""The same with equal scores: their gradient is 0."""
 TEXTS = ["t4 t5 t6 t7", "t9", "t8 t8 t5 t9 t40 t41", "t42 t43", "t7 t30 t31"]
 PTX_COEF = 3.0
 PTX_ROWS = 4
 SHARED_COEFS = (0.0, 0.5)
 PORTS_PER_CASE = 4
-"""Groups of ranks that a case makes, one after the other, at most."""
+"""Maximum number of process groups that a case creates one after another."""
 PTX_DIVISORS = (1.0, 16.0)
-"""What each update's own loss is divided by."""
+"""Loss denominator of each update."""
 
 
 class Saved(NamedTuple):
-    """A trainer's state after its first step, and the parameters it had then."""
+    """A trainer's state after its first step, and its parameters then."""
 
     label: str
     folder: Path
@@ -90,7 +90,7 @@ class Saved(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A state of another layout: what it had, what was loaded, and the second step from there."""
+    """A state of another layout: its parameters, those loaded, and the second step from there."""
 
     label: str
     saved: dict[str, torch.Tensor]
@@ -99,14 +99,14 @@ class Moved(NamedTuple):
 
 
 @dataclass
-class Seat:
-    """A rank's place in a job, and what it has seen."""
+class RankJob:
+    """A rank's position in a job, and its results."""
 
     rank: int
     model_path: str
     folder: Path
     ports: list[int]
-    seen: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
     saved: list[Saved] = field(default_factory=list)
 
     def trainer(
@@ -144,25 +144,25 @@ class Seat:
         )
 
     def meet(self, occasion: str) -> None:
-        """Wait until both processes are here; the test's own deadline is the bound."""
+        """Wait until both processes are here; the test's own timeout applies."""
         (self.folder / f"{occasion}_{self.rank}").touch()
         while not (self.folder / f"{occasion}_{1 - self.rank}").exists():
             time.sleep(0.05)
 
 
 def cut(groups: Mapping[str, Columns], *, num_micro_batches: int, num_shares: int) -> list[Round]:
-    """All rollouts in rounds; with five micro-batches the last share goes without in the last."""
+    """Split all rollouts into rounds; of five micro-batches the last leaves the last rank idle."""
     picks = [(uid, i) for uid, columns in groups.items() for i in range(len(columns["lengths"]))]
-    places = num_micro_batches * num_shares
-    if places > CUTS[-1]:
-        places -= 1
-    parts = [tuple(picks[start::places]) for start in range(places)]
-    parts += [()] * (num_micro_batches * num_shares - places)
+    num_parts = num_micro_batches * num_shares
+    if num_parts > CUTS[-1]:
+        num_parts -= 1
+    parts = [tuple(picks[start::num_parts]) for start in range(num_parts)]
+    parts += [()] * (num_micro_batches * num_shares - num_parts)
     return [tuple(parts[start : start + num_shares]) for start in range(0, len(parts), num_shares)]
 
 
 def own(trainer: "ModelTrainer", work: Round) -> MicroBatch:
-    """What of a round its rank trains."""
+    """Return a rank's micro-batch of a round."""
     return work[trainer._config.get_dp_rank(trainer.rank)]
 
 
@@ -177,78 +177,80 @@ def divisor_of(groups: dict[str, Columns]) -> float:
 def train_step(
     trainer: "ModelTrainer", num_micro_batches: int, num_shares: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """One step over all groups: this rank's metric sums, and what the update reports."""
+    """Run a step over all groups; return this rank's metric sums and the update's metrics."""
     rounds = cut(GROUPS, num_micro_batches=num_micro_batches, num_shares=num_shares)
     sums = add_up(trainer.train_micro_batch(GROUPS, own(trainer, work)) for work in rounds)
     return sums, trainer.step(divisor_of(GROUPS))
 
 
 def parameters_of(trainer: "ModelTrainer") -> dict[str, torch.Tensor]:
-    """What is trained, under all its names."""
-    found = {name: tensor.float().clone() for name, tensor in trainer.full_state()}
+    """Return the trained parameters under all their names."""
+    parameters = {name: tensor.float().clone() for name, tensor in trainer.full_state()}
     for names in trainer._parameters.tied_groups:
-        given = names & found.keys()
-        assert len(given) <= 1, "one of them is published"
-        found |= dict.fromkeys(names, found[min(given)]) if given else {}
-    return found
+        published_names = names & parameters.keys()
+        assert len(published_names) <= 1, "one of them is published"
+        parameters |= (
+            dict.fromkeys(names, parameters[min(published_names)]) if published_names else {}
+        )
+    return parameters
 
 
-def two_steps(seat: Seat, layout: Layout, cuts: int, **changes: Any) -> dict[str, Any]:
-    trainer = seat.trainer(layout, **changes)
+def run_two_steps(job: RankJob, layout: Layout, cuts: int, **changes: Any) -> dict[str, Any]:
+    trainer = job.trainer(layout, **changes)
     steps = [train_step(trainer, cuts, layout.num_shares) for _ in range(2)]
-    seen = {
+    results = {
         "norms": [report["policy/grad_norm"] for _, report in steps],
         "sums": steps[0][0],
         "parameters": parameters_of(trainer),
     }
     trainer.close()
-    return seen
+    return results
 
 
-def same_update(seat: Seat, layout: Layout) -> None:
+def same_update(job: RankJob, layout: Layout) -> None:
     for cuts in CUTS:
-        seat.seen[f"update/{layout.label}/{cuts}"] = two_steps(seat, layout, cuts)
+        job.results[f"update/{layout.label}/{cuts}"] = run_two_steps(job, layout, cuts)
 
 
-def save_and_go_on(seat: Seat, layout: Layout) -> None:
-    """Step, save, step; and the last step again from what was saved."""
-    folder = seat.folder / layout.label
-    trainer = seat.trainer(layout, warmup_steps=4)
+def save_and_resume(job: RankJob, layout: Layout) -> None:
+    """Run a step, save, run a step; then repeat the last step from the checkpoint."""
+    folder = job.folder / layout.label
+    trainer = job.trainer(layout, warmup_steps=4)
     train_step(trainer, 1, layout.num_shares)
     trainer.save_training_state(folder)
     if layout.zero_stage in (1, 3):
-        trainer.save_model(seat.folder / f"{layout.label}-model")
-        seat.seen[f"model/{layout.label}"] = parameters_of(trainer)
+        trainer.save_model(job.folder / f"{layout.label}-model")
+        job.results[f"model/{layout.label}"] = parameters_of(trainer)
     saved = parameters_of(trainer)
     first = second_step(trainer, layout)
     trainer.close()
-    trainer = seat.trainer(layout, warmup_steps=4)
-    for other in seat.saved:
+    trainer = job.trainer(layout, warmup_steps=4)
+    for other in job.saved:
         trainer.load_training_state(other.folder)
-        taken = parameters_of(trainer)
-        seat.seen.setdefault(f"moved/{layout.label}", []).append(
-            Moved(other.label, other.parameters, taken, second_step(trainer, layout))
+        loaded = parameters_of(trainer)
+        job.results.setdefault(f"moved/{layout.label}", []).append(
+            Moved(other.label, other.parameters, loaded, second_step(trainer, layout))
         )
     trainer.load_training_state(folder)
-    # It comes back by itself, for whatever needs it. Others may still be reading the first files.
+    # The state is restored on demand. Others may still be reading the first files.
     trainer.offload_optimizer()
-    trainer.save_training_state(seat.folder / f"{layout.label}-again")
+    trainer.save_training_state(job.folder / f"{layout.label}-again")
     trainer.offload_optimizer()
     gone = trainer._optimizer_offload._offloaded_storages
     assert isinstance(gone, DiskOffload)
-    seat.seen[f"offloaded/{layout.label}"] = sum(size for _, size in gone._sizes)
-    seat.saved.append(Saved(layout.label, folder, saved))
-    seat.seen[f"resume/{layout.label}"] = [first, second_step(trainer, layout)]
+    job.results[f"offloaded/{layout.label}"] = sum(size for _, size in gone._sizes)
+    job.saved.append(Saved(layout.label, folder, saved))
+    job.results[f"resume/{layout.label}"] = [first, second_step(trainer, layout)]
     trainer.close()
 
 
-def master_weights(seat: Seat, layout: Layout) -> None:
-    """A step in bfloat16, saved in each stage, and the second from there in the same and others."""
+def master_weights(job: RankJob, layout: Layout) -> None:
+    """Run and save a bfloat16 step in each stage; run the second step from there in all stages."""
     saved: dict[int, Path] = {}
     for stage in (1, 2, 3):
         at = replace(layout, zero_stage=stage)
-        folder = seat.folder / f"bf16-{seat.rank}-{stage}"
-        trainer = seat.trainer(at, dtype="bfloat16", lr=SEVERAL_LR)
+        folder = job.folder / f"bf16-{job.rank}-{stage}"
+        trainer = job.trainer(at, dtype="bfloat16", lr=SEVERAL_LR)
         train_step(trainer, 1, 1)
         trainer.save_training_state(folder)
         first = second_step(trainer, at)
@@ -256,11 +258,11 @@ def master_weights(seat: Seat, layout: Layout) -> None:
         saved[stage] = folder
         runs = {}
         for other, path in saved.items():
-            trainer = seat.trainer(at, dtype="bfloat16", lr=SEVERAL_LR)
+            trainer = job.trainer(at, dtype="bfloat16", lr=SEVERAL_LR)
             trainer.load_training_state(path)
             runs[other] = second_step(trainer, at)
             trainer.close()
-        seat.seen[f"bf16_state/{stage}"] = (first, runs)
+        job.results[f"bf16_state/{stage}"] = (first, runs)
 
 
 class Hostile:
@@ -273,13 +275,13 @@ class Hostile:
         return os.system, (f"touch {self._path}",)
 
 
-def old_form(seat: Seat, layout: Layout) -> None:
-    """A step, written as backends once did by themselves; then the second from there."""
+def resume_legacy_state(job: RankJob, layout: Layout) -> None:
+    """Run a step, save it in the legacy format, and run the second step from there."""
     from streamrl.engines.checkpoint.trainer_checkpoint import describe_layout
 
-    folder = seat.folder / f"old-{layout.label}-{0 if layout.world_size > 1 else seat.rank}"
+    folder = job.folder / f"old-{layout.label}-{0 if layout.world_size > 1 else job.rank}"
     folder.mkdir(exist_ok=True)
-    trainer = seat.trainer(layout)
+    trainer = job.trainer(layout)
     train_step(trainer, 1, layout.num_shares)
     backend: Any = trainer._backend
     if layout.backend == "deepspeed":
@@ -292,14 +294,14 @@ def old_form(seat: Seat, layout: Layout) -> None:
     torch.save(progress, folder / f"rank_{trainer.rank}.pt")
     first = second_step(trainer, layout)
     trainer.close()
-    trainer = seat.trainer(layout)
+    trainer = job.trainer(layout)
     trainer.load_training_state(folder)
     again = second_step(trainer, layout)
     harm = folder / f"harm_{trainer.rank}"
     torch.save({**progress, "rng": Hostile(harm)}, folder / f"rank_{trainer.rank}.pt")
     refusal = refusal_of(trainer, folder)
     torch.save({**progress, "layout": "backend=other"}, folder / f"rank_{trainer.rank}.pt")
-    seat.seen[f"old/{layout.label}"] = {
+    job.results[f"old/{layout.label}"] = {
         "runs": [first, again],
         "refusals": [refusal, refusal_of(trainer, folder)],
         "harmed": harm.exists(),
@@ -307,13 +309,13 @@ def old_form(seat: Seat, layout: Layout) -> None:
     trainer.close()
 
 
-def hostile_state(seat: Seat, layout: Layout) -> None:
-    """A state as DeepSpeed wrote it, whose optimizer file is somebody else's."""
+def hostile_state(job: RankJob, layout: Layout) -> None:
+    """Save a DeepSpeed state whose optimizer file is a hostile pickle."""
     from streamrl.engines.checkpoint.trainer_checkpoint import describe_layout
 
-    folder = seat.folder / f"hostile-{seat.rank}"
+    folder = job.folder / f"hostile-{job.rank}"
     folder.mkdir()
-    trainer = seat.trainer(layout)
+    trainer = job.trainer(layout)
     backend: Any = trainer._backend
     backend._engine.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=True)
     progress = {"layout": describe_layout(trainer._config), "num_updates": 0}
@@ -321,27 +323,27 @@ def hostile_state(seat: Seat, layout: Layout) -> None:
     torch.save(progress, folder / "rank_0.pt")
     refusals = []
     for path in sorted((folder / "zero").glob("*.pt")):
-        kept = path.read_bytes()
+        original = path.read_bytes()
         torch.save({"module": Hostile(folder / "harm")}, path)
         refusals.append(refusal_of(trainer, folder))
-        path.write_bytes(kept)
-    seat.seen["hostile"] = (refusals, (folder / "harm").exists())
+        path.write_bytes(original)
+    job.results["hostile"] = (refusals, (folder / "harm").exists())
     trainer.close()
 
 
-def go_on_from_one_rank(seat: Seat, layout: Layout) -> None:
-    """A step alone, which is saved; the second by two ranks, from what the first of them saved."""
+def resume_from_one_rank(job: RankJob, layout: Layout) -> None:
+    """Run a step alone and save it; run the second on two ranks from the first rank's state."""
     single = replace(layout, world_size=1, tensor_parallel=1)
-    trainer = seat.trainer(single)
+    trainer = job.trainer(single)
     train_step(trainer, 1, 1)
-    trainer.save_training_state(seat.folder / f"single-{layout.label}-{seat.rank}")
+    trainer.save_training_state(job.folder / f"single-{layout.label}-{job.rank}")
     alone = parameters_of(trainer)
     trainer.close()
-    trainer = seat.trainer(layout)
-    # Both have saved: to make it takes the two of them.
-    trainer.load_training_state(seat.folder / f"single-{layout.label}-0")
+    trainer = job.trainer(layout)
+    # Wait until both have saved: gathering takes both ranks.
+    trainer.load_training_state(job.folder / f"single-{layout.label}-0")
     moved = Moved(single.label, alone, parameters_of(trainer), second_step(trainer, layout))
-    seat.seen[f"grown/{layout.label}"] = moved
+    job.results[f"grown/{layout.label}"] = moved
     trainer.close()
 
 
@@ -352,32 +354,32 @@ def second_step(
     return report, parameters_of(trainer), trainer.num_updates
 
 
-def critic_updates(seat: Seat, layout: Layout) -> None:
-    """Two steps of a critic on groups with values; then what was saved is read back."""
-    trainer = seat.trainer(layout, PPO, lr=SEVERAL_LR)
+def critic_updates(job: RankJob, layout: Layout) -> None:
+    """Run two critic steps on groups with values, then read the checkpoint back."""
+    trainer = job.trainer(layout, PPO, lr=SEVERAL_LR)
     sums = []
     for _ in range(2):
         rounds = cut(VALUED, num_micro_batches=2, num_shares=layout.num_shares)
         sums.append(add_up(trainer.train_micro_batch(VALUED, own(trainer, w)) for w in rounds))
         report = trainer.step(SEVERAL_DIVISOR)
-    folder = seat.folder / f"critic-{layout.label}"
+    folder = job.folder / f"critic-{layout.label}"
     trainer.save_training_state(folder / "state")
     trainer.save_model(folder / "model")
     parameters = parameters_of(trainer)
     trainer.close()
-    seat.seen[f"critic/{layout.label}"] = {
+    job.results[f"critic/{layout.label}"] = {
         "sums": sums,
         "parameters": parameters,
         "report": report,
     }
 
 
-def two_headed_updates(seat: Seat, layout: Layout) -> None:
-    """Two steps of a model that is policy and critic, and of the policy alone."""
+def two_headed_updates(job: RankJob, layout: Layout) -> None:
+    """Run two steps of a shared policy and critic, and of the policy alone."""
     from streamrl.engines.training.tasks import PolicyTask, TwoHeadedTask
 
     facts = (
-        seat.model_path,
+        job.model_path,
         PPO.spec,
         PPO.to_settings(max_length=8, reward_weights={}),
         TEMPERATURE,
@@ -386,35 +388,35 @@ def two_headed_updates(seat: Seat, layout: Layout) -> None:
     for weight in SHARED_COEFS:
         tasks[weight] = TwoHeadedTask(*facts, value_clip=VALUE_CLIP, value_coef=weight)
     for coef, task in tasks.items():
-        trainer = seat.trainer(layout, PPO, task=task, lr=SEVERAL_LR)
+        trainer = job.trainer(layout, PPO, task=task, lr=SEVERAL_LR)
         sums = []
         for _ in range(2):
             rounds = cut(VALUED, num_micro_batches=2, num_shares=layout.num_shares)
             sums.append(add_up(trainer.train_micro_batch(VALUED, own(trainer, w)) for w in rounds))
             trainer.step(SEVERAL_DIVISOR)
-        folder = seat.folder / f"two-headed-{layout.label}-{coef}"
+        folder = job.folder / f"two-headed-{layout.label}-{coef}"
         trainer.save_training_state(folder / "state")
         trainer.save_model(folder / "model")
         parameters = parameters_of(trainer)
         trainer.close()
-        seat.seen[f"two_headed/{layout.label}/{coef}"] = {"sums": sums, "parameters": parameters}
+        job.results[f"two_headed/{layout.label}/{coef}"] = {"sums": sums, "parameters": parameters}
 
 
-def pretraining_updates(seat: Seat, layout: Layout) -> None:
-    """Updates in which only the texts have something to teach."""
+def pretraining_updates(job: RankJob, layout: Layout) -> None:
+    """Run updates with a gradient from the pretraining texts only."""
     from transformers import PreTrainedTokenizerFast
 
     from streamrl.engines.training.pretraining import PretrainingLoss
 
     texts = PretrainingLoss(
         TextStream(TEXTS, seed=0),
-        PreTrainedTokenizerFast.from_pretrained(seat.model_path),
+        PreTrainedTokenizerFast.from_pretrained(job.model_path),
         coef=PTX_COEF,
         num_texts=PTX_ROWS,
         max_tokens=5,
         micro_batch_tokens=8,
     )
-    trainer = seat.trainer(layout, AlgorithmConfig(), pretraining=texts, lr=SEVERAL_LR)
+    trainer = job.trainer(layout, AlgorithmConfig(), pretraining=texts, lr=SEVERAL_LR)
     reports = []
     for divisor in PTX_DIVISORS:
         for work in cut(UNTAUGHT, num_micro_batches=2, num_shares=layout.num_shares):
@@ -422,33 +424,33 @@ def pretraining_updates(seat: Seat, layout: Layout) -> None:
         reports.append(trainer.step(divisor))
     parameters = parameters_of(trainer)
     trainer.close()
-    seat.seen[f"pretraining/{layout.label}"] = {"reports": reports, "parameters": parameters}
+    job.results[f"pretraining/{layout.label}"] = {"reports": reports, "parameters": parameters}
 
 
-def narrow(seat: Seat) -> Seat:
-    """The same place, with the model that has adapters in these tests."""
-    return replace(seat, model_path=str(seat.folder / NARROW))
+def narrow(job: RankJob) -> RankJob:
+    """Return the same rank with the model of the LoRA tests."""
+    return replace(job, model_path=str(job.folder / NARROW))
 
 
-def lora_updates(seat: Seat, layout: Layout) -> None:
-    """Two steps of adapters; then the second again from what was saved after the first."""
-    seat = narrow(seat)
-    folder = seat.folder / f"lora-{layout.label}"
-    trainer = seat.trainer(layout, lr=SEVERAL_LR, **LORA)
+def lora_updates(job: RankJob, layout: Layout) -> None:
+    """Run two LoRA steps, then repeat the second from a checkpoint after the first."""
+    job = narrow(job)
+    folder = job.folder / f"lora-{layout.label}"
+    trainer = job.trainer(layout, lr=SEVERAL_LR, **LORA)
     start = parameters_of(trainer)
     reports = [train_step(trainer, 2, layout.num_shares)[1]]
     trainer.save_training_state(folder / "state")
     again, first = second_step(trainer, layout), parameters_of(trainer)
     trainer.save_model(folder / "model")
-    publish_to_disk(trainer, seat.model_path, folder / "versions")
+    publish_to_disk(trainer, job.model_path, folder / "versions")
     logprobs = trainer.compute_token_logprobs(SEQUENCE)
     trainer.close()
-    trainer = seat.trainer(layout, lr=SEVERAL_LR, **LORA)
+    trainer = job.trainer(layout, lr=SEVERAL_LR, **LORA)
     trainer.load_training_state(folder / "state")
     resumed = second_step(trainer, layout)
     trainer.close()
-    trainer = seat.trainer(layout, lr=SEVERAL_LR, **{**LORA, "lora_alpha": 4.0})
-    seat.seen[f"lora/{layout.label}"] = {
+    trainer = job.trainer(layout, lr=SEVERAL_LR, **{**LORA, "lora_alpha": 4.0})
+    job.results[f"lora/{layout.label}"] = {
         "start": start,
         "norms": [report["policy/grad_norm"] for report in (*reports, again[0])],
         "published": first,
@@ -459,26 +461,26 @@ def lora_updates(seat: Seat, layout: Layout) -> None:
     trainer.close()
 
 
-def lora_critic(seat: Seat, layout: Layout) -> None:
-    """A step of a critic's adapters and head."""
-    seat = narrow(seat)
-    trainer = seat.trainer(layout, PPO, lr=SEVERAL_LR, **LORA)
+def lora_critic(job: RankJob, layout: Layout) -> None:
+    """Run a step of a critic's adapters and head."""
+    job = narrow(job)
+    trainer = job.trainer(layout, PPO, lr=SEVERAL_LR, **LORA)
     start = parameters_of(trainer)
     for work in cut(VALUED, num_micro_batches=2, num_shares=layout.num_shares):
         trainer.train_micro_batch(VALUED, own(trainer, work))
     trainer.step(SEVERAL_DIVISOR)
-    trainer.save_model(seat.folder / f"lora-critic-{layout.label}")
-    seat.seen[f"lora_critic/{layout.label}"] = {
+    trainer.save_model(job.folder / f"lora-critic-{layout.label}")
+    job.results[f"lora_critic/{layout.label}"] = {
         "start": start,
         "published": parameters_of(trainer),
     }
     trainer.close()
 
 
-def lora_recomputed(seat: Seat, layout: Layout) -> None:
-    seat = narrow(seat)
+def lora_recomputed(job: RankJob, layout: Layout) -> None:
+    job = narrow(job)
     changes = {"lr": SEVERAL_LR, "gradient_checkpointing": True, **LORA}
-    seat.seen[f"lora_recomputed/{layout.label}"] = two_steps(seat, layout, 2, **changes)
+    job.results[f"lora_recomputed/{layout.label}"] = run_two_steps(job, layout, 2, **changes)
 
 
 def refusal_of(trainer: "ModelTrainer", folder: Path) -> str:
@@ -489,9 +491,9 @@ def refusal_of(trainer: "ModelTrainer", folder: Path) -> str:
     return ""
 
 
-def several_updates(seat: Seat, layout: Layout) -> None:
-    """A step of two epochs of two updates; groups are dealt to the updates in turn."""
-    trainer = seat.trainer(layout, SEVERAL, lr=SEVERAL_LR)
+def several_updates(job: RankJob, layout: Layout) -> None:
+    """Run a step of two epochs of two updates; groups are dealt to the updates in turn."""
+    trainer = job.trainer(layout, SEVERAL, lr=SEVERAL_LR)
     uids = list(GROUPS)
     updates = [
         cut({uid: GROUPS[uid] for uid in part}, num_micro_batches=2, num_shares=layout.num_shares)
@@ -509,7 +511,7 @@ def several_updates(seat: Seat, layout: Layout) -> None:
             trainer.step(SEVERAL_DIVISOR)
     parameters = parameters_of(trainer)
     trainer.close()
-    seat.seen[f"several/{layout.label}"] = {"sums": sums, "parameters": parameters}
+    job.results[f"several/{layout.label}"] = {"sums": sums, "parameters": parameters}
 
 
 def add_up(parts: Iterable[dict[str, float]]) -> dict[str, float]:
@@ -520,15 +522,15 @@ def add_up(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     return total
 
 
-def steps_that_do_not_count(seat: Seat, layout: Layout) -> None:
-    """A step without rollouts, then one whose gradient is not finite."""
-    trainer = seat.trainer(layout)
+def skipped_updates(job: RankJob, layout: Layout) -> None:
+    """Run a step without rollouts, then one with a non-finite gradient."""
+    trainer = job.trainer(layout)
     before = parameters_of(trainer)
     trainer.train_micro_batch({}, [])
     report = trainer.step(0.0)
     broken = dict(next(iter(GROUPS.values())))
     broken["scores"] = broken["scores"] * float("nan")
-    share = trainer._config.get_dp_rank(seat.rank)
+    share = trainer._config.get_dp_rank(job.rank)
     trainer.train_micro_batch({"0:9:0": broken}, [("0:9:0", 0)] if share == 0 else [])
     try:
         trainer.step(1.0)
@@ -536,54 +538,54 @@ def steps_that_do_not_count(seat: Seat, layout: Layout) -> None:
         message = str(error)
     after = parameters_of(trainer)
     trainer.close()
-    seat.seen[f"skipped/{layout.label}"] = {
+    job.results[f"skipped/{layout.label}"] = {
         "report": report,
         "message": message,
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),
     }
 
 
-def other_settings(seat: Seat, layout: Layout) -> None:
-    seat.seen["checkpointed"] = two_steps(seat, layout, 2, gradient_checkpointing=True)
+def other_settings(job: RankJob, layout: Layout) -> None:
+    job.results["checkpointed"] = run_two_steps(job, layout, 2, gradient_checkpointing=True)
     for stage in (1, 2, 3):
-        seat.seen[f"bfloat16/{stage}"] = two_steps(
-            seat, replace(layout, zero_stage=stage), 5, dtype="bfloat16"
+        job.results[f"bfloat16/{stage}"] = run_two_steps(
+            job, replace(layout, zero_stage=stage), 5, dtype="bfloat16"
         )
 
 
-def row(seat: Seat, layout: Layout, name: str) -> None:
+def row(job: RankJob, layout: Layout, name: str) -> None:
     from tests.engines.row_cases import train_row
 
-    train_row(seat, layout, name)
+    train_row(job, layout, name)
 
 
-def come_late(seat: Seat, layout: Layout) -> None:
-    """Rank 1 stays away from a collective. The last case: nothing works after it."""
-    seat.meet("start")
-    trainer = seat.trainer(layout, collective_timeout_s=LATE_S)
+def miss_collective(job: RankJob, layout: Layout) -> None:
+    """Keep rank 1 out of a collective. Must be the last case: the group is unusable afterwards."""
+    job.meet("start")
+    trainer = job.trainer(layout, collective_timeout_s=LATE_S)
     trainer.train_micro_batch(GROUPS, [("0:0:0", 0)])
     started = time.monotonic()
-    if seat.rank == 0:
+    if job.rank == 0:
         try:
             trainer.step(1.0)
         except DeadlineError as error:
-            seat.seen["late"] = (str(error), time.monotonic() - started)
-    seat.meet("end")
+            job.results["late"] = (str(error), time.monotonic() - started)
+    job.meet("end")
 
 
 CASES: dict[str, Callable[..., None]] = {
     case.__name__: case
     for case in (
         *(same_update, several_updates, critic_updates, pretraining_updates, two_headed_updates),
-        *(lora_updates, lora_critic, lora_recomputed, save_and_go_on, steps_that_do_not_count),
-        *(go_on_from_one_rank, old_form, hostile_state, master_weights),
-        *(other_settings, row, come_late),
+        *(lora_updates, lora_critic, lora_recomputed, save_and_resume, skipped_updates),
+        *(resume_from_one_rank, resume_legacy_state, hostile_state, master_weights),
+        *(other_settings, row, miss_collective),
     )
 }
 
 
 class Case(NamedTuple):
-    """What ranks of a layout go through, and what more it is about."""
+    """A sequence of steps that the ranks of a layout run, and its parameters."""
 
     name: str
     layout: Layout
@@ -591,41 +593,41 @@ class Case(NamedTuple):
 
 
 def sit(rank: int, plan: Sequence[Case], model_path: str, folder: Path, ports: list[int]) -> Any:
-    """The life of a process: what it saw."""
-    seat = Seat(rank, model_path, folder, list(ports))
+    """Run all cases in a process and return the results."""
+    job = RankJob(rank, model_path, folder, list(ports))
     for case in plan:
-        CASES[case.name](seat, case.layout, *case.more)
-    return seat.seen
+        CASES[case.name](job, case.layout, *case.more)
+    return job.results
 
 
 def run_ranks(
     cases: Iterable[Case], *, model_path: str, folder: Path, timeout_s: float
 ) -> dict[str, list[Any]]:
-    """What two processes saw, by case: one entry if one saw it alone, one per rank otherwise.
+    """Return the results of two processes by case: an entry per rank, or one for a single rank.
 
-    What they do together comes first, on torch before DeepSpeed: ZeRO 3 numbers the parameters a
-    process has ever had, and the numbers have to agree; and it leaves a linear function of its own
-    behind, which knows nothing of FSDP.
+    Cases on two ranks run first, torch before DeepSpeed. ZeRO 3 numbers all parameters a process
+    has ever had, and the numbers must agree between ranks. ZeRO 3 also leaves behind a patched
+    linear function that does not support FSDP.
     """
     order = sorted(cases, key=lambda case: case.layout.backend, reverse=True)
-    last = [case for case in order if case.name == come_late.__name__]
+    last = [case for case in order if case.name == miss_collective.__name__]
     order = [case for case in order if case not in last]
     together = [case for case in order if case.layout.world_size == 2]
     alone = [case for case in order if case.layout.world_size == 1]
     plans = [[*together, *alone[rank::2], *last] for rank in range(2)]
-    ports = free_ports(len(together) * PORTS_PER_CASE + len(last))
+    ports = find_free_ports(len(together) * PORTS_PER_CASE + len(last))
     arguments = [(rank, plan, model_path, folder, ports) for rank, plan in enumerate(plans)]
-    seen: dict[str, list[Any]] = {}
-    for found in forked.run(sit, arguments, timeout_s=timeout_s):
-        for name, value in found.items():
-            seen.setdefault(name, []).append(value)
-    return seen
+    results: dict[str, list[Any]] = {}
+    for process_results in forked.run(sit, arguments, timeout_s=timeout_s):
+        for name, value in process_results.items():
+            results.setdefault(name, []).append(value)
+    return results
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on, below those the system hands to outgoing connections.
+def find_free_ports(count: int) -> list[int]:
+    """Return free ports below the range of outgoing connections.
 
-    They are drawn by the system: other sessions of tests may have seeded `random` as this one has.
+    The system draws them: concurrent test sessions may have seeded `random` alike.
     """
     ports: list[int] = []
     for port in random.SystemRandom().sample(range(10_000, 32_000), 1000):

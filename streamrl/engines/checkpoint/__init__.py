@@ -1,1 +1,1 @@
-"""Save and load a trainer's state, for any backend and number of ranks."""
+"""Trainer checkpoints, independent of backend and number of ranks."""

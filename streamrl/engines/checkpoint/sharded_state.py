@@ -1,12 +1,13 @@
-"""The state of a trainer on disk, for any backend and any number of ranks to go on from.
+"""On-disk format of a trainer's state, loadable by any backend and any number of ranks.
 
-<trainer>/trainer.json                    updates made, and what it was written with
-          state_00000_000.safetensors     rank 0's parts of parameters and of their moments
-          rng_00000.safetensors           the random numbers of rank 0
+<trainer>/trainer.json                    number of updates, layout and adapters
+          state_00000_000.safetensors     rank 0's shards of the parameters and AdamW moments
+          rng_00000.safetensors           rank 0's random number generators
 
-Every part says which of its tensor's elements it has, as a Shard: a rank reads those that meet its
-own, whoever wrote them. Parameters are those that the optimizer updates, its float32 ones where it
-has some. To the same layout everything comes back to the last bit. Nothing is pickled.
+Every shard records as a TensorShard which elements of its tensor it holds. On loading, a rank reads
+all saved shards that overlap its own. Saved parameters are those the optimizer updates: the
+float32 master weights if the backend keeps them. Loading into the same layout restores every bit.
+The format uses no pickle.
 """
 
 import json
@@ -32,16 +33,16 @@ FORMAT_VERSION = 2
 PROGRESS_FILE = "trainer.json"
 VALUE_KIND, MOMENT_KINDS = "value", ("exp_avg", "exp_avg_sq")
 MAX_FILE_BYTES = 256 << 20
-"""Size at which another file is begun: so much of a state is in memory twice while it is saved."""
+"""Size at which the writer starts the next file; bounds the copy in memory while saving."""
 _SHARDS_KEY = "shards"
 
 
 @dataclass(frozen=True)
 class ParameterFragment:
-    """A part of a parameter as a rank's optimizer has it.
+    """The part of a parameter that a rank's optimizer updates.
 
-    It is `shard.numel` elements of the optimizer's own tensor `owner`, from `start` on. `is_copy`:
-    another rank saves the same.
+    The fragment is `shard.numel` elements of the flat `optimizer_tensor`, starting at `offset`.
+    `is_copy` marks a replica that another rank saves.
     """
 
     shard: TensorShard
@@ -50,15 +51,16 @@ class ParameterFragment:
     is_copy: bool = False
 
     def slice_block(self, block: Tensor) -> Tensor:
-        """Its elements [n] of a tensor that lies as the owner does."""
+        """Return the fragment's elements [n] of a tensor laid out like `optimizer_tensor`."""
         return block.detach().view(-1).narrow(0, self.offset, self.shard.numel)
 
 
 @dataclass(frozen=True)
 class TrainerProgress:
-    """How far a trainer has come. `step` is its optimizer's, 0 before the first.
+    """Progress of a trainer; `step` is the optimizer's step, 0 before the first.
 
-    `layout` is what it was written with, in words; `adapters` what another run has to have alike.
+    `layout` describes the backend that wrote the state, for messages. `adapters` describes the LoRA
+    settings, which must be equal on loading.
     """
 
     num_updates: int
@@ -73,7 +75,7 @@ def save_state(
     fragments: Iterable[ParameterFragment],
     optimizer: torch.optim.Optimizer,
 ) -> int:
-    """Write what a rank has of the state; returns the optimizer's step."""
+    """Write a rank's shards of parameters and moments; return the optimizer's step."""
     steps = {0}
     with _StateWriter(directory, f"state_{rank:05d}") as files:
         for fragment in fragments:
@@ -95,11 +97,11 @@ def load_state(
     step: int,
     fragments: Iterable[ParameterFragment],
     optimizer: torch.optim.Optimizer,
-    placed: Iterable[tuple[str, Tensor, TensorShard]],
+    live_shards: Iterable[tuple[str, Tensor, TensorShard]],
 ) -> None:
-    """Fill a rank's optimizer from what any ranks saved, and the parameters computed with.
+    """Fill a rank's optimizer and the parameters of the forward pass from all saved shards.
 
-    Raises CheckpointError if a part of them was not saved.
+    Raises CheckpointError if an element was not saved.
     """
     with StateReader(directory) as files:
         for fragment in fragments:
@@ -110,29 +112,28 @@ def load_state(
                 continue
             state = optimizer.state[fragment.optimizer_tensor]
             if not state:
-                own = fragment.optimizer_tensor.detach()
-                state |= {kind: torch.zeros_like(own) for kind in MOMENT_KINDS}
+                optimizer_tensor = fragment.optimizer_tensor.detach()
+                state |= {kind: torch.zeros_like(optimizer_tensor) for kind in MOMENT_KINDS}
             state["step"] = torch.tensor(float(step), dtype=torch.float32)
             for kind in MOMENT_KINDS:
                 files.fill_shard(kind, fragment.shard, fragment.slice_block(state[kind]))
-        for _, tensor, shard in placed:
+        for _, tensor, shard in live_shards:
             files.fill_shard(VALUE_KIND, shard, tensor.detach().view(-1)[: shard.numel])
 
 
 def write_progress(directory: Path, progress: TrainerProgress) -> None:
-    """Write what one rank knows for all."""
     text = json.dumps({"format": FORMAT_VERSION, **vars(progress)}, indent=1)
     (directory / PROGRESS_FILE).write_text(text + "\n")
 
 
 def read_progress(directory: Path) -> TrainerProgress:
-    """Read what `write_progress` wrote. Raises CheckpointError for anything else."""
+    """Read trainer.json. Raises CheckpointError if it is missing, damaged or of another format."""
     path = directory / PROGRESS_FILE
     try:
-        found = read_small_json(path)
-        if found.pop("format") != FORMAT_VERSION:
+        fields = read_small_json(path)
+        if fields.pop("format") != FORMAT_VERSION:
             raise CheckpointError(f"{path}: not a trainer's state of format {FORMAT_VERSION}")
-        progress = TrainerProgress(**found)
+        progress = TrainerProgress(**fields)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: {error!r}: cannot be read") from error
     if not all(isinstance(n, int) and n >= 0 for n in (progress.num_updates, progress.step)):
@@ -141,36 +142,34 @@ def read_progress(directory: Path) -> TrainerProgress:
 
 
 def save_rng(directory: Path, rank: int) -> None:
-    """Write where this rank's random numbers are."""
-    found = {"cpu": torch.get_rng_state()}
+    states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state()
-    _make_rng_path(directory, rank).write_bytes(to_safetensors(found))
+        states["cuda"] = torch.cuda.get_rng_state()
+    _make_rng_path(directory, rank).write_bytes(to_safetensors(states))
 
 
 def restore_rng(directory: Path, rank: int) -> None:
-    """Go on with them; a rank that was not there when they were saved keeps its own."""
+    """Restore this rank's generators; do nothing if the saving run had no such rank."""
     path = _make_rng_path(directory, rank)
     if not path.is_file():
         return
-    found = _read_rng(path)
-    torch.set_rng_state(found["cpu"])
-    if "cuda" in found and torch.cuda.is_available():
-        torch.cuda.set_rng_state(found["cuda"])
+    states = _read_rng(path)
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def _read_rng(path: Path) -> dict[str, Tensor]:
-    """Read where a rank's random numbers are. Raises CheckpointError for what is no such state."""
     with _open_safetensors(path) as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    now, then = torch.get_rng_state(), found.get("cpu")
-    if then is None or (then.dtype, then.shape) != (now.dtype, now.shape):
-        raise CheckpointError(f"{path}: not a state of random numbers")
-    return found
+        states = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    current, saved = torch.get_rng_state(), states.get("cpu")
+    if saved is None or (saved.dtype, saved.shape) != (current.dtype, current.shape):
+        raise CheckpointError(f"{path}: not a state of torch's random number generator")
+    return states
 
 
 def check_saved_state(directory: Path) -> TrainerProgress:
-    """Check, of large files by their headers, that a state is whole, or raise CheckpointError."""
+    """Raise CheckpointError unless a saved state is complete; reads only headers of large files."""
     progress = read_progress(directory)
     with StateReader(directory) as files:
         files.check_complete(MOMENT_KINDS if progress.step else ())
@@ -180,7 +179,7 @@ def check_saved_state(directory: Path) -> TrainerProgress:
 
 
 class StateReader:
-    """The parts that all ranks saved, by kind and tensor. A context: its files are mapped."""
+    """Index of the shards that all ranks saved; a context manager that keeps the files mapped."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -215,39 +214,44 @@ class StateReader:
             raise CheckpointError(f"{path}: not a trainer's state: {error!r}") from error
 
     def fill_shard(self, kind: str, shard: TensorShard, target: Tensor) -> None:
-        """Fill what a rank stores of a tensor, [n], from all parts that have some of it."""
+        """Fill `target` [n], a rank's shard of a tensor, from all saved shards that overlap it.
+
+        Shards are sets of boxes. Each saved box is intersected with each wanted box, the common
+        elements are copied, and copied boxes are subtracted from those still missing. Raises
+        CheckpointError if elements remain missing.
+        """
         missing = shard.boxes
-        for part, read in self._parts.get((kind, shard.tensor), ()):
-            common = [
-                (piece.narrow_to(box), own.narrow_to(box))
-                for piece in part.pieces
-                for own in shard.pieces
-                if (box := piece.box.intersect(own.box))
+        for saved_shard, read in self._parts.get((kind, shard.tensor), ()):
+            overlaps = [
+                (source_piece.narrow_to(box), target_piece.narrow_to(box))
+                for source_piece in saved_shard.pieces
+                for target_piece in shard.pieces
+                if (box := source_piece.box.intersect(target_piece.box))
             ]
-            if not common or not missing:
+            if not overlaps or not missing:
                 continue
             source = read()
-            for piece, own in common:
-                _view_piece(target, own).copy_(_view_piece(source, piece))
-            missing = subtract_boxes(missing, [piece.box for piece, _ in common])
+            for source_piece, target_piece in overlaps:
+                _view_piece(target, target_piece).copy_(_view_piece(source, source_piece))
+            missing = subtract_boxes(missing, [source_piece.box for source_piece, _ in overlaps])
         if missing:
             raise CheckpointError(
                 f"{self._directory} lacks {kind} of {shard.tensor}{missing[0]}: it was written for"
-                " another model, or is not whole"
+                " another model, or is incomplete"
             )
 
     def check_complete(self, kinds: Iterable[str]) -> None:
-        """Raise CheckpointError unless the parts of each tensor make up all of it."""
+        """Raise CheckpointError unless the shards of each tensor cover it."""
         names = [name for kind, name in self._parts if kind == VALUE_KIND]
         for kind in (VALUE_KIND, *kinds):
             for name in names:
-                found = [
+                covered_boxes = [
                     box for shard, _ in self._parts.get((kind, name), ()) for box in shard.boxes
                 ]
-                # A tensor ends where the farthest part of it does.
+                # The shape is not stored: infer it as the maximal end of any shard.
                 stops = zip(*(box.stop for box in self._iter_boxes(name)), strict=True)
-                whole = TensorBox.from_shape(tuple(map(max, stops)))
-                if missing := subtract_boxes([whole], found):
+                full_box = TensorBox.from_shape(tuple(map(max, stops)))
+                if missing := subtract_boxes([full_box], covered_boxes):
                     raise CheckpointError(f"{self._directory} lacks {kind} of {name}{missing[0]}")
 
     def _iter_boxes(self, name: str) -> Iterator[TensorBox]:
@@ -257,7 +261,7 @@ class StateReader:
 
 @dataclass
 class _StateWriter:
-    """The files that one rank writes, each of bounded size."""
+    """Writes the shards of a rank into files of bounded size."""
 
     directory: Path
     stem: str
@@ -270,7 +274,6 @@ class _StateWriter:
         return self
 
     def add_shard(self, kind: str, shard: TensorShard, elements: Tensor) -> None:
-        """Take a part; it is copied."""
         self._pending_tensors[f"{kind}/{shard.tensor}"] = elements.to("cpu", copy=True)
         self._pending_shards[shard.tensor] = _encode_shard(shard)
         self._pending_bytes += elements.nbytes
@@ -296,16 +299,23 @@ def _view_piece(stored: Tensor, piece: ShardPiece) -> Tensor:
 
 
 def _encode_shard(shard: TensorShard) -> list[Any]:
-    parts = [[box.start, box.stop, at] for box, at in shard.box_origins]
-    return [shard.shape, parts, shard.flat_range]
+    boxes = [[box.start, box.stop, origin] for box, origin in shard.box_origins]
+    return [shard.shape, boxes, shard.flat_range]
 
 
-def _decode_shard(name: str, written: Any) -> TensorShard:
-    shape, parts, run = written
-    found = tuple((TensorBox(tuple(start), tuple(stop)), tuple(at)) for start, stop, at in parts)
-    shard = TensorShard(name, tuple(shape), found, None if run is None else (run[0], run[1]))
+def _decode_shard(name: str, encoded: Any) -> TensorShard:
+    shape, boxes, flat_range = encoded
+    box_origins = tuple(
+        (TensorBox(tuple(start), tuple(stop)), tuple(origin)) for start, stop, origin in boxes
+    )
+    shard = TensorShard(
+        name,
+        tuple(shape),
+        box_origins,
+        None if flat_range is None else (flat_range[0], flat_range[1]),
+    )
     if shard.numel != sum(box.numel for box in shard.boxes):
-        raise ValueError(f"{name}: its parts are not what it stores")
+        raise ValueError(f"{name}: its boxes do not add up to its number of elements")
     return shard
 
 
@@ -314,7 +324,6 @@ def _make_rng_path(directory: Path, rank: int) -> Path:
 
 
 def _open_safetensors(path: Path) -> Any:
-    """A safetensors file; raises CheckpointError unless it is a whole one."""
     try:
         if not path.is_file():
             raise OSError("not a regular file")
@@ -324,11 +333,10 @@ def _open_safetensors(path: Path) -> Any:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write whole tensors, on the CPU, into one file."""
     path.write_bytes(to_safetensors({n: t.contiguous() for n, t in tensors.items()}))
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read what `save_tensors` wrote, as tensors of their own. Raises CheckpointError."""
+    """Read a file of `save_tensors` into new tensors. Raises CheckpointError if it is damaged."""
     with _open_safetensors(path) as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""A trainer saved, and gone on with: in today's form, or as backends once wrote it."""
+"""Save a trainer; load it from today's format or from the one of earlier versions."""
 
 import pickle
 from pathlib import Path
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from streamrl.engines.training.trainer import TrainingBackend
 
 LEGACY_FIELDS = {"layout": str, "num_updates": int, "rng": torch.Tensor}
-"""What each rank once wrote, and of which kind; cuda_rng besides, which may be None."""
+"""Fields and types of a rank's file in the old format; cuda_rng, which may be None, besides."""
 
 
 def save_trainer(
@@ -35,7 +35,7 @@ def save_trainer(
     config: TrainerConfig,
     num_updates: int,
 ) -> None:
-    """Write what a rank has. Raises NoSpaceError, or CheckpointError, if the disk refuses."""
+    """Write a rank's state. Raises NoSpaceError if the disk is full, else CheckpointError."""
     with wrap_checkpoint_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         step = save_state(directory, rank, backend.iter_fragments(), backend.optimizer)
@@ -50,16 +50,18 @@ def save_trainer(
 def load_trainer(
     directory: Path, rank: int, backend: "TrainingBackend", config: TrainerConfig
 ) -> int:
-    """Fill a rank from what any ranks saved; returns how many updates were made.
+    """Load a rank's state, saved by any number of ranks; return the number of updates made.
 
-    Collective. Raises CheckpointError if it is of another model or other adapters.
+    Collective. Raises CheckpointError if the state belongs to another model or other adapters.
     """
     if not (directory / PROGRESS_FILE).is_file() and list(directory.glob("rank_*.pt")):
         return _load_legacy_state(directory, rank, backend, config)
     progress, adapters = read_progress(directory), _describe_adapters(config)
     if progress.adapters != adapters:
-        was, now = (said or "no adapters" for said in (progress.adapters, adapters))
-        raise CheckpointError(f"{directory} was written with {was}, not {now}")
+        saved_text, current_text = (
+            description or "no adapters" for description in (progress.adapters, adapters)
+        )
+        raise CheckpointError(f"{directory} was written with {saved_text}, not {current_text}")
     load_state(
         directory, progress.step, backend.iter_fragments(), backend.optimizer, backend.iter_shards()
     )
@@ -71,7 +73,7 @@ def load_trainer(
 def _load_legacy_state(
     directory: Path, rank: int, backend: "TrainingBackend", config: TrainerConfig
 ) -> int:
-    """Read what backends once wrote by themselves, for their own layout alone."""
+    """Load the old format, which only the layout that wrote it can read."""
     path, layout = directory / f"rank_{rank}.pt", describe_layout(config)
     if not path.is_file():
         raise CheckpointError(f"{directory} holds no trainer state of rank {rank}")
@@ -79,8 +81,8 @@ def _load_legacy_state(
         progress = load_legacy_progress(path)
         if progress["layout"] != layout:
             raise CheckpointError(
-                f"{directory} was written with {progress['layout']}, not {layout}; of this old"
-                " form, the layout has to stay"
+                f"{directory} was written with {progress['layout']}, not {layout}; a checkpoint of"
+                " this old format can only be loaded with the same layout"
             )
         backend.load_legacy_state(directory)
     except pickle.UnpicklingError as error:
@@ -93,18 +95,17 @@ def _load_legacy_state(
 
 
 def load_legacy_progress(path: Path) -> dict[str, Any]:
-    """Load what a rank once wrote beside its state. Raises CheckpointError for anything else."""
-    found = load_plain_pickle(path)
-    is_it = isinstance(found, dict) and "cuda_rng" in found
-    if not is_it or not all(
-        isinstance(found.get(key), kind) for key, kind in LEGACY_FIELDS.items()
+    """Load a rank's progress in the old format. Raises CheckpointError for any other content."""
+    fields = load_plain_pickle(path)
+    is_progress = isinstance(fields, dict) and "cuda_rng" in fields
+    if not is_progress or not all(
+        isinstance(fields.get(key), kind) for key, kind in LEGACY_FIELDS.items()
     ):
-        raise CheckpointError(f"{path}: not a trainer's state of the old form")
-    return found
+        raise CheckpointError(f"{path}: not a trainer's state of the old format")
+    return fields
 
 
 def describe_layout(config: TrainerConfig) -> str:
-    """What a state is written with, in words."""
     has_stages = config.backend == "deepspeed" or config.has_sharded_params
     stage = f" zero_stage={config.zero_stage}" if has_stages else ""
     tensor = f" tensor_parallel={config.tensor_parallel}" if config.tensor_parallel > 1 else ""
@@ -114,6 +115,5 @@ def describe_layout(config: TrainerConfig) -> str:
 
 
 def _describe_adapters(config: TrainerConfig) -> str:
-    """The settings of LoRA, in words; empty without."""
     settings = ("lora_rank", "lora_alpha", "lora_targets") if config.lora_rank else ()
     return " ".join(f"{name}={vars(config)[name]}" for name in settings)

@@ -1,1 +1,1 @@
-"""The generation engine: requests, partial rollouts, pause and resume."""
+"""Asyncio client of the vLLM engine: requests, partial rollouts, pause and resume."""

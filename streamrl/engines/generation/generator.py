@@ -1,10 +1,12 @@
-"""Rollouts from vLLM: token ids in, sampled tokens with their logprobs and versions out.
+"""Asyncio front end of a vLLM engine: token ids in, tokens with logprobs and versions out.
 
-One engine lives in the calling process, stepped by a thread of its own (`vllm_thread`); this is its
-asyncio front. New weights are applied between two steps while rollouts run on: what was sampled
-keeps its version, and what comes next is sampled by the new weights. What the engine knows of the
-tokens before is computed anew by the new weights, unless it keeps it; or the rollouts are ended
-first, if it drains.
+    event loop:  GenerationEngine --commands--> EngineThread (vllm/engine_thread.py)
+                 PendingRequests  <--results--  steps vLLM's LLMEngine
+
+The engine runs in the calling process on a thread of its own. New weights are loaded between two
+decode steps, and running rollouts go on: sampled tokens keep their version, later tokens come from
+the new weights. The KV cache of running rollouts is recomputed with the new weights unless
+`should_keep_kv`. With `should_drain`, rollouts finish before the weights are loaded.
 """
 
 import asyncio
@@ -38,15 +40,15 @@ from streamrl.weights.lora_merge import build_full_weights
 
 __all__ = ["GenerationEngine", "GeneratorConfig", "WeightLoadStats"]
 
-#: Larger seeds do not fit where vLLM keeps them, and -1 would mean none.
+#: vLLM keeps seeds as int64; -1 means no seed.
 MAX_SEED = 2**63 - 1
 
 
 class GenerationEngine(EngineClient):
-    """One replica of the policy that samples; belongs to the event loop it was started on.
+    """A generating replica of the policy; use it only on the event loop that started it.
 
-    It serves nothing before the first `load_weights`. Many calls may run at once. When the engine
-    dies, every pending and every later call raises GenerationError.
+    Calls may run concurrently. The engine serves requests after the first `load_weights`. Once the
+    engine has died, every pending and later call raises GenerationError.
     """
 
     @classmethod
@@ -57,25 +59,26 @@ class GenerationEngine(EngineClient):
         *,
         seed: int,
         max_length: int,
-        drains: bool = False,
-        keeps_kv: bool = False,
+        should_drain: bool = False,
+        should_keep_kv: bool = False,
     ) -> "GenerationEngine":
-        """Build the engine of a model directory in this process, which needs `make_vllm_env`.
+        """Build the engine of a model directory in this process; takes seconds.
 
-        `max_length` bounds prompt and completion together, in tokens; `seed` is the engine's own
-        (each rollout has one besides); `drains` and `keeps_kv` say what becomes of rollouts when
-        new weights come, see `load_weights`. Takes seconds. Raises ConfigError if vLLM refuses the
-        settings, DeadlineError after `start_timeout_s`, GenerationError if the engine dies.
+        The environment must contain `make_vllm_env`. `max_length` bounds prompt plus completion,
+        tokens. `seed` seeds the engine; every rollout has a seed besides. See `load_weights` for
+        `should_drain` and `should_keep_kv`. Raises ConfigError if vLLM rejects the settings,
+        DeadlineError after `start_timeout_s` and GenerationError if the engine dies.
         """
         return await cls.start_from_spec(
-            EngineSpec(model_path, config, seed, max_length, drains, keeps_kv)
+            EngineSpec(model_path, config, seed, max_length, should_drain, should_keep_kv)
         )
 
     @classmethod
     async def start_from_spec(cls, spec: EngineSpec) -> "GenerationEngine":
-        """As `start`. With a team this process leads it, and must be one that does.
+        """Build the engine of a spec, as `start` does.
 
-        The others have a `FollowerRank` each; all ranks of all teams start together.
+        With `spec.rank_group`, this process must be the leader of its group. The other ranks of the
+        group start a `FollowerRank` each; all ranks of all groups start together.
         """
         engine, timeout_s = cls(spec), spec.config.start_timeout_s
         engine._thread.start()
@@ -87,7 +90,7 @@ class GenerationEngine(EngineClient):
                 f"vLLM did not start {spec.model_path} within {timeout_s:g} s"
             ) from error
         finally:
-            if engine._pending.started.cancelled():  # nobody waits for it any more
+            if engine._pending.started.cancelled():  # by the timeout or by the caller
                 engine._thread.stop()
         return engine
 
@@ -98,60 +101,66 @@ class GenerationEngine(EngineClient):
         seeds: Sequence[int],
         sampling: SamplingSettings | None = None,
         max_new_tokens: int | None = None,
-        begun: Sequence[Rollout] = (),
+        partial_rollouts: Sequence[Rollout] = (),
         watch: ProgressWatch | None = None,
     ) -> list[Rollout]:
-        """One rollout of a prompt, int32 [P], for each seed, in the seeds' order.
+        """Sample a rollout of a prompt, int32 [P], for each seed, in the order of the seeds.
 
-        A seed gives the same tokens whatever else the engine does, while the version stays the
-        same (up to rounding: the order of sums depends on the batch). Logprobs are those of the
-        sampling distribution, by `sampling` or the generator's temperature; at temperature 0 they
-        are those of 1. A rollout ends with the model's end-of-sequence token, a stop token or the
-        token that completes a stop text, which is part of it, or for length.
+        At a fixed version, a seed yields the same tokens regardless of the engine's other work, up
+        to rounding that depends on the batch. Logprobs are those of the sampling distribution
+        (`sampling`, by default the generator's temperature); at temperature 0 they are taken at
+        temperature 1. A rollout ends at the end-of-sequence token, at a stop token, at the token
+        that completes a stop string (included), or at the length limit.
 
-        `begun` is what there is already of the rollout of each seed, if anything is: one that is
-        finished is returned as it is, the others go on where they were broken off, keep what they
-        have and are as long as they would have been. What they go on with is drawn with
-        `derive_continuation_seed`, not as it would have been without the break. `watch` is told
-        what becomes of them meanwhile.
+        `partial_rollouts` resumes earlier work: empty, or a rollout per seed. Finished rollouts are
+        returned unchanged; unfinished ones keep their tokens and continue under the same length
+        limit. The continuation is sampled with `derive_continuation_seed`, so its tokens differ
+        from those of an uninterrupted rollout. `watch` makes the call visible to
+        `collect_partial_rollouts`.
 
-        Raises ConfigError for a prompt or setting the model cannot take, WeightsError before the
-        first version, DeadlineError after `request_timeout_s` and GenerationError if the engine
+        Raises ConfigError for a prompt or setting the model does not support, WeightsError before
+        the first version, DeadlineError after `request_timeout_s` and GenerationError if the engine
         dies.
         """
         self._check_tokens(prompt_ids)
         _validate_seeds(seeds)
         config = self._spec.config
         limit = config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        found = resolve_partials(prompt_ids, begun, num_rollouts=len(seeds))
-        rooms = [
+        rollouts = resolve_partials(prompt_ids, partial_rollouts, num_rollouts=len(seeds))
+        budgets = [
             count_remaining_tokens(
-                r,
+                rollout,
                 num_prompt=len(prompt_ids),
                 max_new_tokens=limit,
                 max_length=self._spec.max_length,
             )
-            for r in found
+            for rollout in rollouts
         ]
-        found = [r if room else finish_by_length(r) for r, room in zip(found, rooms, strict=True)]
-        draws = tuple(
-            _make_sequence_request(index, rollout, rooms[index], int(seeds[index]), len(prompt_ids))
-            for index, rollout in enumerate(found)
-            if rooms[index]
+        rollouts = [
+            rollout if budget else finish_by_length(rollout)
+            for rollout, budget in zip(rollouts, budgets, strict=True)
+        ]
+        sequences = tuple(
+            _make_sequence_request(
+                index, rollout, budgets[index], int(seeds[index]), len(prompt_ids)
+            )
+            for index, rollout in enumerate(rollouts)
+            if budgets[index]
         )
-        group = PendingGroup(found, [draw.index for draw in draws], watch)
-        if draws:
-            how = sampling or SamplingSettings(config.temperature)
-            await self._run_request(SamplingRequest(self._next_request_id(), draws, how), group)
+        group = PendingGroup(rollouts, [sequence.index for sequence in sequences], watch)
+        if sequences:
+            settings = sampling or SamplingSettings(config.temperature)
+            await self._run_request(
+                SamplingRequest(self._next_request_id(), sequences, settings), group
+            )
         return group.build_rollouts()
 
     async def collect_partial_rollouts(self) -> dict[str, list[Rollout]]:
-        """What there is of the rollouts of every watched call, by name, in the order of its seeds.
+        """Return the rollouts of every watched call so far, by name, in the order of the seeds.
 
-        Those that are finished are whole; the others end with FinishReason.ABORT, some after the
-        prompt. All of them are as they were between two steps. Of two calls of one name it tells
-        of the later. Raises GenerationError if the engine dies, or ends no step within
-        `request_timeout_s`.
+        Unfinished rollouts have FinishReason.ABORT and may consist of the prompt only. The
+        snapshot is taken between two decode steps. If two calls share a name, the later call wins.
+        Raises GenerationError if the engine dies or finishes no step within `request_timeout_s`.
         """
         self._pending.check_alive()
         groups = {
@@ -167,57 +176,56 @@ class GenerationEngine(EngineClient):
         return {g.watch.name: g.build_rollouts(running[n]) for n, g in groups.items() if g.watch}
 
     async def compute_logprobs(self, sequences: Sequence[Array]) -> tuple[int, list[Array]]:
-        """The version that is served and what it makes of these sequences, int32 [T] each.
+        """Return the served version and the token logprobs of sequences, int32 [T] each.
 
-        That is the logprob of each token at temperature 1, float32 [T]; 0 for the first, which
-        nothing comes before. Nothing is drawn from a cache. Raises as `generate` does, but for
-        GenerationError, the engine dead, after `request_timeout_s`; a sequence must be one token
-        shorter than the maximum length.
+        Logprobs are float32 [T] at temperature 1, with 0 for the first token, and are computed
+        without the prefix cache. A sequence must be shorter than the maximum length. Raises as
+        `generate` does, except that a timeout ends the engine and raises GenerationError.
         """
         for sequence in sequences:
             self._check_tokens(sequence)
         while True:
-            held = self.version
+            version = self.version
             logprobs = [np.zeros(len(sequence), np.float32) for sequence in sequences]
-            draws = tuple(
+            requests = tuple(
                 SequenceRequest(index, sequence.tolist(), 0, max_new_tokens=1)
                 for index, sequence in enumerate(sequences)
             )
-            if not draws:
-                return held, logprobs
+            if not requests:
+                return version, logprobs
             request = SamplingRequest(
-                self._next_request_id(), draws, SamplingSettings(0.0), should_score_prompt=True
+                self._next_request_id(), requests, SamplingSettings(0.0), should_score_prompt=True
             )
-            begun = [make_empty_rollout(sequence) for sequence in sequences]
-            group = PendingGroup(begun, range(len(draws)))
+            prompts = [make_empty_rollout(sequence) for sequence in sequences]
+            group = PendingGroup(prompts, range(len(requests)))
             try:
                 await self._run_request(request, group)
             except DeadlineError as error:
-                raise self._fail_engine(f"a probe was not answered: {error}") from error
+                raise self._fail_engine(f"a logprob check was not answered: {error}") from error
             for index, sampled in group.sampled_sequences.items():
                 logprobs[index][1:] = sampled.prompt_logprobs
-            # If weights came meanwhile, some may be of one version and some of another.
-            if all(sampled.versions == [held] for sampled in group.sampled_sequences.values()):
-                return held, logprobs
+            # If weights were loaded meanwhile, sequences may mix versions: try again.
+            if all(sampled.versions == [version] for sampled in group.sampled_sequences.values()):
+                return version, logprobs
 
     async def load_weights(
         self, tensors: Mapping[str, torch.Tensor | Array], version: int
     ) -> WeightLoadStats:
-        """Sample with these parameters from the next token on, and call them `version`.
+        """Load parameters as `version` and sample with them from the next token on.
 
-        `tensors` are all parameters by their names in transformers (of tied ones, one is enough),
-        or what a trainer of adapters publishes, to be merged into the model directory's weights.
-        They are used where they lie if they can be, and must stay unchanged until a later version
-        is served; they are never written to.
+        `tensors` holds either all parameters by their transformers names (a single name of tied
+        parameters suffices), or LoRA adapters, which are merged into the model directory's weights.
+        The engine aliases the tensors where possible and never writes to them: keep them unchanged
+        until a later version is served.
 
-        Rollouts run on. Their keys and values are computed anew by the new weights; an engine that
-        `keeps_kv` goes on with those of the old ones. One that `drains` ends first what it was
-        asked for before, and starts nothing meanwhile.
+        Running rollouts go on. Their KV cache is recomputed with the new weights, or kept if
+        `should_keep_kv`. With `should_drain`, the engine first finishes its earlier requests and
+        starts no new ones meanwhile.
 
-        Raises WeightsError, the engine unharmed, if the version is not newer than the last one or
-        a parameter is missing, unknown or of another shape; WeightsError, the engine dead, if vLLM
-        fails half-way; GenerationError, the engine dead, after `request_timeout_s` (twice that if
-        it drains).
+        Raises WeightsError and leaves the engine alive if the version is not newer than the last,
+        or if a parameter is missing, unknown or of another shape. Ends the engine and raises
+        WeightsError if vLLM fails half-way, GenerationError after `request_timeout_s` (twice that
+        if draining).
         """
         self._pending.check_alive()
         full = build_full_weights(
@@ -229,27 +237,28 @@ class GenerationEngine(EngineClient):
         return await self._apply_version(version, lambda: self._thread.load_weights(full, version))
 
     async def get_storage(self) -> ShardStorage | None:
-        """Where the parameters lie, for others to fill while it stands still; `take_up` then.
+        """Return the storage of vLLM's parameters, for resharding to write into while paused.
 
-        To be asked for before the first version; none is to be given to `load_weights` then. None
-        if they have to be given to it, as vLLM does not keep them as the checkpoint does. Raises
-        GenerationError if the engine dies, or ends no step within `request_timeout_s`.
+        Call it before the first version; afterwards use `activate_version` instead of
+        `load_weights`. Returns None if vLLM's layout differs from the checkpoint's, so that weights
+        must go through `load_weights`. Raises GenerationError if the engine dies or finishes no
+        step within `request_timeout_s`.
         """
         self._pending.check_alive()
-        found: ShardStorage | None = await self._call_thread(
+        storage: ShardStorage | None = await self._call_thread(
             self._thread.request_storage, "storage"
         )
-        return found
+        return storage
 
     async def activate_version(self, version: int) -> WeightLoadStats:
-        """As `load_weights`, of a version that has been filled into its storage."""
+        """Serve a version that was written into the storage; raises as `load_weights` does."""
         self._pending.check_alive()
         return await self._apply_version(version, lambda: self._thread.load_weights(None, version))
 
     async def use_model_dir(self, version: int) -> None:
-        """Sample with the weights of the model directory, and call them `version`.
+        """Serve the weights of the model directory as `version`, for engines without a trainer.
 
-        For those who follow no trainer. Raises as `load_weights` does.
+        Raises as `load_weights` does.
         """
         self._pending.check_alive()
         await self._apply_version(version, lambda: self._thread.use_model_dir(version))
@@ -257,11 +266,11 @@ class GenerationEngine(EngineClient):
     def _check_tokens(self, token_ids: Array) -> None:
         self._pending.check_alive()
         if self._newest_version < 0:
-            raise WeightsError("the engine holds no version of the weights yet")
+            raise WeightsError("the engine has no weights yet: load a version first")
         if not 0 < len(token_ids) < self._spec.max_length:
             raise ConfigError(
-                f"a prompt of {len(token_ids)} tokens: must have at least one and leave room for "
-                f"another below the maximum length {self._spec.max_length}"
+                f"a prompt of {len(token_ids)} tokens: must have at least one token and be shorter"
+                f" than the maximum length {self._spec.max_length}"
             )
         vocab_size = self._pending.model_info.vocab_size
         if not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
@@ -277,9 +286,8 @@ def _validate_seeds(seeds: Sequence[int]) -> None:
 
 
 def _make_sequence_request(
-    index: int, rollout: Rollout, num_new: int, seed: int, num_prompt: int
+    index: int, rollout: Rollout, max_new_tokens: int, seed: int, num_prompt: int
 ) -> SequenceRequest:
-    """What is to be sampled of a rollout that has room for `num_new` tokens more."""
     num_sampled = len(rollout.token_ids) - num_prompt
     seed = derive_continuation_seed(seed, num_sampled)
-    return SequenceRequest(index, rollout.token_ids.tolist(), seed, num_new, num_sampled)
+    return SequenceRequest(index, rollout.token_ids.tolist(), seed, max_new_tokens, num_sampled)

@@ -1,4 +1,4 @@
-"""The generation engine as the generating stages see it: a prompt in, columns out."""
+"""Adapter from the generation engine to the generate stages: a prompt in, columns out."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -21,12 +21,12 @@ from streamrl.messages import (
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights import WeightLoadStats
 
-#: Of the likeliest completion, where a seed has no say.
+#: Greedy decoding ignores the seed.
 GREEDY_SEED = 0
 
 
 class GroupGenerator:
-    """Samples `group_size` rollouts per prompt, with seeds that follow from run seed and uid."""
+    """Samples `group_size` rollouts per prompt, with seeds derived from run seed and uid."""
 
     def __init__(self, engine: GenerationEngine, *, group_size: int, run_seed: int) -> None:
         self._engine = engine
@@ -35,32 +35,33 @@ class GroupGenerator:
 
     @property
     def stages(self) -> Mapping[str, Callable[..., Awaitable[Columns]]]:
-        """What it does in each stage of its role."""
         return {GENERATE_CALL.stage: self.generate_group, GREEDY_CALL.stage: self.generate_greedy}
 
     async def generate_group(
         self,
         prompt: Prompt,
-        begun: Columns | None = None,
-        finished: Callable[[], None] = do_nothing,
+        partial_rollouts: Columns | None = None,
+        on_finished: Callable[[], None] = do_nothing,
     ) -> Columns:
-        """The rollouts of a prompt, on the newest weights the engine holds.
+        """Sample the rollouts of a prompt with the newest weights of the engine.
 
-        `begun` is what there is of them already, as `begun()` gave it, here or elsewhere;
-        `finished` is called for each that is.
+        `partial_rollouts` are columns from `collect_partial_rollouts` of this or another generator.
+        `on_finished` is called for each finished rollout.
         """
         rollouts = await self._engine.generate(
             prompt.token_ids,
             seeds=make_rollout_seeds(self._run_seed, prompt.uid, self._group_size),
-            begun=columns_to_rollouts(begun) if begun is not None else (),
-            watch=ProgressWatch(prompt.uid, finished),
+            partial_rollouts=columns_to_rollouts(partial_rollouts)
+            if partial_rollouts is not None
+            else (),
+            watch=ProgressWatch(prompt.uid, on_finished),
         )
         return rollouts_to_columns(rollouts)
 
     async def collect_partial_rollouts(self) -> dict[str, Columns]:
-        """What there is of each group under way, by uid, if any token of it is sampled.
+        """Return the columns of each running group with at least one sampled token, by uid.
 
-        Its rollouts that are not finished have the finish reason ABORT.
+        Unfinished rollouts have FinishReason.ABORT.
         """
         progress = await self._engine.collect_partial_rollouts()
         return {
@@ -72,12 +73,12 @@ class GroupGenerator:
     async def generate_greedy(
         self,
         prompt: Prompt,
-        begun: Columns | None = None,
-        finished: Callable[[], None] = do_nothing,
+        partial_rollouts: Columns | None = None,
+        on_finished: Callable[[], None] = do_nothing,
     ) -> Columns:
-        """The prompt's likeliest completion, token by token, on those weights.
+        """Decode the prompt greedily with the newest weights.
 
-        The only one: with it all is finished, and what is begun is not gone on with.
+        Ignores `partial_rollouts` and `on_finished`: a greedy completion is not resumed.
         """
         (rollout,) = await self.sample(prompt, [GREEDY_SEED], sampling=SamplingSettings(0.0))
         return {"greedy_ids": rollout.completion_ids}
@@ -85,42 +86,32 @@ class GroupGenerator:
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], *, sampling: SamplingSettings
     ) -> list[Rollout]:
-        """Sample one rollout per seed in another way: what an evaluation asks for."""
         return await self._engine.generate(prompt.token_ids, seeds=seeds, sampling=sampling)
 
     async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array]:
-        """What the weights that are served say of these tokens; see `GenerationEngine.probe`."""
         _, logprobs = await self._engine.compute_logprobs(sequences)
         return logprobs
 
     async def load_weights(
         self, tensors: Mapping[str, torch.Tensor | Array], version: int
     ) -> WeightLoadStats:
-        """Sample with a new version from the next decode step on.
-
-        A value head that is part of the policy's model samples nothing.
-        """
-        own = {
+        # vLLM does not know the value head of a model shared by policy and critic.
+        policy_tensors = {
             name: value for name, value in tensors.items() if not name.startswith(VALUE_HEAD_PREFIX)
         }
-        return await self._engine.load_weights(own, version)
+        return await self._engine.load_weights(policy_tensors, version)
 
     async def get_storage(self) -> ShardStorage | None:
-        """See `GenerationEngine.get_storage`."""
         return await self._engine.get_storage()
 
     async def activate_version(self, version: int) -> WeightLoadStats:
-        """See `GenerationEngine.take_up`."""
         return await self._engine.activate_version(version)
 
     async def sleep(self) -> None:
-        """See `GenerationEngine.sleep`."""
         await self._engine.sleep()
 
     async def pause(self, reason: str) -> None:
-        """See `GenerationEngine.suspend`."""
         await self._engine.pause(reason)
 
     async def resume(self, reason: str) -> None:
-        """See `GenerationEngine.resume`."""
         await self._engine.resume(reason)

@@ -1,8 +1,8 @@
-"""Rollouts that are begun and not finished: what they are, and how they go on.
+"""Partial rollouts: create, resume and extend them (Kimi k1.5, arXiv 2501.12599).
 
-A rollout may be sampled in several goes, by several versions and in several engines. What is there
-keeps its tokens, logprobs and versions; what comes is appended. An unfinished rollout ends with
-FinishReason.ABORT, and one of which nothing is sampled yet is its prompt.
+A rollout may be sampled piecewise, by several versions and in several engines. Existing tokens keep
+their logprobs and versions; new tokens are appended. An unfinished rollout has FinishReason.ABORT;
+a rollout without sampled tokens consists of the prompt.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from streamrl.messages import Array, FinishReason, Rollout
 
 
 def make_empty_rollout(prompt_ids: Array) -> Rollout:
-    """The rollout of a prompt, int32 [P], of which nothing is sampled yet."""
+    """Return a rollout of a prompt, int32 [P], without sampled tokens."""
     num_tokens = len(prompt_ids)
     return Rollout(
         token_ids=prompt_ids,
@@ -27,27 +27,29 @@ def make_empty_rollout(prompt_ids: Array) -> Rollout:
 
 
 def resolve_partials(
-    prompt_ids: Array, begun: Sequence[Rollout], *, num_rollouts: int
+    prompt_ids: Array, partial_rollouts: Sequence[Rollout], *, num_rollouts: int
 ) -> Sequence[Rollout]:
-    """What there is of each of the rollouts of a prompt; `begun` may be empty.
+    """Return `partial_rollouts`, or empty rollouts of the prompt if none are given.
 
-    Raises ValueError if it is not one per rollout, or begins with another prompt.
+    Raises ValueError if their number differs from `num_rollouts` or a prompt differs.
     """
-    if not begun:
+    if not partial_rollouts:
         return [make_empty_rollout(prompt_ids)] * num_rollouts
-    if len(begun) != num_rollouts:
-        raise ValueError(f"{len(begun)} begun rollouts for {num_rollouts} seeds")
-    if any(not np.array_equal(r.token_ids[: len(prompt_ids)], prompt_ids) for r in begun):
-        raise ValueError("a begun rollout does not begin with the prompt")
-    return begun
+    if len(partial_rollouts) != num_rollouts:
+        raise ValueError(f"{len(partial_rollouts)} partial rollouts for {num_rollouts} seeds")
+    if any(
+        not np.array_equal(r.token_ids[: len(prompt_ids)], prompt_ids) for r in partial_rollouts
+    ):
+        raise ValueError("a partial rollout does not start with the prompt")
+    return partial_rollouts
 
 
 def count_remaining_tokens(
     rollout: Rollout, *, num_prompt: int, max_new_tokens: int, max_length: int
 ) -> int:
-    """Tokens a rollout may still be given; 0 if it is finished.
+    """Return the number of tokens that may still be sampled; 0 if the rollout is finished.
 
-    `max_new_tokens` bounds what follows the prompt of `num_prompt` tokens, `max_length` all of it.
+    `max_new_tokens` bounds the completion after `num_prompt` tokens, `max_length` the total.
     """
     if rollout.finish_reason is not FinishReason.ABORT:
         return 0
@@ -56,21 +58,21 @@ def count_remaining_tokens(
 
 
 def finish_by_length(rollout: Rollout) -> Rollout:
-    """The rollout, which can be given no more tokens: if it is not finished, its length ends it."""
+    """Set FinishReason.LENGTH on an unfinished rollout."""
     if rollout.finish_reason is not FinishReason.ABORT:
         return rollout
     return replace(rollout, finish_reason=FinishReason.LENGTH)
 
 
-def derive_continuation_seed(seed: int, num_begun: int) -> int:
-    """The seed that samples on after `num_begun` tokens; 0 to 2^63 - 1.
+def derive_continuation_seed(seed: int, num_sampled: int) -> int:
+    """Derive the seed, 0 to 2^63 - 1, that samples on after `num_sampled` tokens.
 
-    With the rollout's own seed the draws would be those of its first tokens once more. It follows
-    from that seed and the number of tokens, so the same break gives the same tokens again.
+    The original seed would repeat the random numbers of the first tokens. The derived seed depends
+    only on that seed and `num_sampled`, so resuming at the same token is reproducible.
     """
-    if num_begun == 0:
+    if num_sampled == 0:
         return seed
-    digest = hashlib.blake2b(f"{seed}/{num_begun}".encode(), digest_size=8)
+    digest = hashlib.blake2b(f"{seed}/{num_sampled}".encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
@@ -82,7 +84,6 @@ def extend_rollout(
     versions: Sequence[int],
     finish_reason: FinishReason,
 ) -> Rollout:
-    """A rollout and the tokens that were sampled after it."""
     return Rollout(
         token_ids=_append_values(rollout.token_ids, token_ids),
         loss_mask=_append_values(rollout.loss_mask, np.ones(len(token_ids), np.bool_)),

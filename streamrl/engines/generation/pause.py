@@ -1,4 +1,4 @@
-"""An engine that stands still: why, and the deadlines of its work, which stand still with it."""
+"""Pause of an engine, by reference-counted reasons; timeouts of its requests pause with it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,42 +6,45 @@ from contextlib import asynccontextmanager
 
 
 class PauseState:
-    """Reasons to stand still; it moves on once none is left. Belongs to one event loop."""
+    """Set of reasons to pause and the timeouts they suspend; belongs to one event loop.
+
+    The engine resumes once the last reason is removed.
+    """
 
     def __init__(self) -> None:
         self._reasons: set[str] = set()
-        #: Deadlines under way, and what is left of each while it stands still.
+        #: Running timeouts and, while paused, the seconds that remain of each.
         self._remaining_s: dict[asyncio.Timeout, float] = {}
 
     def add_reason(self, reason: str) -> bool:
-        """One more reason; whether it is the first."""
-        first = not self._reasons
+        """Add a reason and return whether it is the first, which suspends all timeouts."""
+        is_first = not self._reasons
         self._reasons.add(reason)
-        if first:
+        if is_first:
             now = asyncio.get_running_loop().time()
             for deadline in self._remaining_s:
                 self._remaining_s[deadline] = (deadline.when() or now) - now
                 deadline.reschedule(None)
-        return first
+        return is_first
 
     def remove_reason(self, reason: str) -> bool:
-        """A reason less; whether it was the last."""
+        """Remove a reason and return whether it was the last, which resumes all timeouts."""
         was_last = self._reasons == {reason}
         self._reasons.discard(reason)
         if was_last:
             now = asyncio.get_running_loop().time()
-            for deadline, left_s in self._remaining_s.items():
-                deadline.reschedule(now + left_s)
+            for deadline, remaining_s in self._remaining_s.items():
+                deadline.reschedule(now + remaining_s)
         return was_last
 
     @asynccontextmanager
     async def pausable_timeout(self, timeout_s: float) -> AsyncIterator[None]:
-        """Raise TimeoutError if what is inside takes longer, but for the time it stands still."""
+        """Raise TimeoutError if the body takes longer than `timeout_s`, excluding paused time."""
         loop = asyncio.get_running_loop()
-        limit = asyncio.timeout_at(None if self._reasons else loop.time() + timeout_s)
-        async with limit:
-            self._remaining_s[limit] = timeout_s
+        deadline = asyncio.timeout_at(None if self._reasons else loop.time() + timeout_s)
+        async with deadline:
+            self._remaining_s[deadline] = timeout_s
             try:
                 yield
             finally:
-                del self._remaining_s[limit]
+                del self._remaining_s[deadline]

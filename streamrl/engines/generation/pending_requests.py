@@ -1,4 +1,4 @@
-"""What callers of a generation engine wait for: rollouts, versions, its start and its end."""
+"""Futures of a generation engine's callers: rollouts, weight loads, replies, start and exit."""
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,14 +14,14 @@ from streamrl.weights.parameters import ParameterSet
 
 
 def do_nothing() -> None:
-    """Nobody is told."""
+    pass
 
 
 @dataclass(frozen=True)
 class ProgressWatch:
-    """What a caller wants to know of its rollouts while they are sampled.
+    """Makes a request visible to `collect_partial_rollouts` under `name`.
 
-    `progress` tells of them by `name`; `finished` is called for each that is, in any order.
+    `on_finished` is called for each finished rollout, in any order.
     """
 
     name: str
@@ -29,23 +29,26 @@ class ProgressWatch:
 
 
 class PendingGroup:
-    """The rollouts of one request, as they come in; `missing` are the indices of those to come.
+    """Collects the rollouts of a request; `missing` are the indices that are not finished yet.
 
-    `begun` is what there was of each when the request was made, those included that were finished.
+    `partials` are all rollouts of the request as they were at its start, finished ones included.
     """
 
     def __init__(
-        self, begun: Sequence[Rollout], missing: Collection[int], watch: ProgressWatch | None = None
+        self,
+        partials: Sequence[Rollout],
+        missing: Collection[int],
+        watch: ProgressWatch | None = None,
     ) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.missing_indices = set(missing)
         self.sampled_sequences: dict[int, SampledSequence] = {}
         self.watch = watch
-        self._partials = begun
-        self._report_finished(len(begun) - len(self.missing_indices))
+        self._partials = partials
+        self._report_finished(len(partials) - len(self.missing_indices))
 
     def add_sampled(self, sampled: SampledSequence) -> None:
-        """One is finished; the last one makes the group done."""
+        """Store a finished sequence; the last one resolves `done`."""
         self.missing_indices.discard(sampled.index)
         self.sampled_sequences[sampled.index] = sampled
         self._report_finished(1)
@@ -58,7 +61,7 @@ class PendingGroup:
                 self.watch.on_finished()
 
     def build_rollouts(self, running: Mapping[int, SampledSequence] | None = None) -> list[Rollout]:
-        """All of them as they are now; `running` is what there is of the missing."""
+        """Return all rollouts as they are now; `running` holds unfinished sequences by index."""
         sampled = {**(running or {}), **self.sampled_sequences}
         return [
             _extend_with_sampled(rollout, sampled[index]) if index in sampled else rollout
@@ -77,7 +80,7 @@ def _extend_with_sampled(rollout: Rollout, sampled: SampledSequence) -> Rollout:
 
 
 class PendingRequests:
-    """All pending calls of one engine; the EngineListener that brings them to an end."""
+    """All pending calls of an engine; resolves their futures as its EngineListener."""
 
     def __init__(self, model_path: str) -> None:
         self._model_path = model_path
@@ -90,8 +93,8 @@ class PendingRequests:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.thread_exit = asyncio.Event()
 
-    def on_started(self, facts: ModelInfo) -> None:
-        self.model_info = facts
+    def on_started(self, model_info: ModelInfo) -> None:
+        self.model_info = model_info
         if not self.started.done():
             self.started.set_result(None)
 
@@ -101,22 +104,22 @@ class PendingRequests:
             if group is not None:
                 group.add_sampled(sampled)
 
-    def on_rejected(self, number: int, reason: str) -> None:
-        group = self.pending_groups.get(number)
+    def on_rejected(self, request_id: int, reason: str) -> None:
+        group = self.pending_groups.get(request_id)
         if group is not None and not group.done.done():
             group.missing_indices.clear()
-            group.done.set_exception(ConfigError(f"vLLM refuses the request: {reason}"))
+            group.done.set_exception(ConfigError(f"vLLM rejected the request: {reason}"))
 
-    def on_loaded(self, version: int, loaded: WeightLoadStats) -> None:
+    def on_loaded(self, version: int, stats: WeightLoadStats) -> None:
         self.version = version
-        waiting = self.pending_loads.get(version)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(loaded)
+        future = self.pending_loads.get(version)
+        if future is not None and not future.done():
+            future.set_result(stats)
 
-    def on_reply(self, call: int, answer: Any) -> None:
-        waiting = self.pending_replies.get(call)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(answer)
+    def on_reply(self, call_id: int, answer: Any) -> None:
+        future = self.pending_replies.get(call_id)
+        if future is not None and not future.done():
+            future.set_result(answer)
 
     def on_exit(self, error: BaseException | None) -> None:
         self.thread_exit.set()
@@ -124,16 +127,16 @@ class PendingRequests:
             self.started.set_exception(
                 ConfigError(f"generator: vLLM cannot start {self._model_path}: {error}")
             )
-        ending = "ended" if error is None else f"died: {type(error).__name__}: {error}"
-        self.fail_all(f"the engine of {self._model_path} {ending}")
+        outcome = "ended" if error is None else f"died: {type(error).__name__}: {error}"
+        self.fail_all(f"the engine of {self._model_path} {outcome}")
 
     def fail_all(self, reason: str) -> None:
-        """From now on every call raises, the pending ones first; the first reason counts."""
+        """Make all pending and later calls raise GenerationError; the first reason is kept."""
         self._failure = self._failure or reason
-        waiting: list[asyncio.Future[Any]] = [self.started, *self.pending_loads.values()]
-        waiting += self.pending_replies.values()
-        waiting += [group.done for group in self.pending_groups.values()]
-        for future in waiting:
+        futures: list[asyncio.Future[Any]] = [self.started, *self.pending_loads.values()]
+        futures += self.pending_replies.values()
+        futures += [group.done for group in self.pending_groups.values()]
+        for future in futures:
             if not future.done():
                 future.set_exception(GenerationError(self._failure))
 

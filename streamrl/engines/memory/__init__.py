@@ -1,1 +1,1 @@
-"""Measure, predict and save memory."""
+"""Memory of engines: predict, measure and reduce it."""

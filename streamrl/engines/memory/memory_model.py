@@ -1,4 +1,4 @@
-"""What a trainer's rank and its generator hold, by arithmetic."""
+"""Analytic memory model of a colocated worker: a trainer rank and its generator."""
 
 from typing import TYPE_CHECKING
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MOMENT_BYTES = 2 * FLOAT32_BYTES
-"""AdamW's, bytes of a trained element."""
+"""AdamW's two moments, bytes per trained element."""
 LAYER_VALUES_PER_TOKEN = 17
-"""Values of the hidden size that a layer keeps of a token for the backward pass, as in
-arXiv:2205.05198 without the attention's scores."""
+"""Activations per layer and token that the backward pass needs, in units of the hidden size:
+arXiv 2205.05198 without the attention scores."""
 LOGIT_VALUES_PER_TOKEN = 3
-"""Values of the vocabulary's size of a token: logits, their log-softmax, and its gradient."""
+"""Vocabulary-sized vectors per token: logits, their log-softmax and the gradient."""
 
 
 def estimate_worker_memory(
@@ -38,127 +38,132 @@ def estimate_worker_memory(
     micro_batch_tokens: int,
     on_gpu: bool,
 ) -> WorkerMemory:
-    """What one hybrid worker holds of the model. On a GPU, generator.kv_cache_mb must be set."""
+    """Estimate the memory of a colocated worker. On a GPU, generator.kv_cache_mb must be set."""
     module = load_skeleton(model_path)
     elements = sum(parameter.numel() for parameter in module.parameters())
     itemsize = resolve_trainer_dtype(trainer).itemsize
     trained = count_trained_params(module, trainer)
     total = elements + (trained if trainer.lora_rank else 0)
-    kept, gathered = _count_local_elements(module, trainer, total)
+    local, gathered = _count_local_elements(module, trainer, total)
     served = 0
     if not has_shared_weights(trainer, generator, on_gpu=on_gpu):
-        # Norms are whole on every rank; they count for nothing.
+        # Ignores that norms are replicated on every rank; they are negligible.
         served = elements // generator.tensor_parallel
         if not on_gpu:
             served -= _count_aliased_elements(module, trainer, generator)
         served *= _resolve_generator_dtype(generator, on_gpu=on_gpu).itemsize
     if trainer.backend == "torch":
-        # The optimizer works on what a rank keeps.
-        trained = trained * kept // total
+        # The optimizer updates the rank's shard only.
+        trained = trained * local // total
     optimizer, gradients = _estimate_state_bytes(trainer, trained)
     largest = min(trained, _count_largest_param(module, trainer))
-    passing = estimate_transient_memory(trainer, trained=trained, largest=largest, on_gpu=on_gpu)
+    transient = estimate_transient_memory(trainer, trained=trained, largest=largest, on_gpu=on_gpu)
     kv_mb = generator.kv_cache_mb or (0 if on_gpu else KV_CACHE_MB_ON_CPU)
     tokens = micro_batch_tokens * _estimate_token_bytes(module, trainer)
     return WorkerMemory(
-        weights=kept * itemsize,
+        weights=local * itemsize,
         serving_weights=served,
         optimizer=optimizer,
-        gradients=gradients + passing.between_micro_batches,
-        activations=tokens + gathered * itemsize + passing.backward,
-        update_buffers=passing.update,
+        gradients=gradients + transient.between_micro_batches,
+        activations=tokens + gathered * itemsize + transient.backward,
+        update_buffers=transient.update,
         kv_cache=kv_mb * MIB,
     )
 
 
 def has_shared_weights(trainer: TrainerConfig, generator: GeneratorConfig, *, on_gpu: bool) -> bool:
-    """Whether a rank's generator has the trainer's weights, and none of its own."""
-    of_one_type = resolve_trainer_dtype(trainer) is _resolve_generator_dtype(
+    """Return whether a rank's generator aliases the trainer's weights instead of copying them."""
+    same_dtype = resolve_trainer_dtype(trainer) is _resolve_generator_dtype(
         generator, on_gpu=on_gpu
     )
-    in_parts = trainer.has_sharded_params or generator.tensor_parallel > 1
-    return of_one_type and not (in_parts or trainer.lora_rank or on_gpu)
+    is_split = trainer.has_sharded_params or generator.tensor_parallel > 1
+    return same_dtype and not (is_split or trainer.lora_rank or on_gpu)
 
 
 def _count_aliased_elements(
     module: "PreTrainedModel", trainer: TrainerConfig, generator: GeneratorConfig
 ) -> int:
-    """Elements of what a rank's generator serves, on a CPU, that are those the rank trains."""
-    size, parts = trainer.tensor_parallel, generator.tensor_parallel
+    """Count the elements that generator and trainer of a CPU rank share without a copy."""
+    size, generator_size = trainer.tensor_parallel, generator.tensor_parallel
     is_sharded = trainer.zero_stage == PARAMETER_SHARDING_STAGE and trainer.dp_size > 1
-    of_one_type = resolve_trainer_dtype(trainer) is _resolve_generator_dtype(
-        generator, on_gpu=False
-    )
-    if size == 1 or size % parts or is_sharded or not of_one_type:
+    same_dtype = resolve_trainer_dtype(trainer) is _resolve_generator_dtype(generator, on_gpu=False)
+    if size == 1 or size % generator_size or is_sharded or not same_dtype:
         return 0
-    # Columns of a matrix that is served whole, or in larger parts, are not in one piece there.
-    cut = (*COLUMN_PARALLEL, *ROW_PARALLEL) if size == parts else COLUMN_PARALLEL
+    # If the generator's shard is larger than the trainer's, the columns of a row-parallel matrix
+    # are strided in the generator's, so these matrices cannot be aliased.
+    parallel_names = (
+        (*COLUMN_PARALLEL, *ROW_PARALLEL) if size == generator_size else COLUMN_PARALLEL
+    )
     layers = list(iter_layers(module))
-    there = sum(p.numel() for layer in layers for p in iter_parallel_params(layer, cut)) // size
-    if parts > 1:
-        return there
-    # What training does not cut is served whole, too.
+    aliased = (
+        sum(p.numel() for layer in layers for p in iter_parallel_params(layer, parallel_names))
+        // size
+    )
+    if generator_size > 1:
+        return aliased
+    # Parameters that training does not split are served unsplit, too.
     matrices = sum(p.numel() for layer in layers for p in iter_parallel_params(layer))
-    return there + sum(p.numel() for p in module.parameters()) - matrices
+    return aliased + sum(p.numel() for p in module.parameters()) - matrices
 
 
 def _count_local_elements(
     module: "PreTrainedModel", trainer: TrainerConfig, elements: int
 ) -> tuple[int, int]:
-    """Of so many elements those that a rank keeps, and that come for a forward pass at most."""
+    """Return elements of a rank's shard, and the most gathered at a time in a forward pass."""
     if not trainer.has_sharded_params:
         return elements, 0
     if trainer.backend != "torch":
         return elements // trainer.world_size, elements
     layers = [sum(p.numel() for p in layer.parameters()) for layer in iter_layers(module)]
-    kept = elements
+    local = elements
     if trainer.tensor_parallel > 1:
         matrices = sum(
             p.numel() for layer in iter_layers(module) for p in iter_parallel_params(layer)
         )
-        kept += matrices // trainer.tensor_parallel - matrices
+        local += matrices // trainer.tensor_parallel - matrices
     if trainer.zero_stage != PARAMETER_SHARDING_STAGE or trainer.dp_size == 1:
-        return kept, 0
-    # The outermost stays for a whole pass, layers come one by one, each while the last computes;
-    # a layer's gradient is reduced in a copy.
-    outermost = elements - sum(layers)
+        return local, 0
+    # FSDP2 keeps the root's parameters gathered for a whole pass and prefetches a layer while the
+    # previous computes; a layer's gradient is reduced in a copy. So count four layers and the root.
+    root = elements - sum(layers)
     four_layers = 4 * max(layers, default=0) // trainer.tensor_parallel
-    return kept // trainer.dp_size, outermost + four_layers
+    return local // trainer.dp_size, root + four_layers
 
 
 def _count_largest_param(module: "PreTrainedModel", trainer: TrainerConfig) -> int:
-    """Elements of the largest parameter that a rank of backend torch keeps."""
-    of_all = max(parameter.numel() for parameter in module.parameters())
+    largest = max(parameter.numel() for parameter in module.parameters())
     is_sharded = trainer.has_sharded_params and trainer.zero_stage == PARAMETER_SHARDING_STAGE
-    return -(-of_all // trainer.dp_size) if is_sharded else of_all
+    return -(-largest // trainer.dp_size) if is_sharded else largest
 
 
 def _resolve_generator_dtype(generator: GeneratorConfig, *, on_gpu: bool) -> torch.dtype:
-    """What the generator holds weights in; the model's own type on a GPU is taken for bfloat16."""
-    types = {"auto": torch.bfloat16 if on_gpu else torch.float32, "float16": torch.float16}
-    return {**TORCH_DTYPES, **types}[generator.dtype]
+    """Return the generator's dtype; assumes a bfloat16 model for auto on a GPU."""
+    extra_dtypes = {"auto": torch.bfloat16 if on_gpu else torch.float32, "float16": torch.float16}
+    return {**TORCH_DTYPES, **extra_dtypes}[generator.dtype]
 
 
 def _estimate_state_bytes(trainer: TrainerConfig, trained: int) -> tuple[int, int]:
-    """Bytes of a rank's optimizer and gradients. From stage 1 on, ZeRO keeps master weights."""
+    """Return bytes of a rank's optimizer state and gradients.
+
+    From ZeRO stage 1 on, the optimizer state includes float32 master weights.
+    """
     if trainer.backend != "deepspeed" or trainer.zero_stage == 0:
         return trained * MOMENT_BYTES, trained * FLOAT32_BYTES
-    share = -(-trained // trainer.world_size)
-    return share * (MOMENT_BYTES + FLOAT32_BYTES), (
-        trained if trainer.zero_stage == 1 else share
+    shard = -(-trained // trainer.world_size)
+    return shard * (MOMENT_BYTES + FLOAT32_BYTES), (
+        trained if trainer.zero_stage == 1 else shard
     ) * FLOAT32_BYTES
 
 
 def _estimate_token_bytes(module: "PreTrainedModel", trainer: TrainerConfig) -> int:
-    """What the activations of a token take."""
     config = module.config.get_text_config()
     layers, hidden = config.num_hidden_layers, config.hidden_size
-    kept = (
+    saved = (
         layers + LAYER_VALUES_PER_TOKEN
         if trainer.gradient_checkpointing
         else layers * LAYER_VALUES_PER_TOKEN
     )
     itemsize = resolve_trainer_dtype(trainer).itemsize
     return int(
-        kept * hidden * itemsize + LOGIT_VALUES_PER_TOKEN * config.vocab_size * FLOAT32_BYTES
+        saved * hidden * itemsize + LOGIT_VALUES_PER_TOKEN * config.vocab_size * FLOAT32_BYTES
     )

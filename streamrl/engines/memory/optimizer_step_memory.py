@@ -1,7 +1,7 @@
-"""What a rank holds for a while, to reduce gradients and to update, by arithmetic.
+"""Analytic model of a rank's transient memory for gradient reduction and the optimizer step.
 
-Of DeepSpeed and torch's AdamW as they are; a bucket is DeepSpeed's, and holds gradients that are
-reduced together.
+Describes DeepSpeed 0.19 and torch's AdamW as implemented. A bucket is DeepSpeed's buffer of
+gradients that are reduced together.
 """
 
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from streamrl.engines.trainer_config import BUCKET_ELEMENTS, PARAMETER_SHARDING_
 
 FLOAT32_BYTES = 4
 ZERO0_REDUCE_ELEMENTS = 500_000_000
-"""Elements, of ZeRO's stage 0."""
+"""DeepSpeed's fixed allreduce bucket of stage 0."""
 ZERO3_SUB_GROUP_ELEMENTS = 1_000_000_000
-"""Elements, of ZeRO's stage 3."""
+"""DeepSpeed's default sub_group_size of stage 3: elements per optimizer call."""
 
 
 @dataclass(frozen=True)
 class TransientMemory:
-    """Bytes that come on top of weights, gradients and the optimizer's state.
+    """Bytes on top of weights, gradients and optimizer state.
 
-    held: from micro-batch to micro-batch. backward: of a backward pass alone. update: of an update
-    alone.
+    between_micro_batches: held during the whole step. backward: additionally in a backward pass.
+    update: additionally in an optimizer update.
     """
 
     between_micro_batches: int = 0
@@ -34,13 +34,13 @@ class TransientMemory:
 def estimate_transient_memory(
     trainer: TrainerConfig, *, trained: int, largest: int, on_gpu: bool
 ) -> TransientMemory:
-    """Of a rank that trains so many elements, of which the largest parameter it keeps has some.
+    """Estimate the transient memory of a rank that trains `trained` elements.
 
-    Before ZeRO divides them: `trained` are those of the whole model, with backend torch those that
-    the rank keeps.
+    With DeepSpeed `trained` counts the whole model, with backend torch the rank's shard. `largest`
+    counts the elements of the largest parameter.
     """
-    # On a GPU AdamW takes the roots of all second moments at once, on a CPU of one parameter's, and
-    # divides them into new memory.
+    # AdamW's square roots of second moments: of all parameters at once on a GPU (foreach); on a CPU
+    # of a single parameter, plus the quotient in new memory.
     roots = (trained if on_gpu else 2 * largest) * FLOAT32_BYTES
     if trainer.backend != "deepspeed":
         return TransientMemory(update=roots)
@@ -48,7 +48,7 @@ def estimate_transient_memory(
     if trainer.zero_stage == 0:
         return TransientMemory(update=max(reduced, roots))
     if trainer.zero_stage == 1 and resolve_trainer_dtype(trainer) is torch.bfloat16:
-        # Gradients are there as they were computed, too; they are reduced without buckets.
+        # BF16_Optimizer keeps the bfloat16 gradients besides float32 ones and uses no buckets.
         roots = _estimate_adamw_bytes(-(-trained // trainer.world_size), on_gpu=on_gpu)
         return TransientMemory(
             between_micro_batches=trained * resolve_trainer_dtype(trainer).itemsize,
@@ -58,37 +58,41 @@ def estimate_transient_memory(
 
 
 def _estimate_adamw_bytes(elements: int, *, on_gpu: bool) -> int:
-    """Of AdamW for what ZeRO updates as one parameter, in bytes."""
+    """Estimate AdamW's temporaries for a flat parameter of ZeRO, bytes."""
     return (1 if on_gpu else 2) * elements * FLOAT32_BYTES
 
 
 def _estimate_bucket_memory(
     trainer: TrainerConfig, trained: int, *, on_gpu: bool
 ) -> TransientMemory:
-    """A bucket is reduced in a copy. For the update a rank's gradients are put into one tensor."""
+    """Estimate ZeRO 1 in float32, 2 and 3, which reduce gradients in buckets.
+
+    A bucket is reduced in a copy. For the update, a rank's gradients are copied into a flat tensor.
+    """
     itemsize = resolve_trainer_dtype(trainer).itemsize
     full = min(BUCKET_ELEMENTS, trained)
-    # What a CPU has not written to yet takes no memory.
+    # On a CPU, untouched pages of the bucket take no memory.
     bucket = (BUCKET_ELEMENTS if on_gpu else full) * itemsize
-    share = -(-trained // trainer.world_size)
-    flat = share * FLOAT32_BYTES
+    shard = -(-trained // trainer.world_size)
+    flat = shard * FLOAT32_BYTES
     if trainer.zero_stage == PARAMETER_SHARDING_STAGE:
-        updated = min(share, ZERO3_SUB_GROUP_ELEMENTS)
+        updated = min(shard, ZERO3_SUB_GROUP_ELEMENTS)
         update = updated * FLOAT32_BYTES + _estimate_adamw_bytes(updated, on_gpu=on_gpu)
         return TransientMemory(
             between_micro_batches=bucket, backward=full * itemsize, update=update
         )
-    # The gradients are freed once they are in that tensor, before AdamW begins.
-    gradients = (trained if trainer.zero_stage == 1 else share) * FLOAT32_BYTES
-    update = max(flat, flat + _estimate_adamw_bytes(share, on_gpu=on_gpu) - gradients)
+    # Gradients are freed after the copy into the flat tensor, before AdamW runs.
+    gradients = (trained if trainer.zero_stage == 1 else shard) * FLOAT32_BYTES
+    update = max(flat, flat + _estimate_adamw_bytes(shard, on_gpu=on_gpu) - gradients)
     last = min(full, trained - full)
     if trainer.zero_stage == 1:
-        # Gradients move into the bucket, and out of it into a rank's part. It is there from the
-        # first backward pass of a step on.
-        held = bucket if on_gpu else 0
+        # Gradients pass through the bucket into the rank's shard. The bucket exists from the first
+        # backward pass of a step on.
+        persistent = bucket if on_gpu else 0
         return TransientMemory(
-            between_micro_batches=held, update=max(update, bucket + last * itemsize - held)
+            between_micro_batches=persistent,
+            update=max(update, bucket + last * itemsize - persistent),
         )
-    # A rank's part is made anew, and then added to what there was.
-    backward = bucket + max(full * itemsize, last * itemsize + share * itemsize)
+    # The rank's shard of new gradients is allocated first, then added to the accumulated one.
+    backward = bucket + max(full * itemsize, last * itemsize + shard * itemsize)
     return TransientMemory(backward=backward, update=update)

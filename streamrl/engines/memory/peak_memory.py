@@ -1,6 +1,6 @@
-"""The peaks of this process's memory, by phase: of its GPU where there is one, else main memory.
+"""Peak memory of this process by phase: GPU memory if it has a GPU, else resident memory.
 
-Whoever holds a handle of an actor loads its class, and this with it: torch is not for all of them.
+torch is imported lazily: processes that only hold an actor's handle import this module as well.
 """
 
 import ctypes
@@ -10,26 +10,25 @@ from pathlib import Path
 MB = 1 << 20
 PROC_STATUS, PROC_CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK_COMMAND = "5"
-"""What has the kernel begin a new peak of resident memory."""
+"""Value for /proc/self/clear_refs that resets VmHWM; see proc(5)."""
 MMAP_THRESHOLD = -3
-"""The C library's M_MMAP_THRESHOLD: blocks from this size on are mapped apart."""
+"""glibc's M_MMAP_THRESHOLD option of mallopt(3): larger blocks get a mapping of their own."""
 LARGE_BLOCK_BYTES = 1 << 20
 
 
 def release_large_blocks_eagerly() -> None:
-    """From now on give the system what is large as soon as it is freed.
+    """Make malloc return blocks of 1 MB and more to the system as soon as they are freed.
 
-    Otherwise the allocator learns to keep tensors of up to 32 MB for the next ones: of gradients
-    that are freed before an update most would still count while it is made. Memory that is new
-    each time costs time.
+    By default glibc raises the threshold up to 32 MB, so gradients freed before an update would
+    still count during the update. The price is page faults on every large allocation.
     """
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 def release_freed_memory() -> None:
-    """Give the system what was freed; the allocator keeps what is smaller than it maps apart.
+    """Return freed memory from the allocators of C and torch to the system.
 
-    On a GPU torch's allocator keeps all of it, and vLLM's would find none for keys and values.
+    torch's CUDA allocator caches all freed memory, which vLLM then lacks for the KV cache.
     """
     import torch
 
@@ -39,10 +38,10 @@ def release_freed_memory() -> None:
 
 
 class PeakMemoryTracker:
-    """What was held at most, MB, in each of the phases that follow each other.
+    """Records the peak memory, MB, of consecutive phases.
 
-    On a CPU that is all the process has in memory, libraries and shared memory too. Where the
-    kernel begins no new peaks, a phase's is that of the process so far.
+    On a CPU the peak is the process's resident memory, libraries and shared memory included. If the
+    kernel cannot reset the peak, a phase reports the peak of the process so far.
     """
 
     def __init__(self) -> None:
@@ -50,17 +49,15 @@ class PeakMemoryTracker:
         _read_and_reset_peak()
 
     def record_phase(self, phase: str) -> None:
-        """What was held since the last call was held in this phase."""
+        """Attribute the peak since the last call to `phase`."""
         self._peaks[phase] = max(self._peaks.get(phase, 0.0), _read_and_reset_peak() / MB)
 
     def drain_peaks(self) -> dict[str, float]:
-        """The peaks since the last call, by phase."""
-        found, self._peaks = self._peaks, {}
-        return found
+        peaks, self._peaks = self._peaks, {}
+        return peaks
 
 
 def _read_and_reset_peak() -> int:
-    """Largest memory since the last call, bytes."""
     import torch
 
     if torch.cuda.is_available():

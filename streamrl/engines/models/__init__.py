@@ -1,1 +1,1 @@
-"""Load, split, adapt and save transformers models."""
+"""transformers models: load, check, adapt, split and save them."""

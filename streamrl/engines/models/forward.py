@@ -1,4 +1,4 @@
-"""A policy's forward pass: the log-probability it gives to every token of a batch."""
+"""Load transformers models; compute token logprobs, entropies and values."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CHUNK_TOKENS = 2048
-"""Tokens whose distributions over the vocabulary are held in float32 at a time."""
+"""Tokens whose float32 distributions over the vocabulary exist at a time."""
 FLEX_ATTENTION = ATTENTION_IMPLEMENTATIONS["flex"]
 NEXTN_LAYERS_KEY = "num_nextn_predict_layers"
-"""Setting of models with layers that predict several tokens at once."""
+"""Key in config.json of the number of multi-token prediction layers."""
 VALUE_HEAD_PREFIX = "score."
-"""How the names of a value model's own parameters begin."""
+"""Name prefix of the value head, as in transformers' token classification models."""
 
 EntropyMode = Literal["none", "value", "gradient"]
 
 
 @dataclass(frozen=True)
 class ModelLoadOptions:
-    """How a model is built, so that it computes what vLLM computes with the same weights.
+    """Options that make transformers compute the same as vLLM with the same weights.
 
-    attention: a key of ATTENTIONS. max_length: the most tokens of a rollout, prompt included, by
-    which vLLM chooses the positions of some models; None leaves it to each rollout's own length.
+    attention: a key of ATTENTION_IMPLEMENTATIONS. max_length: longest rollout, tokens, prompt
+    included; vLLM selects LongRoPE factors by it. None selects them by the length of each batch.
     """
 
     attention: str = "auto"
@@ -50,14 +50,13 @@ class TokenScores(NamedTuple):
 
 
 def get_local_device() -> torch.device:
-    """The GPU this process works on, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def synchronize_device() -> None:
-    """Until a GPU has done what it was given, for whoever goes on with it on another stream."""
+    """Wait for the GPU's queued work, so that another stream can use the results."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -65,11 +64,10 @@ def synchronize_device() -> None:
 def load_model(
     path: str, *, dtype: torch.dtype, options: ModelLoadOptions = DEFAULT_OPTIONS
 ) -> "PreTrainedModel":
-    """The causal language model in a Hugging Face directory, in training mode, without dropout.
+    """Load the causal language model of a Hugging Face directory, in training mode.
 
-    Dropout would make the policy that is trained another one than the policy that sampled. Raises
-    ConfigError if the directory lacks parameters or has them in another shape: transformers would
-    go on with random ones.
+    Dropout is disabled: with it, the trained policy would differ from the sampling policy. Raises
+    ConfigError if parameters are missing or misshapen; transformers would initialize them randomly.
     """
     from transformers import AutoModelForCausalLM
 
@@ -80,7 +78,7 @@ def load_model(
 
 
 def load_skeleton(path: str) -> "PreTrainedModel":
-    """The causal language model in a directory without its weights, on the meta device."""
+    """Build the causal language model of a directory on the meta device, without weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -90,7 +88,7 @@ def load_skeleton(path: str) -> "PreTrainedModel":
 
 
 def load_value_skeleton(path: str) -> "PreTrainedModel":
-    """The model that `load_value_model` makes of a directory, likewise without its weights."""
+    """Build the model of `load_value_model` on the meta device, without weights."""
     from transformers import AutoModelForTokenClassification
 
     with torch.device("meta"):
@@ -100,9 +98,8 @@ def load_value_skeleton(path: str) -> "PreTrainedModel":
 
 
 def _load_pretrained(
-    kind: Any, path: str, config: Any, dtype: torch.dtype, options: ModelLoadOptions
+    auto_class: Any, path: str, config: Any, dtype: torch.dtype, options: ModelLoadOptions
 ) -> tuple[Any, list[str]]:
-    """The model without dropout, and the names of the parameters the directory lacks."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -110,10 +107,10 @@ def _load_pretrained(
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
     if vars(config.get_text_config()).get(NEXTN_LAYERS_KEY):
-        # transformers has no such layers, and writes none into a checkpoint.
+        # transformers does not implement these layers and omits them from checkpoints.
         setattr(config.get_text_config(), NEXTN_LAYERS_KEY, 0)
     try:
-        model, info = kind.from_pretrained(
+        model, info = auto_class.from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -133,30 +130,29 @@ def _load_pretrained(
     return model, sorted(info["missing_keys"])
 
 
-def _choose_attention(config: Any, wanted: str) -> str | None:
-    """Name transformers' attention; None leaves the choice to transformers."""
-    capped = config.get_text_config().to_dict().get("attn_logit_softcapping")
-    if wanted == "auto" and capped:
-        # The others leave the cap out without a word.
+def _choose_attention(config: Any, setting: str) -> str | None:
+    softcap = config.get_text_config().to_dict().get("attn_logit_softcapping")
+    if setting == "auto" and softcap:
+        # transformers' other implementations silently ignore soft-capping.
         return FLEX_ATTENTION if torch.cuda.is_available() else "eager"
-    return ATTENTION_IMPLEMENTATIONS[wanted]
+    return ATTENTION_IMPLEMENTATIONS[setting]
 
 
 def _force_prefill_kernel(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Have flex attention take its usual kernel for short rows, too.
+    """Make flex attention use its prefill kernel for short sequences, too.
 
-    For fewer than 128 tokens it takes the one for decoding, which does not compile with blocks of a
-    mask as large as they are by default.
+    Below 128 tokens torch selects the decoding kernel, which does not compile with the default
+    block size of the mask.
     """
     return args, {"kernel_options": {"BACKEND": "TRITON"}, **kwargs}
 
 
 def _fix_longrope_factors(model: Any, max_length: int | None) -> None:
-    """Choose between the factors of LongRoPE once, by the longest rollout, as vLLM does.
+    """Select LongRoPE's factors once by the longest rollout, as vLLM does.
 
-    transformers chooses by the longest row of each batch.
+    transformers would select them by the longest sequence of each batch.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -173,21 +169,21 @@ def _fix_longrope_factors(model: Any, max_length: int | None) -> None:
 def _check_complete(path: str, missing: list[str]) -> None:
     if missing:
         first = ", ".join(missing[:3])
-        raise ConfigError(f"model.path={path}: lacks {len(missing)} parameters, as {first}")
+        raise ConfigError(f"model.path={path}: lacks {len(missing)} parameters, such as {first}")
 
 
 def load_value_model(
     path: str, *, dtype: torch.dtype, options: ModelLoadOptions = DEFAULT_OPTIONS
 ) -> "PreTrainedModel":
-    """A model with a value for every token: the body of the one in a directory, and a head.
+    """Load a model directory's body with a value head of a scalar per token.
 
-    The head starts at 0 unless the directory has one (it is a critic's checkpoint), so that a new
-    critic begins by expecting nothing. Raises ConfigError as `load_model` does.
+    A critic's checkpoint brings its head; otherwise the head starts at 0, so a new critic predicts
+    0. Raises ConfigError as `load_model` does.
     """
     from transformers import AutoModelForTokenClassification
 
     config = read_model_config(path, num_labels=1)
-    # Left out, transformers takes it for a tenth.
+    # transformers' default is 0.1.
     config.classifier_dropout = 0.0
     model, missing = _load_pretrained(AutoModelForTokenClassification, path, config, dtype, options)
     head = {name for name, _ in model.named_parameters() if name.startswith(VALUE_HEAD_PREFIX)}
@@ -202,21 +198,21 @@ def load_value_model(
 def compute_token_values(
     model: Callable[..., Any], token_ids: Tensor, attention_mask: Tensor
 ) -> Tensor:
-    """What is expected of the rest of a rollout before each of its tokens: float32 [B, T].
+    """Return the value of the state before each token, float32 [B, T].
 
-    Position t sees the tokens before t, as the choice of token t does; 0 at position 0 and in the
-    padding.
+    The value at position t depends on the tokens before t, like the choice of token t. Position 0
+    and the padding have 0.
     """
     output = run_causal_forward(model, token_ids)
     return shift_right(output.logits[..., 0].float(), attention_mask)
 
 
 def run_causal_forward(model: Callable[..., Any], token_ids: Tensor) -> Any:
-    """Run a causal model on rows that are padded on the right, without an attention mask.
+    """Run a causal model on right-padded sequences, without an attention mask.
 
-    No token attends to what follows it, so padding changes nothing before it. Without a mask
-    attention takes its causal kernel, which skips the pairs that a mask would only hide: 3 to 4 %
-    of a training step on the CPU.
+    Tokens never attend to later positions, so right padding does not affect them. Without a mask,
+    attention uses its causal kernel, which skips the masked pairs: 3 to 4 % of a training step on
+    the CPU.
     """
     return model(input_ids=token_ids, use_cache=False)
 
@@ -229,13 +225,12 @@ def compute_token_logprobs(
     temperature: float,
     entropy_mode: EntropyMode = "none",
 ) -> TokenScores:
-    """Log-probability of every token given those before it, at the sampling temperature.
+    """Compute the logprob of every token given the tokens before, at the sampling temperature.
 
-    `token_ids` int64 [B, T] and `attention_mask` bool [B, T] with the padding on the right.
-    Position t holds the log-probability of token t; the first has none. Logits are divided by
-    `temperature` as they were when the token was sampled. The float32 distributions are made chunk
-    by chunk, in the backward pass again. Entropies are 0 unless asked for, and have a gradient only
-    if that is asked for.
+    `token_ids` int64 [B, T], `attention_mask` bool [B, T], padded on the right. Position t holds
+    the logprob of token t; position 0 holds 0. Logits are divided by `temperature` as in sampling.
+    float32 distributions are computed in chunks and recomputed in the backward pass. Entropies are
+    0 for mode "none" and carry a gradient only for mode "gradient".
     """
     return score_tokens(
         run_causal_forward(model, token_ids).logits,
@@ -254,25 +249,25 @@ def score_tokens(
     temperature: float,
     entropy_mode: EntropyMode = "none",
 ) -> TokenScores:
-    """What `compute_token_logprobs` says, of the logits [B, T, V] of a forward pass."""
-    # Splitting all of it and dropping the last position of the small result keeps the backward
-    # pass at one concatenation; a slice of the logits would be padded back to full size.
+    """Compute `compute_token_logprobs` from the logits [B, T, V] of a forward pass."""
+    # Split the full logits and drop the last position of the small result. Slicing the logits
+    # instead would make the backward pass pad a gradient of the full size.
     targets = token_ids.roll(-1, dims=1)
     width = max(1, CHUNK_TOKENS // len(token_ids))
     pairs = zip(logits.split(width, dim=1), targets.split(width, dim=1), strict=True)
     chunks = [
         checkpoint(
             _score_chunk,
-            part,
+            chunk,
             ids,
             temperature,
             entropy_mode,
             use_reentrant=False,
             preserve_rng_state=False,
         )
-        for part, ids in pairs
+        for chunk, ids in pairs
     ]
-    logprobs, entropies = (torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True))
+    logprobs, entropies = (torch.cat(results, dim=1) for results in zip(*chunks, strict=True))
     return TokenScores(
         shift_right(logprobs, attention_mask), shift_right(entropies, attention_mask)
     )
@@ -290,6 +285,6 @@ def _score_chunk(
 
 
 def shift_right(values: Tensor, attention_mask: Tensor) -> Tensor:
-    """From "what position t says of the next token" to "what was said of token t"."""
+    """Move predictions [B, T] of the next token to that token's position; zero the padding."""
     shifted = torch.nn.functional.pad(values[:, :-1], (1, 0))
     return torch.where(attention_mask, shifted, 0.0)

@@ -1,7 +1,7 @@
-"""LoRA: pairs of small matrices are trained in place of a model's linear layers (peft).
+"""LoRA adapters on a model's linear layers (peft; arXiv 2106.09685).
 
-What is trained, the optimizer's state and what travels shrink to them. There is no dropout: the
-policy that is trained would be another one than the policy that sampled.
+Only adapters are trained and published. LoRA dropout is disabled: with it, the trained policy would
+differ from the sampling policy.
 """
 
 from typing import TYPE_CHECKING
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 def add_lora_adapters(module: "PreTrainedModel", config: TrainerConfig) -> None:
-    """Freeze all of the model but new adapters, and a critic's value head, which is trained whole.
+    """Add adapters and freeze all other parameters but a critic's value head.
 
-    Half of each adapter starts at 0, so nothing is changed yet. Raises ConfigError as
+    The B matrices start at 0, so the model's output is unchanged. Raises ConfigError as
     `find_lora_layers` does.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     layers = find_lora_layers(module, config)
     settings = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=layers)
-    # In place: the model stays one of its own class, with its own names.
+    # In place, so that the model keeps its class and parameter names (PeftModel would wrap it).
     inject_adapter_in_model(settings, module)
     for name, parameter in module.named_parameters():
         if name.startswith(VALUE_HEAD_PREFIX):
@@ -37,9 +37,10 @@ def add_lora_adapters(module: "PreTrainedModel", config: TrainerConfig) -> None:
 def find_lora_layers(
     module: "PreTrainedModel", config: TrainerConfig, *, section: str = "trainer"
 ) -> list[str]:
-    """The names of the linear layers that the settings of a section mean, heads left out.
+    """Return the names of the linear layers that `lora_targets` selects, heads excluded.
 
-    Raises ConfigError if a target means none of them, or there are none.
+    Raises ConfigError if a target matches no layer or the model has no linear layers. `section` is
+    the config section for messages.
     """
     head = module.get_output_embeddings()
     linear = [
@@ -52,32 +53,32 @@ def find_lora_layers(
         raise ConfigError(f"{section}.lora_rank={config.lora_rank}: the model has no linear layers")
     for target in config.lora_targets:
         if not any(is_lora_target(name, target) for name in linear):
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            layer_names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise ConfigError(
-                f"{section}.lora_targets={config.lora_targets}: {target} must be a linear"
-                f" layer of the model, which has {known}"
+                f"{section}.lora_targets={config.lora_targets}: {target} must name a linear"
+                f" layer of the model, which has {layer_names}"
             )
     targets = config.lora_targets or linear
     return [name for name in linear if any(is_lora_target(name, target) for target in targets)]
 
 
 def count_trained_params(module: "PreTrainedModel", config: TrainerConfig) -> int:
-    """Elements that are trained of a model, which may be on the meta device, each of them once.
+    """Count the trained elements of a model, which may be on the meta device.
 
-    They are all of it, or adapters and what is trained whole beside them.
+    With LoRA these are adapters and value head, otherwise all parameters; tied ones count once.
     """
     if not config.lora_rank:
         return sum(parameter.numel() for parameter in module.parameters())
     layers = [module.get_submodule(name) for name in find_lora_layers(module, config)]
-    ends = sum(layer.in_features + layer.out_features for layer in layers)
+    dims = sum(layer.in_features + layer.out_features for layer in layers)
     named = module.named_parameters()
     heads = sum(
         parameter.numel() for name, parameter in named if name.startswith(VALUE_HEAD_PREFIX)
     )
-    return config.lora_rank * ends + heads
+    return config.lora_rank * dims + heads
 
 
 def check_lora_targets(model_path: str, config: TrainerConfig, *, section: str) -> None:
-    """Raise ConfigError if the model in a directory has no such layers, or none at all."""
+    """Raise ConfigError if `lora_targets` match no linear layers of the model in a directory."""
     if config.lora_rank:
         find_lora_layers(load_skeleton(model_path), config, section=section)

@@ -1,7 +1,6 @@
-"""How many parameters of a model are trained, by its config alone.
+"""Number of trained parameters from config.json alone, for families with exact planner shapes.
 
-Of families that the planner's sizes count to the last one. To build any other without weights takes
-the classes of all models: two seconds of a process that has no model.
+Building a model on the meta device instead imports transformers' classes, which takes 2 s.
 """
 
 from pathlib import Path
@@ -14,20 +13,20 @@ from streamrl.placement.lora_params import add_lora_adapters
 from streamrl.placement.model_shapes import load_model_shape
 
 BIAS_KEYS = ("attention_bias", "mlp_bias")
-"""Those that some models of these families have, and sizes do not count."""
+"""Biases that some models of these families have and `ModelShape` does not count."""
 
 
 def count_trained_params_from_config(
     model_path: str, config: TrainerConfig, *, has_output: bool, has_value: bool
 ) -> int | None:
-    """Elements that are trained of the model in a directory, each of them once; None of others.
+    """Count the trained elements of the model in a directory; None for an unsupported family.
 
-    It has an output head, a value head, or both.
+    `has_output` and `has_value` tell which heads the trained model has.
     """
     try:
-        known = read_small_json(Path(model_path) / "config.json")
-        if known.get("model_type") not in TENSOR_PARALLEL_FAMILIES or any(
-            known.get(name) for name in BIAS_KEYS
+        settings = read_small_json(Path(model_path) / "config.json")
+        if settings.get("model_type") not in TENSOR_PARALLEL_FAMILIES or any(
+            settings.get(name) for name in BIAS_KEYS
         ):
             return None
         shape = load_model_shape(model_path)
@@ -35,5 +34,6 @@ def count_trained_params_from_config(
         return None
     shape = shape if has_output else shape.to_critic()
     shape = add_lora_adapters(shape, config.lora_rank, config.lora_targets)
-    # A value head has a bias, and comes on top where it is beside the other one.
+    # The critic's shape includes the weight of its value head but not the bias. A shared model has
+    # the value head in addition to the output head.
     return (shape.adapter_params or shape.num_params) + has_value * (1 + has_output * shape.hidden)

@@ -1,4 +1,4 @@
-"""A trained model on its way to the disk."""
+"""Write a trained model as a Hugging Face directory."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -22,14 +22,17 @@ def write_hf_model(
     *,
     tokenizer_from: str,
 ) -> None:
-    """Write a Hugging Face directory: these parameters, the module's buffers, and a tokenizer.
+    """Write a Hugging Face directory of parameters, the module's buffers and a tokenizer.
 
-    The defaults of generation are those of `tokenizer_from` to the letter: transformers writes none
-    that it finds inconsistent, as a temperature beside greedy decoding.
+    generation_config.json is copied from `tokenizer_from`: transformers refuses to save defaults
+    it finds inconsistent, such as a temperature with greedy decoding.
     """
-    # Its state has no buffers that are computed anew, as those of rotary embeddings are.
-    own, buffers = module.state_dict(), dict(module.named_buffers())
-    state = {**parameters, **{name: own[name].cpu() for name in own.keys() & buffers.keys()}}
+    # state_dict() omits non-persistent buffers, such as those of rotary embeddings.
+    module_state, buffers = module.state_dict(), dict(module.named_buffers())
+    state = {
+        **parameters,
+        **{name: module_state[name].cpu() for name in module_state.keys() & buffers.keys()},
+    }
     with _reset_generation_config(module):
         module.save_pretrained(directory, state_dict=state)
     defaults = Path(tokenizer_from) / GENERATION_CONFIG
@@ -40,13 +43,12 @@ def write_hf_model(
 
 @contextmanager
 def _reset_generation_config(module: "PreTrainedModel") -> Iterator[None]:
-    """Have a model that generates, as a critic does not, no defaults of generation of its own."""
     if not module.can_generate():
         yield
         return
-    given = module.generation_config
-    module.generation_config = type(given)()
+    original = module.generation_config
+    module.generation_config = type(original)()
     try:
         yield
     finally:
-        module.generation_config = given
+        module.generation_config = original

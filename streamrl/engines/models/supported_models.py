@@ -1,7 +1,7 @@
-"""What a model directory alone says that trainer and generator cannot do, or not alike.
+"""Checks of a model directory: can transformers train it and vLLM serve it with equal results?
 
-All of it is told before anything starts; what else there is, the probes of a run find. Families:
-docs/models.md.
+The checks run before any actor starts and read only config and headers. The logprob checks of a
+run catch further differences. Families: docs/models.md.
 """
 
 import importlib.util
@@ -34,11 +34,11 @@ TensorShapes = Mapping[str, tuple[int, ...]]
 UNTRAINED_TENSORS = re.compile(
     rf"{RECOMPUTED_TENSORS.pattern}|(^|\.)mtp[_.]|^(score|v_head|value_head)\.|vision|visual"
 )
-"""Tensors that a model computes anew, or predicts several tokens with; other heads, and eyes."""
+"""Tensors that no trainer needs: recomputed buffers, multi-token prediction, heads, vision."""
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 ADAPTER_FILE = "adapter_config.json"
 FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
-"""Types of numbers, by their names in safetensors, that are weights as they are."""
+"""safetensors dtypes of weights that are not quantized."""
 POSITIVE_KEYS = (
     "rope_theta",
     "rope_local_base_freq",
@@ -53,7 +53,7 @@ POSITIVE_KEYS = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
 )
-"""Settings with which a model computes nothing, and says nothing, unless they are above 0."""
+"""Settings that must be above 0; otherwise the model computes NaN or zeros without an error."""
 PLAIN_DTYPES = ("None", "float16", "bfloat16", "float32")
 RESAVE_ADVICE = "load the directory with transformers, save it, and train that"
 QUANTISED_ADVICE = (
@@ -70,17 +70,17 @@ def check_model_support(
     key: str = "model.path",
     is_served: bool = True,
 ) -> None:
-    """Raise ConfigError, with the reason, for a model that cannot be trained and served alike.
+    """Raise ConfigError unless transformers and vLLM support the model and compute the same.
 
-    `attention` is the setting of this name in a trainer's section, `key` names the directory. A
-    critic is not served: vLLM need not take it.
+    `attention` is the value of `<section>.attention`, `key` the config key of `path`. With
+    `is_served` False, as for a critic, vLLM need not support the model.
     """
-    whole = read_model_config(path)
-    config = whole.get_text_config()
+    full_config = read_model_config(path)
+    config = full_config.get_text_config()
     settings, stored = config.to_dict(), read_stored_shapes(Path(path), key)
     problem = _explain_quantised(settings)
     if is_served:
-        problem = problem or _explain_unservable(whole, is_part=config is not whole)
+        problem = problem or _explain_unservable(full_config, is_part=config is not full_config)
         problem = problem or _explain_vllm_mismatch(config.model_type, settings, stored)
     if problem:
         raise ConfigError(f"{key}={path}: {problem}")
@@ -90,27 +90,26 @@ def check_model_support(
 
 
 def describe_untrained_layers(path: str) -> list[str]:
-    """Say what of a model is not trained, and will not be in its checkpoints."""
+    """Return warnings about layers that are not trained and are missing from checkpoints."""
     settings = read_model_config(path).get_text_config().to_dict()
     layers = _parse_layer_numbers(read_stored_shapes(Path(path), "model.path"))
     if not settings.get(NEXTN_LAYERS_KEY) or max(layers, default=0) < settings["num_hidden_layers"]:
         return []
     return [
         f"model.path={path}: {NEXTN_LAYERS_KEY}={settings[NEXTN_LAYERS_KEY]}: layers"
-        f" that predict several"
-        " tokens at once are not trained, and left out of checkpoints"
+        " that predict several tokens at once are not trained, and left out of checkpoints"
     ]
 
 
 def _explain_quantised(settings: Mapping[str, Any]) -> str:
-    found = settings.get("quantization_config")
-    if not found:
+    quantization = settings.get("quantization_config")
+    if not quantization:
         return ""
-    return f"quantization_config: {found.get('quant_method')} weights: {QUANTISED_ADVICE}"
+    return f"quantization_config: {quantization.get('quant_method')} weights: {QUANTISED_ADVICE}"
 
 
 def _explain_unservable(config: Any, *, is_part: bool) -> str:
-    """What vLLM would serve in place of the class that is trained, or cannot."""
+    """Explain why vLLM would not serve the class that is trained; "" if vLLM serves that class."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if is_part and importlib.util.find_spec("torchvision") is None:
@@ -118,73 +117,74 @@ def _explain_unservable(config: Any, *, is_part: bool) -> str:
             f"model_type={config.model_type}: a model of more than text, which vLLM serves with"
             " torchvision only; load its language model with transformers, save it, and train that"
         )
-    found = (config.architectures or [""])[0]
+    served = (config.architectures or [""])[0]
     trained = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "")
-    if not found or not trained or found == trained or found.endswith("Model"):
+    if not served or not trained or served == trained or served.endswith("Model"):
         return ""
     return (
-        f'config.json: architectures=["{found}"]: must be ["{trained}"], the class that is trained,'
-        " for vLLM to serve it"
+        f'config.json: architectures=["{served}"]: must be ["{trained}"], the class that is'
+        " trained, for vLLM to serve it"
     )
 
 
 def _explain_vllm_mismatch(family: str, settings: Mapping[str, Any], stored: TensorShapes) -> str:
-    """What vLLM's model of a family leaves out, or does not take, with these settings."""
-    windows = bool(settings.get("use_sliding_window"))
-    kinds, clip = set(settings.get("layer_types") or ()), settings.get("clip_qkv")
+    """Explain which setting vLLM's model of the family ignores or rejects; "" if none."""
+    has_window = bool(settings.get("use_sliding_window"))
+    layer_types, clip_qkv = set(settings.get("layer_types") or ()), settings.get("clip_qkv")
     is_tied = bool(settings.get("tie_word_embeddings"))
     heads, kv_heads = (settings.get(f"num_{kind}_heads") for kind in ("attention", "key_value"))
-    bare = next((name for name in stored if name.startswith("layers.")), "")
-    routed = settings.get("num_experts_per_tok")
+    unprefixed = next((name for name in stored if name.startswith("layers.")), "")
+    top_k = settings.get("num_experts_per_tok")
     experts = next(filter(None, map(settings.get, EXPERT_COUNT_KEYS)), None)
     biased = next((name for name in stored if name.endswith("self_attn.o_proj.bias")), "")
     rules = {
         "max_window_layers: vLLM takes a sliding window for all layers or none": (
-            family in ("qwen2", "qwen3") and len(kinds) > 1 and windows
+            family in ("qwen2", "qwen3") and len(layer_types) > 1 and has_window
         ),
         "use_sliding_window=true: vLLM leaves the window of this family out": (
-            family in ("qwen2_moe", "qwen3_moe") and windows
+            family in ("qwen2_moe", "qwen3_moe") and has_window
         ),
-        "tie_word_embeddings=false: vLLM has no head of its own for this family": (
+        "tie_word_embeddings=false: vLLM has no separate head for this family": (
             family in ("gemma", "gemma2", "gemma3_text") and not is_tied
         ),
-        f"num_experts_per_tok={routed}: must be from 1 to the number of experts, {experts}": bool(
-            experts and routed is not None and not 0 < routed <= experts
+        f"num_experts_per_tok={top_k}: must be from 1 to the number of experts, {experts}": bool(
+            experts and top_k is not None and not 0 < top_k <= experts
         ),
         f"num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}": bool(
             heads and kv_heads and heads % kv_heads
         ),
-        f"its files have {bare}, a name that vLLM does not take; {RESAVE_ADVICE}": bool(bare),
-        f"clip_qkv={clip}: vLLM does not clip": family == "olmoe" and bool(clip),
+        f"its files have {unprefixed}, a name that vLLM does not take; {RESAVE_ADVICE}": bool(
+            unprefixed
+        ),
+        f"clip_qkv={clip_qkv}: vLLM does not clip": family == "olmoe" and bool(clip_qkv),
         f"attention_bias=true: vLLM has no place for {biased}": (
             family in ("qwen3", "qwen3_moe") and bool(biased)
         ),
     }
-    return next((text for text, holds in rules.items() if holds), "")
+    return next((text for text, applies in rules.items() if applies), "")
 
 
-def _explain_wrong_attention(family: str, settings: Mapping[str, Any], wanted: str) -> str:
-    """What is wrong with a way of computing attention that was asked for."""
-    if wanted == "flash" and importlib.util.find_spec("flash_attn") is None:
+def _explain_wrong_attention(family: str, settings: Mapping[str, Any], attention: str) -> str:
+    if attention == "flash" and importlib.util.find_spec("flash_attn") is None:
         return "needs the package flash-attn, which is not installed; auto does without"
-    if wanted == "sdpa" and settings.get("attn_logit_softcapping"):
-        return "leaves out the cap of attention's logits, which vLLM applies; use auto"
-    if wanted in ("sdpa", "flash") and family == "gpt_oss":
-        return "leaves out the sinks of this family's attention; use auto"
+    if attention == "sdpa" and settings.get("attn_logit_softcapping"):
+        return "ignores attention logit soft-capping, which vLLM applies; use auto"
+    if attention in ("sdpa", "flash") and family == "gpt_oss":
+        return "ignores the attention sinks of this family; use auto"
     return ""
 
 
 def check_weight_files(path: str, key: str, *, is_served: bool = True) -> None:
-    """Raise ConfigError unless a directory's tensors are those of the model its config describes.
+    """Raise ConfigError unless a directory's tensors match the model of its config.json.
 
-    That is transformers' class, whose import takes a second. The tensors of some families are known
-    without it. A critic, which is not served, needs no head over the vocabulary.
+    Compares with transformers' class on the meta device, whose import takes 1 s; the shapes of
+    plain families are predicted without the import. With `is_served` False, as for a critic, the
+    output head may be missing.
     """
     if (Path(path) / ADAPTER_FILE).exists():
         raise ConfigError(
-            f"{key}={path}: {ADAPTER_FILE}: transformers would put an adapter on the"
-            f" model, vLLM would"
-            " not; move it elsewhere"
+            f"{key}={path}: {ADAPTER_FILE}: transformers would put an adapter on the model, vLLM"
+            " would not; move it elsewhere"
         )
     tensors = read_stored_tensors(Path(path), key)
     for name, tensor in tensors.items():
@@ -207,13 +207,13 @@ def check_weight_files(path: str, key: str, *, is_served: bool = True) -> None:
 
 
 def _check_positive(path: str, key: str, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError for numbers of which a model computes nothing, but that give no error."""
+    """Raise ConfigError if one of POSITIVE_KEYS is not above 0."""
     rope = settings.get("rope_parameters") or {}
     has_windows = "sliding_attention" in (settings.get("layer_types") or ["sliding_attention"])
     names = (*POSITIVE_KEYS, "sliding_window") if has_windows else POSITIVE_KEYS
-    for place in (settings, rope, *(value for value in rope.values() if isinstance(value, dict))):
+    for section in (settings, rope, *(value for value in rope.values() if isinstance(value, dict))):
         for name in names:
-            value = place.get(name)
+            value = section.get(name)
             is_number = isinstance(value, int | float) and 0 < value < math.inf
             if value is not None and not is_number:
                 raise ConfigError(
@@ -222,10 +222,13 @@ def _check_positive(path: str, key: str, settings: Mapping[str, Any]) -> None:
 
 
 def _predict_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, tuple[int, ...]]:
-    """Return all tensors of the plainest families by name; nothing of another."""
+    """Return the shapes of all tensors of a plain Llama, Mistral or Qwen model, by name.
+
+    Returns an empty dict for any other model or setting.
+    """
     family, heads = settings["model_type"], settings.get("num_attention_heads")
     rope = (settings.get("rope_parameters") or {}).get("rope_type")
-    # Of all else there may be other tensors, or no such model, which the class finds out.
+    # Any other setting may add tensors or be invalid; transformers' class decides then.
     is_plain = (
         family in ("llama", "mistral", "qwen2", "qwen3")
         and not any(map(settings.get, ("attention_bias", "mlp_bias")))
@@ -238,8 +241,8 @@ def _predict_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, 
     if not is_plain:
         return {}
     hidden, inner = settings["hidden_size"], settings["intermediate_size"]
-    size = settings.get("head_dim") or hidden // heads
-    queries, keys = heads * size, (settings.get("num_key_value_heads") or heads) * size
+    head_dim = settings.get("head_dim") or hidden // heads
+    queries, keys = heads * head_dim, (settings.get("num_key_value_heads") or heads) * head_dim
     layer: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj.weight": (queries, hidden),
         "self_attn.k_proj.weight": (keys, hidden),
@@ -253,9 +256,12 @@ def _predict_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, 
     }
     if family == "qwen2":
         sizes = {"q": queries, "k": keys, "v": keys}
-        layer |= {f"self_attn.{one}_proj.bias": (size,) for one, size in sizes.items()}
+        layer |= {
+            f"self_attn.{projection}_proj.bias": (head_dim,)
+            for projection, head_dim in sizes.items()
+        }
     if family == "qwen3":
-        layer |= {f"self_attn.{one}_norm.weight": (size,) for one in "qk"}
+        layer |= {f"self_attn.{projection}_norm.weight": (head_dim,) for projection in "qk"}
     ends = ["model.embed_tokens.weight", *([] if is_tied else ["lm_head.weight"])]
     return {
         **dict.fromkeys(ends, (settings["vocab_size"], hidden)),
@@ -269,15 +275,15 @@ def _predict_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, 
 
 
 def _load_on_meta(path: str, shapes: TensorShapes, *, is_served: bool) -> str:
-    """Load tensors of these shapes as transformers does, without their values.
+    """Load tensors of these shapes with transformers on the meta device.
 
-    Returns what is wrong with them, if anything is.
+    Returns an explanation of the first mismatch, or "".
     """
     load = load_skeleton if is_served else load_value_skeleton
     try:
         with silence_transformers():
             skeleton = load(path)
-            _, found = type(skeleton).from_pretrained(
+            _, loading_info = type(skeleton).from_pretrained(
                 None,
                 config=skeleton.config,
                 state_dict={name: torch.empty(s, device="meta") for name, s in shapes.items()},
@@ -287,37 +293,42 @@ def _load_on_meta(path: str, shapes: TensorShapes, *, is_served: bool) -> str:
             )
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a class makes of wrong settings
+    except Exception as error:  # noqa: BLE001 - model classes raise any type for wrong settings
         return _explain_load_failure(error, "policy" if is_served else "critic")
-    if mismatched := found["mismatched_keys"]:
-        name, shape, wanted = min(mismatched)
-        return f"{name} has shape {tuple(shape)} in its files, {tuple(wanted)} by config.json"
+    if mismatched := loading_info["mismatched_keys"]:
+        name, shape, expected = min(mismatched)
+        return f"{name} has shape {tuple(shape)} in its files, {tuple(expected)} by config.json"
     settings = skeleton.config.get_text_config()
-    num_layers, num_more = settings.num_hidden_layers, vars(settings).get(NEXTN_LAYERS_KEY) or 0
-    more = {number for number in _parse_layer_numbers(shapes) if number >= num_layers}
-    if len(more) > num_more:
-        return f"its files hold {max(more) + 1} layers, config.json says {num_layers}"
-    odd = sorted(
+    num_layers, num_extra = settings.num_hidden_layers, vars(settings).get(NEXTN_LAYERS_KEY) or 0
+    extra_layers = {number for number in _parse_layer_numbers(shapes) if number >= num_layers}
+    if len(extra_layers) > num_extra:
+        return f"its files hold {max(extra_layers) + 1} layers, config.json says {num_layers}"
+    unexpected = sorted(
         name
-        for name in found["unexpected_keys"]
-        # A critic has a head of its own in place of others; vLLM takes none that it does not know.
+        for name in loading_info["unexpected_keys"]
+        # A critic replaces other heads by its own; vLLM rejects tensors that it does not know.
         if not (RECOMPUTED_TENSORS if is_served else UNTRAINED_TENSORS).search(name)
-        and _parse_layer_numbers([name]).isdisjoint(more)
+        and _parse_layer_numbers([name]).isdisjoint(extra_layers)
         and (is_served or LAYER_NUMBER_PATTERN.search(name))
     )
-    missing = [n for n in found["missing_keys"] if is_served or not n.startswith(VALUE_HEAD_PREFIX)]
-    # What is tied to another is missing with it.
+    missing = [
+        n for n in loading_info["missing_keys"] if is_served or not n.startswith(VALUE_HEAD_PREFIX)
+    ]
+    # If a parameter is missing, so are those tied to it; name the untied one.
     tied = skeleton.all_tied_weights_keys
-    lost = sorted(missing, key=lambda name: (name in tied, name))
-    instead = f"; they have {odd[0]}, which is none of the model's" if odd else ""
-    if lost:
-        shape = tuple(skeleton.state_dict()[lost[0]].shape)
-        return f"its files lack {lost[0]}, of shape {shape}{instead}"
-    return f"its files have {odd[0]}, which is none of the model's parameters" if odd else ""
+    lacking = sorted(missing, key=lambda name: (name in tied, name))
+    instead = f"; they have {unexpected[0]}, which is none of the model's" if unexpected else ""
+    if lacking:
+        shape = tuple(skeleton.state_dict()[lacking[0]].shape)
+        return f"its files lack {lacking[0]}, of shape {shape}{instead}"
+    return (
+        f"its files have {unexpected[0]}, which is none of the model's parameters"
+        if unexpected
+        else ""
+    )
 
 
 def _explain_load_failure(error: Exception, role: str) -> str:
-    """Say what a model's class, or the choice of one, raised of a directory's settings."""
     text = " ".join(str(error).split())
     if text.startswith("Unrecognized configuration class"):
         return f"config.json: transformers has no class that makes a {role} of this family"
@@ -327,8 +338,7 @@ def _explain_load_failure(error: Exception, role: str) -> str:
 
 
 def _parse_layer_numbers(names: Iterable[str]) -> set[int]:
-    """Return the numbers of the layers that tensors of these names belong to."""
-    numbers = (
+    matches = (
         LAYER_NUMBER_PATTERN.search(name) for name in names if not UNTRAINED_TENSORS.search(name)
     )
-    return {int(number[1]) for number in numbers if number}
+    return {int(match[1]) for match in matches if match}

@@ -1,12 +1,10 @@
-"""Which matrices of a model are split over tensor-parallel ranks, and along which dimension.
+"""Tensor parallelism of decoder layers, as in Megatron-LM (arXiv 1909.08053, section 3).
 
-Attention heads and columns of the MLP are shared out: matrices come in pairs, the first cut by its
-outputs and the second by its inputs, so that activations are summed over the ranks once per pair.
-Embeddings, norms and heads are whole on every rank. Source: Shoeybi et al. 2019 (Megatron-LM),
-section 3.
+Attention heads and MLP columns are split over the ranks. Matrices come in pairs: the first is split
+by its outputs (column parallel), the second by its inputs (row parallel), so each pair needs a
+single all-reduce. Embeddings, norms and heads are replicated.
 
-DTensor is imported where layers are split: it takes longer than all else that is needed to ask
-which matrices those are.
+DTensor's import is slow, so it happens in the functions that split layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,9 +26,9 @@ ROW_PARALLEL = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def parallelize_layers(module: "PreTrainedModel", mesh: "DeviceMesh") -> None:
-    """Leave each rank of the mesh its part of every layer, which is what it computes.
+    """Replace the matrices of every layer by DTensors split over the mesh.
 
-    What goes into a layer and comes out of it is whole on every rank, as are its gradients.
+    Inputs and outputs of a layer, and their gradients, stay replicated.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -39,17 +37,19 @@ def parallelize_layers(module: "PreTrainedModel", mesh: "DeviceMesh") -> None:
 
 
 def iter_parallel_params(
-    layer: nn.Module, cut: Sequence[str] = (*COLUMN_PARALLEL, *ROW_PARALLEL)
+    layer: nn.Module, names: Sequence[str] = (*COLUMN_PARALLEL, *ROW_PARALLEL)
 ) -> Iterator[nn.Parameter]:
-    """What of a layer is cut; a few biases that stay whole are counted with it."""
-    for name in cut:
+    """Yield the split parameters of a layer.
+
+    Includes biases of row-parallel layers although those are replicated; they are negligible.
+    """
+    for name in names:
         yield from layer.get_submodule(name).parameters()
 
 
 def iter_layers(module: "PreTrainedModel") -> Iterator[nn.Module]:
-    """The blocks a model is a stack of."""
-    blocks = set(module._no_split_modules or ())
-    return (part for part in module.modules() if type(part).__name__ in blocks)
+    layer_classes = set(module._no_split_modules or ())
+    return (layer for layer in module.modules() if type(layer).__name__ in layer_classes)
 
 
 def _make_parallelize_plan() -> "dict[str, ParallelStyle]":
@@ -60,14 +60,15 @@ def _make_parallelize_plan() -> "dict[str, ParallelStyle]":
         RowwiseParallel,
     )
 
-    whole = Replicate()
+    replicate = Replicate()
     return {
-        # Once for all that read it, so that their gradients are added up before they travel.
+        # Prepare the input once for q, k and v (gate and up): autograd then sums their input
+        # gradients before a single all-reduce.
         "self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": whole},
-            desired_input_kwarg_layouts={"hidden_states": whole},
+            input_kwarg_layouts={"hidden_states": replicate},
+            desired_input_kwarg_layouts={"hidden_states": replicate},
         ),
-        "mlp": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
+        "mlp": PrepareModuleInput(input_layouts=(replicate,), desired_input_layouts=(replicate,)),
         **{name: ColwiseParallel() for name in COLUMN_PARALLEL},
         **{name: RowwiseParallel() for name in ROW_PARALLEL},
     }

@@ -1,6 +1,6 @@
-"""Which models can be split over tensor-parallel ranks, and over how many.
+"""Rules for tensor parallelism: which models can be split, and over how many ranks.
 
-Each rule takes what a model's config.json says, or the planner's shape of it does.
+The rules take sizes from config.json or from the planner's ModelShape.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,26 +14,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 TENSOR_PARALLEL_FAMILIES = ("llama", "mistral", "qwen2")
-"""Types of models, as config.json has them, whose layers have the matrices that are split, and no
-others."""
+"""Values of model_type in config.json whose layers consist of COLUMN_PARALLEL and ROW_PARALLEL."""
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""How configs call the number of experts of a layer."""
 HEADS_KEY, KV_HEADS_KEY, INTERMEDIATE_KEY = (
     "num_attention_heads",
     "num_key_value_heads",
     "intermediate_size",
 )
 EXPERT_INTERMEDIATE_KEY = "moe_intermediate_size"
-"""Of models with experts; many call it as they do that of other layers."""
+"""Key of some mixture-of-experts families; others use INTERMEDIATE_KEY for experts, too."""
 DIVIDED_KEYS = (HEADS_KEY, KV_HEADS_KEY, INTERMEDIATE_KEY)
-"""What of a model's config is shared out."""
 
 SplitSizes = Mapping[str, int]
-"""What is shared out, as a model's config calls it."""
+"""Sizes that the number of ranks must divide, by their key in config.json."""
 
 
 def has_experts(model_path: str) -> bool:
-    """Whether the model in a directory is a mixture of experts."""
     config = vars(read_model_config(model_path).get_text_config())
     return any(config.get(name) for name in EXPERT_COUNT_KEYS)
 
@@ -42,8 +38,8 @@ def check_generator_split(model_path: str, ranks: int) -> None:
     """Raise ConfigError if vLLM cannot split the model in a directory over that many ranks."""
     names = (*DIVIDED_KEYS, EXPERT_INTERMEDIATE_KEY) if has_experts(model_path) else DIVIDED_KEYS
     sizes = _read_sizes(read_model_config(model_path).get_text_config(), names)
-    if why := explain_unservable_split(sizes, ranks):
-        raise ConfigError(f"generator.tensor_parallel={ranks}: {why}")
+    if reason := explain_unservable_split(sizes, ranks):
+        raise ConfigError(f"generator.tensor_parallel={ranks}: {reason}")
 
 
 def check_tensor_parallel(model_path: str, ranks: int, *, section: str) -> None:
@@ -51,36 +47,36 @@ def check_tensor_parallel(model_path: str, ranks: int, *, section: str) -> None:
     if ranks == 1:
         return
     config = read_model_config(model_path)
-    if why := explain_untrainable_split(
+    if reason := explain_untrainable_split(
         config.model_type, _read_sizes(config, DIVIDED_KEYS), ranks
     ):
-        raise ConfigError(f"{section}.tensor_parallel={ranks}: {why}")
+        raise ConfigError(f"{section}.tensor_parallel={ranks}: {reason}")
 
 
 def get_split_sizes(shape: ModelShape) -> SplitSizes:
-    """What is shared out of a model of this shape."""
     sizes = {HEADS_KEY: shape.heads, KV_HEADS_KEY: shape.kv_heads}
     if not shape.experts:
         return sizes | {INTERMEDIATE_KEY: shape.intermediate}
-    own = {INTERMEDIATE_KEY: shape.dense_intermediate} if shape.dense_intermediate else {}
-    return sizes | own | {EXPERT_INTERMEDIATE_KEY: shape.intermediate}
+    dense_sizes = {INTERMEDIATE_KEY: shape.dense_intermediate} if shape.dense_intermediate else {}
+    return sizes | dense_sizes | {EXPERT_INTERMEDIATE_KEY: shape.intermediate}
 
 
 def explain_unservable_split(sizes: SplitSizes, ranks: int) -> str:
-    """Why vLLM cannot split a model over that many ranks; empty if it can.
+    """Explain why vLLM cannot split a model over that many ranks; "" if it can.
 
-    Key and value heads may be fewer: ranks then have the same.
+    With fewer key-value heads than ranks, vLLM replicates heads.
     """
-    repeated = KV_HEADS_KEY in sizes and not ranks % sizes[KV_HEADS_KEY]
+    replicates_kv = KV_HEADS_KEY in sizes and not ranks % sizes[KV_HEADS_KEY]
     return _explain_indivisible(
-        {name: size for name, size in sizes.items() if name != KV_HEADS_KEY or not repeated}, ranks
+        {name: size for name, size in sizes.items() if name != KV_HEADS_KEY or not replicates_kv},
+        ranks,
     )
 
 
 def explain_untrainable_split(family: str, sizes: SplitSizes, ranks: int) -> str:
-    """Why a model of a family is not trained split over that many ranks; empty if it is.
+    """Explain why a model cannot be trained split over that many ranks; "" if it can.
 
-    One whose family is not known, of which the planner was told sizes alone, may be.
+    `family` is "" if the planner knows only sizes; the family then passes.
     """
     if family and family not in TENSOR_PARALLEL_FAMILIES:
         return f"splits models of type {', '.join(TENSOR_PARALLEL_FAMILIES)}, not {family}"
@@ -88,7 +84,7 @@ def explain_untrainable_split(family: str, sizes: SplitSizes, ranks: int) -> str
 
 
 def explain_unloadable_split(ranks: int, *, has_experts: bool, on_gpu: bool) -> str:
-    """Why vLLM cannot load new weights of a model that is split over that many ranks, if so."""
+    """Explain why vLLM cannot load new weights into a split model; "" if it can."""
     if on_gpu or ranks == 1 or not has_experts:
         return ""
     return (
@@ -98,11 +94,11 @@ def explain_unloadable_split(ranks: int, *, has_experts: bool, on_gpu: bool) -> 
 
 
 def _read_sizes(config: "PreTrainedConfig", names: Iterable[str]) -> SplitSizes:
-    # Families have names of their own for some, which transformers knows.
-    known = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    return {name: size for name, size in known.items() if size}
+    # getattr instead of to_dict(): transformers maps the names that families use to standard ones.
+    sizes = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _explain_indivisible(sizes: SplitSizes, ranks: int) -> str:
-    found = (f"must divide the model's {k}={size}" for k, size in sizes.items() if size % ranks)
-    return next(found, "")
+    reasons = (f"must divide the model's {k}={size}" for k, size in sizes.items() if size % ranks)
+    return next(reasons, "")

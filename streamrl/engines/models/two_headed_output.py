@@ -1,4 +1,4 @@
-"""What a model with two heads says. Apart from what makes one: transformers is slow to import."""
+"""Output type of a two-headed model; a module of its own because transformers imports slowly."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from transformers.utils import ModelOutput
 class TwoHeadedOutput(ModelOutput):
     """Logits [B, T, V] and values [B, T, 1].
 
-    Fields of a dataclass, for FSDP, which hooks on to their gradients, and entries of a dictionary,
-    for DeepSpeed, which does.
+    A ModelOutput is a dataclass and a dict: FSDP registers its gradient hooks on dataclass fields,
+    DeepSpeed on dict entries.
     """
 
     logits: Tensor | None = None

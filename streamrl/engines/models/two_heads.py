@@ -1,6 +1,7 @@
-"""A policy with its critic as a second head: one body, one forward pass, one gradient.
+"""Policy and critic as two heads of a shared body, trained with a single forward pass.
 
-HybridFlow's AC-share, and what trlx trains; the gradient of the values goes into the body.
+HybridFlow calls this AC-share (arXiv 2409.19256); trlx trains the same. The value loss also updates
+the body.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 def load_two_headed_model(
     path: str, *, dtype: torch.dtype, options: ModelLoadOptions = DEFAULT_OPTIONS
 ) -> "PreTrainedModel":
-    """The causal language model in a directory, with a value head that begins at 0.
+    """Load a directory's causal language model and add a value head initialized to 0.
 
-    The head has the names it has in a critic. The body gets the gradient of both. Raises
-    ConfigError as `load_model` does.
+    The head's parameters have the same names as a critic's. Raises ConfigError as `load_model`
+    does.
     """
     from streamrl.engines.models.two_headed_output import TwoHeadedOutput
 
@@ -34,26 +35,25 @@ def load_two_headed_model(
     with torch.no_grad():
         for parameter in model.score.parameters():
             parameter.zero_()
-    seen: list[Tensor] = []
+    hidden_states: list[Tensor] = []
 
-    def note(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        seen.append(inputs[0])
+    def save_hidden(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        hidden_states.append(inputs[0])
 
-    def judge(module: Any, _: Any, output: Any) -> Any:
-        return TwoHeadedOutput(logits=output.logits, state_values=module.score(seen.pop()))
+    def add_values(module: Any, _: Any, output: Any) -> Any:
+        return TwoHeadedOutput(logits=output.logits, state_values=module.score(hidden_states.pop()))
 
-    # What the output head is given is the body's last word, whatever the family calls its parts.
-    model.get_output_embeddings().register_forward_pre_hook(note)
-    model.register_forward_hook(judge)
+    # The output head's input is the last hidden state in every family, whatever its modules' names.
+    model.get_output_embeddings().register_forward_pre_hook(save_hidden)
+    model.register_forward_hook(add_values)
     return model
 
 
 def add_value_head(model: "PreTrainedModel", *, dtype: torch.dtype) -> None:
-    """Put a value head beside the output head, where the model is."""
     width = model.config.get_text_config().hidden_size
     model.score = torch.nn.Linear(width, 1, device=model.device, dtype=dtype)
 
 
 def extract_values(output: Any, attention_mask: Tensor) -> Tensor:
-    """The values of a forward pass, as `compute_token_values` gives them."""
+    """Return the values of a forward pass, aligned as in `compute_token_values`."""
     return shift_right(output.state_values[..., 0].float(), attention_mask)

@@ -1,1 +1,1 @@
-"""The trainer's rank: backends, tasks, batches, optimizer state."""
+"""A rank of a trainer: backends, tasks, batches and optimizer state."""

@@ -1,4 +1,4 @@
-"""Parameters laid in memory so that the trainer and the generator of one process can share them."""
+"""Memory layout that lets trainer and generator of a process share parameters without a copy."""
 
 import torch
 from torch import Tensor
@@ -9,10 +9,9 @@ from streamrl.weights.parameters import group_for_fusion
 
 
 def make_sisters_contiguous(module: torch.nn.Module) -> None:
-    """Move what is trained of sister layers into one block of memory each, in the order they have
-    when they are published.
+    """Move the trained parameters of sibling layers (such as q, k and v) into a contiguous block.
 
-    The generator fuses some of them into one parameter; which, it may then take as it lies there.
+    vLLM fuses siblings into one parameter and can alias the block instead of copying.
     """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     for names in group_for_fusion(trained):
@@ -20,23 +19,24 @@ def make_sisters_contiguous(module: torch.nn.Module) -> None:
         if len({(p.dtype, p.device) for p in parameters}) > 1:
             continue
         block = torch.cat([p.detach().flatten() for p in parameters])
-        parts = torch.split(block, [p.numel() for p in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.data = part.view(parameter.shape)
+        views = torch.split(block, [p.numel() for p in parameters])
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.data = view.view(parameter.shape)
 
 
 def find_alias_view(
-    served: ShardStorage, name: str, kept: Tensor, shard: TensorShard
+    served: ShardStorage, name: str, local: Tensor, shard: TensorShard
 ) -> Tensor | None:
-    """Where in what a generator serves a rank may keep its part of a parameter, of one type.
+    """Return the contiguous view of the generator's storage that can hold a rank's shard.
 
-    None where that does not lie in one piece there, as columns of a matrix that is served whole.
+    Returns None if dtype or device differ or the elements are strided in the generator's storage,
+    such as columns of an unsplit matrix.
     """
     if len(shard.boxes) != 1:
         return None
     try:
-        place = served.get_view(name, shard.boxes[0])
+        view = served.get_view(name, shard.boxes[0])
     except KeyError:
         return None
-    is_alike = (place.dtype, place.device) == (kept.dtype, kept.device)
-    return place if is_alike and place.is_contiguous() else None
+    is_compatible = (view.dtype, view.device) == (local.dtype, local.device)
+    return view if is_compatible and view.is_contiguous() else None

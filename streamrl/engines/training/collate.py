@@ -1,4 +1,4 @@
-"""From the columns of groups to the padded tensors of one micro-batch."""
+"""Collate the columns of groups into the padded tensors of a micro-batch."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,33 +19,36 @@ TOKEN_COLUMNS = (
     "policy_version",
     "ref_logprobs",
 )
-"""The columns a loss may read per token; absent ones are left out."""
+"""Columns that a loss may read per token; absent columns are left out."""
 
 
 def derive_columns(
-    row: Algorithm, settings: AlgorithmSettings, groups: Mapping[str, Columns]
+    spec: Algorithm, settings: AlgorithmSettings, groups: Mapping[str, Columns]
 ) -> dict[str, Columns]:
-    """What the algorithm derives from whole groups, as further columns of each group by uid.
+    """Compute the columns that the algorithm derives from complete groups, such as advantages.
 
-    Like those they come from: an entry per rollout, or per token, rollouts laid end to end.
+    Returns columns by uid, with an entry per rollout or per token (rollouts concatenated).
     """
     if not groups:
         return {}
     sizes = [len(columns["lengths"]) for columns in groups.values()]
     group_ids = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     lengths = np.concatenate([columns["lengths"] for columns in groups.values()])
-    wide: dict[str, Tensor] = {}
-    for name in list_derivation_columns(row, settings):
+    padded: dict[str, Tensor] = {}
+    for name in list_derivation_columns(spec, settings):
         column = np.concatenate([columns[name] for columns in groups.values()])
         if get_column_spec(name).axis is ColumnAxis.TOKEN:
             column = _pad_rows(split_token_column(column, lengths))
-        wide[name] = torch.from_numpy(column)
-    derived = derive_group_columns(row, settings, wide, group_ids)
+        padded[name] = torch.from_numpy(column)
+    derived = derive_group_columns(spec, settings, padded, group_ids)
     ends = np.cumsum(sizes).tolist()
-    rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    rollout_slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
     return {
-        uid: {name: _unpad_rows(values[of], lengths[of]) for name, values in derived.items()}
-        for uid, of in zip(groups, rows, strict=True)
+        uid: {
+            name: _unpad_rows(values[rollout_slice], lengths[rollout_slice])
+            for name, values in derived.items()
+        }
+        for uid, rollout_slice in zip(groups, rollout_slices, strict=True)
     }
 
 
@@ -63,13 +66,12 @@ def build_batch(
     derived: Mapping[str, Columns],
     token_columns: Sequence[str] = TOKEN_COLUMNS,
 ) -> TensorDict:
-    """The picked rollouts as rows, padded on the right to the longest: batch size [B].
+    """Build a micro-batch [B] of the picked rollouts, right-padded to the longest.
 
-    token_ids int64, attention_mask and loss_mask bool, generator_logprobs float32, ref_logprobs
-    float32 if the groups have it: [B, T], 0 in the padding. What `derived` has of a group is added,
-    [B] or [B, T], in the place of a column of that name. Without picks there is one row of two
-    tokens, none of which counts, with nothing derived: a rank with nothing to do goes through the
-    same forward and backward as the others.
+    token_ids int64, attention_mask and loss_mask bool, generator_logprobs and (if present)
+    ref_logprobs float32: [B, T], 0 in the padding. Derived columns, [B] or [B, T], replace group
+    columns of the same name. Without picks, the batch is a dummy rollout of two masked tokens, so
+    that an idle rank runs the same collectives as the others.
     """
     rows = [
         _collect_rollout(groups[uid], derived[uid], index, token_columns) for uid, index in picks
@@ -86,19 +88,17 @@ def build_batch(
 def _collect_rollout(
     columns: Columns, derived: Columns, index: int, token_columns: Sequence[str]
 ) -> dict[str, Array]:
-    """What one rollout has: per token [T], or one number []."""
     lengths = columns["lengths"]
     tokens = find_token_slice(lengths, index)
-    taken = {name: columns[name] for name in token_columns if name in columns}
-    taken.update(derived)
+    selected = {name: columns[name] for name in token_columns if name in columns}
+    selected.update(derived)
     return {
         name: np.asarray(column[index if len(column) == len(lengths) else tokens])
-        for name, column in taken.items()
+        for name, column in selected.items()
     }
 
 
 def find_token_slice(lengths: Array, index: int) -> slice:
-    """Where the tokens of a rollout are in a token column of its group."""
     end = int(lengths[: index + 1].sum())
     return slice(end - int(lengths[index]), end)
 

@@ -1,17 +1,17 @@
-"""DeepSpeed as the training backend: ZeRO stages 0 to 3, on nccl and on gloo.
+"""Training backend DeepSpeed: ZeRO stages 0 to 3, on nccl and gloo.
 
-A step here is open-ended: gradients of plain sums pile up until the caller knows what to divide
-them by. So DeepSpeed is told to leave the accumulation to the caller, and the division is put where
-it belongs, after the reduction over the ranks and before the clipping:
+The number of micro-batches of an update is not known in advance: gradients of summed losses
+accumulate until the caller passes the divisor to `step`. The configuration leaves accumulation to
+the caller, and the division happens after the reduction over ranks and before clipping:
 
-- ZeRO 1 to 3 divide by `loss_scale` there, which is made for fp16 and idle in float32 and
-  bfloat16. `backward` multiplies by it, so it is 1 except during a step.
-- The bfloat16 optimizer that stage 1 brings has no such thing: its float32 gradients, still this
-  rank's own, are scaled before it steps.
-- Stage 0 leaves all of it to the torch optimizer, and reports no norm: a hook before its step
-  divides and clips.
+- ZeRO 1 to 3 divide by `loss_scale` at that point. The attribute exists for fp16 and is unused in
+  float32 and bfloat16. `backward` multiplies by it, so it is 1 except during a step.
+- BF16_Optimizer (stage 1 in bfloat16) has no loss scale. Its float32 gradients, not yet reduced,
+  are divided before its step.
+- Stage 0 leaves the update to torch's optimizer and reports no norm. A hook before the optimizer's
+  step divides and clips.
 
-DeepSpeed averages over the ranks; dividing by `divisor / world_size` makes that the sum again.
+DeepSpeed averages over ranks; dividing by `divisor / world_size` turns the average into the sum.
 """
 
 import contextlib
@@ -48,8 +48,6 @@ FORCE_WEIGHTS_ONLY_ENV = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 class DeepSpeedBackend:
-    """One rank's DeepSpeed engine behind the trainer's face."""
-
     def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
         deepspeed = _import_deepspeed()
         self.module = module
@@ -59,7 +57,8 @@ class DeepSpeedBackend:
         make_sisters_contiguous(module)
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         optimizer = torch.optim.AdamW(
-            # From stage 1 on, ZeRO moves them into one block, in this order.
+            # From stage 1 on, ZeRO flattens them into a block in this order, so that siblings are
+            # contiguous.
             [trained[name] for name in order_for_fusion(trained)],
             lr=config.lr,
             betas=(config.betas[0], config.betas[1]),
@@ -77,14 +76,9 @@ class DeepSpeedBackend:
         set_collective_timeout(config.collective_timeout_s)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a summed loss. Collective in stages 2 and 3."""
         self._engine.backward(loss)
 
     def step(self, *, divisor: float, lr: float) -> float:
-        """Update with the gradient over all ranks divided by `divisor`; its norm before clipping.
-
-        Collective. A norm that is not finite leaves the parameters as they are.
-        """
         engine, optimizer = self._engine, self._engine.optimizer
         self._grad_divisor = divisor / dist.get_world_size()
         for group in optimizer.param_groups:
@@ -108,29 +102,28 @@ class DeepSpeedBackend:
             parameter.grad /= self._grad_divisor
         norm = torch.nn.utils.clip_grad_norm_(parameters, self._grad_clip or math.inf)
         if not norm.isfinite():
-            optimizer.zero_grad()  # without gradients the step that follows changes nothing
+            optimizer.zero_grad()  # AdamW skips parameters without gradients
         self._grad_norm = norm.item()
 
     @property
     def has_sharded_params(self) -> bool:
-        """Whether a rank has only its part of the parameters."""
         return self._has_sharded_params
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """What is trained, whole, once each. Collective in stage 3: exhaust it."""
         trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         for name in order_for_fusion(trained):
             tensor: Tensor = trained[name].detach()
             if self.has_sharded_params:
-                # Copied inside, yielded outside: a reader that stops must not hold up the ranks.
+                # Copy inside, yield outside: a suspended consumer must not keep the other ranks
+                # waiting in the context's exit.
                 with self._deepspeed.zero.GatheredParameters([trained[name]]):
                     tensor = trained[name].detach().clone()
             yield name, tensor
 
     def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]:
-        """What this rank keeps of each: in stage 3 a run of its elements, else all of it.
+        """See TrainingBackend. In stage 3 a shard is a range of the flattened parameter.
 
-        Those that stage 3 leaves whole on every rank besides are kept in runs as well.
+        Persistent parameters, which stage 3 also keeps whole on every rank, are listed as ranges.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         for name, parameter in self.module.named_parameters():
@@ -139,24 +132,25 @@ class DeepSpeedBackend:
             if not self.has_sharded_params:
                 yield name, parameter.detach(), create_whole_shard(name, tuple(parameter.shape))
                 continue
-            run = create_whole_shard(name, tuple(parameter.ds_shape)).chunk_flat(rank, world_size)
-            if run is not None:
-                yield name, parameter.ds_tensor, run
+            flat_shard = create_whole_shard(name, tuple(parameter.ds_shape)).chunk_flat(
+                rank, world_size
+            )
+            if flat_shard is not None:
+                yield name, parameter.ds_tensor, flat_shard
 
     def alias_into(self, served: ShardStorage) -> None:
-        """Nothing: DeepSpeed keeps blocks of its own, which its reductions and updates work on."""
+        """Do nothing: DeepSpeed's parameters must stay views of its flat blocks."""
 
     def iter_optimizer_state(self) -> Iterable[Tensor]:
-        """Of this rank's part, with the master weights from stage 1 on."""
         yield from iter_optimizer_tensors(self._engine.basic_optimizer)
         if self.has_sharded_params:
-            # Stage 3 shows them to its optimizer during a step alone.
+            # Stage 3 attaches the master weights to its optimizer only during a step.
             yield from self._engine.optimizer.fp32_partitioned_groups_flat
 
     def iter_fragments(self) -> Iterator[ParameterFragment]:
-        """What ZeRO has this rank update: runs of the elements of each parameter, in flat blocks.
+        """See TrainingBackend. From stage 1 on, fragments are ranges of flat float32 blocks.
 
-        All of them in stage 0, which leaves them to every rank.
+        In stage 0 every rank updates all parameters.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         optimizer = self._engine.optimizer
@@ -164,26 +158,31 @@ class DeepSpeedBackend:
             if not parameter.requires_grad:
                 continue
             if self._zero_stage == 0:
-                whole = create_whole_shard(name, tuple(parameter.shape))
-                yield ParameterFragment(whole, parameter, is_copy=rank != 0)
+                full_shard = create_whole_shard(name, tuple(parameter.shape))
+                yield ParameterFragment(full_shard, parameter, is_copy=rank != 0)
             elif self.has_sharded_params:
                 shape = tuple(parameter.ds_shape)
-                run = create_whole_shard(name, shape).chunk_flat(rank, world_size)
+                flat_shard = create_whole_shard(name, shape).chunk_flat(rank, world_size)
                 block, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                if run is not None:
+                if flat_shard is not None:
                     yield ParameterFragment(
-                        run, optimizer.fp32_partitioned_groups_flat[block], start
+                        flat_shard, optimizer.fp32_partitioned_groups_flat[block], start
                     )
             elif parameter._hp_mapping is not None:
-                found = parameter._hp_mapping
-                at, within = found.hp_fragment_address, found.lp_fragment_address
-                whole = create_whole_shard(name, tuple(parameter.shape))
-                run = replace(whole, flat_range=(within.start, within.start + within.numel))
-                yield ParameterFragment(run, self._master_blocks[found.param_group_index], at.start)
+                mapping = parameter._hp_mapping
+                master_range, param_range = mapping.hp_fragment_address, mapping.lp_fragment_address
+                full_shard = create_whole_shard(name, tuple(parameter.shape))
+                flat_shard = replace(
+                    full_shard,
+                    flat_range=(param_range.start, param_range.start + param_range.numel),
+                )
+                yield ParameterFragment(
+                    flat_shard, self._master_blocks[mapping.param_group_index], master_range.start
+                )
 
     @property
     def _master_blocks(self) -> list[Tensor]:
-        """The float32 blocks of stages 1 and 2, one for each group of parameters."""
+        """Flat float32 master weights of stages 1 and 2, a block per parameter group."""
         optimizer = self._engine.optimizer
         is_bf16 = _is_bf16_optimizer(optimizer)
         name = "fp32_groups_flat_partition" if is_bf16 else "single_partition_of_fp32_groups"
@@ -192,31 +191,33 @@ class DeepSpeedBackend:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """AdamW, on the blocks."""
-        found: torch.optim.Optimizer = self._engine.basic_optimizer
-        return found
+        optimizer: torch.optim.Optimizer = self._engine.basic_optimizer
+        return optimizer
 
     def refresh_params(self) -> None:
-        """Gather what stage 3 leaves whole on every rank, once the ranks' parts have changed."""
-        whole = self._engine.optimizer.persistent_parameters if self.has_sharded_params else []
-        if whole:
-            # Their whole copies go, unread; then each comes back from the ranks' parts.
-            whole[0].partition(whole)
-            whole[0].all_gather(whole)
+        """Gather stage 3's persistent parameters from the ranks' changed shards."""
+        persistent = self._engine.optimizer.persistent_parameters if self.has_sharded_params else []
+        if persistent:
+            # partition() drops the stale full copies without writing them to the shards.
+            persistent[0].partition(persistent)
+            persistent[0].all_gather(persistent)
 
     def load_legacy_state(self, directory: Path) -> None:
-        """Read what DeepSpeed's own save_checkpoint wrote, which holds pickles: only plain ones.
+        """Load a checkpoint of DeepSpeed's save_checkpoint, allowing only plain pickles.
 
-        Collective; raises CheckpointError if there is nothing.
+        Collective. Raises CheckpointError if the directory holds none.
         """
         from deepspeed.runtime.fp16.loss_scaler import LossScaler
         from deepspeed.runtime.zero.config import ZeroStageEnum
         from deepspeed.utils.tensor_fragment import fragment_address
 
-        known = [LossScaler, ZeroStageEnum, fragment_address]
-        # DeepSpeed asks for whatever a pickle has; this outvotes it.
-        with torch.serialization.safe_globals(known), _set_env_var(FORCE_WEIGHTS_ONLY_ENV, "1"):
-            # What is frozen was not saved.
+        safe_classes = [LossScaler, ZeroStageEnum, fragment_address]
+        # DeepSpeed passes weights_only=False to torch.load; the environment variable overrides it.
+        with (
+            torch.serialization.safe_globals(safe_classes),
+            _set_env_var(FORCE_WEIGHTS_ONLY_ENV, "1"),
+        ):
+            # load_module_strict=False: frozen parameters were not saved.
             path, _ = self._engine.load_checkpoint(
                 str(directory), tag=CHECKPOINT_TAG, load_module_strict=False
             )
@@ -224,13 +225,11 @@ class DeepSpeedBackend:
             raise CheckpointError(f"{directory} holds no DeepSpeed checkpoint")
 
     def close(self) -> None:
-        """Release the engine and leave the ranks."""
         self._engine.destroy()
         self._deepspeed.comm.destroy_process_group()
 
 
 def make_deepspeed_config(module: "PreTrainedModel", config: "TrainerConfig") -> dict[str, Any]:
-    """DeepSpeed's configuration of a trainer."""
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -241,7 +240,7 @@ def make_deepspeed_config(module: "PreTrainedModel", config: "TrainerConfig") ->
             "stage": config.zero_stage,
             "overlap_comm": False,
             "reduce_bucket_size": BUCKET_ELEMENTS,
-            # Below this a parameter stays whole on every rank.
+            # Parameters with fewer elements stay whole on every rank.
             "stage3_param_persistence_threshold": 10 * module.config.hidden_size,
         },
     }
@@ -254,7 +253,7 @@ def make_deepspeed_config(module: "PreTrainedModel", config: "TrainerConfig") ->
 def _import_deepspeed() -> Any:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Which device this is; a launcher would have set it.
+    # DeepSpeed's launcher would set the device index.
     os.environ["LOCAL_RANK"] = str(get_local_device().index or 0)
     import deepspeed
     import deepspeed.ops
@@ -262,11 +261,11 @@ def _import_deepspeed() -> Any:
     from deepspeed.utils import logger
 
     logger.setLevel("WARNING")
-    # DeepSpeed calls collectives by names that torch is about to drop: nothing a user can change.
+    # DeepSpeed calls deprecated torch collectives; users cannot act on the warning.
     warnings.filterwarnings("ignore", "`torch.distributed.*` is deprecated", FutureWarning)
-    # Its shared-memory collectives for CPUs are built with a compiler on first use: over a minute.
+    # Building the shared-memory collectives for CPUs on first use takes over a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # It loads Muon with every optimizer, and to compile that loads torch's compiler: a second.
+    # Muon, imported with every optimizer, would import torch's compiler, which takes a second.
     compiler.compile = lambda: compiler.dummy_decorator
     return deepspeed
 

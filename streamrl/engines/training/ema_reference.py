@@ -1,9 +1,10 @@
-"""A reference that follows the policy at a distance: a copy made now and then, or an average.
+"""EMA reference: a reference model updated from the policy at fixed steps.
 
-The rank that publishes keeps it in main memory and moves it as the policy's parameters pass by;
-reference scorers follow it as a model of its own. So it depends on the steps alone, not on when who
-pulled what. `decay` 0 with an interval is TRL's synchronised reference (arXiv:2404.09656 calls it
-hard update), `decay` above 0 its soft update: r <- decay r + (1 - decay) p.
+The publishing rank keeps the reference in host memory and updates it while it publishes the policy;
+reference scorers follow it like any published model. The result therefore depends only on the
+training steps, not on the timing of pulls. Following arXiv 2404.09656 (TR-DPO), `decay` 0 is the
+hard update (a copy, TRL's sync_ref_model), `decay` above 0 the soft update:
+r <- decay * r + (1 - decay) * p.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,16 +21,18 @@ from streamrl.files.atomic_write import wrap_checkpoint_errors
 
 
 class EmaReference:
-    """The parameters of the reference, on the CPU: empty until the policy has first passed by."""
+    """Parameters of the reference on the CPU; empty before the first `update_from_policy`."""
 
     def __init__(self, decay: float) -> None:
         self._decay = decay
         self._tensors: dict[str, Tensor] = {}
 
     def update_from_policy(self, policy: Iterable[tuple[str, Tensor]], *, moves: bool) -> None:
-        """Go through the policy's parameters, all of them, and move; the first time become them.
+        """Consume all parameters of the policy; update the reference if `moves`.
 
-        Raises CheckpointError if the policy has others than it had.
+        The first call copies the policy. Without `moves`, later calls only exhaust the iterator,
+        which may be collective. Raises CheckpointError if the policy has a parameter that the
+        reference lacks.
         """
         is_new = not self._tensors
         for name, tensor in policy:
@@ -39,25 +42,24 @@ class EmaReference:
             elif name not in self._tensors:
                 raise CheckpointError(f"the reference was saved without {name}")
             elif moves:
-                own = self._tensors[name]
-                own.lerp_(tensor.detach().to("cpu", own.dtype), 1 - self._decay)
+                reference = self._tensors[name]
+                reference.lerp_(tensor.detach().to("cpu", reference.dtype), 1 - self._decay)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What it is now, under the policy's names."""
         yield from self._tensors.items()
 
     def save(self, folder: Path) -> None:
-        """Write it into a folder that exists. Raises as `ModelTrainer.save` does."""
+        """Write the reference into an existing folder; raises as `save_training_state` does."""
         with wrap_checkpoint_errors(folder / REFERENCE_FILE):
             save_tensors(folder / REFERENCE_FILE, self._tensors)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote; raises CheckpointError if there is nothing."""
+        """Read the reference from a checkpoint. Raises CheckpointError if it has none."""
         if (folder / REFERENCE_FILE).is_file():
             self._tensors = load_tensors(folder / REFERENCE_FILE)
         elif (folder / LEGACY_REFERENCE_FILE).is_file():
             self._tensors = load_plain_pickle(folder / LEGACY_REFERENCE_FILE)
         else:
             raise CheckpointError(
-                f"{folder} was written without a reference that moves: reference.every has to be 0"
+                f"{folder} was written without an EMA reference: set reference.every=0"
             )

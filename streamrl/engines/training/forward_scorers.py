@@ -1,4 +1,4 @@
-"""What models say of finished rollouts, forward only: the reference, and the critic's shadow."""
+"""Forward-only scoring of finished rollouts: reference logprobs and critic values."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class LogprobScorer:
-    """Log-probabilities under a model that is not trained, in micro-batches of bounded size."""
+    """Computes token logprobs under the reference, in micro-batches of bounded size."""
 
     def __init__(
         self,
@@ -50,20 +50,18 @@ class LogprobScorer:
         self._micro_batch_tokens = micro_batch_tokens
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the parameters of a newer version; raises WeightsError if they are another model's.
-
-        A value head that is part of the policy's model says nothing of tokens.
-        """
-        own = {
+        """Load a newer version. Raises WeightsError if it belongs to another model."""
+        # Skip the value head of a model shared by policy and critic.
+        policy_tensors = {
             name: value for name, value in tensors.items() if not name.startswith(VALUE_HEAD_PREFIX)
         }
-        copy_parameters(self._model, own, model_path=self._model_path)
+        copy_parameters(self._model, policy_tensors, model_path=self._model_path)
 
     def compute_ref_logprobs(self, columns: Columns) -> dict[str, Array]:
-        """The ref_logprobs column of a group with token_ids, loss_mask and lengths.
+        """Compute the column ref_logprobs of a group with token_ids, loss_mask and lengths.
 
-        At the sampling temperature, as all log-probabilities here; 0 where loss_mask is false.
-        Raises ValueError if a rollout is longer than a micro-batch may be.
+        Logprobs are at the sampling temperature, and 0 where loss_mask is false. Raises ValueError
+        if a rollout exceeds `micro_batch_tokens`.
         """
 
         def logprobs(batch: TensorDict) -> Tensor:
@@ -76,7 +74,7 @@ class LogprobScorer:
 
 
 class ValueScorer:
-    """Values under a critic that another process trains, in micro-batches of bounded size."""
+    """Computes token values under a critic, in micro-batches of bounded size."""
 
     def __init__(
         self,
@@ -88,7 +86,7 @@ class ValueScorer:
         shares_policy: bool = False,
         options: ModelLoadOptions = DEFAULT_OPTIONS,
     ) -> None:
-        """`shares_policy`: its weights are part of those of a policy, whose head is left out."""
+        """Load the critic; `shares_policy` if it is a head of the policy's model (AC-share)."""
         torch.set_num_threads(threads)
         self._model_path = model_path
         self._model: PreTrainedModel = load_value_model(
@@ -102,20 +100,17 @@ class ValueScorer:
         self._micro_batch_tokens = micro_batch_tokens
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the parameters of a newer version, or its adapters, merged into the directory's.
-
-        Raises WeightsError if they are those of another model.
-        """
-        own = {
+        """Load a newer version. Raises WeightsError if it belongs to another model."""
+        critic_tensors = {
             name: value for name, value in tensors.items() if name not in self._policy_only_names
         }
-        copy_parameters(self._model, own, model_path=self._model_path)
+        copy_parameters(self._model, critic_tensors, model_path=self._model_path)
 
     def compute_values(self, columns: Columns) -> Array:
-        """A value per token, float32, of a group with token_ids, loss_mask and lengths.
+        """Compute a value per token, float32, of a group with token_ids, loss_mask and lengths.
 
-        0 where loss_mask is false. Raises ValueError if a rollout is longer than a micro-batch may
-        be.
+        Values are 0 where loss_mask is false. Raises ValueError if a rollout exceeds
+        `micro_batch_tokens`.
         """
 
         def values(batch: TensorDict) -> Tensor:
@@ -128,9 +123,9 @@ class ValueScorer:
 def copy_parameters(
     model: "PreTrainedModel", tensors: Mapping[str, Tensor], *, model_path: str
 ) -> None:
-    """Copy what a trainer has published into a model: parameters, or adapters, merged.
+    """Copy published parameters into a model; merge LoRA adapters into the directory's weights.
 
-    Raises WeightsError, the model as it was, if they are those of another model.
+    Raises WeightsError, before changing the model, if they belong to another model.
     """
     full = build_full_weights(
         tensors, ParameterSet.from_module(model), model_path=model_path, device=get_local_device()
@@ -142,9 +137,10 @@ def copy_parameters(
 def compute_token_column(
     columns: Columns, compute: Callable[[TensorDict], Tensor], micro_batch_tokens: int
 ) -> Array:
-    """A token column, float32, of what `compute` says of a group: batch -> [B, T].
+    """Compute a float32 token column of a group with `compute`, which maps a batch to [B, T].
 
-    0 where loss_mask is false. Raises ValueError if a rollout is longer than a micro-batch may be.
+    Entries are 0 where loss_mask is false. Raises ValueError if a rollout exceeds
+    `micro_batch_tokens`.
     """
     lengths = columns["lengths"]
     result = np.zeros(len(columns["token_ids"]), np.float32)
@@ -156,7 +152,7 @@ def compute_token_column(
     for (picks,) in rounds:
         batch = build_batch({"": columns}, picks, derived={"": {}}, token_columns=("token_ids",))
         with torch.inference_mode():
-            found = compute(batch.to(get_local_device())).cpu().numpy()
-        for (_, index), row in zip(picks, found, strict=True):
+            values = compute(batch.to(get_local_device())).cpu().numpy()
+        for (_, index), row in zip(picks, values, strict=True):
             result[find_token_slice(lengths, index)] = row[: lengths[index]]
     return np.where(columns["loss_mask"], result, np.float32(0))

@@ -1,12 +1,17 @@
-"""Data parallelism times tensor parallelism in torch, float32, on nccl and on gloo.
+"""Training backend torch with FSDP2 and tensor parallelism, float32, on nccl and gloo.
 
-Ranks are a mesh: neighbours share every layer of the model and train the same micro-batches, and
-ranks at the same place of different neighbourhoods share the data. Where parameters are sharded
-(FSDP2), a rank keeps only its chunk of what tensor parallelism leaves it; otherwise the data ranks
-all hold the same, and gradients are summed once per step.
+Example: world_size 4, tensor_parallel 2.
 
-The optimizer works on what a rank keeps, as plain tensors: an update is elementwise. Only the
-gradient's norm asks for the others.
+                tensor 0   tensor 1
+    data 0      rank 0     rank 1      same micro-batches, split layers
+    data 1      rank 2     rank 3
+
+Consecutive ranks are tensor parallel. With FSDP2, a rank keeps a chunk of its tensor-parallel shard
+of a parameter; otherwise data-parallel ranks are replicas whose gradients are summed once per
+update.
+
+The optimizer updates local shards as plain tensors, since AdamW is elementwise. Only the gradient's
+norm needs communication.
 """
 
 import math
@@ -41,13 +46,16 @@ if TYPE_CHECKING:
     from streamrl.engines.trainer_config import TrainerConfig
 
 DP_DIM, TP_DIM = "data", "tensor"
-"""The dimensions of the mesh; ranks next to each other are tensor parallel."""
 CLIP_EPSILON = 1e-6
-"""As in torch's clip_grad_norm_, which the other backends clip with."""
+"""Equal to that of torch's clip_grad_norm_, which the other backends use."""
 
 
 class FsdpTpBackend:
-    """Gradients add up in `.grad`; a step divides them once, over all ranks and before clipping."""
+    """A rank of the mesh as a TrainingBackend.
+
+    Gradients accumulate in `.grad`; `step` divides them once, after summing over the data ranks and
+    before clipping.
+    """
 
     def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
         self.module = module
@@ -78,37 +86,30 @@ class FsdpTpBackend:
         set_collective_timeout(config.collective_timeout_s)
 
     def _apply_fsdp(self) -> None:
-        """Shard the parameters over the data ranks: whole only layer by layer, while computing."""
-        for part in (*iter_layers(self.module), self.module):
-            # The outermost would stay gathered after a forward pass without a backward pass.
-            sharded = fully_shard(part, mesh=self._dp_mesh, reshard_after_forward=True)
-            # A plain sum; it is divided when the step is complete.
+        for submodule in (*iter_layers(self.module), self.module):
+            # By default the root stays gathered after a forward pass without a backward pass.
+            sharded = fully_shard(submodule, mesh=self._dp_mesh, reshard_after_forward=True)
+            # Sum gradients instead of averaging; `step` divides.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a summed loss. Collective."""
         loss.backward()
 
     def step(self, *, divisor: float, lr: float) -> float:
-        """Update with the gradient over all shares of the data divided by `divisor`; its norm
-        before clipping.
-
-        Collective. A norm that is not finite leaves the parameters as they are. No rank changes
-        its own before all have come here.
-        """
+        """See TrainingBackend. No rank changes its parameters before all ranks have called it."""
         for name, parameter in self._trained_params.items():
             gradient = parameter.grad
-            kept = self._local_params[name]
-            kept.grad = torch.zeros_like(kept) if gradient is None else _to_local(gradient)
+            local = self._local_params[name]
+            local.grad = torch.zeros_like(local) if gradient is None else _to_local(gradient)
             if not self._is_sharded:
-                dist.all_reduce(kept.grad, group=self._dp_mesh.get_group())
-            kept.grad /= divisor
+                dist.all_reduce(local.grad, group=self._dp_mesh.get_group())
+            local.grad /= divisor
         norm = self._compute_grad_norm()
         scale = self._grad_clip / (norm + CLIP_EPSILON) if self._grad_clip else 1.0
-        for kept in self._local_params.values():
-            assert kept.grad is not None
-            kept.grad *= min(scale, 1.0)
+        for local in self._local_params.values():
+            assert local.grad is not None
+            local.grad *= min(scale, 1.0)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if math.isfinite(norm):
@@ -118,7 +119,7 @@ class FsdpTpBackend:
         return norm
 
     def _compute_grad_norm(self) -> float:
-        """That of the gradient, of which each element counts once, however many ranks have it."""
+        """Return the norm of the full gradient, counting replicated elements once."""
         total = torch.zeros((), dtype=torch.float64, device=get_local_device())
         for name, parameter in self._trained_params.items():
             gradient = self._local_params[name].grad
@@ -130,96 +131,83 @@ class FsdpTpBackend:
 
     @property
     def has_sharded_params(self) -> bool:
-        """A rank has only its part of the parameters."""
         return True
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """What is trained, whole, once each. Collective: exhaust it.
-
-        What every rank has whole is a view, which the next step changes.
-        """
+        """See TrainingBackend. Replicated parameters are views that the next step changes."""
         for name, parameter in self._trained_params.items():
             yield name, _gather_tensor(parameter.detach())
 
     def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]:
-        """What this rank keeps of what is trained, where it lies, and which part that is.
-
-        A parameter that has nothing left for this rank is not there. Each step changes the tensors.
-        """
+        """See TrainingBackend. Omits parameters of which this rank's chunk is empty."""
         for name, parameter in self._trained_params.items():
             spec = TensorSpec(name, tuple(parameter.shape), (0,), _find_tp_dim(parameter))
-            place = self._tp_mesh.get_local_rank()
-            shard: TensorShard | None = create_tensor_shard(spec, place, self._tp_mesh.size())
+            tp_rank = self._tp_mesh.get_local_rank()
+            shard: TensorShard | None = create_tensor_shard(spec, tp_rank, self._tp_mesh.size())
             if self._is_sharded and shard is not None:
                 shard = shard.chunk(0, self._dp_mesh.get_local_rank(), self._dp_mesh.size())
             if shard is not None:
                 yield name, self._local_params[name], shard
 
     def alias_into(self, served: ShardStorage) -> None:
-        """Keep there what lies there in one piece; the rest, and what FSDP2 has, stays.
-
-        FSDP2 has memory of its own, which it gathers from.
-        """
+        """See TrainingBackend. Does nothing with FSDP2, which gathers from buffers of its own."""
         if self._is_sharded:
             return
-        for name, kept, shard in self.iter_shards():
-            place = find_alias_view(served, name, kept, shard)
-            if place is not None:
-                place.copy_(kept)
-                # Whoever holds one of them holds it still: the model the one, the optimizer the
-                # other.
-                _get_local_tensor(self._trained_params[name]).data = place
-                kept.data = place
+        for name, local, shard in self.iter_shards():
+            view = find_alias_view(served, name, local, shard)
+            if view is not None:
+                view.copy_(local)
+                # Rebind both in place: the model refers to the parameter's local tensor, the
+                # optimizer to `local`.
+                _get_local_tensor(self._trained_params[name]).data = view
+                local.data = view
 
     def iter_optimizer_state(self) -> Iterable[Tensor]:
-        """Of what this rank keeps."""
         return iter_optimizer_tensors(self._optimizer)
 
     def iter_fragments(self) -> Iterator[ParameterFragment]:
-        """What this rank keeps; what several have, one of them saves."""
-        repeats = not self._is_sharded and self._dp_mesh.get_local_rank() != 0
-        is_neighbour = self._tp_mesh.get_local_rank() != 0
-        for name, kept, shard in self.iter_shards():
-            is_copy = repeats or (is_neighbour and _find_tp_dim(self._trained_params[name]) is None)
-            yield ParameterFragment(shard, kept, is_copy=is_copy)
+        """See TrainingBackend. Of replicated shards only the first rank's is not a copy."""
+        is_dp_replica = not self._is_sharded and self._dp_mesh.get_local_rank() != 0
+        is_tp_replica = self._tp_mesh.get_local_rank() != 0
+        for name, local, shard in self.iter_shards():
+            is_copy = is_dp_replica or (
+                is_tp_replica and _find_tp_dim(self._trained_params[name]) is None
+            )
+            yield ParameterFragment(shard, local, is_copy=is_copy)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """AdamW, on what this rank keeps."""
         return self._optimizer
 
     def refresh_params(self) -> None:
-        """Nothing: what the optimizer updates is computed with."""
+        """Do nothing: the forward pass uses the tensors that the optimizer updates."""
 
     def load_legacy_state(self, directory: Path) -> None:
-        """Read what this backend once wrote."""
-        place = dist.get_rank() if self._is_sharded else self._tp_mesh.get_local_rank()
-        path = directory / f"torch_state_{place}.pt"
+        index = dist.get_rank() if self._is_sharded else self._tp_mesh.get_local_rank()
+        path = directory / f"torch_state_{index}.pt"
         state = load_plain_pickle(path)
-        for name, kept in self._local_params.items():
-            kept.copy_(state["model"][name])
+        for name, local in self._local_params.items():
+            local.copy_(state["model"][name])
         self._optimizer.load_state_dict(state["optimizer"])
 
     def close(self) -> None:
-        """Leave the ranks."""
         leave_process_group()
 
 
 def _to_local(tensor: Tensor) -> Tensor:
-    """What of a tensor is on this rank, in the same memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _get_local_tensor(parameter: Tensor) -> Tensor:
-    """The tensor a parameter has on this rank; `to_local` gives a view of it."""
+    """Return the local tensor object of a parameter; `to_local` would return a new view of it."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def _copy_unsharded_params(module: "PreTrainedModel") -> None:
-    """Give what is not cut memory of its own.
+    """Copy the replicated parameters out of the memory-mapped model file.
 
-    It lies in the file of the model, of which the cut parameters would stay mapped, too.
+    Otherwise the file, with the full matrices that were split, would stay mapped.
     """
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor):
@@ -227,10 +215,10 @@ def _copy_unsharded_params(module: "PreTrainedModel") -> None:
 
 
 def _gather_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor. Collective where it is cut."""
+    """Return the full tensor. Collective if the tensor is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
-    # Put together in the reverse order of the cuts: chunks over the data first.
+    # Undo the sharding in reverse order: FSDP's chunks were cut last, and data is mesh dimension 0.
     placements = list(tensor.placements)
     for mesh_dim in range(len(placements)):
         placements[mesh_dim] = Replicate()
@@ -239,23 +227,26 @@ def _gather_tensor(tensor: Tensor) -> Tensor:
 
 
 def _count_shards(parameter: Tensor) -> int:
-    """Into how many parts a parameter is cut; equally many ranks have each of them."""
+    """Return the number of distinct shards of a parameter; each has equally many replicas."""
     return math.prod(size for _, size, _ in _list_shardings(parameter))
 
 
 def _find_tp_dim(parameter: Tensor) -> int | None:
-    """Which dimension tensor parallelism cuts."""
     return next(
         (dim for mesh_dim, _, dim in _list_shardings(parameter) if mesh_dim == TP_DIM), None
     )
 
 
 def _list_shardings(parameter: Tensor) -> list[tuple[str, int, int]]:
-    """How a parameter is cut: over which dimension of the mesh, into how many, and where."""
+    """Return (mesh dimension, number of shards, tensor dimension) for each sharding."""
     if not isinstance(parameter, DTensor):
         return []
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or ()
-    over = zip(names, mesh.shape, parameter.placements, strict=True)
-    # What both dimensions of the mesh cut is strided, which torch does not count as a shard.
-    return [(name, size, at.dim) for name, size, at in over if isinstance(at, Cut | StridedCut)]
+    axes = zip(names, mesh.shape, parameter.placements, strict=True)
+    # A dimension sharded by both mesh dimensions is a _StridedShard, which is no Shard in torch.
+    return [
+        (name, size, placement.dim)
+        for name, size, placement in axes
+        if isinstance(placement, Cut | StridedCut)
+    ]

@@ -1,11 +1,10 @@
-"""From the shards of a trainer's ranks straight into the generators of their processes.
+"""Reshard weights from trainer ranks into the generators of the same processes (HybridFlow).
 
-Where a rank trains another part of the parameters than its generator serves, or several ranks share
-a generator, what is served is filled from all ranks, in buckets: what a rank has lies where it is,
-what it lacks comes once, and nothing is laid down in between. What moves is planned once, from what
-each rank says it keeps and serves, and run at every version. Once it is planned, ranks keep in the
-memory of their generator what can lie there: that is not copied. Where the generator has another
-type, each rank casts what it keeps first.
+Used in colocated runs where the layouts differ, or several ranks share a generator. Local shards
+stay in place, missing shards are received once, in buckets, without staging a full model. The
+transfer is planned once, from the shards that each rank trains and serves, and executed for every
+version. After planning, ranks move their trained shards into the generator's memory where the
+layout allows, which saves those copies. If the dtypes differ, each rank casts its shards first.
 """
 
 import socket
@@ -27,14 +26,14 @@ from streamrl.resharding.executors import (
 from streamrl.resharding.storage import ShardStorage, create_from_buffers
 
 BUCKET_BYTES = 16 * 2**20
-"""What is under way at once, bytes; gloo holds as much again."""
+"""Bytes in flight at a time; gloo buffers as much again."""
 
 NamedShards = Iterable[tuple[str, Tensor, TensorShard]]
-"""What a rank keeps of what is trained: by name, where it lies and which part that is."""
+"""A rank's trained shards: name, local tensor, position in the full tensor."""
 
 
 class ShardSource(Protocol):
-    """What keeps a rank's part of what is trained; see `TrainingBackend`."""
+    """The part of `TrainingBackend` that resharding uses."""
 
     def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]: ...
 
@@ -43,8 +42,7 @@ class ShardSource(Protocol):
 
 @dataclass(frozen=True)
 class _RankShards:
-    """What a rank says of itself: what it keeps, what its generator serves, in what types, and on
-    which node it is."""
+    """A rank's trained shards, served shards, served dtypes and node, as exchanged for planning."""
 
     train_shards: Mapping[str, TensorShard]
     serve_shards: Mapping[str, TensorShard]
@@ -53,23 +51,22 @@ class _RankShards:
 
 
 class WeightResharder:
-    """The way of every version into the generator of this rank."""
+    """Executes the planned transfer into this rank's generator for every version."""
 
     def __init__(
-        self, executor: ReshardingExecutor, served: ShardStorage, types: Mapping[str, torch.dtype]
+        self, executor: ReshardingExecutor, storage: ShardStorage, dtypes: Mapping[str, torch.dtype]
     ) -> None:
         self._executor = executor
-        self._storage = served
-        self._dtypes = types
+        self._storage = storage
+        self._dtypes = dtypes
 
-    def run(self, placed: NamedShards, version: int) -> ReshardingStats:
-        """Fill the generator's parameters with `version`. Collective.
+    def run(self, train_shards: NamedShards, version: int) -> ReshardingStats:
+        """Fill the generator's parameters with `version` while it is paused. Collective.
 
-        They must stand still. Raises WeightsError if the ranks hold different versions, or one does
-        not answer in time.
+        Raises WeightsError if the ranks pass different versions or a rank times out.
         """
         buffers, shards = {}, {}
-        for name, tensor, shard in placed:
+        for name, tensor, shard in train_shards:
             buffers[name], shards[name] = tensor.to(self._dtypes[name]), shard
         return self._executor.run(
             create_from_buffers(buffers, shards, version=version), self._storage
@@ -77,39 +74,44 @@ class WeightResharder:
 
 
 def plan_resharding(
-    placed: NamedShards, served: ShardStorage | None, *, timeout_s: float
+    train_shards: NamedShards, served: ShardStorage | None, *, timeout_s: float
 ) -> WeightResharder | None:
-    """The switch from what each rank keeps to what the generator of each serves. Collective.
+    """Plan the transfer from each rank's trained shards to its generator's storage. Collective.
 
-    `served` is where the generator of this rank has what it serves: every parameter, or, where
-    several ranks share a generator, its part. None if that is nothing to write into. None if any
-    rank's is not, or if they have other parameters than are trained.
+    `served` is the storage of this rank's generator, or None if it cannot be written into. Returns
+    None if any rank passes None, or if trained and served parameters differ.
     """
-    kept = {name: (tensor, shard) for name, tensor, shard in placed}
-    said: list[_RankShards | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, _describe_rank(kept, served))
-    ranks = [each for each in said if each is not None]
-    if served is None or len(ranks) < len(said):
+    local_shards = {name: (tensor, shard) for name, tensor, shard in train_shards}
+    descriptions: list[_RankShards | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(descriptions, _describe_rank(local_shards, served))
+    ranks = [rank_shards for rank_shards in descriptions if rank_shards is not None]
+    if served is None or len(ranks) < len(descriptions):
         return None
     model = _merge_served_specs(ranks)
     if {spec.name for spec in model.tensors} != {
-        name for each in ranks for name in each.train_shards
+        name for rank_shards in ranks for name in rank_shards.train_shards
     }:
         return None
     executor = create_least_bytes_executor(
-        ModelLayout(model, {rank: each.train_shards for rank, each in enumerate(ranks)}),
-        ModelLayout(model, {rank: each.serve_shards for rank, each in enumerate(ranks)}),
-        cluster=make_nodes([each.node for each in ranks]),
+        ModelLayout(
+            model, {rank: rank_shards.train_shards for rank, rank_shards in enumerate(ranks)}
+        ),
+        ModelLayout(
+            model, {rank: rank_shards.serve_shards for rank, rank_shards in enumerate(ranks)}
+        ),
+        cluster=make_nodes([rank_shards.node for rank_shards in ranks]),
         bucket_bytes=BUCKET_BYTES,
         timeout_s=timeout_s,
     )
     return WeightResharder(
-        executor, served, {n: dtype for each in ranks for n, dtype in each.dtypes.items()}
+        executor,
+        served,
+        {n: dtype for rank_shards in ranks for n, dtype in rank_shards.dtypes.items()},
     )
 
 
 class LazyWeightResharder:
-    """A switch that is planned at its first run."""
+    """Plans the transfer at the first run."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -117,30 +119,30 @@ class LazyWeightResharder:
         self._resharder: WeightResharder | None = None
 
     def run(
-        self, keeper: ShardSource, served: ShardStorage | None, version: int
+        self, source: ShardSource, served: ShardStorage | None, version: int
     ) -> ReshardingStats | None:
-        """See `WeightResharder.run`;
+        """Run the resharder, planned on the first call; return None if no plan is possible.
 
-        None where there is no switch. `served` is the same at every call.
+        Pass the same `served` at every call.
         """
         if not self._is_planned:
             self._resharder = plan_resharding(
-                keeper.iter_shards(), served, timeout_s=self._timeout_s
+                source.iter_shards(), served, timeout_s=self._timeout_s
             )
             self._is_planned = True
             if self._resharder is not None and served is not None:
-                keeper.alias_into(served)
-        return self._resharder.run(keeper.iter_shards(), version) if self._resharder else None
+                source.alias_into(served)
+        return self._resharder.run(source.iter_shards(), version) if self._resharder else None
 
 
 def _describe_rank(
-    kept: Mapping[str, tuple[Tensor, TensorShard]], served: ShardStorage | None
+    local_shards: Mapping[str, tuple[Tensor, TensorShard]], served: ShardStorage | None
 ) -> _RankShards | None:
-    """What this rank says; None if what it keeps is not where what it serves is."""
-    if served is None or any(tensor.device != served.device for tensor, _ in kept.values()):
+    """Describe this rank; None if it trains on another device than it serves."""
+    if served is None or any(tensor.device != served.device for tensor, _ in local_shards.values()):
         return None
     return _RankShards(
-        train_shards={name: shard for name, (_, shard) in kept.items()},
+        train_shards={name: shard for name, (_, shard) in local_shards.items()},
         serve_shards={
             name: TensorShard(name, box.shape, ((box, (0,) * len(box.shape)),))
             for name, box, _ in served
@@ -151,23 +153,22 @@ def _describe_rank(
 
 
 def make_nodes(nodes: Sequence[str]) -> NodeTopology:
-    """Which ranks are near each other, by the node of each.
+    """Return the topology of ranks, given the node of each.
 
-    All are as near as any where nodes do not have as many neighbours each: then only the number of
+    If nodes have unequal numbers of ranks, treat all ranks as one node, so that only the number of
     bytes counts.
     """
-    sizes = [len(list(each)) for _, each in groupby(nodes)]
+    sizes = [len(list(ranks)) for _, ranks in groupby(nodes)]
     return NodeTopology(sizes[0] if len(set(sizes)) == 1 else len(nodes))
 
 
 def _merge_served_specs(ranks: Sequence[_RankShards]) -> ModelSpec:
-    """What all generators serve, whole."""
     shapes: dict[str, tuple[int, ...]] = {}
     sizes: dict[str, int] = {}
-    for each in ranks:
-        for name, shard in each.serve_shards.items():
+    for rank_shards in ranks:
+        for name, shard in rank_shards.serve_shards.items():
             (box,) = shard.boxes
             shapes[name] = tuple(map(max, shapes.get(name, box.stop), box.stop))
-            sizes[name] = each.dtypes[name].itemsize
+            sizes[name] = rank_shards.dtypes[name].itemsize
     specs = (TensorSpec(name, shape, (0,), itemsize=sizes[name]) for name, shape in shapes.items())
     return ModelSpec(tuple(specs), 1)

@@ -1,7 +1,7 @@
-"""The memory of an optimizer's state, which others may have while no step is made.
+"""Offload of the optimizer's state between updates: to host memory on a GPU, to disk on a CPU.
 
-On a GPU the state waits in main memory, on a CPU in a file that has no name. It comes back to where
-it was, to the last bit: whoever holds a tensor of it holds the same one.
+Storages are emptied and refilled in place, bit for bit, so references to the state's tensors stay
+valid.
 """
 
 import ctypes
@@ -19,51 +19,59 @@ from streamrl.errors import StreamError
 
 
 class OptimizerOffload:
-    """Released and had again; not to be touched in between."""
+    """Offloads and restores an optimizer's state; do not touch the state in between."""
 
     def __init__(
-        self, state: Callable[[], Iterable[Tensor]], *, not_of: Callable[[], Iterable[Tensor]]
+        self, state: Callable[[], Iterable[Tensor]], *, excluding: Callable[[], Iterable[Tensor]]
     ) -> None:
-        """`state` is the optimizer's, which may be none before its first step; what shares memory
-        with one of `not_of` stays."""
+        """`state` lists the optimizer's tensors (empty before its first step).
+
+        Tensors that share memory with one of `excluding`, such as parameters, are not offloaded.
+        """
         self._get_state = state
-        self._get_excluded = not_of
+        self._get_excluded = excluding
         self._offloaded_storages: OffloadedStorages | None = None
 
     def offload_state(self) -> None:
-        """Give it up until `restore`. Raises StreamError, nothing given up, if there is no room."""
+        """Free the state's memory until `restore_state`.
+
+        Raises StreamError and keeps the state if there is no space for the copy.
+        """
         if self._offloaded_storages is not None:
             return
-        kept = {tensor.untyped_storage().data_ptr() for tensor in self._get_excluded()}
+        excluded = {tensor.untyped_storage().data_ptr() for tensor in self._get_excluded()}
         storages = {}
         for tensor in self._get_state():
-            # Of what a rank keeps nothing of, others may have the memory.
-            if tensor.dim() and tensor.numel() and tensor.untyped_storage().data_ptr() not in kept:
+            # An empty tensor's address may belong to another tensor by now.
+            if (
+                tensor.dim()
+                and tensor.numel()
+                and tensor.untyped_storage().data_ptr() not in excluded
+            ):
                 if not tensor.untyped_storage().resizable():
-                    tensor.data = tensor.detach().clone()  # it was read from a checkpoint
+                    tensor.data = tensor.detach().clone()  # mapped or loaded from a checkpoint
                 storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        found = list(storages.values())
-        on_gpu = any(storage.device.type == "cuda" for storage in found)
-        self._offloaded_storages = CpuOffload(found) if on_gpu else DiskOffload(found)
-        for storage in found:
+        offloaded = list(storages.values())
+        on_gpu = any(storage.device.type == "cuda" for storage in offloaded)
+        self._offloaded_storages = CpuOffload(offloaded) if on_gpu else DiskOffload(offloaded)
+        for storage in offloaded:
             storage.resize_(0)
         release_freed_memory()
 
     def restore_state(self) -> None:
-        """Have it again as it was; nothing if it was not released."""
         if self._offloaded_storages is not None:
             self._offloaded_storages.copy_back()
             self._offloaded_storages = None
 
 
 class OffloadedStorages(Protocol):
-    """Copies of storages, which go once they are back."""
+    """Copies of storages; `copy_back` refills the storages and drops the copies."""
 
     def copy_back(self) -> None: ...
 
 
 class CpuOffload:
-    """Pinned copies of what is on a GPU."""
+    """Copies of GPU storages in pinned host memory."""
 
     def __init__(self, storages: list[torch.UntypedStorage]) -> None:
         self._copies = []
@@ -74,7 +82,7 @@ class CpuOffload:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise StreamError(
-                f"the optimizer's state cannot be put aside in main memory: {reason}"
+                f"the optimizer's state cannot be offloaded to host memory: {reason}"
             ) from error
 
     def copy_back(self) -> None:
@@ -84,7 +92,7 @@ class CpuOffload:
 
 
 class DiskOffload:
-    """One file with a copy after the other."""
+    """Copies of storages, concatenated in an unnamed temporary file."""
 
     def __init__(self, storages: list[torch.UntypedStorage]) -> None:
         self._sizes = [(storage, storage.nbytes()) for storage in storages]
@@ -109,14 +117,14 @@ def _translate_disk_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
+        directory = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
         raise StreamError(
-            f"the optimizer's state cannot be put aside in {where} (TMPDIR): {error.strerror}"
+            f"the optimizer's state cannot be offloaded to {directory} (TMPDIR): {error.strerror}"
         ) from error
 
 
 def _as_memoryview(storage: torch.UntypedStorage) -> memoryview:
-    """Its bytes, where they lie. A view by numpy would leave a storage that cannot be resized."""
+    """Return the storage's bytes; a numpy view instead would make the storage non-resizable."""
     return memoryview((ctypes.c_byte * storage.nbytes()).from_address(storage.data_ptr()))
 
 
@@ -125,7 +133,6 @@ def _as_byte_tensor(storage: torch.UntypedStorage) -> Tensor:
 
 
 def iter_optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    """All an optimizer of torch holds: its state, and what it updates."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
     for group in optimizer.param_groups:

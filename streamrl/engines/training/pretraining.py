@@ -1,7 +1,6 @@
-"""A pretraining loss beside the policy's own, from texts of its own (PPO-ptx).
+"""Pretraining loss added to the policy's loss (PPO-ptx; InstructGPT, arXiv 2203.02155, eq. 2).
 
-It keeps a policy from forgetting what it is not rewarded for. Source: Ouyang et al. 2022
-(InstructGPT), equation 2.
+The loss keeps the policy from forgetting abilities that are not rewarded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PretrainingLoss:
-    """What is added to every update: `coef` times the mean loss of the tokens of `rows` texts.
+    """Adds `coef` times the mean token loss of `num_texts` texts to every update.
 
-    Texts are cut at `max_tokens`; a micro-batch holds at most `micro_batch_tokens`, padding
+    Texts are truncated to `max_tokens`; a micro-batch has at most `micro_batch_tokens`, padding
     included.
     """
 
@@ -35,33 +34,33 @@ class PretrainingLoss:
     micro_batch_tokens: int
 
     def compute_losses(
-        self, update: int, forward: Callable[..., Any], *, share: int, num_shares: int
+        self, update: int, forward: Callable[..., Any], *, dp_rank: int, dp_size: int
     ) -> Iterator[Tensor]:
-        """Of the texts of an update, one share, a micro-batch at a time; they add up.
+        """Yield the losses of a rank's micro-batches of an update; the sum over ranks is the loss.
 
-        All shares get as many, as a forward may be collective.
+        All ranks get equally many micro-batches because `forward` may be collective.
         """
         token_ids = self._tokenize_texts(self.texts.get_batch(update, self.num_texts))
-        # A text's first token is not predicted.
+        # The first token of a text is not predicted.
         num_tokens = sum(len(ids) - 1 for ids in token_ids)
         rounds = pack_rollouts(
             [("", index, len(ids)) for index, ids in enumerate(token_ids)],
-            world_size=num_shares,
+            world_size=dp_size,
             micro_batch_tokens=self.micro_batch_tokens,
         )
         for work in rounds:
-            rows = [token_ids[index] for _, index in work[share]]
+            rows = [token_ids[index] for _, index in work[dp_rank]]
             yield self.coef / max(num_tokens, 1) * _sum_token_losses(forward, rows)
 
     def _tokenize_texts(self, texts: Sequence[str]) -> list[list[int]]:
         end = self.tokenizer.eos_token_id
         encoded = self.tokenizer(list(texts), add_special_tokens=True)["input_ids"]
-        ended = [ids if ids[-1:] == [end] or end is None else [*ids, end] for ids in encoded]
-        return [ids[: self.max_tokens] for ids in ended]
+        terminated = [ids if ids[-1:] == [end] or end is None else [*ids, end] for ids in encoded]
+        return [ids[: self.max_tokens] for ids in terminated]
 
 
 def _sum_token_losses(forward: Callable[..., Any], rows: Sequence[Sequence[int]]) -> Tensor:
-    """Minus the log-probability of all tokens but the first of each row; 0 for no rows."""
+    """Return the negative logprob of all tokens but the first of each row; 0 without rows."""
     lengths = torch.tensor([len(row) for row in rows] or [0])
     width = max(int(lengths.max()), 2)
     token_ids = torch.zeros(len(lengths), width, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""What a micro-batch says about its rollouts, as sums that add up over a step."""
+"""Metrics of a micro-batch's rollouts, as sums that are added over a step."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,9 @@ from streamrl.messages import Columns, FinishReason, is_component_column, split_
 
 
 def sum_rollouts(groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]) -> dict[str, float]:
-    """Sums over the picked rollouts: scores, costs, components, sampled tokens, truncations.
+    """Sum scores, costs, reward components, sampled tokens and truncations of picked rollouts.
 
-    `sampled_max` is a maximum; everything else is added.
+    `sampled_max` is a maximum.
     """
     sums = {
         "rollouts": float(len(picks)),
@@ -38,12 +38,13 @@ def sum_rollouts(groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]) -
 
 
 def _add_component(sums: dict[str, float], name: str, value: float) -> None:
-    """Add a reward's number; a NaN, where the reward says nothing of the rollout, is counted."""
-    key, more = (f"{name}_absent", 1.0) if math.isnan(value) else (f"{name}_sum", value)
+    """Add a reward component; count NaN, which means that the reward does not apply, as absent."""
+    key, amount = (f"{name}_absent", 1.0) if math.isnan(value) else (f"{name}_sum", value)
     sums.setdefault(f"{name}_sum", 0.0)
-    sums[key] = sums.get(key, 0.0) + more
+    sums[key] = sums.get(key, 0.0) + amount
 
 
 def _count_sampled_tokens(columns: Columns) -> list[float]:
-    """Tokens the policy sampled, per rollout of a group."""
-    return [float(m.sum()) for m in split_token_column(columns["loss_mask"], columns["lengths"])]
+    return [
+        float(mask.sum()) for mask in split_token_column(columns["loss_mask"], columns["lengths"])
+    ]

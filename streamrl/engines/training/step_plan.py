@@ -1,4 +1,4 @@
-"""What a rank knows of the groups of a step before it trains on them."""
+"""Columns that a rank computes for all groups of a step before it trains on them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,52 +15,53 @@ from streamrl.messages import Array, Columns
 
 
 class StepPlan:
-    """Columns derived from all groups of the step, and what the policy said of them at its start.
+    """Derived columns of all groups of a step, and logprobs of the policy at the step's start.
 
-    The latter only of the rollouts of this rank, which keeps them through all epochs.
+    Logprobs cover only this rank's rollouts; a rank keeps its rollouts through all epochs.
     """
 
     def __init__(self, settings: AlgorithmSettings, derived: Mapping[str, Columns]) -> None:
-        """`derived` is what `derive_columns` made of all groups."""
         self._derived = {uid: dict(columns) for uid, columns in derived.items()}
         self._second_moment_threshold = settings.correction.second_moment_threshold
         self._squared_log_ratios: list[tuple[str, slice, Array]] = []
 
     def get_derived(self, uids: Iterable[str]) -> dict[str, Columns]:
-        """The columns of these groups, by uid."""
         return {uid: self._derived[uid] for uid in uids}
 
     def add_proximal_logprobs(
         self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], logprobs: Array
     ) -> None:
-        """The policy at the start of the step gives these logprobs, [B, T], to the picks."""
+        """Store the logprobs [B, T] of the picks under the policy at the start of the step."""
         for (uid, index), row in zip(picks, logprobs[: len(picks)], strict=True):
             tokens = find_token_slice(groups[uid]["lengths"], index)
-            own = row[: tokens.stop - tokens.start]
-            self._fill_column(uid, "proximal_logprobs", tokens, own)
+            token_logprobs = row[: tokens.stop - tokens.start]
+            self._fill_column(uid, "proximal_logprobs", tokens, token_logprobs)
             if self._second_moment_threshold is not None:
-                behind = own - groups[uid]["generator_logprobs"][tokens]
-                self._squared_log_ratios.append((uid, tokens, np.square(behind, dtype=np.float64)))
+                log_ratio = token_logprobs - groups[uid]["generator_logprobs"][tokens]
+                self._squared_log_ratios.append(
+                    (uid, tokens, np.square(log_ratio, dtype=np.float64))
+                )
                 self._fill_column(uid, "near", tokens, self._derived[uid]["loss_mask"][tokens])
 
     def sync_near_mask(self, *, tensor_parallel: int) -> None:
-        """Agree with the other ranks which tokens are near enough. Collective; after `note`.
+        """Mask tokens above the second moment limit of all ranks' log ratios. Collective.
 
-        So many neighbours have noted the same, which counts once.
+        Call it after `add_proximal_logprobs`. Tensor-parallel ranks hold equal ratios, which count
+        once. See `second_moment_limit` for the limit.
         """
         if self._second_moment_threshold is None:
             return
-        counted = [
+        unmasked = [
             squares[self._derived[uid]["near"][tokens]]
             for uid, tokens, squares in self._squared_log_ratios
         ]
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, np.concatenate([np.zeros(0), *counted]))
-        everyone = torch.from_numpy(np.concatenate(parts[::tensor_parallel]))
-        limit = second_moment_limit(everyone, threshold=self._second_moment_threshold)
+        rank_squares: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(rank_squares, np.concatenate([np.zeros(0), *unmasked]))
+        all_squares = torch.from_numpy(np.concatenate(rank_squares[::tensor_parallel]))
+        limit = second_moment_limit(all_squares, threshold=self._second_moment_threshold)
         for uid, tokens, squares in self._squared_log_ratios:
             self._derived[uid]["near"][tokens] &= squares <= limit
 
     def _fill_column(self, uid: str, name: str, tokens: slice, values: Array) -> None:
-        blank = np.zeros(len(self._derived[uid]["loss_mask"]), values.dtype)
-        self._derived[uid].setdefault(name, blank)[tokens] = values
+        zeros = np.zeros(len(self._derived[uid]["loss_mask"]), values.dtype)
+        self._derived[uid].setdefault(name, zeros)[tokens] = values

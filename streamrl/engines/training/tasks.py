@@ -1,4 +1,4 @@
-"""What a trainer trains: a policy or a critic. A task loads the model and has the loss."""
+"""Training tasks: a task loads the model and computes its loss (policy, critic, or both)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 CRITIC_COLUMNS = {
     role: (column, RETURNS_BY_CRITIC[role]) for column, role in CRITIC_BY_COLUMN.items()
 }
-"""The columns of a critic: what it said when a group was scored, and what it is to learn."""
+"""Columns of each critic: its values when the group was scored, and the returns to learn."""
 ForwardFunction = Callable[..., Any]
 LossAndSums = tuple[Tensor, dict[str, Tensor]]
 """Summed loss of a micro-batch, and sums for metrics."""
 
 
 class TrainingTask(Protocol):
-    """A model and its loss. `name` is the role, the prefix of its metrics."""
+    """A model and its loss; `name` is the role and the prefix of the metrics."""
 
     @property
     def name(self) -> str: ...
@@ -63,37 +63,29 @@ class TrainingTask(Protocol):
     @property
     def token_columns(self) -> tuple[str, ...]: ...
 
-    def with_settings(self, settings: AlgorithmSettings) -> "TrainingTask":
-        """The same with other settings."""
-        ...
+    def with_settings(self, settings: AlgorithmSettings) -> "TrainingTask": ...
 
-    def load_model(self, dtype: torch.dtype) -> "PreTrainedModel":
-        """The model to be trained."""
-        ...
+    def load_model(self, dtype: torch.dtype) -> "PreTrainedModel": ...
 
     def compute_loss(
         self, forward: ForwardFunction, batch: TensorDict, *, version: int
     ) -> LossAndSums:
-        """Of the rollouts of a batch, in the step of `version`."""
+        """Return the summed loss and metrics of a batch in the training step of `version`."""
         ...
 
     def compute_zero_loss(self, forward: ForwardFunction, batch: TensorDict) -> Tensor:
-        """A loss of 0 that goes through the same forward and backward."""
+        """Return a loss of 0 whose forward and backward run the same collectives."""
         ...
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
-        """What the summed loss of an update is divided by; 0 if no token counted."""
+        """Return the divisor of an update's summed loss; 0 if all tokens are masked."""
         ...
 
-    def is_saved(self, name: str) -> bool:
-        """Whether a parameter is part of the model others load."""
-        ...
+    def is_saved(self, name: str) -> bool: ...
 
 
 @dataclass(frozen=True)
 class PolicyTask:
-    """The policy, under the token loss of its algorithm."""
-
     model_path: str
     spec: Algorithm
     settings: AlgorithmSettings
@@ -103,22 +95,18 @@ class PolicyTask:
 
     @property
     def token_columns(self) -> tuple[str, ...]:
-        """What its loss reads per token."""
         needed = list_required_columns(self.spec, self.settings)
         return tuple(name for name in TOKEN_COLUMNS if name in needed)
 
     def with_settings(self, settings: AlgorithmSettings) -> "PolicyTask":
-        """The same with other settings."""
         return replace(self, settings=settings)
 
     def load_model(self, dtype: torch.dtype) -> "PreTrainedModel":
-        """A causal language model."""
         return load_model(self.model_path, dtype=dtype, options=self.options)
 
     def score_batch(
         self, forward: ForwardFunction, batch: TensorDict, entropy_mode: EntropyMode = "none"
     ) -> TokenScores:
-        """Logprobs and entropies of the tokens of a batch."""
         return compute_token_logprobs(
             forward,
             batch["token_ids"],
@@ -130,19 +118,17 @@ class PolicyTask:
     def compute_loss(
         self, forward: ForwardFunction, batch: TensorDict, *, version: int
     ) -> LossAndSums:
-        """Token loss, divergence and entropy."""
         scores = self.score_batch(forward, batch, self.entropy_mode)
         return self.compute_loss_from_scores(scores, batch.to_dict(), version=version)
 
     @property
     def entropy_mode(self) -> EntropyMode:
-        """Entropies are reported, and have a gradient if they are part of the loss."""
+        """Mode in which entropies carry a gradient only if the loss contains them."""
         return "gradient" if self.settings.entropy_coef else "value"
 
     def compute_loss_from_scores(
         self, scores: TokenScores, columns: Mapping[str, Tensor], *, version: int
     ) -> LossAndSums:
-        """The loss, of what a forward pass says of the tokens."""
         return policy_loss(
             self.spec,
             self.settings,
@@ -153,38 +139,32 @@ class PolicyTask:
         )
 
     def compute_zero_loss(self, forward: ForwardFunction, batch: TensorDict) -> Tensor:
-        """0, of the logprobs."""
         return 0 * self.score_batch(forward, batch).logprobs.sum()
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
-        """As the loss aggregation has it."""
         return step_loss_denominator(self.settings, sums)
 
     def is_saved(self, name: str) -> bool:
-        """All of a language model, but not a critic's head on it."""
         return not name.startswith(VALUE_HEAD_PREFIX)
 
 
 @dataclass(frozen=True)
 class TwoHeadedTask(PolicyTask):
-    """The policy and its critic as two heads of one model, under the sum of their losses."""
+    """Trains policy and critic as two heads of a model, with the sum of their losses (AC-share)."""
 
     value_clip: float | None = None
     value_coef: float = 1.0
 
     @property
     def token_columns(self) -> tuple[str, ...]:
-        """What the two losses read per token."""
         return (*super().token_columns, "values")
 
     def load_model(self, dtype: torch.dtype) -> "PreTrainedModel":
-        """A causal language model with a value per token."""
         return load_two_headed_model(self.model_path, dtype=dtype, options=self.options)
 
     def compute_loss(
         self, forward: ForwardFunction, batch: TensorDict, *, version: int
     ) -> LossAndSums:
-        """That of the policy and, weighed, that of the critic, of one forward pass."""
         scores, values = self._score_both_heads(forward, batch)
         columns = batch.to_dict()
         loss, sums = self.compute_loss_from_scores(scores, columns, version=version)
@@ -194,7 +174,6 @@ class TwoHeadedTask(PolicyTask):
         return loss + self.value_coef * value_loss, sums | value_sums
 
     def compute_zero_loss(self, forward: ForwardFunction, batch: TensorDict) -> Tensor:
-        """0, of both heads."""
         scores, values = self._score_both_heads(forward, batch)
         return 0 * (scores.logprobs.sum() + values.sum())
 
@@ -215,7 +194,7 @@ class TwoHeadedTask(PolicyTask):
 
 @dataclass(frozen=True)
 class CriticTask:
-    """A critic, under the clipped value loss; `clip` None for none."""
+    """Trains a critic with PPO's value loss; `clip` None disables clipping."""
 
     model_path: str
     spec: Algorithm
@@ -226,34 +205,27 @@ class CriticTask:
 
     @property
     def token_columns(self) -> tuple[str, ...]:
-        """What its loss reads per token."""
         return ("token_ids", "loss_mask", CRITIC_COLUMNS[self.name][0])
 
     def with_settings(self, settings: AlgorithmSettings) -> "CriticTask":
-        """The same with other settings."""
         return replace(self, settings=settings)
 
     def load_model(self, dtype: torch.dtype) -> "PreTrainedModel":
-        """A model with a value per token."""
         return load_value_model(self.model_path, dtype=dtype, options=self.options)
 
     def compute_loss(
         self, forward: ForwardFunction, batch: TensorDict, *, version: int
     ) -> LossAndSums:
-        """Half the squared distance to the returns."""
         old, returns = (batch[name] for name in CRITIC_COLUMNS[self.name])
         values = compute_token_values(forward, batch["token_ids"], batch["attention_mask"])
-        known = {"loss_mask": batch["loss_mask"], "values": old, "returns": returns}
-        return critic_loss(known, values, clip=self.clip)
+        columns = {"loss_mask": batch["loss_mask"], "values": old, "returns": returns}
+        return critic_loss(columns, values, clip=self.clip)
 
     def compute_zero_loss(self, forward: ForwardFunction, batch: TensorDict) -> Tensor:
-        """0, of the values."""
         return 0 * compute_token_values(forward, batch["token_ids"], batch["attention_mask"]).sum()
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
-        """The tokens that count."""
         return sums.get("num_tokens", 0.0)
 
     def is_saved(self, name: str) -> bool:
-        """All of it."""
         return True

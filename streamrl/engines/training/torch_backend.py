@@ -1,6 +1,6 @@
-"""Plain data parallelism in torch: whole parameters and optimizer on every rank, float32.
+"""Training backend torch without sharding: replicated parameters and optimizer, float32.
 
-Small and easy to follow; the reference the DeepSpeed backend is tested against.
+Kept simple: the DeepSpeed and FSDP2 backends are tested against it.
 """
 
 import math
@@ -30,7 +30,7 @@ LEGACY_STATE_FILE = "torch_state.pt"
 
 
 class TorchBackend:
-    """Gradients add up in `.grad`; a step sums them over the ranks and divides once."""
+    """A data-parallel replica; `step` sums the accumulated gradients over ranks and divides."""
 
     def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
         make_sisters_contiguous(module)
@@ -46,14 +46,9 @@ class TorchBackend:
         )
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a summed loss."""
         loss.backward()
 
     def step(self, *, divisor: float, lr: float) -> float:
-        """Update with the gradient over all ranks divided by `divisor`; its norm before clipping.
-
-        A norm that is not finite leaves the parameters as they are.
-        """
         for parameter in self._trained_params:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -69,29 +64,28 @@ class TorchBackend:
 
     @property
     def has_sharded_params(self) -> bool:
-        """Every rank has all parameters."""
         return False
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """What is trained, once each; views, which the next step changes."""
+        """See TrainingBackend. Tensors are views that the next step changes."""
         trained = {n: p.detach() for n, p in self.module.named_parameters() if p.requires_grad}
         yield from ((name, trained[name]) for name in order_for_fusion(trained))
 
     def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]:
-        """All of it, on every rank."""
         for name, tensor in self.full_state():
             yield name, tensor, create_whole_shard(name, tuple(tensor.shape))
 
     def alias_into(self, served: ShardStorage) -> None:
-        """Nothing: a generator that serves all of it takes it where it lies, and the parts of one
-        that is split do not hold all."""
+        """Do nothing.
+
+        An unsplit generator aliases the full parameters through `load_weights`; a split one holds
+        only parts of them.
+        """
 
     def iter_optimizer_state(self) -> Iterable[Tensor]:
-        """Of all parameters, on every rank."""
         return iter_optimizer_tensors(self._optimizer)
 
     def iter_fragments(self) -> Iterator[ParameterFragment]:
-        """All of every parameter; the ranks have the same."""
         is_copy = dist.get_rank() != 0
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
@@ -100,19 +94,16 @@ class TorchBackend:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """AdamW, on the parameters."""
         return self._optimizer
 
     def refresh_params(self) -> None:
-        """Nothing: what the optimizer updates is computed with."""
+        """Do nothing: the forward pass uses the tensors that the optimizer updates."""
 
     def load_legacy_state(self, directory: Path) -> None:
-        """Read what this backend once wrote."""
         state = load_plain_pickle(directory / LEGACY_STATE_FILE)
         for name, parameter in self.full_state():
             parameter.copy_(state["model"][name])
         self._optimizer.load_state_dict(state["optimizer"])
 
     def close(self) -> None:
-        """Leave the ranks."""
         leave_process_group()

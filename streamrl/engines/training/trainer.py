@@ -1,9 +1,14 @@
-"""One rank of a model's trainer: micro-batches in, one optimizer update per step out.
+"""A rank of a model's trainer: micro-batches in, optimizer updates out.
 
-A step is a stream. Micro-batches are trained as their groups arrive, each adding the gradient of a
-plain sum; what the sum is to be divided by is known when the step is complete, and `step` divides
-once, over all ranks and before clipping. So neither the cut into micro-batches nor the number of
-ranks has a say in the update.
+Micro-batches are trained as their groups arrive. Each adds the gradient of a summed (not averaged)
+loss:
+
+    train_micro_batch(...)  ->  grad += d(sum of token losses)      any number of times
+    step(loss_denominator)  ->  grad / loss_denominator, clip, AdamW
+
+The loss denominator is known once all micro-batches of the update are, and `step` divides once,
+after the reduction over ranks and before clipping. The update is therefore independent of the
+split into micro-batches and of the number of ranks.
 """
 
 import math
@@ -52,21 +57,19 @@ if TYPE_CHECKING:
 
 
 class TrainingBackend(Protocol):
-    """Gradients and the optimizer. What is collective has to be called by all ranks alike."""
+    """Gradients and optimizer of a rank. All ranks must make the same collective calls."""
 
     @property
-    def module(self) -> "PreTrainedModel":
-        """The model."""
-        ...
+    def module(self) -> "PreTrainedModel": ...
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """What to call for a forward pass. May be collective."""
+        """Callable for a forward pass; may be collective."""
         ...
 
     @property
     def has_sharded_params(self) -> bool:
-        """Whether `full_state` is collective."""
+        """Whether a rank holds only a shard of the parameters; `full_state` is then collective."""
         ...
 
     def backward(self, loss: Tensor) -> None:
@@ -74,63 +77,64 @@ class TrainingBackend(Protocol):
         ...
 
     def step(self, *, divisor: float, lr: float) -> float:
-        """Update with the gradient summed over ranks and divided; its norm before clipping.
+        """Divide the gradient, summed over ranks, by `divisor`; clip, update, return its norm.
 
-        Collective. A norm that is not finite leaves the parameters as they are.
+        The norm is that before clipping. If the norm is not finite, the parameters stay unchanged.
+        Collective.
         """
         ...
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """What is trained, whole, once each: one name of those that are tied. May be collective."""
+        """Yield every trained parameter in full, tied ones once. May be collective: exhaust it."""
         ...
 
     def iter_shards(self) -> Iterator[tuple[str, Tensor, TensorShard]]:
-        """What this rank keeps of what is trained, where it lies, and which part of it that is.
+        """Yield name, local tensor and position of this rank's shard of each trained parameter.
 
-        Contiguous from its beginning; a step changes it. Nothing is moved.
+        Local tensors are contiguous views that updates change. Not collective.
         """
         ...
 
     def alias_into(self, served: ShardStorage) -> None:
-        """Keep in the memory of this rank's generator what can lie there, from now on.
+        """Move this rank's shards into its generator's memory where the layout allows.
 
-        It holds the same values; a step changes them there. The generator stands still from the
-        step on until it takes the next version up.
+        From then on updates write into the generator's memory, so the generator must stay paused
+        from an update until it activates the next version.
         """
         ...
 
     def iter_optimizer_state(self) -> Iterable[Tensor]:
-        """What this rank's optimizer keeps from step to step; parameters may be among it."""
+        """Yield the tensors that the optimizer keeps between steps; may include parameters."""
         ...
 
     def iter_fragments(self) -> Iterator[ParameterFragment]:
-        """What this rank's optimizer updates of each parameter, and where it lies."""
+        """Yield the parts of parameters that this rank's optimizer updates."""
         ...
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What updates the fragments; its state lies as their owners do."""
+        """AdamW over the fragments' optimizer tensors; its state has the same layout."""
         ...
 
     def refresh_params(self) -> None:
-        """Compute with what `placed` has now, after it was filled anew. May be collective."""
+        """Use refilled tensors of `iter_shards` in the forward pass. May be collective."""
         ...
 
     def load_legacy_state(self, directory: Path) -> None:
-        """Read the state that the backend once wrote by itself. May be collective."""
+        """Load the backend-specific format of earlier versions. May be collective."""
         ...
 
     def close(self) -> None:
-        """Leave the ranks."""
+        """Destroy the process group."""
         ...
 
 
 class ModelTrainer:
-    """One rank. Every method but `close` has to be called by all ranks alike.
+    """A rank of a trainer. All ranks must call the same methods in the same order, except `close`.
 
-    With more than one rank, MASTER_ADDR and MASTER_PORT in the environment name rank 0's machine
-    and a free port on it. What waits for other ranks raises DeadlineError after
-    `collective_timeout_s`; the trainer is of no use after that.
+    With several ranks, MASTER_ADDR and MASTER_PORT in the environment give rank 0's host and a free
+    port. A collective raises DeadlineError after `collective_timeout_s`; the trainer is unusable
+    afterwards.
     """
 
     def __init__(
@@ -142,7 +146,7 @@ class ModelTrainer:
         pretraining: PretrainingLoss | None = None,
         num_steps: int | None = None,
     ) -> None:
-        """`num_steps`: those of the run, which a schedule of the learning rate goes over."""
+        """Join the process group and load the model; `num_steps` is the run's, for lr schedules."""
         torch.manual_seed(0)
         torch.set_num_threads(config.threads)
         join_process_group(
@@ -165,21 +169,21 @@ class ModelTrainer:
         self._backend = _build_backend(module, config)
         self._optimizer_offload = OptimizerOffload(
             self._backend.iter_optimizer_state,
-            not_of=lambda: (tensor for _, tensor, _ in self._backend.iter_shards()),
+            excluding=lambda: (tensor for _, tensor, _ in self._backend.iter_shards()),
         )
 
-    def set_adaptive_params(self, dials: Mapping[str, float]) -> None:
-        """Train with these in the place of the settings of their names."""
-        settings = self._task.settings.with_adaptive_params(dials)
+    def set_adaptive_params(self, params: Mapping[str, float]) -> None:
+        """Override algorithm settings by adaptive parameters, by name."""
+        settings = self._task.settings.with_adaptive_params(params)
         if settings != self._task.settings:
             self._task = self._task.with_settings(settings)
 
     def plan_step(
         self, groups: Mapping[str, Columns], derived: Mapping[str, Columns] | None = None
     ) -> None:
-        """Derive advantages from all groups of the step, for a row that needs the whole of it.
+        """Derive columns from all groups of the step, for algorithms of scope "step".
 
-        `derived` is what `derive_columns` made of them, where somebody has called it already.
+        Pass `derived` if the caller has run `derive_columns` already.
         """
         task = self._task
         if derived is None:
@@ -189,27 +193,26 @@ class ModelTrainer:
     def precompute_logprobs(
         self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex]
     ) -> None:
-        """Note what the policy as it is now says of the picked rollouts of the plan."""
+        """Store the current policy's logprobs of the picked rollouts in the step's plan."""
         assert isinstance(self._task, PolicyTask)
         derived: dict[str, Columns] = {uid: {} for uid in groups}
         batch = build_batch(groups, picks, derived=derived, token_columns=("token_ids",))
-        with self._limit_wait("a look ahead"), torch.no_grad():
+        with self._limit_wait("the logprob precomputation"), torch.no_grad():
             scores = self._task.score_batch(self._backend.forward, batch.to(get_local_device()))
         self._current_plan.add_proximal_logprobs(groups, picks, scores.logprobs.cpu().numpy())
 
     def sync_plan(self) -> None:
-        """Agree with the other ranks on the plan, once all have looked at their rollouts."""
-        with self._limit_wait("agreeing on a plan"):
+        """Complete the plan with the other ranks' data, after all `precompute_logprobs`."""
+        with self._limit_wait("the synchronization of the step plan"):
             self._current_plan.sync_near_mask(tensor_parallel=self._config.tensor_parallel)
 
     def train_micro_batch(
         self, groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], version: int = 0
     ) -> dict[str, float]:
-        """Forward and backward of the picked rollouts; sums for the step's metrics.
+        """Run forward and backward on the picked rollouts; return sums for the step's metrics.
 
-        `groups` holds the columns of every group picked from, whole: advantages compare all of its
-        rollouts. `version` is that of the step. Without picks the rank only keeps the others
-        company.
+        `groups` must hold complete groups, because advantages compare all rollouts of a group.
+        `version` is the step's. Without picks, the rank only takes part in the collectives.
         """
         batch = build_batch(
             groups, picks, derived=self._get_derived(groups), token_columns=self._task.token_columns
@@ -231,33 +234,34 @@ class ModelTrainer:
         return derive_columns(self._task.spec, self._task.settings, groups)
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
-        """What the summed loss of an update is divided by, from the sums of all ranks."""
         return self._task.compute_loss_denominator(sums)
 
-    def step(self, normaliser: float) -> dict[str, float]:
-        """Update with the gradient of the step's summed loss over `normaliser`, on all ranks.
+    def step(self, loss_denominator: float) -> dict[str, float]:
+        """Update with the gradient of all ranks' summed losses divided by `loss_denominator`.
 
-        Reports the gradient's norm before clipping and the learning rate. A normaliser of 0 is a
-        step in which no token counted, so the gradient is 0: no update, whose momentum would move
-        the parameters all the same. Raises StreamError if the gradient is not finite, before it has
-        touched the parameters.
+        Returns the gradient norm before clipping and the learning rate. A denominator of 0 means
+        that all tokens were masked: the update is skipped, since AdamW's momentum would move the
+        parameters even with a zero gradient. Raises StreamError, leaving the parameters unchanged,
+        if the gradient is not finite.
         """
         name = self._task.name
         step = self.num_updates // self._task.settings.num_updates
         lr = self._config.compute_lr(step, self._num_steps)
-        if normaliser == 0:
+        if loss_denominator == 0:
             return {f"{name}/grad_norm": 0.0, f"{name}/lr": lr}
-        metrics = self._add_pretraining_loss(normaliser)
+        metrics = self._add_pretraining_loss(loss_denominator)
         self._optimizer_offload.restore_state()
         with self._limit_wait("the optimizer"):
-            norm = self._backend.step(divisor=normaliser, lr=lr)
+            norm = self._backend.step(divisor=loss_denominator, lr=lr)
         if not math.isfinite(norm):
-            raise StreamError(f"update {self.num_updates}: the gradient's norm is {norm}; not made")
+            raise StreamError(
+                f"update {self.num_updates}: the gradient's norm is {norm}; skipped the update"
+            )
         self.num_updates += 1
         return {**metrics, f"{name}/grad_norm": norm, f"{name}/lr": lr}
 
-    def _add_pretraining_loss(self, normaliser: float) -> dict[str, float]:
-        """Add the gradient of the pretraining loss, which the division to come must not touch."""
+    def _add_pretraining_loss(self, loss_denominator: float) -> dict[str, float]:
+        """Add the gradient of the pretraining loss, scaled to cancel the division in `step`."""
         if self._pretraining is None:
             return {}
         total = torch.zeros((), device=get_local_device())
@@ -265,113 +269,107 @@ class ModelTrainer:
             for loss in self._pretraining.compute_losses(
                 self.num_updates,
                 self._backend.forward,
-                share=self._config.get_dp_rank(self.rank),
-                num_shares=self._config.dp_size,
+                dp_rank=self._config.get_dp_rank(self.rank),
+                dp_size=self._config.dp_size,
             ):
-                self._backend.backward(loss * normaliser)
+                self._backend.backward(loss * loss_denominator)
                 total += loss.detach()
             dist.all_reduce(total)
-        # Ranks that are tensor parallel have the same texts.
+        # Tensor-parallel ranks train the same texts, so the sum counts each text that often.
         return {"loss/ptx": total.item() / self._config.tensor_parallel}
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """What is trained, each parameter once, in the order of `side_by_side`.
+        """Yield each trained parameter once, in the order of `order_for_fusion`.
 
-        These are the whole parameters, or adapters and their scale. Exhaust it on every rank. A
-        tensor may be a view, which the next step changes.
+        With LoRA these are the adapters and their scale. Exhaust the iterator on every rank.
+        Tensors may be views that the next update changes.
         """
         with self._limit_wait("gathering the parameters"):
             yield from self._backend.full_state()
             if self._config.lora_rank:
                 yield LORA_SCALE, torch.tensor(self._config.lora_alpha / self._config.lora_rank)
-            # A generator that is given these copies them on a stream of its own.
+            # The generator copies these tensors on another CUDA stream.
             synchronize_device()
 
     def reshard_to_generator(
         self, served: ShardStorage | None, version: int
     ) -> ReshardingStats | None:
-        """Fill the parameters of this rank's generator with these, as `version`. Collective.
+        """Write the trained parameters into this rank's generator as `version`. Collective.
 
-        `served` is where they lie, the same at every call; nothing is computed there meanwhile, nor
-        from a step on until the switch after it: what the rank keeps may lie there, too. None if
-        they cannot be filled from what the ranks keep; `full_state` has them then. Raises
-        DeadlineError if a rank does not answer in time.
+        `served` is the generator's storage, the same at every call. Keep the generator paused
+        during the call, and from every update until the following call, because trained shards may
+        live in that storage (`alias_into`). Returns None if resharding is not possible; use
+        `full_state` then. Raises DeadlineError if a rank times out.
         """
         if self._config.lora_rank:
             return None
         with self._limit_wait("resharding the parameters"):
             try:
-                moved = self._resharder.run(self._backend, served, version)
-                # The generator computes on a stream of its own.
+                stats = self._resharder.run(self._backend, served, version)
+                # The generator uses another CUDA stream.
                 synchronize_device()
-                return moved
+                return stats
             except WeightsError as error:
-                # Ranks that have lost each other cannot try again.
+                # After a failed collective the ranks are out of sync and cannot retry.
                 raise DeadlineError(str(error)) from error
 
     def count_received_bytes(self, gathered: Mapping[str, Tensor]) -> int:
-        """What came from other ranks of a `full_state` that this rank has exhausted."""
+        """Return the bytes of an exhausted `full_state` that came from other ranks."""
         if not self.has_sharded_params:
             return 0
-        kept = sum(tensor.nbytes for _, tensor, _ in self._backend.iter_shards())
-        return sum(t.nbytes for name, t in gathered.items() if name != LORA_SCALE) - kept
+        local_bytes = sum(tensor.nbytes for _, tensor, _ in self._backend.iter_shards())
+        return sum(t.nbytes for name, t in gathered.items() if name != LORA_SCALE) - local_bytes
 
     @property
     def has_sharded_params(self) -> bool:
-        """Whether `full_state` takes all ranks: nobody may do anything else meanwhile."""
         return self._backend.has_sharded_params
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """The model as it is, to be called for a forward pass.
-
-        May be collective, see `has_sharded_params`.
-        """
         return self._backend.forward
 
     @property
     def vocab_size(self) -> int:
-        """Tokens the model knows."""
         size: int = self._backend.module.config.get_text_config().vocab_size
         return size
 
     def compute_token_logprobs(self, token_ids: Array) -> Array:
-        """What the policy says of the tokens of a sequence, int32 [T]: float32 [T], 0 first."""
+        """Return the logprob of each token of a sequence, int32 [T], as float32 [T]; 0 first."""
         ids = torch.from_numpy(token_ids).long()[None].to(get_local_device())
-        with self._limit_wait("a probe"), torch.no_grad():
+        with self._limit_wait("a logprob check"), torch.no_grad():
             scores = compute_token_logprobs(
                 self._backend.forward, ids, torch.ones_like(ids, dtype=torch.bool), temperature=1.0
             )
-        found: Array = scores.logprobs[0].cpu().numpy()
-        return found
+        logprobs: Array = scores.logprobs[0].cpu().numpy()
+        return logprobs
 
     def offload_optimizer(self) -> None:
-        """Give up the memory of the optimizer's state until it is needed.
+        """Free the memory of the optimizer's state until the next update or checkpoint.
 
-        Raises StreamError if there is no room for it elsewhere.
+        Raises StreamError if there is no space to offload it to.
         """
         self._optimizer_offload.offload_state()
 
     def save_training_state(self, directory: Path) -> None:
-        """Write all that training needs to go on as if it had not stopped.
+        """Write parameters, optimizer state and random state for resuming.
 
-        Raises NoSpaceError, or CheckpointError, if the disk refuses; the trainer can go on.
+        Raises NoSpaceError if the disk is full, else CheckpointError; training can go on.
         """
         self._optimizer_offload.restore_state()
         save_trainer(directory, self.rank, self._backend, self._config, self.num_updates)
 
     def load_training_state(self, directory: Path) -> None:
-        """Go on from what `save` wrote, on any backend, in any stage, on any number of ranks.
+        """Load a state saved by any backend, ZeRO stage and number of ranks.
 
-        Raises CheckpointError if it is of another model or other adapters. Gradients since the last
-        step have to be none.
+        Call it only between updates, without accumulated gradients. Raises CheckpointError if the
+        state belongs to another model or other adapters.
         """
         self._optimizer_offload.restore_state()
         with self._limit_wait("loading"):
             self.num_updates = load_trainer(directory, self.rank, self._backend, self._config)
 
     def save_model(self, directory: Path) -> None:
-        """Write the model, whole, and its tokenizer as a Hugging Face directory; rank 0 writes."""
+        """Write the full model and its tokenizer as a Hugging Face directory, on rank 0."""
         trained = self._gather_on_cpu()
         if self.rank == 0:
             state = dict(self._iter_merged(trained))
@@ -380,9 +378,9 @@ class ModelTrainer:
                 write_hf_model(directory, self._backend.module, state, tokenizer_from=path)
 
     def merged_state(self) -> Iterator[tuple[str, Tensor]]:
-        """As `full_state`, but the whole model also where adapters are trained: these are merged.
+        """Yield the full model: as `full_state`, but with LoRA adapters merged.
 
-        Rank 0 has it then, on the CPU, one parameter after the other.
+        With LoRA only rank 0 yields parameters, on the CPU.
         """
         if not self._config.lora_rank:
             yield from self.full_state()
@@ -392,7 +390,6 @@ class ModelTrainer:
             yield from self._iter_merged(trained, self._parameters.unique_names)
 
     def _gather_on_cpu(self) -> dict[str, Tensor]:
-        """What is trained, on the CPU of rank 0."""
         trained = {}
         for name, tensor in self.full_state():
             if self.rank == 0:
@@ -402,7 +399,7 @@ class ModelTrainer:
     def _iter_merged(
         self, trained: Mapping[str, Tensor], names: Iterable[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """These parameters, or all, of the model others load, in the dtype they are trained in."""
+        """Yield parameters of the merged, saved model in the trainer's dtype, by default all."""
         cpu, path = torch.device("cpu"), self._task.model_path
         full = build_full_weights(trained, self._parameters, model_path=path, device=cpu)
         dtype = resolve_trainer_dtype(self._config)
@@ -412,17 +409,16 @@ class ModelTrainer:
 
     @property
     def _current_plan(self) -> StepPlan:
-        assert self._plan is not None, "a step of scope step is planned first"
+        assert self._plan is not None, "call plan_step first: the algorithm has scope step"
         return self._plan
 
     def close(self) -> None:
-        """Release the engine and leave the ranks."""
         self._backend.close()
 
-    def _limit_wait(self, doing: str) -> AbstractContextManager[None]:
+    def _limit_wait(self, operation: str) -> AbstractContextManager[None]:
         timeout_s = self._config.collective_timeout_s
         return translate_collective_errors(
-            f"rank {self.rank} waited {timeout_s:g} s for the other ranks in {doing}"
+            f"rank {self.rank} waited {timeout_s:g} s for the other ranks in {operation}"
             f" of update {self.num_updates}"
         )
 

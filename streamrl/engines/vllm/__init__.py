@@ -1,1 +1,1 @@
-"""vLLM: engine, executor, weights, KV cache."""
+"""vLLM 0.32: engine and its thread, executors, weight loading and KV cache."""

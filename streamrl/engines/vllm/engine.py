@@ -1,7 +1,7 @@
-"""Everything streamrl says to vLLM: an engine built, asked, given weights and shut down.
+"""Build, step, update and shut down a vLLM engine: streamrl's calls into vLLM's LLMEngine.
 
-vLLM is imported by whoever calls these functions, not with this module; all calls for one engine
-must come from one thread.
+The functions import vLLM, the module does not. All calls for an engine must come from its thread
+(`EngineThread`).
 """
 
 import logging
@@ -41,18 +41,17 @@ if TYPE_CHECKING:
 VllmEngine = Any
 
 _ENGINE_LOCK = threading.Lock()
-#: Of the process's only engine.
+#: Shared, since a process has at most one engine.
 LOAD_WARNINGS = LoadWarningHandler()
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What it takes to build an engine; `max_length` is in tokens, prompt and completion.
+    """Arguments for building an engine; `max_length` counts prompt and completion tokens.
 
-    When new weights come, what runs is interrupted: its keys and values are computed anew by them,
-    unless it `keeps_kv`. An engine that `should_drain` lets it run to its end under the old ones
-    first. Where ranks that are there share it, `rank_group` says which; else a split engine starts
-    its own.
+    A weight load recomputes the KV cache of running rollouts, unless `should_keep_kv`. With
+    `should_drain`, running rollouts finish with the old weights first. `rank_group` places a
+    tensor-parallel engine on existing trainer ranks; without it, vLLM starts its own processes.
     """
 
     model_path: str
@@ -66,7 +65,7 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a model directory says: parameters, by their names in transformers, and tokens."""
+    """Parameters of a model directory, by their transformers names, and vocabulary size."""
 
     parameters: ParameterSet
     vocab_size: int
@@ -74,9 +73,10 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class SequenceRequest:
-    """One rollout to sample: what comes before it, and how many tokens at most.
+    """A rollout to sample: its prefix and the number of new tokens.
 
-    `index` is its place in its request; the last `num_sampled` tokens were sampled before.
+    `index` is the position in the request. The last `num_sampled` of `token_ids` are sampled tokens
+    of a partial rollout.
     """
 
     index: int
@@ -88,9 +88,9 @@ class SequenceRequest:
 
 @dataclass(frozen=True)
 class SamplingRequest:
-    """What is sampled together, under a number that the answers carry.
+    """Rollouts to sample with the same settings; results carry `request_id`.
 
-    With `should_score_prompt` the answers bring the logprobs of what comes before, too.
+    With `should_score_prompt`, results also contain the logprobs of the prefix.
     """
 
     request_id: int
@@ -101,9 +101,9 @@ class SamplingRequest:
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """What was sampled of one draw of a request: token ids, with logprob and version each.
+    """Newly sampled tokens of a rollout, with the logprob and version of each.
 
-    `prompt_logprobs` has one entry for each token before, except the first, if it was asked for.
+    `prompt_logprobs` has an entry for each token of the prefix except the first, if requested.
     """
 
     request_id: int
@@ -116,42 +116,44 @@ class SampledSequence:
 
 
 class WeightLoaderProtocol(Protocol):
-    """The parameters of an engine, see `WeightLoader`."""
+    """Loads weights into an engine; see `WeightLoader`."""
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, LoadVerification]: ...
 
     def get_storage(self) -> ShardStorage | None: ...
 
 
-def make_vllm_request_id(number: int, index: int) -> str:
-    """What vLLM calls one draw of a request."""
-    return f"{number}:{index}"
+def make_vllm_request_id(request_id: int, index: int) -> str:
+    return f"{request_id}:{index}"
 
 
 @contextmanager
 def claim_process_engine() -> Iterator[None]:
-    """Two engines stepped by two threads corrupt each other: vLLM's forward context is global."""
+    """Raise RuntimeError if this process has an engine already.
+
+    vLLM's forward context is a global: two engines on two threads would corrupt each other.
+    """
     if not _ENGINE_LOCK.acquire(blocking=False):
         raise RuntimeError("this process has a generation engine already; vLLM allows one")
     set_num_threads = torch.set_num_threads
     try:
         yield
     finally:
-        torch.set_num_threads = set_num_threads  # vLLM makes it do nothing
+        torch.set_num_threads = set_num_threads  # vLLM replaces it by a no-op
         _ENGINE_LOCK.release()
 
 
 def read_model_info(model_path: str) -> ModelInfo:
-    """What a model directory holds, without reading its weights."""
+    """Read parameter shapes and vocabulary size of a model directory, without its weights."""
     model = load_skeleton(model_path)
     return ModelInfo(ParameterSet.from_module(model), model.config.get_text_config().vocab_size)
 
 
 def build_vllm_engine(spec: EngineSpec) -> VllmEngine:
-    """A vLLM engine in this process, whose environment must be that of `make_vllm_env`.
+    """Build a vLLM engine in this process, whose environment must contain `make_vllm_env`.
 
-    One that is split computes in processes of its own, which end with this one, or in those of its
-    team, of which this one leads.
+    A tensor-parallel engine computes in child processes, or, with `spec.rank_group`, in the
+    existing processes of the group that this process leads.
     """
     arguments = _make_engine_args(spec)
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -164,7 +166,7 @@ def build_vllm_engine(spec: EngineSpec) -> VllmEngine:
 
 
 def build_follower_worker(spec: EngineSpec) -> "FollowerWorker":
-    """The worker of a rank that shares the engine of another, which is built meanwhile."""
+    """Build the worker of a follower rank while the leader builds the engine. Collective."""
     assert spec.rank_group is not None
     arguments = _make_engine_args(spec)
     from streamrl.engines.vllm.executor import FollowerWorker
@@ -174,15 +176,14 @@ def build_follower_worker(spec: EngineSpec) -> "FollowerWorker":
 
 
 def _make_engine_args(spec: EngineSpec) -> Any:
-    """vLLM's EngineArgs."""
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise RuntimeError("make_vllm_env() must be in the environment before vLLM is imported")
-    # What vLLM would do itself, if all loggers of the process were its own to configure.
+    # VLLM_CONFIGURE_LOGGING=0 keeps vLLM from configuring logging, so configure its logger here.
     logger = logging.getLogger("vllm")
     logger.setLevel(logging.WARNING)
     logger.handlers, logger.propagate = [LOAD_WARNINGS], False
     with warnings.catch_warnings():
-        # Of its own imports; nothing a user could act on.
+        # Raised by vLLM's own imports; users cannot act on these.
         warnings.simplefilter("ignore", FutureWarning)
         from vllm.engine.arg_utils import EngineArgs
     arguments = make_engine_args(
@@ -212,7 +213,6 @@ def _keep_plain_on_cpu() -> AbstractContextManager[None]:
 def make_weight_loader(
     engine: VllmEngine, spec: EngineSpec, parameters: ParameterSet
 ) -> WeightLoaderProtocol:
-    """What puts new weights into an engine that was just built."""
     if spec.rank_group is not None:
         worker = engine.model_executor.driver_worker.worker
         return PartialWeightLoader(worker, parameters, spec.model_path, spec.rank_group)
@@ -222,39 +222,42 @@ def make_weight_loader(
 
 
 def add_request(engine: VllmEngine, request: SamplingRequest, stops: StopConditions) -> str | None:
-    """Queue the draws of a request; if vLLM refuses one, queue none and return the reason."""
+    """Add all sequences of a request; if vLLM rejects one, add none and return the reason."""
     from vllm.exceptions import VLLMClientError
 
     salt = _make_cache_salt(engine)
     try:
-        for draw in request.sequences:
+        for sequence in request.sequences:
             prompt = {
                 "type": "token",
-                "prompt_token_ids": list(draw.token_ids),
+                "prompt_token_ids": list(sequence.token_ids),
                 "cache_salt": salt,
             }
-            name = make_vllm_request_id(request.request_id, draw.index)
-            params = _make_sampling_params(request, draw, stops.token_ids)
-            internal_name = engine.add_request(name, prompt, params)
-            sampled = draw.token_ids[len(draw.token_ids) - draw.num_sampled :]
+            vllm_id = make_vllm_request_id(request.request_id, sequence.index)
+            params = _make_sampling_params(request, sequence, stops.token_ids)
+            internal_id = engine.add_request(vllm_id, prompt, params)
+            sampled = sequence.token_ids[len(sequence.token_ids) - sequence.num_sampled :]
             if detokenizer := stops.make_detokenizer(sampled):
-                engine.output_processor.request_states[internal_name].detokenizer = detokenizer
+                engine.output_processor.request_states[internal_id].detokenizer = detokenizer
     except (VLLMClientError, ValueError) as error:
         engine.abort_request(
-            [make_vllm_request_id(request.request_id, draw.index) for draw in request.sequences]
+            [
+                make_vllm_request_id(request.request_id, sequence.index)
+                for sequence in request.sequences
+            ]
         )
         return str(error)
     return None
 
 
 def step_engine(engine: VllmEngine) -> list[SampledSequence]:
-    """One more token of each rollout that runs; the rollouts this finished."""
+    """Run a decode step and return the rollouts that it finished."""
     return [_to_sampled_sequence(output) for output in engine.step() if output.finished]
 
 
 @contextmanager
 def translate_lost_rank_errors(engine: VllmEngine) -> Iterator[None]:
-    """What fails in here since a process of a split engine has died says so."""
+    """Raise GenerationError in place of a RuntimeError caused by a dead tensor-parallel process."""
     try:
         yield
     except RuntimeError as error:
@@ -263,56 +266,59 @@ def translate_lost_rank_errors(engine: VllmEngine) -> Iterator[None]:
         raise
 
 
-def list_partial_sequences(engine: VllmEngine, numbers: Collection[int]) -> list[SampledSequence]:
-    """What is sampled so far of the unfinished draws of some requests, if anything is."""
+def list_partial_sequences(
+    engine: VllmEngine, request_ids: Collection[int]
+) -> list[SampledSequence]:
+    """Return the unfinished sequences of some requests that have at least one sampled token."""
     from vllm.v1.engine import FinishReason as VllmFinishReason
 
-    # Read where vLLM keeps them: to have every step tell would cost at every step.
+    # Read vLLM's internal state: streaming outputs (RequestOutputKind.DELTA) would cost time in
+    # every step.
     outputs = [
         state.make_request_output([], None, VllmFinishReason.ABORT, None)
         for state in _list_running_states(engine)
-        if int(state.external_req_id.split(":")[0]) in numbers
+        if int(state.external_req_id.split(":")[0]) in request_ids
     ]
     return [_to_sampled_sequence(output) for output in outputs]
 
 
 def load_weights(
     engine: VllmEngine,
-    weights: WeightLoaderProtocol,
+    loader: WeightLoaderProtocol,
     tensors: Mapping[str, torch.Tensor] | None,
     version: int,
     *,
-    keeps_kv: bool,
+    should_keep_kv: bool,
 ) -> WeightLoadStats:
-    """Put a full set of parameters into the model, going through it once, between two steps.
+    """Load all parameters between two steps, iterating over `tensors` once.
 
-    Without `tensors` they have been changed where they lie. If this raises, the model is half old
-    and half new.
+    `tensors` None means that the parameters were written into the storage already. After an
+    exception the model may mix old and new parameters.
     """
-    began = time.monotonic()
+    start_s = time.monotonic()
     interrupted = len(_list_running_states(engine))
-    copied_bytes, arrival = (
-        (0, LoadVerification()) if tensors is None else weights.load_weights(tensors)
+    copied_bytes, verification = (
+        (0, LoadVerification()) if tensors is None else loader.load_weights(tensors)
     )
     set_weight_version(engine, version)
-    if keeps_kv:
-        # The cache cannot be emptied while rollouts run; who starts now must not find it.
+    if should_keep_kv:
+        # vLLM cannot reset the prefix cache while rollouts run. A new salt keeps waiting requests
+        # from matching prefixes of the old weights.
         _update_waiting_salts(engine)
     else:
-        # Running rollouts go back to the queue and are prefilled anew: no key or value of the old
-        # weights is left, neither theirs nor a cached prefix.
+        # Preempts running rollouts, which are then prefilled with the new weights, and drops all
+        # cached prefixes.
         engine.reset_prefix_cache(reset_running_requests=True)
-    arrival = replace(arrival, warnings=LOAD_WARNINGS.drain_warnings())
-    return WeightLoadStats(time.monotonic() - began, interrupted, copied_bytes, arrival)
+    verification = replace(verification, warnings=LOAD_WARNINGS.drain_warnings())
+    return WeightLoadStats(time.monotonic() - start_s, interrupted, copied_bytes, verification)
 
 
 def set_weight_version(engine: VllmEngine, version: int) -> None:
-    """From the next token on, tokens are sampled by `version`."""
     engine.engine_core.set_weight_version(str(version))
 
 
 def shut_down_engine(engine: VllmEngine) -> None:
-    """Free what the engine holds, torch.distributed's default group included."""
+    """Shut the engine down and destroy torch.distributed's default process group."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     engine.engine_core.shutdown()
@@ -320,14 +326,14 @@ def shut_down_engine(engine: VllmEngine) -> None:
 
 
 def _make_cache_salt(engine: VllmEngine) -> str:
-    """Prefixes are shared only among those who have the same: one for each version."""
+    """Return vLLM's cache salt; requests share cached prefixes only within a version."""
     return f"version {engine.engine_core.get_weight_version()}"
 
 
 def _update_waiting_salts(engine: VllmEngine) -> None:
-    """Those who wait and have no token yet look for prefixes of the version served now.
+    """Give waiting requests without sampled tokens the salt of the current version.
 
-    They were added under an older one, whose prefixes may still be in the cache.
+    Their salt is that of an older version, whose prefixes may still be cached.
     """
     salt = _make_cache_salt(engine)
     for request in engine.engine_core.engine_core.scheduler.waiting:
@@ -338,46 +344,45 @@ def _update_waiting_salts(engine: VllmEngine) -> None:
 
 
 def _list_running_states(engine: VllmEngine) -> list[Any]:
-    """What vLLM keeps of each request that has a token and is not finished."""
+    """Return vLLM's RequestStates of unfinished requests with at least one sampled token."""
     states = engine.output_processor.request_states.values()
     return [state for state in states if state.detokenizer.num_output_tokens()]
 
 
 def _make_sampling_params(
-    request: SamplingRequest, draw: SequenceRequest, stop_token_ids: Sequence[int]
+    request: SamplingRequest, sequence: SequenceRequest, stop_token_ids: Sequence[int]
 ) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        seed=draw.seed,
+        seed=sequence.seed,
         temperature=request.sampling.temperature,
         top_p=request.sampling.top_p,
         top_k=request.sampling.top_k,
         stop_token_ids=list(stop_token_ids),
-        max_tokens=draw.max_new_tokens,
+        max_tokens=sequence.max_new_tokens,
         logprobs=0,
-        # With it, vLLM reads no cached prefix: there would be no logprobs of it.
+        # With prompt_logprobs vLLM bypasses the prefix cache, which holds no logprobs.
         prompt_logprobs=0 if request.should_score_prompt else None,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        # Nobody else has these parameters; a deep copy costs as much as the rest of an add.
+        # vLLM's deep copy of the parameters costs as much as the rest of add_request.
         skip_clone=True,
     )
 
 
 def _to_sampled_sequence(output: Any) -> SampledSequence:
-    """One RequestOutput, which may be unfinished, as what it is to us."""
     completion = output.outputs[0]
-    number, index = output.request_id.split(":")
+    request_id, index = output.request_id.split(":")
     versions: list[int] = []
     for span in completion.weight_versions:
         versions += [int(span.version)] * (span.end - span.start)
     return SampledSequence(
-        request_id=int(number),
+        request_id=int(request_id),
         index=int(index),
-        # Lists that vLLM goes on to fill.
+        # Copy: vLLM keeps appending to these lists.
         token_ids=tuple(completion.token_ids),
         logprobs=tuple(completion.logprobs.logprobs),
         versions=versions,

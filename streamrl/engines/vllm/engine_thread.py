@@ -1,8 +1,10 @@
-"""The thread that owns a vLLM engine: nobody else touches it, and all is done between two steps.
+"""Thread that owns a vLLM engine: executes commands between decode steps, reports results.
 
-What the thread has to say it says to an `EngineListener` on the event loop, a batch per step. An
-exception ends the thread, is reported as the reason and printed by threading's hook: an engine that
-failed once is not trusted again.
+    loop:  take commands -> execute them -> decode step -> report finished rollouts
+
+Results go to an `EngineListener` on the event loop, batched per step. Any exception ends the
+thread, since the engine's state is unknown afterwards. The listener receives the exception, and
+threading's excepthook prints the traceback.
 """
 
 import asyncio
@@ -33,131 +35,120 @@ EngineCommand = Callable[[VllmEngine], None]
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """A full set of parameters and the version it is; None where they are in place already."""
+    """All parameters of a version; `tensors` is None if they are in the storage already."""
 
     tensors: Mapping[str, torch.Tensor] | None
     version: int
 
 
 class EngineListener(Protocol):
-    """Who hears from the thread; every method is called on the event loop."""
+    """Receives the thread's results; methods run on the event loop."""
 
-    def on_started(self, facts: ModelInfo) -> None:
-        """The engine is up, with a model such as this."""
+    def on_started(self, model_info: ModelInfo) -> None: ...
 
-    def on_sampled(self, batch: Sequence[SampledSequence]) -> None:
-        """Rollouts that one step finished."""
+    def on_sampled(self, batch: Sequence[SampledSequence]) -> None: ...
 
-    def on_rejected(self, number: int, reason: str) -> None:
-        """A request vLLM would not take; nothing of it runs."""
+    def on_rejected(self, request_id: int, reason: str) -> None: ...
 
-    def on_loaded(self, version: int, loaded: WeightLoadStats) -> None:
-        """From the next token on, tokens are sampled by this version."""
+    def on_loaded(self, version: int, stats: WeightLoadStats) -> None: ...
 
-    def on_reply(self, call: int, answer: Any) -> None:
-        """What was asked for under this number, between two steps."""
+    def on_reply(self, call_id: int, answer: Any) -> None: ...
 
-    def on_exit(self, error: BaseException | None) -> None:
-        """The thread is over: it was stopped, or this error killed it."""
+    def on_exit(self, error: BaseException | None) -> None: ...
 
 
 class EngineThread:
-    """Builds an engine, steps it while it has work, and shuts it down; see the module."""
+    """Builds an engine, steps it while it has requests, and shuts it down.
+
+    Public methods except `start` enqueue a command, which the thread executes before its next
+    step.
+    """
 
     def __init__(self, spec: EngineSpec, listener: EngineListener) -> None:
         self._spec = spec
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[EngineCommand | None] = queue.SimpleQueue()
-        #: Weights that wait for the engine to be drained, and what came after them.
+        #: While draining: pending weight updates and all later requests, in order.
         self._deferred_work: deque[WeightUpdate | SamplingRequest] = deque()
         self._is_paused = False
-        # A daemon, so that a stuck step cannot keep the process from ending.
+        # A daemon thread: a stuck decode step must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to build the engine."""
         self._thread.start()
 
     def add_requests(self, requests: Sequence[SamplingRequest]) -> None:
-        """Take up these requests before the next step."""
         self._commands.put(lambda engine: self._add_or_defer(engine, requests))
 
-    def abort_sequences(self, number: int, indices: Sequence[int]) -> None:
-        """Give up these draws of a request; nothing is heard of them."""
-        names = [vllm_engine.make_vllm_request_id(number, index) for index in indices]
-        self._commands.put(lambda engine: self._abort_sequences(engine, number, names))
+    def abort_sequences(self, request_id: int, indices: Sequence[int]) -> None:
+        """Abort sequences of a request; the listener receives no result for them."""
+        names = [vllm_engine.make_vllm_request_id(request_id, index) for index in indices]
+        self._commands.put(lambda engine: self._abort_sequences(engine, request_id, names))
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor] | None, version: int) -> None:
-        """Put a full set of parameters into the model before the next step, as `version`.
+        """Load all parameters as `version`; a draining engine first finishes earlier requests.
 
-        None are there already, filled into its storage. An engine that drains does so when what was
-        added before is finished.
+        `tensors` None means that the parameters were written into the storage already.
         """
-        weights = WeightUpdate(tensors, version)
-        self._commands.put(lambda engine: self._load_or_defer(engine, weights))
+        update = WeightUpdate(tensors, version)
+        self._commands.put(lambda engine: self._load_or_defer(engine, update))
 
-    def request_partials(self, call: int, numbers: Collection[int]) -> None:
-        """Say before the next step what there is of these requests, under the number `call`."""
+    def request_partials(self, call_id: int, request_ids: Collection[int]) -> None:
         self._run_and_reply(
-            call, lambda engine: vllm_engine.list_partial_sequences(engine, numbers)
+            call_id, lambda engine: vllm_engine.list_partial_sequences(engine, request_ids)
         )
 
-    def request_storage(self, call: int) -> None:
-        """Say under the number `call` where the parameters lie; see `WeightLoader.get_storage`."""
-        self._run_and_reply(call, lambda engine: self._weight_loader.get_storage())
+    def request_storage(self, call_id: int) -> None:
+        self._run_and_reply(call_id, lambda engine: self._weight_loader.get_storage())
 
     def use_model_dir(self, version: int) -> None:
-        """Call the weights the engine was built with `version`."""
+        """Serve the weights that the engine was built with as `version`."""
         self._commands.put(lambda engine: self._set_version(engine, version))
 
-    def sleep(self, call: int) -> None:
-        """Free the memory of keys and values until the next step; say so under that number."""
-        self._run_and_reply(call, lambda engine: self._kv_memory.sleep())
+    def sleep(self, call_id: int) -> None:
+        self._run_and_reply(call_id, lambda engine: self._kv_memory.sleep())
 
-    def pause(self, call: int) -> None:
-        """Begin no other step, and say so under the number `call`; all else is done as ever."""
+    def pause(self, call_id: int) -> None:
+        """Stop stepping and reply; other commands are still executed."""
 
         def command(engine: VllmEngine) -> None:
             self._is_paused = True
 
-        self._run_and_reply(call, command)
+        self._run_and_reply(call_id, command)
 
     def resume(self) -> None:
-        """Step again."""
-
         def command(engine: VllmEngine) -> None:
             self._is_paused = False
 
         self._commands.put(command)
 
-    def _run_and_reply(self, call: int, question: Callable[[VllmEngine], Any]) -> None:
-        """Answer before the next step, under the number `call`."""
+    def _run_and_reply(self, call_id: int, query: Callable[[VllmEngine], Any]) -> None:
         self._commands.put(
-            lambda engine: self._notify_listener(self._listener.on_reply, call, question(engine))
+            lambda engine: self._notify_listener(self._listener.on_reply, call_id, query(engine))
         )
 
     def stop(self) -> None:
-        """End before the next step, whatever runs."""
+        """End the thread before the next step and drop all running requests."""
         self._commands.put(None)
 
     def _run(self) -> None:
         try:
             with vllm_engine.claim_process_engine():
-                facts = vllm_engine.read_model_info(self._spec.model_path)
+                model_info = vllm_engine.read_model_info(self._spec.model_path)
                 self._stop_conditions = StopConditions(self._spec.model_path, self._spec.config)
                 engine = vllm_engine.build_vllm_engine(self._spec)
                 self._kv_memory = KvCacheMemory(engine)
                 self._weight_loader = vllm_engine.make_weight_loader(
-                    engine, self._spec, facts.parameters
+                    engine, self._spec, model_info.parameters
                 )
                 try:
-                    self._notify_listener(self._listener.on_started, facts)
+                    self._notify_listener(self._listener.on_started, model_info)
                     with vllm_engine.translate_lost_rank_errors(engine):
                         self._run_loop(engine)
                 finally:
-                    # If it failed, too: else vLLM does it once the engine is garbage, and ends the
-                    # process groups of the next one.
+                    # Also after a failure: otherwise vLLM shuts down when the engine is garbage
+                    # collected, and destroys the process groups of the next engine.
                     vllm_engine.shut_down_engine(engine)
         finally:
             self._notify_listener(self._listener.on_exit, sys.exception())
@@ -183,7 +174,7 @@ class EngineThread:
         return not self._is_paused and engine.has_unfinished_requests()
 
     def _take_commands(self, *, wait: bool) -> list[EngineCommand | None]:
-        """All commands that came since; at least one if the engine has nothing to do."""
+        """Return all queued commands; with `wait`, block until there is at least one."""
         commands = [self._commands.get()] if wait else []
         try:
             while True:
@@ -198,20 +189,23 @@ class EngineThread:
             else:
                 self._add_request(engine, request)
 
-    def _load_or_defer(self, engine: VllmEngine, weights: WeightUpdate) -> None:
+    def _load_or_defer(self, engine: VllmEngine, update: WeightUpdate) -> None:
         if self._spec.should_drain and (self._deferred_work or engine.has_unfinished_requests()):
-            self._deferred_work.append(weights)
+            self._deferred_work.append(update)
         else:
-            self._load_weights(engine, weights)
+            self._load_weights(engine, update)
 
     def _run_deferred(self, engine: VllmEngine) -> None:
-        """If the engine is drained, load what it was drained for, and go on with what waits."""
+        """Once the engine is drained, load the pending weights and add the deferred requests.
+
+        Stops at the next weight update if requests were added before it.
+        """
         if not self._deferred_work or engine.has_unfinished_requests():
             return
         while self._deferred_work:
             match self._deferred_work[0]:
-                case WeightUpdate() as weights if not engine.has_unfinished_requests():
-                    self._load_weights(engine, weights)
+                case WeightUpdate() as update if not engine.has_unfinished_requests():
+                    self._load_weights(engine, update)
                 case SamplingRequest() as request:
                     self._add_request(engine, request)
                 case _:
@@ -223,24 +217,24 @@ class EngineThread:
         if reason is not None:
             self._notify_listener(self._listener.on_rejected, request.request_id, reason)
 
-    def _abort_sequences(self, engine: VllmEngine, number: int, names: Sequence[str]) -> None:
+    def _abort_sequences(self, engine: VllmEngine, request_id: int, names: Sequence[str]) -> None:
         engine.abort_request(list(names))
         self._deferred_work = deque(
-            held
-            for held in self._deferred_work
-            if isinstance(held, WeightUpdate) or held.request_id != number
+            work
+            for work in self._deferred_work
+            if isinstance(work, WeightUpdate) or work.request_id != request_id
         )
         self._run_deferred(engine)
 
-    def _load_weights(self, engine: VllmEngine, weights: WeightUpdate) -> None:
-        loaded = vllm_engine.load_weights(
+    def _load_weights(self, engine: VllmEngine, update: WeightUpdate) -> None:
+        stats = vllm_engine.load_weights(
             engine,
             self._weight_loader,
-            weights.tensors,
-            weights.version,
-            keeps_kv=self._spec.should_keep_kv,
+            update.tensors,
+            update.version,
+            should_keep_kv=self._spec.should_keep_kv,
         )
-        self._notify_listener(self._listener.on_loaded, weights.version, loaded)
+        self._notify_listener(self._listener.on_loaded, update.version, stats)
 
     def _set_version(self, engine: VllmEngine, version: int) -> None:
         vllm_engine.set_weight_version(engine, version)

@@ -1,18 +1,18 @@
-"""The environment that vLLM reads when it is imported."""
+"""Environment variables that vLLM and torch read at import."""
 
 
 def make_vllm_env(device: str, *, threads: int = 1) -> dict[str, str]:
-    """Environment a process needs before it imports torch; `device` is "cpu" or "cuda".
+    """Return the environment to set before importing torch; `device` is "cpu" or "cuda".
 
-    `threads` is GeneratorConfig.threads, which has no effect but through here. Raises ValueError on
-    another device.
+    `threads` is GeneratorConfig.threads, which takes effect only through OMP_NUM_THREADS. Raises
+    ValueError for another device.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r}: must be cpu or cuda")
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # vLLM would configure all loggers of the process, in half a second; see
-        # `build_vllm_engine`.
+        # vLLM would configure the loggers of the whole process, in 0.5 s. `build_vllm_engine`
+        # configures vLLM's own logger.
         "VLLM_CONFIGURE_LOGGING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
@@ -24,6 +24,6 @@ def make_vllm_env(device: str, *, threads: int = 1) -> dict[str, str]:
     if device == "cpu":
         # vLLM compiles one function of the sampler even in eager mode: 20 s in the C++ compiler.
         env["TORCHDYNAMO_DISABLE"] = "1"
-        # It would bind the processes of a split engine to cores that others compute on.
+        # vLLM would bind the processes of a tensor-parallel engine to cores that are in use.
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return env

@@ -1,10 +1,14 @@
-"""vLLM computing in several processes that were there before it: those of a team.
+"""Tensor-parallel vLLM in existing trainer processes: an executor and its follower workers.
 
-The leader has the engine. Each call that goes to all of vLLM's workers it sends to the others, and
-then makes it of its own worker; they make it of theirs. What the workers tell each other while they
-compute goes through torch.distributed, as they are ranks of one process group already.
+    leader rank:    LLMEngine -> LeaderExecutor -> its worker
+                                      |  method, args (a TCP connection per follower)
+    follower rank:  FollowerWorker <--+-> its worker
 
-Imported by who has vLLM; see `vllm_engine`.
+vLLM's own executors start processes; this one uses the ranks of a RankGroup. `collective_rpc` sends
+each call to the followers and then calls the leader's worker. Collectives of the model go through
+torch.distributed, whose default process group contains all ranks already.
+
+The module imports vLLM at the top; `engine.py` imports it lazily.
 """
 
 import math
@@ -29,11 +33,11 @@ from streamrl.engines.vllm.rank_groups import RankGroup
 from streamrl.errors import GenerationError
 
 DISCONNECT_GRACE_S = 2.0
-"""How much later the end of a process may be seen here than where it was computed with, s."""
+"""Time until a follower's death closes its connection, s; its collectives may fail earlier."""
 
 
 class LeaderExecutor(UniProcExecutor):
-    """Has every call made by the workers of a team, its own among them."""
+    """Executes every call on all workers of a rank group, the leader's own included."""
 
     rank_group: RankGroup
 
@@ -50,33 +54,34 @@ class LeaderExecutor(UniProcExecutor):
         non_block: bool = False,
         single_value: bool = False,
     ) -> Any:
-        """See Executor.collective_rpc. Of what is computed with a `single_value` the leader has it.
+        """See vLLM's Executor.collective_rpc; with `single_value`, return the leader's result.
 
-        Raises GenerationError naming a process of the team that has died.
+        Raises GenerationError that names the rank of a follower that has died.
         """
         try:
             for connection in self._connections.values():
                 connection.send((method, args, kwargs or {}, not single_value))
-            own = super().collective_rpc(method, timeout, args, kwargs, single_value=True)
-            answers = [own]
+            leader_answer = super().collective_rpc(method, timeout, args, kwargs, single_value=True)
+            answers = [leader_answer]
             if not single_value:
                 answers += [connection.recv() for connection in self._connections.values()]
         except (OSError, EOFError, RuntimeError) as error:
-            lost = self.lost_rank
-            if lost is None:
+            lost_rank = self.lost_rank
+            if lost_rank is None:
                 raise
-            raise GenerationError(f"rank {lost} of the split generator has died") from error
-        answer = own if single_value else answers
+            raise GenerationError(f"rank {lost_rank} of the split generator has died") from error
+        answer = leader_answer if single_value else answers
         return _make_done_future(answer) if non_block else answer
 
     @property
     def lost_rank(self) -> int | None:
-        """The rank of a follower that has ended, if one has."""
+        """Rank of a follower whose process has ended, or None."""
         wait(list(self._connections.values()), DISCONNECT_GRACE_S)
-        return next((rank for rank, own in self._connections.items() if _is_closed(own)), None)
+        return next(
+            (rank for rank, connection in self._connections.items() if _is_closed(connection)), None
+        )
 
     def shutdown(self) -> None:
-        """Let the followers end, too."""
         for connection in self._connections.values():
             connection.close()
         super().shutdown()
@@ -88,14 +93,16 @@ def _make_done_future(answer: Any) -> Future[Any]:
     return future
 
 
-def make_rank_group_args(team: RankGroup, timeout_s: float) -> dict[str, Any]:
-    """What of vLLM's EngineArgs is that of a team; its ranks wait no longer for each other.
+def make_rank_group_args(rank_group: RankGroup, timeout_s: float) -> dict[str, Any]:
+    """Return the EngineArgs of a rank group; `timeout_s` bounds collectives.
 
-    vLLM makes the executor from its own settings alone, so the class knows the team.
+    vLLM constructs the executor from a class and its config only, so a subclass carries the group.
     """
     return {
-        "tensor_parallel_size": team.size,
-        "distributed_executor_backend": type("Leading", (LeaderExecutor,), {"rank_group": team}),
+        "tensor_parallel_size": rank_group.size,
+        "distributed_executor_backend": type(
+            "Leading", (LeaderExecutor,), {"rank_group": rank_group}
+        ),
         "disable_custom_all_reduce": True,
         "distributed_timeout_seconds": math.ceil(timeout_s),
         "cpu_distributed_timeout_seconds": math.ceil(timeout_s),
@@ -103,19 +110,19 @@ def make_rank_group_args(team: RankGroup, timeout_s: float) -> dict[str, Any]:
 
 
 class FollowerWorker:
-    """A worker that makes the calls its leader sends."""
+    """Executes the calls of the leader on this rank's worker."""
 
-    def __init__(self, config: VllmConfig, team: RankGroup) -> None:
-        self.wrapper = build_worker(config, team)
-        self._leader_rank = team.leader_rank
-        self._connection = _connect_leader(team)
-        #: Held by who has the worker do something.
+    def __init__(self, config: VllmConfig, rank_group: RankGroup) -> None:
+        self.wrapper = build_worker(config, rank_group)
+        self._leader_rank = rank_group.leader_rank
+        self._connection = _connect_leader(rank_group)
+        #: Guards the worker: `serve` and weight loads run on different threads.
         self.lock = threading.Lock()
 
     def serve(self) -> None:
-        """Until the leader ends the connection.
+        """Execute calls until the leader closes the connection.
 
-        Raises GenerationError if the leader dies over a call, and what a call raises.
+        Raises GenerationError if the leader's process ends, and any exception of a call.
         """
         try:
             while True:
@@ -131,83 +138,84 @@ class FollowerWorker:
                 f"rank {self._leader_rank} of the split generator, which leads it, has ended"
             ) from error
         finally:
-            # Nobody is to wait for a worker that has failed.
+            # The leader must not wait for a failed worker.
             self._connection.close()
 
 
-def build_worker(config: VllmConfig, team: RankGroup) -> WorkerWrapperBase:
-    """A worker with its part of the model. Collective over all teams."""
-    wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=team.group_rank)
+def build_worker(config: VllmConfig, rank_group: RankGroup) -> WorkerWrapperBase:
+    """Build this rank's worker and load its part of the model. Collective over all rank groups."""
+    wrapper = WorkerWrapperBase(rpc_rank=0, global_rank=rank_group.group_rank)
     wrapper.init_worker(
         [
             {
                 "vllm_config": config,
                 "local_rank": 0,
-                "rank": team.group_rank,
+                "rank": rank_group.group_rank,
                 "distributed_init_method": "env://",
-                "is_driver_worker": team.is_leader,
+                "is_driver_worker": rank_group.is_leader,
                 "shared_worker_lock": threading.Lock(),
             }
         ]
     )
     with set_current_vllm_config(config):
-        _init_process_groups(config, team)
+        _init_process_groups(config, rank_group)
     wrapper.init_device()
     wrapper.load_model()
     current_platform.update_block_size_for_backend(config)
     return wrapper
 
 
-def _init_process_groups(config: VllmConfig, team: RankGroup) -> None:
-    """vLLM's groups of ranks, which it would make of consecutive ones. Collective."""
+def _init_process_groups(config: VllmConfig, rank_group: RankGroup) -> None:
+    """Initialize vLLM's process groups. Collective.
+
+    vLLM would form tensor-parallel groups of consecutive ranks; a RankGroup's ranks need not be.
+    """
     backend, local_rank = dist.get_backend(), 0
-    # On a CPU vLLM's ranks would spin in shared memory, for ever if one of them dies.
-    os.environ["VLLM_DIST_IDENT"] = f"rank-{team.rank}"
+    # vLLM's CPU ranks use shared-memory collectives only if their identifiers agree. Those would
+    # spin forever after the death of a rank, so let the identifiers differ: vLLM then uses gloo.
+    os.environ["VLLM_DIST_IDENT"] = f"rank-{rank_group.rank}"
     parallel_state.set_custom_all_reduce(False)
     parallel_state.init_distributed_environment(
-        config.parallel_config.world_size, team.group_rank, "env://", local_rank, backend
+        config.parallel_config.world_size, rank_group.group_rank, "env://", local_rank, backend
     )
-    alone = [[rank] for rank in range(dist.get_world_size())]
-    teams = [list(ranks) for ranks in team.groups]
+    single_ranks = [[rank] for rank in range(dist.get_world_size())]
+    tp_groups = [list(ranks) for ranks in rank_group.groups]
 
-    def make(ranks: list[list[int]], name: str) -> parallel_state.GroupCoordinator:
+    def make_group(ranks: list[list[int]], name: str) -> parallel_state.GroupCoordinator:
         return parallel_state.init_model_parallel_group(ranks, local_rank, backend, group_name=name)
 
-    parallel_state._TP = parallel_state._ETP = make(teams, "tp")
+    parallel_state._TP = parallel_state._ETP = make_group(tp_groups, "tp")
     for name in ("dcp", "pcp", "pp", "dp"):
-        setattr(parallel_state, f"_{name.upper()}", make(alone, name))
+        setattr(parallel_state, f"_{name.upper()}", make_group(single_ranks, name))
     if config.model_config.is_moe:
-        parallel_state._EP = make(teams, "ep")
+        parallel_state._EP = make_group(tp_groups, "ep")
 
 
-def _accept_followers(team: RankGroup) -> dict[int, Connection]:
-    """The leader's connections, by rank."""
-    key, found = secrets.token_bytes(16), {}
-    with Listener((_find_local_address(), 0), backlog=team.size, authkey=key) as listener:
-        _broadcast_from_leader(team, [(listener.address, key)])
-        for _ in team.ranks[1:]:
+def _accept_followers(rank_group: RankGroup) -> dict[int, Connection]:
+    key, connections = secrets.token_bytes(16), {}
+    with Listener((_find_local_address(), 0), backlog=rank_group.size, authkey=key) as listener:
+        _broadcast_from_leader(rank_group, [(listener.address, key)])
+        for _ in rank_group.ranks[1:]:
             connection = _disable_nagle(listener.accept())
-            found[connection.recv()] = connection
-    return {rank: found[rank] for rank in team.ranks[1:]}
+            connections[connection.recv()] = connection
+    return {rank: connections[rank] for rank in rank_group.ranks[1:]}
 
 
-def _connect_leader(team: RankGroup) -> Connection:
-    """A follower's connection."""
-    address, key = _broadcast_from_leader(team, [None])
+def _connect_leader(rank_group: RankGroup) -> Connection:
+    address, key = _broadcast_from_leader(rank_group, [None])
     connection = _disable_nagle(Client(address, authkey=key))
-    connection.send(team.rank)
+    connection.send(rank_group.rank)
     return connection
 
 
-def _broadcast_from_leader(team: RankGroup, said: list[Any]) -> Any:
-    """What the leader says to its team. Collective."""
+def _broadcast_from_leader(rank_group: RankGroup, objects: list[Any]) -> Any:
     group = parallel_state.get_tp_group().cpu_group
-    dist.broadcast_object_list(said, src=team.leader_rank, group=group)
-    return said[0]
+    dist.broadcast_object_list(objects, src=rank_group.leader_rank, group=group)
+    return objects[0]
 
 
 def _is_closed(connection: Connection, within_s: float = 0.0) -> bool:
-    """Whether nobody is at the other end any more; what was said before is lost."""
+    """Return whether the peer has closed the connection; discards pending messages."""
     try:
         while connection.poll(within_s):
             connection.recv()
@@ -217,14 +225,14 @@ def _is_closed(connection: Connection, within_s: float = 0.0) -> bool:
 
 
 def _find_local_address() -> str:
-    """Where the other ranks reach this process: as it would reach rank 0."""
+    """Return the address of the interface that reaches rank 0; other ranks can connect to it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 1))
         return str(probe.getsockname()[0])
 
 
 def _disable_nagle(connection: Connection) -> Connection:
-    """Sends small messages at once: a call may follow another that nobody answers."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    """Set TCP_NODELAY: consecutive calls without replies would wait for delayed ACKs."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
+        duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection

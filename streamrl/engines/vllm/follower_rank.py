@@ -1,4 +1,4 @@
-"""A rank's part of a generator that another rank of its team leads: computed with, when told to."""
+"""Follower rank of a tensor-parallel generator; the leader rank runs the engine."""
 
 import asyncio
 import threading
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class FollowerRank:
-    """One part; belongs to the event loop it was started on.
+    """This rank's worker; use it only on the event loop that started it.
 
-    What the leader has all parts do, a thread does; the rest is done while the leader stands still.
+    A thread executes the leader's calls. The other methods require the leader to be paused.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -35,35 +35,35 @@ class FollowerRank:
         self._loop = loop
         self._worker: FollowerWorker | None = None
         self._weight_loader: PartialWeightLoader | None = None
-        # A daemon, so that a call that is stuck cannot keep the process from ending.
+        # A daemon thread: a stuck call must not keep the process alive.
         self._thread = threading.Thread(target=self._run_worker, name="vllm-part", daemon=True)
 
     @classmethod
     async def start(cls, spec: EngineSpec) -> "FollowerRank":
-        """Build the part of a model directory in this process, as its leader builds the engine.
+        """Build this rank's worker while the leader builds the engine.
 
         Raises as `GenerationEngine.start` does.
         """
-        part = cls(spec)
-        part._thread.start()
+        follower = cls(spec)
+        follower._thread.start()
         timeout_s = spec.config.start_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.shield(part._started)
+                await asyncio.shield(follower._started)
         except TimeoutError as error:
             raise DeadlineError(
                 f"vLLM did not start its part of {spec.model_path} within {timeout_s:g} s"
             ) from error
-        return part
+        return follower
 
     async def run_rank(self) -> None:
-        """Until the leader ends. Raises GenerationError when that, or a call of its, fails."""
+        """Wait until the leader shuts down. Raises GenerationError if it dies or a call fails."""
         await asyncio.shield(self._finished)
 
     async def get_storage(self) -> ShardStorage | None:
-        """Where what is here lies; see `GenerationEngine.get_storage`.
+        """Return the storage of this rank's parameters; see `GenerationEngine.get_storage`.
 
-        Raises DeadlineError if the model directory is not read in time.
+        Raises DeadlineError if comparing with the model directory takes over `start_timeout_s`.
         """
         timeout_s = self._spec.config.start_timeout_s
         try:
@@ -81,10 +81,10 @@ class FollowerRank:
             return self._weight_loader.get_storage()
 
     def fill_shard(self, tensors: Mapping[str, torch.Tensor | Array]) -> int:
-        """Serve what is here of a full set of parameters; the bytes that were copied.
+        """Load this rank's part of all parameters and return the bytes copied.
 
-        See `GenerationEngine.load_weights`. The leader stands still meanwhile, and takes the
-        version up after it.
+        See `GenerationEngine.load_weights`. The leader must be paused, and activates the version
+        after all followers have loaded it.
         """
         assert self._worker is not None and self._weight_loader is not None
         full = build_full_weights(
@@ -92,12 +92,15 @@ class FollowerRank:
         )
         with self._worker.lock:
             num_bytes, _ = self._weight_loader.load_weights(full)
-            # The worker computes on a stream of its own.
+            # The worker uses another CUDA stream.
             synchronize_device()
         return num_bytes
 
     async def sleep(self) -> None:
-        """Free the memory of keys and values, on a CPU; the leader's next step has it again."""
+        """Free the KV cache on a CPU; the leader's next step allocates it again.
+
+        On a GPU the leader's `sleep` reaches the followers through vLLM's sleep mode.
+        """
         await asyncio.to_thread(self._release_kv)
 
     def _release_kv(self) -> None:

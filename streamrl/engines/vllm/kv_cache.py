@@ -1,4 +1,4 @@
-"""The memory of an engine's keys and values, which others may have while it computes nothing."""
+"""Free the KV cache of an idle engine and allocate it again, on GPUs and CPUs."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ VllmEngine = Any
 VllmWorker = Any
 
 KV_CACHE_TAG = "kv_cache"
-"""What vLLM calls this memory where it sleeps."""
+"""vLLM's tag of this memory in sleep mode."""
 
 
 class KvCacheMemory:
-    """Released and had again, on every rank; belongs to the engine's thread.
+    """Frees and allocates the KV cache on all ranks; belongs to the engine's thread.
 
-    On a GPU vLLM does it.
+    On a GPU this uses vLLM's sleep mode; on a CPU, which has none, it resizes the storages.
     """
 
     def __init__(self, engine: VllmEngine) -> None:
@@ -27,7 +27,7 @@ class KvCacheMemory:
         self._is_asleep = False
 
     def sleep(self) -> None:
-        """Give it back to the system. What runs is prefilled anew once it goes on."""
+        """Free the KV cache; running rollouts are preempted and prefilled again later."""
         if self._is_asleep:
             return
         self._is_asleep = True
@@ -38,7 +38,6 @@ class KvCacheMemory:
             self._engine.collective_rpc(free_kv_caches)
 
     def wake_up(self) -> None:
-        """Have it again, empty; nothing if it was not released."""
         if not self._is_asleep:
             return
         self._is_asleep = False
@@ -49,27 +48,25 @@ class KvCacheMemory:
 
 
 def free_kv_caches(worker: VllmWorker) -> None:
-    """In a rank's process: give the memory back, if it is there."""
     for storage in _list_cache_storages(worker):
         storage.resize_(0)
     release_freed_memory()
 
 
 def allocate_kv_caches(worker: VllmWorker) -> None:
-    """In a rank's process: have it again."""
     for storage, num_bytes in _list_cache_storages(worker).items():
         storage.resize_(num_bytes)
-        # What comes from the allocator may be no number.
+        # Zero the memory: masked positions must not hold NaN.
         torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
 
 
 def _list_cache_storages(worker: VllmWorker) -> dict[torch.UntypedStorage, int]:
-    """Each once, with the bytes that the caches in it take."""
-    found: dict[int, tuple[torch.UntypedStorage, int]] = {}
+    """Return the distinct storages of the KV caches and the bytes that the caches use of each."""
+    sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}
     for cache in worker.model_runner.kv_caches:
         storage = cache.untyped_storage()
-        steps = zip(cache.shape, cache.stride(), strict=True)
-        last = cache.storage_offset() + sum((size - 1) * by for size, by in steps)
-        _, before = found.get(storage._cdata, (storage, 0))
-        found[storage._cdata] = storage, max(before, (last + 1) * cache.itemsize)
-    return dict(found.values())
+        dims = zip(cache.shape, cache.stride(), strict=True)
+        last = cache.storage_offset() + sum((size - 1) * stride for size, stride in dims)
+        _, num_bytes = sizes.get(storage._cdata, (storage, 0))
+        sizes[storage._cdata] = storage, max(num_bytes, (last + 1) * cache.itemsize)
+    return dict(sizes.values())

@@ -1,4 +1,4 @@
-"""Which of its classes vLLM serves a model with, without importing vLLM, which takes seconds."""
+"""Look up vLLM's class for a model in its registry's source; importing vLLM takes seconds."""
 
 import functools
 import importlib.util
@@ -11,19 +11,19 @@ REGISTRY_ENTRY = re.compile(r'"(\w+)": \(\s*"(\w+)",\s*"\w+",?\s*\)')
 
 @functools.cache
 def _read_vllm_registry() -> dict[str, str]:
-    """Return vLLM's module for each architecture, as its registry lists them."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
+    """Return vLLM's module name by architecture; empty if vLLM is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
         return {}
-    file = Path(found.origin).parent / "model_executor" / "models" / "registry.py"
+    file = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
     return dict(REGISTRY_ENTRY.findall(file.read_text())) if file.is_file() else {}
 
 
 def is_served_by_transformers(architectures: Iterable[str]) -> bool:
-    """Whether vLLM builds a model of these architectures of the classes of transformers.
+    """Return whether vLLM uses its transformers backend for these architectures.
 
-    It does of families that it lists so, and of all that it does not know. Where there is no vLLM,
-    as where a run is only planned, it is taken to know them.
+    vLLM does so for architectures that its registry lists so, and for unknown ones. Returns False
+    if vLLM is not installed, as on a machine that only plans runs.
     """
     modules = _read_vllm_registry()
     if not modules:
@@ -32,9 +32,9 @@ def is_served_by_transformers(architectures: Iterable[str]) -> bool:
 
 
 def explain_unshareable_process(architectures: Iterable[str], *, mode: str, on_gpu: bool) -> str:
-    """Why a generator cannot live in a trainer's process, as in that placement.mode; "" if it can.
+    """Explain why generator and trainer cannot share a process; "" if they can.
 
-    architectures: of the model that it serves.
+    `mode` is placement.mode, `architectures` are those of the generator's model.
     """
     if not on_gpu or not is_served_by_transformers(architectures):
         return ""

@@ -1,8 +1,9 @@
-"""The weights of one rank's part of a vLLM model that several ranks share.
+"""Load weights into one rank of a tensor-parallel vLLM model that runs in trainer processes.
 
-Which part of each parameter of the checkpoint it holds is worked out from their shapes, and not
-taken on trust but tried once, on the weights vLLM itself has read from the model directory. Where
-it is so, others may fill them where they lie; every other model goes through `reload_weights`.
+The part of each checkpoint parameter that the rank holds is inferred from shapes, then verified
+once against the values that vLLM has read from the model directory. If the verification passes,
+resharding can write into the parameters in place; otherwise weights go through vLLM's
+`reload_weights`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,36 +30,35 @@ from streamrl.weights.parameters import ParameterSet
 
 #: vLLM's worker of this rank.
 VllmWorker = Any
-#: A name of the checkpoint and the shape of it.
+#: Checkpoint name and full shape of a parameter.
 NamedShape = tuple[str, tuple[int, ...]]
-#: A name, the box of it that is here, and where that lies.
+#: Checkpoint name, box of the parameter that this rank holds, and its view in vLLM's memory.
 LocalPiece = tuple[str, TensorBox, Tensor]
 
 
 class PartialWeightLoader:
-    """The parameters of a worker's part of the model; belongs to the worker's thread."""
+    """Loads a rank's part of all parameters; hold the worker's lock while calling."""
 
     def __init__(
-        self, worker: VllmWorker, parameters: ParameterSet, model_path: str, team: RankGroup
+        self, worker: VllmWorker, parameters: ParameterSet, model_path: str, rank_group: RankGroup
     ) -> None:
-        """`parameters` and `model_path` are of the directory the worker has read.
+        """`parameters` and `model_path` belong to the directory that the worker has read.
 
-        Which parts of the parameters these are is found out at the first `get_storage`, which has
-        to come before the first `put`.
+        Call `get_storage` before the first `load_weights`: it compares with the directory's values.
         """
         self._worker = worker
         self._model: torch.nn.Module = worker.get_model()
         self._is_on_cpu = all(p.device.type == "cpu" for p in self._model.parameters())
         self._parameters = parameters
         self._model_path = model_path
-        self._rank_group = team
+        self._rank_group = rank_group
         if self._is_on_cpu:
             use_onednn(self._model)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
-        """Serve a full set of parameters, of which the worker copies its own; the bytes of those.
+        """Copy this rank's part of all parameters; return its bytes and no verification.
 
-        The other ranks must do so, too, before anything is computed.
+        All ranks of the group must load the same tensors before the next decode step.
         """
         with keep_plain_linears() if self._is_on_cpu else nullcontext():
             stored = iter_stored_tensors(self._model_path, tensors)
@@ -68,7 +68,6 @@ class PartialWeightLoader:
         return sum(parameter.nbytes for parameter in self._model.parameters()), LoadVerification()
 
     def get_storage(self) -> ShardStorage | None:
-        """Where what is here lies, by the first of its names; see `WeightLoader.get_storage`."""
         views: dict[str, list[tuple[TensorBox, Tensor]]] = {}
         for name, box, view in self._local_pieces:
             views.setdefault(self._parameters.get_first_name(name), []).append((box, view))
@@ -82,106 +81,126 @@ class PartialWeightLoader:
 
 
 def find_local_pieces(
-    model: torch.nn.Module, parameters: ParameterSet, model_path: str, team: RankGroup
+    model: torch.nn.Module, parameters: ParameterSet, model_path: str, rank_group: RankGroup
 ) -> list[LocalPiece]:
-    """What the parameters of a rank's model are of the checkpoint; none if they do not fit.
+    """Map a rank's parameters to boxes of the checkpoint's; empty if any does not match.
 
-    vLLM has just read the model from `model_path`: if the boxes of the tensors there are what its
-    parameters hold, so they will be for every later version.
+    Relies on vLLM having just read the model from `model_path`: if the boxes have equal values now,
+    the mapping holds for every later version.
     """
-    # Only models that take adapters or quantisation say what they merge.
+    # Only models that support LoRA or quantization have this attribute.
     merged: Any = model.packed_modules_mapping if hasattr(model, "packed_modules_mapping") else {}
-    found: list[LocalPiece] = []
-    used: set[str] = set()
+    pieces: list[LocalPiece] = []
+    used_names: set[str] = set()
     for path, parameter in model.named_parameters():
         names = list_source_names(path, merged)
         if any(name not in parameters.shapes for name in names):
             return []
         module = model.get_submodule(path.rpartition(".")[0])
-        wholes = [(name, parameters.shapes[name]) for name in names]
-        pieces = _match_parameter(module, parameter.data, wholes, team)
-        if pieces is None:
+        full_shapes = [(name, parameters.shapes[name]) for name in names]
+        matched = _match_parameter(module, parameter.data, full_shapes, rank_group)
+        if matched is None:
             return []
-        used.update(names)
-        found += pieces
-    tied = {name for names in parameters.tied_groups if names & used for name in names}
-    fits = parameters.shapes.keys() == used | tied
-    return found if fits and _have_equal_values(found, parameters, model_path) else []
+        used_names.update(names)
+        pieces += matched
+    tied = {name for names in parameters.tied_groups if names & used_names for name in names}
+    fits = parameters.shapes.keys() == used_names | tied
+    return pieces if fits and _have_equal_values(pieces, parameters, model_path) else []
 
 
 def _match_parameter(
-    module: torch.nn.Module, held: Tensor, wholes: Sequence[NamedShape], team: RankGroup
+    module: torch.nn.Module, local: Tensor, full_shapes: Sequence[NamedShape], rank_group: RankGroup
 ) -> list[LocalPiece] | None:
-    """The boxes of some tensors, merged by their rows, that make up a parameter of this rank."""
+    """Return the pieces that make up a parameter of this rank; None if shapes do not match."""
     from vllm.model_executor.layers.linear import QKVParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     if isinstance(module, VocabParallelEmbedding):
-        at = module.shard_indices
-        return _match_rows(held, wholes, at.org_vocab_start_index, at.org_vocab_end_index)
-    if len(wholes) > 1:
-        # Keys and values may have fewer heads than there are ranks.
+        indices = module.shard_indices
+        return _match_rows(
+            local, full_shapes, indices.org_vocab_start_index, indices.org_vocab_end_index
+        )
+    if len(full_shapes) > 1:
+        # With fewer key-value heads than ranks, vLLM replicates heads.
         heads = module.total_num_kv_heads if isinstance(module, QKVParallelLinear) else None
-        return _match_merged(held, wholes, team, [None, *([heads] * (len(wholes) - 1))])
-    return _match_split(held, wholes[0], team)
+        return _match_merged(
+            local, full_shapes, rank_group, [None, *([heads] * (len(full_shapes) - 1))]
+        )
+    return _match_split(local, full_shapes[0], rank_group)
 
 
 def _match_rows(
-    held: Tensor, wholes: Sequence[NamedShape], start: int, stop: int
+    local: Tensor, full_shapes: Sequence[NamedShape], start: int, stop: int
 ) -> list[LocalPiece] | None:
-    """Some rows, which vLLM pads; the last ranks may have none but those."""
-    ((name, shape),) = wholes
-    if held.shape[1:] != shape[1:]:
+    """Match a vocabulary-parallel parameter; vLLM pads the rows of the last ranks."""
+    ((name, shape),) = full_shapes
+    if local.shape[1:] != shape[1:]:
         return None
     if start >= stop:
         return []
-    return [(name, TensorBox.from_shape(shape).narrow(0, start, stop), held[: stop - start])]
+    return [(name, TensorBox.from_shape(shape).narrow(0, start, stop), local[: stop - start])]
 
 
-def _match_split(held: Tensor, whole: NamedShape, team: RankGroup) -> list[LocalPiece] | None:
-    """All of a tensor, or this rank's part along the dimension that is shorter here."""
-    name, shape = whole
-    local = tuple(held.shape)
-    if local == shape:
-        return [(name, TensorBox.from_shape(shape), held)]
+def _match_split(
+    local: Tensor, full_shape: NamedShape, rank_group: RankGroup
+) -> list[LocalPiece] | None:
+    """Match a replicated parameter, or one that is split along the dimension that is shorter."""
+    name, shape = full_shape
+    local_shape = tuple(local.shape)
+    if local_shape == shape:
+        return [(name, TensorBox.from_shape(shape), local)]
     for dim, size in enumerate(shape):
-        if (*shape[:dim], size // team.size, *shape[dim + 1 :]) == local and not size % team.size:
-            start = team.group_rank * local[dim]
+        if (
+            *shape[:dim],
+            size // rank_group.size,
+            *shape[dim + 1 :],
+        ) == local_shape and not size % rank_group.size:
+            start = rank_group.group_rank * local_shape[dim]
             return [
-                (name, TensorBox.from_shape(shape).narrow(dim, start, start + local[dim]), held)
+                (
+                    name,
+                    TensorBox.from_shape(shape).narrow(dim, start, start + local_shape[dim]),
+                    local,
+                )
             ]
     return None
 
 
 def _match_merged(
-    held: Tensor, wholes: Sequence[NamedShape], team: RankGroup, heads: Sequence[int | None]
+    local: Tensor,
+    full_shapes: Sequence[NamedShape],
+    rank_group: RankGroup,
+    heads: Sequence[int | None],
 ) -> list[LocalPiece] | None:
-    """Of each tensor this rank's rows, one behind the other; what has heads is split by them."""
-    found, begin = [], 0
-    for (name, shape), units in zip(wholes, heads, strict=True):
+    """Match a fused parameter: this rank's rows of each tensor, concatenated.
+
+    `heads` gives the number of heads by which a tensor is split, or None for a split by rows.
+    """
+    pieces, start = [], 0
+    for (name, shape), units in zip(full_shapes, heads, strict=True):
         try:
             spec = TensorSpec(name, shape, (0,), 0, (FusedComponent(shape[0], units),))
-            (box,) = spec.split_tensor(team.group_rank, team.size)
+            (box,) = spec.split_tensor(rank_group.group_rank, rank_group.size)
         except ValueError:
             return None
-        stop = begin + box.shape[0]
-        if stop > len(held) or held.shape[1:] != shape[1:]:
+        stop = start + box.shape[0]
+        if stop > len(local) or local.shape[1:] != shape[1:]:
             return None
-        found.append((name, box, held[begin:stop]))
-        begin = stop
-    return found if begin == len(held) else None
+        pieces.append((name, box, local[start:stop]))
+        start = stop
+    return pieces if start == len(local) else None
 
 
 def _have_equal_values(
     pieces: Sequence[LocalPiece], parameters: ParameterSet, model_path: str
 ) -> bool:
-    """Whether these are their values now, to the last bit of their own type."""
+    """Return whether the pieces equal the directory's values, bit by bit in their own dtype."""
     stored = load_stored_weights(model_path)
     try:
         full = parameters.expand_tied({n: t for n, t in stored.items() if n in parameters.shapes})
     except WeightsError:
         return False
-    # On the CPU: a GPU need not have room for any of it twice.
+    # Compare on the CPU: a GPU may lack memory for a copy.
     return all(
         torch.equal(view.cpu(), full[name][box.slices].to(view.dtype)) for name, box, view in pieces
     )

@@ -1,4 +1,4 @@
-"""What ends a completion besides the model's end of sequence: texts and token ids of a setting."""
+"""Stop strings and stop token ids of `generator.stop` and `generator.stop_token_ids`."""
 
 import functools
 from collections.abc import Sequence
@@ -11,23 +11,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BYTES_PER_CHARACTER = 4
-"""Most bytes of a character, each of which may be a token of its own."""
+"""Maximum in UTF-8; with byte-level tokenizers a byte may be a token."""
 
 
 class StopConditions:
-    """Stop texts and token ids of an engine; texts are looked for in what its tokens say."""
+    """Stop strings and token ids of an engine.
+
+    vLLM's own stop strings need its detokenizer, which decodes every token of every request. This
+    class decodes only the tail that a stop string can span.
+    """
 
     def __init__(self, model_path: str, config: GeneratorConfig) -> None:
-        """Load the tokenizer of a model directory, if there are texts to look for."""
         self.token_ids = list(config.stop_token_ids)
         self._texts = list(config.stop)
         self._tokenizer = load_tokenizer(model_path) if self._texts else None
 
     def make_detokenizer(self, sampled: Sequence[int]) -> Any:
-        """Return what vLLM asks, of each new token of a request, whether a stop text ends it.
+        """Return a detokenizer for a vLLM request that finds stop strings; None without any.
 
-        `sampled` are those of the completion that were sampled before, in another request: a text
-        may begin in these. Returns None if there are no texts.
+        `sampled` are tokens of a partial rollout from an earlier request, in which a stop string
+        may start.
         """
         if self._tokenizer is None:
             return None
@@ -36,11 +39,11 @@ class StopConditions:
 
 @functools.cache
 def _make_detokenizer_class() -> Any:
-    """Return the class, which cannot be made before vLLM is imported."""
+    """Define the class lazily, since its base class imports vLLM."""
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     class StopTextDetokenizer(IncrementalDetokenizer):
-        """Keeps a request's tokens, and decodes as many of them as a stop text can have."""
+        """Decodes the last tokens of a request, as many as a stop string can span."""
 
         def __init__(
             self,
@@ -64,7 +67,7 @@ def _make_detokenizer_class() -> Any:
 
 
 def decode_verbatim(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> str:
-    """Return the text of tokens with special tokens and spaces as they are."""
+    """Decode tokens without skipping special tokens or cleaning up spaces."""
     text = tokenizer.decode(
         list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )

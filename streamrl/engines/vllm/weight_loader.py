@@ -1,15 +1,18 @@
-"""The weights of a vLLM model that serves: how new ones take the place of old ones.
+"""Load new weights into a running vLLM model of a single process.
 
-vLLM's own `reload_weights` reads every tensor, copies it and, on a CPU, packs each linear layer
-anew. Where the parameters of vLLM's model are those of the checkpoint, laid end to end (q, k and v
-are one parameter there, gate and up another), none of this is needed: a parameter becomes a view of
-the tensors it was given, or, where they do not lie next to each other, a copy of them. Whether that
-is so is not taken on trust but tried once, on the weights vLLM itself has read from the model
-directory. On a GPU, parameters that are so may be filled where they lie; every other model
-(quantised, of several processes, with what is loaded on a GPU) goes through `reload_weights`.
+vLLM's `reload_weights` copies every tensor and, on a CPU, repacks each linear layer. Often vLLM's
+parameters are the checkpoint's, concatenated by rows: qkv_proj is q_proj, k_proj and v_proj;
+gate_up_proj is gate_proj and up_proj. Such parameters are bound (`BoundParameter`):
 
-On a CPU the engine is built without packing, and its large linear layers multiply with oneDNN's
-plain kernel: nearly as fast as the packed one, which would need a second copy of every weight.
+- on a CPU a load makes each parameter a view of the published tensors if they are adjacent in
+  memory, else it copies them;
+- on a GPU resharding can write into the parameters in place (`get_storage`).
+
+The binding is verified once, against the values that vLLM has read from the model directory. All
+other models (quantized, several processes, ordinary loads on a GPU) go through `reload_weights`.
+
+On a CPU the engine is built without weight packing, and its large linear layers use oneDNN's plain
+kernel. That is nearly as fast as the packed kernel, which needs a second copy of every weight.
 """
 
 import copy
@@ -38,23 +41,23 @@ from streamrl.weights.parameters import ParameterSet
 #: vLLM's LLMEngine.
 VllmEngine = Any
 
-#: Below this many elements of a weight torch's own product is as fast: oneDNN takes some 30 us to
-#: make up its mind.
+#: For smaller weights torch's own kernel is as fast: oneDNN's dispatch takes some 30 us.
 MIN_ONEDNN_ELEMENTS = 2**19
 
 
 NUM_HEAD_AXES = 3
-"""Axes of queries whose heads lie apart: token, head and value."""
+"""Dimensions of queries with a separate head dimension: [token, head, value]."""
 
 
 @contextmanager
 def keep_plain_linears() -> Iterator[None]:
-    """A model that vLLM builds in here keeps its linear weights as they are.
+    """Patch vLLM 0.32 while it builds a model on a CPU, and undo the patches on exit.
 
-    So do the classes of transformers that vLLM builds some models of: to be compiled, which is not
-    done on a CPU, they would be changed for everybody in the process. Rotary positions of a part of
-    each head, as DeepSeek's attention has them, are computed by torch: vLLM's CPU kernel leaves
-    what does not lie in one piece as it was.
+    - Linear layers do not pack their weights.
+    - transformers' classes, which vLLM uses for some models, are not decorated for compilation:
+      the decoration would change them for the whole process, and CPUs do not compile.
+    - Rotary embeddings of non-contiguous queries (DeepSeek's attention) use torch: vLLM's CPU
+      kernel leaves such queries unrotated.
     """
     from vllm import _custom_ops
     from vllm.compilation import decorators
@@ -71,14 +74,14 @@ def keep_plain_linears() -> Iterator[None]:
             return self.forward_native(positions, query, key)
         return rotate(self, positions, query, key)
 
-    def decorate_own(cls: type, *arguments: Any, **named: Any) -> type:
-        is_own = cls.__module__.partition(".")[0] == "vllm"
-        return decorate(cls, *arguments, **named) if is_own else cls
+    def decorate_vllm_class(cls: type, *arguments: Any, **keywords: Any) -> type:
+        is_vllm_class = cls.__module__.partition(".")[0] == "vllm"
+        return decorate(cls, *arguments, **keywords) if is_vllm_class else cls
 
     _custom_ops._supports_onednn = False
     layers.check_cpu_sgl_kernel = lambda n, k, dtype: False
-    decorators._support_torch_compile = decorate_own
-    # Layers look up what they call when they are built.
+    decorators._support_torch_compile = decorate_vllm_class
+    # Layers bind forward_cpu when they are built, so the patch outlives this context for them.
     RotaryEmbedding.forward_cpu = rotate_any
     try:
         yield
@@ -90,7 +93,6 @@ def keep_plain_linears() -> Iterator[None]:
 
 
 def use_onednn(model: torch.nn.Module) -> None:
-    """Let the large linear layers of a model with plain weights multiply with oneDNN."""
     for module in model.modules():
         if "cpu_linear" in vars(module):
             weight = module.get_parameter("weight")
@@ -99,13 +101,13 @@ def use_onednn(model: torch.nn.Module) -> None:
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] times weight [out, in] transposed, plus bias [out]."""
+    """Compute x [..., in] @ weight [out, in].T + bias [out] with oneDNN."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 @functools.cache
 def _has_onednn_kernel(dtype: torch.dtype) -> bool:
-    """Whether this build of oneDNN has a kernel for a type; many have none for float16."""
+    """Return whether this build of oneDNN supports a dtype; many lack float16."""
     try:
         onednn_linear(torch.zeros(1, 8, dtype=dtype), torch.zeros(8, 8, dtype=dtype))
     except RuntimeError:
@@ -114,12 +116,12 @@ def _has_onednn_kernel(dtype: torch.dtype) -> bool:
 
 
 class WeightLoader:
-    """The parameters of an engine's model; belongs to the engine's thread."""
+    """Loads weights into an engine's model; belongs to the engine's thread."""
 
     def __init__(self, engine: VllmEngine, parameters: ParameterSet, model_path: str) -> None:
-        """Find out whether the model's parameters are those of the checkpoint.
+        """Bind the model's parameters to the checkpoint's where possible.
 
-        `parameters` and `model_path` are of the directory the engine was built from.
+        `parameters` and `model_path` belong to the directory that the engine was built from.
         """
         self._engine = engine
         self._model = _get_model(engine)
@@ -140,18 +142,18 @@ class WeightLoader:
             self._load_check = LoadCheck(self._model, load_stored_weights(model_path), merged)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
-        """Serve a full set of parameters, each asked for once; the bytes that were copied, or
-        merged of adapters, and whether they have arrived, which the first few sets tell.
+        """Load all parameters, reading each of `tensors` once.
 
-        What was not copied is used where it lies, and only read: it must stay unchanged until the
-        next set is put. If this raises, the model is half old and half new.
+        Returns the bytes copied (or merged from adapters) and, for the first few loads, a
+        verification. Tensors that are not copied are aliased: keep them unchanged until the next
+        load. After an exception the model may mix old and new parameters.
         """
         if not self._bound_parameters:
             return self._reload_weights(tensors)
-        before = [bound.live_tensors for bound in self._bound_parameters]
+        old_tensors = [bound.live_tensors for bound in self._bound_parameters]
         num_bytes = sum(self._load_parameter(bound, tensors) for bound in self._bound_parameters)
-        # To unmap a version takes as long as all else here: not while sampling stands still.
-        self._free_executor.submit(before.clear)
+        # Unmapping the old version takes as long as the rest of the load; do it in the background.
+        self._free_executor.submit(old_tensors.clear)
         return num_bytes, LoadVerification(len(self._parameters.shapes))
 
     @staticmethod
@@ -160,25 +162,25 @@ class WeightLoader:
         num_bytes = bound.load_parts(list(parts.values()))
         if num_bytes or not isinstance(tensors, MergedWeights):
             return num_bytes
-        # What is looked at where it lies was laid down there only now.
+        # A view of merged weights: the merge has just written them.
         return sum(parts[name].nbytes for name in parts.keys() & tensors.merged_names)
 
     def get_storage(self) -> ShardStorage | None:
-        """Where every parameter lies, by the first of its names, for others to fill there.
+        """Return views of all parameters, by their first names, for resharding to write into.
 
-        To be asked for before the first `put`. It is to be filled while nothing is computed, and
-        `put` is not to be called any more. None if the model's parameters are not those of the
-        checkpoint.
+        Call it before the first load, and do not use `load_weights` afterwards. Write only while
+        the engine is paused. Returns None if the parameters cannot be bound.
         """
-        bound = self._bound_parameters
+        bound_parameters = self._bound_parameters
         if self._is_plain and not self._is_on_cpu:
-            # Only for this: captured graphs read the parameters where they are, never as views.
-            bound = bind_parameters(self._model, self._parameters, self._model_path)
+            # Bind on a GPU only here: CUDA graphs read parameters at fixed addresses, so a load
+            # must never turn parameters into views.
+            bound_parameters = bind_parameters(self._model, self._parameters, self._model_path)
         views: dict[str, list[tuple[TensorBox, Tensor]]] = {}
-        for each in bound:
-            for name, rows in each.list_targets(self._parameters.shapes):
-                whole = TensorBox.from_shape(self._parameters.shapes[name])
-                views.setdefault(self._parameters.get_first_name(name), []).append((whole, rows))
+        for bound in bound_parameters:
+            for name, rows in bound.list_targets(self._parameters.shapes):
+                full_box = TensorBox.from_shape(self._parameters.shapes[name])
+                views.setdefault(self._parameters.get_first_name(name), []).append((full_box, rows))
         return ShardStorage(views) if views else None
 
     def _reload_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
@@ -186,7 +188,7 @@ class WeightLoader:
         check = self._load_check if self._num_checked < NUM_INITIAL_CHECKS else None
         self._num_checked += 1
 
-        def counted() -> Iterator[tuple[str, Tensor]]:
+        def iter_counted() -> Iterator[tuple[str, Tensor]]:
             nonlocal num_bytes
             for name, tensor in iter_stored_tensors(self._model_path, tensors):
                 num_bytes += tensor.nbytes
@@ -195,22 +197,23 @@ class WeightLoader:
                 yield name, tensor
 
         if self._is_on_cpu:
-            reload_through_copy(self._engine.vllm_config, self._model, counted())
+            reload_through_copy(self._engine.vllm_config, self._model, iter_counted())
             use_onednn(self._model)
         else:
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
+            self._engine.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": iter_counted()}
+            )
         return num_bytes, LoadVerification() if check is None else check.compare_loaded(prints)
 
 
 def iter_stored_tensors(
     model_path: str, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's tensors by the names, and in the shapes, that they have in its directory.
+    """Yield a model's tensors with the names and shapes of its directory.
 
-    First what the directory holds besides parameters, as the biases of a router, which are not
-    trained; without what every model computes anew. Where transformers keeps parameters as the
-    directory does, each is asked for on its turn only; of others, as the weights of all experts in
-    one, all are asked for at once.
+    Untrained tensors of the directory, such as a router's biases, come first; recomputed buffers
+    are omitted. Trained tensors are read one at a time, unless transformers stores them in another
+    form (such as all experts in one tensor), which needs all at once.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
@@ -229,29 +232,29 @@ def iter_stored_tensors(
 def reload_through_copy(
     vllm_config: Any, model: torch.nn.Module, stored: Iterator[tuple[str, Tensor]]
 ) -> None:
-    """Have a model of vLLM take up what vLLM makes of a directory with these tensors in it.
+    """Load a second vLLM model from `stored`, then move its tensors into `model`.
 
-    A second model is built and loaded as the first one was, so that what is packed, padded or laid
-    out anew on the way is so again. Raises ValueError if a parameter gets no value.
+    The second model goes through the same packing, padding and layout changes as the first. Raises
+    ValueError if a parameter gets no value.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    class Given(DefaultModelLoader):
+    class StoredTensorLoader(DefaultModelLoader):
         def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
             return stored
 
-    beside, compilation = copy.copy(vllm_config), copy.copy(vllm_config.compilation_config)
-    beside.compilation_config = compilation
-    # The layers of the first model are known by their names there.
+    config_copy, compilation = copy.copy(vllm_config), copy.copy(vllm_config.compilation_config)
+    config_copy.compilation_config = compilation
+    # vLLM registers layers by name in this dict and rejects duplicates.
     compilation.static_forward_context = {}
-    loader = Given(vllm_config.load_config)
-    with set_current_vllm_config(beside), keep_plain_linears():
-        loaded = loader.load_model(beside, vllm_config.model_config)
-    found = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
-    for name, held in (*model.named_parameters(), *model.named_buffers()):
-        held.data = found[name].data
+    loader = StoredTensorLoader(vllm_config.load_config)
+    with set_current_vllm_config(config_copy), keep_plain_linears():
+        loaded = loader.load_model(config_copy, vllm_config.model_config)
+    new_tensors = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.data = new_tensors[name].data
     layers: Iterator[Any] = model.modules()
     for module in layers:
         if is_deferred_attention_layer(module):
@@ -259,25 +262,24 @@ def reload_through_copy(
 
 
 class BoundParameter:
-    """A parameter of vLLM's model and the tensors that make it up, one after the other."""
+    """A parameter of vLLM's model and the checkpoint names that it concatenates by rows."""
 
     def __init__(self, parameter: torch.nn.Parameter, names: tuple[str, ...]) -> None:
         self.names = names
         self._parameter = parameter
-        #: What may be written into; nobody else has it. None while the parameter is a view.
+        #: Memory that belongs to the parameter and may be written; None while it is a view.
         self._own_tensor: Tensor | None = parameter.data
-        #: What a view looks at: memory lives as long as one of its tensors.
+        #: Published tensors under a view; references keep their memory mapped.
         self._viewed_tensors: Sequence[Tensor] = ()
 
     @property
     def live_tensors(self) -> tuple[Tensor, Sequence[Tensor]]:
-        """What keeps the memory of its values alive."""
         return self._parameter.data, self._viewed_tensors
 
     def has_matching_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Whether tensors of these shapes, by name, make up the parameter.
+        """Return whether the named tensors, concatenated, have the parameter's shape.
 
-        vLLM pads the rows of embeddings and heads.
+        vLLM pads the rows of embeddings and heads, which may therefore be longer.
         """
         if any(name not in shapes for name in self.names):
             return False
@@ -288,18 +290,18 @@ class BoundParameter:
         return (num_rows == rows or padded) and all(list(part[1:]) == rest for part in parts)
 
     def has_equal_values(self, parts: Sequence[Tensor]) -> bool:
-        """Whether these are its values now, to the last bit of its own type."""
+        """Return whether `parts`, concatenated, equal the parameter bit by bit in its dtype."""
         start = 0
         for part in parts:
             rows = self._parameter.data[start : start + len(part)]
-            # On the CPU: a GPU need not have room for any of it twice.
+            # Compare on the CPU: a GPU may lack memory for a copy.
             if not torch.equal(rows.cpu(), part.to(rows.dtype)):
                 return False
             start += len(part)
         return True
 
     def load_parts(self, parts: Sequence[Tensor]) -> int:
-        """Take these values, as a view if that can be; the bytes that were copied."""
+        """Load `parts`, as a view if they are adjacent in memory; return the bytes copied."""
         parts = [part.detach() for part in parts]
         block = view_as_block(parts, self._parameter)
         if block is not None:
@@ -313,61 +315,65 @@ class BoundParameter:
         return num_bytes
 
     def list_targets(self, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, Tensor]]:
-        """What to write the values of each name into, in memory of the parameter's own."""
+        """Return the name and writable rows of each part, in the parameter's own memory."""
         if self._own_tensor is None:
             self._own_tensor = torch.zeros_like(self._parameter)
         self._parameter.data, self._viewed_tensors = self._own_tensor, ()
-        found, start = [], 0
+        targets, start = [], 0
         for name in self.names:
             stop = start + shapes[name][0]
-            found.append((name, self._own_tensor[start:stop]))
+            targets.append((name, self._own_tensor[start:stop]))
             start = stop
-        return found
+        return targets
 
 
 def bind_parameters(
     model: torch.nn.Module, parameters: ParameterSet, model_path: str
 ) -> list[BoundParameter]:
-    """Every parameter of vLLM's model with its names in the checkpoint; none if they do not fit.
+    """Bind every parameter of vLLM's model to checkpoint names; empty if any does not match.
 
-    vLLM has just read the model from `model_path`: if the tensors there, laid end to end, are
-    what its parameters hold, so they will be for every later version.
+    Relies on vLLM having just read the model from `model_path`: if the concatenated tensors equal
+    its parameters now, the binding holds for every later version.
     """
     merged = get_merged_modules(model)
-    bound = [
+    bindings = [
         BoundParameter(parameter, list_source_names(name, merged))
         for name, parameter in model.named_parameters()
     ]
-    used = {name for each in bound for name in each.names}
-    tied = {name for names in parameters.tied_groups if names & used for name in names}
-    if parameters.shapes.keys() != used | tied:
+    used_names = {name for binding in bindings for name in binding.names}
+    tied = {name for names in parameters.tied_groups if names & used_names for name in names}
+    if parameters.shapes.keys() != used_names | tied:
         return []
-    if not all(each.has_matching_shapes(parameters.shapes) for each in bound):
+    if not all(binding.has_matching_shapes(parameters.shapes) for binding in bindings):
         return []
     stored = load_stored_weights(model_path)
-    known = {name: tensor for name, tensor in stored.items() if name in parameters.shapes}
+    stored_parameters = {
+        name: tensor for name, tensor in stored.items() if name in parameters.shapes
+    }
     try:
-        full = parameters.expand_tied(known)
+        full = parameters.expand_tied(stored_parameters)
     except WeightsError:
         return []
-    if not all(each.has_equal_values([full[name] for name in each.names]) for each in bound):
+    if not all(
+        binding.has_equal_values([full[name] for name in binding.names]) for binding in bindings
+    ):
         return []
-    return bound
+    return bindings
 
 
 def get_merged_modules(model: torch.nn.Module) -> Mapping[str, Sequence[str]]:
-    """Return which modules of the checkpoint a module of vLLM's model takes together.
+    """Return the checkpoint's modules that each fused module of vLLM's model combines.
 
-    Only models that take adapters or quantisation say so.
+    Only models that support LoRA or quantization have `packed_modules_mapping`.
     """
-    found: Any = model.packed_modules_mapping if hasattr(model, "packed_modules_mapping") else {}
-    return dict(found)
+    merged: Any = model.packed_modules_mapping if hasattr(model, "packed_modules_mapping") else {}
+    return dict(merged)
 
 
 def list_source_names(name: str, merged: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """The checkpoint's names of what one parameter of vLLM is made of, in order.
+    """Return the checkpoint's names of the parameters that a vLLM parameter fuses, in order.
 
-    `merged` says which modules of the checkpoint a module of vLLM takes together.
+    Example: layers.0.self_attn.qkv_proj.weight -> the weights of q_proj, k_proj and v_proj there.
     """
     path, _, kind = name.rpartition(".")
     parent, _, module = path.rpartition(".")
@@ -377,11 +383,11 @@ def list_source_names(name: str, merged: Mapping[str, Sequence[str]]) -> tuple[s
 
 
 def view_as_block(parts: Sequence[Tensor], like: Tensor) -> Tensor | None:
-    """The tensors as one, in the place of `like`, without a copy, if their bytes allow it.
+    """Return a view of `parts`, concatenated by rows, to replace `like`; None if impossible.
 
-    They do if the tensors follow each other in memory and have the type and place of `like`. The
-    result does not keep that memory alive. Rows that vLLM has added to an embedding are left away:
-    nothing looks them up, and logits are cut to the vocabulary.
+    The parts must be adjacent in memory and match dtype and device of `like`. The view does not
+    keep the memory alive. A single part may lack vLLM's padding rows of embeddings: no token looks
+    them up, and logits are truncated to the vocabulary.
     """
     if any(part.dtype != like.dtype or part.device != like.device for part in parts):
         return None
@@ -394,7 +400,7 @@ def view_as_block(parts: Sequence[Tensor], like: Tensor) -> Tensor | None:
     rows = sum(len(part) for part in parts)
     if rows != len(like):
         return None
-    # Not by strides: the parts of one bucket may each have a storage of its own.
+    # as_strided would not do: adjacent parts of a bucket may be separate storages.
     num_bytes = sum(part.nbytes for part in parts)
     memory = (ctypes.c_byte * num_bytes).from_address(parts[0].data_ptr())
     return torch.frombuffer(memory, dtype=like.dtype).view(rows, *like.shape[1:])

@@ -66,7 +66,7 @@ def test_a_dead_actor_is_lost_and_so_is_what_it_owned() -> None:
 @pytest.mark.parametrize("how", ["the actor died", "another error"])
 def test_of_ranks_that_fail_together_the_one_that_died_is_named(how: str) -> None:
     async def survive() -> None:
-        raise RankLostError("another rank is gone: Connection closed by peer")
+        raise RankLostError("lost another rank: Connection closed by peer")
 
     async def die() -> None:
         await asyncio.sleep(0.1)
@@ -80,7 +80,7 @@ def test_a_rank_that_is_gone_without_a_trace_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def survive() -> None:
-        raise RankLostError("another rank is gone")
+        raise RankLostError("lost another rank")
 
     monkeypatch.setattr("streamrl.actors.transport.ray_calls.DEATH_NOTICE_S", 0.1)
     with pytest.raises(RankLostError):

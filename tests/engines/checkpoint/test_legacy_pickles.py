@@ -1,4 +1,4 @@
-"""Old pickles: values and tensors are read, all else is told in words of our own."""
+"""Legacy pickles: plain values and tensors are loaded, anything else is rejected."""
 
 import os
 import pickle
@@ -18,7 +18,7 @@ class Hostile:
 
 
 @pytest.mark.parametrize("kind", ["zip", "pickle", "empty", "noise"])
-def test_what_is_not_plain_is_neither_loaded_nor_recommended(
+def test_a_hostile_pickle_is_neither_loaded_nor_recommended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -28,20 +28,20 @@ def test_what_is_not_plain_is_neither_loaded_nor_recommended(
     else:
         content = {"pickle": pickle.dumps(Hostile()), "empty": b"", "noise": b"PK\x03\x04noise"}
         path.write_bytes(content[kind])
-    with pytest.raises(CheckpointError, match="nothing of it is loaded or executed") as refused:
+    with pytest.raises(CheckpointError, match="neither loaded nor executed") as refused:
         load_plain_pickle(path)
     assert "weights_only" not in str(refused.value) and "\n" not in str(refused.value)
     assert str(path) in str(refused.value) and not Path("harmed").exists()
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_file_is_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rank_0.pt")
     with pytest.raises(CheckpointError, match=r"rank_0\.pt: not a regular file"):
         load_plain_pickle(tmp_path / "rank_0.pt")
 
 
-@pytest.mark.parametrize("found", [{}, [], {"layout": 1, "num_updates": 2}])
-def test_plain_values_that_are_no_state_are_refused(tmp_path: Path, found: object) -> None:
-    torch.save(found, tmp_path / "rank_0.pt")
-    with pytest.raises(CheckpointError, match="not a trainer's state of the old form"):
+@pytest.mark.parametrize("value", [{}, [], {"layout": 1, "num_updates": 2}])
+def test_plain_values_of_another_format_are_rejected(tmp_path: Path, value: object) -> None:
+    torch.save(value, tmp_path / "rank_0.pt")
+    with pytest.raises(CheckpointError, match="not a trainer's state of the old format"):
         load_legacy_progress(tmp_path / "rank_0.pt")

@@ -1,4 +1,4 @@
-"""One real vLLM engine with a tiny random model, under one version after the other."""
+"""A real vLLM engine with a tiny random model, through several versions."""
 
 import asyncio
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ LONG = prompt(*(4 + i * i % 57 for i in range(300)))
 
 @dataclass
 class Bench:
-    """The engine, its settings, and the model of every version it was given."""
+    """The engine, its settings and the model of every loaded version."""
 
     flight: Flight
 
@@ -56,7 +56,7 @@ class Bench:
         return self.engine.version
 
     async def sample(self, num: int, *, max_new_tokens: int) -> list[Rollout]:
-        """One rollout of each of `num` different prompts, all at the same time."""
+        """Sample a rollout of each of `num` different prompts concurrently."""
         calls = [
             self.engine.generate(prompt(5 + i % 50, 7, 9), seeds=[i], max_new_tokens=max_new_tokens)
             for i in range(num)
@@ -66,11 +66,11 @@ class Bench:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def bench(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    """The shared engine, holding the model of seed 1."""
-    found = Bench(await engines.get(WIDE))
-    monkeypatch.setattr(found.config, "max_new_tokens", 32)
-    await found.load(tiny_model(tied=False, seed=1))
-    return found
+    """Return the shared engine, serving the model of seed 1."""
+    fresh_bench = Bench(await engines.get(WIDE))
+    monkeypatch.setattr(fresh_bench.config, "max_new_tokens", 32)
+    await fresh_bench.load(tiny_model(tied=False, seed=1))
+    return fresh_bench
 
 
 def tokens(rollouts: list[Rollout]) -> list[list[int]]:
@@ -87,7 +87,7 @@ async def test_logprobs_are_those_of_the_sampling_distribution(
     assert worst_error(rollouts, bench.models, temperature=temperature) < 1e-4
 
 
-async def test_temperature_0_takes_the_likeliest_token(bench: Bench) -> None:
+async def test_temperature_0_decodes_greedily(bench: Bench) -> None:
     model = bench.models[bench.engine.version]
     (rollout,) = await bench.engine.generate(SHORT, seeds=[0], sampling=SamplingSettings(0.0))
     with torch.no_grad():
@@ -98,22 +98,24 @@ async def test_temperature_0_takes_the_likeliest_token(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}])
-async def test_top_k_and_top_p_leave_the_likeliest_tokens(
+async def test_top_k_and_top_p_sample_among_the_likeliest_tokens(
     bench: Bench, narrow: dict[str, float]
 ) -> None:
     greedy = await bench.engine.generate(SHORT, seeds=[0], sampling=SamplingSettings(0.0))
-    found = await bench.engine.generate(SHORT, seeds=[7], sampling=SamplingSettings(1.0, **narrow))  # type: ignore[arg-type]
-    assert tokens(found) == tokens(greedy)
+    rollouts = await bench.engine.generate(
+        SHORT, seeds=[7], sampling=SamplingSettings(1.0, **narrow)
+    )  # type: ignore[arg-type]
+    assert tokens(rollouts) == tokens(greedy)
 
 
-async def test_a_rollout_is_the_prompt_and_what_was_sampled(bench: Bench) -> None:
+async def test_a_rollout_is_the_prompt_and_the_sampled_tokens(bench: Bench) -> None:
     (rollout,) = await bench.engine.generate(SHORT, seeds=[3])
     assert rollout.token_ids[: len(SHORT)].tolist() == SHORT.tolist()
     assert rollout.loss_mask.tolist() == [False] * 4 + [True] * (len(rollout.token_ids) - 4)
     assert set(rollout.policy_version[4:].tolist()) == {bench.engine.version}
 
 
-async def test_the_eos_token_ends_a_rollout_and_belongs_to_it(bench: Bench) -> None:
+async def test_the_eos_token_ends_a_rollout_and_is_included(bench: Bench) -> None:
     rollouts = await bench.engine.generate(SHORT, seeds=range(64), max_new_tokens=40)
     stopped = [r for r in rollouts if r.finish_reason is FinishReason.STOP]
     cut = [r for r in rollouts if r.finish_reason is FinishReason.LENGTH]
@@ -126,7 +128,7 @@ async def test_the_eos_token_ends_a_rollout_and_belongs_to_it(bench: Bench) -> N
         assert EOS not in rollout.completion_ids[:-1]
 
 
-async def test_a_rollout_that_fills_the_context_ends_for_length(bench: Bench) -> None:
+async def test_a_rollout_that_fills_the_context_finishes_by_length(bench: Bench) -> None:
     await bench.load(endless_model(seed=1))
     full = prompt(*(4 + i % 50 for i in range(MAX_LENGTH - 10)))
     (rollout,) = await bench.engine.generate(full, seeds=[0], max_new_tokens=400)
@@ -134,7 +136,7 @@ async def test_a_rollout_that_fills_the_context_ends_for_length(bench: Bench) ->
     assert rollout.finish_reason is FinishReason.LENGTH
 
 
-async def test_seeds_give_the_same_tokens_alone_and_in_company(bench: Bench) -> None:
+async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(bench: Bench) -> None:
     alone = await bench.engine.generate(SHORT, seeds=[11, 12])
     company = asyncio.create_task(bench.sample(60, max_new_tokens=50))
     await asyncio.sleep(0.02)
@@ -146,7 +148,7 @@ async def test_seeds_give_the_same_tokens_alone_and_in_company(bench: Bench) -> 
     )
 
 
-async def test_a_seed_may_be_any_kind_of_integer(bench: Bench) -> None:
+async def test_a_seed_may_be_any_integer_type(bench: Bench) -> None:
     plain = await bench.engine.generate(SHORT, seeds=[2**63 - 1, 5])
     numpy = await bench.engine.generate(SHORT, seeds=list(np.array([2**63 - 1, 5], np.uint64)))
     assert tokens(plain) == tokens(numpy)
@@ -157,7 +159,7 @@ async def test_different_seeds_differ(bench: Bench) -> None:
     assert len({tuple(row) for row in tokens(rollouts)}) == 32
 
 
-async def test_more_rollouts_than_run_at_once_all_come(bench: Bench) -> None:
+async def test_more_rollouts_than_slots_all_finish(bench: Bench) -> None:
     calls = asyncio.gather(*(bench.engine.generate(SHORT, seeds=[i, i + 100]) for i in range(100)))
     await asyncio.sleep(0)
     assert bench.engine.num_running == 200
@@ -165,14 +167,14 @@ async def test_more_rollouts_than_run_at_once_all_come(bench: Bench) -> None:
     assert bench.engine.num_running == 0
 
 
-async def test_prompts_of_more_tokens_than_a_step_takes_all_come(bench: Bench) -> None:
+async def test_prompts_beyond_the_token_budget_of_a_step_all_finish(bench: Bench) -> None:
     prompts = [prompt(*np.roll(LONG, i).tolist()) for i in range(20)]
     assert sum(map(len, prompts)) > STEP_TOKENS_ON_CPU
     groups = await asyncio.gather(*(bench.engine.generate(p, seeds=[1, 2]) for p in prompts))
     assert worst_error([rollout for group in groups for rollout in group], bench.models) < 1e-4
 
 
-async def test_every_parameter_of_a_new_version_reaches_the_model(bench: Bench) -> None:
+async def test_every_parameter_of_a_new_version_is_loaded(bench: Bench) -> None:
     model = tiny_model(tied=False, seed=1)
     before = await bench.engine.generate(SHORT, seeds=range(4))
     for name, parameter in model.named_parameters():
@@ -198,8 +200,8 @@ async def test_weights_may_be_read_only_arrays(bench: Bench) -> None:
     assert worst_error(await bench.engine.generate(SHORT, seeds=range(8)), bench.models) < 1e-4
 
 
-def made_up_adapters(model: Qwen2ForCausalLM, *, size: float, seed: int) -> dict[str, torch.Tensor]:
-    """Adapters of rank 2 and scale 1.5 for every linear layer but the head."""
+def make_adapters(model: Qwen2ForCausalLM, *, size: float, seed: int) -> dict[str, torch.Tensor]:
+    """Make adapters of rank 2 and scale 1.5 for every linear layer but the head."""
     generator = torch.Generator().manual_seed(seed)
     published = {LORA_SCALE: torch.tensor(1.5)}
     for name, layer in model.model.named_modules(prefix="model"):
@@ -210,12 +212,12 @@ def made_up_adapters(model: Qwen2ForCausalLM, *, size: float, seed: int) -> dict
     return published
 
 
-async def test_adapters_are_merged_into_the_weights_of_the_directory_each_time(
+async def test_each_version_merges_adapters_into_the_weights_of_the_directory(
     bench: Bench,
 ) -> None:
     for seed, size in ((1, 0.1), (2, 0.0), (3, 0.1)):
         model = tiny_model(tied=False, seed=1)
-        published = made_up_adapters(model, size=size, seed=seed)
+        published = make_adapters(model, size=size, seed=seed)
         with torch.no_grad():
             for name in [name for name in published if name.endswith(LORA_A_SUFFIX)]:
                 layer = name.removesuffix(LORA_A_SUFFIX)
@@ -237,15 +239,15 @@ async def test_adapters_are_merged_into_the_weights_of_the_directory_each_time(
                 assert np.array_equal(one.generator_logprobs, other.generator_logprobs)
 
 
-async def test_adapters_of_another_model_are_refused_and_do_no_harm(bench: Bench) -> None:
-    published = made_up_adapters(tiny_model(tied=False, seed=1), size=0.1, seed=1)
+async def test_adapters_of_another_model_are_rejected_without_harm(bench: Bench) -> None:
+    published = make_adapters(tiny_model(tied=False, seed=1), size=0.1, seed=1)
     published["model.layers.0.mlp.up_proj" + LORA_A_SUFFIX] = torch.ones(2, 63)
     with pytest.raises(WeightsError, match=r"fit no weight of the model, came for .*up_proj"):
         await bench.engine.load_weights(published, bench.engine.version + 1)
     assert worst_error(await bench.engine.generate(SHORT, seeds=[1]), bench.models) < 1e-4
 
 
-async def test_updates_interrupt_no_rollout_and_every_token_knows_its_version(
+async def test_rollouts_survive_weight_loads_and_tokens_record_their_version(
     bench: Bench,
 ) -> None:
     first = await bench.load(endless_model(seed=1))
@@ -262,7 +264,7 @@ async def test_updates_interrupt_no_rollout_and_every_token_knows_its_version(
     assert worst_error(rollouts, bench.models) < 1e-4
 
 
-async def test_an_update_to_the_same_weights_changes_no_token(bench: Bench) -> None:
+async def test_loading_the_same_weights_changes_no_token(bench: Bench) -> None:
     await bench.load(endless_model(seed=1))
     expected = await bench.sample(32, max_new_tokens=100)
     running = asyncio.create_task(bench.sample(32, max_new_tokens=100))
@@ -273,7 +275,7 @@ async def test_an_update_to_the_same_weights_changes_no_token(bench: Bench) -> N
     assert tokens(rollouts) == tokens(expected)
 
 
-async def test_no_prefix_cached_under_old_weights_is_served_under_new_ones(bench: Bench) -> None:
+async def test_a_weight_load_invalidates_the_prefix_cache(bench: Bench) -> None:
     await bench.engine.generate(LONG, seeds=range(4))
     running = asyncio.create_task(bench.engine.generate(LONG, seeds=range(4), max_new_tokens=99))
     await asyncio.sleep(0.02)
@@ -283,11 +285,13 @@ async def test_no_prefix_cached_under_old_weights_is_served_under_new_ones(bench
 
 
 @pytest.mark.parametrize("step", [0, -1])
-async def test_a_version_that_is_not_newer_is_refused(bench: Bench, step: int) -> None:
-    held = bench.engine.version
-    with pytest.raises(WeightsError, match=f"version {held + step} came after version {held}"):
-        await bench.engine.load_weights(weights_of(tiny_model(tied=False, seed=2)), held + step)
-    assert bench.engine.version == held
+async def test_a_version_that_is_not_newer_is_rejected(bench: Bench, step: int) -> None:
+    current = bench.engine.version
+    with pytest.raises(
+        WeightsError, match=f"version {current + step} came after version {current}"
+    ):
+        await bench.engine.load_weights(weights_of(tiny_model(tied=False, seed=2)), current + step)
+    assert bench.engine.version == current
     assert worst_error(await bench.engine.generate(SHORT, seeds=[1]), bench.models) < 1e-4
 
 
@@ -299,7 +303,7 @@ async def test_a_version_that_is_not_newer_is_refused(bench: Bench, step: int) -
         ({"model.norm.weight": torch.ones(63)}, r"model.norm.weight has shape \(63,\)"),
     ],
 )
-async def test_a_wrong_set_of_parameters_is_refused_and_does_no_harm(
+async def test_wrong_parameters_are_rejected_without_harm(
     bench: Bench, change: dict[str, torch.Tensor | None], fault: str
 ) -> None:
     weights = {**weights_of(tiny_model(tied=False, seed=2)), **change}
@@ -320,7 +324,7 @@ async def test_a_wrong_set_of_parameters_is_refused_and_does_no_harm(
         (prompt(-1, 5), "token ids -1 to 5"),
     ],
 )
-async def test_an_impossible_prompt_fails_alone(
+async def test_an_invalid_prompt_fails_alone(
     bench: Bench, prompt_ids: np.ndarray, fault: str
 ) -> None:
     running = asyncio.create_task(bench.engine.generate(SHORT, seeds=range(8)))
@@ -330,21 +334,21 @@ async def test_an_impossible_prompt_fails_alone(
     assert bench.engine.num_running == 0
 
 
-async def test_what_vllm_refuses_fails_alone(bench: Bench) -> None:
+async def test_a_request_that_vllm_rejects_fails_alone(bench: Bench) -> None:
     running = asyncio.create_task(bench.engine.generate(SHORT, seeds=range(8)))
-    with pytest.raises(ConfigError, match=r"vLLM refuses the request: .*temperature"):
+    with pytest.raises(ConfigError, match=r"vLLM rejected the request: .*temperature"):
         await bench.engine.generate(SHORT, seeds=range(8), sampling=SamplingSettings(-1.0))
     assert len(await running) == 8
     assert bench.engine.num_running == 0
 
 
 @pytest.mark.parametrize("seeds", [[], [3, -1], [2**63]])
-async def test_seeds_must_be_there_and_fit(bench: Bench, seeds: list[int]) -> None:
+async def test_seeds_must_be_given_and_fit_int64(bench: Bench, seeds: list[int]) -> None:
     with pytest.raises(ValueError, match="seeds"):
         await bench.engine.generate(SHORT, seeds=seeds)
 
 
-async def test_a_prompt_past_its_deadline_is_named_and_given_up(
+async def test_a_prompt_past_its_deadline_is_reported_and_aborted(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bench.load(endless_model(seed=1))
@@ -356,7 +360,7 @@ async def test_a_prompt_past_its_deadline_is_named_and_given_up(
     assert len(await bench.engine.generate(SHORT, seeds=[1])) == 1
 
 
-async def test_a_call_that_is_cancelled_frees_its_place(bench: Bench) -> None:
+async def test_a_cancelled_call_frees_its_slots(bench: Bench) -> None:
     await bench.load(endless_model(seed=1))
     call = asyncio.create_task(bench.engine.generate(SHORT, seeds=range(64), max_new_tokens=500))
     await asyncio.sleep(0.05)

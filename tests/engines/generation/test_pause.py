@@ -1,4 +1,4 @@
-"""Deadlines of an engine's work stand still while the engine does."""
+"""Timeouts of an engine's requests are suspended while it is paused."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from streamrl.engines.generation.pause import PauseState
 from streamrl.simulator.replicas.virtual_loop import run_virtual
 
 
-def test_a_deadline_does_not_run_while_the_engine_stands_still() -> None:
+def test_a_timeout_is_suspended_while_the_engine_is_paused() -> None:
     async def main() -> float:
         standstill, clock = PauseState(), asyncio.get_running_loop().time
 
@@ -30,7 +30,7 @@ def test_a_deadline_does_not_run_while_the_engine_stands_still() -> None:
     assert run_virtual(main()) == pytest.approx(4.0 + 100.0 + 6.0)
 
 
-def test_it_moves_on_once_no_reason_is_left() -> None:
+def test_the_engine_resumes_after_the_last_reason_is_removed() -> None:
     async def main() -> list[bool]:
         standstill = PauseState()
         return [
@@ -45,7 +45,7 @@ def test_it_moves_on_once_no_reason_is_left() -> None:
     assert run_virtual(main()) == [True, False, False, False, True, False]
 
 
-def test_what_begins_while_it_stands_still_has_all_its_time_afterwards() -> None:
+def test_a_timeout_started_while_paused_runs_in_full_after_resume() -> None:
     async def main() -> float:
         standstill, clock = PauseState(), asyncio.get_running_loop().time
         standstill.add_reason("update")
@@ -64,7 +64,7 @@ def test_what_begins_while_it_stands_still_has_all_its_time_afterwards() -> None
     assert run_virtual(main()) == pytest.approx(60.0)
 
 
-def test_what_ends_in_time_leaves_no_deadline_behind() -> None:
+def test_a_finished_call_leaves_no_timeout_behind() -> None:
     async def main() -> None:
         standstill = PauseState()
         async with standstill.pausable_timeout(10.0):

@@ -1,4 +1,4 @@
-"""Work without the collector of garbage: it rests for all who do without it, and then goes on."""
+"""The garbage collector is off while any user pauses it, and on again afterwards."""
 
 import gc
 from collections.abc import Iterator
@@ -15,26 +15,26 @@ def as_before() -> Iterator[None]:
     gc.enable()
 
 
-def test_nothing_is_collected_until_the_last_is_done() -> None:
-    one, other = pause_gc(), pause_gc()
-    one.__enter__()
-    other.__enter__()
-    one.__exit__(None, None, None)
+def test_gc_stays_off_until_the_last_user_leaves() -> None:
+    first, second = pause_gc(), pause_gc()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
     assert not gc.isenabled()
     with pause_gc():
         pass
     assert not gc.isenabled()
-    other.__exit__(None, None, None)
+    second.__exit__(None, None, None)
     assert gc.isenabled()
 
 
-def test_it_goes_on_after_a_failure() -> None:
+def test_gc_is_enabled_again_after_an_exception() -> None:
     with pytest.raises(ValueError, match="no model"), pause_gc():
         raise ValueError("no model")
     assert gc.isenabled()
 
 
-def test_who_has_turned_it_off_finds_it_off() -> None:
+def test_a_disabled_gc_stays_disabled() -> None:
     gc.disable()
     with pause_gc():
         pass

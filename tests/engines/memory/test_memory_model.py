@@ -1,4 +1,4 @@
-"""What a rank and its generator hold, against models that exist."""
+"""The analytic memory model against models that are built."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ from streamrl.placement import WorkerMemory
 from tests import forked
 from tests.engines.memory_ranks import CASES, TOKENS, Case, one_rank
 from tests.engines.tiny_qwen import VOCABULARY, save, tiny_model
-from tests.engines.trainer_ranks import free_ports
+from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -32,20 +32,20 @@ def of(path: str, trainer: TrainerConfig, *, tokens: int = 0, dtype: str = "auto
     return estimate_worker_memory(path, trainer, generator, micro_batch_tokens=tokens, on_gpu=False)
 
 
-def test_plain_torch_has_one_copy_of_the_weights_two_moments_and_gradients(path: str) -> None:
+def test_torch_backend_holds_weights_gradients_and_two_moments(path: str) -> None:
     model = tiny_model(tied=True, seed=0)
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.ones(1, 4, dtype=torch.long)
     model(ids).logits.sum().backward()
     optimizer.step()
     moments = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
-    found = of(path, TrainerConfig(backend="torch"))
-    assert found.weights == sum(p.nbytes for p in model.parameters())
-    assert found.gradients == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    assert found.optimizer == sum(moment.nbytes for moment in moments)
-    assert (found.serving_weights, found.activations, found.kv_cache) == (0, 0, 3 * MB)
-    # Roots of second moments, and what they are divided into.
-    assert found.update_buffers == 2 * max(p.nbytes for p in model.parameters())
+    memory = of(path, TrainerConfig(backend="torch"))
+    assert memory.weights == sum(p.nbytes for p in model.parameters())
+    assert memory.gradients == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    assert memory.optimizer == sum(moment.nbytes for moment in moments)
+    assert (memory.serving_weights, memory.activations, memory.kv_cache) == (0, 0, 3 * MB)
+    # Square roots of second moments, and the quotient.
+    assert memory.update_buffers == 2 * max(p.nbytes for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_plain_torch_has_one_copy_of_the_weights_two_moments_and_gradients(path:
         (1, 4, 0, 6, 4, 0, 4),
         # A bucket as large as the model, and its copy.
         (2, 4, 0, 6, 2, 8, 4),
-        # That bucket stays; whole parameters come for a forward pass.
+        # That bucket persists; full parameters are gathered for a forward pass.
         (3, 2, 4, 6, 6, 8, 6),
     ],
 )
-def test_what_two_ranks_of_each_zero_stage_hold_of_an_element(
+def test_bytes_per_element_on_two_ranks_of_each_zero_stage(
     path: str,
     stage: int,
     weights: int,
@@ -70,66 +70,66 @@ def test_what_two_ranks_of_each_zero_stage_hold_of_an_element(
     update: int,
 ) -> None:
     num = sum(p.numel() for p in tiny_model(tied=True, seed=0).parameters())
-    found = of(path, TrainerConfig(world_size=2, zero_stage=stage))
-    assert (found.weights, found.serving_weights) == (weights * num, served * num)
-    assert (found.optimizer, found.gradients) == (optimizer * num, gradients * num)
-    assert (found.activations, found.update_buffers) == (activations * num, update * num)
+    memory = of(path, TrainerConfig(world_size=2, zero_stage=stage))
+    assert (memory.weights, memory.serving_weights) == (weights * num, served * num)
+    assert (memory.optimizer, memory.gradients) == (optimizer * num, gradients * num)
+    assert (memory.activations, memory.update_buffers) == (activations * num, update * num)
 
 
 @pytest.mark.parametrize(
     ("sharded", "world_size", "tensor_parallel"), [(True, 4, 1), (False, 2, 2), (True, 4, 2)]
 )
-def test_what_a_rank_of_a_mesh_holds(
+def test_bytes_per_element_on_a_rank_of_a_mesh(
     path: str, sharded: bool, world_size: int, tensor_parallel: int
 ) -> None:
     sizes = {name: p.nbytes for name, p in tiny_model(tied=True, seed=0).named_parameters()}
     cut = sum(size for name, size in sizes.items() if "_proj" in name)
-    kept = sum(sizes.values()) - cut + cut // tensor_parallel
-    kept //= world_size // tensor_parallel if sharded else 1
+    local = sum(sizes.values()) - cut + cut // tensor_parallel
+    local //= world_size // tensor_parallel if sharded else 1
     trainer = TrainerConfig(
         backend="torch",
         zero_stage=3 if sharded else 1,
         world_size=world_size,
         tensor_parallel=tensor_parallel,
     )
-    found = of(path, trainer)
-    assert (found.weights, found.optimizer, found.gradients) == (kept, 2 * kept, kept)
-    assert bool(found.activations) is sharded
+    memory = of(path, trainer)
+    assert (memory.weights, memory.optimizer, memory.gradients) == (local, 2 * local, local)
+    assert bool(memory.activations) is sharded
     columns = sum(size for name, size in sizes.items() if "o_proj" in name or "down_proj" in name)
-    # What FSDP2 has is not where it is served; of the rest, all but columns.
-    there = 0 if sharded else kept - columns // tensor_parallel
-    assert found.serving_weights == sum(sizes.values()) - there
+    # FSDP2's shards are not aliased; of the rest, all but columns are.
+    aliased = 0 if sharded else local - columns // tensor_parallel
+    assert memory.serving_weights == sum(sizes.values()) - aliased
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_what_a_rank_trains_where_it_is_served_counts_once(path: str, parts: int) -> None:
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_aliased_weights_count_once(path: str, tp_size: int) -> None:
     sizes = {name: p.nbytes for name, p in tiny_model(tied=True, seed=0).named_parameters()}
-    whole = sum(sizes.values())
+    full = sum(sizes.values())
     cut = sum(size for name, size in sizes.items() if "_proj" in name)
     columns = sum(size for name, size in sizes.items() if "o_proj" in name or "down_proj" in name)
     trained = {
-        # A quarter of every layer, but columns, and all the rest.
-        1: (cut - columns) // 4 + whole - cut,
-        # Embeddings are not whole where they are served.
+        # A quarter of every layer except columns, and everything outside of layers.
+        1: (cut - columns) // 4 + full - cut,
+        # Embeddings are split in the generator, so not aliased.
         2: (cut - columns) // 4,
-        # All that is served of a layer.
+        # All served elements of a layer.
         4: cut // 4,
-    }[parts]
+    }[tp_size]
     trainer = TrainerConfig(backend="torch", world_size=4, tensor_parallel=4)
 
     def served(dtype: str, *, on_gpu: bool = False) -> int:
-        generator = GeneratorConfig(kv_cache_mb=3, tensor_parallel=parts, dtype=dtype)
+        generator = GeneratorConfig(kv_cache_mb=3, tensor_parallel=tp_size, dtype=dtype)
         return estimate_worker_memory(
             path, trainer, generator, micro_batch_tokens=0, on_gpu=on_gpu
         ).serving_weights
 
-    assert served("auto") == whole // parts - trained
-    # Of another type, and where they are not to be found, all are its own.
-    assert served("bfloat16") == whole // parts // 2
-    assert served("float32", on_gpu=True) == whole // parts
+    assert served("auto") == full // tp_size - trained
+    # Another dtype, or an unknown layout: nothing is aliased.
+    assert served("bfloat16") == full // tp_size // 2
+    assert served("float32", on_gpu=True) == full // tp_size
 
 
-def test_a_model_of_any_kind_that_is_not_split_is_summed_up(
+def test_unsplit_models_of_any_family_are_estimated(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 16, "n_positions": 8}
@@ -137,66 +137,66 @@ def test_a_model_of_any_kind_that_is_not_split_is_summed_up(
     path = tmp_path_factory.mktemp("other") / "model"
     model.save_pretrained(path)
     num = sum(p.numel() for p in model.parameters())
-    found = of(str(path), TrainerConfig(backend="torch", zero_stage=3, world_size=2))
-    assert found.weights == num // 2 * 4
+    memory = of(str(path), TrainerConfig(backend="torch", zero_stage=3, world_size=2))
+    assert memory.weights == num // 2 * 4
 
 
-def test_adapters_come_on_top_and_have_the_only_moments(path: str) -> None:
-    whole, found = of(path, TrainerConfig()), of(path, TrainerConfig(lora_rank=2))
-    adapters = found.weights - whole.weights
-    assert 0 < adapters < whole.weights
-    assert (found.optimizer, found.gradients) == (3 * adapters, adapters)
+def test_lora_adapters_are_added_and_have_the_only_moments(path: str) -> None:
+    full, memory = of(path, TrainerConfig()), of(path, TrainerConfig(lora_rank=2))
+    adapters = memory.weights - full.weights
+    assert 0 < adapters < full.weights
+    assert (memory.optimizer, memory.gradients) == (3 * adapters, adapters)
 
 
-def test_a_generator_of_another_type_has_weights_of_its_own(path: str) -> None:
+def test_a_generator_of_another_dtype_has_own_weights(path: str) -> None:
     trainer = TrainerConfig(backend="torch")
     assert of(path, trainer, dtype="bfloat16").serving_weights == of(path, trainer).weights // 2
 
 
-def test_of_a_generator_that_ranks_share_each_has_its_part(path: str) -> None:
+def test_ranks_of_a_split_generator_hold_a_part_each(path: str) -> None:
     trainer = TrainerConfig(backend="torch", world_size=2)
     weights = of(path, trainer).weights
     assert of(path, trainer).serving_weights == 0
     generator = GeneratorConfig(kv_cache_mb=3, tensor_parallel=2)
-    found = estimate_worker_memory(path, trainer, generator, micro_batch_tokens=0, on_gpu=False)
-    assert (found.weights, found.serving_weights) == (weights, weights // 2)
+    memory = estimate_worker_memory(path, trainer, generator, micro_batch_tokens=0, on_gpu=False)
+    assert (memory.weights, memory.serving_weights) == (weights, weights // 2)
 
 
-def test_activations_grow_with_the_micro_batch_and_are_less_with_checkpoints(path: str) -> None:
+def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing(path: str) -> None:
     layers, hidden = 2, 64
-    found = of(path, TrainerConfig(), tokens=10)
-    assert found.activations == 10 * 4 * (layers * 17 * hidden + 3 * VOCABULARY)
+    memory = of(path, TrainerConfig(), tokens=10)
+    assert memory.activations == 10 * 4 * (layers * 17 * hidden + 3 * VOCABULARY)
     less = of(path, TrainerConfig(gradient_checkpointing=True), tokens=10)
     assert less.activations == 10 * 4 * ((layers + 17) * hidden + 3 * VOCABULARY)
 
 
 SLACK = 1.25
-"""Libraries that come with the first step, and what the allocator keeps."""
+"""Libraries loaded by the first step, and memory that the allocator keeps."""
 
 
 @pytest.fixture(scope="module")
 def grown(path: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Mapping[str, Any]]:
-    """A model of 29 M parameters, and what ranks that trained it saw, by case."""
+    """Save a model of 29 M parameters and measure trainer ranks, by case."""
     folder = tmp_path_factory.mktemp("grown")
     sizes = {"hidden_size": 768, "intermediate_size": 2112, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     config = Qwen2Config(**sizes, **heads, num_hidden_layers=4, tie_word_embeddings=True)
     large = save(Qwen2ForCausalLM(config), folder / "model")
-    ports = free_ports(len(CASES))
-    seen: dict[str, Any] = {}
+    ports = find_free_ports(len(CASES))
+    results: dict[str, Any] = {}
     arguments = [(rank, large, path, ports) for rank in range(2)]
-    for found in forked.run(one_rank, arguments, timeout_s=900):
-        seen |= found
-    return large, seen
+    for memory in forked.run(one_rank, arguments, timeout_s=900):
+        results |= memory
+    return large, results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
-def test_trainers_have_in_memory_what_is_stated(
+def test_measured_trainer_memory_matches_the_model(
     grown: tuple[str, Mapping[str, Any]], case: Case
 ) -> None:
-    path, seen = grown
+    path, results = grown
     stated = replace(of(path, case.config, tokens=TOKENS), kv_cache=0, serving_weights=0)
-    measured = seen[case.label]
+    measured = results[case.label]
     assert stated.train_bytes / MB / SLACK < measured["peak"] < stated.train_bytes / MB * SLACK
     assert 0.8 < measured["offloaded"] / (stated.optimizer / MB) < 1.2

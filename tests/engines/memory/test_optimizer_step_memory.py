@@ -1,4 +1,4 @@
-"""What reducing and updating take on top, as sums a person can check."""
+"""Transient memory of gradient reduction and updates, as sums a person can check."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def of(*, on_gpu: bool = False, **settings: Any) -> TransientMemory:
     return estimate_transient_memory(trainer, trained=TRAINED, largest=LARGEST, on_gpu=on_gpu)
 
 
-def test_torch_takes_roots_of_one_parameter_on_a_cpu_and_of_all_on_a_gpu() -> None:
+def test_torch_adamw_takes_roots_of_one_parameter_on_a_cpu_and_of_all_on_a_gpu() -> None:
     assert of(backend="torch") == TransientMemory(update=2 * 4 * LARGEST)
     assert of(backend="torch", on_gpu=True) == TransientMemory(update=4 * TRAINED)
 
@@ -31,27 +31,27 @@ def test_zero_0_reduces_a_copy_of_all_gradients() -> None:
 @pytest.mark.parametrize(
     ("settings", "held", "backward", "update"),
     [
-        # One tensor of all gradients, which are freed then, and two of its size.
+        # A flat tensor of all gradients, which are then freed, and two more of its size.
         ({"zero_stage": 1}, 0, 0, 1600),
         # A bucket of 200 MB and its copy.
         ({"zero_stage": 1, "world_size": 4}, 0, 0, 400),
-        # The bucket is there from the first backward pass on; a GPU needs the roots alone.
+        # The bucket exists from the first backward pass on; a GPU only needs the square roots.
         ({"zero_stage": 1, "on_gpu": True}, 200, 0, 800),
-        # And a new part of 200 MB, which is added to the one there was.
+        # And a new shard of 200 MB, which is added to the accumulated one.
         ({"zero_stage": 2, "world_size": 4}, 0, 600, 400),
         ({"zero_stage": 3, "world_size": 4}, 200, 200, 600),
         ({"zero_stage": 3, "world_size": 4, "on_gpu": True}, 200, 200, 400),
     ],
 )
-def test_zero_reduces_in_buckets_and_updates_one_tensor(
+def test_zero_reduces_in_buckets_and_updates_a_flat_tensor(
     settings: dict[str, Any], held: int, backward: int, update: int
 ) -> None:
     assert of(**settings) == TransientMemory(held * MB, backward * MB, update * MB)
 
 
-def test_in_bfloat16_zero_1_has_gradients_twice_and_no_bucket() -> None:
-    found = of(zero_stage=1, world_size=2, dtype="bfloat16")
-    assert found == TransientMemory(between_micro_batches=2 * TRAINED, update=4 * TRAINED)
+def test_zero_1_in_bfloat16_keeps_gradients_twice_and_no_bucket() -> None:
+    memory = of(zero_stage=1, world_size=2, dtype="bfloat16")
+    assert memory == TransientMemory(between_micro_batches=2 * TRAINED, update=4 * TRAINED)
     assert of(zero_stage=3, dtype="bfloat16").between_micro_batches == 100 * MB
 
 
@@ -62,7 +62,7 @@ def test_in_bfloat16_zero_1_has_gradients_twice_and_no_bucket() -> None:
     world_size=st.integers(1, 64),
     on_gpu=st.booleans(),
 )
-def test_more_ranks_never_take_more_each(
+def test_more_ranks_never_need_more_memory_each(
     stage: int, dtype: str, trained: int, world_size: int, on_gpu: bool
 ) -> None:
     dtype = dtype if stage else "float32"

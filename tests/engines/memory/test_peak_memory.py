@@ -1,4 +1,4 @@
-"""Peaks of memory by phase, of the test's own process."""
+"""Peak memory by phase, of the test's own process."""
 
 import subprocess
 import sys
@@ -11,11 +11,11 @@ from streamrl.engines.memory.peak_memory import PeakMemoryTracker
 MB = 1 << 20
 
 
-def test_a_peak_belongs_to_the_phase_it_was_reached_in() -> None:
+def test_a_peak_is_attributed_to_its_phase() -> None:
     memory = PeakMemoryTracker()
     memory.record_phase("before")
-    held = np.ones(100 * MB // 8)
-    del held
+    block = np.ones(100 * MB // 8)
+    del block
     memory.record_phase("large")
     memory.record_phase("small")
     peaks = memory.drain_peaks()
@@ -23,12 +23,12 @@ def test_a_peak_belongs_to_the_phase_it_was_reached_in() -> None:
     assert memory.drain_peaks() == {}
 
 
-def test_of_two_stretches_of_a_phase_the_larger_counts() -> None:
+def test_a_repeated_phase_reports_its_larger_peak() -> None:
     memory = PeakMemoryTracker()
     for num_mb in (60, 0):
         memory.record_phase("between")
-        held = np.ones(num_mb * MB // 8)
-        del held
+        block = np.ones(num_mb * MB // 8)
+        del block
         memory.record_phase("train")
     peaks = memory.drain_peaks()
     assert peaks["train"] >= peaks["between"] + 50
@@ -52,9 +52,9 @@ print(next(line for line in status if line.startswith("VmRSS")).split()[1])
 
 
 @pytest.mark.slow
-def test_what_is_large_goes_back_when_it_is_freed() -> None:
-    kept, back = (
+def test_large_blocks_are_returned_when_freed() -> None:
+    default, eager = (
         subprocess.run([sys.executable, "-c", FREED, how], capture_output=True, check=True)
         for how in ("later", "at once")
     )
-    assert int(kept.stdout) - int(back.stdout) > 100 * 1024
+    assert int(default.stdout) - int(eager.stdout) > 100 * 1024

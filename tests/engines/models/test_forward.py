@@ -1,4 +1,4 @@
-"""Log-probabilities of a batch against a plain forward pass of each row."""
+"""Logprobs of a batch against a plain forward pass of each rollout."""
 
 import math
 from pathlib import Path
@@ -19,12 +19,12 @@ from streamrl.engines.training.collate import build_batch
 from streamrl.errors import ConfigError
 from streamrl.messages import columns_to_rollouts
 from tests.engines.test_architectures import COMMON
-from tests.engines.tiny_groups import made_up_groups
+from tests.engines.tiny_groups import make_groups
 from tests.engines.tiny_qwen import forward_logprobs, save, tiny_model
 
 TEMPERATURE = 0.7
 UID = "0:0:0"
-COLUMNS = made_up_groups(num_groups=1)[UID]
+COLUMNS = make_groups(num_groups=1)[UID]
 PICKS = [(UID, index) for index in range(4)]
 
 
@@ -42,13 +42,13 @@ def scores_of(model, batch, **options):
     return compute_token_logprobs(model, batch["token_ids"], batch["attention_mask"], **options)
 
 
-def test_rows_match_a_forward_pass_of_each_rollout_alone(model):
+def test_batched_logprobs_equal_those_of_single_rollouts(model):
     batch = batch_of()
     logprobs = scores_of(model, batch).logprobs.detach()
     for row, rollout in enumerate(columns_to_rollouts(COLUMNS)):
         expected = forward_logprobs(model, rollout, temperature=TEMPERATURE)
-        got = np.where(rollout.loss_mask, logprobs[row, : len(rollout.token_ids)].numpy(), 0)
-        assert np.abs(got - expected).max() < 2e-5
+        actual = np.where(rollout.loss_mask, logprobs[row, : len(rollout.token_ids)].numpy(), 0)
+        assert np.abs(actual - expected).max() < 2e-5
 
 
 def test_the_first_position_and_the_padding_are_zero(model):
@@ -59,7 +59,7 @@ def test_the_first_position_and_the_padding_are_zero(model):
         assert (values[~batch["attention_mask"]] == 0).all()
 
 
-def test_what_is_in_the_padding_does_not_matter(model):
+def test_token_ids_in_the_padding_do_not_matter(model):
     batch = batch_of()
     before = scores_of(model, batch).logprobs
     batch["token_ids"][~batch["attention_mask"]] = 33
@@ -130,13 +130,13 @@ def test_a_loaded_model_has_no_dropout(tmp_path):
     assert torch.equal(first.logprobs, second.logprobs)
 
 
-def test_a_model_that_lacks_parameters_is_refused_not_filled_up(model, tmp_path):
+def test_a_model_that_lacks_parameters_is_rejected(model, tmp_path):
     path = Path(save(model, tmp_path))
     tensors = load_file(path / "model.safetensors")
     lost = next(name for name in tensors if "mlp" in name)
     for change in ({}, {lost: torch.zeros(3, 3)}):
-        kept = {name: tensor for name, tensor in tensors.items() if name != lost}
-        save_file(kept | change, path / "model.safetensors", metadata={"format": "pt"})
+        remaining = {name: tensor for name, tensor in tensors.items() if name != lost}
+        save_file(remaining | change, path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ConfigError, match=r"model\.path=.*(lacks 1 parameters|mismatch)"):
             load_model(str(path), dtype=torch.float32)
 
@@ -149,15 +149,15 @@ def test_a_loaded_model_is_the_saved_one(model, tmp_path):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_on_a_gpu_flex_attention_is_told_its_kernel(
+def test_flex_attention_uses_the_prefill_kernel_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: bool
 ) -> None:
     config = AutoConfig.for_model("gemma2", **COMMON, attn_logit_softcapping=50.0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    told = []
+    kernel_options = []
 
     def attend(module: Any, query: Tensor, *rest: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        told.append(kwargs.get("kernel_options"))
+        kernel_options.append(kwargs.get("kernel_options"))
         return query.transpose(1, 2).contiguous(), None
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flex_attention", attend)
@@ -168,4 +168,4 @@ def test_on_a_gpu_flex_attention_is_told_its_kernel(
     if recompute:
         model.gradient_checkpointing_enable()
     run_causal_forward(model, torch.ones(1, 8, dtype=torch.int64)).logits.sum().backward()
-    assert told == [{"BACKEND": "TRITON"}] * (4 if recompute else 2)
+    assert kernel_options == [{"BACKEND": "TRITON"}] * (4 if recompute else 2)

@@ -1,4 +1,4 @@
-"""Adapters are trained in place of the model, and who follows them computes what they compute."""
+"""LoRA adapters replace the model in training; followers compute the same as the trainer."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ from streamrl.errors import ConfigError
 from streamrl.weights.lora_merge import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE, build_full_weights
 from streamrl.weights.pack import pack_buckets
 from streamrl.weights.parameters import ParameterSet
-from tests.engines.conftest import GATHERED, ONE, SHARDED, of_ranks
+from tests.engines.conftest import GATHERED, ONE, SHARDED, parametrize_layouts
 from tests.engines.plain_step import plain_loss
 from tests.engines.tiny_qwen import VOCABULARY, tiny_model
 from tests.engines.trainer_layouts import LAYOUTS, Layout
@@ -56,7 +56,7 @@ QUICK = [ONE, SHARDED]
 
 
 def logits_of(model: nn.Module, weights: Mapping[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    """Of a model with other weights."""
+    """Return the logits of a model with other weights."""
 
     def run(ids: Tensor) -> Tensor:
         logits: Tensor = functional_call(model, dict(weights), (ids,)).logits
@@ -75,10 +75,10 @@ def adapters_only(published):
 
 
 @pytest.fixture(scope="module")
-def expected(seen):
-    """Two steps written out: W0 + scale B A is the weight, and A and B are the leaves."""
+def expected(results):
+    """Compute two steps by hand: the weight is W0 + scale * B A, with leaves A and B."""
     model = tiny_model(tied=True, seed=0).requires_grad_(False)
-    start = adapters_only(seen["lora/torch-1"][0]["start"])
+    start = adapters_only(results["lora/torch-1"][0]["start"])
     trained = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
     optimizer = torch.optim.AdamW(trained.values(), lr=SEVERAL_LR, weight_decay=0.0)
     norms = []
@@ -97,10 +97,10 @@ def expected(seen):
 
 
 @pytest.mark.ranks(Case("lora_updates", ONE))
-@of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
-def test_the_update_is_that_of_one_plain_process_whatever_the_ranks(seen, expected, layout):
+@parametrize_layouts("lora_updates", on=SEVERAL, quick=QUICK)
+def test_the_lora_update_equals_a_plain_process_on_any_number_of_ranks(results, expected, layout):
     norms, trained = expected
-    cases = seen[f"lora/{layout.label}"]
+    cases = results[f"lora/{layout.label}"]
     assert len(cases) == layout.world_size
     for case in cases:
         assert case["norms"] == pytest.approx(norms, rel=1e-4)
@@ -109,16 +109,16 @@ def test_the_update_is_that_of_one_plain_process_whatever_the_ranks(seen, expect
 
 
 @pytest.mark.ranks(Case("lora_updates", ONE))
-@of_ranks("lora_recomputed", on=RECOMPUTED, quick=[ONE])
-def test_recomputing_activations_does_not_change_the_update(seen, expected, layout):
-    for case in seen[f"lora_recomputed/{layout.label}"]:
+@parametrize_layouts("lora_recomputed", on=RECOMPUTED, quick=[ONE])
+def test_recomputing_activations_does_not_change_the_update(results, expected, layout):
+    for case in results[f"lora_recomputed/{layout.label}"]:
         assert case["norms"] == pytest.approx(expected[0], rel=1e-4)
         assert furthest(adapters_only(case["parameters"]), expected[1]) < 0.01 * SEVERAL_LR
 
 
-@of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
-def test_only_the_adapters_travel(seen, layout):
-    published = seen[f"lora/{layout.label}"][0]["published"]
+@parametrize_layouts("lora_updates", on=SEVERAL, quick=QUICK)
+def test_only_adapters_are_published(results, layout):
+    published = results[f"lora/{layout.label}"][0]["published"]
     shapes = {layer + LORA_A_SUFFIX: (RANK, shape[1]) for layer, shape in LAYERS.items()}
     shapes |= {layer + LORA_B_SUFFIX: (shape[0], RANK) for layer, shape in LAYERS.items()}
     assert {name: tuple(tensor.shape) for name, tensor in published.items()} == {
@@ -131,28 +131,28 @@ def test_only_the_adapters_travel(seen, layout):
     assert bucket.num_bytes == 4 * RANK * sum(map(sum, LAYERS.values())) + 4
 
 
-@of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
-def test_a_loaded_trainer_goes_on_as_if_it_had_not_stopped(seen, layout):
-    for case in seen[f"lora/{layout.label}"]:
+@parametrize_layouts("lora_updates", on=SEVERAL, quick=QUICK)
+def test_resume_continues_as_if_uninterrupted(results, layout):
+    for case in results[f"lora/{layout.label}"]:
         (report, trained, num_updates), again = case["runs"]
         assert again[0] == report
         assert furthest(again[1], trained) == 0
         assert again[2] == num_updates == 2
 
 
-@of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
-def test_the_state_of_other_adapters_is_refused(seen, layout):
-    for case in seen[f"lora/{layout.label}"]:
+@parametrize_layouts("lora_updates", on=SEVERAL, quick=QUICK)
+def test_the_state_of_other_adapters_is_rejected(results, layout):
+    for case in results[f"lora/{layout.label}"]:
         assert "lora_rank=2 lora_alpha=3.0 lora_targets=[], not lora_rank=" in case["refusal"]
         assert case["refusal"].endswith("lora_rank=2 lora_alpha=4.0 lora_targets=[]")
 
 
-@of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
-def test_a_saved_policy_is_a_merged_hugging_face_model(seen, folder, narrow_path, layout):
+@parametrize_layouts("lora_updates", on=SEVERAL, quick=QUICK)
+def test_a_saved_policy_is_a_merged_hugging_face_model(results, folder, one_kv_head_path, layout):
     directory = folder / f"lora-{layout.label}" / "model"
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     base = tiny_model(tied=True, seed=0)
-    published = seen[f"lora/{layout.label}"][0]["published"]
+    published = results[f"lora/{layout.label}"][0]["published"]
     for name, parameter in model.named_parameters():
         layer = name.removesuffix(".weight")
         change = 0.0
@@ -161,8 +161,8 @@ def test_a_saved_policy_is_a_merged_hugging_face_model(seen, folder, narrow_path
         torch.testing.assert_close(parameter, base.get_parameter(name) + change)
 
 
-@of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
-def test_a_version_on_disk_is_a_model_that_says_what_the_trainer_says(seen, folder, layout):
+@parametrize_layouts("lora_updates", on=SEVERAL, quick=QUICK)
+def test_a_version_on_disk_has_the_logprobs_of_the_trainer(results, folder, layout):
     latest = folder / f"lora-{layout.label}" / "versions" / "latest"
     model = AutoModelForCausalLM.from_pretrained(latest, dtype=torch.float32)
     saved = AutoModelForCausalLM.from_pretrained(
@@ -174,33 +174,33 @@ def test_a_version_on_disk_is_a_model_that_says_what_the_trainer_says(seen, fold
         scores = compute_token_logprobs(
             model, ids, torch.ones_like(ids, dtype=torch.bool), temperature=1.0
         )
-    logprobs = seen[f"lora/{layout.label}"][0]["logprobs"]
+    logprobs = results[f"lora/{layout.label}"][0]["logprobs"]
     torch.testing.assert_close(scores.logprobs[0], logprobs, atol=2e-5, rtol=0)
     names = json.loads((latest / "model.safetensors.index.json").read_text())["weight_map"]
     assert names.keys() == dict(tiny_model(tied=True, seed=0).named_parameters()).keys()
 
 
 @pytest.mark.ranks(Case("lora_critic", ONE))
-@of_ranks("lora_critic", on=CRITICS, quick=[ONE, GATHERED])
-def test_a_critics_head_is_trained_whole_beside_its_adapters(seen, folder, narrow_path, layout):
+@parametrize_layouts("lora_critic", on=CRITICS, quick=[ONE, GATHERED])
+def test_lora_trains_the_whole_value_head_of_a_critic(results, folder, one_kv_head_path, layout):
     head = {"score.weight", "score.bias"}
-    (other,) = seen["lora_critic/torch-1"]
+    (other,) = results["lora_critic/torch-1"]
     saved = load_value_model(str(folder / f"lora-critic-{layout.label}"), dtype=torch.float32)
-    parameters = ParameterSet.from_module(load_value_model(narrow_path, dtype=torch.float32))
-    for case in seen[f"lora_critic/{layout.label}"]:
+    parameters = ParameterSet.from_module(load_value_model(one_kv_head_path, dtype=torch.float32))
+    for case in results[f"lora_critic/{layout.label}"]:
         published = case["published"]
         assert published.keys() == {layer + LORA_A_SUFFIX for layer in LAYERS} | {
             layer + LORA_B_SUFFIX for layer in LAYERS
         } | head | {LORA_SCALE}
         assert all(not torch.equal(published[name], case["start"][name]) for name in head)
         assert furthest(published, other["published"]) < 0.01 * SEVERAL_LR
-        full = build_full_weights(published, parameters, model_path=narrow_path, device=CPU)
+        full = build_full_weights(published, parameters, model_path=one_kv_head_path, device=CPU)
         assert furthest(dict(saved.named_parameters()), dict(full)) == 0
 
 
-def adapted(narrow_path, config):
-    """A model with adapters that say something, and what its trainer would publish."""
-    module = load_model(narrow_path, dtype=torch.float32)
+def adapted(one_kv_head_path, config):
+    """Return a model with non-zero adapters and the tensors that its trainer would publish."""
+    module = load_model(one_kv_head_path, dtype=torch.float32)
     add_lora_adapters(module, config)
     torch.manual_seed(3)
     with torch.no_grad():
@@ -213,10 +213,10 @@ def adapted(narrow_path, config):
 
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "mlp.down_proj"]])
-def test_the_merged_model_has_the_logprobs_of_the_adapted_one(narrow_path, targets):
+def test_the_merged_model_has_the_logprobs_of_the_adapted_one(one_kv_head_path, targets):
     config = TrainerConfig(lora_rank=4, lora_alpha=6.0, lora_targets=targets)
-    module, published = adapted(narrow_path, config)
-    merged = load_model(narrow_path, dtype=torch.float32)
+    module, published = adapted(one_kv_head_path, config)
+    merged = load_model(one_kv_head_path, dtype=torch.float32)
     parameters = ParameterSet.from_module(merged)
     ids = torch.randint(0, VOCABULARY, (4, 40), generator=torch.manual_seed(0))
     attention = torch.ones_like(ids, dtype=torch.bool)
@@ -227,24 +227,26 @@ def test_the_merged_model_has_the_logprobs_of_the_adapted_one(narrow_path, targe
 
     before = logprobs(merged)
     merged.load_state_dict(
-        dict(build_full_weights(published, parameters, model_path=narrow_path, device=CPU))
+        dict(build_full_weights(published, parameters, model_path=one_kv_head_path, device=CPU))
     )
     assert (before - logprobs(module)).abs().max() > 0.1
     torch.testing.assert_close(logprobs(merged), logprobs(module), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "mlp.down_proj"]])
-def test_what_will_be_trained_is_counted_without_the_model(narrow_path, targets):
+def test_trained_elements_are_counted_on_the_meta_device(one_kv_head_path, targets):
     config = TrainerConfig(lora_rank=4, lora_targets=targets)
-    _, published = adapted(narrow_path, config)
+    _, published = adapted(one_kv_head_path, config)
     adapters = sum(tensor.numel() for tensor in adapters_only(published).values())
-    assert count_trained_params(load_skeleton(narrow_path), config) == adapters
-    whole = sum(p.numel() for p in load_model(narrow_path, dtype=torch.float32).parameters())
-    assert count_trained_params(load_skeleton(narrow_path), TrainerConfig()) == whole
+    assert count_trained_params(load_skeleton(one_kv_head_path), config) == adapters
+    all_elements = sum(
+        p.numel() for p in load_model(one_kv_head_path, dtype=torch.float32).parameters()
+    )
+    assert count_trained_params(load_skeleton(one_kv_head_path), TrainerConfig()) == all_elements
 
 
-def test_new_adapters_change_nothing(narrow_path):
-    module = load_model(narrow_path, dtype=torch.float32)
+def test_new_adapters_do_not_change_the_output(one_kv_head_path):
+    module = load_model(one_kv_head_path, dtype=torch.float32)
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         before = module(ids).logits
@@ -252,9 +254,9 @@ def test_new_adapters_change_nothing(narrow_path):
         assert torch.equal(module(ids).logits, before)
 
 
-def test_targets_are_the_ends_of_names_and_heads_are_none(narrow_path):
-    policy = load_model(narrow_path, dtype=torch.float32)
-    critic = load_value_model(narrow_path, dtype=torch.float32)
+def test_lora_targets_match_the_ends_of_names_and_exclude_heads(one_kv_head_path):
+    policy = load_model(one_kv_head_path, dtype=torch.float32)
+    critic = load_value_model(one_kv_head_path, dtype=torch.float32)
     for module in (policy, critic):
         assert set(find_lora_layers(module, TrainerConfig(lora_rank=1))) == LAYERS.keys()
     one = TrainerConfig(lora_rank=1, lora_targets=["1.self_attn.q_proj", "up_proj"])
@@ -266,12 +268,12 @@ def test_targets_are_the_ends_of_names_and_heads_are_none(narrow_path):
 
 
 @pytest.mark.parametrize("target", ["q_prj", "lm_head", "norm", "proj"])
-def test_a_target_the_model_does_not_have_is_refused_in_one_line(narrow_path, target):
+def test_an_unknown_lora_target_is_rejected_in_one_line(one_kv_head_path, target):
     config = TrainerConfig(lora_rank=1, lora_targets=["q_proj", target])
     with pytest.raises(ConfigError) as refusal:
-        check_lora_targets(narrow_path, config, section="critic.trainer")
+        check_lora_targets(one_kv_head_path, config, section="critic.trainer")
     assert str(refusal.value) == (
-        f"critic.trainer.lora_targets=['q_proj', '{target}']: {target} must be a linear layer of"
+        f"critic.trainer.lora_targets=['q_proj', '{target}']: {target} must name a linear layer of"
         " the model, which has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
     )
 
@@ -287,7 +289,7 @@ def test_a_target_the_model_does_not_have_is_refused_in_one_line(narrow_path, ta
         ),
     ],
 )
-def test_impossible_settings_are_refused(settings, message):
+def test_invalid_lora_settings_are_rejected(settings, message):
     with pytest.raises(ConfigError) as refusal:
         TrainerConfig(**settings)
     assert str(refusal.value) == message

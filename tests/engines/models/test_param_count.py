@@ -1,4 +1,4 @@
-"""What is told of a model by its config alone is what the model is, once it is built."""
+"""Parameter counts from config.json equal those of the built models."""
 
 import json
 from itertools import product
@@ -42,14 +42,14 @@ def write(folder: Path, model: dict[str, Any]) -> str:
     return str(folder)
 
 
-def test_the_elements_of_a_small_model_by_hand(tmp_path: Path) -> None:
+def test_trained_elements_of_a_small_model_by_hand(tmp_path: Path) -> None:
     path = write(tmp_path, MODELS["llama"])
     # Query and output 24 x 24, key and value 24 x 12, three matrices 24 x 40, two norms of 24.
     layer = 2 * 24 * 24 + 2 * 24 * 12 + 3 * 24 * 40 + 2 * 24
-    whole = count_trained_params_from_config(
+    count = count_trained_params_from_config(
         path, TrainerConfig(), has_output=True, has_value=False
     )
-    assert whole == 2 * 50 * 24 + 3 * layer + 24
+    assert count == 2 * 50 * 24 + 3 * layer + 24
     pairs = 2 * (24 + 24) + 2 * (24 + 12) + 3 * (24 + 40)
     lora = TrainerConfig(lora_rank=4)
     assert (
@@ -59,7 +59,9 @@ def test_the_elements_of_a_small_model_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("model", "tied"), product(MODELS, (False, True)))
-def test_as_many_are_trained_as_of_the_model_itself(tmp_path: Path, model: str, tied: bool) -> None:
+def test_the_count_from_config_equals_the_built_models(
+    tmp_path: Path, model: str, tied: bool
+) -> None:
     path = write(tmp_path, {**MODELS[model], "tie_word_embeddings": tied})
     policy, both, critic = load_skeleton(path), load_skeleton(path), load_value_skeleton(path)
     add_value_head(both, dtype=both.dtype)
@@ -69,13 +71,13 @@ def test_as_many_are_trained_as_of_the_model_itself(tmp_path: Path, model: str, 
             (both, True, True),
             (critic, False, True),
         ):
-            found = count_trained_params_from_config(
+            count = count_trained_params_from_config(
                 path, config, has_output=has_output, has_value=has_value
             )
-            assert found == count_trained_params(module, config)
+            assert count == count_trained_params(module, config)
 
 
-def test_the_model_of_the_examples_is_what_its_config_says(tmp_path: Path) -> None:
+def test_the_count_of_the_examples_model(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     model = make_untrained(tokenizer, seed=0)
     save(model, tokenizer, tmp_path)
@@ -87,8 +89,8 @@ def test_the_model_of_the_examples_is_what_its_config_says(tmp_path: Path) -> No
         == in_file
     )
     for config in TRAINERS:
-        found = count_trained_params_from_config(path, config, has_output=True, has_value=False)
-        assert found == count_trained_params(model, config)
+        count = count_trained_params_from_config(path, config, has_output=True, has_value=False)
+        assert count == count_trained_params(model, config)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +101,7 @@ def test_the_model_of_the_examples_is_what_its_config_says(tmp_path: Path) -> No
         {"model_type": "llama", "hidden_size": None},
     ],
 )
-def test_of_what_is_not_counted_to_the_last_one_nothing_is_told(
-    tmp_path: Path, model: dict[str, Any]
-) -> None:
+def test_unsupported_families_have_no_count(tmp_path: Path, model: dict[str, Any]) -> None:
     path = write(tmp_path, model)
     assert (
         count_trained_params_from_config(path, TrainerConfig(), has_output=True, has_value=False)

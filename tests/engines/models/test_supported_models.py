@@ -1,4 +1,4 @@
-"""What of a model cannot be trained and served alike is refused by its directory alone."""
+"""Models that cannot be trained and served equally are rejected by their directory alone."""
 
 import json
 import re
@@ -27,14 +27,14 @@ SECOND = re.compile(r"\.(layers|h)\.1\.")
 
 
 def write(folder: Path, family: str, **settings: Any) -> str:
-    """A model with the weights it begins with, of a family and settings of its own."""
+    """Save a freshly initialized model of a family with given settings."""
     config = AutoConfig.for_model(family, **{**COMMON, **KNOWN[family], **settings})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)
 
 
 def change(folder: Path, **settings: Any) -> None:
-    """Have its config say something else."""
+    """Change settings in config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
 
@@ -42,7 +42,7 @@ def change(folder: Path, **settings: Any) -> None:
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", "gpt_oss", "gpt_neox", "glm4_moe", "mixtral", "gpt2"]
 )
-def test_a_directory_that_is_whole_is_taken_and_one_layer_short_is_not(
+def test_a_complete_directory_is_accepted_and_one_missing_a_layer_rejected(
     tmp_path: Path, family: str
 ) -> None:
     path = write(tmp_path, family)
@@ -78,7 +78,7 @@ def test_a_directory_that_is_whole_is_taken_and_one_layer_short_is_not(
     ],
 )
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
-def test_a_config_that_says_something_else_than_the_files_is_told(
+def test_a_config_that_contradicts_the_files_is_rejected(
     tmp_path: Path, family: str, settings: dict[str, Any], words: str
 ) -> None:
     path = write(tmp_path, family)
@@ -90,11 +90,11 @@ def test_a_config_that_says_something_else_than_the_files_is_told(
 
 
 PLAIN = ["llama", "qwen2", "qwen3", "mistral"]
-"""Families whose tensors are known without transformers' class."""
+"""Families whose tensors are predicted without transformers' class."""
 
 
 @pytest.mark.parametrize("family", [*PLAIN, "gemma2", "olmo2", "phi3"])
-def test_each_tensor_that_is_lost_or_of_another_shape_is_named(tmp_path: Path, family: str) -> None:
+def test_missing_and_misshapen_tensors_are_named(tmp_path: Path, family: str) -> None:
     path = write(tmp_path, family, tie_word_embeddings=family == "gemma2")
     check_weight_files(path, "model.path")
     tensors = load_file(tmp_path / FILE)
@@ -109,7 +109,7 @@ def test_each_tensor_that_is_lost_or_of_another_shape_is_named(tmp_path: Path, f
 
 
 @pytest.mark.parametrize("family", [*PLAIN, "qwen3_moe"])
-def test_layers_that_the_config_does_not_count_are_told(tmp_path: Path, family: str) -> None:
+def test_layers_beyond_the_configs_number_are_rejected(tmp_path: Path, family: str) -> None:
     path = write(tmp_path, family)
     change(tmp_path, num_hidden_layers=1, layer_types=None)
     with pytest.raises(ConfigError, match=r"its files hold 2 layers, config\.json says 1"):
@@ -118,7 +118,7 @@ def test_layers_that_the_config_does_not_count_are_told(tmp_path: Path, family: 
 
 @pytest.mark.parametrize("family", PLAIN)
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_the_class_of_a_plain_family_is_not_needed(
+def test_plain_families_are_checked_without_importing_their_class(
     tmp_path: Path, family: str, is_tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = AutoConfig.for_model(family, **COMMON, tie_word_embeddings=is_tied)
@@ -128,13 +128,13 @@ def test_the_class_of_a_plain_family_is_not_needed(
 
 
 def rename(folder: Path, old: str, new: str) -> None:
-    """Give the tensors whose names begin otherwise, or have another part, other names."""
+    """Rename tensors by prefix or by a part of their names."""
     tensors = load_file(folder / FILE)
     assert any(old in name for name in tensors)
     save_file({name.replace(old, new): t for name, t in tensors.items()}, folder / FILE)
 
 
-def test_names_are_those_that_transformers_reads(tmp_path: Path) -> None:
+def test_names_that_transformers_converts_are_accepted(tmp_path: Path) -> None:
     path = write(tmp_path, "llama", tie_word_embeddings=True)
     rename(tmp_path, "model.", "")
     check_weight_files(path, "critic.path", is_served=False)
@@ -146,7 +146,7 @@ def test_names_are_those_that_transformers_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gpt_neox"])
-def test_a_tensor_by_another_name_is_none_of_the_models(tmp_path: Path, family: str) -> None:
+def test_a_tensor_with_an_unknown_name_is_rejected(tmp_path: Path, family: str) -> None:
     path = write(tmp_path, family)
     part = ".attention.dense." if family == "gpt_neox" else ".self_attn.o_proj."
     rename(tmp_path, part, part.replace("o_proj", "out_proj").replace("dense", "linear"))
@@ -162,7 +162,7 @@ def test_a_tensor_by_another_name_is_none_of_the_models(tmp_path: Path, family: 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_numbers_that_are_no_weights_by_themselves_are_refused(
+def test_quantized_tensors_without_a_config_are_rejected(
     tmp_path: Path, family: str, dtype: torch.dtype
 ) -> None:
     path = write(tmp_path, family)
@@ -186,7 +186,7 @@ def test_numbers_that_are_no_weights_by_themselves_are_refused(
         ("gpt_neox", {"layer_norm_eps": 0.0}),
     ],
 )
-def test_numbers_of_which_a_model_computes_nothing_are_refused(
+def test_settings_that_must_be_positive_are_checked(
     tmp_path: Path, family: str, settings: dict[str, Any]
 ) -> None:
     path = write(tmp_path, family)
@@ -207,7 +207,7 @@ def test_numbers_of_which_a_model_computes_nothing_are_refused(
         ("mixtral", {"intermediate_size": 10**17}),
     ],
 )
-def test_a_tensor_of_another_shape_than_the_config_says_is_named(
+def test_a_tensor_of_another_shape_than_the_configs_is_named(
     tmp_path: Path, family: str, settings: dict[str, int]
 ) -> None:
     path = write(tmp_path, family)
@@ -239,7 +239,7 @@ def test_a_tensor_of_another_shape_than_the_config_says_is_named(
         ),
     ],
 )
-def test_what_vllm_computes_otherwise_is_refused(
+def test_settings_that_vllm_computes_differently_are_rejected(
     tmp_path: Path, family: str, settings: dict[str, Any], words: str
 ) -> None:
     path = write(tmp_path, family, **settings)
@@ -253,7 +253,7 @@ def test_what_vllm_computes_otherwise_is_refused(
 
 
 @pytest.mark.parametrize("method", ["mxfp4", "fp8", "gptq", "bitsandbytes"])
-def test_quantised_weights_are_refused(tmp_path: Path, method: str) -> None:
+def test_quantized_weights_are_rejected(tmp_path: Path, method: str) -> None:
     path = write(tmp_path, "qwen3")
     change(tmp_path, quantization_config={"quant_method": method})
     with pytest.raises(ConfigError, match=f"{method} weights: quantised weights cannot be"):
@@ -263,12 +263,12 @@ def test_quantised_weights_are_refused(tmp_path: Path, method: str) -> None:
 @pytest.mark.parametrize(
     ("family", "attention", "words"),
     [
-        ("gemma2", "sdpa", "leaves out the cap"),
-        ("gpt_oss", "sdpa", "leaves out the sinks"),
+        ("gemma2", "sdpa", "ignores attention logit soft-capping"),
+        ("gpt_oss", "sdpa", "ignores the attention sinks"),
         ("qwen3", "flash", "needs the package flash-attn"),
     ],
 )
-def test_attention_that_computes_otherwise_is_refused(
+def test_attention_that_computes_differently_is_rejected(
     tmp_path: Path, family: str, attention: str, words: str
 ) -> None:
     path = write(tmp_path, family)
@@ -277,13 +277,13 @@ def test_attention_that_computes_otherwise_is_refused(
         check_model_support(path, attention)
 
 
-def test_adapters_of_a_model_without_linear_layers_are_refused(tmp_path: Path) -> None:
+def test_lora_on_a_model_without_linear_layers_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path, "gpt2")
     with pytest.raises(ConfigError, match="has no linear layers"):
         check_lora_targets(path, TrainerConfig(lora_rank=4), section="trainer")
 
 
-def test_layers_that_predict_several_tokens_are_said_to_be_left_out(tmp_path: Path) -> None:
+def test_a_warning_names_multi_token_prediction_layers(tmp_path: Path) -> None:
     path = write(tmp_path, "glm4_moe")
     tensors = load_file(tmp_path / FILE)
     more = {n.replace(".1.", ".2."): t.clone() for n, t in tensors.items() if ".layers.1." in n}
@@ -297,7 +297,7 @@ def test_layers_that_predict_several_tokens_are_said_to_be_left_out(tmp_path: Pa
     "name",
     ["mtp.layers.0.weight", "model.mtp_block.0.x", "score.0.weight", "model.visual.blocks.0.x"],
 )
-def test_what_is_not_of_the_layers_does_not_count_as_theirs(tmp_path: Path, name: str) -> None:
+def test_tensors_outside_of_layers_do_not_count_as_layers(tmp_path: Path, name: str) -> None:
     path = write(tmp_path, "qwen3")
     save_file({**load_file(tmp_path / FILE), name: torch.zeros(3)}, tmp_path / FILE)
     check_weight_files(path, "critic.path", is_served=False)
@@ -306,14 +306,14 @@ def test_what_is_not_of_the_layers_does_not_count_as_theirs(tmp_path: Path, name
 
 
 @pytest.mark.parametrize("name", ["adapter_model", "consolidated", "model-00001-of-00001"])
-def test_without_an_index_there_is_one_file_of_weights(tmp_path: Path, name: str) -> None:
+def test_without_an_index_only_one_weight_file_is_accepted(tmp_path: Path, name: str) -> None:
     path = write(tmp_path, "qwen2")
     save_file({"x": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(ConfigError, match=f"{name}.safetensors: move it elsewhere"):
         check_model_support(path, "auto")
 
 
-def test_a_file_that_an_index_names_must_be_there(tmp_path: Path) -> None:
+def test_a_file_listed_in_the_index_must_exist(tmp_path: Path) -> None:
     path = write(tmp_path, "qwen2")
     index = {"weight_map": {"a": FILE, "b": "model-00002-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -321,7 +321,7 @@ def test_a_file_that_an_index_names_must_be_there(tmp_path: Path) -> None:
         check_model_support(path, "auto")
 
 
-def test_a_file_that_the_index_beside_it_does_not_name_is_refused(tmp_path: Path) -> None:
+def test_a_model_safetensors_missing_from_the_index_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path, "qwen2")
     save_file(load_file(tmp_path / FILE), tmp_path / "model-1.safetensors")
     index = {"weight_map": dict.fromkeys(load_file(tmp_path / FILE), "model-1.safetensors")}
@@ -332,14 +332,14 @@ def test_a_file_that_the_index_beside_it_does_not_name_is_refused(tmp_path: Path
     check_model_support(path, "auto")
 
 
-def test_heads_that_cannot_share_keys_are_refused(tmp_path: Path) -> None:
+def test_indivisible_key_value_heads_are_rejected(tmp_path: Path) -> None:
     path = write(tmp_path, "llama")
     change(tmp_path, num_attention_heads=4, num_key_value_heads=3)
     with pytest.raises(ConfigError, match=r"num_key_value_heads=3: must divide num_attention"):
         check_model_support(path, "auto")
 
 
-def test_of_files_beside_those_of_the_index_nothing_is_read(tmp_path: Path) -> None:
+def test_files_outside_of_the_index_are_not_read(tmp_path: Path) -> None:
     path = write(tmp_path, "mixtral")
     tensors = load_file(tmp_path / FILE)
     index = {"weight_map": dict.fromkeys(tensors, FILE)}
@@ -349,7 +349,7 @@ def test_of_files_beside_those_of_the_index_nothing_is_read(tmp_path: Path) -> N
     check_model_support(path, "auto")
 
 
-def test_vllm_serves_the_class_that_is_trained(tmp_path: Path) -> None:
+def test_architectures_must_name_the_trained_class(tmp_path: Path) -> None:
     path = write(tmp_path, "llama")
     change(tmp_path, architectures=["LlamaModel"])
     check_model_support(path, "auto")
@@ -359,7 +359,7 @@ def test_vllm_serves_the_class_that_is_trained(tmp_path: Path) -> None:
             check_model_support(path, "auto")
 
 
-def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_beside_the_weights_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path, "llama")
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"adapter_config\.json: .* move it elsewhere"):

@@ -1,4 +1,4 @@
-"""Columns of groups become the padded rows of a micro-batch."""
+"""Columns of groups become the padded tensors of a micro-batch."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.engines.training.collate import build_batch, derive_columns
 from streamrl.messages import FinishReason, Rollout, rollouts_to_columns
-from tests.engines.tiny_groups import made_up_groups
+from tests.engines.tiny_groups import make_groups
 
 GRPO = AlgorithmConfig()
 
@@ -55,16 +55,16 @@ def test_padding_is_on_the_right_and_zero():
     assert batch["loss_mask"][0].tolist() == [False, False, True, False]
 
 
-def test_advantages_compare_the_whole_group_however_few_rows_are_picked():
-    groups = made_up_groups()
+def test_advantages_compare_the_complete_group_for_any_picks():
+    groups = make_groups()
     batch = build_batch(groups, [("0:1:0", 2)], derived=derived_from(groups))
     scores = groups["0:1:0"]["scores"].astype(np.float64)
     expected = (scores[2] - scores.mean()) / (scores.std(ddof=1) + 1e-6)
     assert batch["advantages"].item() == pytest.approx(expected)
 
 
-def test_every_token_column_survives_the_trip():
-    groups = made_up_groups()
+def test_every_token_column_is_collated_unchanged():
+    groups = make_groups()
     picks = [(uid, index) for uid, columns in groups.items() for index in range(4)]
     batch = build_batch(groups, picks, derived=derived_from(groups))
     for name in ("token_ids", "loss_mask", "generator_logprobs", "ref_logprobs"):
@@ -72,8 +72,8 @@ def test_every_token_column_survives_the_trip():
         assert (unpadded == np.concatenate([c[name] for c in groups.values()])).all()
 
 
-def test_columns_from_the_object_store_are_read_only_and_that_is_fine():
-    groups = made_up_groups()
+def test_read_only_columns_from_the_object_store_are_accepted():
+    groups = make_groups()
     for columns in groups.values():
         for column in columns.values():
             column.setflags(write=False)
@@ -81,7 +81,7 @@ def test_columns_from_the_object_store_are_read_only_and_that_is_fine():
     batch["token_ids"] += 1
 
 
-def test_without_picks_there_is_a_row_in_which_nothing_counts():
+def test_a_batch_without_picks_is_a_masked_dummy_rollout():
     batch = build_batch({}, [], derived={})
     assert batch["token_ids"].shape == (1, 2)
     assert not batch["loss_mask"].any()

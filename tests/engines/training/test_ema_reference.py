@@ -1,4 +1,4 @@
-"""A reference that follows the policy: when it moves, how far, and through a checkpoint."""
+"""EMA reference: when it is updated, how far, and through a checkpoint."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from streamrl.errors import CheckpointError, ConfigError
 
 
 def policy(value: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters as a trainer gives them: one buffer, filled anew for each."""
+    """Yield parameters as a trainer does: in a buffer that is reused for each."""
     buffer = torch.empty(2)
     for name in ("a", "b"):
         buffer.fill_(value)
@@ -23,7 +23,7 @@ def state(reference: EmaReference) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in reference.named_tensors()}
 
 
-def test_it_begins_as_the_policy_and_stays_until_it_moves() -> None:
+def test_the_reference_starts_as_the_policy_and_changes_only_when_updated() -> None:
     reference = EmaReference(decay=0.0)
     reference.update_from_policy(policy(1.0), moves=False)
     reference.update_from_policy(policy(2.0), moves=False)
@@ -32,7 +32,7 @@ def test_it_begins_as_the_policy_and_stays_until_it_moves() -> None:
     assert state(reference) == {"a": [3.0, 3.0], "b": [3.0, 3.0]}
 
 
-def test_an_average_keeps_what_the_decay_says() -> None:
+def test_a_soft_update_keeps_the_decay_of_the_old_reference() -> None:
     reference = EmaReference(decay=0.75)
     reference.update_from_policy(policy(0.0), moves=True)
     reference.update_from_policy(policy(4.0), moves=True)
@@ -41,18 +41,18 @@ def test_an_average_keeps_what_the_decay_says() -> None:
     assert state(reference)["a"] == [2.0, 2.0]
 
 
-def test_an_average_of_rounded_parameters_is_not_rounded() -> None:
+def test_a_soft_update_of_bfloat16_parameters_averages_in_float32() -> None:
     reference = EmaReference(decay=0.5)
     reference.update_from_policy([("a", torch.ones(1, dtype=torch.bfloat16))], moves=True)
     for _ in range(3):
         reference.update_from_policy(
             [("a", torch.full((1,), 1.0078125, dtype=torch.bfloat16))], moves=True
         )
-    (found,) = (tensor for _, tensor in reference.named_tensors())
-    assert found.item() == 1 + 0.0078125 * 0.875
+    (average,) = (tensor for _, tensor in reference.named_tensors())
+    assert average.item() == 1 + 0.0078125 * 0.875
 
 
-def test_it_goes_on_from_a_checkpoint_and_misses_one_that_is_not_there(tmp_path: Path) -> None:
+def test_resume_loads_the_reference_or_reports_that_it_is_missing(tmp_path: Path) -> None:
     reference = EmaReference(decay=0.5)
     reference.update_from_policy(policy(1.0), moves=False)
     reference.update_from_policy(policy(2.0), moves=True)
@@ -61,13 +61,13 @@ def test_it_goes_on_from_a_checkpoint_and_misses_one_that_is_not_there(tmp_path:
     again.load(tmp_path)
     again.update_from_policy(policy(9.0), moves=False)
     assert state(again) == state(reference) == {"a": [1.5, 1.5], "b": [1.5, 1.5]}
-    with pytest.raises(CheckpointError, match="without a reference that moves"):
+    with pytest.raises(CheckpointError, match="without an EMA reference"):
         again.load(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="saved without c"):
         again.update_from_policy([("c", torch.ones(1))], moves=True)
 
 
-def test_when_it_moves() -> None:
+def test_the_reference_is_updated_at_the_configured_versions() -> None:
     config = ReferenceConfig(every=4)
     assert [v for v in range(13) if config.is_updated_at(v)] == [4, 8, 12]
     assert [config.find_reference_version(v) for v in (0, 3, 4, 7, 8)] == [0, 0, 4, 4, 8]
@@ -81,9 +81,9 @@ def test_when_it_moves() -> None:
     [
         ({"every": -1}, "reference.every=-1: must be 0 or more"),
         ({"every": 1, "decay": 1.0}, r"reference.decay=1.0: must be from 0 to below 1"),
-        ({"decay": 0.9}, "does not move with reference.every=0"),
+        ({"decay": 0.9}, "has no effect while reference.every=0"),
     ],
 )
-def test_impossible_settings_are_named(settings: dict[str, float], rule: str) -> None:
+def test_invalid_reference_settings_are_rejected(settings: dict[str, float], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         ReferenceConfig(**settings)  # type: ignore[arg-type]

@@ -1,14 +1,14 @@
-"""Reference log-probabilities of a group."""
+"""Reference logprobs of a group."""
 
 import numpy as np
 import pytest
 
 from streamrl.engines.training.forward_scorers import LogprobScorer
 from streamrl.messages import GroupInfo, check_column_sizes, columns_to_rollouts, measure_columns
-from tests.engines.tiny_groups import made_up_groups
+from tests.engines.tiny_groups import make_groups
 from tests.engines.tiny_qwen import forward_logprobs, save, tiny_model
 
-COLUMNS = made_up_groups(num_groups=1, group_size=6)["0:0:0"]
+COLUMNS = make_groups(num_groups=1, group_size=6)["0:0:0"]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def column(model_path, *, micro_batch_tokens=64):
     return scorer.compute_ref_logprobs(COLUMNS)
 
 
-def test_the_column_is_that_of_a_forward_pass_at_the_sampling_temperature(model_path):
+def test_ref_logprobs_equal_a_forward_pass_at_the_sampling_temperature(model_path):
     columns = column(model_path)
     check_column_sizes(measure_columns(columns), GroupInfo.from_columns(COLUMNS))
     model = tiny_model(tied=True, seed=1)
@@ -34,11 +34,11 @@ def test_the_column_is_that_of_a_forward_pass_at_the_sampling_temperature(model_
     assert np.abs(columns["ref_logprobs"] - np.concatenate(expected)).max() < 2e-5
 
 
-def test_it_is_zero_where_the_policy_wrote_nothing(model_path):
+def test_ref_logprobs_are_zero_outside_the_loss_mask(model_path):
     assert ((column(model_path)["ref_logprobs"] == 0) == ~COLUMNS["loss_mask"]).all()
 
 
-def test_the_size_of_micro_batches_does_not_matter(model_path):
+def test_the_micro_batch_size_does_not_change_the_scores(model_path):
     one_by_one = column(model_path, micro_batch_tokens=int(COLUMNS["lengths"].max()))
     together = column(model_path, micro_batch_tokens=1000)
     np.testing.assert_allclose(
@@ -46,6 +46,6 @@ def test_the_size_of_micro_batches_does_not_matter(model_path):
     )
 
 
-def test_a_rollout_that_fits_no_micro_batch_is_refused(model_path):
+def test_a_rollout_longer_than_a_micro_batch_is_rejected(model_path):
     with pytest.raises(ValueError, match="a micro-batch holds 5"):
         column(model_path, micro_batch_tokens=5)

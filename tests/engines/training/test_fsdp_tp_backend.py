@@ -1,4 +1,4 @@
-"""Data times tensor parallel training: the update of one rank, in meshes of four."""
+"""Data and tensor parallel training in meshes of four ranks, against a single rank."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ import torch
 from streamrl.engines.models.tensor_parallel_support import check_tensor_parallel
 from streamrl.errors import ConfigError
 from tests import forked
-from tests.engines.conftest import cases_of
+from tests.engines.conftest import list_cases
 from tests.engines.mesh_ranks import CASES, LR, UPDATES, WIDE, WORLD, Case, alone, one_rank
-from tests.engines.trainer_ranks import free_ports
+from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -28,18 +28,25 @@ EACH = [
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What each rank saw, by case."""
-    cases = cases_of(request, Case)
-    ports = free_ports(len(cases))
-    found = forked.run(one_rank, [(rank, ports, cases) for rank in range(WORLD)], timeout_s=400)
-    by_themselves = {name: saw for seen in found for name, saw in seen.items() if "alone" in name}
-    return [seen | by_themselves for seen in found]
+    """Return each rank's results, by case."""
+    cases = list_cases(request, Case)
+    ports = find_free_ports(len(cases))
+    all_results = forked.run(
+        one_rank, [(rank, ports, cases) for rank in range(WORLD)], timeout_s=400
+    )
+    single_rank = {
+        name: result
+        for results in all_results
+        for name, result in results.items()
+        if "alone" in name
+    }
+    return [results | single_rank for results in all_results]
 
 
 @pytest.mark.parametrize("case", EACH)
-def test_the_updates_are_those_of_one_rank(ranks: list[dict[str, Any]], case: Case) -> None:
-    for seen in ranks:
-        single, mesh = seen[alone(case.model)], seen[case.label]
+def test_updates_equal_those_of_a_single_rank(ranks: list[dict[str, Any]], case: Case) -> None:
+    for results in ranks:
+        single, mesh = results[alone(case.model)], results[case.label]
         assert min(single["norms"][:UPDATES]) > 1, "the gradient is clipped"
         assert mesh["norms"][:UPDATES] == pytest.approx(single["norms"][:UPDATES], rel=1e-5)
         assert list(mesh["parameters"]) == list(single["parameters"])
@@ -47,28 +54,32 @@ def test_the_updates_are_those_of_one_rank(ranks: list[dict[str, Any]], case: Ca
             assert mesh["parameters"][name].shape == expected.shape
             apart = (mesh["parameters"][name] - expected).abs()
             assert apart.max() <= 2 * UPDATES * LR, name
-            # Adam makes whole steps of gradients that are rounding, as those of a key's bias are.
+            # Adam makes full steps of gradients that are rounding, such as those of key biases.
             if not name.endswith("k_proj.bias"):
                 assert (apart > 0.1 * LR).double().mean() < 1e-3, name
 
 
 @pytest.mark.parametrize("case", EACH)
-def test_a_norm_that_is_not_finite_changes_nothing(ranks: list[dict[str, Any]], case: Case) -> None:
-    for seen in ranks:
-        assert not torch.tensor(seen[case.label]["norms"][UPDATES]).isfinite()
-        assert seen[case.label]["unchanged"]
+def test_a_non_finite_gradient_norm_changes_no_parameter(
+    ranks: list[dict[str, Any]], case: Case
+) -> None:
+    for results in ranks:
+        assert not torch.tensor(results[case.label]["norms"][UPDATES]).isfinite()
+        assert results[case.label]["unchanged"]
 
 
 @pytest.mark.parametrize("case", EACH)
-def test_what_a_rank_keeps_is_where_it_says(ranks: list[dict[str, Any]], case: Case) -> None:
-    for seen in ranks:
-        assert seen[case.label]["misplaced"] == []
+def test_a_shard_holds_the_elements_it_describes(ranks: list[dict[str, Any]], case: Case) -> None:
+    for results in ranks:
+        assert results[case.label]["misplaced"] == []
 
 
 @pytest.mark.parametrize("case", [each for each in EACH if "sharded" not in str(each.id)])
-def test_a_rank_holds_nothing_of_what_others_train(ranks: list[dict[str, Any]], case: Case) -> None:
-    for seen in ranks:
-        assert seen[case.label]["memory_bytes"] == seen[case.label]["kept_bytes"]
+def test_a_rank_holds_no_memory_of_other_ranks_shards(
+    ranks: list[dict[str, Any]], case: Case
+) -> None:
+    for results in ranks:
+        assert results[case.label]["memory_bytes"] == results[case.label]["kept_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +98,7 @@ def test_a_rank_holds_nothing_of_what_others_train(ranks: list[dict[str, Any]], 
         ),
     ],
 )
-def test_a_model_that_cannot_be_split_is_refused(
+def test_a_model_that_cannot_be_split_is_rejected(
     tmp_path: Path, settings: dict[str, Any], count: int, message: str
 ) -> None:
     from transformers import AutoConfig

@@ -1,4 +1,4 @@
-"""The memory of an optimizer's state is given up and had again, and no update is another for it."""
+"""Offload of the optimizer's state frees memory and does not change updates."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ MB = 1 << 20
 
 
 def adam(*sizes: int) -> tuple[list[torch.nn.Parameter], torch.optim.AdamW]:
-    """Parameters of so many elements, and an optimizer that has made a step with them."""
+    """Make parameters of these sizes and an optimizer that has made a step."""
     parameters = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
     optimizer = torch.optim.AdamW(parameters)
     step(parameters, optimizer)
@@ -32,13 +32,13 @@ def step(parameters: list[torch.nn.Parameter], optimizer: torch.optim.AdamW) -> 
 def memory_of(
     parameters: list[torch.nn.Parameter], optimizer: torch.optim.AdamW
 ) -> OptimizerOffload:
-    return OptimizerOffload(lambda: iter_optimizer_tensors(optimizer), not_of=lambda: parameters)
+    return OptimizerOffload(lambda: iter_optimizer_tensors(optimizer), excluding=lambda: parameters)
 
 
-def test_what_comes_back_is_what_went_and_where_it_was() -> None:
+def test_restored_state_is_bitwise_equal_and_in_the_same_storages() -> None:
     parameters, optimizer = adam(1000, 1, 7)
     before = [tensor.clone() for tensor in iter_optimizer_tensors(optimizer)]
-    held = list(iter_optimizer_tensors(optimizer))
+    state_tensors = list(iter_optimizer_tensors(optimizer))
     memory = memory_of(parameters, optimizer)
     for _ in range(2):
         memory.offload_state()
@@ -50,13 +50,13 @@ def test_what_comes_back_is_what_went_and_where_it_was() -> None:
         assert all(parameter.untyped_storage().nbytes() for parameter in parameters)
         memory.restore_state()
         memory.restore_state()
-        for tensor, was in zip(held, before, strict=True):
+        for tensor, was in zip(state_tensors, before, strict=True):
             assert torch.equal(tensor, was)
     step(parameters, optimizer)
-    assert not torch.equal(held[-1], before[-1]), "it is the state that is stepped with"
+    assert not torch.equal(state_tensors[-1], before[-1]), "it is the state that is stepped with"
 
 
-def test_the_system_has_the_memory_meanwhile() -> None:
+def test_offloading_returns_the_memory_to_the_system() -> None:
     parameters, optimizer = adam(*[25 * MB // 4] * 4)
     memory = memory_of(parameters, optimizer)
     process = psutil.Process()
@@ -68,7 +68,7 @@ def test_the_system_has_the_memory_meanwhile() -> None:
     assert process.memory_info().rss - empty > 190 * MB
 
 
-def test_before_the_first_step_there_is_nothing_to_give_up() -> None:
+def test_offloading_before_the_first_step_does_nothing() -> None:
     parameters = [torch.nn.Parameter(torch.ones(3))]
     memory = memory_of(parameters, torch.optim.AdamW(parameters))
     memory.offload_state()
@@ -76,8 +76,8 @@ def test_before_the_first_step_there_is_nothing_to_give_up() -> None:
     assert parameters[0].tolist() == [1, 1, 1]
 
 
-def test_a_rank_that_keeps_nothing_of_a_parameter_gives_up_no_memory_of_others() -> None:
-    # As torch shards it: rows that are padding, of which nothing is the rank's.
+def test_an_empty_shard_does_not_offload_the_memory_of_other_tensors() -> None:
+    # As torch shards it: only padding rows, so the rank's shard is empty.
     padded = torch.ones(8)
     parameters, optimizer = adam(10)
     empty = torch.nn.Parameter(padded[:0])
@@ -86,15 +86,15 @@ def test_a_rank_that_keeps_nothing_of_a_parameter_gives_up_no_memory_of_others()
     assert padded.untyped_storage().nbytes() == 8 * 4
 
 
-def test_a_folder_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloading_names_a_missing_tmpdir(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters, optimizer = adam(10)
     monkeypatch.setattr(tempfile, "tempdir", "/not/there")
-    with pytest.raises(StreamError, match=r"put aside in /not/there \(TMPDIR\): No such file"):
+    with pytest.raises(StreamError, match=r"offloaded to /not/there \(TMPDIR\): No such file"):
         memory_of(parameters, optimizer).offload_state()
     step(parameters, optimizer)
 
 
-def test_without_room_elsewhere_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloading_without_space_keeps_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(contextlib.nullcontext[None]):
         def __enter__(self) -> Any:
             return self
@@ -104,6 +104,6 @@ def test_without_room_elsewhere_nothing_is_given_up(monkeypatch: pytest.MonkeyPa
 
     parameters, optimizer = adam(10)
     monkeypatch.setattr(tempfile, "TemporaryFile", Full)
-    with pytest.raises(StreamError, match=r"put aside in .*TMPDIR.*: No space left"):
+    with pytest.raises(StreamError, match=r"offloaded to .*TMPDIR.*: No space left"):
         memory_of(parameters, optimizer).offload_state()
     step(parameters, optimizer)

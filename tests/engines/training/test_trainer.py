@@ -1,4 +1,4 @@
-"""The trainer's update, whatever the backend, the ranks and the cut into micro-batches."""
+"""The trainer's update, on every backend, number of ranks and split into micro-batches."""
 
 import math
 import re
@@ -28,7 +28,7 @@ from tests.engines.conftest import (
     SHARDED,
     SPLIT,
     TWO,
-    of_ranks,
+    parametrize_layouts,
 )
 from tests.engines.plain_step import plain_loss
 from tests.engines.tiny_qwen import EOS, tiny_model
@@ -60,12 +60,12 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 ALONE = [Layout("deepspeed", stage, 1) for stage in (0, 1)]
 QUICK = [ONE, TWO, SPLIT, SHARDED, GATHERED, *ALONE]
-"""One of each kind of trainer."""
+"""A trainer of each kind."""
 OTHER_SETTINGS = Case("other_settings", Layout("deepspeed", 1, 1))
 
 
 def plain_steps(num_steps: int):
-    """The same steps written out."""
+    """Compute the same steps by hand."""
     model = tiny_model(tied=True, seed=0, kv_heads=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     norms = []
@@ -79,7 +79,7 @@ def plain_steps(num_steps: int):
 
 
 def logprobs_of(model, ids):
-    """Of every token but the first, [1, T - 1], and the entropies."""
+    """Return logprobs and entropies of every token but the first, [1, T - 1]."""
     logits = model(ids[None]).logits[:, :-1] / TEMPERATURE
     return logits.log_softmax(-1).gather(-1, ids[None, 1:, None])[..., 0], entropy_from_logits(
         logits
@@ -87,7 +87,7 @@ def logprobs_of(model, ids):
 
 
 def several_plain_updates():
-    """What `several_updates` does, written out: one process, rollout by rollout."""
+    """Compute `several_updates` by hand: a single process, rollout by rollout."""
     model = tiny_model(tied=True, seed=0, kv_heads=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=SEVERAL_LR, weight_decay=0.0)
     rows = []
@@ -124,11 +124,11 @@ def several_plain_updates():
         total = []
         for row in (row for row in rows if row["uid"] in part):
             logprobs, entropies = logprobs_of(model, row["ids"])
-            loss, seen = policy_loss(
+            loss, results = policy_loss(
                 SEVERAL.spec, SEVERAL_SETTINGS, row, logprobs=logprobs, entropy=entropies
             )
             (loss / SEVERAL_DIVISOR).backward()
-            total.append({name: value.item() for name, value in seen.items()})
+            total.append({name: value.item() for name, value in results.items()})
         sums.append(add_up(total))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -136,13 +136,13 @@ def several_plain_updates():
     return sums, {name: parameter.detach() for name, parameter in names.items()}
 
 
-@of_ranks("several_updates", on=SEVERAL_ON, quick=[ONE, GATHERED])
-def test_several_updates_of_a_step_are_those_of_one_plain_process(seen, layout):
-    """Whitened over the step, clipped against its start, without what was too far off then."""
+@parametrize_layouts("several_updates", on=SEVERAL_ON, quick=[ONE, GATHERED])
+def test_several_updates_of_a_step_equal_a_plain_process(results, layout):
+    """Covers whitening over the step, the proximal policy and the second moment mask."""
     sums, parameters = several_plain_updates()
     assert sums[0]["num_kept"] < sums[0]["num_sampled"], "all tokens were near enough"
     assert sums[0]["ratio_sum"] == pytest.approx(sums[2]["ratio_sum"]), "weights are of the start"
-    cases = seen[f"several/{layout.label}"]
+    cases = results[f"several/{layout.label}"]
     for i, expected in enumerate(sums):
         total = add_up(case["sums"][i] for case in layout.counted(cases))
         for name in (name for name in expected if "_bin_" not in name):
@@ -152,7 +152,7 @@ def test_several_updates_of_a_step_are_those_of_one_plain_process(seen, layout):
 
 
 def plain_critic(model_path):
-    """What `critic_updates` does, written out: one process, rollout by rollout."""
+    """Compute `critic_updates` by hand: a single process, rollout by rollout."""
     model = load_value_model(model_path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=SEVERAL_LR, weight_decay=0.0)
     losses = []
@@ -168,7 +168,7 @@ def plain_critic(model_path):
                 ids, mask, old = (torch.from_numpy(parts[name][i]) for name in parts)
                 hidden = model(input_ids=ids[None].long()).logits[0, :-1, 0]
                 sampled = mask[1:].nonzero()[:, 0]
-                # Under gamma 1 the return is by hand: backwards, A = delta + 0.95 A_next.
+                # With gamma 1 the return by hand: backwards, A = delta + 0.95 A_next.
                 returns: list[float] = []
                 advantage, value_after, reward = 0.0, 0.0, score
                 for t in reversed(sampled.tolist()):
@@ -188,10 +188,10 @@ def plain_critic(model_path):
     return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@of_ranks("critic_updates", on=SEVERAL_ON, quick=[ONE, TWO])
-def test_a_critic_learns_the_returns_whatever_its_ranks(seen, model_path, folder, layout):
+@parametrize_layouts("critic_updates", on=SEVERAL_ON, quick=[ONE, TWO])
+def test_a_critic_learns_the_returns_on_any_number_of_ranks(results, model_path, folder, layout):
     losses, parameters = plain_critic(model_path)
-    cases = seen[f"critic/{layout.label}"]
+    cases = results[f"critic/{layout.label}"]
     for i, loss in enumerate(losses):
         assert sum(
             case["sums"][i]["loss_value_sum"] for case in layout.counted(cases)
@@ -205,7 +205,7 @@ def test_a_critic_learns_the_returns_whatever_its_ranks(seen, model_path, folder
 
 
 def plain_two_headed(coef):
-    """What `two_headed_updates` does, written out: one process, rollout by rollout."""
+    """Compute `two_headed_updates` by hand: a single process, rollout by rollout."""
     body = tiny_model(tied=True, seed=0, kv_heads=2)
     head = torch.nn.Linear(body.config.hidden_size, 1)
     for parameter in head.parameters():
@@ -239,7 +239,7 @@ def plain_two_headed(coef):
                 values = head(output.hidden_states[-1])[:, :-1, 0]
                 near = row["values"] + (values - row["values"]).clamp(-VALUE_CLIP, VALUE_CLIP)
                 far = torch.maximum((values - row["returns"]) ** 2, (near - row["returns"]) ** 2)
-                # PPO's mean is over tokens, as that of the values is.
+                # PPO averages over tokens, as the value loss does.
                 total = total + loss + coef * far[row["loss_mask"]].sum() / 2
         optimizer.zero_grad()
         (total / SEVERAL_DIVISOR).backward()
@@ -250,10 +250,10 @@ def plain_two_headed(coef):
     return {name: parameter.detach() for name, parameter in named.items()}
 
 
-@of_ranks("two_headed_updates", on=SEVERAL_ON, quick=[ONE])
-def test_a_body_with_two_heads_learns_the_sum_of_their_losses(seen, folder, layout):
+@parametrize_layouts("two_headed_updates", on=SEVERAL_ON, quick=[ONE])
+def test_a_two_headed_model_learns_the_sum_of_both_losses(results, folder, layout):
     parameters = plain_two_headed(SHARED_COEFS[1])
-    cases = seen[f"two_headed/{layout.label}/{SHARED_COEFS[1]}"]
+    cases = results[f"two_headed/{layout.label}/{SHARED_COEFS[1]}"]
     for case in cases:
         assert furthest(case["parameters"], parameters) < 0.1 * SEVERAL_LR
     assert sum(case["sums"][1]["critic_loss_value_sum"] for case in cases) > 0
@@ -266,9 +266,11 @@ def test_a_body_with_two_heads_learns_the_sum_of_their_losses(seen, folder, layo
     assert furthest(dict(model.named_parameters(remove_duplicate=False)), expected) == 0
 
 
-@of_ranks("two_headed_updates", on=SEVERAL_ON, quick=[ONE])
-def test_a_head_of_no_weight_leaves_the_policy_as_it_would_be_without(seen, layout):
-    (with_head, alone) = (seen[f"two_headed/{layout.label}/{c}"] for c in (SHARED_COEFS[0], None))
+@parametrize_layouts("two_headed_updates", on=SEVERAL_ON, quick=[ONE])
+def test_a_value_loss_of_weight_0_does_not_change_the_policy(results, layout):
+    with_head, alone = (
+        results[f"two_headed/{layout.label}/{coef}"] for coef in (SHARED_COEFS[0], None)
+    )
     for case, expected in zip(with_head, alone, strict=True):
         parameters = dict(case["parameters"])
         assert not parameters.pop("score.weight").any()
@@ -277,7 +279,7 @@ def test_a_head_of_no_weight_leaves_the_policy_as_it_would_be_without(seen, layo
 
 
 def plain_pretraining(model_path):
-    """What `pretraining_updates` does, written out: norms, losses and parameters."""
+    """Compute `pretraining_updates` by hand: norms, losses and parameters."""
     model = tiny_model(tied=True, seed=0, kv_heads=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=SEVERAL_LR, weight_decay=0.0)
     norms, losses = [], []
@@ -298,12 +300,10 @@ def plain_pretraining(model_path):
     return norms, losses, {name: parameter.detach() for name, parameter in names.items()}
 
 
-@of_ranks("pretraining_updates", on=SEVERAL_ON, quick=[ONE, TWO])
-def test_texts_add_their_mean_loss_to_an_update_whatever_that_is_divided_by(
-    seen, model_path, layout
-):
+@parametrize_layouts("pretraining_updates", on=SEVERAL_ON, quick=[ONE, TWO])
+def test_pretraining_adds_its_mean_loss_for_any_loss_denominator(results, model_path, layout):
     norms, losses, parameters = plain_pretraining(model_path)
-    for case in seen[f"pretraining/{layout.label}"]:
+    for case in results[f"pretraining/{layout.label}"]:
         reports = case["reports"]
         assert [report["policy/grad_norm"] for report in reports] == pytest.approx(norms, rel=1e-4)
         assert [report["loss/ptx"] for report in reports] == pytest.approx(losses, rel=1e-4)
@@ -321,10 +321,12 @@ def furthest(parameters, others) -> float:
 
 
 @pytest.mark.parametrize("cuts", CUTS)
-@of_ranks("same_update", on=LAYOUTS, quick=QUICK)
-def test_the_update_is_that_of_one_plain_step_however_it_is_cut(seen, expected, layout, cuts):
+@parametrize_layouts("same_update", on=LAYOUTS, quick=QUICK)
+def test_the_update_equals_a_plain_step_for_any_split_into_micro_batches(
+    results, expected, layout, cuts
+):
     norms, parameters = expected
-    cases = seen[f"update/{layout.label}/{cuts}"]
+    cases = results[f"update/{layout.label}/{cuts}"]
     assert len(cases) == layout.world_size
     for case in cases:
         assert case["norms"] == pytest.approx(norms, rel=1e-5)
@@ -339,17 +341,17 @@ def test_the_gradient_is_clipped_and_the_parameters_move(expected):
 
 
 @pytest.mark.ranks(Case("same_update", GATHERED))
-def test_tied_parameters_come_under_both_their_names(seen):
-    for case in seen["update/deepspeed3-2/1"]:
+def test_tied_parameters_are_published_under_both_names(results):
+    for case in results["update/deepspeed3-2/1"]:
         parameters = case["parameters"]
         assert torch.equal(parameters["lm_head.weight"], parameters["model.embed_tokens.weight"])
 
 
-@of_ranks("same_update", on=LAYOUTS, quick=QUICK)
-def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(seen, layout):
+@parametrize_layouts("same_update", on=LAYOUTS, quick=QUICK)
+def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(results, layout):
     metrics = []
     for cuts in CUTS:
-        cases = [case["sums"] for case in layout.counted(seen[f"update/{layout.label}/{cuts}"])]
+        cases = [case["sums"] for case in layout.counted(results[f"update/{layout.label}/{cuts}"])]
         total = {name: sum(case[name] for case in cases) for name in cases[0]}
         metrics.append(summarise_policy(total, divisor_of(GROUPS)))
     assert metrics[0].keys() >= {"policy/kl_ref", "loss/kl", "policy/ess", "loss/policy"}
@@ -358,50 +360,50 @@ def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(seen
         assert other == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
 
 
-@of_ranks("save_and_go_on", on=SAVED, quick=[TWO, SHARDED])
-def test_a_loaded_trainer_goes_on_as_if_it_had_not_stopped(seen, layout):
-    for (report, parameters, num_steps), again in seen[f"resume/{layout.label}"]:
+@parametrize_layouts("save_and_resume", on=SAVED, quick=[TWO, SHARDED])
+def test_resume_continues_as_if_uninterrupted(results, layout):
+    for (report, parameters, num_steps), again in results[f"resume/{layout.label}"]:
         assert again[0] == report
         assert report["policy/lr"] == pytest.approx(LR * 2 / 4)  # the second of four warm-up steps
         assert furthest(again[1], parameters) == 0
         assert again[2] == num_steps == 2
 
 
-@of_ranks("save_and_go_on", on=SAVED, quick=[TWO, SHARDED])
-def test_all_of_an_optimizers_state_can_be_offloaded(seen, expected, layout):
+@parametrize_layouts("save_and_resume", on=SAVED, quick=[TWO, SHARDED])
+def test_the_whole_optimizer_state_is_offloaded(results, expected, layout):
     once = {name: p for name, p in expected[1].items() if name != "lm_head.weight"}  # it is tied
     num_bytes = 4 * sum(parameter.numel() for parameter in once.values())
-    # Moments, and from ZeRO's stage 1 on master weights.
+    # Moments, and from ZeRO stage 1 on master weights.
     copies = 3 if layout.backend == "deepspeed" and layout.zero_stage > 0 else 2
     is_sharded = layout.zero_stage > 0 if layout.backend == "deepspeed" else layout.zero_stage == 3
     share = copies * num_bytes // (layout.num_shares if is_sharded else 1)
-    for offloaded in seen[f"offloaded/{layout.label}"]:
-        if layout.tensor_parallel > 1:  # which leaves some parameters whole
+    for offloaded in results[f"offloaded/{layout.label}"]:
+        if layout.tensor_parallel > 1:  # which keeps persistent parameters whole
             assert share // layout.tensor_parallel < offloaded < share
         else:
             assert offloaded == share
 
 
-# The first has no other to go on from.
-@of_ranks("save_and_go_on", on=SAVED, quick=[SHARDED])
-def test_a_state_of_any_backend_stage_and_number_of_ranks_is_gone_on_with(seen, layout):
-    for cases in seen.get(f"moved/{layout.label}", []):
+# The first has no other layout to resume from.
+@parametrize_layouts("save_and_resume", on=SAVED, quick=[SHARDED])
+def test_resume_from_a_state_of_any_backend_stage_and_number_of_ranks(results, layout):
+    for cases in results.get(f"moved/{layout.label}", []):
         for moved in cases:
-            (report, parameters, _), _ = seen[f"resume/{layout.label}"][0]
+            (report, parameters, _), _ = results[f"resume/{layout.label}"][0]
             check_moved(moved, report["policy/grad_norm"], parameters)
 
 
-@of_ranks(
-    "go_on_from_one_rank", on=[layout for layout in SAVED if layout.world_size == 2], quick=[]
+@parametrize_layouts(
+    "resume_from_one_rank", on=[layout for layout in SAVED if layout.world_size == 2], quick=[]
 )
-def test_a_state_of_one_rank_is_gone_on_with_by_two(seen, expected, layout):
-    for moved in seen[f"grown/{layout.label}"]:
+def test_two_ranks_resume_the_state_of_one(results, expected, layout):
+    for moved in results[f"grown/{layout.label}"]:
         check_moved(moved, expected[0][1], expected[1])
 
 
-@of_ranks("old_form", on=[ONE, *ALONE, SHARDED, TWO], quick=[])
-def test_a_state_that_a_backend_wrote_by_itself_is_read_for_its_own_layout(seen, layout):
-    for case in seen[f"old/{layout.label}"]:
+@parametrize_layouts("resume_legacy_state", on=[ONE, *ALONE, SHARDED, TWO], quick=[])
+def test_a_legacy_state_is_loaded_only_into_its_own_layout(results, layout):
+    for case in results[f"old/{layout.label}"]:
         first, again = case["runs"]
         assert again[0] == first[0] and again[2] == 2
         assert furthest(again[1], first[1]) == 0
@@ -413,62 +415,62 @@ def test_a_state_that_a_backend_wrote_by_itself_is_read_for_its_own_layout(seen,
 @pytest.mark.slow
 @pytest.mark.ranks(Case("master_weights", ALONE[1]))
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_master_weights_of_any_stage_are_gone_on_with(seen, stage):
-    (((report, parameters, _), runs),) = seen[f"bf16_state/{stage}"]
+def test_resume_restores_the_master_weights_of_any_stage(results, stage):
+    (((report, parameters, _), runs),) = results[f"bf16_state/{stage}"]
     assert runs.pop(stage)[0] == report
-    for other, (found, trained, num_updates) in runs.items():
-        assert found["policy/grad_norm"] == pytest.approx(report["policy/grad_norm"], rel=1e-3)
+    for other, (metrics, trained, num_updates) in runs.items():
+        assert metrics["policy/grad_norm"] == pytest.approx(report["policy/grad_norm"], rel=1e-3)
         assert furthest(trained, parameters) < 5e-3, other
         assert num_updates == 2
 
 
 @pytest.mark.slow
 @pytest.mark.ranks(Case("hostile_state", ALONE[1]))
-def test_a_hostile_state_executes_nothing(seen):
-    ((refusals, harmed),) = seen["hostile"]
+def test_a_hostile_legacy_state_executes_no_code(results):
+    ((refusals, harmed),) = results["hostile"]
     assert len(refusals) == 2 and not harmed
     for refusal in refusals:
         assert "holds more than plain data" in refusal and "\n" not in refusal
 
 
 def check_moved(moved, norm, parameters):
-    """Nothing is lost on the way, and the step from there is that of any other layout."""
+    """Check that loading loses no bit and that the next step equals that of any other layout."""
     assert furthest(moved.loaded, moved.saved) == 0, moved.label
-    report, found, num_updates = moved.second
+    report, metrics, num_updates = moved.second
     assert report["policy/grad_norm"] == pytest.approx(norm, rel=1e-4), moved.label
-    assert furthest(found, parameters) < 1e-6, moved.label
+    assert furthest(metrics, parameters) < 1e-6, moved.label
     assert num_updates == 2
 
 
-@of_ranks(
-    "save_and_go_on", on=[layout for layout in SAVED if layout.zero_stage in (1, 3)], quick=[TWO]
+@parametrize_layouts(
+    "save_and_resume", on=[layout for layout in SAVED if layout.zero_stage in (1, 3)], quick=[TWO]
 )
-def test_a_saved_policy_is_a_hugging_face_model(seen, folder, layout):
+def test_a_saved_policy_is_a_hugging_face_model(results, folder, layout):
     saved = folder / f"{layout.label}-model"
     model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    assert furthest(seen[f"model/{layout.label}"][0], parameters) == 0
+    assert furthest(results[f"model/{layout.label}"][0], parameters) == 0
     assert AutoTokenizer.from_pretrained(saved).eos_token == "t2"
 
 
-@of_ranks("steps_that_do_not_count", on=PAIRS, quick=[TWO, SHARDED])
-def test_a_step_nobody_trained_anything_in_updates_nothing(seen, layout):
-    for case in seen[f"skipped/{layout.label}"]:
+@parametrize_layouts("skipped_updates", on=PAIRS, quick=[TWO, SHARDED])
+def test_a_step_without_trained_tokens_skips_the_update(results, layout):
+    for case in results[f"skipped/{layout.label}"]:
         assert case["report"]["policy/grad_norm"] == 0
         assert case["unchanged"]
 
 
-@of_ranks("steps_that_do_not_count", on=PAIRS, quick=[TWO, SHARDED])
-def test_a_gradient_that_is_not_finite_is_an_error_and_no_update(seen, layout):
-    for case in seen[f"skipped/{layout.label}"]:
+@parametrize_layouts("skipped_updates", on=PAIRS, quick=[TWO, SHARDED])
+def test_a_non_finite_gradient_raises_and_skips_the_update(results, layout):
+    for case in results[f"skipped/{layout.label}"]:
         assert "update 0: the gradient's norm is" in case["message"]
         assert case["unchanged"]
 
 
 @pytest.mark.slow
 @pytest.mark.ranks(OTHER_SETTINGS)
-def test_recomputing_activations_does_not_change_the_update(seen, expected):
-    (case,) = seen["checkpointed"]
+def test_recomputing_activations_does_not_change_the_update(results, expected):
+    (case,) = results["checkpointed"]
     assert case["norms"] == pytest.approx(expected[0], rel=1e-5)
     assert furthest(case["parameters"], expected[1]) < 1e-6
 
@@ -476,25 +478,25 @@ def test_recomputing_activations_does_not_change_the_update(seen, expected):
 @pytest.mark.slow
 @pytest.mark.ranks(OTHER_SETTINGS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bfloat16_has_the_same_gradient_to_its_precision(seen, expected, stage):
-    (case,) = seen[f"bfloat16/{stage}"]
-    (other,) = seen["bfloat16/1"]
-    # Rounded to bfloat16, the parameters of the second step are not those of float32.
+def test_bfloat16_gradients_agree_within_bfloat16_precision(results, expected, stage):
+    (case,) = results[f"bfloat16/{stage}"]
+    (other,) = results["bfloat16/1"]
+    # Rounded to bfloat16, the parameters of the second step differ from those in float32.
     assert case["norms"][0] == pytest.approx(expected[0][0], rel=0.05)
     assert case["norms"] == pytest.approx(other["norms"], rel=1e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(Case("come_late", Layout("deepspeed", 1, 2)))
-def test_a_rank_does_not_wait_for_ever_for_one_that_stays_away(seen):
-    ((message, waited_s),) = seen["late"]
+@pytest.mark.ranks(Case("miss_collective", Layout("deepspeed", 1, 2)))
+def test_a_collective_times_out_if_a_rank_is_missing(results):
+    ((message, waited_s),) = results["late"]
     assert message.startswith(
         f"rank 0 waited {LATE_S:g} s for the other ranks in the optimizer of update 0: "
     )
     assert LATE_S - 0.5 < waited_s < 5 * LATE_S
 
 
-def test_the_learning_rate_rises_in_equal_parts():
+def test_the_warm_up_is_linear():
     config = TrainerConfig(lr=8.0, warmup_steps=4)
     assert [config.compute_lr(step) for step in range(6)] == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
     assert TrainerConfig(lr=8.0).compute_lr(0) == 8.0
@@ -508,7 +510,7 @@ OPTIONS = {"warmup_stable_decay": {"num_decay_steps": 3}, "cosine_with_restarts"
 
 # constant has a warm-up of its own.
 @pytest.mark.parametrize("name", sorted({*LR_SCHEDULES} - {"constant"}))
-def test_a_schedule_is_that_of_transformers_from_whatever_step_it_goes_on(name):
+def test_lr_schedules_equal_those_of_transformers_at_any_resumed_step(name):
     options: dict[str, Any] = {"min_lr": 1.0} if "min_lr" in name else {**OPTIONS.get(name, {})}
     config = TrainerConfig(lr=8.0, lr_schedule=name, warmup_steps=2, lr_schedule_options=options)
     stepped = torch.optim.SGD([torch.zeros(1)], lr=8.0)
@@ -523,9 +525,9 @@ def test_a_schedule_is_that_of_transformers_from_whatever_step_it_goes_on(name):
     assert len(set(rates)) > 2
 
 
-# The one that is left out ends, in transformers, a step early or late.
+# The omitted schedule ends a step early or late in transformers.
 @pytest.mark.parametrize("name", sorted(DECAY_SCHEDULES.keys() - {"cosine_warmup_with_min_lr"}))
-def test_a_schedule_falls_to_the_least_learning_rate(name):
+def test_a_decaying_schedule_ends_at_lr_min(name):
     options = OPTIONS.get(name, {})
     config = TrainerConfig(lr=8.0, lr_min=2.0, lr_schedule=name, lr_schedule_options=options)
     rates = [config.compute_lr(step, STEPS) for step in range(STEPS + 1)]
@@ -534,7 +536,7 @@ def test_a_schedule_falls_to_the_least_learning_rate(name):
     assert rates == sorted(rates, reverse=True)
 
 
-def test_every_schedule_of_transformers_is_there_that_asks_for_no_loss():
+def test_all_lr_schedules_of_transformers_that_need_no_loss_are_supported():
     assert {*LR_SCHEDULES} == {one.value for one in SchedulerType} - {
         "reduce_lr_on_plateau",
         "greedy",
@@ -545,20 +547,20 @@ def test_every_schedule_of_transformers_is_there_that_asks_for_no_loss():
     ("settings", "message"),
     [
         ({"lr_schedule": "linaer"}, "trainer.lr_schedule=linaer: must be one of constant, "),
-        ({"lr_min": 1e-7}, "trainer.lr_min=1e-07: trainer.lr_schedule=constant has none"),
+        ({"lr_min": 1e-7}, "trainer.lr_min=1e-07: trainer.lr_schedule=constant does not decay"),
         ({"lr_min": 1.0, "lr_schedule": "cosine"}, "trainer.lr_min=1.0: must be 0 or more, below"),
         ({"warmup_ratio": 1.0}, "trainer.warmup_ratio=1.0: must be 0 or more, below 1"),
         ({"warmup_ratio": 0.1, "warmup_steps": 3}, "warmup_ratio=0.1: must be 0 beside"),
         ({"lr_schedule_options": {"a": 1}}, "lr_schedule_options={'a': 1}: trainer.lr_schedule"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused(settings, message):
+def test_invalid_schedule_settings_are_rejected(settings, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         TrainerConfig(**settings)
 
 
 @pytest.mark.parametrize("name", ["warmup_stable_decay", "cosine_with_min_lr"])
-def test_a_schedule_that_lacks_a_setting_is_refused_before_the_first_step(name):
+def test_a_schedule_without_a_required_option_is_rejected_before_the_first_step(name):
     with pytest.raises(ConfigError, match=f"trainer.lr_schedule={name}: "):
         TrainerConfig(lr_schedule=name).compute_lr(0, STEPS)
 
@@ -583,7 +585,7 @@ def test_a_schedule_that_lacks_a_setting_is_refused_before_the_first_step(name):
         ),
         (
             {"tensor_parallel": 2, "world_size": 2, "backend": "torch", "lora_rank": 4},
-            "trainer.tensor_parallel=2: trains all of a model; trainer.lora_rank must be 0",
+            "trainer.tensor_parallel=2: does not support LoRA; trainer.lora_rank must be 0",
         ),
         ({"betas": [0.9]}, "trainer.betas=[0.9]: must be two numbers from 0 to below 1"),
         (
@@ -593,7 +595,7 @@ def test_a_schedule_that_lacks_a_setting_is_refused_before_the_first_step(name):
         ),
     ],
 )
-def test_an_impossible_config_is_refused(settings, message):
+def test_an_invalid_trainer_config_is_rejected(settings, message):
     with pytest.raises(ConfigError) as refusal:
         TrainerConfig(**settings)
     assert str(refusal.value) == message

@@ -1,4 +1,4 @@
-"""Whether every parameter arrived, told by sums that no layout of an engine changes."""
+"""Fingerprints of parameters detect missing ones in any layout of an engine."""
 
 import logging
 from collections.abc import Mapping
@@ -17,26 +17,26 @@ TIED = "head.weight"
 
 
 def published(*, seed: int) -> dict[str, Tensor]:
-    """Parameters of two layers as a checkpoint has them, and an embedding."""
+    """Return parameters of two layers and an embedding, as in a checkpoint."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    found = {"embed.weight": noise(10, 4), TIED: noise(10, 4)}
+    tensors = {"embed.weight": noise(10, 4), TIED: noise(10, 4)}
     for layer in range(2):
         name = f"layers.{layer}"
-        found |= {f"{name}.{part}.weight": noise(4, 4) for part in "qkv"}
-        found |= {f"{name}.norm.weight": noise(4)}
+        tensors |= {f"{name}.{part}.weight": noise(4, 4) for part in "qkv"}
+        tensors |= {f"{name}.norm.weight": noise(4)}
         for expert in range(3):
-            found |= {
+            tensors |= {
                 f"{name}.experts.{expert}.{part}.weight": noise(6, 4) for part in ("w1", "w3")
             }
-    return found
+    return tensors
 
 
 class Served(nn.Module):
-    """A model that keeps them as an engine might: fused, stacked, turned, padded."""
+    """A model that holds the parameters as an engine might: fused, stacked, transposed, padded."""
 
     def __init__(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Served(nn.Module):
         self.take(tensors)
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up other values."""
+        """Load other values."""
 
         def held(tensor: Tensor) -> nn.Parameter:
             return nn.Parameter(tensor.to(self.dtype))
@@ -75,7 +75,7 @@ def compared(model: Served, check: LoadCheck, tensors: Mapping[str, Tensor]) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_arrived_is_told_from_what_did_not_whatever_the_layout(dtype: torch.dtype) -> None:
+def test_fingerprints_detect_missing_parameters_in_any_layout(dtype: torch.dtype) -> None:
     first, second = published(seed=0), published(seed=1)
     model = Served(first, dtype=dtype)
     check = LoadCheck(model, first, MERGED)
@@ -87,18 +87,18 @@ def test_what_arrived_is_told_from_what_did_not_whatever_the_layout(dtype: torch
         model.take({**second, name: first[name]})
         differing = compared(model, check, second)
         assert set(differing) == {
-            # What is fused is one.
+            # A fused parameter counts as one.
             "embed": {"embed.weight"},
             "layers.0.norm": {name},
             "layers.1.k": {f"layers.1.{part}.weight" for part in "qkv"},
         }.get(lost, {f"layers.1.experts.{i}.{w}.weight" for i in range(3) for w in ("w1", "w3")})
-    # One step of training: a part in a hundred thousand.
+    # A training step changes values by about 1e-5.
     small = {n: t * (1 + 1e-5 * torch.sign(first[n])) for n, t in second.items()}
     model.take({**small, "layers.0.experts.0.w1.weight": second["layers.0.experts.0.w1.weight"]})
     assert bool(compared(model, check, small)) == (dtype == torch.float32)
 
 
-def test_what_the_engine_has_no_place_for_is_named() -> None:
+def test_parameters_without_a_counterpart_are_named() -> None:
     first = published(seed=0)
     first["layers.1.o.bias"] = torch.full((4,), 1e-3)
     model = Served(first, dtype=torch.float32)
@@ -106,7 +106,7 @@ def test_what_the_engine_has_no_place_for_is_named() -> None:
     assert compared(model, check, first) == ["layers.1.o.bias"]
 
 
-def test_what_the_engine_changes_on_the_way_is_left_out_and_the_rest_compared() -> None:
+def test_parameters_that_vllm_changes_while_loading_are_excluded() -> None:
     first, second = published(seed=0), published(seed=1)
 
     class Scaled(Served):
@@ -121,7 +121,7 @@ def test_what_the_engine_changes_on_the_way_is_left_out_and_the_rest_compared() 
     assert "layers.0.q.weight" in compared(model, check, second)
 
 
-def test_the_error_names_the_parameters_and_what_the_engine_said() -> None:
+def test_the_error_names_the_parameters_and_vllms_warnings() -> None:
     first, second = published(seed=0), published(seed=1)
     model = Served(first, dtype=torch.float32)
     check = LoadCheck(model, first, MERGED)
@@ -134,18 +134,18 @@ def test_the_error_names_the_parameters_and_what_the_engine_said() -> None:
         arrival.raise_on_difference("generator-0")
 
 
-def test_warnings_of_loading_are_kept_and_counted() -> None:
+def test_load_warnings_are_collected_and_counted() -> None:
     handler = LoadWarningHandler()
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     other = logging.getLogger("vllm.config.model")
-    for one in (logger, other):
-        one.addHandler(handler)
+    for vllm_logger in (logger, other):
+        vllm_logger.addHandler(handler)
     try:
         for _ in range(3):
             logger.warning("%s: Failed to load weights", "FusedMoE")
         other.warning("a warning of something else")
     finally:
-        for one in (logger, other):
-            one.removeHandler(handler)
+        for vllm_logger in (logger, other):
+            vllm_logger.removeHandler(handler)
     assert handler.drain_warnings() == ("FusedMoE: Failed to load weights (3 times)",)
     assert handler.drain_warnings() == ()

@@ -1,4 +1,4 @@
-"""Ranks that share generators: who is with whom, what moves, what is served, and who has died."""
+"""Ranks that share generators: grouping, resharding, equal samples, and a dead rank."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +11,7 @@ from streamrl.engines.training.in_place_update import make_nodes
 from streamrl.engines.vllm.rank_groups import RankGroup, assign_rank_groups, make_rank_group
 from streamrl.resharding import NodeTopology
 from tests import forked
-from tests.engines.conftest import cases_of
+from tests.engines.conftest import list_cases
 from tests.engines.dying_team import TEAM, member
 from tests.engines.team_ranks import (
     ODD_VOCABULARY,
@@ -22,12 +22,12 @@ from tests.engines.team_ranks import (
     write_model,
 )
 from tests.engines.tiny_qwen import save, tiny_model
-from tests.engines.trainer_ranks import free_ports
+from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 RUNS = {
-    # World, heads of keys and values, meshes; the teams are those of the first.
+    # World size, key-value heads, meshes; the rank groups are those of the first.
     "four": (4, 4, ("tensor", "sharded")),
     "two, sharing a head": (2, 1, ("whole", "sharded")),
     "two": (2, 4, ("tensor",)),
@@ -35,7 +35,7 @@ RUNS = {
 
 
 class Run(NamedTuple):
-    """One of them, that a test looks at."""
+    """A run of rank processes that a test uses."""
 
     name: str
 
@@ -43,8 +43,8 @@ class Run(NamedTuple):
 QUICK = "two"
 
 
-def of_runs(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Parameters of tests, the first of which is a run; all but those of the quick one are slow."""
+def parametrize_runs(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Parametrize a test; the first parameter is a run, and all but the quick run are slow."""
     return [
         pytest.param(
             *case,
@@ -64,27 +64,27 @@ CASES = [(run, mesh) for run, (_, _, meshes) in RUNS.items() for mesh in meshes]
 @pytest.mark.parametrize(
     ("settings", "size", "teams"),
     [
-        # Tensor ranks at intervals of t / t_g, in every training replica.
+        # Tensor ranks at intervals of t / t_g, in every data-parallel replica.
         ({"world_size": 4, "tensor_parallel": 4}, 2, [(0, 2), (1, 3)]),
         ({"world_size": 8, "tensor_parallel": 4}, 2, [(0, 2), (1, 3), (4, 6), (5, 7)]),
         ({"world_size": 4, "tensor_parallel": 2}, 2, [(0, 1), (2, 3)]),
         # More parts than in training: ranks 0 and 2 train the first half, and serve a quarter each.
         ({"world_size": 4, "tensor_parallel": 2}, 4, [(0, 2, 1, 3)]),
-        # Neighbours, whose traffic stays in a node: ranks 2 and 3 both train of the second half.
+        # Consecutive ranks, to stay in a node: ranks 2 and 3 both train the second half.
         ({"world_size": 4, "zero_stage": 3}, 2, [(0, 1), (3, 2)]),
-        # All train the same: neighbours.
+        # All ranks train the same: consecutive ranks.
         ({"world_size": 4}, 2, [(0, 1), (2, 3)]),
         ({"world_size": 3}, 1, [(0,), (1,), (2,)]),
     ],
 )
-def test_who_shares_a_generator_trains_what_it_serves_as_far_as_can_be(
+def test_rank_groups_maximize_the_overlap_of_trained_and_served_shards(
     settings: dict[str, Any], size: int, teams: list[tuple[int, ...]]
 ) -> None:
     assert list(assign_rank_groups(TrainerConfig(backend="torch", **settings), size)) == teams
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_no_team_is_larger_than_a_node_that_has_room_for_it(tensor_parallel: int) -> None:
+def test_rank_groups_stay_within_a_node_where_possible(tensor_parallel: int) -> None:
     trainer = TrainerConfig(
         backend="torch", zero_stage=3, world_size=32, tensor_parallel=tensor_parallel
     )
@@ -98,15 +98,21 @@ def test_no_team_is_larger_than_a_node_that_has_room_for_it(tensor_parallel: int
 @pytest.mark.parametrize(
     ("nodes", "per_node"), [("aaaabbbb", 4), ("aaaa", 4), ("abab", 1), ("aaab", 4)]
 )
-def test_who_is_on_one_node_is_near(nodes: str, per_node: int) -> None:
+def test_ranks_of_a_node_are_near(nodes: str, per_node: int) -> None:
     assert make_nodes(list(nodes)) == NodeTopology(per_node)
 
 
-def test_a_rank_knows_its_place_and_who_leads() -> None:
+def test_a_rank_group_gives_shard_index_and_leader() -> None:
     trainer = TrainerConfig(backend="torch", world_size=4, tensor_parallel=4)
-    found = make_rank_group(3, trainer, 2)
-    assert found == RankGroup(3, ((0, 2), (1, 3)))
-    assert (found.ranks, found.group_rank, found.size, found.leader_rank, found.is_leader) == (
+    rank_group = make_rank_group(3, trainer, 2)
+    assert rank_group == RankGroup(3, ((0, 2), (1, 3)))
+    assert (
+        rank_group.ranks,
+        rank_group.group_rank,
+        rank_group.size,
+        rank_group.leader_rank,
+        rank_group.is_leader,
+    ) == (
         (1, 3),
         1,
         2,
@@ -116,26 +122,28 @@ def test_a_rank_knows_its_place_and_who_leads() -> None:
 
 
 @pytest.fixture(scope="module")
-def seen(
+def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Any]]:
-    """What each rank of each run saw; last, what a generator that is not split samples."""
-    found: dict[str, list[Any]] = {}
-    for (name,) in cases_of(request, Run):
+    """Return each rank's results by run; last, the samples of an unsplit generator."""
+    results_by_run: dict[str, list[Any]] = {}
+    for (name,) in list_cases(request, Run):
         world, heads, meshes = RUNS[name]
         path = write_model(heads, tmp_path_factory.mktemp("team"))
-        (port,) = free_ports(1)
+        (port,) = find_free_ports(1)
         arguments = [(rank, path, port, world, meshes) for rank in range(world)]
         ranks = forked.run(one_rank, arguments, timeout_s=400)
-        found[name] = ranks + forked.run(whole, [(path, ranks[0]["meshes"]["last"])], timeout_s=400)
-    return found
+        results_by_run[name] = ranks + forked.run(
+            whole, [(path, ranks[0]["meshes"]["last"])], timeout_s=400
+        )
+    return results_by_run
 
 
-@pytest.mark.parametrize(("name", "mesh"), of_runs(CASES))
-def test_what_a_team_serves_after_each_update_is_what_its_trainers_say(
-    seen: dict[str, list[Any]], name: str, mesh: str
+@pytest.mark.parametrize(("name", "mesh"), parametrize_runs(CASES))
+def test_a_split_generator_serves_the_trainers_weights_after_each_update(
+    results: dict[str, list[Any]], name: str, mesh: str
 ) -> None:
-    leaders = [rank for rank in seen[name][:-1] if "tokens" in rank["meshes"]]
+    leaders = [rank for rank in results[name][:-1] if "tokens" in rank["meshes"]]
     assert len(leaders) == RUNS[name][0] // 2
     for leader in leaders:
         updates = leader["meshes"][mesh]["updates"]
@@ -145,57 +153,61 @@ def test_what_a_team_serves_after_each_update_is_what_its_trainers_say(
         assert all(logprobs != first for logprobs in later), "the updates change something"
 
 
-@pytest.mark.parametrize(("name", "mesh"), of_runs(CASES))
-def test_what_a_rank_lacks_of_its_part_comes_once_and_nothing_else(
-    seen: dict[str, list[Any]], name: str, mesh: str
+@pytest.mark.parametrize(("name", "mesh"), parametrize_runs(CASES))
+def test_a_rank_receives_only_the_elements_it_lacks_once(
+    results: dict[str, list[Any]], name: str, mesh: str
 ) -> None:
-    for rank in seen[name][:-1]:
-        found = rank["meshes"][mesh]
-        assert found["served_bytes"] < 0.6 * found["model_bytes"]
-        for update in found["updates"]:
-            assert update["received_bytes"] == found["lacking_bytes"]
-        # Each half is trained where it is served, or by both.
-        assert bool(found["lacking_bytes"]) is ((name, mesh) not in WITH_ALL)
+    for rank in results[name][:-1]:
+        mesh_results = rank["meshes"][mesh]
+        assert mesh_results["served_bytes"] < 0.6 * mesh_results["model_bytes"]
+        for update in mesh_results["updates"]:
+            assert update["received_bytes"] == mesh_results["lacking_bytes"]
+        # Each half is trained by the rank that serves it, or by both.
+        assert bool(mesh_results["lacking_bytes"]) is ((name, mesh) not in WITH_ALL)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks(Run("four"))
-def test_of_four_tensor_ranks_two_that_are_not_neighbours_share_a_generator(
-    seen: dict[str, list[Any]],
+def test_four_tensor_ranks_form_generators_of_every_other_rank(
+    results: dict[str, list[Any]],
 ) -> None:
-    ranks = seen["four"][:-1]
+    ranks = results["four"][:-1]
     assert [rank["team"] for rank in ranks] == [(0, 2), (1, 3)] * 2
     cut = sum(p.nbytes for name, p in make(4).named_parameters() if "_proj" in name)
     for rank in ranks:
-        # (d_g - 1) / (t p) of it, the least there can be.
+        # (d_g - 1) / (t p) of it, the theoretical minimum.
         assert rank["meshes"]["tensor"]["updates"][0]["received_bytes"] == cut // 4
 
 
-@pytest.mark.parametrize(("name", "copies_columns"), of_runs([("two", False), ("four", True)]))
-def test_ranks_train_where_they_serve_and_only_what_lies_otherwise_there_is_copied(
-    seen: dict[str, list[Any]], name: str, copies_columns: bool
+@pytest.mark.parametrize(
+    ("name", "copies_columns"), parametrize_runs([("two", False), ("four", True)])
+)
+def test_trained_shards_alias_served_ones_and_only_strided_ones_are_copied(
+    results: dict[str, list[Any]], name: str, copies_columns: bool
 ) -> None:
     of = {name: parameter.nbytes for name, parameter in make(4).named_parameters()}
-    # Those are cut for the generator and not for the trainer.
+    # Those are split for the generator and not for the trainer.
     ends = sum(of.pop(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
     cut = {name for name in of if "_proj" in name}
     columns = {name for name in cut if "o_proj" in name or "down_proj" in name}
     apart = columns if copies_columns else set()
-    *ranks, _ = seen[name]
+    *ranks, _ = results[name]
     for number, rank in enumerate(ranks):
-        found = rank["meshes"]["tensor"]
-        there = {n: of[n] // (len(ranks) if n in cut else 1) for n in of.keys() - apart}
-        assert found["one memory"] == there
+        mesh_results = rank["meshes"]["tensor"]
+        aliased_bytes = {n: of[n] // (len(ranks) if n in cut else 1) for n in of.keys() - apart}
+        assert mesh_results["one memory"] == aliased_bytes
         rows = 64 if number == rank["team"][0] else ODD_VOCABULARY - 64
-        own = sum(of[n] for n in apart) // len(ranks) + ends * rows // ODD_VOCABULARY
-        assert [update["copied_bytes"] for update in found["updates"]] == [own] * (UPDATES + 1)
+        copied_bytes = sum(of[n] for n in apart) // len(ranks) + ends * rows // ODD_VOCABULARY
+        assert [update["copied_bytes"] for update in mesh_results["updates"]] == [copied_bytes] * (
+            UPDATES + 1
+        )
 
 
-@pytest.mark.parametrize("name", of_runs((name,) for name in RUNS))
-def test_a_team_samples_the_tokens_of_a_whole_generator_also_after_its_memory_was_released(
-    seen: dict[str, list[Any]], name: str
+@pytest.mark.parametrize("name", parametrize_runs((name,) for name in RUNS))
+def test_a_split_generator_samples_the_tokens_of_an_unsplit_one_also_after_sleep(
+    results: dict[str, list[Any]], name: str
 ) -> None:
-    *ranks, by_one = seen[name]
+    *ranks, by_one = results[name]
     for rank in ranks:
         before, after = rank["meshes"]["kv_bytes"]
         assert before > 1 << 20 and after == 0
@@ -211,10 +223,8 @@ def test_a_team_samples_the_tokens_of_a_whole_generator_also_after_its_memory_wa
         (1, "rank 1 of the split generator has died"),
     ],
 )
-def test_who_shares_a_generator_is_told_which_rank_has_died(
-    tmp_path: Path, victim: int, told: str
-) -> None:
+def test_a_split_generator_names_the_dead_rank(tmp_path: Path, victim: int, told: str) -> None:
     path = save(tiny_model(tied=True, seed=1), tmp_path / "model", ends=False)
-    (port,) = free_ports(1)
+    (port,) = find_free_ports(1)
     arguments = [(rank, path, port, victim, tmp_path / "under way") for rank in TEAM]
     assert told in forked.run(member, arguments, timeout_s=400, killed=[victim])[1 - victim]

@@ -1,4 +1,4 @@
-"""Texts and token ids that end a completion, as part of the rollout that was sampled."""
+"""Stop strings and stop token ids end a completion and belong to the rollout."""
 
 from pathlib import Path
 
@@ -24,22 +24,22 @@ pytestmark = [
 ]
 
 PROMPT = prompt(5, 14, 6, 18)
-#: The end of one token, a space, and the beginning of the next; and a token.
+#: The end of a token, a space, and the start of the next; and a token.
 TEXT, TOKEN_ID = "1 t3", 44
 
 
 def written(rollout: Rollout) -> list[int]:
-    """The completion's token ids."""
+    """Return the completion's token ids."""
     return list(rollout.completion_ids.tolist())
 
 
 def is_stopped(token_ids: list[int]) -> bool:
-    """Whether a completion has come to the text or the token that ends it."""
+    """Return whether a completion contains a stop string or token."""
     return TOKEN_ID in token_ids or TEXT in " ".join(f"t{i}" for i in token_ids)
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_a_rollout_ends_with_the_token_that_completes_a_stop_and_is_trained_as_sampled(
+async def test_a_rollout_ends_with_the_token_that_completes_a_stop_string(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = endless_model(seed=1)
@@ -60,19 +60,19 @@ async def test_a_rollout_ends_with_the_token_that_completes_a_stop_and_is_traine
             assert rollout in stopped or not is_stopped(written(rollout))
             assert rollout.loss_mask[len(PROMPT) :].all()
         assert worst_error(rollouts, {0: model}) < 1e-4
-        # Broken off within the text, it ends all the same.
+        # A rollout that was interrupted within the stop string ends all the same.
         cut = make_empty_rollout(prompt(*PROMPT, 21))
-        (rollout,) = await engine.generate(PROMPT, seeds=[3], begun=[cut])
+        (rollout,) = await engine.generate(PROMPT, seeds=[3], partial_rollouts=[cut])
         assert rollout.token_ids[len(PROMPT)] == 21
         assert not is_stopped(written(rollout)[:-1])
     finally:
         await engine.close()
 
 
-def test_a_text_is_found_across_a_break_and_between_bytes(tmp_path: Path) -> None:
+def test_a_stop_string_is_found_across_a_resume_and_between_bytes(tmp_path: Path) -> None:
     folder = save(endless_model(seed=1), tmp_path)
     rules = StopConditions(folder, GeneratorConfig(stop=["1 t3 t4", "t9"]))
-    for sampled, new, found in (
+    for sampled, new, expected in (
         ([], [21, 3, 4], ["", "", "1 t3 t4"]),
         ([21], [3, 4], ["", "1 t3 t4"]),
         ([5] * 50 + [21, 3], [4], ["1 t3 t4"]),
@@ -80,6 +80,6 @@ def test_a_text_is_found_across_a_break_and_between_bytes(tmp_path: Path) -> Non
         ([], [29], [""]),
     ):
         detokenizer = rules.make_detokenizer(sampled)
-        assert [detokenizer.update([token], False) or "" for token in new] == found
+        assert [detokenizer.update([token], False) or "" for token in new] == expected
         assert detokenizer.num_output_tokens() == len(new)
     assert StopConditions(folder, GeneratorConfig()).make_detokenizer([]) is None

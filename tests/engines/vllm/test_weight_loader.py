@@ -1,4 +1,4 @@
-"""Parameters as views of what they were given, and as copies of it; no engine in here."""
+"""Parameters as views and as copies of the published tensors, without an engine."""
 
 import numpy as np
 import pytest
@@ -18,16 +18,16 @@ def parameter(rows: int, columns: int = 4) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(rows, columns), requires_grad=False)
 
 
-def test_a_merged_parameter_has_the_names_of_its_parts_in_order() -> None:
+def test_a_fused_parameter_lists_its_source_names_in_order() -> None:
     names = list_source_names("model.layers.1.self_attn.qkv_proj.bias", MERGED)
     parent = "model.layers.1.self_attn"
     assert names == (f"{parent}.q_proj.bias", f"{parent}.k_proj.bias", f"{parent}.v_proj.bias")
     assert list_source_names("model.norm.weight", MERGED) == ("model.norm.weight",)
 
 
-def test_parts_that_follow_each_other_are_seen_as_one() -> None:
+def test_adjacent_parts_are_viewed_as_a_block() -> None:
     data = np.arange(24, dtype=np.float32)
-    # Of two arrays, as a bucket gives them: no storage in common.
+    # Two arrays, as in a bucket: separate storages.
     parts = [torch.from_dlpack(data[:8]).view(2, 4), torch.from_dlpack(data[8:]).view(4, 4)]
     block = view_as_block(parts, torch.empty(6, 4))
     assert block is not None
@@ -44,18 +44,18 @@ def test_parts_that_follow_each_other_are_seen_as_one() -> None:
     ],
     ids=["in another order", "with a gap", "with a row too few"],
 )
-def test_other_parts_are_not(parts: list[tuple[int, int]]) -> None:
+def test_parts_that_are_not_adjacent_are_not_viewed(parts: list[tuple[int, int]]) -> None:
     memory = torch.zeros(8, 4)
     assert view_as_block([memory[a:b] for a, b in parts], torch.empty(6, 4)) is None
 
 
-def test_neither_are_parts_of_another_type_or_with_strides() -> None:
+def test_parts_of_another_dtype_or_with_strides_are_not_viewed() -> None:
     assert view_as_block([torch.zeros(6, 4, dtype=torch.float64)], torch.empty(6, 4)) is None
     assert view_as_block([torch.zeros(4, 6).t()], torch.empty(6, 4)) is None
     assert view_as_block([torch.zeros(6, 4, device="meta")], torch.empty(6, 4)) is None
 
 
-def test_a_view_copies_nothing_and_is_never_written_to() -> None:
+def test_a_view_copies_nothing_and_is_never_written() -> None:
     bound = BoundParameter(target := parameter(6), ("q", "k"))
     first = torch.arange(24.0).view(6, 4)
     expected = first.clone()
@@ -67,7 +67,7 @@ def test_a_view_copies_nothing_and_is_never_written_to() -> None:
     assert torch.equal(first, expected)
 
 
-def test_copies_share_one_place_and_views_live_as_long_as_they_are_seen() -> None:
+def test_copies_reuse_their_memory_and_views_keep_theirs_alive() -> None:
     bound = BoundParameter(target := parameter(6), ("q", "k"))
     apart = [torch.ones(2, 4), torch.ones(4, 4)]
     bound.load_parts(apart)
@@ -77,11 +77,11 @@ def test_copies_share_one_place_and_views_live_as_long_as_they_are_seen() -> Non
     memory = torch.full((6, 4), 3.0)
     bound.load_parts([memory[:2], memory[2:]])
     del memory
-    torch.full((6, 4), 9.0)  # would take the place of what is gone
+    torch.full((6, 4), 9.0)  # would reuse freed memory
     assert target.tolist() == [[3.0] * 4] * 6
 
 
-def test_a_copied_embedding_keeps_zeros_behind_its_rows_and_a_view_has_none() -> None:
+def test_a_copied_embedding_is_padded_with_zeros_and_a_view_is_not() -> None:
     bound = BoundParameter(target := parameter(8), ("embed",))
     assert bound.has_matching_shapes({"embed": (5, 4)})
     for value in (1.0, 2.0):
@@ -91,7 +91,7 @@ def test_a_copied_embedding_keeps_zeros_behind_its_rows_and_a_view_has_none() ->
     assert target.tolist() == [[3.0] * 4] * 5
 
 
-def test_others_may_fill_a_parameter_in_its_own_memory_also_after_it_was_a_view() -> None:
+def test_target_views_write_into_own_memory_also_after_a_view() -> None:
     bound = BoundParameter(target := parameter(6), ("q", "k"))
     viewed = torch.ones(6, 4)
     bound.load_parts([viewed[:2], viewed[2:]])
@@ -111,11 +111,11 @@ def test_others_may_fill_a_parameter_in_its_own_memory_also_after_it_was_a_view(
         ({"q": (6, 4)}, False),
     ],
 )
-def test_parts_fit_by_name_and_shape(shapes: dict[str, tuple[int, ...]], fits: bool) -> None:
+def test_parts_must_match_by_name_and_shape(shapes: dict[str, tuple[int, ...]], fits: bool) -> None:
     assert BoundParameter(parameter(6), ("q", "k")).has_matching_shapes(shapes) is fits
 
 
-def test_a_parameter_is_held_against_what_was_read() -> None:
+def test_a_parameter_is_compared_with_the_stored_values() -> None:
     bound = BoundParameter(target := parameter(6), ("q", "k"))
     target.data.copy_(torch.arange(24.0).view(6, 4))
     stored = torch.arange(24.0, dtype=torch.float64).view(6, 4)
@@ -126,13 +126,13 @@ def test_a_parameter_is_held_against_what_was_read() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(8,), (1, 8), (0, 8), (2, 3, 8)])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_onednn_multiplies_as_torch_does(
+def test_onednn_linear_equals_torch(
     dtype: torch.dtype, shape: tuple[int, ...], has_bias: bool
 ) -> None:
     x = torch.randn(shape, generator=torch.manual_seed(1)).to(dtype)
     weight, bias = torch.randn(5, 8).to(dtype), torch.randn(5).to(dtype)
-    found = onednn_linear(x, weight, bias if has_bias else None)
+    actual = onednn_linear(x, weight, bias if has_bias else None)
     expected = torch.nn.functional.linear(x, weight, bias if has_bias else None)
     torch.testing.assert_close(
-        found, expected, rtol=2e-2, atol=2e-2 if dtype != torch.float32 else 1e-5
+        actual, expected, rtol=2e-2, atol=2e-2 if dtype != torch.float32 else 1e-5
     )
