@@ -264,7 +264,7 @@ async def test_a_timeout_of_the_generator_is_its_own():
 
 
 async def test_a_missing_score_is_refused():
-    with pytest.raises(ValueError, match=r"uid 0:0:0: \(3,\) scores, wanted 4"):
+    with pytest.raises(ValueError, match=r"uid 0:0:0: column scores has shape \(3,\)"):
         await evaluate_policy(
             prompts(""),
             generate=generate,
