@@ -47,7 +47,7 @@ class EvaluationConfig:
             ("top_k", -1),
         ):
             if not vars(self)[key] >= minimum:
-                raise ConfigError(f"evaluation.{key}={vars(self)[key]}: must be {least} or more")
+                raise ConfigError(f"evaluation.{key}={vars(self)[key]}: must be {minimum} or more")
         if not math.isfinite(self.temperature):
             raise ConfigError(f"evaluation.temperature={self.temperature}: must be finite")
         if not 0 < self.top_p <= 1:

@@ -42,6 +42,6 @@ def test_an_answer_calls_nothing_but_the_classes_that_travel(
     module: str, name: str, tmp_path
 ) -> None:
     note = tmp_path / "ran"
-    with pytest.raises(pickle.UnpicklingError, match=f"{name} is no plain data"):
+    with pytest.raises(pickle.UnpicklingError, match=f"{name} is not an allowed class"):
         unpickle_response(call_of(module, name, ["touch", str(note)]))
     assert not note.exists()

@@ -78,15 +78,15 @@ async def test_what_hangs_is_killed_with_all_it_started_and_the_others_go_on(run
 @pytest.mark.parametrize(
     ("statement", "error", "words"),
     [
-        ("os._exit(3)", RewardCrashError, "its process ended with exit code 3"),
+        ("os._exit(3)", RewardCrashError, "worker process exited with code 3"),
         pytest.param(
-            *("os.kill(os.getpid(), 11)", RewardCrashError, "its process was ended by SIGSEGV"),
+            *("os.kill(os.getpid(), 11)", RewardCrashError, "worker process was killed by SIGSEGV"),
             marks=pytest.mark.slow,
         ),
         (
             "hoard.append(bytearray(300 << 20)); time.sleep(60)",
             RewardMemoryError,
-            r"took \d{3} MB, of 256",
+            r"used \d{3} MiB, the limit is 256",
         ),
         ("raise ValueError('no judge')", RewardRaisedError, r"reward\d.py:5: ValueError: no judge"),
     ],
