@@ -288,7 +288,7 @@ def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
         ({"kind": "function", "path": "a.py"}, "filter.function: missing"),
         (
             {"kind": "none", "path": "a.py"},
-            "filter.path: means nothing to filter.kind=none;"
+            "filter.path has no effect with filter.kind=none;"
             " mean_outside takes low and high, function takes path and function",
         ),
         (

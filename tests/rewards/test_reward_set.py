@@ -140,7 +140,7 @@ async def test_a_gate_that_says_nothing_is_open_and_a_completion_without_any_wor
         a=(1.0, Said([RewardResult.from_correctness(True), ABSENT])),
         logged=(0.0, FakeReward([1.0, 1.0])),
     )
-    with pytest.raises(RewardError, match=r"completion 1: a returned None, so that it has no sc"):
+    with pytest.raises(RewardError, match=r"completion 1 has no score: a returned None"):
         await silent.score(PROMPT, ["a", "b"])
 
 
@@ -204,7 +204,7 @@ async def test_cancelling_the_group_cancels_its_rewards():
 
 async def test_a_reward_that_cancels_itself_is_an_error_of_that_reward():
     rewards = reward_set(odd=(1.0, FakeReward(error=asyncio.CancelledError())))
-    with pytest.raises(RewardError, match="reward odd, uid 2:11:0: it cancelled itself"):
+    with pytest.raises(RewardError, match="reward odd, uid 2:11:0: the reward cancelled itself"):
         await rewards.score(PROMPT, ["a"])
 
 
@@ -358,23 +358,23 @@ def test_a_combining_function_goes_with_no_weights_and_gets_what_it_can_ask_for(
         ([{"kind": "function"}], r"rewards\[0\].path: missing; kind function needs it"),
         (
             [{"kind": "exact", "options": {"path": "x.py"}}],
-            r"rewards\[0\].path=x.py: means nothing to a reward of kind exact; the nearest",
+            r"rewards\[0\].path=x.py: not an option of kind exact; the nearest",
         ),
         (
             [{"kind": "exact", "options": {"wieght": 2}}],
-            r"rewards\[0\].wieght=2: means nothing to .*; the nearest key is weight",
+            r"rewards\[0\].wieght=2: not an option of .*; the nearest key is weight",
         ),
         ([{"kind": "exact"}, {"kind": "exact"}], "rewards.name=exact: given 2 times"),
         ([{"kind": "exact", "weight": float("nan")}], r"rewards\[0\].weight=nan: must be finite"),
         ([{"kind": "exact", "name": "a/b"}], r"rewards\[0\].name=a/b: letters"),
-        ([{"kind": "exact", "name": "mean"}], r"rewards\[0\].name=mean: .*/mean is another metric"),
+        ([{"kind": "exact", "name": "mean"}], r"rewards\[0\].name=mean: .*/mean is reserved"),
     ],
 )
 def test_rewards_that_cannot_be_built_are_refused(configs, words):
     with pytest.raises(ConfigError, match=words):
         build_rewards([RewardConfig(**config) for config in configs])
     with pytest.raises(ConfigError, match=words.replace("rewards", "costs", 1)):
-        build_rewards([RewardConfig(**c) for c in configs], judged=COSTS)
+        build_rewards([RewardConfig(**c) for c in configs], score_spec=COSTS)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ async def test_a_baseline_that_cannot_be_had_is_an_error_not_a_zero():
 
 
 async def test_costs_have_columns_of_their_own():
-    scorer = CostScorer(one_reward(says("b"), judged=COSTS), Letters())
+    scorer = CostScorer(one_reward(says("b"), score_spec=COSTS), Letters())
     (found,) = await scorer.score([GROUP])
     assert isinstance(found, Mapping)
     assert {name: column.tolist() for name, column in found.items()} == {
@@ -93,7 +93,7 @@ async def test_costs_have_columns_of_their_own():
 
 
 async def test_a_cost_that_cannot_be_had_is_named():
-    scorer = CostScorer(one_reward(Down(), judged=COSTS), Letters())
+    scorer = CostScorer(one_reward(Down(), score_spec=COSTS), Letters())
     (error,) = await scorer.score([GROUP])
     assert isinstance(error, RewardError)
     assert "cost has, uid 0:1:0: the verifier is down" in str(error)

@@ -236,7 +236,7 @@ async def test_a_file_of_a_users_own_kind(tmp_path):
     finally:
         await rewards.close()
     with pytest.raises(
-        ConfigError, match=r"rewards\[0\].kind=short: not registered in .*, which has b"
+        ConfigError, match=r"rewards\[0\].kind=short: not registered in .*, which registers: b"
     ):
         await build_rewards([RewardConfig("short", options={"path": str(path)})]).run_preflight()
 
@@ -386,7 +386,8 @@ async def test_a_column_the_row_lacks_is_named_before_and_during_the_run(reward_
 )
 def test_a_signature_that_fits_nothing_is_refused_with_those_that_do(reward_from, signature):
     with pytest.raises(
-        ConfigError, match=r"rewards.function=f: its parameters in .* fit none of .*score\(prompt,"
+        ConfigError,
+        match=r"rewards.function=f: its parameters in .* match none of .*score\(prompt,",
     ):
         reward_from(f"def f{signature}: return 1.0")
 
@@ -413,7 +414,7 @@ def test_a_file_that_does_not_hold_the_function_is_refused(reward_from, source, 
     "signature", ["prompt, completion, /", "prompt, *, completion: str, model, level=1"]
 )
 def test_parameters_that_are_refused_are_told_as_they_are_written(reward_from, signature):
-    with pytest.raises(ConfigError, match=re.escape(f"reward.py ({signature}) fit none of")):
+    with pytest.raises(ConfigError, match=re.escape(f"reward.py ({signature}) match none of")):
         reward_from(f"def f({signature}): return 1.0")
 
 

@@ -330,7 +330,7 @@ async def test_a_wrong_address_or_model_refuses_the_run(server, started):
         ({"max_tokens": 0}, "max_tokens=0: must be 1 or more"),
         ({"requests_per_minute": -1}, "requests_per_minute=-1.0: must be 0 or more"),
         ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env=NO_SUCH_KEY: the environment has no such"),
-        ({"api_key": "sk-1"}, "means nothing to a reward of kind judge"),
+        ({"api_key": "sk-1"}, "not an option of kind judge"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_before_a_run(options, message):

@@ -28,7 +28,7 @@ async def test_a_kind_has_one_function_and_a_name_that_can_be_logged(tmp_path, s
     ("source", "words"),
     [
         ("raise ValueError('broken')", r"kinds_of_mine.py:1: ValueError: broken"),
-        ("judge = 3", "kinds_of_mine:judge is no function"),
+        ("judge = 3", "kinds_of_mine:judge is not a function"),
         ("", "AttributeError"),
     ],
 )
