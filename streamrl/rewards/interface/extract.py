@@ -94,6 +94,6 @@ class PatternOptions:
 
 
 def extract_answer(completion: str, pattern: AnswerPattern | None) -> str | None:
-    """Return the stripped match of `pattern`, or the whole stripped completion without a pattern."""
+    """Return the match of `pattern`, or the completion without a pattern; whitespace stripped."""
     answer = completion if pattern is None else pattern.find_last(completion)
     return None if answer is None else answer.strip()

@@ -177,7 +177,7 @@ def test_tests_are_read_as_data_sets_write_them(truth, tests):
         ("print(1)", "ground_truth must be JSON"),
         ({"inputs": ["1"]}, "ground_truth.outputs must be a list, is NoneType"),
         ({"inputs": ["1"], "outputs": []}, "has 1 inputs and 0 outputs"),
-        ({"inputs": [], "outputs": []}, "holds no tests"),
+        ({"inputs": [], "outputs": []}, "contains no tests"),
         ({"inputs": ["{"], "outputs": ["1"], "fn_name": "f"}, "must be JSON on each line"),
         ({"assert_case": ["assert f(1) > 2"]}, r"must be `assert f\(literals\) == literal`"),
         ({"assert_case": "assert f(g(1)) == 2"}, r"is 'assert f\(g\(1\)\) == 2'"),

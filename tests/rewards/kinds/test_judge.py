@@ -191,7 +191,7 @@ async def test_a_busy_server_is_asked_again_when_it_says_within_the_same_attempt
 async def test_a_wait_beyond_the_deadline_fails_at_once_with_the_servers_words(server, started):
     server.refusals = [(429, {"Retry-After": "60"}, "too\nmany requests")]
     rewards = await started(server.url, attempts=1)
-    message = r"reward judge, uid 0:4:0: http.*: 429: too many requests \(come back in 60 s\)"
+    message = r"reward judge, uid 0:4:0: http.*: 429: too many requests \(retry after 60 s\)"
     with pytest.raises(RewardInfraError, match=message) as error:
         await scores(rewards, "4")
     assert error.value.cause == "reward_infra"
@@ -241,7 +241,7 @@ async def test_an_answer_without_a_number_on_the_scale_is_never_a_score(server, 
     rewards = await started(server.url)
     assert await scores(rewards, "4") == [6.0]
     server.reply = lambda content: answer
-    message = f"has no number from 0 to 10 where the pattern looks: '{answer}'"
+    message = f"matches no number from 0 to 10 in the judge's response: '{answer}'"
     with pytest.raises(RewardInfraError, match=message):
         await scores(rewards, "4")
 
@@ -253,10 +253,10 @@ def whole(content_type="application/json", **body):
 @pytest.mark.parametrize(
     ("response", "message"),
     [
-        (lambda: whole(choices=[]), "answered without a choice"),
-        (lambda: whole(choices=[{"index": 0}]), "answered what cannot be read: .*message"),
-        (lambda: whole(detail="hello"), "answered what cannot be read: .*choices"),
-        (lambda: web.Response(text="<html>"), "answered what cannot be read: "),
+        (lambda: whole(choices=[]), "response without choices"),
+        (lambda: whole(choices=[{"index": 0}]), "invalid response: .*message"),
+        (lambda: whole(detail="hello"), "invalid response: .*choices"),
+        (lambda: web.Response(text="<html>"), "invalid response: "),
         (
             lambda: whole(choices=[{"message": {"content": None}, "finish_reason": "length"}]),
             "cut at max_tokens=512: ''",
@@ -291,14 +291,14 @@ async def test_a_server_may_come_up_later(server):
     again = web.AppRunner(web.Application(), shutdown_timeout=0.1)
     again.app.router.add_get("/v1/models", server._models)
     await again.setup()
-    with pytest.warns(match="/v1: Connect.*; it has 60 s to come up") as caught:
+    with pytest.warns(match="/v1: Connect.*; waiting up to 60 s for the server") as caught:
         starting = asyncio.create_task(rewards.run_preflight())
         while not caught.list:
             assert not starting.done()
             await asyncio.sleep(0.01)
         await web.TCPSite(again, "127.0.0.1", port).start()
         (note,) = await starting
-    assert note.startswith(f"{url}: there after ")
+    assert note.startswith(f"{url}: ready after ")
     await again.cleanup()
 
 
@@ -306,12 +306,12 @@ async def test_a_server_that_does_not_come_up_refuses_the_run(server, started, m
     monkeypatch.setattr(endpoint_module, "STARTUP_TIMEOUT_S", 0.1)
     await server.close()
     message = r"\.url=http.*/v1: Connect.* \(for 0\.1 s\)$"
-    with pytest.warns(match="to come up"), pytest.raises(ConfigError, match=message):
+    with pytest.warns(match="for the server"), pytest.raises(ConfigError, match=message):
         await started(server.url)
 
 
 async def test_a_wrong_address_or_model_refuses_the_run(server, started):
-    with pytest.raises(ConfigError, match=r"/v2: 404: .* \(asked for http.*/v2/models\)"):
+    with pytest.raises(ConfigError, match=r"/v2: 404: .* \(GET http.*/v2/models\)"):
         await started(server.url.replace("v1", "v2"))
     with pytest.raises(ConfigError, match=rf"rewards\[0\].model=gpt: http.*/v1 has {MODEL}"):
         await started(server.url, model="gpt")
@@ -321,10 +321,10 @@ async def test_a_wrong_address_or_model_refuses_the_run(server, started):
     ("options", "message"),
     [
         ({"url": "localhost:8000"}, "url=localhost:8000: must begin with http:// or https://"),
-        ({"template": ""}, "template: give it, or path, and not both"),
-        ({"path": "x"}, "template: give it, or path, and not both"),
+        ({"template": ""}, "template: give either template or path, not both"),
+        ({"path": "x"}, "template: give either template or path, not both"),
         ({"template": "", "path": "/nowhere"}, "path=/nowhere: cannot be read"),
-        ({"template": "{prompt}"}, "template: has no {completion}: the judge would not see it"),
+        ({"template": "{prompt}"}, "template: must contain {completion}"),
         ({"pattern": "("}, "pattern=("),
         ({"least": 10}, "least=10.0: must be below most=10.0"),
         ({"max_tokens": 0}, "max_tokens=0: must be 1 or more"),

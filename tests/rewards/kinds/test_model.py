@@ -146,7 +146,7 @@ async def test_a_model_without_a_padding_token_is_asked_one_by_one(path, tmp_pat
     rewards = build_rewards([config])
     (note,) = await rewards.run_preflight()
     await rewards.start()
-    assert note.endswith("has no padding token, is asked about one text at a time")
+    assert note.endswith("no padding token; texts are scored one at a time")
     found = await scores(rewards)
     await rewards.close()
     assert found == pytest.approx(await scores(await started(path)), abs=1e-5)
@@ -218,7 +218,7 @@ async def test_a_forward_that_hangs_is_given_up_and_the_loop_goes_on(path, start
     rewards = await started(path, timeout_s=0.2, attempts=1)
     may_go = threading.Event()
     monkeypatch.setattr(SequenceClassifier, "compute_logits", lambda self, rows: may_go.wait(10))
-    with pytest.raises(RewardTimeoutError, match=r"the model gave nothing in 0\.2 s"):
+    with pytest.raises(RewardTimeoutError, match=r"the model took more than 0\.2 s"):
         await scores(rewards)
     may_go.set()
 
@@ -231,7 +231,7 @@ async def test_a_prompt_that_the_models_template_refuses_is_named(path, tmp_path
     rewards.check_prompts([PROMPT])
     system = Prompt("0:7:0", PROMPT.token_ids, messages=({"role": "system", "content": "1"},))
     with pytest.raises(
-        ConfigError, match=r"uid 0:7:0: .*the reward model's chat template refuses it"
+        ConfigError, match=r"uid 0:7:0: .*the reward model's chat template failed"
     ):
         rewards.check_prompts([system])
 
@@ -248,11 +248,11 @@ def test_a_directory_that_is_no_such_model_is_refused_before_anything_is_loaded(
     (tmp_path / "empty").mkdir()
     assert "has no config.json" in refused(tmp_path / "empty")
     write_model(tmp_path / "policy")
-    message = "Qwen2ForCausalLM without a classification head (its files lack score.weight)"
+    message = "Qwen2ForCausalLM without a classification head (the files lack score.weight)"
     assert message in refused(tmp_path / "policy")
     headless = copied(path, tmp_path / "headless")
     (headless / "model.safetensors").unlink()
-    assert "holds no .safetensors file" in refused(headless)
+    assert "contains no .safetensors file" in refused(headless)
     (headless / "model.safetensors").write_bytes(b"\xff" * 64)
     assert "model.safetensors: " in refused(headless)
     shutil.copytree(path, tmp_path / "unspoken")
@@ -267,7 +267,7 @@ def test_a_directory_that_is_no_such_model_is_refused_before_anything_is_loaded(
 
 def test_a_tokenizer_that_gives_ids_the_model_lacks_is_refused(path, tmp_path):
     small = copied(path, tmp_path / "small", vocab_size=16)
-    message = "gives token id 16, the model knows ids below 16: they do not belong together"
+    message = "has token id 16, the model's vocab_size is 16: tokenizer and model do not match"
     assert message in refused(small)
 
 

@@ -78,5 +78,5 @@ def test_a_ground_truth_that_is_none_of_the_letters_is_refused(truth):
 
 @pytest.mark.parametrize("letters", ["", "abc", "AAB", "A-C", "A]"])
 def test_letters_that_are_not_capitals_are_refused(letters):
-    with pytest.raises(ConfigError, match="must be capitals from A to Z, each once"):
+    with pytest.raises(ConfigError, match="must be distinct capitals from A to Z"):
         choice.judge_completion("A", "A", letters=letters)

@@ -78,13 +78,13 @@ def test_gsm8k_refuses_a_ground_truth_that_is_no_number(truth):
 
 
 def test_math_refuses_a_whole_solution_as_ground_truth():
-    with pytest.raises(RewardError, match=r"must be what stands in the \\boxed\{\}, is"):
+    with pytest.raises(RewardError, match=r"must be the content of \\boxed\{\}, is"):
         boxed.validate_truth(r"We add and find $\boxed{9}$.")
 
 
 @pytest.mark.parametrize(("rule", "truth"), [(boxed, r"\%"), (boxed, "x="), (dapo_math, "degrees")])
 def test_a_ground_truth_of_which_nothing_is_left_is_refused(rule, truth):
-    with pytest.raises(RewardError, match="says nothing once it is in normal form"):
+    with pytest.raises(RewardError, match="ground_truth is empty in normal form"):
         rule.validate_truth(truth)
 
 

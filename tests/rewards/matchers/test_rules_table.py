@@ -67,7 +67,7 @@ def test_a_data_source_has_its_rule(source, name):
 
 @pytest.mark.parametrize("source", ["", "codecontests", "AIME", "openai/gsm8k2", "math_other"])
 def test_a_data_source_without_a_rule_is_named(source):
-    with pytest.raises(RewardError, match=f"data_source {source!r} has no rule of its own; known:"):
+    with pytest.raises(RewardError, match=f"data_source {source!r} has no default rule; known:"):
         find_matcher(source)
 
 

@@ -49,7 +49,7 @@ def test_it_needs_no_main_thread():
 
 
 def test_a_ground_truth_that_is_no_mathematics_is_an_error():
-    with pytest.raises(RewardError, match="is no mathematics that math-verify can read: "):
+    with pytest.raises(RewardError, match="cannot be parsed by math-verify: "):
         symbolic.judge_completion("7", r"\boxed{}")
     with pytest.raises(RewardError, match="must be an answer as text or an int"):
         symbolic.validate_truth(None)
