@@ -50,7 +50,6 @@ class EvaluationResult:
 
     @property
     def pass_at_1(self) -> float:
-        """Fraction of all completions that pass."""
         return self.pass_at[1]
 
     @property

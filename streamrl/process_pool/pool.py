@@ -281,7 +281,6 @@ class WorkerPool:
         self._workers.append(_WorkerState(process, {}, slots))
 
     def _kill_worker(self, worker: _WorkerState, error: WorkerError, cause: str) -> None:
-        """Kill a worker and its child processes; `error` is raised from its calls."""
         if worker.exit_error is None:
             worker.exit_error = error
             worker.was_shared = len(worker.call_start_times) > 1

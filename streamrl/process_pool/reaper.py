@@ -25,7 +25,6 @@ KILL_TIMEOUT_S = 5.0
 
 
 def main() -> None:
-    """Fork the worker and supervise it. Never returns."""
     channel, target = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     sys.path[:] = json.loads(sys.argv[3])
     libc = ctypes.CDLL(None, use_errno=True)

@@ -118,8 +118,6 @@ class FunctionFilterOptions:
 
 
 class GroupFilter(Protocol):
-    """Accepts or rejects scored groups."""
-
     def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
         """Return the reason to reject the group, or None to accept the group.
 
@@ -176,7 +174,6 @@ class FunctionFilter:
         self._parameters = self._file_function.select_arguments(FILTER_PARAMETERS)
 
     def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
-        """Call the function. Raises RewardError if the call fails or returns no bool."""
         keep = self._call_function(prompt, columns)
         if not isinstance(keep, bool | np.bool_):
             raise RewardError(
@@ -211,8 +208,6 @@ class FunctionFilter:
 
 @dataclass(frozen=True)
 class FilterKind:
-    """Factory of a filter kind and the type of the options."""
-
     create_filter: Callable[[Any], GroupFilter]
     options_type: type
 

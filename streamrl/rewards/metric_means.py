@@ -27,7 +27,6 @@ class ExtraMetricSums:
                     self._sums[metric + _COUNT_SUFFIX] += 1
 
     def drain_sums(self) -> dict[str, float]:
-        """Return and reset the sums and counts."""
         sums, self._sums = self._sums, Counter()
         return dict(sums)
 

@@ -68,7 +68,7 @@ REWARD_KINDS: Mapping[str, RewardKind] = {
     "regex": RewardKind(
         "1 where a pattern occurs in the completion",
         RegexOptions,
-        lambda given: build_regex_reward(given.options),
+        lambda spec: build_regex_reward(spec.options),
     ),
     "gsm8k": RewardKind(
         "GSM8K: 1 where the number behind #### is the ground truth",

@@ -148,7 +148,6 @@ class RewardSet:
             raise RewardError(f"{noun} {name}: not ready in {START_TIMEOUT_S:g} s") from None
 
     async def close(self) -> None:
-        """Close all rewards and their processes."""
         for component in self._components:
             await component.reward.close()
         await self._combiner.close()
@@ -161,7 +160,6 @@ class RewardSet:
         return self.to_columns(await self.judge_group(prompt, completions))
 
     def to_columns(self, group_result: GroupRewardResult) -> dict[str, Array]:
-        """Convert to queue columns, float32 [G]."""
         columns: dict[str, Array] = {
             self._score_spec.column_prefix + name: np.array(
                 [result.score for result in results], np.float32

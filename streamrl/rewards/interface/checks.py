@@ -11,7 +11,6 @@ _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def format_value(value: Any) -> str:
-    """Return an abbreviated repr on one line."""
     return " ".join(reprlib.repr(value).split())
 
 

@@ -63,7 +63,6 @@ class AnswerPattern:
         return answer
 
     def has_match(self, text: str) -> bool:
-        """Return True if the pattern matches anywhere. Raises PatternTimeoutError."""
         return bool(self._find_matches(text, limit=1))
 
     def _find_matches(self, text: str, limit: int | None) -> list["regex.Match[str]"]:

@@ -214,7 +214,6 @@ class WorkerReward(Reward):
         return results
 
     async def call_worker(self, request: Any) -> Any:
-        """Return a worker's response to a request, with retries."""
         attempt = itertools.count()
         # A request that failed before runs on an exclusive worker.
         return await retry_infra_errors(

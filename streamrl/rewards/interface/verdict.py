@@ -46,10 +46,8 @@ class RewardResult:
 
     @property
     def is_not_judged(self) -> bool:
-        """True if the reward abstains."""
         return self.outcome is RewardOutcome.NOT_JUDGED
 
     @classmethod
     def from_correctness(cls, passes: bool, answer: str | None = None) -> "RewardResult":
-        """Return score 1 and PASS, or score 0 and WRONG."""
         return cls(float(passes), RewardOutcome.PASS if passes else RewardOutcome.WRONG, answer)

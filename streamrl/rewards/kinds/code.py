@@ -63,8 +63,6 @@ class CodeOptions(RetryOptions):
 
 
 class ProgramRunner(Protocol):
-    """A local or remote sandbox."""
-
     async def run(self, program: SandboxProgram) -> ProgramResult:
         """Run and judge the tests of a program. Raises RewardInfraError if unreachable."""
         ...
@@ -91,7 +89,6 @@ class CodeReward(Reward):
         self._runner: ProgramRunner | None = None
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        """Raise RewardError for a ground truth without tests."""
         read_tests(prompt.ground_truth, most=self._options.most_tests)
 
     async def run_preflight(self) -> str:
@@ -103,7 +100,6 @@ class CodeReward(Reward):
         return sandbox.user_warning
 
     async def start(self) -> None:
-        """Start the sandbox. Raises ConfigError like `run_preflight`."""
         options = self._options
         if options.url:
             from streamrl.rewards.sandbox.remote import RemoteSandbox
@@ -123,7 +119,6 @@ class CodeReward(Reward):
         )
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        """Run each program. Raises RewardInfraError if the sandbox is unavailable."""
         options = self._options
         tests = read_tests(prompt.ground_truth, most=options.most_tests)
 
@@ -188,8 +183,6 @@ def _select_language(options: CodeOptions) -> dict[str, LanguageSpec]:
 
 @dataclass
 class _LanguageEntry:
-    """Config entry of a user-defined language."""
-
     file: str
     run: list[str]
     compile: list[str] = field(default_factory=list)

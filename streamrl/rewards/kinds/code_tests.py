@@ -125,5 +125,4 @@ def _parse_assertion(case: Any) -> CallTest:
 
 
 def _to_json_types(value: Any) -> Any:
-    """Convert a literal to JSON types. Raises TypeError if impossible."""
     return json.loads(json.dumps(value))

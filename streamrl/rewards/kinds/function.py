@@ -42,7 +42,6 @@ class FunctionReward(WorkerReward):
         return ""
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        """Raise RewardError if the prompt's row lacks a column that the function requires."""
         assert self._call_spec is not None, "call run_preflight first"
         self._call_spec.build_arguments(prompt, [""])
 

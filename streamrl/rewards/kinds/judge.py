@@ -105,7 +105,6 @@ class JudgeReward(Reward):
         self._client: ChatClient | None = None
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        """Raise RewardError if the template needs a ground truth and the row has none."""
         if "{ground_truth}" in self._template and prompt.ground_truth is None:
             raise RewardError("the template has {ground_truth}, the row has none")
 

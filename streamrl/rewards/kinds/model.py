@@ -105,13 +105,11 @@ class ModelReward(Reward):
         self._render_text(prompt, "")
 
     async def run_preflight(self) -> str:
-        """Return a note if the model cannot run batches."""
         if self._files.pad_id is None:
             return f"{self._files.path}: no padding token; texts are scored one at a time"
         return ""
 
     async def start(self) -> None:
-        """Load the model. Raises ConfigError if loading fails."""
         self._model = await asyncio.get_running_loop().run_in_executor(
             self._model_thread, self._load_model
         )

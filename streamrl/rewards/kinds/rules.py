@@ -120,7 +120,6 @@ class SymbolicReward(WorkerReward):
         super().__init__("streamrl.rewards.kinds.rules:make_symbolic_handler", None, spec)
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        """Raise RewardError unless the ground truth is text or an int."""
         MATCHERS["symbolic"].validate_truth(prompt.ground_truth)
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
@@ -171,7 +170,6 @@ class AutoReward(Reward):
         self.kill_counts = self._symbolic_reward.kill_counts
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        """Raise RewardError for a data_source without a matcher or an unusable ground truth."""
         find_matcher(prompt.data_source).validate_truth(prompt.ground_truth)
 
     async def start(self) -> None:

@@ -131,7 +131,6 @@ def explain_unavailability() -> str | None:
 
 
 def _find_missing_dependency() -> str | None:
-    """Return an error about a dependency of all isolation modes, or None."""
     if sys.platform != "linux":
         return f"isolating programs needs Linux, this is {sys.platform}: use a remote sandbox,"
     if find_bubblewrap() is None:

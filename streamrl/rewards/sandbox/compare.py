@@ -26,7 +26,6 @@ _PART_MARKERS = b"[{,"
 
 
 def decode_output(data: bytes) -> str:
-    """Decode UTF-8, replacing invalid bytes."""
     blocks = (data[start : start + _BLOCK_SIZE] for start in range(0, len(data), _BLOCK_SIZE))
     return "".join(codecs.iterdecode(blocks, "utf-8", errors="replace"))
 

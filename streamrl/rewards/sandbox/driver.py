@@ -191,7 +191,6 @@ class PipeReader:
         return len(self.data) > self._limit
 
     def read(self) -> bool:
-        """Read available data; return False at the end."""
         chunk = os.read(self.fd, 1 << 16)
         self.data += chunk
         return bool(chunk)
@@ -344,7 +343,6 @@ def run_python(job: JobMessage, value: int, note: int) -> None:
 
 
 def call_function(job: JobMessage, names: JobMessage, value: int) -> None:
-    """Call the function, write the result to `value` as JSON, and exit."""
     import json
     from types import CoroutineType
 

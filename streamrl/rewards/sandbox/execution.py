@@ -49,8 +49,6 @@ class CompileFailedError(Exception):
 
 
 class ProgramRun:
-    """Runs the tests of a program in order."""
-
     def __init__(
         self,
         program: SandboxProgram,

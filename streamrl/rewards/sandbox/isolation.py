@@ -128,7 +128,6 @@ def build_boot_command(size: int) -> list[str]:
 
 
 def find_python() -> str:
-    """Return the base interpreter, outside of any virtual environment."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return str(Path(sys.base_prefix, "bin", version))
 

@@ -51,7 +51,6 @@ class RemoteSandbox:
         self._slots = asyncio.Semaphore(MAX_REQUESTS)
 
     async def run(self, program: SandboxProgram) -> ProgramResult:
-        """Run and judge the tests in order. Raises RewardInfraError if the server fails."""
         results: list[ProgramTestResult] = []
         for test in program.tests:
             results.append(await self._run_test(program, test))
@@ -107,7 +106,6 @@ class RemoteSandbox:
 def _judge_reply(
     reply: dict[str, Any], program: SandboxProgram, test: StdinTest | CallTest
 ) -> ProgramTestResult:
-    """Convert the server's reply to the result of a test."""
     compiled, ran = reply.get("compile_result") or {}, reply.get("run_result") or {}
     seconds = float(ran.get("execution_time") or 0.0)
     if compiled and (compiled.get("status") != "Finished" or compiled.get("return_code")):

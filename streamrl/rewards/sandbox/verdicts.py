@@ -76,7 +76,6 @@ def judge_report(
 
 
 def describe_compile_failure(report: JailReport) -> str:
-    """Return the compiler's error in one line; empty if compiling succeeded."""
     if report.exit_kind == driver.EXITED and report.exit_code == 0:
         return ""
     lines = report.err.decode(errors="replace").strip().splitlines()

@@ -138,8 +138,6 @@ class FunctionCallSpec:
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A loaded reward function with its call specification."""
-
     file_function: FileFunction
     style: SignatureStyle
     call_spec: FunctionCallSpec

@@ -85,7 +85,6 @@ async def _await_function(user: UserFunction, arguments: CallArguments) -> Any:
 def _parse_results(
     user: UserFunction, results: Sequence[Any], request: RewardRequest
 ) -> list[RewardResult] | str:
-    """Convert return values to RewardResults; return a message if a value is invalid."""
     _, completions = request
     try:
         if user.style.is_per_group:
