@@ -50,7 +50,7 @@ async def pool():
     assert not descendants() - before
 
 
-async def gone(pids, *, within_s=15.0):
+async def wait_until_exited(pids, *, within_s=15.0):
     """Wait until none of these processes is there."""
     deadline = time.monotonic() + within_s
     while left := [pid for pid in pids if psutil.pid_exists(pid)]:
@@ -58,7 +58,7 @@ async def gone(pids, *, within_s=15.0):
         await asyncio.sleep(0.02)
 
 
-async def test_trouble_is_told_by_its_cause_and_costs_no_other_call_its_answer(pool):
+async def test_failures_name_their_cause_and_other_calls_succeed(pool):
     workers = pool(timeout_s=8.0, memory_bytes=256 << 20)
     await workers.start()
     told = {"hang": WorkerTimeoutError, "crash": WorkerCrashError, "leak": WorkerMemoryError}
@@ -76,7 +76,7 @@ async def test_trouble_is_told_by_its_cause_and_costs_no_other_call_its_answer(p
 
 
 @pytest.mark.slow
-async def test_quick_calls_are_as_quick_while_as_many_hang_as_there_are_workers(pool):
+async def test_hanging_calls_do_not_slow_down_quick_calls(pool):
     workers = pool()
     await workers.start()
 
@@ -99,7 +99,7 @@ async def test_quick_calls_are_as_quick_while_as_many_hang_as_there_are_workers(
         assert isinstance(end, WorkerCrashError)
 
 
-async def test_what_a_call_leaves_behind_goes_with_its_worker(pool, tmp_path):
+async def test_a_timeout_kills_the_child_processes_of_the_worker(pool, tmp_path):
     workers = pool(timeout_s=8.0)
     await workers.start()
     note = tmp_path / "pids"
@@ -107,11 +107,11 @@ async def test_what_a_call_leaves_behind_goes_with_its_worker(pool, tmp_path):
         await workers.call(("breed", str(note)))
     pids = [int(pid) for pid in note.read_text().split()]
     assert len(pids) == 50
-    await gone(pids)
+    await wait_until_exited(pids)
     assert await workers.call(("square", 4)) == 16
 
 
-async def test_workers_end_with_a_process_that_is_killed(tmp_path):
+async def test_workers_die_when_the_host_process_is_killed(tmp_path):
     note = tmp_path / "pids"
     code = (
         "import asyncio\n"
@@ -131,10 +131,10 @@ async def test_workers_end_with_a_process_that_is_killed(tmp_path):
     assert set(map(int, note.read_text().split())) < set(below)
     os.kill(host.pid, signal.SIGKILL)
     host.wait()
-    await gone(below)
+    await wait_until_exited(below)
 
 
-async def test_a_worker_that_cannot_load_is_told_at_start_and_to_calls(pool, capfd):
+async def test_a_worker_that_fails_to_load_raises_at_start_and_in_calls(pool, capfd):
     for workers in (
         pool("", target="tests.process_pool.nowhere:serve"),
         pool(7, target=TARGET + "r"),
@@ -149,13 +149,13 @@ async def test_a_worker_that_cannot_load_is_told_at_start_and_to_calls(pool, cap
         await pool("refuse").start()
 
 
-async def test_a_worker_that_hangs_while_it_loads_is_given_up(pool, monkeypatch):
+async def test_a_worker_that_hangs_while_loading_times_out(pool, monkeypatch):
     monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.5)
     with pytest.raises(WorkerCrashError, match=r"worker was not ready in 0\.5 s"):
         await pool("hang").start()
 
 
-async def test_calls_of_a_closed_pool_come_to_nothing(pool):
+async def test_calls_of_a_closed_pool_raise(pool):
     workers = pool()
     await workers.start()
     await workers.close()
@@ -164,7 +164,7 @@ async def test_calls_of_a_closed_pool_come_to_nothing(pool):
 
 
 @pytest.mark.slow
-async def test_stragglers_that_end_after_all_leave_no_gap(pool):
+async def test_stragglers_that_finish_are_replaced(pool):
     one = pool()
     await one.start()
     slow = [one.call(("dawdle", i)) for i in range(16)]
@@ -175,7 +175,7 @@ async def test_stragglers_that_end_after_all_leave_no_gap(pool):
     assert not one.kill_counts
 
 
-async def test_a_call_that_nobody_waits_for_any_more_costs_no_worker(pool):
+async def test_a_cancelled_caller_does_not_cost_the_worker(pool):
     one = pool()
     await one.start()
     pid = await one.call(("pid", None))
@@ -190,7 +190,7 @@ async def test_a_call_that_nobody_waits_for_any_more_costs_no_worker(pool):
 @pytest.mark.parametrize(
     "note", [b"\0" * 8 + b"x" * 99, b"\xff" * 99, b"\0" * 7 + b"\x05hello" * 9]
 )
-async def test_what_is_no_answer_is_a_crash_at_once(pool, note):
+async def test_an_unreadable_response_is_a_crash_at_once(pool, note):
     one = pool()
     await one.start()
     async with asyncio.timeout(25):
@@ -200,10 +200,12 @@ async def test_what_is_no_answer_is_a_crash_at_once(pool, note):
     assert one.kill_counts == {"crash": 1}
 
 
-async def test_an_answer_runs_nothing_where_it_arrives(pool):
+async def test_a_response_cannot_execute_code_in_the_pool(pool):
     one = pool()
     await one.start()
-    with pytest.raises(WorkerCrashError, match=r"worker response cannot be read: .* is not an allowed class"):
+    with pytest.raises(
+        WorkerCrashError, match=r"worker response cannot be read: .* is not an allowed class"
+    ):
         await one.call(("sly", None))
     assert await one.call(("square", 3)) == 9
 
@@ -211,7 +213,7 @@ async def test_an_answer_runs_nothing_where_it_arrives(pool):
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
 )
-async def test_a_worker_does_not_outlive_who_looks_after_it(pool, monkeypatch, number):
+async def test_a_worker_does_not_outlive_its_reaper(pool, monkeypatch, number):
     monkeypatch.setattr("streamrl.process_pool.process.EXIT_TIMEOUT_S", 0.5)
     one = pool(timeout_s=3.0)
     await one.start()
@@ -219,22 +221,22 @@ async def test_a_worker_does_not_outlive_who_looks_after_it(pool, monkeypatch, n
     with pytest.raises((WorkerCrashError, WorkerTimeoutError)):
         await one.call(("orphan", number))
     assert await one.call(("square", 3)) == 9
-    await gone([pid])
+    await wait_until_exited([pid])
 
 
 @pytest.mark.parametrize(
     ("deed", "error", "words", "cause"),
     [
-        ("crash", WorkerCrashError, "exit code 7", "crash"),
-        pytest.param(*("leak", WorkerMemoryError, "MiB, the limit is", "memory"), marks=pytest.mark.slow),
+        ("crash", WorkerCrashError, "exited with code 7", "crash"),
+        pytest.param(
+            *("leak", WorkerMemoryError, "MiB, the limit is", "memory"), marks=pytest.mark.slow
+        ),
         pytest.param(
             *("hang", WorkerTimeoutError, "no result in 5 s", "timeout"), marks=pytest.mark.slow
         ),
     ],
 )
-async def test_of_calls_that_share_a_worker_only_the_one_at_fault_fails(
-    pool, deed, error, words, cause
-):
+async def test_only_the_faulty_call_of_a_shared_worker_fails(pool, deed, error, words, cause):
     # Only what hangs is to run into its deadline.
     timeout_s = 5.0 if deed == "hang" else 30.0
     one = pool(target=ASYNC_TARGET, timeout_s=timeout_s, memory_bytes=256 << 20, concurrency=16)
@@ -244,7 +246,7 @@ async def test_of_calls_that_share_a_worker_only_the_one_at_fault_fails(
     assert found == [number * number for number in range(24)]
     assert isinstance(blamed, error) and words in str(blamed)
     assert set(one.kill_counts) == {cause}
-    assert len(one._workers) <= 2, "who stood in for others has gone"
+    assert len(one._workers) <= 2, "who stood in for others has wait_until_exited"
     # Once more, in a worker that it has to itself: nobody else's worker ends.
     with pytest.raises(error):
         await asyncio.gather(one.call((deed, None), alone=True), one.call(("square", 3)))
@@ -252,23 +254,23 @@ async def test_of_calls_that_share_a_worker_only_the_one_at_fault_fails(
     assert len(one._workers) <= 2
 
 
-async def test_a_copy_of_a_worker_says_nothing(pool):
+async def test_a_fork_of_a_worker_sends_no_response(pool):
     one = pool()
     await one.start()
     assert [await one.call(("fork", None)) for _ in range(2)] == ["itself"] * 2
 
 
-async def test_who_is_cancelled_over_a_start_leaves_no_process(pool):
+async def test_cancelling_a_start_leaves_no_process(pool):
     before = descendants()
     for delay_s in (0.0, 0.001, 0.003, 0.01, 0.05):
         starting = asyncio.create_task(WorkerProcess.start(TARGET, "", within_s=30.0))
         await asyncio.sleep(delay_s)
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-    await gone([process.pid for process in descendants() - before])
+    await wait_until_exited([process.pid for process in descendants() - before])
 
 
-async def test_who_looks_after_workers_goes_on_whatever_it_meets(pool, monkeypatch):
+async def test_the_monitor_survives_errors(pool, monkeypatch):
     one = pool(memory_bytes=256 << 20)
     await one.start()
     measured, faults = one._process_table.measure_tree_memory, iter([OSError("no such table")])

@@ -62,7 +62,7 @@ def one_reward(reward, **facts):
     return RewardSet([RewardComponent("has", 2.0, False, reward)], **facts)
 
 
-async def test_every_rollout_is_compared_with_the_score_of_the_greedy_completion():
+async def test_the_greedy_completion_is_the_baseline_of_every_rollout():
     scorer = RewardScorer(one_reward(says("b")), Letters(), AllOut())
     (found,) = await scorer.score_baseline([GREEDY])
     assert isinstance(found, Mapping)
@@ -75,14 +75,14 @@ async def test_every_rollout_is_compared_with_the_score_of_the_greedy_completion
     assert isinstance(filtered, FilteredGroup), "the greedy completion alone is not filtered"
 
 
-async def test_a_baseline_that_cannot_be_had_is_an_error_not_a_zero():
+async def test_a_failed_baseline_is_an_error_not_a_zero():
     scorer = RewardScorer(one_reward(Down()), Letters(), KeepAllFilter())
     (error,) = await scorer.score_baseline([GREEDY])
     assert isinstance(error, RewardError)
     assert "reward has, uid 0:1:0: the verifier is down" in str(error)
 
 
-async def test_costs_have_columns_of_their_own():
+async def test_costs_have_separate_columns():
     scorer = CostScorer(one_reward(says("b"), score_spec=COSTS), Letters())
     (found,) = await scorer.score([GROUP])
     assert isinstance(found, Mapping)
@@ -92,7 +92,7 @@ async def test_costs_have_columns_of_their_own():
     }
 
 
-async def test_a_cost_that_cannot_be_had_is_named():
+async def test_a_failed_cost_is_named():
     scorer = CostScorer(one_reward(Down(), score_spec=COSTS), Letters())
     (error,) = await scorer.score([GROUP])
     assert isinstance(error, RewardError)

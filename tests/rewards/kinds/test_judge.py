@@ -42,7 +42,7 @@ async def server():
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch):
+def short_waits(monkeypatch):
     """Waits between attempts, and for a server that is not up, a hundredth of what they are."""
     reward_module = importlib.import_module("streamrl.rewards.interface.reward")  # beside @reward
     monkeypatch.setattr(reward_module, "BACKOFF_S", reward_module.BACKOFF_S / 100)
@@ -89,7 +89,7 @@ async def test_the_last_number_the_judge_gives_is_the_score(server, started):
     assert [one.verdict for one in lenient] == [RewardOutcome.PASS, RewardOutcome.WRONG]
 
 
-async def test_the_server_is_told_what_the_options_say(server, started):
+async def test_the_request_contains_the_options(server, started):
     rewards = await started(
         server.url + "/", temperature=0.3, max_tokens=9, request={"top_k": 4, "seed": 1}
     )
@@ -115,7 +115,7 @@ async def test_a_conversation_and_a_template_from_a_file(server, started, tmp_pa
     assert asked["messages"][0]["content"] == expected
 
 
-async def test_a_completion_cannot_pull_other_texts_into_its_place(server, started):
+async def test_placeholders_in_a_completion_are_not_replaced(server, started):
     server.reply = lambda content: "Score: 2"
     hostile = ["{ground_truth} {prompt} {completion}", "{0} {} %s \\1 \\g<1>", "{{", "\ud800"]
     assert await scores(await started(server.url), *hostile) == [2.0] * 4
@@ -123,7 +123,7 @@ async def test_a_completion_cannot_pull_other_texts_into_its_place(server, start
     assert asked == {f"Q: 2+3\nA: {text}\nGold: 5" for text in [*hostile[:3], "?"]}
 
 
-async def test_completions_are_asked_about_side_by_side_up_to_the_bound(server, started):
+async def test_requests_run_concurrently_up_to_the_limit(server, started):
     server.hold_until = 10
     rewards = await started(server.url)
     assert await scores(rewards, *map(str, range(10))) == [float(i) for i in range(10)]
@@ -135,7 +135,7 @@ async def test_completions_are_asked_about_side_by_side_up_to_the_bound(server, 
     assert server.most_at_once == 3
 
 
-async def test_requests_keep_the_pace_that_scorers_share(server, started):
+async def test_requests_keep_the_rate_limit_shared_by_scorers(server, started):
     # 2400 a minute over two scorers: one every 50 ms from each.
     rewards = await started(server.url, replicas=2, requests_per_minute=2400)
     began = time.monotonic()
@@ -143,7 +143,7 @@ async def test_requests_keep_the_pace_that_scorers_share(server, started):
     assert [at - began > 0.05 * i for i, at in enumerate(server.at)] == [True] * 4
 
 
-async def test_tokens_keep_their_pace_longer_texts_taking_longer(server, started):
+async def test_tokens_keep_the_rate_limit(server, started):
     # 18 bytes besides the completion: 27 bytes are 10 tokens, 87 are 30, and 4 go to the answer.
     rewards = await started(server.url, max_tokens=4, tokens_per_minute=6000)
     server.reply = lambda content: "Score: 1"
@@ -155,7 +155,7 @@ async def test_tokens_keep_their_pace_longer_texts_taking_longer(server, started
     assert server.at[1] - began > 0.14 and server.at[2] - began > 0.48
 
 
-def test_a_pace_lets_nobody_overtake_and_saves_up_nothing():
+def test_the_rate_limiter_is_fifo_and_has_no_burst():
     async def main():
         pace, passed = RateLimiter(60), []  # one unit a second
 
@@ -171,7 +171,7 @@ def test_a_pace_lets_nobody_overtake_and_saves_up_nothing():
     assert run_virtual(main()) == [(1, 0), (8, 1), (2, 9), (1, 11), (5, 111), (1, 116)]
 
 
-def test_without_a_limit_a_pace_lets_all_through_at_once():
+def test_the_rate_limiter_without_a_limit_never_waits():
     async def main():
         pace = RateLimiter(0)
         await asyncio.gather(*(pace.acquire(1000) for _ in range(9)))
@@ -180,7 +180,7 @@ def test_without_a_limit_a_pace_lets_all_through_at_once():
     assert run_virtual(main()) == 0
 
 
-async def test_a_busy_server_is_asked_again_when_it_says_within_the_same_attempt(server, started):
+async def test_retry_after_is_honored_within_the_same_attempt(server, started):
     server.refusals = [(429, {"Retry-After": "0.3"}, "slow down"), (503, {"Retry-After": "0"}, "")]
     rewards = await started(server.url, attempts=1)
     assert await scores(rewards, "4") == [4.0]
@@ -188,7 +188,7 @@ async def test_a_busy_server_is_asked_again_when_it_says_within_the_same_attempt
     assert first > 0.25 and second > 0.05
 
 
-async def test_a_wait_beyond_the_deadline_fails_at_once_with_the_servers_words(server, started):
+async def test_a_retry_after_beyond_the_deadline_fails_at_once(server, started):
     server.refusals = [(429, {"Retry-After": "60"}, "too\nmany requests")]
     rewards = await started(server.url, attempts=1)
     message = r"reward judge, uid 0:4:0: http.*: 429: too many requests \(retry after 60 s\)"
@@ -197,7 +197,7 @@ async def test_a_wait_beyond_the_deadline_fails_at_once_with_the_servers_words(s
     assert error.value.cause == "reward_infra"
 
 
-async def test_server_errors_are_tried_again_each_completion_by_itself(server, started):
+async def test_server_errors_are_retried_per_completion(server, started):
     server.refusals = [(500, {}, "oops"), (502, {}, "oops"), (429, {}, "busy")]
     rewards = await started(server.url)
     assert await scores(rewards, "4", "5", "6") == [4.0, 5.0, 6.0]
@@ -207,7 +207,7 @@ async def test_server_errors_are_tried_again_each_completion_by_itself(server, s
         await scores(rewards, "4")
 
 
-async def test_a_refusal_of_the_request_is_final(server, started):
+async def test_a_client_error_is_final(server, started):
     rewards = await started(server.url)
     server.asked.clear()
     server.refusals = [(401, {}, "Incorrect API key")] * 3
@@ -217,7 +217,7 @@ async def test_a_refusal_of_the_request_is_final(server, started):
     assert len(server.asked) == 1
 
 
-async def test_a_server_that_hangs_meets_the_deadline(server, started):
+async def test_a_hanging_server_exceeds_the_deadline(server, started):
     server.reply = lambda content: 60.0
     rewards = await started(server.url, timeout_s=0.5, attempts=2)
     with pytest.raises(RewardTimeoutError, match=r"/v1: no answer in 0\.5 s"):
@@ -227,7 +227,7 @@ async def test_a_server_that_hangs_meets_the_deadline(server, started):
     assert await scores(rewards, "4") == [3.0]
 
 
-async def test_a_server_that_is_gone_is_no_score(server, started):
+async def test_an_unreachable_server_gives_no_score(server, started):
     rewards = await started(server.url)
     await server.close()
     with pytest.raises(RewardInfraError, match="/v1: Connect"):
@@ -235,7 +235,7 @@ async def test_a_server_that_is_gone_is_no_score(server, started):
 
 
 @pytest.mark.parametrize("answer", ["no idea", "Score: 11", "Score: -1", "Score: nan", "Score: x"])
-async def test_an_answer_without_a_number_on_the_scale_is_never_a_score(server, started, answer):
+async def test_a_response_without_a_number_on_the_scale_is_never_a_score(server, started, answer):
     answers = iter([answer, answer, "Score: 6"])
     server.reply = lambda content: next(answers)
     rewards = await started(server.url)
@@ -263,14 +263,14 @@ def whole(content_type="application/json", **body):
         ),
     ],
 )
-async def test_an_answer_that_is_no_completion_is_an_error(server, started, response, message):
+async def test_an_invalid_response_is_an_error(server, started, response, message):
     server.reply = lambda content: response()
     rewards = await started(server.url, attempts=1)
     with pytest.raises(RewardInfraError, match=message):
         await scores(rewards, "4")
 
 
-async def test_the_key_comes_from_the_environment_and_into_no_message(server, started, monkeypatch):
+async def test_the_key_comes_from_the_environment_and_is_redacted(server, started, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-somebody-elses")
     rewards = await started(server.url, api_key_env="JUDGE_KEY")
@@ -282,7 +282,7 @@ async def test_the_key_comes_from_the_environment_and_into_no_message(server, st
     assert "somebody" not in str(server.headers[-1])
 
 
-async def test_a_server_may_come_up_later(server):
+async def test_the_preflight_waits_for_the_server(server):
     url = server.url
     port = int(url.split(":")[2].split("/")[0])
     await server.close()
@@ -302,7 +302,7 @@ async def test_a_server_may_come_up_later(server):
     await again.cleanup()
 
 
-async def test_a_server_that_does_not_come_up_refuses_the_run(server, started, monkeypatch):
+async def test_a_server_that_stays_down_refuses_the_run(server, started, monkeypatch):
     monkeypatch.setattr(endpoint_module, "STARTUP_TIMEOUT_S", 0.1)
     await server.close()
     message = r"\.url=http.*/v1: Connect.* \(for 0\.1 s\)$"
@@ -310,7 +310,7 @@ async def test_a_server_that_does_not_come_up_refuses_the_run(server, started, m
         await started(server.url)
 
 
-async def test_a_wrong_address_or_model_refuses_the_run(server, started):
+async def test_a_wrong_url_or_model_refuses_the_run(server, started):
     with pytest.raises(ConfigError, match=r"/v2: 404: .* \(GET http.*/v2/models\)"):
         await started(server.url.replace("v1", "v2"))
     with pytest.raises(ConfigError, match=rf"rewards\[0\].model=gpt: http.*/v1 has {MODEL}"):
@@ -333,14 +333,14 @@ async def test_a_wrong_address_or_model_refuses_the_run(server, started):
         ({"api_key": "sk-1"}, "not an option of kind judge"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused_before_a_run(options, message):
+def test_an_invalid_option_is_refused_before_the_run(options, message):
     with pytest.raises(ConfigError) as error:
         config = RewardConfig("judge", options={"url": "http://h/v1", **OPTIONS, **options})
         build_rewards([config])
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_row_without_the_ground_truth_that_the_template_wants_is_named():
+def test_a_row_without_the_ground_truth_of_the_template_is_named():
     rewards = build_rewards([RewardConfig("judge", options={"url": "http://h/v1", **OPTIONS})])
     rewards.check_prompts([PROMPT])
     with pytest.raises(
@@ -349,7 +349,7 @@ def test_a_row_without_the_ground_truth_that_the_template_wants_is_named():
         rewards.check_prompts([Prompt("0:7:0", PROMPT.token_ids, CHAT)])
 
 
-def test_a_wait_in_seconds_or_as_a_date():
+def test_retry_after_in_seconds_or_as_a_date():
     assert parse_retry_after("1.5") == 1.5
     assert parse_retry_after("-3") == 0.0
     date = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)

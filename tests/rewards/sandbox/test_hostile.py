@@ -89,7 +89,7 @@ class Host:
             return False
         return True
 
-    async def is_left_with(self, jails: int) -> None:
+    async def wait_until_only_jails(self, jails: int) -> None:
         """Wait until nothing is left but jails: bubblewrap and the driver of each."""
         deadline = time.monotonic() + 10
         while len(found := descendants() - self.others) != 2 * jails:
@@ -119,9 +119,7 @@ async def host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Host]:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("attack", EACH)
-async def test_an_attack_comes_to_its_verdict_and_to_nothing_else(
-    host: Host, attack: Attack
-) -> None:
+async def test_an_attack_gets_its_outcome_and_leaves_no_trace(host: Host, attack: Attack) -> None:
     outcome, neighbour = await asyncio.gather(
         host.sandbox.run(attack.program(host.facts)), host.sandbox.run(NEIGHBOUR)
     )
@@ -134,7 +132,7 @@ async def test_an_attack_comes_to_its_verdict_and_to_nothing_else(
     await host.is_left_with(JAILS)
 
 
-def test_there_are_enough_attacks_and_no_two_of_a_name() -> None:
+def test_attack_names_are_unique() -> None:
     names = {attack.name for attack in ATTACKS}
     assert len(names) == len(ATTACKS) > 100
     assert names > LONG

@@ -82,7 +82,7 @@ async def judged(url, truth, *completions, **options):
     return [one.outcome.value for one in found.components["code"]]
 
 
-async def test_verdicts_are_made_here_of_what_came_out_there(url):
+async def test_remote_output_is_judged_locally(url):
     found = await judged(
         url,
         ADD,
@@ -117,13 +117,13 @@ async def test_verdicts_are_made_here_of_what_came_out_there(url):
     assert "3" not in {b["stdin"] for b in Server.asked}, "no expected value leaves this machine"
 
 
-async def test_text_in_and_text_out(url):
+async def test_stdin_and_stdout(url):
     truth = {"inputs": ["1 2"], "outputs": ["3"]}
     right, wrong = "print(sum(map(int, input().split())))", "print(4)"
     assert await judged(url, truth, right, wrong) == ["pass", "wrong"]
 
 
-async def test_a_float_near_a_whole_number_that_is_wanted_is_wrong(url):
+async def test_a_float_near_an_expected_integer_is_wrong(url):
     near, right = "def add(a, b): return a + b + 1e-9", "def add(a, b): return float(a + b)"
     assert await judged(url, ADD, near, right) == ["wrong", "pass"]
     truth = {"inputs": ["1 2"], "outputs": ["3"]}
@@ -131,7 +131,7 @@ async def test_a_float_near_a_whole_number_that_is_wanted_is_wrong(url):
     assert found == ["wrong", "pass"]
 
 
-async def test_a_server_that_fails_is_asked_again_and_is_never_a_wrong_answer(url):
+async def test_a_failing_server_is_retried_and_never_a_wrong_answer(url):
     Server.troubles = [(504, {}), (200, {"status": "SandboxError", "message": "no disk"})]
     assert await judged(url, ADD, "def add(a, b): return a + b") == ["pass"]
     Server.troubles = [(503, {})] * 2
@@ -141,6 +141,6 @@ async def test_a_server_that_fails_is_asked_again_and_is_never_a_wrong_answer(ur
         await judged(url, ADD, "def add(a, b): return a + b", attempts=2)
 
 
-async def test_a_server_that_is_not_there_is_an_infra_error():
+async def test_an_unreachable_server_is_an_infra_error():
     with pytest.raises(RewardInfraError, match=r"http://127.0.0.1:9/run_code: .*connection"):
         await asyncio.wait_for(judged("http://127.0.0.1:9", ADD, "x", attempts=1), 30)
