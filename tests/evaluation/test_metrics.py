@@ -1,4 +1,4 @@
-"""Figures of an evaluation, worked out by hand."""
+"""Metrics of an evaluation: worked examples."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ from streamrl.evaluation.metrics import (
 
 
 def passes(*counts, samples=4):
-    """A row per prompt, of which so many completions pass."""
+    """Return a row per prompt with this number of passing completions."""
     return np.array([[i < count for i in range(samples)] for count in counts])
 
 
@@ -28,7 +28,7 @@ tables = st.lists(st.integers(0, 5), min_size=1, max_size=6).map(lambda c: passe
 
 
 def test_pass_at_k_is_drawing_without_replacement():
-    # Of 4 completions 1 passes: two tries miss it in 3 of 6 ways. Of 4, 3 pass: always hit.
+    # 1 of 4 passes: two tries miss in 3 of 6 subsets. 3 of 4 pass: two tries always hit.
     assert compute_pass_at_k(passes(1), 2) == pytest.approx(1 / 2)
     assert compute_pass_at_k(passes(3), 2) == 1.0
     assert compute_pass_at_k(passes(1, 3, 0), 2) == pytest.approx((1 / 2 + 1 + 0) / 3)
@@ -49,9 +49,9 @@ def test_pass_at_k_grows_with_k(passed):
 
 @pytest.mark.parametrize(("samples", "ks"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6])])
 def test_k_is_every_power_of_two_and_all_samples(samples, ks):
-    found = summarize_scores(np.ones((2, samples), np.float32), None, pass_score=1.0)
-    assert list(found.pass_at) == ks
-    assert found.pass_at_k == found.pass_at[samples] == 1.0
+    result = summarize_scores(np.ones((2, samples), np.float32), None, pass_score=1.0)
+    assert list(result.pass_at) == ks
+    assert result.pass_at_k == result.pass_at[samples] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -59,14 +59,14 @@ def test_k_is_every_power_of_two_and_all_samples(samples, ks):
     [
         ([5, 5, 7, 5], [1, 1, 0, 1], 1.0),
         ([5, 7, 7, 7], [1, 0, 0, 0], 0.0),
-        # A tie is broken by a coin: 5 passes, 7 does not.
+        # A tie counts half: 5 passes, 7 does not.
         ([5, 5, 7, 7], [1, 1, 0, 0], 0.5),
-        # Four answers of one vote each, one of which passes.
+        # Four answers with a vote each; a single one passes.
         ([5, 6, 7, 8], [1, 0, 0, 0], 0.25),
-        # No answer has no vote, however many there are.
+        # Completions without an answer do not vote.
         ([0, 0, 0, 7], [0, 0, 0, 1], 1.0),
         ([0, 0, 0, 0], [0, 0, 0, 0], 0.0),
-        # Equal answers that are judged differently, by their format say: half of them pass.
+        # Equal answers with different outcomes (such as by format): half of them pass.
         ([5, 5, 0, 0], [1, 0, 0, 0], 0.5),
     ],
 )
@@ -79,8 +79,8 @@ def test_maj_at_k_scores_the_majority_answer(answers, passed, chance):
 
 def test_the_mean_interval_is_clustered_by_prompt():
     # Means 0, 1, 1, 0: standard deviation sqrt(1/3), standard error sqrt(1/12).
-    found = compute_mean_interval(np.array([0.0, 1.0, 1.0, 0.0]))
-    assert found == pytest.approx((0.5 - 1.96 / math.sqrt(12), 0.5 + 1.96 / math.sqrt(12)), 4)
+    interval = compute_mean_interval(np.array([0.0, 1.0, 1.0, 0.0]))
+    assert interval == pytest.approx((0.5 - 1.96 / math.sqrt(12), 0.5 + 1.96 / math.sqrt(12)), 4)
     assert compute_mean_interval(np.array([1.0])) is None
 
 
@@ -88,13 +88,13 @@ def test_correlated_completions_of_a_prompt_widen_the_interval():
     alike = compute_fraction_interval(passes(0, 4, 0, 4, 4, 0, 0, 4, 0, 4))
     mixed = compute_fraction_interval(passes(2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
     assert mixed[1] - mixed[0] < (alike[1] - alike[0]) * 0.6
-    # n* = p (1 - p) / SE^2 = 0.25 / (2.5 / 90) = 9; at p = 1/2 half of it is z / 2 sqrt(n* + z^2).
+    # n* = p (1 - p) / SE^2 = 0.25 / (2.5 / 90) = 9; half width at p = 1/2: z / 2 sqrt(n* + z^2).
     half = 1.96 / (2 * math.sqrt(9 + 1.96**2))
     assert alike == pytest.approx((0.5 - half, 0.5 + half), abs=1e-4)
 
 
 def test_the_interval_of_a_perfect_score_has_a_width():
-    # Wilson's lower end for 20 of 20 is n / (n + z^2).
+    # Wilson's lower bound for 20 of 20 is n / (n + z^2).
     low, high = compute_fraction_interval(passes(*[4] * 20))
     assert (low, high) == (pytest.approx(20 / (20 + 1.96**2), abs=1e-4), 1.0)
     assert compute_fraction_interval(passes(4))[0] < 0.25
@@ -108,11 +108,11 @@ def test_an_interval_contains_the_estimate_and_lies_within_0_and_1(passed):
 
 
 def metric_segments(*names):
-    """The parts under which metrics of sources of these names stand."""
+    """Return the metric segments of sources with these names."""
     one = summarize_scores(np.ones((1, 1), np.float32), None, pass_score=1.0)
     row = replace(one, by_source=dict.fromkeys(names, one)).to_metrics()
-    found = [re.fullmatch(r"eval/source/([^/]+)/pass_at_1", name) for name in row]
-    return [match[1] for match in found if match]
+    matches = [re.fullmatch(r"eval/source/([^/]+)/pass_at_1", name) for name in row]
+    return [match[1] for match in matches if match]
 
 
 def test_sources_with_special_characters_have_distinct_metrics():
@@ -144,7 +144,7 @@ def test_intervals_cover_the_true_value_in_about_95_percent():
     random = np.random.default_rng(0)
     hits = {"mean": 0, "fraction": 0}
     for _ in range(400):
-        chances = random.beta(1, 1, size=100)  # prompts of every difficulty; the truth is 0.5
+        chances = random.beta(1, 1, size=100)  # prompts of every difficulty; true value 0.5
         passed = random.random((100, 8)) < chances[:, None]
         for name, found in (
             ("mean", compute_mean_interval(passed.mean(axis=1))),

@@ -18,7 +18,7 @@ def prompts(*sources):
 
 
 async def generate(prompt, seeds):
-    """One rollout per seed; its only sampled token is the seed."""
+    """Return a rollout per seed; the only sampled token is the seed."""
     return [
         Rollout.from_single_turn(
             prompt.token_ids, [seed], logprobs=[0.0], versions=[0], finish_reason=FinishReason.STOP
@@ -28,7 +28,7 @@ async def generate(prompt, seeds):
 
 
 def scoring(table):
-    """Scores by the prompt's uid."""
+    """Return a score function that looks up scores by uid."""
 
     async def score(prompt, rollouts):
         return {"scores": np.array(table[prompt.uid][: len(rollouts)], np.float32)}
@@ -50,7 +50,7 @@ async def test_metrics_of_a_worked_example():
         score=scoring(TABLE),
         config=EvaluationConfig(samples=4),
     )
-    # 12 completions, of which 2 + 0 + 4 pass; 2 of 3 prompts have one that does; scores sum to 8.
+    # 2 + 0 + 4 of 12 completions pass; 2 of 3 prompts have a passing completion; scores sum to 8.
     assert (result.num_prompts, result.samples) == (3, 4)
     assert result.pass_at_1 == pytest.approx(6 / 12)
     assert result.pass_at_k == pytest.approx(2 / 3)
@@ -127,7 +127,7 @@ async def test_maj_at_k_requires_answers_from_every_source():
     settings: dict[str, Any] = {"generate": generate, "score": score}
     settings |= {"config": EvaluationConfig()}
     result = await evaluate_policy(prompts("a", "b", "b"), **settings)
-    # Of a and the first b, half and none of the majority answer pass; the second b has no answer.
+    # The majority answer passes by half for a, never for the first b; the second b has no answer.
     assert result.maj_at_k == pytest.approx((0.5 + 0 + 0) / 3)
     silent = ("b",)
     result = await evaluate_policy(prompts("a", "b", "b"), **settings)
@@ -137,7 +137,7 @@ async def test_maj_at_k_requires_answers_from_every_source():
 
 
 async def seeds_used(config, delays):
-    """Seeds each prompt was given, when prompts take those times."""
+    """Return the seeds of each prompt if generation takes these delays."""
     seen = {}
 
     async def slow(prompt, seeds):
@@ -186,12 +186,12 @@ async def test_concurrency_bounds_prompts_in_flight(concurrency):
 
 
 def failing_scores(table, failing):
-    """Scores by the prompt's uid, but for those of `failing`."""
+    """Return a score function that fails once for each uid in `failing`."""
     right = scoring(table)
 
     async def score(prompt, rollouts):
         if prompt.uid in failing:
-            failing.remove(prompt.uid)  # Once is enough: a reward has tried often enough itself.
+            failing.remove(prompt.uid)  # evaluate_policy does not retry
             raise RewardError("judge is down")
         return await right(prompt, rollouts)
 

@@ -1,4 +1,4 @@
-"""What may arrive from a worker, which runs what others wrote."""
+"""Responses of workers, which run untrusted code."""
 
 import pickle
 
@@ -10,7 +10,7 @@ from streamrl.rewards.user_code.user_function import FunctionCallSpec
 
 
 def pickle_of_call(module: str, name: str, *arguments: object) -> bytes:
-    """A pickle that has whoever reads it call this."""
+    """Return a pickle that calls a function when unpickled."""
     named = b"".join(pickle.dumps(text, protocol=4)[2:-1] for text in (module, name))
     given = pickle.dumps(arguments, protocol=2)[2:-1]
     return b"\x80\x04" + named + pickle.STACK_GLOBAL + given + pickle.REDUCE + pickle.STOP
@@ -34,7 +34,7 @@ def test_responses_survive_a_round_trip() -> None:
         ("streamrl.rewards.interface.verdict", "Enum"),
         ("streamrl.rewards.interface.verdict", "RewardResult.from_correctness"),
         ("streamrl.rewards.interface.verdict", "math.__loader__.load_module"),
-        ("streamrl.process_pool.process", "Process"),
+        ("streamrl.process_pool.process", "WorkerProcess"),
         ("streamrl.process_pool.process", "subprocess.Popen"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Pools of workers under trouble, with real processes."""
+"""Worker pools with failing calls, in real processes."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 async def pool():
-    """Makes a pool; at the end all are closed, and no process of theirs is left."""
+    """Create pools; close them at the end and check that no process is left."""
     before, made = descendants(), []
 
     def make(at_load="", *, target=TARGET, timeout_s=30.0, memory_bytes=16 << 30, concurrency=1):
@@ -45,13 +45,12 @@ async def pool():
         return made[-1]
 
     yield make
-    for one in made:
-        await one.close()
+    for worker_pool in made:
+        await worker_pool.close()
     assert not descendants() - before
 
 
 async def wait_until_exited(pids, *, within_s=15.0):
-    """Wait until none of these processes is there."""
     deadline = time.monotonic() + within_s
     while left := [pid for pid in pids if psutil.pid_exists(pid)]:
         assert time.monotonic() < deadline, f"still there: {left}"
@@ -61,15 +60,19 @@ async def wait_until_exited(pids, *, within_s=15.0):
 async def test_failures_name_their_cause_and_other_calls_succeed(pool):
     workers = pool(timeout_s=8.0, memory_bytes=256 << 20)
     await workers.start()
-    told = {"hang": WorkerTimeoutError, "crash": WorkerCrashError, "leak": WorkerMemoryError}
+    expected_errors = {
+        "hang": WorkerTimeoutError,
+        "crash": WorkerCrashError,
+        "leak": WorkerMemoryError,
+    }
     requests = [("square", n) for n in range(60)] + [("slow", n) for n in range(6)]
-    requests += [(deed, 0) for deed in told for _ in range(2)]
+    requests += [(deed, 0) for deed in expected_errors for _ in range(2)]
     random.Random(5).shuffle(requests)
     calls = [workers.call(request) for request in requests]
     answers = await asyncio.gather(*calls, return_exceptions=True)
     for (deed, number), answer in zip(requests, answers, strict=True):
-        if deed in told:
-            assert type(answer) is told[deed], (deed, answer)
+        if deed in expected_errors:
+            assert type(answer) is expected_errors[deed], (deed, answer)
         else:
             assert answer == number * number
     assert workers.kill_counts == Counter(timeout=2, crash=2, memory=2)
@@ -92,7 +95,7 @@ async def test_hanging_calls_do_not_slow_down_quick_calls(pool):
     hung = [asyncio.create_task(workers.call(("hang", 0))) for _ in range(2)]
     beside = statistics.median(await took_s())
     assert not any(task.done() for task in hung)
-    # Less than the wait for a look at stragglers would add to each.
+    # Less than MONITOR_INTERVAL_S, the delay if calls had to wait for the straggler check.
     assert beside < alone + 0.4
     await workers.close()
     for end in await asyncio.gather(*hung, return_exceptions=True):
@@ -237,7 +240,7 @@ async def test_a_worker_does_not_outlive_its_reaper(pool, monkeypatch, number):
     ],
 )
 async def test_only_the_faulty_call_of_a_shared_worker_fails(pool, deed, error, words, cause):
-    # Only what hangs is to run into its deadline.
+    # Only the hanging call must exceed its deadline.
     timeout_s = 5.0 if deed == "hang" else 30.0
     one = pool(target=ASYNC_TARGET, timeout_s=timeout_s, memory_bytes=256 << 20, concurrency=16)
     await one.start()
@@ -246,8 +249,8 @@ async def test_only_the_faulty_call_of_a_shared_worker_fails(pool, deed, error, 
     assert found == [number * number for number in range(24)]
     assert isinstance(blamed, error) and words in str(blamed)
     assert set(one.kill_counts) == {cause}
-    assert len(one._workers) <= 2, "who stood in for others has wait_until_exited"
-    # Once more, in a worker that it has to itself: nobody else's worker ends.
+    assert len(one._workers) <= 2, "spare workers are retired"
+    # Again on an exclusive worker: no other worker exits.
     with pytest.raises(error):
         await asyncio.gather(one.call((deed, None), alone=True), one.call(("square", 3)))
     assert await one.call(("square", 4)) == 16

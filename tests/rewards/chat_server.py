@@ -1,4 +1,4 @@
-"""A server that speaks the two requests a judge makes, over real HTTP, and says what it is told."""
+"""Fake OpenAI-compatible server with scripted responses, over real HTTP."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ MODEL = "judge-1"
 
 
 class ChatServer:
-    """Answers `reply(content)`: text, a whole response, or a number of seconds to hang.
+    """Responds with `reply(content)`: text, a whole response, or a number of seconds to hang.
 
     `refusals` go before, one a request: (status, headers, message). Nothing is answered before
     `hold_until` requests have been there at once.
@@ -74,7 +74,7 @@ class ChatServer:
 
 @contextmanager
 def serving(reply: Callable[[str], Any]) -> Iterator[ChatServer]:
-    """A server in a thread of its own, for a run in other processes."""
+    """Run the server in a thread, for a run in other processes."""
     loop, server = asyncio.new_event_loop(), ChatServer(reply)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""What tests of reward functions have in common: a row, and what is said of completions of it."""
+"""Helpers of reward function tests: a row, and its results and scores."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Reward functions in their worker processes: what hangs, crashes, or takes all memory."""
+"""Reward functions in worker processes: hangs, crashes and memory limits."""
 
 import asyncio
 import textwrap
@@ -20,7 +20,7 @@ from tests.rewards.judged import prompt
 
 @pytest.fixture
 async def running(tmp_path):
-    """Rewards of a file, their workers started, and closed at the end."""
+    """Start rewards of a file; close them at the end."""
     made: list[RewardSet] = []
 
     async def start(source, name="f", **options):

@@ -21,7 +21,7 @@ groups = st.lists(rewards, min_size=1, max_size=16) | st.builds(
 
 
 def reason(config, scores, **components):
-    """What the filter says of a group with these scores and named rewards."""
+    """Return the filter's reason for a group with these scores and named rewards."""
     columns = {
         f"reward/{name}": np.array(column, np.float32) for name, column in components.items()
     }
@@ -32,7 +32,7 @@ def reason(config, scores, **components):
 
 @pytest.fixture
 def filter_from(tmp_path):
-    """The config of a filter from the source of a file; `name` is the function in it."""
+    """Create filter configs from the source of a file with function `name`."""
 
     def make(source, name="keep"):
         path = tmp_path / "filter.py"
@@ -72,7 +72,7 @@ def test_equal_rewards_compares_the_combined_reward():
 @given(groups, st.integers(-1000, 1000))
 def test_shifting_all_rewards_does_not_change_whether_they_are_equal(scores, shift):
     shifted = np.array(scores, np.float32) + np.float32(shift)
-    # A shift may round two rewards to one; then they are equal.
+    # A shift may round two rewards to the same float32; then they are equal.
     assume(len(set(shifted.tolist())) == len(set(scores)))
     assert (reason(EQUAL, shifted) is None) == (reason(EQUAL, scores) is None)
 
@@ -108,7 +108,7 @@ def test_mean_outside_accepts_means_inside_the_open_interval(scores, low, high, 
 @given(groups, st.floats(-1000, 1000), st.floats(-1000, 1000))
 def test_the_mean_is_a_float64(scores, low, high):
     assume(low < high)
-    # The exact sum, rounded once; then divided.
+    # fmean rounds the exact sum once, then divides.
     mean = float(sum(Fraction(score) for score in scores)) / len(scores)
     stays = reason(FilterConfig("mean_outside", options={"low": low, "high": high}), scores) is None
     assert stays == (low < mean < high)

@@ -30,7 +30,7 @@ PLACED = replace(PROMPT, row_location="sums.jsonl line 12")
 
 
 class FakeReward(Reward):
-    """Gives the scores it is told to, when it is told to."""
+    """Returns given scores after a given delay."""
 
     def __init__(self, values=(), *, wait_s=0.0, error=None, complaint=None):
         super().__init__()
@@ -76,7 +76,7 @@ async def test_scores_are_the_weighted_sum_and_components_are_unweighted():
         "scores": [1.25, 0.25],
     }
     check_column_sizes(measure_columns(columns), GroupInfo((0, 0), 0, ()))
-    assert rewards.names == ("right", "form", "zero")
+    assert rewards.component_names == ("right", "form", "zero")
 
 
 async def test_rewards_run_concurrently():
@@ -98,7 +98,7 @@ async def test_a_failed_gate_makes_the_combined_score_0():
 
 
 class Said(FakeReward):
-    """Gives whole judgements."""
+    """Returns given RewardResults."""
 
     async def score(self, prompt, completions):
         return list(self.values)
@@ -108,7 +108,7 @@ ABSENT = RewardResult.make_not_judged()
 
 
 async def test_an_abstaining_component_is_left_out_of_the_score():
-    """As in TRL: the weighted sum over those that say something."""
+    """As in TRL: the weighted sum of the components with a score."""
     rewards = reward_set(
         math=(2.0, Said([ABSENT, RewardResult(0.5, RewardOutcome.WRONG), ABSENT])),
         code=(
@@ -239,8 +239,8 @@ def test_check_prompts_names_the_first_row_that_a_reward_cannot_score():
     with pytest.raises(
         ConfigError, match=r"^sums.jsonl line 12 \(uid 2:11:0\): reward odd: no truth$"
     ):
-        rewards.check([PLACED])
-    reward_set(fine=(1.0, FakeReward())).check([PLACED])
+        rewards.check_prompts([PLACED])
+    reward_set(fine=(1.0, FakeReward())).check_prompts([PLACED])
 
 
 async def test_an_error_during_the_run_names_the_row():
@@ -341,8 +341,16 @@ def test_a_combine_function_excludes_weights_and_unknown_parameters(tmp_path):
         (f"{path}:late", RewardConfig("exact"), "scorer.combine=.*:late: in .*mix.py it is async"),
         (f"{path}:no", RewardConfig("exact"), "scorer.combine=.*:no: not in .*mix.py"),
         (path, RewardConfig("exact"), "scorer.combine=.*: must be written as file.py:function"),
-        (f"{path}:fine", RewardConfig("exact", weight=2.0), "weight and gate of reward exact mean"),
-        (f"{path}:fine", RewardConfig("exact", gate=True), "weight and gate of reward exact mean"),
+        (
+            f"{path}:fine",
+            RewardConfig("exact", weight=2.0),
+            "weight and gate of reward exact have no",
+        ),
+        (
+            f"{path}:fine",
+            RewardConfig("exact", gate=True),
+            "weight and gate of reward exact have no",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             build_rewards([config], RewardContext(ScorerConfig(combine=combine)))

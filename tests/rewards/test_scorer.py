@@ -1,4 +1,4 @@
-"""The stages that judge texts."""
+"""Workers of the reward and cost stages."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,21 +15,21 @@ from streamrl.rewards.scorer import CostScorer, RewardScorer
 
 
 class Letters:
-    """Token n is the n-th letter."""
+    """Tokenizer: token n is the n-th letter."""
 
     def batch_decode(self, ids, **_):
         return ["".join("abcdef"[i] for i in row) for row in ids]
 
 
 class AllOut:
-    """A filter that keeps nothing."""
+    """A filter that rejects every group."""
 
     def explain_rejection(self, prompt, columns):
         return "all out"
 
 
 class Down(Reward):
-    """A reward that cannot be had."""
+    """A reward that always fails."""
 
     async def score(self, prompt, completions):
         raise RewardError("the verifier is down")

@@ -17,12 +17,12 @@ def test_every_row_is_in_exactly_one_batch_within_the_bounds(lengths, max_tokens
 
 
 def test_rows_of_similar_length_share_a_batch():
-    # Padded to 9 there is room for two of 20 tokens, padded to 3 for six.
+    # 20 tokens hold two rows padded to 9, or six rows padded to 3.
     assert plan_batches([3, 9, 2, 8, 3], 20, 99) == [[1, 3], [0, 4, 2]]
 
 
 class Computed:
-    """Each row's sum, when it is let; remembers the batches."""
+    """Returns each row's sum once released; records the batches."""
 
     def __init__(self):
         self.batches, self.may_go = [], asyncio.Event()

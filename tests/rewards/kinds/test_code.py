@@ -105,7 +105,7 @@ async def test_a_slow_extract_pattern_gives_outcome_timeout(score):
 
 
 class FailingSandbox:
-    """Has no jail for the first programs it is given; all that follow pass."""
+    """Fails with INFRA_ERROR for the first programs, then passes every program."""
 
     def __init__(self, failures):
         self.failures = failures

@@ -23,7 +23,7 @@ def text_prompt(**extra_info):
 
 
 class Called:
-    """What a worker would do with the function, in this process."""
+    """Runs the worker's handler in this process."""
 
     def __init__(self, source):
         self.source, self.judge = source, make_reward_handler(source)
@@ -35,7 +35,7 @@ class Called:
 
 @pytest.fixture
 def reward_from(tmp_path):
-    """The function of a file, from its source; `name` is the function in it."""
+    """Create rewards from the source of a file with function `name`."""
 
     def make(source, name="f", **kwargs):
         path = tmp_path / "reward.py"
@@ -170,12 +170,12 @@ async def test_only_finite_numbers_of_a_dict_become_extra_metrics(reward_from):
             return found | {"nan": float("nan"), "list": [1], "ok": True, 5: 6}
     """)
     (one, _) = await judgements(reward)
-    assert one.numbers == (("format", 0.5), ("ok", 1.0), ("5", 6.0))
+    assert one.extra_metrics == (("format", 0.5), ("ok", 1.0), ("5", 6.0))
     many = reward_from("""
         def f(solution_str, ground_truth):
             return {"score": 1} | {f"n{i}": i for i in range(999)}
     """)
-    assert len((await judgements(many))[0].numbers) == 50
+    assert len((await judgements(many))[0].extra_metrics) == 50
 
 
 async def test_none_abstains_in_the_trl_signature_and_is_an_error_in_others(reward_from):
@@ -212,7 +212,7 @@ async def test_a_column_never_replaces_the_prompt(reward_from):
 async def test_a_plain_number_passes_from_1(reward_from):
     reward = reward_from("def f(prompt, completion): return float(completion)")
     found = await judgements(reward, ["0.99", "1"])
-    assert [one.verdict for one in found] == [RewardOutcome.WRONG, RewardOutcome.PASS]
+    assert [one.outcome for one in found] == [RewardOutcome.WRONG, RewardOutcome.PASS]
 
 
 async def test_kwargs_come_from_the_config(reward_from):
@@ -360,7 +360,7 @@ async def test_a_result_that_raises_on_inspection_is_reported(reward_from):
 
 async def test_a_column_the_row_lacks_is_named_before_and_during_the_run(reward_from):
     reward = reward_from("def f(completions, solution, hint=None): return [1.0]")
-    check = reward.source.load().needs.arguments
+    check = reward.source.load_function().call_spec.build_arguments
     check(prompt(solution="5"), [""])
     words = r"f in .*reward.py needs solution; the row has answer, completions, data_source"
     with pytest.raises(RewardError, match=words):

@@ -28,13 +28,13 @@ OPTIONS = {
 
 
 def answer_of(content):
-    """What stands after "A: " in the filled template."""
+    """Return the text after "A: " in the filled template."""
     return content.split("A: ")[1].split("\n")[0]
 
 
 @pytest.fixture
 async def server():
-    """A judge that gives the answer's own number as its score."""
+    """Run a judge that responds with the completion's own number."""
     running = ChatServer(lambda content: f"Score: 1\nno, Score: {answer_of(content)}")
     await running.start()
     yield running
@@ -43,7 +43,7 @@ async def server():
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    """Waits between attempts, and for a server that is not up, a hundredth of what they are."""
+    """Shorten the waits between attempts and for the server to a hundredth."""
     reward_module = importlib.import_module("streamrl.rewards.interface.reward")  # beside @reward
     monkeypatch.setattr(reward_module, "BACKOFF_S", reward_module.BACKOFF_S / 100)
     monkeypatch.setattr(endpoint_module, "POLL_INTERVAL_S", endpoint_module.POLL_INTERVAL_S / 100)
@@ -51,7 +51,7 @@ def short_waits(monkeypatch):
 
 @pytest.fixture
 async def started():
-    """Rewards of one judge, started, and closed at the end."""
+    """Start rewards with a single judge; close them at the end."""
     made = []
 
     async def start(url, *, replicas=1, timeout_s=5.0, **options):
@@ -69,7 +69,7 @@ async def started():
 
 
 async def judged(rewards, *texts, prompt=PROMPT):
-    return (await rewards.judge(prompt, list(texts))).components["judge"]
+    return (await rewards.judge_group(prompt, list(texts))).components["judge"]
 
 
 async def scores(rewards, *texts, prompt=PROMPT):
@@ -79,14 +79,14 @@ async def scores(rewards, *texts, prompt=PROMPT):
 async def test_the_last_number_the_judge_gives_is_the_score(server, started):
     found = await judged(await started(server.url), "7.5", "10", "0")
     assert [one.score for one in found] == [7.5, 10.0, 0.0]
-    assert [one.verdict for one in found] == [
+    assert [one.outcome for one in found] == [
         RewardOutcome.WRONG,
         RewardOutcome.PASS,
         RewardOutcome.WRONG,
     ]
     assert found[0].detail == "Score: 1\nno, Score: 7.5"
     lenient = await judged(await started(server.url, pass_score=7), "7.5", "6")
-    assert [one.verdict for one in lenient] == [RewardOutcome.PASS, RewardOutcome.WRONG]
+    assert [one.outcome for one in lenient] == [RewardOutcome.PASS, RewardOutcome.WRONG]
 
 
 async def test_the_request_contains_the_options(server, started):
@@ -136,7 +136,7 @@ async def test_requests_run_concurrently_up_to_the_limit(server, started):
 
 
 async def test_requests_keep_the_rate_limit_shared_by_scorers(server, started):
-    # 2400 a minute over two scorers: one every 50 ms from each.
+    # 2400 a minute over two scorers: each sends a request every 50 ms.
     rewards = await started(server.url, replicas=2, requests_per_minute=2400)
     began = time.monotonic()
     await asyncio.gather(scores(rewards, "1", "2"), scores(rewards, "3", "4"))
@@ -144,7 +144,7 @@ async def test_requests_keep_the_rate_limit_shared_by_scorers(server, started):
 
 
 async def test_tokens_keep_the_rate_limit(server, started):
-    # 18 bytes besides the completion: 27 bytes are 10 tokens, 87 are 30, and 4 go to the answer.
+    # 18 bytes plus the completion: 27 bytes are 10 tokens, 87 are 30; max_tokens adds 4.
     rewards = await started(server.url, max_tokens=4, tokens_per_minute=6000)
     server.reply = lambda content: "Score: 1"
     began = time.monotonic()

@@ -30,7 +30,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture
 async def started():
-    """Rewards of one model, started, and closed at the end."""
+    """Start rewards with a single model; close them at the end."""
     made = []
 
     async def start(path, *, timeout_s=30.0, **options):
@@ -46,7 +46,7 @@ async def started():
 
 
 async def judged(rewards, texts=TEXTS, prompt=PROMPT):
-    return (await rewards.judge(prompt, texts)).components["model"]
+    return (await rewards.judge_group(prompt, texts)).components["model"]
 
 
 async def scores(rewards, texts=TEXTS, prompt=PROMPT):
@@ -54,7 +54,7 @@ async def scores(rewards, texts=TEXTS, prompt=PROMPT):
 
 
 def copied(path, to, **settings):
-    """The model's directory once more, its config changed."""
+    """Copy the model's directory with a changed config."""
     shutil.copytree(path, to)
     config = json.loads((to / "config.json").read_text())
     (to / "config.json").write_text(json.dumps({**config, **settings}))
@@ -62,7 +62,7 @@ def copied(path, to, **settings):
 
 
 def reweighted(path, to, change):
-    """The model's directory once more, what `change` does done to its weights."""
+    """Copy the model's directory with weights modified by `change`."""
     copied(path, to)
     weights = load_file(to / "model.safetensors")
     change(weights)
@@ -77,7 +77,7 @@ def untemplated(path, tmp_path):
 
 
 def by_transformers(path, text):
-    """What the model gives to a text alone, one token per symbol, and <pad> for any other."""
+    """Return the model's logit of a single text: a token per symbol, <pad> for unknown symbols."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
@@ -89,7 +89,7 @@ def by_transformers(path, text):
 
 async def test_the_score_equals_transformers_logit_of_the_templated_conversation(path, started):
     found = await scores(await started(path))
-    # The toy's template: all contents, and "=".
+    # The toy's chat template: all contents, then "=".
     assert found == [by_transformers(path, f"2+3{text}=") for text in TEXTS]
     assert max(found) - min(found) > 0.1
 
@@ -162,14 +162,14 @@ async def test_the_default_pass_score_is_logit_0_or_probability_one_half(
     for raw, squashed in zip(logits, probabilities, strict=True):
         assert raw.score * sign < 0  # of this random head
         assert (
-            raw.verdict
-            is squashed.verdict
+            raw.outcome
+            is squashed.outcome
             is (RewardOutcome.WRONG if sign == 1 else RewardOutcome.PASS)
         )
         assert squashed.score == pytest.approx(1 / (1 + math.exp(-raw.score)))
     least = min(one.score for one in logits)
     picky = await judged(await started(path, pass_score=math.nextafter(least, 99)))
-    assert [one.verdict for one in picky].count(RewardOutcome.WRONG) == 1
+    assert [one.outcome for one in picky].count(RewardOutcome.WRONG) == 1
 
 
 async def test_a_label_is_selected_by_name_or_index(tmp_path, started):

@@ -25,7 +25,7 @@ def prompt(ground_truth=None):
 
 async def score_one(reward, completion, ground_truth=None):
     (found,) = await reward.score(prompt(ground_truth), [completion])
-    assert found.verdict is (RewardOutcome.PASS if found.score else RewardOutcome.WRONG)
+    assert found.outcome is (RewardOutcome.PASS if found.score else RewardOutcome.WRONG)
     return found.score
 
 

@@ -68,7 +68,7 @@ def test_a_ground_truth_of_another_type_is_refused(rule, truth):
     with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, is"):
         rule.validate_truth(truth)
     with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, is"):
-        rule.judge("9", truth)
+        rule.judge_completion("9", truth)
 
 
 @pytest.mark.parametrize("truth", ["nine", "16 - 7 = 9\n#### 9", "1/2", ",", "9 eggs"])

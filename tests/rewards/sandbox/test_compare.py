@@ -1,4 +1,4 @@
-"""Comparing what came out with what was wanted."""
+"""Comparison of actual and expected output."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Each layer of the sandbox by itself: one that is missing would be hidden by those above it."""
+"""Each layer of the sandbox in isolation: other layers would hide a missing layer."""
 
 import json
 import os
@@ -36,7 +36,7 @@ from streamrl.rewards.sandbox.verdicts import make_test_message as message_of
 
 LIMITS = ProgramLimits(wall_s=8.0, total_s=20.0, memory_mib=256, disk_mib=8, compile_s=0.3)
 NUMBER = 7
-#: What goes out of a jail over the network, and what is seen of it.
+#: Program that tries to reach the network.
 REACH = """
 import socket
 
@@ -61,7 +61,7 @@ def reach(port, name):
         found.append("the network's devices")
     return found
 """
-#: What REACH must find where nothing isolates; a machine may have no network of its own.
+#: Results of REACH without isolation, on a machine without network.
 HOSTS = {"the host's loopback", "the host's abstract sockets"}
 
 
@@ -70,7 +70,7 @@ def permissive_filter() -> bytes:
 
 
 async def run_in(plan: JailSpec, source: str, test: CallTest) -> object:
-    """What a function returns in a jail of this plan."""
+    """Return the value of a function called in a jail."""
     jail = await Jail.start(plan, NUMBER)
     try:
         deadline = time.monotonic() + 20.0
@@ -85,7 +85,7 @@ async def run_in(plan: JailSpec, source: str, test: CallTest) -> object:
 
 
 async def ways_out(isolation: IsolationMode) -> set[str]:
-    """Where a program gets by the network whose calls no filter denies."""
+    """Return the reachable network targets without a seccomp filter."""
     plan = make_jail_spec(isolation, LIMITS, permissive_filter())
     name = f"streamrl-layers-{os.getpid()}"
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
@@ -104,7 +104,7 @@ async def test_namespaces_block_the_network_even_without_the_syscall_filter(
     if reason is None:
         assert await ways_out(isolation) == set()
     else:
-        # A machine need not allow each; the sandbox takes none that does not hold.
+        # A machine may not support every mode; the sandbox never uses a mode that fails the probe.
         assert isolation != list_isolation_modes()[0], reason
 
 
@@ -114,7 +114,7 @@ async def test_the_network_probe_succeeds_without_isolation() -> None:
 
 @pytest_asyncio.fixture
 async def jail() -> AsyncIterator[tuple[JailSpec, int]]:
-    """A jail that waits for its program, as seen from outside: its plan and its process 1."""
+    """Start a jail; return its spec and the pid of its process 1."""
     plan = make_jail_spec(list_isolation_modes()[0], LIMITS, build_syscall_filter())
     started = await Jail.start(plan, NUMBER)
     assert started._init_process is not None

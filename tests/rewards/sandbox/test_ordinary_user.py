@@ -1,4 +1,4 @@
-"""The sandbox without the rights of root: as root is not, so these tests become somebody else."""
+"""The sandbox as an ordinary user; if run as root, these tests switch to another user."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from streamrl.rewards.sandbox.isolation import find_python
 from tests.rewards.sandbox.test_hostile import ATTACKS, LIMITS
 
 NOBODY = 65534
-#: Attacks that go other ways for an ordinary user: rights, processes, what belongs to the user.
+#: Attacks that behave differently for an ordinary user: permissions, processes, the user's files.
 CHOSEN = [
     attack
     for attack in ATTACKS
@@ -58,7 +58,7 @@ CHOSEN = [
     }
 ]
 
-#: Runs programs in a Python that may have none of streamrl's other dependencies.
+#: Runs programs in a Python without streamrl's other dependencies.
 SCRIPT = """
 import asyncio, json, sys, types
 for name in ("streamrl", "streamrl.rewards"):
@@ -71,10 +71,10 @@ async def main(limits, programs):
     async def run(calls, source, test):
         test = (CallTest if calls else StdinTest)(**test)
         outcome = await sandbox.run(SandboxProgram("python", source, [test]))
-        return outcome.verdict.value, outcome.detail
+        return outcome.outcome.value, outcome.detail
     outcomes = await asyncio.gather(*(run(*program) for program in programs))
     await sandbox.close()
-    print(json.dumps([sandbox._plan.isolation.name, *outcomes]))
+    print(json.dumps([sandbox._jail_spec.isolation.name, *outcomes]))
 
 asyncio.run(main(*json.load(sys.stdin)))
 """
@@ -82,7 +82,7 @@ asyncio.run(main(*json.load(sys.stdin)))
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """What the sandbox needs, where everybody can read it."""
+    """Copy the sandbox's files to a world-readable folder."""
     made = Path(tempfile.mkdtemp())
     rewards = Path(streamrl.__file__).parent / "rewards"
     shutil.copytree(rewards / "sandbox", made / "streamrl" / "rewards" / "sandbox")
@@ -108,12 +108,12 @@ def folder() -> Iterator[Path]:
 
 
 def readable(python: str) -> bool:
-    """Whether everybody may run this interpreter."""
+    """Return True if every user may run this interpreter."""
     return all(folder.stat().st_mode & 1 for folder in Path(python).resolve().parents)
 
 
 PYTHON = find_python() if readable(find_python()) else "/usr/bin/python3"
-#: What a process is started with to be somebody else, and the isolation that is left to it.
+#: Commands that switch to another user, by the isolation mode available to that user.
 WAYS: dict[str, list[str]] = {"user namespace": []}
 if os.geteuid() == 0:
     somebody = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]

@@ -1,4 +1,4 @@
-"""A server that speaks sandbox-fusion's HTTP, and what is made of its answers."""
+"""Client of a fake server with sandbox-fusion's HTTP API."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ ADD = {"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}
 
 
 class Server(BaseHTTPRequestHandler):
-    """Runs Python as such a server does. `troubles` are answered first, one per request."""
+    """Fake server that runs Python. `troubles` are the first responses."""
 
     troubles: ClassVar[list] = []
     asked: ClassVar[list] = []

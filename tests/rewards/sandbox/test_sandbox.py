@@ -1,4 +1,4 @@
-"""The sandbox on programs that mean no harm, and its own life from start to close."""
+"""The sandbox with harmless programs, and its life cycle from start to close."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ from streamrl.rewards.sandbox.jail import make_jail_spec
 from tests.descendants import descendants
 
 ADD = "print(sum(map(int, input().split())))"
-#: Programs that add two numbers, and some that are none.
+#: Programs that add two numbers, and broken programs, by language.
 ADD_IN = {
     "cpp": (
         "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }",
@@ -51,7 +51,7 @@ ADD_IN = {
 }
 TOOLS = {"cpp": "g++", "javascript": "node", "bash": "bash"}
 INSTALLED = [name for name, tool in TOOLS.items() if shutil.which(tool, path=ENVIRONMENT["PATH"])]
-#: Bubblewrap in name only: it runs the command that it is given as it is.
+#: Fake bubblewrap that runs its command without isolation.
 HOLLOW = """#!/bin/sh
 while [ "${1#*/bin/python}" = "$1" ]; do
     [ "$1" = --info-fd ] && echo '{"child-pid": '$$'}' >&"$2"
@@ -59,7 +59,7 @@ while [ "${1#*/bin/python}" = "$1" ]; do
 done
 exec "$@"
 """
-#: What takes long to compare, or to read: text that differs at its end, a list of many lists.
+#: Outputs that are slow to compare or parse: text that differs at its end, a list of many lists.
 LONG = [
     SandboxProgram(
         "python", "print('\\n' * 3_999_999, 'c')", [StdinTest("", "\n" * 3_999_999 + "b")]
@@ -273,8 +273,8 @@ async def test_programs_run_in_order_without_blocking_the_event_loop(
     async def beat() -> None:
         nonlocal longest
         while True:
-            # Work in the loop counts, and work in a thread that keeps it from running; a wait for
-            # a core does not.
+            # CPU time, not wall time: counts work in the loop and in threads that hold the GIL, but
+            # not waiting for a core.
             before = time.process_time()
             await asyncio.sleep(0.005)
             longest = max(longest, time.process_time() - before)
@@ -284,7 +284,7 @@ async def test_programs_run_in_order_without_blocking_the_event_loop(
     outcomes = await asyncio.gather(*map(sandbox.run, [short, long] * 5))
     beating.cancel()
     assert [o.outcome for o in outcomes] == [RewardOutcome.PASS, RewardOutcome.WRONG] * 5
-    # All of either text or list takes more.
+    # Processing the whole text or list at once takes longer.
     assert longest < 0.3
 
 
@@ -325,8 +325,8 @@ def test_jails_die_with_the_host_process() -> None:
 import asyncio, sys
 from streamrl.rewards.sandbox import *
 async def main():
-    sandbox = await Sandbox.start(Limits(wall_s=100, total_s=100), jails=2)
-    program = Program("python", "import time\\nwhile True: pass", [StdinTest("", "")])
+    sandbox = await Sandbox.start(ProgramLimits(wall_s=100, total_s=100), jails=2)
+    program = SandboxProgram("python", "import time\\nwhile True: pass", [StdinTest("", "")])
     running = asyncio.create_task(sandbox.run(program))
     await asyncio.sleep(0.3)
     print("running", flush=True)
@@ -379,7 +379,7 @@ async def test_allow_unsafe_runs_programs_within_limits_with_a_warning(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    # The kernel counts all processes of the user here, not those of a program.
+    # Without isolation RLIMIT_NPROC counts all processes of the user, not those of a program.
     limits = replace(QUICK, processes=1 << 16)
     sandbox = await Sandbox.start(limits, jails=2, allow_unsafe=True)
     assert "no sandbox" in sandbox.user_warning

@@ -1,4 +1,4 @@
-"""Kinds of reward that a user's file, or an installed package, brings."""
+"""Reward kinds of user files and installed packages."""
 
 import pytest
 
