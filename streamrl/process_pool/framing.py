@@ -33,7 +33,7 @@ _ALLOWED_CLASSES = frozenset(
 class _RestrictedUnpickler(pickle.Unpickler):
     """Unpickler for plain data and _ALLOWED_CLASSES.
 
-    A worker runs untrusted code, so its bytes must not execute anything in the pool's process.
+    A worker runs untrusted code: a response must not execute anything in the pool's process.
     """
 
     def find_class(self, module: str, name: str) -> Any:

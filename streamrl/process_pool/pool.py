@@ -35,7 +35,7 @@ STRAGGLER_MIN_S, STRAGGLER_RATIO = 1.0, 5.0
 """A call straggles beyond both: this duration, and this multiple of the median duration."""
 MAX_SPARE_WORKERS = 8
 CANCEL_TIMEOUT_S = 1.0
-"""Grace period of a cancelled async call; afterwards its worker is killed."""
+"""Grace period of a cancelled async call; afterwards the pool kills the worker."""
 
 
 class WorkerError(Exception):
@@ -47,7 +47,7 @@ class _SharedWorkerExitError(Exception):
 
 
 class WorkerTimeoutError(WorkerError):
-    """The call exceeded its deadline and was stopped."""
+    """The call exceeded the deadline and was stopped."""
 
 
 class WorkerCrashError(WorkerError):
@@ -55,7 +55,7 @@ class WorkerCrashError(WorkerError):
 
 
 class WorkerMemoryError(WorkerError):
-    """The worker process exceeded its memory limit and was killed."""
+    """The worker process exceeded the memory limit and was killed."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class WorkerPoolSettings:
     replicas: worker processes.
     concurrency: concurrent calls per worker with an async handler; a sync handler runs one call.
     timeout_s: deadline of a call.
-    memory_bytes: limit of a worker including its child processes.
+    memory_bytes: limit of a worker including child processes.
     """
 
     replicas: int
@@ -185,7 +185,7 @@ class WorkerPool:
         return answer
 
     async def _cancel_call(self, worker: _WorkerState, call_id: int) -> bool:
-        """Cancel a call; return False if its worker had to be killed.
+        """Cancel a call; return False if the worker had to be killed.
 
         Only an async handler can be cancelled. A handler that blocks the event loop in another call
         does not react in time, so killing the worker does not prove this call faulty.

@@ -29,7 +29,7 @@ class ProcessTable:
         self._refresh_lock = threading.Lock()
 
     def measure_tree_memory(self, root: int, *, enough: float = math.inf) -> int:
-        """Return bytes of anonymous, shared and page-table memory of `root` and its descendants.
+        """Return bytes of anonymous, shared and page-table memory of `root` and all descendants.
 
         enough: stop counting above this number of bytes.
         """

@@ -1,4 +1,4 @@
-"""Handle of one worker process: the pool's end of its socket."""
+"""Handle of a worker process: the pool's end of the socket."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from streamrl.process_pool.framing import (
 from streamrl.process_pool.worker import CANCEL, LOAD_FAILED, READY, REQUEST, RESULT
 
 EXIT_TIMEOUT_S = 10.0
-"""Grace period of a reaper that kills its descendants; afterwards the reaper is killed."""
+"""Time for the reaper to kill all descendants; afterwards the pool kills the reaper."""
 LOWEST_PRIORITY = 19
 MAX_RESPONSE_BYTES = 1 << 28
 _BAD_RESPONSE = "worker response"
@@ -29,7 +29,7 @@ _BAD_RESPONSE = "worker response"
 
 
 class ProcessExitedError(Exception):
-    """The worker process exited, or its responses cannot be read."""
+    """The worker process exited, or sent an unreadable response."""
 
 
 class WorkerProcess:
@@ -48,7 +48,7 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, target: str, payload: Any, *, within_s: float) -> "WorkerProcess":
-        """Start a worker and wait until its handler is loaded.
+        """Start a worker and wait until the handler is loaded.
 
         Raises ConfigError if loading the handler does, and ProcessExitedError if the process exits
         early or is not ready within `within_s` seconds.
@@ -191,7 +191,7 @@ _SocketStreams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def _launch_reaper(
     theirs: socket.socket, target: str, ours: socket.socket
 ) -> "subprocess.Popen[bytes]":
-    """Spawn a reaper on socket `theirs`; if cancelled, close both sockets and wait for its exit."""
+    """Spawn a reaper on socket `theirs`; if cancelled, close both sockets and wait for the exit."""
     launching = asyncio.create_task(asyncio.to_thread(_spawn_reaper, theirs.fileno(), target))
     try:
         return await asyncio.shield(launching)

@@ -1,12 +1,12 @@
-"""`python reaper.py FD MODULE:FUNCTION PATHS`: fork a worker and kill its whole process tree.
+"""`python reaper.py FD MODULE:FUNCTION PATHS`: fork a worker and kill the whole process tree.
 
     pool -- socket -- reaper (this file only)
                         `- worker (user code)
                              `- processes of user code
 
 The reaper forks before importing anything else. As child subreaper it inherits every orphan of the
-worker. It kills all descendants when the worker exits and when the pool's end of the socket
-closes, be it that the pool retires the worker or that the pool's process was killed.
+worker. The reaper kills all descendants when the worker exits, and when the pool's end of the
+socket closes: the pool retires the worker, or the pool's process was killed.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def wait_for_worker(channel: socket.socket, worker: int) -> int:
-    """Wait for the worker's exit, killing it once the channel closes; return its exit code.
+    """Wait for the worker's exit, or kill the worker once the channel closes; return the exit code.
 
     A worker killed by a signal gives 128 + signal number.
     """
