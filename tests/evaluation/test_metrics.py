@@ -44,7 +44,7 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_completions(passed):
 @given(tables)
 def test_pass_at_k_grows_with_k(passed):
     chances = [compute_pass_at_k(passed, k) for k in range(1, 6)]
-    assert all(one <= other + 1e-12 for one, other in itertools.pairwise(chances))
+    assert all(smaller <= larger + 1e-12 for smaller, larger in itertools.pairwise(chances))
 
 
 @pytest.mark.parametrize(("samples", "ks"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6])])
@@ -71,10 +71,10 @@ def test_k_is_every_power_of_two_and_all_samples(samples, ks):
     ],
 )
 def test_maj_at_k_scores_the_majority_answer(answers, passed, chance):
-    one = np.array([passed], np.bool_)
-    assert compute_maj_at_k(one, np.array([answers], np.int64)) == chance
-    two = np.concatenate([one, np.zeros((1, 4), np.bool_)])
-    assert compute_maj_at_k(two, np.array([answers, [1, 1, 1, 1]], np.int64)) == chance / 2
+    single = np.array([passed], np.bool_)
+    assert compute_maj_at_k(single, np.array([answers], np.int64)) == chance
+    both = np.concatenate([single, np.zeros((1, 4), np.bool_)])
+    assert compute_maj_at_k(both, np.array([answers, [1, 1, 1, 1]], np.int64)) == chance / 2
 
 
 def test_the_mean_interval_is_clustered_by_prompt():
@@ -109,8 +109,8 @@ def test_an_interval_contains_the_estimate_and_lies_within_0_and_1(passed):
 
 def metric_segments(*names):
     """Return the metric segments of sources with these names."""
-    one = summarize_scores(np.ones((1, 1), np.float32), None, pass_score=1.0)
-    row = replace(one, by_source=dict.fromkeys(names, one)).to_metrics()
+    result = summarize_scores(np.ones((1, 1), np.float32), None, pass_score=1.0)
+    row = replace(result, by_source=dict.fromkeys(names, result)).to_metrics()
     matches = [re.fullmatch(r"eval/source/([^/]+)/pass_at_1", name) for name in row]
     return [match[1] for match in matches if match]
 
@@ -136,8 +136,8 @@ def test_sources_with_special_characters_have_distinct_metrics():
 
 
 @given(st.text(max_size=4), st.text(max_size=4))
-def test_distinct_source_names_give_distinct_segments(one, other):
-    assert len(metric_segments(one, other)) == (0 if one == other else 2)
+def test_distinct_source_names_give_distinct_segments(first, second):
+    assert len(metric_segments(first, second)) == (0 if first == second else 2)
 
 
 def test_intervals_cover_the_true_value_in_about_95_percent():
@@ -146,10 +146,10 @@ def test_intervals_cover_the_true_value_in_about_95_percent():
     for _ in range(400):
         chances = random.beta(1, 1, size=100)  # prompts of every difficulty; true value 0.5
         passed = random.random((100, 8)) < chances[:, None]
-        for name, found in (
+        for name, interval in (
             ("mean", compute_mean_interval(passed.mean(axis=1))),
             ("fraction", compute_fraction_interval(passed)),
         ):
-            assert found is not None
-            hits[name] += found[0] <= 0.5 <= found[1]
+            assert interval is not None
+            hits[name] += interval[0] <= 0.5 <= interval[1]
     assert all(0.92 < count / 400 < 0.98 for count in hits.values())

@@ -10,11 +10,11 @@ from streamrl.messages import FinishReason, Prompt, Rollout, make_uid
 
 
 def prompts(*sources):
-    found = [
+    file_prompts = [
         Prompt(make_uid(0, i), np.array([i], np.int32), data_source=source)
         for i, source in enumerate(sources)
     ]
-    return {"held_out": found}
+    return {"held_out": file_prompts}
 
 
 async def generate(prompt, seeds):
@@ -150,15 +150,15 @@ async def seeds_used(config, delays):
 
 
 async def test_seeds_depend_only_on_prompt_and_config():
-    one = await seeds_used(EvaluationConfig(), [0.0, 0.01, 0.02])
-    other = await seeds_used(EvaluationConfig(concurrency=1), [0.02, 0.01, 0.0])
-    assert one == other
-    everything = [seed for seeds in one.values() for seed in seeds]
-    assert len(set(everything)) == 12
-    assert all(0 <= seed < 2**31 for seed in everything)
-    assert one != await seeds_used(EvaluationConfig(seed=1), [0, 0, 0])
+    concurrent = await seeds_used(EvaluationConfig(), [0.0, 0.01, 0.02])
+    sequential = await seeds_used(EvaluationConfig(concurrency=1), [0.02, 0.01, 0.0])
+    assert concurrent == sequential
+    all_seeds = [seed for seeds in concurrent.values() for seed in seeds]
+    assert len(set(all_seeds)) == 12
+    assert all(0 <= seed < 2**31 for seed in all_seeds)
+    assert concurrent != await seeds_used(EvaluationConfig(seed=1), [0, 0, 0])
     fewer = await seeds_used(EvaluationConfig(samples=2), [0, 0, 0])
-    assert fewer == {uid: seeds[:2] for uid, seeds in one.items()}
+    assert fewer == {uid: seeds[:2] for uid, seeds in concurrent.items()}
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 50])

@@ -11,9 +11,16 @@ from streamrl.rewards.user_code.user_function import FunctionCallSpec
 
 def pickle_of_call(module: str, name: str, *arguments: object) -> bytes:
     """Return a pickle that calls a function when unpickled."""
-    named = b"".join(pickle.dumps(text, protocol=4)[2:-1] for text in (module, name))
-    given = pickle.dumps(arguments, protocol=2)[2:-1]
-    return b"\x80\x04" + named + pickle.STACK_GLOBAL + given + pickle.REDUCE + pickle.STOP
+    pickled_name = b"".join(pickle.dumps(text, protocol=4)[2:-1] for text in (module, name))
+    pickled_arguments = pickle.dumps(arguments, protocol=2)[2:-1]
+    return (
+        b"\x80\x04"
+        + pickled_name
+        + pickle.STACK_GLOBAL
+        + pickled_arguments
+        + pickle.REDUCE
+        + pickle.STOP
+    )
 
 
 def test_responses_survive_a_round_trip() -> None:

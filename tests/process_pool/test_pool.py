@@ -35,17 +35,17 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 async def pool():
     """Create pools; close them at the end and check that no process is left."""
-    before, made = descendants(), []
+    before, pools = descendants(), []
 
     def make(at_load="", *, target=TARGET, timeout_s=30.0, memory_bytes=16 << 30, concurrency=1):
         settings = WorkerPoolSettings(
             2, concurrency, timeout_s=timeout_s, memory_bytes=memory_bytes
         )
-        made.append(WorkerPool("troubled", target, at_load, settings))
-        return made[-1]
+        pools.append(WorkerPool("troubled", target, at_load, settings))
+        return pools[-1]
 
     yield make
-    for worker_pool in made:
+    for worker_pool in pools:
         await worker_pool.close()
     assert not descendants() - before
 
@@ -168,49 +168,49 @@ async def test_calls_of_a_closed_pool_raise(pool):
 
 @pytest.mark.slow
 async def test_stragglers_that_finish_are_replaced(pool):
-    one = pool()
-    await one.start()
-    slow = [one.call(("dawdle", i)) for i in range(16)]
+    workers = pool()
+    await workers.start()
+    slow = [workers.call(("dawdle", i)) for i in range(16)]
     async with asyncio.timeout(40):
         assert await asyncio.gather(*slow) == list(range(16))
-        quick = [one.call(("square", i)) for i in range(50)]
+        quick = [workers.call(("square", i)) for i in range(50)]
         assert await asyncio.gather(*quick) == [i * i for i in range(50)]
-    assert not one.kill_counts
+    assert not workers.kill_counts
 
 
 async def test_a_cancelled_caller_does_not_cost_the_worker(pool):
-    one = pool()
-    await one.start()
-    pid = await one.call(("pid", None))
-    left = asyncio.create_task(one.call(("work", 1)))
+    workers = pool()
+    await workers.start()
+    pid = await workers.call(("pid", None))
+    left = asyncio.create_task(workers.call(("work", 1)))
     await asyncio.sleep(0.01)
     left.cancel()
     await asyncio.gather(left, return_exceptions=True)
-    assert pid in {await one.call(("pid", None)) for _ in range(20)}
-    assert not one.kill_counts
+    assert pid in {await workers.call(("pid", None)) for _ in range(20)}
+    assert not workers.kill_counts
 
 
 @pytest.mark.parametrize(
     "note", [b"\0" * 8 + b"x" * 99, b"\xff" * 99, b"\0" * 7 + b"\x05hello" * 9]
 )
 async def test_an_unreadable_response_is_a_crash_at_once(pool, note):
-    one = pool()
-    await one.start()
+    workers = pool()
+    await workers.start()
     async with asyncio.timeout(25):
         with pytest.raises(WorkerCrashError, match="worker response"):
-            await one.call(("garble", note))
-        assert await one.call(("square", 3)) == 9
-    assert one.kill_counts == {"crash": 1}
+            await workers.call(("garble", note))
+        assert await workers.call(("square", 3)) == 9
+    assert workers.kill_counts == {"crash": 1}
 
 
 async def test_a_response_cannot_execute_code_in_the_pool(pool):
-    one = pool()
-    await one.start()
+    workers = pool()
+    await workers.start()
     with pytest.raises(
         WorkerCrashError, match=r"worker response cannot be read: .* is not an allowed class"
     ):
-        await one.call(("sly", None))
-    assert await one.call(("square", 3)) == 9
+        await workers.call(("sly", None))
+    assert await workers.call(("square", 3)) == 9
 
 
 @pytest.mark.parametrize(
@@ -218,12 +218,12 @@ async def test_a_response_cannot_execute_code_in_the_pool(pool):
 )
 async def test_a_worker_does_not_outlive_its_reaper(pool, monkeypatch, number):
     monkeypatch.setattr("streamrl.process_pool.process.EXIT_TIMEOUT_S", 0.5)
-    one = pool(timeout_s=3.0)
-    await one.start()
-    pid = await one.call(("pid", None))
+    workers = pool(timeout_s=3.0)
+    await workers.start()
+    pid = await workers.call(("pid", None))
     with pytest.raises((WorkerCrashError, WorkerTimeoutError)):
-        await one.call(("orphan", number))
-    assert await one.call(("square", 3)) == 9
+        await workers.call(("orphan", number))
+    assert await workers.call(("square", 3)) == 9
     await wait_until_exited([pid])
 
 
@@ -242,25 +242,27 @@ async def test_a_worker_does_not_outlive_its_reaper(pool, monkeypatch, number):
 async def test_only_the_faulty_call_of_a_shared_worker_fails(pool, deed, error, words, cause):
     # Only the hanging call must exceed its deadline.
     timeout_s = 5.0 if deed == "hang" else 30.0
-    one = pool(target=ASYNC_TARGET, timeout_s=timeout_s, memory_bytes=256 << 20, concurrency=16)
-    await one.start()
-    calls = [one.call(("square", number)) for number in range(24)]
-    *found, blamed = await asyncio.gather(*calls, one.call((deed, None)), return_exceptions=True)
-    assert found == [number * number for number in range(24)]
+    workers = pool(target=ASYNC_TARGET, timeout_s=timeout_s, memory_bytes=256 << 20, concurrency=16)
+    await workers.start()
+    calls = [workers.call(("square", number)) for number in range(24)]
+    *results, blamed = await asyncio.gather(
+        *calls, workers.call((deed, None)), return_exceptions=True
+    )
+    assert results == [number * number for number in range(24)]
     assert isinstance(blamed, error) and words in str(blamed)
-    assert set(one.kill_counts) == {cause}
-    assert len(one._workers) <= 2, "spare workers are retired"
+    assert set(workers.kill_counts) == {cause}
+    assert len(workers._workers) <= 2, "spare workers are retired"
     # Again on an exclusive worker: no other worker exits.
     with pytest.raises(error):
-        await asyncio.gather(one.call((deed, None), alone=True), one.call(("square", 3)))
-    assert await one.call(("square", 4)) == 16
-    assert len(one._workers) <= 2
+        await asyncio.gather(workers.call((deed, None), alone=True), workers.call(("square", 3)))
+    assert await workers.call(("square", 4)) == 16
+    assert len(workers._workers) <= 2
 
 
 async def test_a_fork_of_a_worker_sends_no_response(pool):
-    one = pool()
-    await one.start()
-    assert [await one.call(("fork", None)) for _ in range(2)] == ["itself"] * 2
+    workers = pool()
+    await workers.start()
+    assert [await workers.call(("fork", None)) for _ in range(2)] == ["itself"] * 2
 
 
 async def test_cancelling_a_start_leaves_no_process(pool):
@@ -274,15 +276,15 @@ async def test_cancelling_a_start_leaves_no_process(pool):
 
 
 async def test_the_monitor_survives_errors(pool, monkeypatch):
-    one = pool(memory_bytes=256 << 20)
-    await one.start()
-    measured, faults = one._process_table.measure_tree_memory, iter([OSError("no such table")])
+    workers = pool(memory_bytes=256 << 20)
+    await workers.start()
+    measured, faults = workers._process_table.measure_tree_memory, iter([OSError("no such table")])
 
     def memory_of_tree(pid):
         for fault in faults:
             raise fault
         return measured(pid)
 
-    monkeypatch.setattr(one._process_table, "measure_tree_memory", memory_of_tree)
+    monkeypatch.setattr(workers._process_table, "measure_tree_memory", memory_of_tree)
     with pytest.raises(WorkerMemoryError):
-        await one.call(("leak", None))
+        await workers.call(("leak", None))

@@ -21,19 +21,19 @@ from tests.rewards.judged import prompt
 @pytest.fixture
 async def running(tmp_path):
     """Start rewards of a file; close them at the end."""
-    made: list[RewardSet] = []
+    reward_sets: list[RewardSet] = []
 
     async def start(source, name="f", **options):
-        path = tmp_path / f"reward{len(made)}.py"
+        path = tmp_path / f"reward{len(reward_sets)}.py"
         path.write_text(textwrap.dedent(source))
         config = RewardConfig("function", name, options={"path": str(path), **options})
         rewards = build_rewards([config], RewardContext(ScorerConfig(timeout_s=3.0)))
-        made.append(rewards)
+        reward_sets.append(rewards)
         await rewards.start()
         return rewards
 
     yield start
-    for rewards in made:
+    for rewards in reward_sets:
         await rewards.close()
 
 

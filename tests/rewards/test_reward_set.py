@@ -145,16 +145,16 @@ async def test_an_abstaining_gate_is_open_and_a_completion_without_results_has_n
 
 
 async def test_extra_metrics_are_summed_and_averaged():
-    def said(*numbers):
+    def results_with(*numbers):
         return [
-            RewardResult(1.0, RewardOutcome.PASS, extra_metrics=tuple(one.items()))
-            for one in numbers
+            RewardResult(1.0, RewardOutcome.PASS, extra_metrics=tuple(metrics.items()))
+            for metrics in numbers
         ]
 
-    first = reward_set(f=(1.0, Said(said({"acc": 1.0, "a/b": 4.0}, {"acc": 0.0}))))
-    other = reward_set(f=(1.0, Said(said({"acc": 0.0}, {"acc": -3.0}))))
+    first = reward_set(f=(1.0, Said(results_with({"acc": 1.0, "a/b": 4.0}, {"acc": 0.0}))))
+    second = reward_set(f=(1.0, Said(results_with({"acc": 0.0}, {"acc": -3.0}))))
     counts: Counter[str] = Counter()
-    for rewards in (first, other):
+    for rewards in (first, second):
         await rewards.score(PROMPT, ["a", "b"])
         counts.update(rewards.drain_counts())
     assert sums_to_means(counts) == {
@@ -164,7 +164,7 @@ async def test_extra_metrics_are_summed_and_averaged():
     }
     assert find_metric("reward/f/acc").name == "reward/<component>/<number>"
     assert first.drain_counts() == {}
-    many = reward_set(f=(1.0, Said(said({f"n{i}": 1.0 for i in range(999)}))))
+    many = reward_set(f=(1.0, Said(results_with({f"n{i}": 1.0 for i in range(999)}))))
     await many.score(PROMPT, ["a"])
     assert len(sums_to_means(many.drain_counts())) == 201
 

@@ -15,10 +15,13 @@ async def judged(config, row, *completions):
     rewards.check_prompts([row])
     await rewards.start()
     try:
-        found = await rewards.judge_group(row, completions)
+        group_result = await rewards.judge_group(row, completions)
     finally:
         await rewards.close()
-    return [(one.score, one.outcome.value) for one in found.components[config.component_name]]
+    return [
+        (result.score, result.outcome.value)
+        for result in group_result.components[config.component_name]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -35,8 +38,8 @@ async def judged(config, row, *completions):
 )
 async def test_rules_are_kinds_with_their_options(kind, options, truth, right, wrong, low):
     config = RewardConfig(kind, options=options)
-    found = await judged(config, prompt(truth), right, wrong)
-    assert found == [(1.0, "pass"), (low, "wrong")]
+    results = await judged(config, prompt(truth), right, wrong)
+    assert results == [(1.0, "pass"), (low, "wrong")]
 
 
 @pytest.mark.parametrize(
@@ -56,11 +59,11 @@ def test_invalid_rule_options_are_named(kind, options, words):
 @pytest.mark.slow
 async def test_symbolic_compares_mathematics_and_endless_parsing_is_a_timeout():
     config = RewardConfig("symbolic", options={"timeout_s": 60.0, "memory_gib": 0.5})
-    found = await judged(config, prompt("x+1"), "\\boxed{1+x}", "\\boxed{x}")
-    assert found == [(1.0, "pass"), (0.0, "wrong")]
+    results = await judged(config, prompt("x+1"), "\\boxed{1+x}", "\\boxed{x}")
+    assert results == [(1.0, "pass"), (0.0, "wrong")]
     config = RewardConfig("symbolic", options={"timeout_s": 3.0, "memory_gib": 0.5})
-    (found,) = await judged(config, prompt("x+1"), "\\boxed{10^{10^{10^{10}}}}")
-    assert found in [(0.0, "memory"), (0.0, "timeout")]
+    (results,) = await judged(config, prompt("x+1"), "\\boxed{10^{10^{10^{10}}}}")
+    assert results in [(0.0, "memory"), (0.0, "timeout")]
 
 
 async def test_auto_selects_the_rule_by_data_source():

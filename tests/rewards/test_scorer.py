@@ -64,12 +64,12 @@ def one_reward(reward, **facts):
 
 async def test_the_greedy_completion_is_the_baseline_of_every_rollout():
     scorer = RewardScorer(one_reward(says("b")), Letters(), AllOut())
-    (found,) = await scorer.score_baseline([GREEDY])
-    assert isinstance(found, Mapping)
-    assert {name: column.tolist() for name, column in found.items()} == {
+    (columns,) = await scorer.score_baseline([GREEDY])
+    assert isinstance(columns, Mapping)
+    assert {name: column.tolist() for name, column in columns.items()} == {
         "baseline_scores": [2.0, 2.0, 2.0]
     }
-    assert found["baseline_scores"].dtype == np.float32
+    assert columns["baseline_scores"].dtype == np.float32
     assert scorer.drain_samples() == []
     (filtered,) = await scorer.score([GROUP])
     assert isinstance(filtered, FilteredGroup), "the greedy completion alone is not filtered"
@@ -84,9 +84,9 @@ async def test_a_failed_baseline_is_an_error_not_a_zero():
 
 async def test_costs_have_separate_columns():
     scorer = CostScorer(one_reward(says("b"), score_spec=COSTS), Letters())
-    (found,) = await scorer.score([GROUP])
-    assert isinstance(found, Mapping)
-    assert {name: column.tolist() for name, column in found.items()} == {
+    (columns,) = await scorer.score([GROUP])
+    assert isinstance(columns, Mapping)
+    assert {name: column.tolist() for name, column in columns.items()} == {
         "cost/has": [1.0, 0.0, 1.0],
         "costs": [2.0, 0.0, 2.0],
     }

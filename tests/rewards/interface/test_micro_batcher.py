@@ -52,11 +52,11 @@ async def test_an_error_reaches_only_the_callers_of_its_batch():
     computed = Computed()
     computed.may_go.set()
     batcher = MicroBatcher(computed, max_tokens=2, max_rows=1)
-    found = await asyncio.gather(
+    results = await asyncio.gather(
         *(batcher.compute_rows([[n]]) for n in (5, 13, 6)), return_exceptions=True
     )
-    assert found[0] == [[5.0]] and found[2] == [[6.0]]
-    assert isinstance(found[1], ValueError)
+    assert results[0] == [[5.0]] and results[2] == [[6.0]]
+    assert isinstance(results[1], ValueError)
 
 
 async def test_rows_of_cancelled_callers_are_not_computed():

@@ -24,14 +24,14 @@ async def judged(truth, *completions, **options):
     rewards = build_rewards([RewardConfig("code", options={"limits": limits, **options})])
     await rewards.start()
     try:
-        found = await rewards.judge_group(prompt(truth), completions)
+        group_result = await rewards.judge_group(prompt(truth), completions)
     finally:
         await rewards.close()
-    return [(one.score, one.outcome.value) for one in found.components["code"]]
+    return [(result.score, result.outcome.value) for result in group_result.components["code"]]
 
 
 async def test_each_completion_gets_the_outcome_of_its_program():
-    found = await judged(
+    results = await judged(
         json.dumps(ADD),
         "def add(a, b): return a + b",
         "def add(a, b): return a - b",
@@ -42,7 +42,7 @@ async def test_each_completion_gets_the_outcome_of_its_program():
         "def add(a, b): print('x' * 10**8); return a + b",
         "import os; os._exit(0)",
     )
-    assert found == [
+    assert results == [
         (1.0, "pass"),
         (0.0, "wrong"),
         (0.0, "compile_error"),
@@ -72,36 +72,36 @@ async def test_a_float_near_an_expected_integer_is_wrong(truth):
 async def test_text_near_an_expected_integer_is_wrong_with_loose_numbers_too():
     truth = {"inputs": ["200001", "1"], "outputs": ["100000", "0.5"]}
     programs = [f"n = int(input()); print({value})" for value in ("n / 2", "n // 2 or 0.5000001")]
-    found = await judged(truth, *programs, loose_numbers=True)
-    assert [verdict for _, verdict in found] == ["wrong", "pass"]
+    results = await judged(truth, *programs, loose_numbers=True)
+    assert [verdict for _, verdict in results] == ["wrong", "pass"]
 
 
 async def test_stdin_programs_score_by_the_fraction_of_tests():
-    whole = "print(sum(map(int, input().split())))"
-    found = await judged(SUM, whole, "input(); print(3)", "print(", score="rate")
-    assert found == [(1.0, "pass"), (0.5, "wrong"), (0.0, "compile_error")]
+    program = "print(sum(map(int, input().split())))"
+    results = await judged(SUM, program, "input(); print(3)", "print(", score="rate")
+    assert results == [(1.0, "pass"), (0.5, "wrong"), (0.0, "compile_error")]
     assert await judged(SUM, "input(); print(3)", most_tests=1) == [(1.0, "pass")]
 
 
 async def test_the_program_is_the_last_code_block_or_the_whole_completion():
     right, wrong = "def add(a, b): return a + b", "def add(a, b): return 0"
-    found = await judged(
+    results = await judged(
         ADD,
         f"First:\n```python\n{wrong}\n```\nNo:\n```python\n{right}\n```\ndone",
         f"<answer>{right}</answer>",
         f"```py\n{right}",
         extract="(?s)```[a-z]*\\n(.*?)(?:```|\\Z)|<answer>(.*?)</answer>",
     )
-    assert [score for score, _ in found] == [1.0, 0.0, 1.0]
+    assert [score for score, _ in results] == [1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("score", ["all", pytest.param("rate", marks=pytest.mark.slow)])
 async def test_a_slow_extract_pattern_gives_outcome_timeout(score):
     right = "def add(a, b): return a + b"
-    found = await judged(
+    results = await judged(
         ADD, "x" * 40 + "!", right, extract=r"((?:x|xx)+)y|(?s)\A(def.*)", score=score
     )
-    assert found == [(0.0, "timeout"), (1.0, "pass")]
+    assert results == [(0.0, "timeout"), (1.0, "pass")]
 
 
 class FailingSandbox:
@@ -138,14 +138,14 @@ async def test_a_failing_sandbox_is_retried_and_never_a_wrong_answer(monkeypatch
 
 
 async def test_a_user_defined_language():
-    found = await judged(
+    results = await judged(
         SUM,
         "read a b; echo $((a + b))",
         "echo no",
         language="sh",
         languages={"sh": {"file": "run.sh", "run": ["sh", "{dir}/run.sh"]}},
     )
-    assert found == [(1.0, "pass"), (0.0, "wrong")]
+    assert results == [(1.0, "pass"), (0.0, "wrong")]
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ class Called:
         self.source, self.judge = source, make_reward_handler(source)
 
     async def score(self, row, completions):
-        found = self.judge((row, completions))
-        return await found if inspect.isawaitable(found) else found
+        results = self.judge((row, completions))
+        return await results if inspect.isawaitable(results) else results
 
 
 @pytest.fixture
@@ -169,8 +169,8 @@ async def test_only_finite_numbers_of_a_dict_become_extra_metrics(reward_from):
             found = {"score": 1, "format": np.float32(0.5), "pred": 3, "text": "x", "none": None}
             return found | {"nan": float("nan"), "list": [1], "ok": True, 5: 6}
     """)
-    (one, _) = await judgements(reward)
-    assert one.extra_metrics == (("format", 0.5), ("ok", 1.0), ("5", 6.0))
+    (result, _) = await judgements(reward)
+    assert result.extra_metrics == (("format", 0.5), ("ok", 1.0), ("5", 6.0))
     many = reward_from("""
         def f(solution_str, ground_truth):
             return {"score": 1} | {f"n{i}": i for i in range(999)}
@@ -211,8 +211,8 @@ async def test_a_column_never_replaces_the_prompt(reward_from):
 
 async def test_a_plain_number_passes_from_1(reward_from):
     reward = reward_from("def f(prompt, completion): return float(completion)")
-    found = await judgements(reward, ["0.99", "1"])
-    assert [one.outcome for one in found] == [RewardOutcome.WRONG, RewardOutcome.PASS]
+    results = await judgements(reward, ["0.99", "1"])
+    assert [result.outcome for result in results] == [RewardOutcome.WRONG, RewardOutcome.PASS]
 
 
 async def test_kwargs_come_from_the_config(reward_from):

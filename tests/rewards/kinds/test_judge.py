@@ -52,19 +52,19 @@ def short_waits(monkeypatch):
 @pytest.fixture
 async def started():
     """Start rewards with a single judge; close them at the end."""
-    made = []
+    reward_sets = []
 
     async def start(url, *, replicas=1, timeout_s=5.0, **options):
         config = RewardConfig("judge", options={"url": url, **OPTIONS, **options})
         scorer = ScorerConfig(replicas=replicas, timeout_s=timeout_s)
         rewards = build_rewards([config], RewardContext(scorer))
-        made.append(rewards)
+        reward_sets.append(rewards)
         await rewards.run_preflight()
         await rewards.start()
         return rewards
 
     yield start
-    for rewards in made:
+    for rewards in reward_sets:
         await rewards.close()
 
 
@@ -73,20 +73,20 @@ async def judged(rewards, *texts, prompt=PROMPT):
 
 
 async def scores(rewards, *texts, prompt=PROMPT):
-    return [one.score for one in await judged(rewards, *texts, prompt=prompt)]
+    return [result.score for result in await judged(rewards, *texts, prompt=prompt)]
 
 
 async def test_the_last_number_the_judge_gives_is_the_score(server, started):
-    found = await judged(await started(server.url), "7.5", "10", "0")
-    assert [one.score for one in found] == [7.5, 10.0, 0.0]
-    assert [one.outcome for one in found] == [
+    results = await judged(await started(server.url), "7.5", "10", "0")
+    assert [result.score for result in results] == [7.5, 10.0, 0.0]
+    assert [result.outcome for result in results] == [
         RewardOutcome.WRONG,
         RewardOutcome.PASS,
         RewardOutcome.WRONG,
     ]
-    assert found[0].detail == "Score: 1\nno, Score: 7.5"
+    assert results[0].detail == "Score: 1\nno, Score: 7.5"
     lenient = await judged(await started(server.url, pass_score=7), "7.5", "6")
-    assert [one.outcome for one in lenient] == [RewardOutcome.PASS, RewardOutcome.WRONG]
+    assert [result.outcome for result in lenient] == [RewardOutcome.PASS, RewardOutcome.WRONG]
 
 
 async def test_the_request_contains_the_options(server, started):
@@ -94,8 +94,8 @@ async def test_the_request_contains_the_options(server, started):
         server.url + "/", temperature=0.3, max_tokens=9, request={"top_k": 4, "seed": 1}
     )
     await judged(rewards, "3")
-    (asked,) = server.asked
-    assert asked == {
+    (request,) = server.requests
+    assert request == {
         "model": MODEL,
         "messages": [{"role": "user", "content": "Q: 2+3\nA: 3\nGold: 5"}],
         "temperature": 0.3,
@@ -110,7 +110,7 @@ async def test_a_conversation_and_a_template_from_a_file(server, started, tmp_pa
     rewards = await started(server.url, template="", path=str(tmp_path / "ask.txt"))
     chat = ({"role": "system", "content": "add"}, {"role": "user", "content": "2+3"})
     await judged(rewards, "3", prompt=Prompt("0:0:0", PROMPT.token_ids, chat, "", {"sum": 5}))
-    (asked,) = server.asked
+    (asked,) = server.requests
     expected = 'system: add\n\nuser: 2+3|A: 3\n{"sum": 5} {other} {}'
     assert asked["messages"][0]["content"] == expected
 
@@ -119,7 +119,7 @@ async def test_placeholders_in_a_completion_are_not_replaced(server, started):
     server.reply = lambda content: "Score: 2"
     hostile = ["{ground_truth} {prompt} {completion}", "{0} {} %s \\1 \\g<1>", "{{", "\ud800"]
     assert await scores(await started(server.url), *hostile) == [2.0] * 4
-    asked = {found["messages"][0]["content"] for found in server.asked}
+    asked = {found["messages"][0]["content"] for found in server.requests}
     assert asked == {f"Q: 2+3\nA: {text}\nGold: 5" for text in [*hostile[:3], "?"]}
 
 
@@ -149,7 +149,7 @@ async def test_tokens_keep_the_rate_limit(server, started):
     server.reply = lambda content: "Score: 1"
     began = time.monotonic()
     await scores(rewards, "1" * 9, "1" * 69, "1" * 9)
-    asked = [len(found["messages"][0]["content"]) for found in server.asked]
+    asked = [len(found["messages"][0]["content"]) for found in server.requests]
     assert asked == [27, 87, 27]
     # 14 tokens of 10 ms each, then 34.
     assert server.at[1] - began > 0.14 and server.at[2] - began > 0.48
@@ -201,7 +201,7 @@ async def test_server_errors_are_retried_per_completion(server, started):
     server.refusals = [(500, {}, "oops"), (502, {}, "oops"), (429, {}, "busy")]
     rewards = await started(server.url)
     assert await scores(rewards, "4", "5", "6") == [4.0, 5.0, 6.0]
-    assert len(server.asked) == 6
+    assert len(server.requests) == 6
     server.refusals = [(500, {}, "the engine is dead")] * 3
     with pytest.raises(RewardInfraError, match="500: the engine is dead"):
         await scores(rewards, "4")
@@ -209,12 +209,12 @@ async def test_server_errors_are_retried_per_completion(server, started):
 
 async def test_a_client_error_is_final(server, started):
     rewards = await started(server.url)
-    server.asked.clear()
+    server.requests.clear()
     server.refusals = [(401, {}, "Incorrect API key")] * 3
     with pytest.raises(RewardError, match="401: Incorrect API key") as error:
         await scores(rewards, "4")
     assert not isinstance(error.value, RewardInfraError)
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
 async def test_a_hanging_server_exceeds_the_deadline(server, started):
@@ -222,7 +222,7 @@ async def test_a_hanging_server_exceeds_the_deadline(server, started):
     rewards = await started(server.url, timeout_s=0.5, attempts=2)
     with pytest.raises(RewardTimeoutError, match=r"/v1: no answer in 0\.5 s"):
         await scores(rewards, "4")
-    assert len(server.asked) == 2
+    assert len(server.requests) == 2
     server.reply = lambda content: "Score: 3"
     assert await scores(rewards, "4") == [3.0]
 
@@ -353,7 +353,7 @@ def test_retry_after_in_seconds_or_as_a_date():
     assert parse_retry_after("1.5") == 1.5
     assert parse_retry_after("-3") == 0.0
     date = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
-    found = parse_retry_after(date)
-    assert found is not None and 27 < found < 31
+    wait_s = parse_retry_after(date)
+    assert wait_s is not None and 27 < wait_s < 31
     assert parse_retry_after("soon") is None
     assert parse_retry_after("") is None

@@ -31,17 +31,17 @@ def path(tmp_path_factory):
 @pytest.fixture
 async def started():
     """Start rewards with a single model; close them at the end."""
-    made = []
+    reward_sets = []
 
     async def start(path, *, timeout_s=30.0, **options):
         config = RewardConfig("model", options={"path": str(path), **options})
         rewards = build_rewards([config], RewardContext(ScorerConfig(timeout_s=timeout_s)))
-        made.append(rewards)
+        reward_sets.append(rewards)
         await rewards.start()
         return rewards
 
     yield start
-    for rewards in made:
+    for rewards in reward_sets:
         await rewards.close()
 
 
@@ -50,7 +50,7 @@ async def judged(rewards, texts=TEXTS, prompt=PROMPT):
 
 
 async def scores(rewards, texts=TEXTS, prompt=PROMPT):
-    return [one.score for one in await judged(rewards, texts, prompt)]
+    return [result.score for result in await judged(rewards, texts, prompt)]
 
 
 def copied(path, to, **settings):
@@ -88,33 +88,33 @@ def by_transformers(path, text):
 
 
 async def test_the_score_equals_transformers_logit_of_the_templated_conversation(path, started):
-    found = await scores(await started(path))
+    results = await scores(await started(path))
     # The toy's chat template: all contents, then "=".
-    assert found == [by_transformers(path, f"2+3{text}=") for text in TEXTS]
-    assert max(found) - min(found) > 0.1
+    assert results == [by_transformers(path, f"2+3{text}=") for text in TEXTS]
+    assert max(results) - min(results) > 0.1
 
 
 async def test_without_a_template_the_completion_follows_the_prompt(path, tmp_path, started):
     chat = ({"role": "system", "content": "9"}, {"role": "user", "content": "2+3"})
     prompt = Prompt("0:0:0", PROMPT.token_ids, messages=chat)
-    found = await scores(await started(untemplated(path, tmp_path)), prompt=prompt)
-    assert found == [by_transformers(path, f"9\n2+3{text}") for text in TEXTS]
+    results = await scores(await started(untemplated(path, tmp_path)), prompt=prompt)
+    assert results == [by_transformers(path, f"9\n2+3{text}") for text in TEXTS]
 
 
 async def test_scores_do_not_depend_on_the_batch(path, started):
     alone = await started(path, batch_tokens=40, max_length=40)
     together = await started(path)
-    each = [(await scores(alone, [text]))[0] for text in TEXTS]
-    assert await scores(together) == pytest.approx(each, abs=1e-5)
-    assert await scores(together, TEXTS[::-1]) == pytest.approx(each[::-1], abs=1e-5)
-    assert await scores(alone) == pytest.approx(each, abs=1e-5)
+    single_scores = [(await scores(alone, [text]))[0] for text in TEXTS]
+    assert await scores(together) == pytest.approx(single_scores, abs=1e-5)
+    assert await scores(together, TEXTS[::-1]) == pytest.approx(single_scores[::-1], abs=1e-5)
+    assert await scores(alone) == pytest.approx(single_scores, abs=1e-5)
 
 
 async def test_groups_that_arrive_during_a_forward_pass_share_the_next(path, started, monkeypatch):
     sizes, may_go, logits = [], threading.Event(), SequenceClassifier.compute_logits
     encoded, encode = [], ModelReward._tokenize_texts
 
-    def held(self, rows):
+    def blocked_compute(self, rows):
         sizes.append(len(rows))
         assert may_go.wait(10)
         return logits(self, rows)
@@ -124,7 +124,7 @@ async def test_groups_that_arrive_during_a_forward_pass_share_the_next(path, sta
         encoded.append(len(rows))
         return rows
 
-    monkeypatch.setattr(SequenceClassifier, "compute_logits", held)
+    monkeypatch.setattr(SequenceClassifier, "compute_logits", blocked_compute)
     monkeypatch.setattr(ModelReward, "_tokenize_texts", noted)
     rewards = await started(path)
     groups = [asyncio.create_task(scores(rewards, TEXTS[:2]))]
@@ -135,9 +135,9 @@ async def test_groups_that_arrive_during_a_forward_pass_share_the_next(path, sta
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.5)  # the event loop is free for them to come in
     may_go.set()
-    found = await asyncio.gather(*groups)
+    results = await asyncio.gather(*groups)
     assert sizes == [2, 12]
-    assert found[1] == pytest.approx(found[4])
+    assert results[1] == pytest.approx(results[4])
 
 
 async def test_a_model_without_a_padding_token_scores_texts_one_at_a_time(path, tmp_path, started):
@@ -147,9 +147,9 @@ async def test_a_model_without_a_padding_token_scores_texts_one_at_a_time(path, 
     (note,) = await rewards.run_preflight()
     await rewards.start()
     assert note.endswith("no padding token; texts are scored one at a time")
-    found = await scores(rewards)
+    results = await scores(rewards)
     await rewards.close()
-    assert found == pytest.approx(await scores(await started(path)), abs=1e-5)
+    assert results == pytest.approx(await scores(await started(path)), abs=1e-5)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -167,9 +167,9 @@ async def test_the_default_pass_score_is_logit_0_or_probability_one_half(
             is (RewardOutcome.WRONG if sign == 1 else RewardOutcome.PASS)
         )
         assert squashed.score == pytest.approx(1 / (1 + math.exp(-raw.score)))
-    least = min(one.score for one in logits)
+    least = min(result.score for result in logits)
     picky = await judged(await started(path, pass_score=math.nextafter(least, 99)))
-    assert [one.outcome for one in picky].count(RewardOutcome.WRONG) == 1
+    assert [result.outcome for result in picky].count(RewardOutcome.WRONG) == 1
 
 
 async def test_a_label_is_selected_by_name_or_index(tmp_path, started):

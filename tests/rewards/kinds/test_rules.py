@@ -24,9 +24,9 @@ def prompt(ground_truth=None):
 
 
 async def score_one(reward, completion, ground_truth=None):
-    (found,) = await reward.score(prompt(ground_truth), [completion])
-    assert found.outcome is (RewardOutcome.PASS if found.score else RewardOutcome.WRONG)
-    return found.score
+    (result,) = await reward.score(prompt(ground_truth), [completion])
+    assert result.outcome is (RewardOutcome.PASS if result.score else RewardOutcome.WRONG)
+    return result.score
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ async def test_the_answer_is_the_last_match_of_the_pattern():
 
 
 async def test_equal_numbers_have_equal_normal_forms():
-    found = await NUMERIC.score(prompt("0.5"), [".50", "1/2", "5e-1", "0.7", "half"])
-    assert [one.answer for one in found] == ["1/2", "1/2", "1/2", "7/10", None]
+    results = await NUMERIC.score(prompt("0.5"), [".50", "1/2", "5e-1", "0.7", "half"])
+    assert [result.answer for result in results] == ["1/2", "1/2", "1/2", "7/10", None]
 
 
 async def test_an_unmatched_group_is_no_answer():

@@ -92,8 +92,8 @@ class Host:
     async def wait_until_only_jails(self, jails: int) -> None:
         """Wait until only jails remain: bubblewrap and driver of each."""
         deadline = time.monotonic() + 10
-        while len(found := descendants() - self.others) != 2 * jails:
-            assert time.monotonic() < deadline, [each.cmdline() for each in found]
+        while len(processes := descendants() - self.others) != 2 * jails:
+            assert time.monotonic() < deadline, [process.cmdline() for process in processes]
             await asyncio.sleep(0.02)
 
 

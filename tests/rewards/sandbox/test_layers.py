@@ -86,14 +86,14 @@ async def run_in(plan: JailSpec, source: str, test: CallTest) -> object:
 
 async def ways_out(isolation: IsolationMode) -> set[str]:
     """Return the reachable network targets without a seccomp filter."""
-    plan = make_jail_spec(isolation, LIMITS, permissive_filter())
+    spec = make_jail_spec(isolation, LIMITS, permissive_filter())
     name = f"streamrl-layers-{os.getpid()}"
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
         local.bind(f"\0{name}")
         local.listen()
-        found = await run_in(plan, REACH, CallTest("reach", [server.getsockname()[1], name], []))
-    assert isinstance(found, list)
-    return set(found)
+        targets = await run_in(spec, REACH, CallTest("reach", [server.getsockname()[1], name], []))
+    assert isinstance(targets, list)
+    return set(targets)
 
 
 @pytest.mark.parametrize("isolation", list_isolation_modes(), ids=lambda isolation: isolation.name)
@@ -140,8 +140,8 @@ async def test_a_jail_has_no_capabilities_and_cannot_gain_any(
     plan, pid = jail
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
-    for held in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
-        assert int(status[held][0], 16) == 0, held
+    for capability_set in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
+        assert int(status[capability_set][0], 16) == 0, capability_set
     assert status["NoNewPrivs"] == ["1"]
     assert status["Seccomp"] == ["2"], "a filter is in force"
     if os.geteuid() != 0:

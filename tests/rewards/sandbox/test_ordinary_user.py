@@ -83,28 +83,28 @@ asyncio.run(main(*json.load(sys.stdin)))
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
     """Copy the sandbox's files to a world-readable folder."""
-    made = Path(tempfile.mkdtemp())
+    target = Path(tempfile.mkdtemp())
     rewards = Path(streamrl.__file__).parent / "rewards"
-    shutil.copytree(rewards / "sandbox", made / "streamrl" / "rewards" / "sandbox")
-    (made / "streamrl" / "rewards" / "interface").mkdir()
+    shutil.copytree(rewards / "sandbox", target / "streamrl" / "rewards" / "sandbox")
+    (target / "streamrl" / "rewards" / "interface").mkdir()
     for name in ("__init__.py", "verdict.py"):
-        shutil.copy(rewards / "interface" / name, made / "streamrl" / "rewards" / "interface")
-    shutil.copy(rewards.parent / "errors.py", made / "streamrl")
-    (made / "streamrl" / "process_pool").mkdir()
-    (made / "streamrl" / "process_pool" / "__init__.py").touch()
+        shutil.copy(rewards / "interface" / name, target / "streamrl" / "rewards" / "interface")
+    shutil.copy(rewards.parent / "errors.py", target / "streamrl")
+    (target / "streamrl" / "process_pool").mkdir()
+    (target / "streamrl" / "process_pool" / "__init__.py").touch()
     shutil.copy(
-        rewards.parent / "process_pool" / "proc_stats.py", made / "streamrl" / "process_pool"
+        rewards.parent / "process_pool" / "proc_stats.py", target / "streamrl" / "process_pool"
     )
-    found = find_spec("pyseccomp")
-    assert found is not None
-    assert found.origin is not None
-    shutil.copy(found.origin, made)
+    module_spec = find_spec("pyseccomp")
+    assert module_spec is not None
+    assert module_spec.origin is not None
+    shutil.copy(module_spec.origin, target)
     bubblewrap = shutil.which("bwrap") or f"{sys.prefix}/bubblewrap/bwrap"
-    shutil.copy(bubblewrap, made / "bwrap")
-    (made / "main.py").write_text(SCRIPT)
-    made.chmod(0o755)
-    yield made
-    shutil.rmtree(made)
+    shutil.copy(bubblewrap, target / "bwrap")
+    (target / "main.py").write_text(SCRIPT)
+    target.chmod(0o755)
+    yield target
+    shutil.rmtree(target)
 
 
 def readable(python: str) -> bool:

@@ -76,14 +76,14 @@ async def judged(url, truth, *completions, **options):
     await rewards.start()
     try:
         row = Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth)
-        found = await rewards.judge_group(row, completions)
+        group_result = await rewards.judge_group(row, completions)
     finally:
         await rewards.close()
-    return [one.outcome.value for one in found.components["code"]]
+    return [result.outcome.value for result in group_result.components["code"]]
 
 
 async def test_remote_output_is_judged_locally(url):
-    found = await judged(
+    outcomes = await judged(
         url,
         ADD,
         "def add(a, b): return a + b",
@@ -95,7 +95,7 @@ async def test_remote_output_is_judged_locally(url):
         "def add(a, b):\n while True: pass",
         "print('\\nstreamrl-value:3'); raise SystemExit(0)",
     )
-    assert found == [
+    assert outcomes == [
         "pass",
         "wrong",
         "pass",
@@ -127,8 +127,8 @@ async def test_a_float_near_an_expected_integer_is_wrong(url):
     near, right = "def add(a, b): return a + b + 1e-9", "def add(a, b): return float(a + b)"
     assert await judged(url, ADD, near, right) == ["wrong", "pass"]
     truth = {"inputs": ["1 2"], "outputs": ["3"]}
-    found = await judged(url, truth, "print(3.00000001)", "print(3.0)", loose_numbers=True)
-    assert found == ["wrong", "pass"]
+    outcomes = await judged(url, truth, "print(3.00000001)", "print(3.0)", loose_numbers=True)
+    assert outcomes == ["wrong", "pass"]
 
 
 async def test_a_failing_server_is_retried_and_never_a_wrong_answer(url):

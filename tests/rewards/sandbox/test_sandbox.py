@@ -180,8 +180,8 @@ if os.fork() == 0:
 async def test_compiled_files_are_restored_before_each_test(
     sandbox: Sandbox, language: str, source: str
 ) -> None:
-    wanted = {"python": "[]", "bash": "solution.sh"}[language]
-    outcome = await sandbox.run(SandboxProgram(language, source, [StdinTest("", wanted)] * 3))
+    expected = {"python": "[]", "bash": "solution.sh"}[language]
+    outcome = await sandbox.run(SandboxProgram(language, source, [StdinTest("", expected)] * 3))
     assert [result.outcome for result in outcome.test_results] == [RewardOutcome.PASS] * 3, outcome
 
 
@@ -217,8 +217,8 @@ async def test_total_s_limits_all_tests_together(sandbox: Sandbox) -> None:
 
 @here
 async def test_str_subclasses_are_accepted(sandbox: Sandbox) -> None:
-    source, given, wanted = map(np.str_, (ADD, "1 2", "3"))
-    assert await verdict(sandbox, source, StdinTest(given, wanted)) is RewardOutcome.PASS
+    source, stdin, expected = map(np.str_, (ADD, "1 2", "3"))
+    assert await verdict(sandbox, source, StdinTest(stdin, expected)) is RewardOutcome.PASS
 
 
 @here
