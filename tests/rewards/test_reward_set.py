@@ -363,7 +363,7 @@ def test_a_combine_function_excludes_weights_and_unknown_parameters(tmp_path):
         ([{"kind": ""}], r"rewards\[0\].kind=: must be one of exact, numeric, regex, .*, function"),
         ([{"kind": "numerics"}], r"rewards\[0\].kind=numerics: .* nearest kind is numeric"),
         ([{"kind": "regex"}], r"rewards\[0\].pattern: missing"),
-        ([{"kind": "function"}], r"rewards\[0\].path: missing; kind function needs it"),
+        ([{"kind": "function"}], r"rewards\[0\].path: missing; kind function requires a path"),
         (
             [{"kind": "exact", "options": {"path": "x.py"}}],
             r"rewards\[0\].path=x.py: not an option of kind exact; the nearest",

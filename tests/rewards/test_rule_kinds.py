@@ -72,7 +72,7 @@ async def test_auto_selects_the_rule_by_data_source():
     assert await judged(auto, prompt("7", "aime2024"), "Answer: 8") == [(-1.0, "wrong")]
     row = prompt("x+1", "numina_olympiads")
     assert await judged(auto, row, "\\boxed{1+x}") == [(1.0, "pass")]
-    with pytest.raises(ConfigError, match=r"reward auto: data_source 'mine' has no rule"):
+    with pytest.raises(ConfigError, match=r"reward auto: data_source 'mine' has no default rule"):
         build_rewards([auto]).check_prompts([prompt("7", "mine")])
 
 

@@ -329,7 +329,10 @@ async def test_a_wrong_url_or_model_refuses_the_run(server, started):
         ({"least": 10}, "least=10.0: must be below most=10.0"),
         ({"max_tokens": 0}, "max_tokens=0: must be 1 or more"),
         ({"requests_per_minute": -1}, "requests_per_minute=-1.0: must be 0 or more"),
-        ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env=NO_SUCH_KEY: the environment has no such"),
+        (
+            {"api_key_env": "NO_SUCH_KEY"},
+            "api_key_env=NO_SUCH_KEY: this environment variable is not set",
+        ),
         ({"api_key": "sk-1"}, "not an option of kind judge"),
     ],
 )

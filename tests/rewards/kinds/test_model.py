@@ -276,7 +276,7 @@ def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_refused(path, tmp_path):
 async def test_a_model_with_missing_parameters_is_refused_at_start(path, tmp_path):
     partial = reweighted(path, tmp_path / "part", lambda weights: weights.pop("model.norm.weight"))
     rewards = build_rewards([RewardConfig("model", options={"path": str(partial)})])
-    with pytest.raises(ConfigError, match=r"lacks 1 parameters, as model\.norm\.weight"):
+    with pytest.raises(ConfigError, match=r"lacks 1 parameters, e.g. model\.norm\.weight"):
         await rewards.start()
 
 
