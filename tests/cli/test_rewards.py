@@ -48,13 +48,13 @@ def test_it_prints_every_kind_with_its_options(capsys):
     text = said(capsys)
     for name, kind in REWARD_KINDS.items():
         assert f"{name}: {kind.summary}\n" in text
-    assert "  pattern  what to find anywhere in the completion [required]\n" in text
+    assert "  pattern  regular expression, searched anywhere in the completion [required]\n" in text
     assert "  timeout_s    deadline of one attempt, s; null: scorer.timeout_s [null]" in text
 
 
 @pytest.mark.parametrize("kind", [*REWARD_KINDS.values(), RewardConfig])
 def test_every_option_is_explained_where_it_is_declared(kind):
-    settings = kind if kind is RewardConfig else kind.options
+    settings = kind if kind is RewardConfig else kind.options_type
     assert set(read_options(settings)) == {field.name for field in dataclasses.fields(settings)}
 
 
