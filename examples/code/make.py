@@ -1,10 +1,10 @@
-"""Make the data and the base model of the code task, unless they are there already."""
+"""Build the data and the base model of the code task, unless they exist."""
 
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __name__ == "__main__":  # run by its path, it sees its own folder only
+if __name__ == "__main__":  # a script run by path has only its own folder on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.toy_models.building import Build

@@ -1,4 +1,4 @@
-"""Small functions to write from a description: of numbers, of a list, of a text."""
+"""Problems: write a small function of numbers, a list or a text from its description."""
 
 import random
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ Arguments = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Problem:
-    """What f is to return, as a description and as expressions that are all right.
+    """The return value of f, as a description and as equivalent expressions.
 
-    family: which arguments it is tested on; a key of ARGUMENTS.
+    family: type of the test arguments; a key of ARGUMENTS.
     """
 
     family: str
@@ -28,43 +28,41 @@ class Problem:
 
     @property
     def signature(self) -> str:
-        """Such as `f(x)`."""
         return "f(x,y)" if self.family == "pair" else "f(x)"
 
     @property
     def question(self) -> str:
-        """What the user asks for."""
+        """The prompt."""
         return f"{self.signature}: {self.description}"
 
     @property
     def programs(self) -> list[str]:
-        """Right answers, one for each expression."""
+        """A right program per expression."""
         return [f"def {self.signature}:\n return {text}" for text in self.expressions]
 
     def expected(self, arguments: Arguments) -> Any:
-        """What f returns."""
+        """Return the expected value of f(*arguments)."""
         return eval(self.expressions[0], dict(zip("xy", arguments, strict=False)))
 
 
 def all_problems() -> Iterator[Problem]:
-    """Every problem once."""
-    yield from _of_a_number()
-    yield from _of_a_pair()
-    yield from _of_a_list()
-    yield from _of_a_text()
+    yield from _iter_number_problems()
+    yield from _iter_pair_problems()
+    yield from _iter_list_problems()
+    yield from _iter_text_problems()
 
 
-def _of_a_number() -> Iterator[Problem]:
+def _iter_number_problems() -> Iterator[Problem]:
     for a, b in product(FACTORS, TERMS):
-        for said, written in (
+        for description, expressions in (
             (f"{a} times x plus {b}", (f"{a}*x+{b}", f"x*{a}+{b}")),
             (f"{a} times x minus {b}", (f"{a}*x-{b}", f"x*{a}-{b}")),
             (f"x plus {b}, times {a}", (f"(x+{b})*{a}", f"{a}*(x+{b})")),
         ):
-            yield Problem("number", said, written)
+            yield Problem("number", description, expressions)
 
 
-def _of_a_pair() -> Iterator[Problem]:
+def _iter_pair_problems() -> Iterator[Problem]:
     for a, b in product(FACTORS, TERMS):
         for word, name in (("larger", "max"), ("smaller", "min")):
             yield Problem(
@@ -74,10 +72,10 @@ def _of_a_pair() -> Iterator[Problem]:
             )
 
 
-def _of_a_list() -> Iterator[Problem]:
-    parts = [("x", "x")]
+def _iter_list_problems() -> Iterator[Problem]:
+    slices = [("x", "x")]
     for n in COUNTS:
-        parts += [
+        slices += [
             (f"the first {n} of x", f"x[:{n}]"),
             (f"the last {n} of x", f"x[-{n}:]"),
             (f"x without its first {n}", f"x[{n}:]"),
@@ -85,26 +83,26 @@ def _of_a_list() -> Iterator[Problem]:
             (f"x in steps of {n}", f"x[::{n}]"),
         ]
     names = (("sum", "sum"), ("largest", "max"), ("smallest", "min"), ("length", "len"))
-    for (word, name), (part, cut) in product(names, parts):
-        said, written = f"the {word} of {part}", f"{name}({cut})"
-        yield Problem("list", said, (written,))
+    for (word, name), (label, code) in product(names, slices):
+        description, call = f"the {word} of {label}", f"{name}({code})"
+        yield Problem("list", description, (call,))
         for a in FACTORS:
-            yield Problem("list", f"{said}, times {a}", (f"{written}*{a}", f"{a}*{written}"))
+            yield Problem("list", f"{description}, times {a}", (f"{call}*{a}", f"{a}*{call}"))
         for b in TERMS:
-            yield Problem("list", f"{said}, plus {b}", (f"{written}+{b}", f"{b}+{written}"))
+            yield Problem("list", f"{description}, plus {b}", (f"{call}+{b}", f"{b}+{call}"))
 
 
-def _of_a_text() -> Iterator[Problem]:
-    parts = [("x", "x")]
+def _iter_text_problems() -> Iterator[Problem]:
+    slices = [("x", "x")]
     for n in COUNTS:
-        parts += [
+        slices += [
             (f"the first {n} letters of x", f"x[:{n}]"),
             (f"the last {n} letters of x", f"x[-{n}:]"),
         ]
-    for part, cut in parts:
-        yield Problem("text", f"{part} backwards", (f"{cut}[::-1]",))
+    for label, code in slices:
+        yield Problem("text", f"{label} backwards", (f"{code}[::-1]",))
         for a in FACTORS:
-            yield Problem("text", f"{part}, {a} times", (f"{cut}*{a}", f"{a}*{cut}"))
+            yield Problem("text", f"{label}, {a} times", (f"{code}*{a}", f"{a}*{code}"))
 
 
 def _numbers(rng: random.Random) -> list[Arguments]:
@@ -112,15 +110,15 @@ def _numbers(rng: random.Random) -> list[Arguments]:
 
 
 def _pairs(rng: random.Random) -> list[Arguments]:
-    """Pairs of which now x decides, now y, whatever is done to them."""
+    """Return pairs in which x or y dominates for every problem."""
     sizes = ((90, 1), (-90, 1), (1, 90), (1, -90))
     return [(x + rng.randrange(5), y + rng.randrange(5)) for x, y in sizes]
 
 
 def _lists(rng: random.Random) -> list[Arguments]:
-    """One rises and one falls: there, each cut has ends of its own."""
-    rising, falling, *others = (rng.sample(range(1, 100), length) for length in LIST_LENGTHS)
-    return [(sorted(rising),), (sorted(falling, reverse=True),), *((other,) for other in others)]
+    """Return lists, one ascending and one descending, on which different slices differ."""
+    rising, falling, *rest = (rng.sample(range(1, 100), length) for length in LIST_LENGTHS)
+    return [(sorted(rising),), (sorted(falling, reverse=True),), *((items,) for items in rest)]
 
 
 def _texts(rng: random.Random) -> list[Arguments]:

@@ -1,4 +1,4 @@
-"""The code task's rows, in verl's code format: the ground truth is tests of a function."""
+"""Rows of the code task in verl's code format: the ground truth is the tests of a function."""
 
 import json
 import random
@@ -10,11 +10,11 @@ NUM_EVAL = 128
 
 
 def make_rows(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Row]]:
-    """The rows of each split, by its name: no problem is in both."""
+    """Return the rows by split; the splits have no problem in common."""
     rng = random.Random(seed)
     problems = list(all_problems())
     rng.shuffle(problems)
-    parts = {"train": problems[num_eval:], "eval": problems[:num_eval]}
+    splits = {"train": problems[num_eval:], "eval": problems[:num_eval]}
     return {
         name: [
             as_row(
@@ -25,23 +25,22 @@ def make_rows(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Row]]:
                 split=name,
                 index=i,
             )
-            for i, problem in enumerate(part)
+            for i, problem in enumerate(split)
         ]
-        for name, part in parts.items()
+        for name, split in splits.items()
     }
 
 
 def ground_truth(problem: Problem, rng: random.Random) -> str:
-    """A JSON object: `fn_name`, `inputs` and `outputs`.
+    """Return a JSON object with `fn_name`, `inputs` and `outputs`.
 
-    An input is text with the arguments in their order, one a line and each as JSON; an output is
-    the JSON of what the function returns.
+    An input is text with an argument in JSON per line; an output is the return value in JSON.
     """
-    chosen = ARGUMENTS[problem.family](rng)
+    calls = ARGUMENTS[problem.family](rng)
     return json.dumps(
         {
-            "inputs": ["\n".join(map(json.dumps, arguments)) for arguments in chosen],
-            "outputs": [json.dumps(problem.expected(arguments)) for arguments in chosen],
+            "inputs": ["\n".join(map(json.dumps, arguments)) for arguments in calls],
+            "outputs": [json.dumps(problem.expected(arguments)) for arguments in calls],
             "fn_name": "f",
         }
     )

@@ -1,4 +1,4 @@
-"""What the base model learns to write: a right program, or one with a slip of the pen."""
+"""Pretraining texts of the base model: right programs, and programs with a slip."""
 
 import random
 from functools import cache
@@ -13,23 +13,23 @@ NAMES = ("sum", "max", "min", "len")
 
 
 def program(row: Row, rng: random.Random, slip_rate: float) -> str:
-    """A program for the row; `slip_rate` is the share of those with a slip."""
+    """Return a program for the row, with probability `slip_rate` a wrong one."""
     text = rng.choice(problem_of(row).programs)
     return slip(text, rng) if rng.random() < slip_rate else text
 
 
 def slip(text: str, rng: random.Random) -> str:
-    """The program with one thing wrong.
+    """Return the program with a single mistake.
 
-    A sign lost (most often a syntax error), a digit off by one, another function (both a wrong
-    result), or a name that is not known (an error when it runs).
+    The mistakes: a missing sign (usually a syntax error), a digit off by one or another function
+    (wrong results), or an unknown name (a runtime error).
     """
     head, body = text.split("return ")
     changes = [text[:i] + text[i + 1 :] for i, sign in enumerate(text) if sign in LOST]
     for i, sign in enumerate(body):
         if sign.isdigit():
-            other = str(int(sign) + rng.choice((-1, 1)))
-            changes.append(f"{head}return {body[:i]}{other}{body[i + 1 :]}")
+            digit = str(int(sign) + rng.choice((-1, 1)))
+            changes.append(f"{head}return {body[:i]}{digit}{body[i + 1 :]}")
     changes += [text.replace(name, rng.choice(NAMES)) for name in NAMES if name in body]
     changes.append(f"{head}return {body.replace('x', 'n')}")
     return rng.choice(changes)
@@ -41,14 +41,13 @@ def _by_question() -> dict[str, Problem]:
 
 
 def problem_of(row: Row) -> Problem:
-    """The problem a row asks."""
     return _by_question()[question_of(row)]
 
 
 def is_right(row: Row, completion: str) -> bool:
-    """Whether a completion is, to the letter, a right program that was taught.
+    """Return True if the completion equals a right program of the training texts.
 
-    No program of the model runs here, so one that is right in another way is not seen.
+    Programs of the model are not executed here, so other right programs do not count.
     """
     return completion in problem_of(row).programs
 

@@ -1,10 +1,10 @@
-"""Make the reward model of the arithmetic task, and that task, unless they are there already."""
+"""Build the reward model of the arithmetic task, and the task itself, unless they exist."""
 
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __name__ == "__main__":  # run by its path, it sees its own folder only
+if __name__ == "__main__":  # a script run by path has only its own folder on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.arithmetic.make import BUILD as ARITHMETIC
@@ -20,7 +20,7 @@ def fill(
     recipe: "Recipe | None" = None,
     arithmetic: Path = ARITHMETIC.folder,
 ) -> dict[str, Any]:
-    """Write `model/`, taught on training problems of the arithmetic task, as it lies there."""
+    """Train the model on training problems of the arithmetic task and write `model/`."""
     from dataclasses import asdict
 
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM

@@ -1,4 +1,4 @@
-"""A reward model of sums: from the base model that writes them, taught to tell right from wrong."""
+"""Reward model of the arithmetic task, trained on top of the frozen base model."""
 
 import random
 from collections.abc import Iterator
@@ -18,32 +18,33 @@ from examples.toy_models.base_model import sample
 from examples.toy_models.lessons import IGNORED, encode, prompt_text, step
 from examples.toy_models.rows import Row
 
-# Of what an answer is made; a model under training by this one's judgement writes anything.
+# Some training answers have random signs: a policy trained on this reward may write anything.
 SIGNS = "0123456789+-="
 NUM_LAYERS = 5
 EXPECTS, COMPARES = 3, 4
-"""The layers, from 1, behind which the hints are read."""
+"""Layers (from 1) with an auxiliary loss on their outputs."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the reward model is trained."""
+    """Hyperparameters of the training.
+
+    rows_per_step: problems per optimizer step, with an answer each.
+    lr: peak learning rate of the one-cycle schedule.
+    num_measured: problems per split on which the final ranking is measured.
+    """
 
     num_steps: int = 1100
-    """Optimizer steps."""
     rows_per_step: int = 64
-    """Problems in each step, with an answer each."""
     lr: float = 2e-3
-    """Highest learning rate, of a one-cycle schedule."""
     num_measured: int = 256
-    """Problems of each split on which the ranking is measured at the end."""
 
 
 class Hints(torch.nn.Module):
-    """What the layers are asked on the way, and what is thrown away when they are taught.
+    """Heads of the auxiliary losses, discarded after training.
 
-    Whether an answer is right is one bit, which says nothing of how to find out. So a layer is
-    asked which sign should stand here and which one does, and the next whether the two agree.
+    The label of an answer is a single bit, too weak a signal to learn from. A layer therefore also
+    predicts the expected and the written sign at each place, and the next layer their equality.
     """
 
     def __init__(self, width: int, num_tokens: int) -> None:
@@ -54,7 +55,7 @@ class Hints(torch.nn.Module):
 
 
 def untrained(base_model: Path, *, seed: int) -> tuple[Qwen2ForSequenceClassification, Hints]:
-    """The base model, which stays as it is, and above it layers and a head at random weights."""
+    """Return the frozen base model with additional layers and a head, randomly initialized."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForSequenceClassification.from_pretrained(
@@ -71,7 +72,7 @@ def untrained(base_model: Path, *, seed: int) -> tuple[Qwen2ForSequenceClassific
 
 
 def an_answer(row: Row, rng: random.Random) -> str:
-    """Right about every second time; else with slips, cut short, or with signs that do not fit."""
+    """Return a sample answer: right in about half of the cases, else with slips, cut or garbled."""
     kind = rng.random()
     if kind < 0.85:
         return worked_solution(row, rng, 0.5 if kind < 0.7 else 0.0)
@@ -80,13 +81,13 @@ def an_answer(row: Row, rng: random.Random) -> str:
         return text[: rng.randrange(len(text))]
     letters = list(text)
     for _ in range(rng.randrange(1, 4)):
-        place = rng.randrange(len(letters) + 1)
-        letters[place : place + rng.randrange(2)] = rng.choice(SIGNS)
+        start = rng.randrange(len(letters) + 1)
+        letters[start : start + rng.randrange(2)] = rng.choice(SIGNS)
     return "".join(letters)[: LESSONS.max_new_tokens]
 
 
 def conversation(row: Row, answer: str, tokenizer: PreTrainedTokenizerFast) -> str:
-    """The row's prompt and an answer, as the chat template renders them."""
+    """Render the row's prompt and an answer with the chat template."""
     messages = [*row["prompt"], {"role": "assistant", "content": answer}]
     return str(tokenizer.apply_chat_template(messages, tokenize=False))
 
@@ -94,7 +95,7 @@ def conversation(row: Row, answer: str, tokenizer: PreTrainedTokenizerFast) -> s
 def logits_of(
     model: Qwen2ForSequenceClassification, tokenizer: PreTrainedTokenizerFast, texts: list[str]
 ) -> Tensor:
-    """The model's number for each conversation, [texts]: how likely it is right, as a logit."""
+    """Return the logit of "right" for each conversation, [texts]."""
     batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
     return model(batch.input_ids, attention_mask=batch.attention_mask).logits.squeeze(1)
 
@@ -108,25 +109,25 @@ def train(
     *,
     seed: int,
 ) -> Iterator[float]:
-    """Train model and hints in place; yields each step's loss (nats)."""
+    """Train model and hints in place; yield the loss (nats) of each step."""
     rng = random.Random(seed)
-    taught = torch.nn.ModuleList([model, hints])
-    learns = [parameter for parameter in taught.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learns, lr=recipe.lr, betas=(0.9, 0.98))
+    modules = torch.nn.ModuleList([model, hints])
+    trainable = [parameter for parameter in modules.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=recipe.lr, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, recipe.lr, total_steps=recipe.num_steps, pct_start=0.1
     )
     for _ in range(recipe.num_steps):
-        chosen = rng.sample(rows, recipe.rows_per_step)
-        answers = [an_answer(row, rng) for row in chosen]
+        batch = rng.sample(rows, recipe.rows_per_step)
+        answers = [an_answer(row, rng) for row in batch]
         right = torch.tensor(
-            [is_right(row, text) for row, text in zip(chosen, answers, strict=True)]
+            [is_right(row, text) for row, text in zip(batch, answers, strict=True)]
         )
-        clean = [worked_solution(row, rng, 0.0) for row in chosen]
-        prompts = [prompt_text(row, tokenizer) for row in chosen]
+        clean = [worked_solution(row, rng, 0.0) for row in batch]
+        prompts = [prompt_text(row, tokenizer) for row in batch]
         ids, labels = encode(prompts * 2, answers + clean, tokenizer)
         model.train()
-        yield step(taught, optimizer, loss_of(model, hints, ids, labels != IGNORED, right))
+        yield step(modules, optimizer, loss_of(model, hints, ids, labels != IGNORED, right))
         schedule.step()
 
 
@@ -137,9 +138,10 @@ def loss_of(
     is_answer: Tensor,
     right: Tensor,
 ) -> Tensor:
-    """How wrong the verdicts are, and the hints up to where an answer leaves the clean one.
+    """Return the classification loss plus the auxiliary losses of the hints.
 
-    ids and is_answer: [2 * rows, tokens], the answers and then the clean ones; right: bool [rows].
+    The hints count up to the first token where an answer differs from the clean answer.
+    ids, is_answer: [2 * rows, tokens], answers first, then clean answers. right: bool [rows].
     """
     written, expected = ids.chunk(2)
     is_answer = is_answer[: len(written)]
@@ -165,14 +167,17 @@ def ranking(
     tokenizer: PreTrainedTokenizerFast,
     rows: list[Row],
 ) -> float:
-    """How often it puts a right above a wrong answer that the policy gives to the same problem."""
+    """Return the fraction of pairs of right and wrong answers to a problem ranked correctly.
+
+    The answers are samples of the policy.
+    """
     answers = sample(policy, tokenizer, rows, max_new_tokens=LESSONS.max_new_tokens)
     above = []
     for row, texts in zip(rows, answers, strict=True):
         with torch.inference_mode():
-            found = logits_of(
+            logits = logits_of(
                 model.eval(), tokenizer, [conversation(row, text, tokenizer) for text in texts]
             )
         right = torch.tensor([is_right(row, text) for text in texts])
-        above += (found[right, None] > found[None, ~right]).flatten().tolist()
+        above += (logits[right, None] > logits[None, ~right]).flatten().tolist()
     return sum(above) / max(len(above), 1)

@@ -200,7 +200,7 @@ def _make_cost_scorer(config: RunConfig, max_length: int) -> HostedScorer:
     from streamrl.rewards.scorer import CostScorer
 
     around = RewardContext(config.scorer, config.sandbox)
-    costs = build_rewards(config.costs, around, judged=COSTS)
+    costs = build_rewards(config.costs, around, score_spec=COSTS)
     scorer = CostScorer(costs, load_tokenizer(config.model.path))
     return HostedScorer(
         {COST_CALL.stage: scorer.score},

@@ -152,7 +152,7 @@ class RunRewardSets:
 
 def _build_reward_sets(config: RunConfig) -> RunRewardSets:
     around = RewardContext(config.scorer, config.sandbox)
-    costs = build_rewards(config.costs, around, judged=COSTS) if config.costs else None
+    costs = build_rewards(config.costs, around, score_spec=COSTS) if config.costs else None
     return RunRewardSets(build_rewards(config.rewards, around), costs)
 
 

@@ -1,4 +1,4 @@
-"""How good the policy is on prompts it is not trained on. Runtime-free."""
+"""Evaluation of the policy on held-out prompts. Depends on neither Ray nor an engine."""
 
 from streamrl.evaluation.config import MAX_SEED, EvaluationConfig
 from streamrl.evaluation.metrics import EvaluationResult

@@ -1,4 +1,4 @@
-"""The settings of a run's evaluations."""
+"""Config section `evaluation`."""
 
 import math
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ MAX_SEED = 2**32 - 1
 
 @dataclass
 class EvaluationConfig:
-    """When the policy is evaluated, and how.
+    """Schedule and sampling of evaluations.
 
-    every: optimizer steps between evaluations; 0: only those at the start and the end.
+    every: optimizer steps between evaluations; 0 evaluates at the start and the end only.
     at_start: evaluate before the first step.
     at_end: evaluate after the last step.
-    samples: completions per prompt, the k of mean@k and maj@k and the largest of pass@k.
-    temperature: of sampling; 0 takes the likeliest token.
-    top_p: draw among the fewest likeliest tokens that have this probability together.
-    top_k: draw among so many likeliest tokens; 0 or -1: all.
-    limit: evaluate the first so many prompts of each file; null: all.
-    seed: of sampling; the same weights and seed give the same result.
-    pass_score: score from which a completion passes.
-    concurrency: prompts under way at once.
+    samples: completions per prompt: k of mean@k and maj@k, the largest k of pass@k.
+    temperature: sampling temperature; 0 decodes greedily.
+    top_p: nucleus sampling: sample from the smallest set of tokens with this total probability.
+    top_k: sample from the k likeliest tokens; 0 or -1: from all tokens.
+    limit: number of prompts evaluated per file, from its beginning; null: all prompts.
+    seed: sampling seed; the same weights and seed give the same result.
+    pass_score: lowest score of a completion that passes.
+    concurrency: prompts in flight.
     """
 
     every: int = 0
@@ -39,15 +39,15 @@ class EvaluationConfig:
     concurrency: int = 64
 
     def __post_init__(self) -> None:
-        for key, least in (
+        for key, minimum in (
             ("every", 0),
             ("samples", 1),
             ("temperature", 0),
             ("concurrency", 1),
             ("top_k", -1),
         ):
-            if not vars(self)[key] >= least:
-                raise ConfigError(f"evaluation.{key}={vars(self)[key]}: must be {least} or more")
+            if not vars(self)[key] >= minimum:
+                raise ConfigError(f"evaluation.{key}={vars(self)[key]}: must be {minimum} or more")
         if not math.isfinite(self.temperature):
             raise ConfigError(f"evaluation.temperature={self.temperature}: must be finite")
         if not 0 < self.top_p <= 1:
@@ -59,11 +59,10 @@ class EvaluationConfig:
 
     @property
     def sampling(self) -> SamplingSettings:
-        """How completions are sampled."""
         return SamplingSettings(self.temperature, self.top_p, max(self.top_k, 0))
 
     def is_due(self, step: int, *, num_steps: int) -> bool:
-        """Whether to evaluate when `step` of `num_steps` optimizer steps have been made."""
-        on_the_way = self.every > 0 and step > 0 and step % self.every == 0
-        at_an_end = (self.at_start and step == 0) or (self.at_end and step == num_steps)
-        return on_the_way or at_an_end
+        """Return True if an evaluation follows optimizer step `step` of `num_steps`."""
+        is_periodic = self.every > 0 and step > 0 and step % self.every == 0
+        is_endpoint = (self.at_start and step == 0) or (self.at_end and step == num_steps)
+        return is_periodic or is_endpoint

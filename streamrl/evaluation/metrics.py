@@ -1,7 +1,7 @@
-"""What the scores of an evaluation come to: pass@k, mean@k, maj@k, and how sure of them one can be.
+"""Metrics of an evaluation: pass@k, mean@k, maj@k and their 95 % confidence intervals.
 
-All scores are [prompts, samples]. The completions of a prompt are alike, so that the prompts, not
-the completions, are the independent observations: intervals are clustered by prompt.
+All scores have shape [prompts, samples]. Completions of the same prompt are correlated; only
+prompts are independent observations. Confidence intervals are therefore clustered by prompt.
 """
 
 import math
@@ -18,23 +18,22 @@ from streamrl.messages import Array
 ConfidenceInterval = tuple[float, float]
 
 _NORMAL_QUANTILE_95 = 1.959964
-"""The normal quantile that 95 % lie within."""
 _RESERVED_SEGMENTS = {"": "none", "none": "%6Eone"}
-"""What metrics call the source of rows that have none, and a source that is called so."""
+"""Metric segment of rows without a data_source, and of a data_source named "none"."""
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Figures of `samples` completions for each of `num_prompts` prompts; intervals hold 95 %.
+    """Metrics of `num_prompts` prompts with `samples` completions each; intervals cover 95 %.
 
-    pass_at: for k = 1, 2, 4 and so on up to `samples`, the chance that one of k tries passes.
+    pass_at: probability that at least one of k completions passes, k = 1, 2, 4, ..., `samples`.
     mean_at_k: mean score of all completions, k = samples.
-    maj_at_k: chance that the answer most completions give passes; None if answers are not told.
-    pass_at_1_interval: of pass_at[1].
-    mean_at_k_interval: of mean_at_k; None if there is one prompt only.
-    num_unscored: prompts left out of all figures, as no reward could be computed for them.
-    problem: why, for one of those.
-    by_source, by_file: the same for the prompts of each data_source, and of each file by name.
+    maj_at_k: probability that the majority answer passes; None if the reward extracts no answers.
+    pass_at_1_interval: confidence interval of pass_at[1].
+    mean_at_k_interval: confidence interval of mean_at_k; None for a single prompt.
+    num_unscored: prompts excluded from all metrics because their reward failed.
+    unscored_reason: error of the first excluded prompt.
+    by_source, by_file: results per data_source and per file name.
     """
 
     num_prompts: int
@@ -51,16 +50,18 @@ class EvaluationResult:
 
     @property
     def pass_at_1(self) -> float:
-        """Fraction of all completions that pass."""
         return self.pass_at[1]
 
     @property
     def pass_at_k(self) -> float:
-        """Fraction of prompts of which any completion passes, k = samples."""
+        """Fraction of prompts with at least one passing completion, k = samples."""
         return self.pass_at[self.samples]
 
     def to_metrics(self) -> dict[str, float]:
-        """The figures under the names of the metrics contract; those of parts if there are two."""
+        """Return values by metric name, with a breakdown where two or more sources or files exist.
+
+        docs/metrics.md lists the names.
+        """
         row = {"eval/pass_at_1": self.pass_at_1, "eval/pass_at_k": self.pass_at_k}
         row |= {f"eval/pass_at_{k}": p for k, p in self.pass_at.items() if k < self.samples}
         row |= self._mean_metrics("eval/")
@@ -81,24 +82,23 @@ class EvaluationResult:
 
 
 def to_metric_segment(name: str) -> str:
-    """Any name as one segment of a metric's name; two of them never have the same.
+    """Encode a name as one segment of a metric name; distinct names give distinct segments.
 
-    Letters, digits and `_ . -` stand for themselves, `~` for a slash, `none` for no name; anything
-    else, and the name none itself, is percent-encoded.
+    Letters, digits and `_ . -` are kept, a slash becomes `~`, the empty name `none`. Every other
+    character, and the name "none" itself, is percent-encoded.
     """
     if name in _RESERVED_SEGMENTS:
         return _RESERVED_SEGMENTS[name]
-    plain = re.sub(r"[^\w./-]", lambda found: quote(found[0], "", errors="surrogatepass"), name)
+    plain = re.sub(r"[^\w./-]", lambda match: quote(match[0], "", errors="surrogatepass"), name)
     return plain.replace("~", "%7E").replace("/", "~")
 
 
 def summarize_scores(
     scores: Array, answers: Array | None, *, pass_score: float
 ) -> EvaluationResult:
-    """The figures of scores [prompts, samples].
+    """Compute all metrics from scores [prompts, samples].
 
-    `answers`, int64 of the same shape, has a number for each completion that is the same for equal
-    answers, and 0 where there is no answer.
+    answers: int64 [prompts, samples], an id per distinct answer; 0 marks a missing answer.
     """
     num_prompts, samples = scores.shape
     passed = scores >= pass_score
@@ -116,25 +116,26 @@ def summarize_scores(
 
 
 def compute_pass_at_k(passed: Array, k: int) -> float:
-    """Chance that one of k tries passes, for bool [prompts, samples]; k is at most samples.
+    """Return unbiased pass@k of bool [prompts, samples], k <= samples.
 
-    Without bias: over the ways to take k of the n completions of a prompt, c of which pass, 1 -
-    C(n - c, k) / C(n, k); the mean over prompts (Chen et al. 2021, arXiv:2107.03374, eq. 1).
+    For n completions of a prompt, c of which pass: 1 - C(n - c, k) / C(n, k), averaged over prompts
+    (Chen et al. 2021, arXiv:2107.03374, eq. 1). Example: n = 4, c = 1, k = 2 gives 1 - 3/6 = 0.5.
     """
     samples = passed.shape[1]
-    ways = math.comb(samples, k) * len(passed)
-    failing = sum(math.comb(samples - int(c), k) for c in passed.sum(axis=1))
-    return (ways - failing) / ways
+    # Integer binomials: the division is the only rounding.
+    num_subsets = math.comb(samples, k) * len(passed)
+    num_failing = sum(math.comb(samples - int(c), k) for c in passed.sum(axis=1))
+    return (num_subsets - num_failing) / num_subsets
 
 
 def compute_maj_at_k(passed: Array, answers: Array) -> float:
-    """Chance that a prompt's majority answer passes, for bool and int64 [prompts, samples].
+    """Return maj@k (self-consistency, Wang et al. 2022, arXiv:2203.11171), averaged over prompts.
 
-    Completions without an answer (0) have no vote; of answers with equally many votes, each is
-    taken equally often. A prompt without any answer fails (Wang et al. 2022, arXiv:2203.11171).
+    passed: bool [prompts, samples]. answers: int64 [prompts, samples]. Completions without an
+    answer (0) do not vote. Tied answers count with equal weight. A prompt without answers fails.
     """
-    chances = [_majority_pass_rate(*row) for row in zip(passed, answers, strict=True)]
-    return math.fsum(chances) / len(chances)
+    pass_rates = [_majority_pass_rate(*row) for row in zip(passed, answers, strict=True)]
+    return math.fsum(pass_rates) / len(pass_rates)
 
 
 def _majority_pass_rate(passed: Array, answers: Array) -> float:
@@ -145,10 +146,11 @@ def _majority_pass_rate(passed: Array, answers: Array) -> float:
 
 
 def compute_mean_interval(means: Array) -> ConfidenceInterval | None:
-    """95 % interval of the mean of `means` [prompts], each the mean of a prompt's completions.
+    """Return the 95 % interval of the mean over prompts; None for a single prompt.
 
-    mean +- 1.96 SE, SE^2 = sum (m_i - mean)^2 / (n (n - 1)): the standard error clustered by prompt
-    where all prompts have equally many completions (Miller 2024, arXiv:2411.00640).
+    means: float [prompts], the mean score m_i of each prompt's completions. The interval is
+    mean +- 1.96 SE with SE^2 = sum (m_i - mean)^2 / (n (n - 1)), the standard error clustered by
+    prompt for equal numbers of completions (Miller 2024, arXiv:2411.00640).
     """
     if len(means) == 1:
         return None
@@ -157,11 +159,11 @@ def compute_mean_interval(means: Array) -> ConfidenceInterval | None:
 
 
 def compute_fraction_interval(passed: Array) -> ConfidenceInterval:
-    """95 % interval of the fraction of bool [prompts, samples] that is true, within 0 and 1.
+    """Return the 95 % interval of the true fraction of bool [prompts, samples], within [0, 1].
 
-    Wilson's score interval at the effective sample size n* = p (1 - p) / SE^2, SE as in
-    `compute_mean_interval`, and at most all completions; where all pass or none does, or there is
-    but one prompt, n* is the number of prompts (Wilson 1927; Korn and Graubard 1998).
+    Wilson's score interval at the effective sample size n* = p (1 - p) / SE^2, with the SE of
+    `compute_mean_interval` (Wilson 1927; Korn and Graubard 1998). n* is at most the number of
+    completions. For p = 0, p = 1 and a single prompt, n* is the number of prompts.
     """
     p, count = float(passed.mean()), float(len(passed))
     if 0 < p < 1 and len(passed) > 1:

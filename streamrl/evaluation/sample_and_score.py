@@ -1,4 +1,4 @@
-"""Prompts sampled and scored for an evaluation: the caller says how each is done."""
+"""Sampling and scoring of an evaluation's prompts; the caller supplies both functions."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,13 +15,13 @@ from streamrl.messages import Array, Columns, Prompt, Rollout
 
 GenerateFn = Callable[[Prompt, Sequence[int]], Awaitable[list[Rollout]]]
 ScoreFn = Callable[[Prompt, list[Rollout]], Awaitable[Columns]]
-#: A deadline after so many seconds.
+#: Makes a deadline of so many seconds.
 DeadlineFactory = Callable[[float], AbstractAsyncContextManager[asyncio.Timeout]]
 
 
 @dataclass(frozen=True)
 class _PromptScores:
-    """A prompt's scores [samples] and its completions' answers, all 0 if the scorer tells none."""
+    """Scores [samples] and answer ids [samples] of a prompt; ids are 0 without answers."""
 
     data_source: str
     scores: Array
@@ -37,25 +37,25 @@ async def evaluate_policy(
     timeout_s: float = 600.0,
     patience: DeadlineFactory = asyncio.timeout,
 ) -> EvaluationResult:
-    """Sample and score the first `config.limit` prompts of each file, by its name.
+    """Sample and score the first `config.limit` prompts of each file, config.concurrency at a time.
 
-    config.concurrency prompts are under way at once. `score` gives column `scores`, and `answers`
-    where it knows the completions' answers: numbers that are equal for equal ones, 0 for none. If
-    no completion of a data_source has an answer, its reward tells none: there is no majority.
+    prompts: prompts by file name.
+    generate: samples one completion per seed. Seeds depend on config.seed and the prompt's uid
+        only, so the result does not depend on scheduling.
+    score: returns column `scores`, and `answers` (an id per distinct answer, 0 for a missing
+        answer) if the reward extracts answers. maj@k needs answers from every data_source.
+    patience: clock of `timeout_s`, the deadline of one prompt.
 
-    `generate` is given one seed per completion wanted, a function of config.seed and the prompt's
-    uid alone, so that the result does not depend on what runs beside what. A RewardError of
-    `score` leaves its prompt out, and is raised if that happens to all: a reward has tried often
-    enough itself. Raises what else `generate` or `score` raises, and DeadlineError if a prompt
-    takes longer than `timeout_s`, which is counted as `patience` counts; nothing goes on in the
-    background then.
+    A RewardError of `score` excludes the prompt; rewards retry internally. If every prompt fails,
+    the first RewardError is raised. Raises DeadlineError if a prompt exceeds `timeout_s`, and every
+    other error of `generate` and `score`; remaining tasks are cancelled first.
     """
-    chosen = [(name, one) for name, file in prompts.items() for one in file[: config.limit]]
+    chosen = [(name, prompt) for name, file in prompts.items() for prompt in file[: config.limit]]
     if not chosen:
         raise ValueError("evaluation: no prompts")
     slots = asyncio.Semaphore(config.concurrency)
 
-    async def sampled(prompt: Prompt) -> _PromptScores:
+    async def sample_prompt(prompt: Prompt) -> _PromptScores:
         try:
             async with patience(timeout_s) as deadline:
                 seeds = make_rollout_seeds(config.seed, prompt.uid, config.samples)
@@ -69,29 +69,30 @@ async def evaluate_policy(
             ) from error
         return _to_prompt_scores(columns, prompt, config.samples)
 
-    async def scores_of(prompt: Prompt) -> _PromptScores | RewardError:
+    async def sample_or_error(prompt: Prompt) -> _PromptScores | RewardError:
         async with slots:
             try:
-                return await sampled(prompt)
+                return await sample_prompt(prompt)
             except RewardError as error:
                 return error
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(scores_of(prompt)) for _, prompt in chosen]
+            tasks = [group.create_task(sample_or_error(prompt)) for _, prompt in chosen]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return _summarize_outcomes(chosen, [task.result() for task in tasks], config.pass_score)
 
 
 def _to_prompt_scores(columns: Columns, prompt: Prompt, samples: int) -> _PromptScores:
-    found = {"answers": np.zeros(samples, np.int64), **columns}
+    arrays = {"answers": np.zeros(samples, np.int64), **columns}
     for name in ("scores", "answers"):
-        if found[name].shape != (samples,):
+        if arrays[name].shape != (samples,):
             raise ValueError(
-                f"evaluation of uid {prompt.uid}: {found[name].shape} {name}, wanted {samples}"
+                f"evaluation of uid {prompt.uid}: column {name} has shape {arrays[name].shape},"
+                f" expected ({samples},)"
             )
-    return _PromptScores(prompt.data_source, found["scores"], found["answers"])
+    return _PromptScores(prompt.data_source, arrays["scores"], arrays["answers"])
 
 
 def _summarize_outcomes(
@@ -99,35 +100,35 @@ def _summarize_outcomes(
     outcomes: Sequence[_PromptScores | RewardError],
     pass_score: float,
 ) -> EvaluationResult:
-    """The figures over the prompts that have scores, in all, by source and by file."""
-    problems = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
-    found = [
+    """Compute metrics over the scored prompts: overall, by source and by file."""
+    errors = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
+    scored = [
         (name, outcome)
         for (name, _), outcome in zip(chosen, outcomes, strict=True)
         if isinstance(outcome, _PromptScores)
     ]
-    if not found:
-        raise problems[0]
+    if not scored:
+        raise errors[0]
     return replace(
-        _summarize_prompts([row for _, row in found], pass_score),
+        _summarize_prompts([row for _, row in scored], pass_score),
         by_source={
             source: _summarize_prompts(
-                [row for _, row in found if row.data_source == source], pass_score
+                [row for _, row in scored if row.data_source == source], pass_score
             )
-            for source in sorted({row.data_source for _, row in found})
+            for source in sorted({row.data_source for _, row in scored})
         },
         by_file={
-            name: _summarize_prompts([row for file, row in found if file == name], pass_score)
-            for name in dict.fromkeys(name for name, _ in found)
+            name: _summarize_prompts([row for file, row in scored if file == name], pass_score)
+            for name in dict.fromkeys(name for name, _ in scored)
         },
-        num_unscored=len(problems),
-        unscored_reason=str(problems[0]) if problems else "",
+        num_unscored=len(errors),
+        unscored_reason=str(errors[0]) if errors else "",
     )
 
 
 def _summarize_prompts(rows: Sequence[_PromptScores], pass_score: float) -> EvaluationResult:
     sources = {row.data_source for row in rows}
-    telling = {row.data_source for row in rows if row.answers.any()}
-    # Of some sources only, a majority would be another measure than that of the rest.
-    answers = np.stack([row.answers for row in rows]) if telling == sources else None
+    with_answers = {row.data_source for row in rows if row.answers.any()}
+    # A majority vote over a subset of the sources would not compare with the other metrics.
+    answers = np.stack([row.answers for row in rows]) if with_answers == sources else None
     return summarize_scores(np.stack([row.scores for row in rows]), answers, pass_score=pass_score)

@@ -1,4 +1,4 @@
-"""Workers: processes that run what may hang, crash or leak, and that can be killed whole."""
+"""Pools of worker processes for code that may hang, crash or leak memory."""
 
 from streamrl.process_pool.pool import (
     WorkerCrashError,

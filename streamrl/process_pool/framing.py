@@ -1,4 +1,4 @@
-"""What passes between a pool and its workers: pickled messages, each behind its length."""
+"""Wire format between a pool and its workers: length-prefixed pickles."""
 
 import io
 import pickle
@@ -11,13 +11,11 @@ HEADER_BYTES = _LENGTH_HEADER.size
 
 
 def pack_message(message: Any) -> bytes:
-    """A message as it is sent."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return _LENGTH_HEADER.pack(len(body)) + body
 
 
 def unpack_length(header: bytes) -> int:
-    """Bytes that follow a header."""
     (size,) = _LENGTH_HEADER.unpack(header)
     return int(size)
 
@@ -29,32 +27,33 @@ _ALLOWED_CLASSES = frozenset(
         ("streamrl.rewards.interface.verdict", "RewardOutcome"),
     }
 )
-"""The classes whose objects workers answer with: a module, and what is defined in it."""
+"""Classes allowed in responses of workers, as (module, class name)."""
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
-    """Makes objects of those classes and of plain data only.
+    """Unpickler for plain data and _ALLOWED_CLASSES.
 
-    A worker runs what others wrote: what it sends must not run anything where it arrives. A module
-    has others' names too, and a name with a dot reaches through them to any function there is.
+    A worker runs untrusted code: a response must not execute anything in the pool's process.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if (module, name) in _ALLOWED_CLASSES else None
-        if not isinstance(found, type) or found.__module__ != module:
-            raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
-        return found
+        loaded = super().find_class(module, name) if (module, name) in _ALLOWED_CLASSES else None
+        # Modules re-export names, and a dotted name ("Class.method.__globals__") resolves to any
+        # function: accept only a class defined in the module itself.
+        if not isinstance(loaded, type) or loaded.__module__ != module:
+            raise pickle.UnpicklingError(f"{module}.{name} is not an allowed class")
+        return loaded
 
 
 def unpickle_response(body: bytes) -> Any:
-    """What a worker sent. Raises whatever pickle does for what is no answer."""
+    """Unpickle a worker's response. Malformed bytes may raise any exception."""
     return _RestrictedUnpickler(io.BytesIO(body)).load()
 
 
 def read_message(read: Callable[[int], bytes]) -> Any:
-    """The next message by `read`, which blocks until it has so many bytes, or fewer at the end.
+    """Read the next message; raise EOFError at the end of the stream.
 
-    Raises EOFError if there is no more.
+    read: blocks until n bytes are read; returns fewer only at the end of the stream.
     """
     header = read(HEADER_BYTES)
     if len(header) < HEADER_BYTES:

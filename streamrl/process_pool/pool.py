@@ -1,11 +1,12 @@
-"""A pool of workers: calls in, answers out; what hangs, crashes or grows is killed and replaced.
+"""Pool of worker processes that kills and replaces workers that hang, crash or grow.
 
-A call has its deadline from when a worker begins with it, not from when it was made. One that takes
-far longer than others no longer holds its place: while calls wait, a spare worker stands in for it,
-and its process runs at the lowest priority, so that the others go on as before.
+Deadlines: a call's timeout starts when a worker begins the call, not when the call is queued.
 
-Where several calls share a worker, it may end without a sign of which one was at fault. Each of
-them is then made again in a worker that it has to itself; only there is it blamed.
+Stragglers: a call that takes far longer than the median of recent calls keeps its worker, which
+continues at the lowest priority. While calls wait, a spare worker replaces the straggling worker.
+
+Blame: if a worker that runs several calls exits, the faulty call is unknown. The pool repeats each
+of these calls on an exclusive worker, and a call fails only if that worker exits too.
 """
 
 import asyncio
@@ -26,46 +27,45 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
-"""Deadline of a worker's start, s: it imports a user's file, and that may import torch."""
+"""Long because a worker imports the user's file, which may import torch."""
 MAX_FAILED_STARTS = 3
-"""So many workers in a row may fail to start before calls are told so."""
+"""Consecutive failures after which waiting calls raise WorkerCrashError."""
 MONITOR_INTERVAL_S = 0.5
-"""How often memory and stragglers are looked at, s."""
 STRAGGLER_MIN_S, STRAGGLER_RATIO = 1.0, 5.0
-"""A call takes far longer than others from so many seconds, and so many times their median."""
+"""A call straggles beyond both: this duration, and this multiple of the median duration."""
 MAX_SPARE_WORKERS = 8
-"""Most workers that stand in for stragglers."""
 CANCEL_TIMEOUT_S = 1.0
-"""An async call has this long to end once it is cancelled, s; then its worker is killed."""
+"""Grace period of a cancelled async call; afterwards the pool kills the worker."""
 
 
 class WorkerError(Exception):
-    """A call came to nothing; the text is what its handler raised."""
+    """Failure of a call; the message is the handler's error."""
 
 
 class _SharedWorkerExitError(Exception):
-    """Its worker ended while it had other calls too."""
+    """The worker exited while running several calls; the faulty call is unknown."""
 
 
 class WorkerTimeoutError(WorkerError):
-    """It took longer than it may; nothing of it runs any more."""
+    """The call exceeded the deadline and was stopped."""
 
 
 class WorkerCrashError(WorkerError):
-    """Its process ended."""
+    """The worker process exited."""
 
 
 class WorkerMemoryError(WorkerError):
-    """Its process took more memory than it may, and was killed."""
+    """The worker process exceeded the memory limit and was killed."""
 
 
 @dataclass(frozen=True)
 class WorkerPoolSettings:
-    """How a pool runs.
+    """Size and limits of a pool.
 
-    replicas: worker processes. concurrency: calls at once in a worker whose handler is async; one
-    whose handler is not has one at a time. timeout_s: deadline of a call. memory_bytes: most a
-    worker may take, with all it started.
+    replicas: worker processes.
+    concurrency: concurrent calls per worker with an async handler; a sync handler runs one call.
+    timeout_s: deadline of a call.
+    memory_bytes: limit of a worker including child processes.
     """
 
     replicas: int
@@ -76,9 +76,11 @@ class WorkerPoolSettings:
 
 @dataclass
 class _WorkerState:
-    """A process and what it is at: the start of each call, s of the loop's clock.
+    """A worker process and its running calls.
 
-    `is_exclusive`: one call has it to itself. `was_shared`: it had several calls when it was ended.
+    call_start_times: start of each call by id, s of the event loop's clock.
+    is_exclusive: reserved for a single call.
+    was_shared: several calls were running when the worker was killed.
     """
 
     process: WorkerProcess
@@ -96,9 +98,9 @@ class _WorkerState:
 
 
 class WorkerPool:
-    """Workers that all hold what `target`, "module:function", makes of `payload`.
+    """Pool of identical workers; each serves the handler that target(payload) returns.
 
-    `name` is what messages call it. `killed` counts the workers ended, by cause.
+    name: used in error messages. target: "module:function". kill_counts: killed workers by cause.
     """
 
     def __init__(self, name: str, target: str, payload: Any, settings: WorkerPoolSettings) -> None:
@@ -122,20 +124,20 @@ class WorkerPool:
         self.kill_counts: Counter[str] = Counter()
 
     async def start(self) -> None:
-        """Start one worker and what looks after all. Raises ConfigError as the target's load does.
+        """Start the first worker and the monitor.
 
-        Raises WorkerCrashError if it ends before it is ready, or is not within START_TIMEOUT_S.
+        Raises ConfigError if the target does, and WorkerCrashError if the worker exits early or is
+        not ready within START_TIMEOUT_S.
         """
         self._num_starting += 1
         await self._add_worker()
         self._service_tasks.add(self._spawn_task(self._monitor_workers()))
 
     async def call(self, request: Any, *, alone: bool = False) -> Any:
-        """What the handler answers. Raises WorkerError, or one of its kinds, if it does not.
+        """Return the handler's result. Raises WorkerError or a subclass.
 
-        `alone` gives it a worker to itself: a call that has failed may do so again. A call whose
-        caller is cancelled goes on to its answer or its deadline: its worker is neither free before
-        that, nor to blame.
+        alone: run on an exclusive worker, for a call that failed before. If the caller is
+        cancelled, the call still runs to its result or deadline and occupies its worker until then.
         """
         try:
             return await self._run_call(request, alone=alone and self._has_concurrent_calls)
@@ -145,19 +147,21 @@ class WorkerPool:
     async def _run_call(self, request: Any, *, alone: bool) -> Any:
         self._num_exclusive_waiters += alone
         try:
-            worker, number = await self._claim_worker(alone=alone)
+            worker, call_id = await self._claim_worker(alone=alone)
         finally:
             self._num_exclusive_waiters -= alone
-        return await asyncio.shield(self._spawn_task(self._await_response(worker, number, request)))
+        return await asyncio.shield(
+            self._spawn_task(self._await_response(worker, call_id, request))
+        )
 
-    async def _await_response(self, worker: _WorkerState, number: int, request: Any) -> Any:
-        began, clock = worker.call_start_times[number], asyncio.get_running_loop().time
+    async def _await_response(self, worker: _WorkerState, call_id: int, request: Any) -> Any:
+        started, clock = worker.call_start_times[call_id], asyncio.get_running_loop().time
         timeout_s = self._settings.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                ok, answer = await worker.process.send_request(number, request)
+                ok, answer = await worker.process.send_request(call_id, request)
         except TimeoutError:
-            if not await self._cancel_call(worker, number) and worker.was_shared:
+            if not await self._cancel_call(worker, call_id) and worker.was_shared:
                 raise _SharedWorkerExitError from None
             raise WorkerTimeoutError(f"no result in {timeout_s:g} s") from None
         except ProcessExitedError:
@@ -167,34 +171,35 @@ class WorkerPool:
                 raise _SharedWorkerExitError from None
             raise type(worker.exit_error)(str(worker.exit_error)) from None
         finally:
-            del worker.call_start_times[number]
-            was_lent, worker.is_exclusive = worker.is_exclusive, False
-            # Of one that straggled the priority cannot be given back to it.
+            del worker.call_start_times[call_id]
+            was_exclusive, worker.is_exclusive = worker.is_exclusive, False
+            # Only root may raise a process's priority again, so a straggler is not reused.
             if not worker.call_start_times and (
-                worker.is_straggler or (was_lent and self._num_missing < 0)
+                worker.is_straggler or (was_exclusive and self._num_missing < 0)
             ):
                 self._retire_worker(worker)
             await self._notify_waiters()
-        self._recent_durations.append(clock() - began)
+        self._recent_durations.append(clock() - started)
         if not ok:
             raise WorkerError(answer)
         return answer
 
-    async def _cancel_call(self, worker: _WorkerState, number: int) -> bool:
-        """End one call: by itself where the handler is async and reacts, else with its worker.
+    async def _cancel_call(self, worker: _WorkerState, call_id: int) -> bool:
+        """Cancel a call; return False if the worker had to be killed.
 
-        Whether it reacted: another call may hold up all of its worker, which is no fault of this.
+        Only an async handler can be cancelled. A handler that blocks the event loop in another call
+        does not react in time, so killing the worker does not prove this call faulty.
         """
         if worker.slots > 1 and await worker.process.cancel_request(
-            number, within_s=CANCEL_TIMEOUT_S
+            call_id, within_s=CANCEL_TIMEOUT_S
         ):
             self.kill_counts["timeout"] += 1
             return True
-        self._kill_worker(worker, WorkerTimeoutError("a call could not be ended"), "timeout")
+        self._kill_worker(worker, WorkerTimeoutError("a call could not be cancelled"), "timeout")
         return False
 
     def _find_free_workers(self, *, alone: bool) -> list[_WorkerState]:
-        """Workers with room; an idle one is for those first who want it to themselves."""
+        """Return workers with free capacity; exclusive calls have priority on idle workers."""
         free = [worker for worker in self._workers if worker.has_capacity]
         if alone:
             return [worker for worker in free if not worker.call_start_times]
@@ -205,48 +210,50 @@ class WorkerPool:
         ]
 
     async def _claim_worker(self, *, alone: bool) -> tuple[_WorkerState, int]:
-        """A worker with room, and the number of a call begun in it: first come, first served."""
+        """Wait for a worker and register a call on it, in FIFO order; return the call's id."""
         async with self._exclusive_claim_lock if alone else self._shared_claim_lock:
             while not (free := self._find_free_workers(alone=alone)):
                 if self._is_closed:
                     raise WorkerCrashError(f"the workers of {self._name} are closed")
                 if len(self._failed_starts) >= MAX_FAILED_STARTS:
-                    raise WorkerCrashError(
-                        f"its worker does not start: {self._failed_starts.pop()}"
-                    )
+                    raise WorkerCrashError(f"worker does not start: {self._failed_starts.pop()}")
                 self._start_missing_worker()
                 async with self._workers_changed:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(MONITOR_INTERVAL_S):
                             await self._workers_changed.wait()
-            worker, number = (
-                min(free, key=lambda one: len(one.call_start_times)),
+            worker, call_id = (
+                min(free, key=lambda worker: len(worker.call_start_times)),
                 next(self._call_ids),
             )
             worker.is_exclusive = alone
-            worker.call_start_times[number] = asyncio.get_running_loop().time()
-            return worker, number
+            worker.call_start_times[call_id] = asyncio.get_running_loop().time()
+            return worker, call_id
 
     async def _notify_waiters(self) -> None:
-        """Something has changed for who waits for a worker."""
         async with self._workers_changed:
             self._workers_changed.notify_all()
 
     def _start_missing_worker(self) -> None:
-        """Start one more worker, if there are to be more."""
         if self._num_missing > 0:
             self._num_starting += 1
             self._service_tasks.add(self._spawn_task(self._try_add_worker()))
 
     @property
     def _num_missing(self) -> int:
-        """Workers that there should be beside those there are."""
+        """Number of workers to start; negative if the pool has more than needed.
+
+        The target is `replicas` plus a spare per straggler and per exclusive call. Exclusive calls
+        count at most `replicas` spares; the sum of spares is at most MAX_SPARE_WORKERS.
+        """
         replicas = self._settings.replicas
         straggling = sum(worker.is_straggler for worker in self._workers)
-        alone = self._num_exclusive_waiters + sum(worker.is_exclusive for worker in self._workers)
-        wanted = replicas + min(straggling + min(alone, replicas), MAX_SPARE_WORKERS)
+        num_exclusive = self._num_exclusive_waiters + sum(
+            worker.is_exclusive for worker in self._workers
+        )
+        target = replicas + min(straggling + min(num_exclusive, replicas), MAX_SPARE_WORKERS)
         healthy = [worker for worker in self._workers if worker.exit_error is None]
-        return wanted - len(healthy) - self._num_starting
+        return target - len(healthy) - self._num_starting
 
     async def _try_add_worker(self) -> None:
         try:
@@ -257,7 +264,6 @@ class WorkerPool:
         await self._notify_waiters()
 
     async def _add_worker(self) -> None:
-        """One more worker, once it is ready."""
         try:
             process = await WorkerProcess.start(
                 self._target, self._payload, within_s=START_TIMEOUT_S
@@ -274,53 +280,52 @@ class WorkerPool:
         self._has_concurrent_calls = slots > 1
         self._workers.append(_WorkerState(process, {}, slots))
 
-    def _kill_worker(self, worker: _WorkerState, verdict: WorkerError, cause: str) -> None:
-        """End a worker with everything it started; its calls come to nothing."""
+    def _kill_worker(self, worker: _WorkerState, error: WorkerError, cause: str) -> None:
         if worker.exit_error is None:
-            worker.exit_error = verdict
+            worker.exit_error = error
             worker.was_shared = len(worker.call_start_times) > 1
             self.kill_counts[cause] += 1
             self._retire_worker(worker)
 
     def _retire_worker(self, worker: _WorkerState) -> None:
-        """A worker that is not to be used any more."""
         if worker in self._workers:
             self._workers.remove(worker)
             self._spawn_task(worker.process.kill())
 
     async def _monitor_workers(self) -> None:
-        """Keep an eye on memory and on stragglers, without end."""
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(MONITOR_INTERVAL_S)
             try:
                 self._deprioritize_stragglers(clock())
                 await self._kill_over_memory()
-            except Exception:  # noqa: BLE001 - or nobody would look any more
-                _log.exception("the workers of %s could not be looked at", self._name)
+            except Exception:  # noqa: BLE001 - otherwise the monitor would stop for good
+                _log.exception("monitoring the workers of %s failed", self._name)
 
     def _deprioritize_stragglers(self, now: float) -> None:
         median = statistics.median(self._recent_durations) if self._recent_durations else 0.0
         limit_s = max(STRAGGLER_MIN_S, STRAGGLER_RATIO * median)
-        for worker in [one for one in self._workers if one.call_start_times]:
+        for worker in [worker for worker in self._workers if worker.call_start_times]:
             if not worker.is_straggler and now - min(worker.call_start_times.values()) > limit_s:
                 worker.is_straggler = worker.slots == 1
                 if worker.is_straggler:
                     worker.process.lower_priority()
 
     async def _kill_over_memory(self) -> None:
-        most = self._settings.memory_bytes
+        limit_bytes = self._settings.memory_bytes
         for worker in list(self._workers):
-            found = await asyncio.to_thread(
+            used_bytes = await asyncio.to_thread(
                 self._process_table.measure_tree_memory, worker.process.pid
             )
-            if found > most:
-                text = f"its process took {found >> 20} MB, of {most >> 20} it may"
+            if used_bytes > limit_bytes:
+                text = (
+                    f"worker process used {used_bytes >> 20} MiB,"
+                    f" the limit is {limit_bytes >> 20} MiB"
+                )
                 self._kill_worker(worker, WorkerMemoryError(text), "memory")
 
-    def _spawn_task(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Have work done whether or not somebody waits for it."""
-        task = asyncio.create_task(work)
+    def _spawn_task(self, coroutine: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        task = asyncio.create_task(coroutine)
         self._background_tasks.add(task)
         task.add_done_callback(self._on_task_done)
         return task
@@ -328,11 +333,11 @@ class WorkerPool:
     def _on_task_done(self, task: "asyncio.Task[Any]") -> None:
         self._background_tasks.discard(task)
         if not task.cancelled():
-            # Looked at: if nobody waited for it, its error is nobody's.
+            # Retrieve the exception; asyncio logs "exception was never retrieved" otherwise.
             task.exception()
 
     async def close(self) -> None:
-        """End all workers; calls under way come to nothing."""
+        """Kill all workers; running calls raise WorkerCrashError."""
         self._is_closed = True
         for task in self._service_tasks:
             task.cancel()

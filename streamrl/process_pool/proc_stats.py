@@ -1,4 +1,4 @@
-"""What the processes below one process hold in memory, as the kernel tells in /proc."""
+"""Memory use of process trees, read from /proc."""
 
 import math
 import os
@@ -7,19 +7,19 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-#: How old the list of processes may be, s, and how many times longer it is kept than it took to
-#: make: on a machine with very many processes a look at all of them must not be most of the work.
+#: The cached process list is valid for the longer of both: this age, and this multiple of the
+#: scan's duration. The multiple bounds the scan's CPU share on machines with many processes.
 _MAX_AGE_S = 0.04
 _AGE_PER_SCAN_TIME = 4
 _MEMORY_FIELDS = (b"RssAnon:", b"RssShmem:", b"VmPTE:")
-#: The kernel gives no more than a page of a list of mappings at a time.
+#: The kernel returns at most one page of /proc/<pid>/maps per read.
 _PAGE_BYTES = 4096
 
 
 class ProcessTable:
-    """Which process started which, looked up together for all that ask at about the same time.
+    """Cached process tree of the machine, shared by concurrent callers. Thread-safe.
 
-    mapping_bytes: what a mapping counts as, besides what it maps; 0: nothing, which looks quicker.
+    mapping_bytes: kernel memory charged per memory mapping; 0 skips counting, which is faster.
     """
 
     def __init__(self, *, mapping_bytes: int = 0) -> None:
@@ -29,9 +29,9 @@ class ProcessTable:
         self._refresh_lock = threading.Lock()
 
     def measure_tree_memory(self, root: int, *, enough: float = math.inf) -> int:
-        """Bytes that process `root` and all below it hold for themselves, as of now.
+        """Return bytes of anonymous, shared and page-table memory of `root` and all descendants.
 
-        enough: it does not look further once it has found more than so many. From any thread.
+        enough: stop counting above this number of bytes.
         """
         children = self._refresh_children()
         total = 0
@@ -52,14 +52,14 @@ class ProcessTable:
             return self._children_by_pid
 
     def _measure_process_memory(self, pid: int, enough: float) -> int:
-        """Bytes of its own, of shared memory, page tables and mappings; mapped files are none."""
-        for place in _iter_proc_dirs(pid):
-            found = sum(_read_memory_sizes(f"{place}/status"))
-            if found and self._mapping_bytes:
-                most = (enough - found) / self._mapping_bytes
-                found += self._mapping_bytes * _count_mappings(f"{place}/maps", most)
-            if found:
-                return found
+        """Return bytes of anonymous, shared and page-table memory; file mappings do not count."""
+        for proc_dir in _iter_proc_dirs(pid):
+            used_bytes = sum(_read_memory_sizes(f"{proc_dir}/status"))
+            if used_bytes and self._mapping_bytes:
+                most = (enough - used_bytes) / self._mapping_bytes
+                used_bytes += self._mapping_bytes * _count_mappings(f"{proc_dir}/maps", most)
+            if used_bytes:
+                return used_bytes
         return 0
 
 
@@ -72,19 +72,19 @@ def _list_children_by_parent() -> Mapping[int, Sequence[int]]:
 
 
 def _read_parent_pid(pid: str) -> int:
-    """Its parent's id; 0 for a process that has gone."""
+    """Return the parent's pid; 0 if the process has exited."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name, in parentheses, may hold anything; what follows it is plain.
+            # The command name may contain spaces and parentheses: parse after the last one.
             return int(file.read().rpartition(b")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
         return 0
 
 
 def _iter_proc_dirs(pid: int) -> Iterator[str]:
-    """Where the kernel tells of a process: of its first thread, and if that has ended of others.
+    """Yield the /proc directories of a process: its own, then those of its threads.
 
-    All threads share one memory.
+    A process whose main thread has exited reports no memory; its other threads report all of it.
     """
     yield f"/proc/{pid}"
     try:
@@ -96,25 +96,25 @@ def _iter_proc_dirs(pid: int) -> Iterator[str]:
 
 
 def _count_mappings(path: str, most: float) -> int:
-    """How many mappings a process has, counted until there are more than `most`.
+    """Count the memory mappings of a process, up to slightly more than `most`.
 
-    None of what has gone, nor of another user's process without the right to look into it.
+    Returns 0 for a process that has exited and for an unreadable process of another user.
     """
     count = 0
     try:
         with open(path, "rb", buffering=0) as file:
-            while count <= most and (part := file.read(_PAGE_BYTES)):
-                count += part.count(b"\n")
+            while count <= most and (chunk := file.read(_PAGE_BYTES)):
+                count += chunk.count(b"\n")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         pass
     return count
 
 
 def _read_memory_sizes(path: str) -> list[int]:
-    """The sizes in a status file, bytes; none of what has gone or holds no memory."""
+    """Return the sizes in a status file, bytes; empty if the process has exited."""
     try:
         with open(path, "rb") as file:
-            # Not splitlines: a process may put any other end of a line into its name.
+            # Not splitlines(): a process name may contain \r, \f and other line boundaries.
             lines = file.read().split(b"\n")
     except (FileNotFoundError, ProcessLookupError):
         return []

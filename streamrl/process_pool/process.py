@@ -1,4 +1,4 @@
-"""The pool's end of one worker: started, asked, looked at, ended."""
+"""Handle of a worker process: the pool's end of the socket."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from streamrl.errors import ConfigError
-from streamrl.process_pool import reaper as keeper
+from streamrl.process_pool import reaper
 from streamrl.process_pool.framing import (
     HEADER_BYTES,
     pack_message,
@@ -21,21 +21,24 @@ from streamrl.process_pool.framing import (
 from streamrl.process_pool.worker import CANCEL, LOAD_FAILED, READY, REQUEST, RESULT
 
 EXIT_TIMEOUT_S = 10.0
-"""A keeper has this long to end everything, s; then it is killed too."""
+"""Time for the reaper to kill all descendants; afterwards the pool kills the reaper."""
 LOWEST_PRIORITY = 19
 MAX_RESPONSE_BYTES = 1 << 28
-"""Most bytes of one answer."""
+_BAD_RESPONSE = "worker response"
+"""First words of the errors of a response that is too long or cannot be unpickled."""
 
 
 class ProcessExitedError(Exception):
-    """The process ended."""
+    """The worker process exited, or sent an unreadable response."""
 
 
 class WorkerProcess:
-    """A keeper and its worker, at the other end of a socket."""
+    """A worker process and the reaper process above it, connected by a socket."""
 
-    def __init__(self, keeper: "subprocess.Popen[bytes]", streams: "_SocketStreams") -> None:
-        self._reaper = keeper
+    def __init__(
+        self, reaper_process: "subprocess.Popen[bytes]", streams: "_SocketStreams"
+    ) -> None:
+        self._reaper = reaper_process
         self._reader, self._writer = streams
         self._pending_responses: dict[int, asyncio.Future[tuple[bool, Any]]] = {}
         self._reader_task: asyncio.Task[None] | None = None
@@ -45,22 +48,23 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, target: str, payload: Any, *, within_s: float) -> "WorkerProcess":
-        """A worker that has loaded what it serves with. Raises ConfigError as the load does.
+        """Start a worker and wait until the handler is loaded.
 
-        Raises ProcessEndedError if the process ends before, or is not ready within so many seconds.
+        Raises ConfigError if loading the handler does, and ProcessExitedError if the process exits
+        early or is not ready within `within_s` seconds.
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            launched = await _launch_reaper(theirs, target, ours)
-        process = cls(launched, await asyncio.open_connection(sock=ours))
+            reaper_process = await _launch_reaper(theirs, target, ours)
+        process = cls(reaper_process, await asyncio.open_connection(sock=ours))
         try:
             async with asyncio.timeout(within_s):
                 await process._wait_until_ready(payload)
         except TimeoutError:
             await process.kill()
-            raise ProcessExitedError(f"it was not ready in {within_s:g} s") from None
+            raise ProcessExitedError(f"worker was not ready in {within_s:g} s") from None
         except ProcessExitedError:
-            # Its end of the socket closes a moment before it can say how it ended.
+            # The socket closes before the exit status is available; kill() waits for the status.
             await process.kill()
             raise ProcessExitedError(process.exit_reason) from None
         except BaseException:
@@ -77,109 +81,108 @@ class WorkerProcess:
         assert kind == READY
         self._worker_pid = first
 
-    async def send_request(self, number: int, request: Any) -> tuple[bool, Any]:
-        """Whether the handler answered, and its answer or what it raised.
+    async def send_request(self, call_id: int, request: Any) -> tuple[bool, Any]:
+        """Send a request; return (True, result) or (False, error message of the handler).
 
-        Raises ProcessEndedError.
+        Raises ProcessExitedError.
         """
-        answer = asyncio.get_running_loop().create_future()
-        self._pending_responses[number] = answer
+        response = asyncio.get_running_loop().create_future()
+        self._pending_responses[call_id] = response
         try:
             if self._reader_task is None or self._reader_task.done():
                 raise ProcessExitedError(self.exit_reason)
-            self._writer.write(pack_message((REQUEST, number, request)))
-            return await answer
+            self._writer.write(pack_message((REQUEST, call_id, request)))
+            return await response
         finally:
-            self._pending_responses.pop(number, None)
+            self._pending_responses.pop(call_id, None)
 
-    async def cancel_request(self, number: int, *, within_s: float) -> bool:
-        """Have an async handler end one call; False if it does not in time."""
-        ended = asyncio.get_running_loop().create_future()
-        self._pending_responses[number] = ended
+    async def cancel_request(self, call_id: int, *, within_s: float) -> bool:
+        """Cancel a call of an async handler; return False if the call does not end in time."""
+        response = asyncio.get_running_loop().create_future()
+        self._pending_responses[call_id] = response
         try:
-            self._writer.write(pack_message((CANCEL, number, None)))
+            self._writer.write(pack_message((CANCEL, call_id, None)))
             async with asyncio.timeout(within_s):
-                await ended
+                await response
         except (TimeoutError, ProcessExitedError):
             return False
         finally:
-            self._pending_responses.pop(number, None)
+            self._pending_responses.pop(call_id, None)
         return True
 
     async def _dispatch_responses(self) -> None:
-        """Hand each reply to who waits for it, until the process is gone."""
+        """Resolve the future of each response until the process exits."""
         try:
             while True:
-                kind, number, answer = await self._receive_message()
-                waiting = self._pending_responses.get(number)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result((kind == RESULT, answer))
+                kind, call_id, answer = await self._receive_message()
+                future = self._pending_responses.get(call_id)
+                if future is not None and not future.done():
+                    future.set_result((kind == RESULT, answer))
         except ProcessExitedError as error:
             self._last_error = str(error)
             self._writer.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._reaper.wait, EXIT_TIMEOUT_S)
-            for waiting in self._pending_responses.values():
-                if not waiting.done():
-                    waiting.set_exception(ProcessExitedError(self.exit_reason))
+            for future in self._pending_responses.values():
+                if not future.done():
+                    future.set_exception(ProcessExitedError(self.exit_reason))
 
     async def _receive_message(self) -> Any:
         try:
             size = unpack_length(await self._reader.readexactly(HEADER_BYTES))
             if size > MAX_RESPONSE_BYTES:
                 raise ProcessExitedError(
-                    f"its answer has {size} bytes, of {MAX_RESPONSE_BYTES} it may"
+                    f"{_BAD_RESPONSE} has {size} bytes, the limit is {MAX_RESPONSE_BYTES}"
                 )
             return unpickle_response(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError):
             raise ProcessExitedError(self.exit_reason) from None
         except ProcessExitedError:
             raise
-        # There is nothing that a garbled message cannot make of pickle.
+        # Unpickling malformed bytes may raise any exception.
         except Exception as error:  # noqa: BLE001
-            raise ProcessExitedError(f"its answer cannot be read: {error}") from None
+            raise ProcessExitedError(f"{_BAD_RESPONSE} cannot be read: {error}") from None
 
     @property
     def exit_reason(self) -> str:
-        """Its exit code, or the signal that ended it, or what was wrong with what it said last."""
+        """Exit code, signal or unreadable response that ended the worker."""
         code = self._reaper.poll()
-        if self._last_error.startswith("its answer"):
+        if self._last_error.startswith(_BAD_RESPONSE):
             return self._last_error
         if code is None:
-            return "its process ended"
+            return "worker process exited"
         if code - 128 in signal.valid_signals():
-            return f"its process was ended by {signal.Signals(code - 128).name}"
-        return f"its process ended with exit code {code}"
+            return f"worker process was killed by {signal.Signals(code - 128).name}"
+        return f"worker process exited with code {code}"
 
     @property
     def pid(self) -> int:
-        """The keeper's process: above all that the worker starts."""
+        """Pid of the reaper, the root of the worker's process tree."""
         return self._reaper.pid
 
     def lower_priority(self) -> None:
-        """Let all others go first from now on."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.setpriority(os.PRIO_PGRP, self._worker_pid, LOWEST_PRIORITY)
 
     async def kill(self) -> None:
-        """Kill it with everything it started, and wait until all of it is gone."""
+        """Kill the worker and all its descendants, and wait until they have exited."""
         self._writer.close()
         try:
             await asyncio.to_thread(self._reaper.wait, EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            # Stopped, it may be. The worker dies with its keeper.
+            # The reaper may be stopped (SIGSTOP). Its death kills the worker (PR_SET_PDEATHSIG).
             self._reaper.kill()
             await asyncio.to_thread(self._reaper.wait)
-        # Of a keeper that was killed before its time the worker's own session is left.
+        # A reaper killed early leaves the worker's session behind.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if self._worker_pid:
                 os.killpg(self._worker_pid, signal.SIGKILL)
         if self._reader_task is not None:
             self._reader_task.cancel()
             await asyncio.gather(self._reader_task, return_exceptions=True)
-            for waiting in self._pending_responses.values():
-                if not waiting.done():
-                    waiting.set_exception(ProcessExitedError(self.exit_reason))
+            for future in self._pending_responses.values():
+                if not future.done():
+                    future.set_exception(ProcessExitedError(self.exit_reason))
 
 
 _SocketStreams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -188,20 +191,20 @@ _SocketStreams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def _launch_reaper(
     theirs: socket.socket, target: str, ours: socket.socket
 ) -> "subprocess.Popen[bytes]":
-    """A keeper at the other end of `ours`. Who is cancelled meanwhile leaves none behind."""
+    """Spawn a reaper on socket `theirs`; if cancelled, close both sockets and wait for the exit."""
     launching = asyncio.create_task(asyncio.to_thread(_spawn_reaper, theirs.fileno(), target))
     try:
         return await asyncio.shield(launching)
     except asyncio.CancelledError:
-        # The thread goes on to the end of it.
-        launched = await launching
+        # A thread cannot be cancelled: wait for the process that it spawns.
+        reaper_process = await launching
         ours.close()
         theirs.close()
-        await asyncio.to_thread(launched.wait)
+        await asyncio.to_thread(reaper_process.wait)
         raise
 
 
-def _spawn_reaper(number: int, target: str) -> "subprocess.Popen[bytes]":
-    """It imports from where this process does, and from no other place."""
-    command = [sys.executable, "-P", keeper.__file__, str(number), target, json.dumps(sys.path)]
-    return subprocess.Popen(command, pass_fds=[number], stdin=subprocess.DEVNULL)
+def _spawn_reaper(fd: int, target: str) -> "subprocess.Popen[bytes]":
+    # -P and sys.path: the child imports from the same folders as this process, and no others.
+    command = [sys.executable, "-P", reaper.__file__, str(fd), target, json.dumps(sys.path)]
+    return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)

@@ -1,9 +1,12 @@
-"""`python reaper.py FD MODULE:FUNCTION PATHS`: a worker, and who ends all that it started.
+"""`python reaper.py FD MODULE:FUNCTION PATHS`: fork a worker and kill the whole process tree.
 
-The process splits in two before it loads anything. The worker runs what it is told; the keeper
-runs nothing but this file. Whatever the worker starts and leaves behind comes to the keeper, which
-ends it all once the worker ends, or once the other end of the socket is closed: because the pool
-wants the worker gone, or because the pool's own process was killed.
+    pool -- socket -- reaper (this file only)
+                        `- worker (user code)
+                             `- processes of user code
+
+The reaper forks before importing anything else. As child subreaper it inherits every orphan of the
+worker. The reaper kills all descendants when the worker exits, and when the pool's end of the
+socket closes: the pool retires the worker, or the pool's process was killed.
 """
 
 import contextlib
@@ -18,28 +21,27 @@ import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_TIMEOUT_S = 5.0
-"""Longest that the keeper goes on killing what forks faster than it is killed, s."""
+"""Limit against descendants that fork faster than they are killed."""
 
 
 def main() -> None:
-    """Split; never returns."""
     channel, target = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     sys.path[:] = json.loads(sys.argv[3])
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-    keeper = os.getpid()
+    reaper_pid = os.getpid()
     worker = os.fork()
     if worker == 0:
         os.setsid()
-        # A keeper that something kills must not leave the worker to nobody.
+        # Die with the reaper. The check of getppid covers a reaper that died before prctl.
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != keeper:
+        if os.getppid() != reaper_pid:
             os._exit(1)
         from streamrl.process_pool.worker import run_worker
 
         run_worker(channel, target)
-    # Ctrl-C on a terminal reaches the whole group; the pool decides when this ends.
+    # Ctrl-C on a terminal signals the whole process group; only the pool ends the reaper.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.close(0)
     status = wait_for_worker(channel, worker)
@@ -49,13 +51,16 @@ def main() -> None:
 
 
 def wait_for_worker(channel: socket.socket, worker: int) -> int:
-    """Wait until the worker ends or is to end; its exit code, 128 + signal where one ended it."""
+    """Wait for the worker's exit, or kill the worker once the channel closes; return the exit code.
+
+    A worker killed by a signal gives 128 + signal number.
+    """
     poll = select.poll()
     poll.register(channel, select.POLLRDHUP)
-    handle = os.pidfd_open(worker)
-    poll.register(handle, select.POLLIN)
-    ready = [number for number, _ in poll.poll()]
-    if handle not in ready:
+    worker_fd = os.pidfd_open(worker)
+    poll.register(worker_fd, select.POLLIN)
+    ready_fds = [fd for fd, _ in poll.poll()]
+    if worker_fd not in ready_fds:
         os.kill(worker, signal.SIGKILL)
     _, status = os.waitpid(worker, 0)
     code = os.waitstatus_to_exitcode(status)
@@ -63,12 +68,12 @@ def wait_for_worker(channel: socket.socket, worker: int) -> int:
 
 
 def kill_descendants() -> None:
-    """Kill everything below this process, orphans included, which came to it."""
+    """Kill all descendants of this process; orphans of the worker are its children."""
     import psutil
 
-    own, deadline = psutil.Process(), time.monotonic() + KILL_TIMEOUT_S
-    while (left := own.children(recursive=True)) and time.monotonic() < deadline:
-        for process in left:
+    this_process, deadline = psutil.Process(), time.monotonic() + KILL_TIMEOUT_S
+    while (alive := this_process.children(recursive=True)) and time.monotonic() < deadline:
+        for process in alive:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         with contextlib.suppress(ChildProcessError):

@@ -1,7 +1,7 @@
-"""A worker's own loop: it loads a handler, then answers one request after another.
+"""Main loop of a worker process: loads a handler and serves requests.
 
-A plain handler is called in the main thread, so it may use signals, and gets one request at a
-time. An async one gets as many at once as the pool sends, and each may be cancelled by itself.
+A sync handler runs in the main thread, so it may use signals, and serves one request at a time. An
+async handler serves concurrent requests, which the pool can cancel individually.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ LOAD_FAILED, READY, RESULT, FAILED, REQUEST, CANCEL = (
 
 
 def run_worker(channel: socket.socket, target: str) -> NoReturn:
-    """Load what `target`, "module:function", makes of the first message; then serve."""
+    """Load the handler that target(first message) returns, and serve. target: "module:function"."""
     _detach_stdio()
     reader = channel.makefile("rb")
     try:
@@ -46,73 +46,74 @@ def run_worker(channel: socket.socket, target: str) -> NoReturn:
     serve = _serve_async if is_async_handler(handler) else _serve_sync
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         serve(handler, channel, reader)
-    # Threads that a user's function left behind are not waited for.
+    # os._exit does not wait for threads that user code left behind.
     os._exit(0)
 
 
 def _detach_stdio() -> None:
-    """Nothing to read, and what is printed goes where errors go."""
+    """Make stdin empty and redirect stdout to stderr."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    sys.stdin = open(0)  # noqa: SIM115 - for as long as the process lives
+    sys.stdin = open(0)  # noqa: SIM115 - stays open as long as the process
 
 
 def is_async_handler(handler: RequestHandler) -> bool:
-    """Whether a call gives an awaitable."""
     call = type(handler).__call__
     return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(call)
 
 
 def _serve_sync(handler: RequestHandler, channel: socket.socket, reader: BinaryIO) -> None:
-    own = os.getpid()
+    worker_pid = os.getpid()
     while True:
-        kind, number, request = read_message(reader.read)
+        kind, call_id, request = read_message(reader.read)
         if kind == REQUEST:
-            message = _handle_request(number, handler, request)
-            _exit_if_forked(own)
+            message = _handle_request(call_id, handler, request)
+            _exit_if_forked(worker_pid)
             channel.sendall(message)
 
 
-def _exit_if_forked(own: int) -> None:
-    """A user's function may have forked, and have come back in the child too."""
-    if os.getpid() != own:
+def _exit_if_forked(worker_pid: int) -> None:
+    """Exit if this is a fork of the worker: user code may fork and return in the child too."""
+    if os.getpid() != worker_pid:
         os._exit(0)
 
 
 def _serve_async(handler: RequestHandler, channel: socket.socket, reader: BinaryIO) -> None:
-    sending, own = asyncio.Lock(), os.getpid()
+    send_lock, worker_pid = asyncio.Lock(), os.getpid()
 
-    async def answer(number: int, request: Any) -> None:
+    async def handle_request(call_id: int, request: Any) -> None:
         try:
             result = await handler(request)
-        # CancelledError too: of what was cancelled nobody waits for the reply.
-        except BaseException as error:  # noqa: BLE001 - reported, whatever it is
-            message = _pack_failure(number, error)
+        # Includes CancelledError: the response tells the pool that the call has ended.
+        except BaseException as error:  # noqa: BLE001 - every error is reported
+            message = _pack_failure(call_id, error)
         else:
-            message = _handle_request(number, lambda _: result, None)
-        _exit_if_forked(own)
-        async with sending:
+            message = _handle_request(call_id, lambda _: result, None)
+        _exit_if_forked(worker_pid)
+        async with send_lock:
             await asyncio.to_thread(channel.sendall, message)
 
     async def serve() -> None:
         tasks: dict[int, asyncio.Task[None]] = {}
         while True:
-            kind, number, request = await asyncio.to_thread(read_message, reader.read)
+            kind, call_id, request = await asyncio.to_thread(read_message, reader.read)
             if kind == REQUEST:
-                tasks[number] = asyncio.create_task(answer(number, request), name=str(number))
-                tasks[number].add_done_callback(lambda task: tasks.pop(int(task.get_name())))
-            elif number in tasks:
-                tasks[number].cancel()
+                tasks[call_id] = asyncio.create_task(
+                    handle_request(call_id, request), name=str(call_id)
+                )
+                tasks[call_id].add_done_callback(lambda task: tasks.pop(int(task.get_name())))
+            elif call_id in tasks:
+                tasks[call_id].cancel()
 
     asyncio.run(serve())
 
 
-def _handle_request(number: int, handler: RequestHandler, request: Any) -> bytes:
+def _handle_request(call_id: int, handler: RequestHandler, request: Any) -> bytes:
     try:
-        return pack_message((RESULT, number, handler(request)))
+        return pack_message((RESULT, call_id, handler(request)))
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - reported
-        return _pack_failure(number, error)
+        return _pack_failure(call_id, error)
 
 
-def _pack_failure(number: int, error: BaseException) -> bytes:
-    return pack_message((FAILED, number, str(error) or type(error).__name__))
+def _pack_failure(call_id: int, error: BaseException) -> bytes:
+    return pack_message((FAILED, call_id, str(error) or type(error).__name__))

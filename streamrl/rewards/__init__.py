@@ -1,4 +1,4 @@
-"""Rewards: from the text of a completion to a number, or to an error that says why not."""
+"""Rewards: functions from the text of a completion to a score or a RewardError."""
 
 from streamrl.rewards.combine import RewardComponent
 from streamrl.rewards.interface.config import RewardConfig, SandboxConfig, ScorerConfig

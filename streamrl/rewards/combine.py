@@ -1,4 +1,4 @@
-"""How the components of a completion become its score: weights and gates, or a user's function."""
+"""Combine the component scores of a completion: weighted sum with gates, or a user's function."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,18 +20,19 @@ from streamrl.rewards.interface.reward import (
 )
 from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
 
-#: What a user's function may ask for, by name.
+#: Parameters that a user's function may declare.
 COMBINE_PARAMETERS = ("rewards", "prompt", "completion")
 ResultsByComponent = Mapping[str, Sequence[RewardResult]]
 ComponentScores = dict[str, float | None]
-"""The number of each component, by name."""
+"""Scores of one completion by component name; None for a component that abstains."""
 
 
 @dataclass(frozen=True)
 class RewardComponent:
-    """A reward under the name it is logged as, its factor in the score, and whether it is a gate.
+    """A named reward with a weight in the combined score.
 
-    Where a gate is not passed the score is 0.
+    name: suffix of the logged metric reward/<name>.
+    is_gate: a completion that fails this component has combined score 0.
     """
 
     name: str
@@ -41,123 +42,121 @@ class RewardComponent:
 
 
 class ScoreCombiner(Protocol):
-    """Makes one score of the judgements of each completion."""
+    """Combines component results into one score per completion."""
 
     async def start(self) -> None:
-        """Make ready what it takes. Raises ConfigError for what cannot be used."""
+        """Start worker processes. Raises ConfigError if the settings are unusable."""
         ...
 
     async def combine_scores(
-        self, prompt: Prompt, completions: Sequence[str], judgements: ResultsByComponent
+        self, prompt: Prompt, completions: Sequence[str], results: ResultsByComponent
     ) -> Array:
-        """float64 [G]. Raises RewardError."""
+        """Return combined scores, float64 [G]. Raises RewardError."""
         ...
 
-    async def close(self) -> None:
-        """Leave nothing behind."""
-        ...
+    async def close(self) -> None: ...
 
 
 class WeightedSumCombiner:
-    """The sum of weight times score, and 0 where a gate is not passed. Added in float64.
+    """Sum of weight * score in float64; 0 if a gate fails.
 
-    A component that says nothing of a completion is left out for it, as in TRL.
+    A component that abstains from a completion (returns None) is left out of its sum, as in TRL.
     """
 
     def __init__(self, components: Sequence[RewardComponent]) -> None:
         self._components = components
 
-    async def start(self) -> None:
-        """It needs nothing."""
+    async def start(self) -> None: ...
 
-    async def close(self) -> None:
-        """It has nothing."""
+    async def close(self) -> None: ...
 
     async def combine_scores(
-        self, prompt: Prompt, completions: Sequence[str], judgements: ResultsByComponent
+        self, prompt: Prompt, completions: Sequence[str], results: ResultsByComponent
     ) -> Array:
-        """float64 [G]. Raises RewardError if nothing that counts is said of a completion."""
+        """Return combined scores, float64 [G].
+
+        Raises RewardError if every component with a weight or gate abstains from a completion.
+        """
         total = np.zeros(len(completions))
-        opened = np.ones(len(completions), np.bool_)
+        passes_gates = np.ones(len(completions), np.bool_)
         is_judged = np.zeros(len(completions), np.bool_)
         for component in self._components:
-            found = judgements[component.name]
-            said = np.array([not one.is_not_judged for one in found])
-            scores = np.array([one.score for one in found], np.float64)
-            total += component.weight * np.where(said, scores, 0.0)
+            group = results[component.name]
+            has_score = np.array([not result.is_not_judged for result in group])
+            scores = np.array([result.score for result in group], np.float64)
+            total += component.weight * np.where(has_score, scores, 0.0)
             if component.is_gate:
-                opened &= [one.outcome is RewardOutcome.PASS or one.is_not_judged for one in found]
+                passes_gates &= [
+                    result.outcome is RewardOutcome.PASS or result.is_not_judged for result in group
+                ]
             if component.is_gate or component.weight:
-                is_judged |= said
-        counted = [one for one in self._components if one.is_gate or one.weight]
+                is_judged |= has_score
+        counted = [c for c in self._components if c.is_gate or c.weight]
         if counted and not is_judged.all():
-            place, names = int(np.argmin(is_judged)), ", ".join(one.name for one in counted)
-            raise RewardError(f"completion {place}: {names} returned None, so that it has no score")
-        return np.where(opened, total, 0.0)
+            index, names = int(np.argmin(is_judged)), ", ".join(c.name for c in counted)
+            raise RewardError(f"completion {index} has no score: {names} returned None")
+        return np.where(passes_gates, total, 0.0)
 
 
 class FunctionCombiner:
-    """A user's `combine(rewards, prompt, completion)`, with those of the parameters it wants.
+    """User function `combine(rewards, prompt, completion)`, run in a worker process.
 
-    rewards has the number of each component by name, None where it says nothing. It runs in a
-    worker process.
+    The function declares any subset of the parameters. `rewards` is a ComponentScores.
     """
 
     def __init__(self, scorer: ScorerConfig) -> None:
         load_combine_function(scorer.combine)
-        given = RewardSpec("combine", WorkerOptions(replicas=1), RewardContext(scorer))
+        spec = RewardSpec("combine", WorkerOptions(replicas=1), RewardContext(scorer))
         self._worker_reward = WorkerReward(
-            "streamrl.rewards.combine:make_combine_handler", scorer.combine, given
+            "streamrl.rewards.combine:make_combine_handler", scorer.combine, spec
         )
 
     async def start(self) -> None:
-        """Start its worker."""
         await self._worker_reward.start()
 
     async def close(self) -> None:
-        """End its worker."""
         await self._worker_reward.close()
 
     async def combine_scores(
-        self, prompt: Prompt, completions: Sequence[str], judgements: ResultsByComponent
+        self, prompt: Prompt, completions: Sequence[str], results: ResultsByComponent
     ) -> Array:
-        """What the function returns for each completion. Raises RewardError if it is no number."""
+        """Call the function for each completion. Raises RewardError if a result is not a number."""
         scores = [
-            {name: _score_or_none(found[i]) for name, found in judgements.items()}
+            {name: _score_or_none(group[i]) for name, group in results.items()}
             for i in range(len(completions))
         ]
         totals = await self._worker_reward.call_worker((prompt, list(completions), scores))
         return np.array(totals, np.float64)
 
 
-def _score_or_none(judgement: RewardResult) -> float | None:
-    return None if judgement.is_not_judged else judgement.score
+def _score_or_none(result: RewardResult) -> float | None:
+    return None if result.is_not_judged else result.score
 
 
 def load_combine_function(reference: str) -> tuple[FileFunction, Sequence[str]]:
-    """The function of `scorer.combine`, and what it asks for.
+    """Load the function named by `scorer.combine`; return the function and its parameters.
 
-    Raises ConfigError if it cannot be used.
+    Raises ConfigError if the file or the function cannot be used.
     """
     code = load_referenced_function(reference, setting="scorer.combine")
     return code, code.select_arguments(COMBINE_PARAMETERS)
 
 
 def make_combine_handler(reference: str) -> Callable[[Any], list[float] | str]:
-    """What the worker answers with: a number per completion, or why there is none."""
-    code, asked = load_combine_function(reference)
+    """Return the handler of the combine worker: a score per completion, or an error message."""
+    code, parameters = load_combine_function(reference)
 
     def combine(request: tuple[Prompt, list[str], list[ComponentScores]]) -> list[float] | str:
         prompt, completions, scores = request
         totals = []
-        for place, (completion, rewards) in enumerate(zip(completions, scores, strict=True)):
+        for i, (completion, rewards) in enumerate(zip(completions, scores, strict=True)):
             offered = {"rewards": rewards, "prompt": prompt, "completion": completion}
-            found = _call_function(code, {key: offered[key] for key in asked})
+            value = _call_function(code, {key: offered[key] for key in parameters})
             try:
-                totals.append(_require_number(code, found, place))
+                totals.append(_require_number(code, value, i))
             except RewardError as error:
                 return str(error)
-            # What is returned may be anything, and do anything when it is looked at.
+            # The returned object is the user's: inspecting it may raise any exception.
             except BaseException as error:  # noqa: BLE001
                 return code.describe_error(error)
         return totals
@@ -168,27 +167,30 @@ def make_combine_handler(reference: str) -> Callable[[Any], list[float] | str]:
 def _call_function(code: FileFunction, arguments: Mapping[str, Any]) -> Any:
     try:
         return code.function(**arguments)
-    # Whatever a user's function does wrong, exit() included.
+    # User code may raise anything, SystemExit included.
     except BaseException as error:
         raise RewardError(code.describe_error(error)) from error
 
 
-def _require_number(code: FileFunction, found: Any, place: int) -> float:
-    number = to_finite_float(found)
+def _require_number(code: FileFunction, value: Any, index: int) -> float:
+    number = to_finite_float(value)
     if number is None:
         raise RewardError(
-            f"{code.name} in {code.file} returned {format_value(found)} for completion {place},"
+            f"{code.name} in {code.file} returned {format_value(value)} for completion {index},"
             " not a number"
         )
     return number
 
 
 def build_combiner(components: Sequence[RewardComponent], scorer: ScorerConfig) -> ScoreCombiner:
-    """What `scorer.combine` names. Raises ConfigError if it cannot be used, or weights are set."""
+    """Build the combiner of `scorer.combine`.
+
+    Raises ConfigError if the function cannot be used or a component sets a weight or gate.
+    """
     for component in components:
         if component.is_gate or component.weight != 1.0:
             raise ConfigError(
-                f"scorer.combine={scorer.combine}: makes the score, so that weight and gate of"
-                f" reward {component.name} mean nothing"
+                f"scorer.combine={scorer.combine} replaces the weighted sum: weight and gate of"
+                f" reward {component.name} have no effect. Remove them"
             )
     return FunctionCombiner(scorer)

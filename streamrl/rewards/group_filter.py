@@ -1,7 +1,7 @@
-"""Dynamic sampling: which scored groups are taken out of the stream instead of being trained.
+"""Group filters (dynamic sampling): reject scored groups instead of training on them.
 
-A group whose rollouts all got the same reward has no advantage to learn from. DAPO (Yu et al.
-2025, arXiv 2503.14476, section 3.2) takes it out and samples another prompt in its place.
+If all rollouts of a group have the same reward, every advantage is zero. DAPO (Yu et al. 2025,
+arXiv 2503.14476, section 3.2) rejects such groups and samples other prompts instead.
 """
 
 import math
@@ -20,21 +20,22 @@ from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt, describe_prompt
 from streamrl.rewards.interface.checks import format_value
 
 AUTO_OVERSAMPLE = "auto"
-#: What a user's function may ask for, by name.
+#: Parameters that a user's function may declare.
 FILTER_PARAMETERS = ("prompt", "scores", "rewards")
 
 
 @dataclass
 class FilterConfig:
-    """Which scored groups are taken out and replaced (dynamic sampling).
+    """Config section `filter`: which scored groups to reject and replace (dynamic sampling).
 
-    kind: none; equal_rewards: all rewards of the group are equal; mean_outside: their mean does not
-        lie inside the open interval (low, high); function: what the user's function says.
-    max_filter_rounds: the run ends with an error when this many steps' worth of groups were
-        filtered for one step.
-    oversample: prompts that are admitted for each place of a step while nobody knows what the
-        filter makes of them, 32 at most; auto: as many as it took lately for one group to be kept.
-    options: of the kind, low and high, or path and function; they may stand beside these.
+    kind: none; equal_rewards: reject groups with equal rewards; mean_outside: reject groups with a
+        mean reward outside the open interval (low, high); function: a user's function decides.
+    max_filter_rounds: end the run with an error once a single step has filtered this many steps'
+        worth of groups.
+    oversample: prompts admitted per group of a step before the filter has decided, at most 32;
+        auto: the recent number of scored groups per accepted group.
+    options: options of the kind: low and high, or path and function; may also be given directly
+        in the section.
     """
 
     kind: str = "none"
@@ -47,7 +48,7 @@ class FilterConfig:
             raise ConfigError(f"filter.kind={self.kind}: must be one of {', '.join(FILTER_KINDS)}")
         if self.kind == "none" and self.options:
             raise ConfigError(
-                f"filter.{next(iter(self.options))}: means nothing to filter.kind=none;"
+                f"filter.{next(iter(self.options))} has no effect with filter.kind=none;"
                 " mean_outside takes low and high, function takes path and function"
             )
         read_settings(FILTER_KINDS[self.kind].options_type, self.options, section="filter")
@@ -62,36 +63,35 @@ class FilterConfig:
         is_number = not isinstance(value, str) and math.isfinite(value) and value >= 1
         if value != AUTO_OVERSAMPLE and not is_number:
             raise ConfigError(
-                f"filter.oversample={value}: must be a number from 1 on, or {AUTO_OVERSAMPLE}"
+                f"filter.oversample={value}: must be a number of at least 1, or {AUTO_OVERSAMPLE}"
             )
         if value != 1 and not self.is_enabled:
             raise ConfigError(
-                f"filter.oversample={value}: means nothing to filter.kind=none: all groups that"
-                " are sampled are trained"
+                f"filter.oversample={value} has no effect with filter.kind=none: every sampled"
+                " group is trained"
             )
 
     @property
     def is_enabled(self) -> bool:
-        """Whether groups may be taken out."""
         return self.kind != "none"
 
     @property
     def oversample_factor(self) -> float | None:
-        """Prompts for a place; None for auto."""
+        """Prompts admitted per trained group; None for auto."""
         return None if isinstance(self.oversample, str) else float(self.oversample)
 
 
 @dataclass
 class EmptyFilterOptions:
-    """Of a kind that has none."""
+    """Options of a kind without options."""
 
 
 @dataclass
 class MeanOutsideOptions:
     """Options of kind mean_outside.
 
-    low: where the interval begins.
-    high: where the interval ends.
+    low: lower end of the interval, exclusive.
+    high: upper end of the interval, exclusive.
     """
 
     low: float = 0.0
@@ -110,7 +110,7 @@ class FunctionFilterOptions:
     """Options of kind function.
 
     path: the Python file.
-    function: the function's name in it.
+    function: name of the function in that file.
     """
 
     path: str = MISSING
@@ -118,30 +118,26 @@ class FunctionFilterOptions:
 
 
 class GroupFilter(Protocol):
-    """Says of a scored group whether it is taken out."""
-
     def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
-        """Why the group is taken out, in words, or None: it stays.
+        """Return the reason to reject the group, or None to accept the group.
 
-        `columns` holds `scores` and `reward/<name>`, float32 [G], and may hold others. Raises
-        RewardError if that cannot be said.
+        columns: `scores` and `reward/<name>`, float32 [G], and possibly further columns.
+        Raises RewardError if the filter fails.
         """
         ...
 
 
 class KeepAllFilter:
-    """Kind `none`: every group stays."""
+    """Kind `none`: accepts every group."""
 
     def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
-        """Never any."""
         return None
 
 
 class EqualRewardsFilter:
-    """Kind `equal_rewards`: takes out a group of two or more whose scores are exactly equal."""
+    """Kind `equal_rewards`: rejects groups of two or more rollouts with exactly equal scores."""
 
     def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
-        """Such as "all 8 rewards are 1"."""
         scores = columns["scores"]
         if len(scores) == 1 or (scores != scores[0]).any():
             return None
@@ -149,14 +145,13 @@ class EqualRewardsFilter:
 
 
 class MeanOutsideFilter:
-    """Kind `mean_outside`: takes out a group whose mean score is not inside (low, high)."""
+    """Kind `mean_outside`: rejects groups with a mean score outside (low, high)."""
 
     def __init__(self, options: MeanOutsideOptions) -> None:
         self._low, self._high = options.low, options.high
 
     def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
-        """Such as "mean reward 0 is not inside (0, 1)". The mean is float64."""
-        # fmean adds exactly, so the order of the rollouts never decides.
+        # fmean sums exactly: the result does not depend on the order of the rollouts.
         mean = statistics.fmean(columns["scores"].tolist())
         if self._low < mean < self._high:
             return None
@@ -164,12 +159,11 @@ class MeanOutsideFilter:
 
 
 class FunctionFilter:
-    """Kind `function`: takes out a group of which the user's function does not say True.
+    """Kind `function`: rejects groups for which the user's function returns False.
 
-    The function is `keep(prompt, scores, rewards)`, with those of the parameters that it wants:
-    scores is a list with a float per rollout, rewards has such a list for each named reward, with
-    None where that says nothing. It runs in the caller's thread with no deadline, so it should be
-    quick: no model, no network.
+    The function is `keep(prompt, scores, rewards)` with any subset of these parameters. scores: a
+    float per rollout. rewards: a list of floats per named reward, None where that reward abstains.
+    The call runs in the caller's thread without a deadline: no models, no network.
     """
 
     def __init__(self, options: FunctionFilterOptions) -> None:
@@ -180,15 +174,14 @@ class FunctionFilter:
         self._parameters = self._file_function.select_arguments(FILTER_PARAMETERS)
 
     def explain_rejection(self, prompt: Prompt, columns: Columns) -> str | None:
-        """That the function said so. Raises RewardError if it fails, or returns no bool."""
-        kept = self._call_function(prompt, columns)
-        if not isinstance(kept, bool | np.bool_):
+        keep = self._call_function(prompt, columns)
+        if not isinstance(keep, bool | np.bool_):
             raise RewardError(
                 f"filter, {describe_prompt(prompt)}: {self._function_location} returned"
-                f" {format_value(kept)},"
+                f" {format_value(keep)},"
                 " not True or False"
             )
-        return None if kept else f"{self._function_location} returned False"
+        return None if keep else f"{self._function_location} returned False"
 
     @property
     def _function_location(self) -> str:
@@ -207,7 +200,7 @@ class FunctionFilter:
             return self._file_function.function(
                 **{name: offered[name] for name in self._parameters}
             )
-        # Whatever a user's function does wrong, exit() included.
+        # User code may raise anything, SystemExit included.
         except (Exception, SystemExit) as error:
             where = f"filter, {describe_prompt(prompt)}"
             raise RewardError(f"{where}: {self._file_function.describe_error(error)}") from error
@@ -215,8 +208,6 @@ class FunctionFilter:
 
 @dataclass(frozen=True)
 class FilterKind:
-    """How a filter of a kind is made of its options."""
-
     create_filter: Callable[[Any], GroupFilter]
     options_type: type
 
@@ -230,9 +221,9 @@ FILTER_KINDS: Mapping[str, FilterKind] = {
 
 
 def build_group_filter(config: FilterConfig) -> GroupFilter:
-    """The filter of a run.
+    """Build the filter of a run.
 
-    Raises ConfigError, for kind function, if the file or the function cannot be used.
+    Raises ConfigError if the file or the function of kind function cannot be used.
     """
     kind = FILTER_KINDS[config.kind]
     return kind.create_filter(read_settings(kind.options_type, config.options, section="filter"))

@@ -1,4 +1,4 @@
-"""Means of the numbers that rewards give besides their scores."""
+"""Means of the extra metrics that rewards return with their scores."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -7,41 +7,37 @@ from streamrl.evaluation.metrics import to_metric_segment
 from streamrl.rewards.interface.verdict import RewardResult
 
 MAX_EXTRA_METRICS = 200
-"""Numbers that are logged, of one scorer."""
+"""Limit of distinct extra metrics logged per scorer."""
 _SUM_SUFFIX, _COUNT_SUFFIX = ":sum", ":count"
 
 
 class ExtraMetricSums:
-    """Sums and counts of further numbers, by metric: they add up over scorers."""
+    """Sums and counts by metric; unlike means, sums can be added across scorers."""
 
     def __init__(self) -> None:
         self._sums: Counter[str] = Counter()
 
-    def add_results(self, component: str, found: Sequence[RewardResult]) -> None:
-        """Add the numbers of a component's judgements; a new name only while there are few."""
-        for one in found:
-            for name, number in one.extra_metrics:
+    def add_results(self, component: str, results: Sequence[RewardResult]) -> None:
+        """Add a component's extra metrics; ignore new names beyond MAX_EXTRA_METRICS."""
+        for result in results:
+            for name, number in result.extra_metrics:
                 metric = f"{component}/{to_metric_segment(name)}"
                 if metric + _COUNT_SUFFIX in self._sums or len(self._sums) < 2 * MAX_EXTRA_METRICS:
                     self._sums[metric + _SUM_SUFFIX] += number  # type: ignore[assignment]
                     self._sums[metric + _COUNT_SUFFIX] += 1
 
     def drain_sums(self) -> dict[str, float]:
-        """Give what was added since the last call."""
         sums, self._sums = self._sums, Counter()
         return dict(sums)
 
 
 def sums_to_means(counts: Mapping[str, float]) -> dict[str, float]:
-    """Replace the sums and counts that `ExtraMetricSums` gives by means;
-
-    others stay as they are.
-    """
-    found = {}
+    """Replace each sum and count of `ExtraMetricSums` by a mean; keep all other entries."""
+    means = {}
     for name, value in counts.items():
         if name.endswith(_SUM_SUFFIX):
             metric = name.removesuffix(_SUM_SUFFIX)
-            found[metric] = value / counts[metric + _COUNT_SUFFIX]
+            means[metric] = value / counts[metric + _COUNT_SUFFIX]
         elif not name.endswith(_COUNT_SUFFIX):
-            found[name] = value
-    return found
+            means[name] = value
+    return means

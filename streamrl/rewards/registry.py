@@ -1,4 +1,4 @@
-"""The kinds of reward, and the rewards of a run from its config."""
+"""Table of reward kinds, and construction of a run's rewards from the config."""
 
 import dataclasses
 import math
@@ -43,9 +43,9 @@ from streamrl.rewards.user_code.plugins import list_installed_kinds
 
 @dataclass(frozen=True)
 class RewardKind:
-    """A kind in one line, its options, and how it is made of them.
+    """A reward kind: one-line summary, type of the options, factory.
 
-    on_device: whether it may compute on the devices of its replica, as a model does.
+    can_use_devices: the reward may use the devices of the scorer replica, as a model does.
     """
 
     summary: str
@@ -56,107 +56,107 @@ class RewardKind:
 
 REWARD_KINDS: Mapping[str, RewardKind] = {
     "exact": RewardKind(
-        "1 where the answer is the ground truth to the letter",
+        "1 if the answer equals the ground truth as text",
         PatternOptions,
-        lambda given: build_exact_reward(given.options),
+        lambda spec: build_exact_reward(spec.options),
     ),
     "numeric": RewardKind(
-        "1 where the answer is the ground truth as a number",
+        "1 if the answer equals the ground truth as a number",
         PatternOptions,
-        lambda given: build_numeric_reward(given.options),
+        lambda spec: build_numeric_reward(spec.options),
     ),
     "regex": RewardKind(
-        "1 where a pattern occurs in the completion",
+        "1 if a pattern matches in the completion",
         RegexOptions,
-        lambda given: build_regex_reward(given.options),
+        lambda spec: build_regex_reward(spec.options),
     ),
     "gsm8k": RewardKind(
-        "GSM8K: 1 where the number behind #### is the ground truth",
+        "GSM8K: 1 if the number after #### equals the ground truth",
         Gsm8kOptions,
         partial(build_rule_reward, "gsm8k"),
     ),
     "math": RewardKind(
-        r"MATH: 1 where the last \boxed{} is the ground truth in normal form",
+        r"MATH: 1 if the last \boxed{} equals the ground truth in normal form",
         EmptyRewardOptions,
         partial(build_rule_reward, "math"),
     ),
     "dapo_math": RewardKind(
-        "DAPO: 1 where what follows the last Answer: is the ground truth, else -1",
+        "DAPO: 1 if the text after the last Answer: equals the ground truth, else -1",
         DapoOptions,
         partial(build_rule_reward, "dapo_math"),
     ),
     "symbolic": RewardKind(
-        "1 where math-verify finds the answer equal to the ground truth",
+        "1 if the answer equals the ground truth as mathematics (math-verify)",
         SymbolicOptions,
         SymbolicReward,
     ),
     "choice": RewardKind(
-        "1 where the letter that is chosen is the ground truth",
+        "1 if the chosen letter equals the ground truth",
         ChoiceOptions,
         partial(build_rule_reward, "choice"),
     ),
     "tags": RewardKind(
-        "1 where tags stand as they should, such as <think> and <answer>",
+        "1 if tags such as <think> and <answer> are in order",
         TagsOptions,
         partial(build_rule_reward, "tags"),
     ),
     "length": RewardKind(
-        "1 where the length lies between two bounds, falling to 0 beyond",
+        "1 if the length is within bounds, falling to 0 outside",
         LengthOptions,
         partial(build_rule_reward, "length"),
     ),
     "auto": RewardKind(
-        "the rule of the row's data_source, as verl has them",
+        "rule chosen by the row's data_source, as in verl",
         SymbolicOptions,
         AutoReward,
     ),
     "code": RewardKind(
-        "the program in the completion, run against the row's tests in a sandbox",
+        "runs the program in the completion against the row's tests in a sandbox",
         CodeOptions,
         CodeReward,
     ),
     "function": RewardKind(
-        "a Python function of yours, in streamrl's, verl's or TRL's signature",
+        "your Python function, in streamrl's, verl's or TRL's signature",
         FunctionOptions,
         build_function_reward,
         can_use_devices=True,
     ),
     "model": RewardKind(
-        "what a sequence-classification model gives to prompt and completion",
+        "score of a sequence-classification model for prompt and completion",
         ModelOptions,
         build_model_reward,
         can_use_devices=True,
     ),
     "judge": RewardKind(
-        "the number a language model gives, behind an OpenAI-compatible server",
+        "score from a language model behind an OpenAI-compatible server",
         JudgeOptions,
         build_judge_reward,
     ),
 }
-# Metrics of the weighted sum: reward/mean, cost/std.
+# Metrics of the combined score use these names: reward/mean, cost/std.
 _RESERVED_NAMES = ("mean", "std")
-ENTRY_KEYS = frozenset(own.name for own in dataclasses.fields(RewardConfig))
+ENTRY_KEYS = frozenset(key.name for key in dataclasses.fields(RewardConfig))
 
 
 def build_rewards(
     configs: Sequence[RewardConfig],
-    around: RewardContext | None = None,
+    context: RewardContext | None = None,
     *,
-    judged: ScoreSpec = REWARDS,
+    score_spec: ScoreSpec = REWARDS,
 ) -> RewardSet:
-    """The rewards of a run, or its costs, not yet started; `around`: the other settings they read.
+    """Build the rewards or costs of a run, not yet started.
 
-    Raises ConfigError: no rewards, an unknown kind, a name given twice, a weight that is not
-    finite, an option that is missing or means nothing to the kind, or what the kind refuses.
+    Raises ConfigError if the list is empty, a kind is unknown, a name repeats, a weight is not
+    finite, or the options do not fit the kind.
     """
-    section, around = judged.section, around or RewardContext()
+    section, context = score_spec.section, context or RewardContext()
     if not configs:
         raise ConfigError(f"{section}: empty; a run needs at least one, e.g. [{{kind: exact}}]")
     components = []
     for i, config in enumerate(configs):
         with naming_config_errors(section, i):
-            _check_entry(config, judged)
-            reward = _build_reward(config, around)
+            _check_entry(config, score_spec)
+            reward = _build_reward(config, context)
         components.append(
             RewardComponent(config.component_name, config.weight, config.gate, reward)
         )
@@ -164,64 +164,66 @@ def build_rewards(
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
-                f"{section}.name={name}: given {names.count(name)} times, must differ"
+                f"{section}.name={name}: given {names.count(name)} times; names must be unique"
             )
-    is_combined = judged is REWARDS and around.scorer.combine
-    combination = build_combiner(components, around.scorer) if is_combined else None
-    return RewardSet(components, combination, judged=judged)
+    has_combine_function = score_spec is REWARDS and context.scorer.combine
+    combiner = build_combiner(components, context.scorer) if has_combine_function else None
+    return RewardSet(components, combiner, score_spec=score_spec)
 
 
 def may_use_devices(configs: Sequence[RewardConfig]) -> bool:
-    """Whether any of them may compute on the devices of its replica: all that is not a rule of
-    streamrl's may.
-    """
+    """Return True if a reward may use the devices of its replica; user-defined kinds always may."""
     return any(
-        one.kind not in REWARD_KINDS or REWARD_KINDS[one.kind].can_use_devices for one in configs
+        config.kind not in REWARD_KINDS or REWARD_KINDS[config.kind].can_use_devices
+        for config in configs
     )
 
 
-def check_options(configs: Sequence[RewardConfig], judged: ScoreSpec) -> None:
-    """Raise ConfigError for an option of a kind of streamrl's that cannot be; loads nothing."""
+def check_options(configs: Sequence[RewardConfig], score_spec: ScoreSpec) -> None:
+    """Raise ConfigError for invalid options of built-in kinds, without loading files or models."""
     for i, config in enumerate(configs):
         if kind := REWARD_KINDS.get(config.kind):
-            with naming_config_errors(judged.section, i):
+            with naming_config_errors(score_spec.section, i):
                 _check_keys(config, kind)
                 read_settings(kind.options_type, config.options, section="rewards")
 
 
-def _check_entry(config: RewardConfig, judged: ScoreSpec) -> None:
+def _check_entry(config: RewardConfig, score_spec: ScoreSpec) -> None:
     if not math.isfinite(config.weight):
         raise ConfigError(f"rewards.weight={config.weight}: must be finite")
     if config.name and not re.fullmatch(r"[\w.-]+", config.name, re.ASCII):
         raise ConfigError(f"rewards.name={config.name}: letters, digits and _ . - only")
     if config.component_name in _RESERVED_NAMES:
-        metric = judged.column_prefix + config.component_name
-        raise ConfigError(f"rewards.name={config.component_name}: {metric} is another metric")
+        metric = score_spec.column_prefix + config.component_name
+        raise ConfigError(
+            f"rewards.name={config.component_name}: the metric {metric} is reserved for the"
+            " combined score. Choose another name"
+        )
 
 
-def _build_reward(config: RewardConfig, around: RewardContext) -> Reward:
+def _build_reward(config: RewardConfig, context: RewardContext) -> Reward:
     kind, name = REWARD_KINDS.get(config.kind), config.component_name
     if kind is not None:
         _check_keys(config, kind)
         options: Any = read_settings(kind.options_type, config.options, section="rewards")
-        return kind.create_reward(RewardSpec(name, options, around))
+        return kind.create_reward(RewardSpec(name, options, context))
     if config.options.get("path") or config.kind in list_installed_kinds():
-        own = read_settings(FunctionOptions, config.options, section="rewards")
-        return build_registered_reward(config.kind, RewardSpec(name, own, around))
-    known = [*REWARD_KINDS, *list_installed_kinds()]
-    hint = suggest_nearest(config.kind, known).replace("key", "kind")
+        options = read_settings(FunctionOptions, config.options, section="rewards")
+        return build_registered_reward(config.kind, RewardSpec(name, options, context))
+    kinds = [*REWARD_KINDS, *list_installed_kinds()]
+    hint = suggest_nearest(config.kind, kinds).replace("key", "kind")
     raise ConfigError(
-        f"rewards.kind={config.kind}: must be one of {', '.join(known)}, or one that the file named"
-        f" by `path` registers; {hint}"
+        f"rewards.kind={config.kind}: must be one of {', '.join(kinds)}, or a kind registered in"
+        f" the file `path`; {hint}"
     )
 
 
 def _check_keys(config: RewardConfig, kind: RewardKind) -> None:
-    """Raise ConfigError for a key that means nothing here; it may be meant for the entry itself."""
+    """Raise ConfigError for an unknown option; suggest keys of the entry too."""
     options = [option.name for option in dataclasses.fields(kind.options_type)]
     for key, value in config.options.items():
         if key not in options:
             raise ConfigError(
-                f"rewards.{key}={value}: means nothing to a reward of kind {config.kind};"
+                f"rewards.{key}={value}: not an option of kind {config.kind};"
                 f" {suggest_nearest(str(key), [*options, *(ENTRY_KEYS - {'options'})])}"
             )

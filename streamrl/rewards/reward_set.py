@@ -1,4 +1,4 @@
-"""The rewards of a run, computed side by side for a group and combined."""
+"""All rewards of a run: scored concurrently for a group, checked and combined."""
 
 import asyncio
 import time
@@ -21,13 +21,16 @@ from streamrl.rewards.interface.verdict import RewardResult
 from streamrl.rewards.metric_means import ExtraMetricSums
 
 START_TIMEOUT_S = 180.0
-"""Deadline of getting one reward ready, s: a model may have to be loaded."""
+"""Deadline per reward; long because a reward may load a model."""
 _ScoreTask = asyncio.Task[tuple[Sequence[RewardResult], float]]
 
 
 @dataclass(frozen=True)
 class ScoreSpec:
-    """What is computed of a completion: `noun` for one component, the sum's column `total`."""
+    """Naming of rewards or costs: config section, noun in messages, columns.
+
+    column_prefix: prefix of a component's column. total_column: column of the combined score.
+    """
 
     section: str
     noun: str
@@ -41,10 +44,11 @@ COSTS = ScoreSpec("costs", "cost", COST_PREFIX, "costs")
 
 @dataclass(frozen=True)
 class GroupRewardResult:
-    """All that was said of the completions of one prompt.
+    """Results of all components for the completions of a prompt.
 
-    components: by name, a judgement per completion. totals: float64 [G], what they are combined to.
-    seconds: by name, how long the whole group took.
+    components: a result per completion, by component name.
+    totals: combined scores, float64 [G].
+    seconds: duration for the whole group, by component name.
     """
 
     components: ResultsByComponent
@@ -53,81 +57,79 @@ class GroupRewardResult:
 
 
 @contextmanager
-def naming_config_errors(section: str, place: int) -> Iterator[None]:
-    """A reward does not know which one it is, nor that it is a cost: errors are told here."""
+def naming_config_errors(section: str, index: int) -> Iterator[None]:
+    """Replace "rewards." in ConfigErrors by the entry's position, such as "costs[1].".
+
+    A reward knows neither its position in the list nor whether it computes a cost.
+    """
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(str(error).replace("rewards.", f"{section}[{place}].", 1)) from None
+        raise ConfigError(str(error).replace("rewards.", f"{section}[{index}].", 1)) from None
 
 
 class RewardSet:
-    """All rewards of a run, or all costs. Each bounds its own time."""
+    """All rewards, or all costs, of a run. Every reward enforces its own timeout."""
 
     def __init__(
         self,
         components: Sequence[RewardComponent],
-        combination: ScoreCombiner | None = None,
+        combiner: ScoreCombiner | None = None,
         *,
-        judged: ScoreSpec = REWARDS,
+        score_spec: ScoreSpec = REWARDS,
     ) -> None:
         self._components = tuple(components)
-        self._combiner = combination or WeightedSumCombiner(components)
-        self._score_spec = judged
+        self._combiner = combiner or WeightedSumCombiner(components)
+        self._score_spec = score_spec
         self._outcome_counts: Counter[str] = Counter()
         self._extra_metrics = ExtraMetricSums()
         self._last_kill_counts: Counter[str] = Counter()
 
     @property
     def component_names(self) -> tuple[str, ...]:
-        """Component names, in the order of the config."""
         return tuple(component.name for component in self._components)
 
     @property
     def component_columns(self) -> tuple[str, ...]:
-        """The column of each component."""
         return tuple(self._score_spec.column_prefix + name for name in self.component_names)
 
     @property
     def model_bytes(self) -> int:
-        """Weights of the models that are asked in the process of the rewards, as stored."""
+        """Bytes of model weights that the rewards load into this process."""
         return sum(component.reward.model_bytes for component in self._components)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raise ConfigError for the first prompt that a reward cannot judge."""
+        """Raise ConfigError for the first prompt that a reward cannot score."""
         for prompt in prompts:
             for component in self._components:
                 try:
                     component.reward.validate_prompt(prompt)
                 except RewardError as error:
                     where = describe_prompt(prompt)
-                    word = f"{self._score_spec.noun} {component.name}"
-                    raise ConfigError(f"{where}: {word}: {error}") from error
+                    label = f"{self._score_spec.noun} {component.name}"
+                    raise ConfigError(f"{where}: {label}: {error}") from error
 
     async def run_preflight(self) -> list[str]:
-        """What the user should know before a run; `check` comes after it.
+        """Check all rewards before a run; return notes for the user.
 
-        Raises ConfigError for what cannot be had.
+        Runs before `check_prompts`. Raises ConfigError if a requirement is missing.
         """
         notes = []
-        for place, component in enumerate(self._components):
-            with naming_config_errors(self._score_spec.section, place):
+        for index, component in enumerate(self._components):
+            with naming_config_errors(self._score_spec.section, index):
                 try:
                     async with self._start_deadline(component.name):
                         notes.append(await component.reward.run_preflight())
                 except RewardError as error:
-                    word = f"{self._score_spec.noun} {component.name}"
-                    raise ConfigError(f"{word}: {error}") from error
+                    label = f"{self._score_spec.noun} {component.name}"
+                    raise ConfigError(f"{label}: {error}") from error
         return [note for note in notes if note]
 
     async def start(self) -> None:
-        """Make all of them ready. Raises ConfigError or RewardError.
-
-        If one of them cannot be made ready, all are closed again.
-        """
+        """Start all rewards; close them again if a start fails. Raises ConfigError, RewardError."""
         try:
-            for place, component in enumerate(self._components):
-                with naming_config_errors(self._score_spec.section, place):
+            for index, component in enumerate(self._components):
+                with naming_config_errors(self._score_spec.section, index):
                     async with self._start_deadline(component.name):
                         await component.reward.start()
             async with self._start_deadline("combine"):
@@ -142,34 +144,32 @@ class RewardSet:
             async with asyncio.timeout(START_TIMEOUT_S):
                 yield
         except TimeoutError:
-            word = self._score_spec.noun
-            raise RewardError(f"{word} {name}: not ready in {START_TIMEOUT_S:g} s") from None
+            noun = self._score_spec.noun
+            raise RewardError(f"{noun} {name}: not ready in {START_TIMEOUT_S:g} s") from None
 
     async def close(self) -> None:
-        """Leave no process behind."""
         for component in self._components:
             await component.reward.close()
         await self._combiner.close()
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> dict[str, Array]:
-        """float32 [G] for G completions: each component, and `scores` or `costs` combined.
+        """Return float32 [G] columns: one per component, and `scores` or `costs` combined.
 
-        Raises RewardError as `judge` does.
+        Raises RewardError as `judge_group` does.
         """
         return self.to_columns(await self.judge_group(prompt, completions))
 
-    def to_columns(self, judgement: GroupRewardResult) -> dict[str, Array]:
-        """What goes into the queue."""
+    def to_columns(self, group_result: GroupRewardResult) -> dict[str, Array]:
         columns: dict[str, Array] = {
             self._score_spec.column_prefix + name: np.array(
-                [one.score for one in found], np.float32
+                [result.score for result in results], np.float32
             )
-            for name, found in judgement.components.items()
+            for name, results in group_result.components.items()
         }
-        return {**columns, self._score_spec.total_column: judgement.totals.astype(np.float32)}
+        return {**columns, self._score_spec.total_column: group_result.totals.astype(np.float32)}
 
     async def judge_group(self, prompt: Prompt, completions: Sequence[str]) -> GroupRewardResult:
-        """All that the rewards say. Raises RewardError naming reward and uid."""
+        """Score a group with all rewards. Raises RewardError naming the reward and the uid."""
         tasks = [
             asyncio.create_task(self._score_timed(component, prompt, completions))
             for component in self._components
@@ -182,15 +182,16 @@ class RewardSet:
                 task.cancel()
         components: dict[str, Sequence[RewardResult]] = {}
         for name, task in zip(self.component_names, tasks, strict=True):
-            found, _ = task.result()
+            results, _ = task.result()
             where = f"{self._score_spec.noun} {name}, {describe_prompt(prompt)}"
-            _validate_size(found, len(completions), where)
-            _validate_finite(np.array([0.0 if o.is_not_judged else o.score for o in found]), where)
-            components[name] = found
+            _validate_size(results, len(completions), where)
+            scores = np.array([0.0 if r.is_not_judged else r.score for r in results])
+            _validate_finite(scores, where)
+            components[name] = results
         totals = await self._combine_scores(prompt, completions, components)
-        for name, found in components.items():
-            self._outcome_counts.update(one.outcome.value for one in found)
-            self._extra_metrics.add_results(self._score_spec.column_prefix + name, found)
+        for name, results in components.items():
+            self._outcome_counts.update(result.outcome.value for result in results)
+            self._extra_metrics.add_results(self._score_spec.column_prefix + name, results)
         seconds = {
             name: task.result()[1] for name, task in zip(self.component_names, tasks, strict=True)
         }
@@ -201,8 +202,8 @@ class RewardSet:
         component: RewardComponent, prompt: Prompt, completions: Sequence[str]
     ) -> tuple[Sequence[RewardResult], float]:
         started = time.perf_counter()
-        found = await component.reward.score(prompt, completions)
-        return found, time.perf_counter() - started
+        results = await component.reward.score(prompt, completions)
+        return results, time.perf_counter() - started
 
     async def _combine_scores(
         self, prompt: Prompt, completions: Sequence[str], components: ResultsByComponent
@@ -219,7 +220,9 @@ class RewardSet:
         for name, task in zip(self.component_names, tasks, strict=True):
             if not task.done():
                 continue
-            failure = RewardError("it cancelled itself") if task.cancelled() else task.exception()
+            failure = (
+                RewardError("the reward cancelled itself") if task.cancelled() else task.exception()
+            )
             if isinstance(failure, RewardError):
                 where = f"{self._score_spec.noun} {name}, {describe_prompt(prompt)}"
                 raise type(failure)(f"{where}: {failure}") from failure
@@ -227,29 +230,29 @@ class RewardSet:
                 raise failure
 
     def drain_counts(self) -> dict[str, float]:
-        """Since the last call: completions by verdict, processes ended by cause, further numbers.
+        """Return and reset counts: completions by outcome, killed processes by cause.
 
-        Of a number that a reward gives besides its score it has the sum, and how many there were.
+        Includes sum and count of every extra metric (see metric_means.py).
         """
-        verdicts, self._outcome_counts = self._outcome_counts, Counter()
-        killed: Counter[str] = Counter()
+        outcomes, self._outcome_counts = self._outcome_counts, Counter()
+        total_kills: Counter[str] = Counter()
         for component in self._components:
-            killed += component.reward.kill_counts
-        ended, self._last_kill_counts = killed - self._last_kill_counts, killed
-        counts = {f"verdicts/{verdict}": count for verdict, count in verdicts.items()}
-        killed_counts = {f"scorer/killed/{cause}": count for cause, count in ended.items()}
-        return {**counts, **killed_counts, **self._extra_metrics.drain_sums()}
+            total_kills += component.reward.kill_counts
+        new_kills, self._last_kill_counts = total_kills - self._last_kill_counts, total_kills
+        counts = {f"verdicts/{outcome}": count for outcome, count in outcomes.items()}
+        kill_counts = {f"scorer/killed/{cause}": count for cause, count in new_kills.items()}
+        return {**counts, **kill_counts, **self._extra_metrics.drain_sums()}
 
 
-def _validate_size(found: Sequence[RewardResult] | Array, size: int, where: str) -> None:
-    if len(found) != size:
-        raise RewardError(f"{where}: {len(found)} numbers for {size} completions")
+def _validate_size(results: Sequence[RewardResult] | Array, size: int, where: str) -> None:
+    if len(results) != size:
+        raise RewardError(f"{where}: {len(results)} numbers for {size} completions")
 
 
 def _validate_finite(numbers: Array, where: str) -> Array:
-    """The numbers, which a float32 can hold. Raises RewardError for others."""
+    """Return the numbers. Raises RewardError for NaN, infinity and values beyond float32."""
     bad = ~(np.abs(numbers) <= np.finfo(np.float32).max)
     if bad.any():
-        place = int(np.argmax(bad))
-        raise RewardError(f"{where}: completion {place} has {numbers[place]}, not a finite float32")
+        i = int(np.argmax(bad))
+        raise RewardError(f"{where}: completion {i} has {numbers[i]}, not a finite float32")
     return numbers

@@ -1,4 +1,4 @@
-"""The stages that judge texts: groups in, scores or costs out, a few texts kept to be looked at."""
+"""Workers of the reward stage: decode completions, score them, filter groups, keep samples."""
 
 import asyncio
 import hashlib
@@ -23,7 +23,6 @@ MAX_SAMPLES_PER_DRAIN = 2
 async def _judge_texts(
     rewards: RewardSet, experience: Experience, texts: Sequence[str]
 ) -> GroupRewardResult | StreamError:
-    """What the rewards of a set say of texts, or why they cannot."""
     assert experience.prompt is not None
     try:
         return await rewards.judge_group(experience.prompt, texts)
@@ -31,18 +30,18 @@ async def _judge_texts(
         return error
 
 
-def hash_answers(judgement: GroupRewardResult) -> Array:
-    """int64 [G]: equal where the answers are; 0 where there is none.
+def hash_answers(group_result: GroupRewardResult) -> Array:
+    """Return answer ids for maj@k, int64 [G]: equal ids for equal answers, 0 for no answer.
 
-    The answers are those of the first component that finds any.
+    The first component with at least one answer supplies the answers.
     """
-    given = [
-        [one.answer for one in found]
-        for found in judgement.components.values()
-        if any(one.answer is not None for one in found)
+    candidates = [
+        [result.answer for result in results]
+        for results in group_result.components.values()
+        if any(result.answer is not None for result in results)
     ]
-    size = len(judgement.totals)
-    answers: Sequence[str | None] = given[0] if given else [None] * size
+    size = len(group_result.totals)
+    answers: Sequence[str | None] = candidates[0] if candidates else [None] * size
     return np.array([0 if answer is None else _hash_answer(answer) for answer in answers], np.int64)
 
 
@@ -51,25 +50,24 @@ def _hash_answer(answer: str) -> int:
     return int.from_bytes(digest, "little", signed=True) or 1
 
 
-def describe_completion(judgement: GroupRewardResult, place: int) -> dict[str, Any]:
-    """Of one completion: the number and the verdict of each component, by its name.
+def describe_completion(group_result: GroupRewardResult, index: int) -> dict[str, Any]:
+    """Return scores and outcomes of a completion by component, as JSON types.
 
-    The number is None where the component says nothing; `numbers` has those that it gives besides.
+    The score is None where the component abstains. `numbers` holds the extra metrics.
     """
-    found = {name: parts[place] for name, parts in judgement.components.items()}
-    numbers = {name: dict(one.extra_metrics) for name, one in found.items() if one.extra_metrics}
+    results = {name: group[index] for name, group in group_result.components.items()}
+    numbers = {name: dict(r.extra_metrics) for name, r in results.items() if r.extra_metrics}
     return {
-        "components": {n: None if one.is_not_judged else one.score for n, one in found.items()},
-        "verdicts": {name: one.outcome.value for name, one in found.items()},
+        "components": {name: None if r.is_not_judged else r.score for name, r in results.items()},
+        "verdicts": {name: r.outcome.value for name, r in results.items()},
         **({"numbers": numbers} if numbers else {}),
     }
 
 
 class RewardScorer:
-    """Decodes completions and runs a run's rewards on them, all groups of a call side by side.
+    """Decodes completions and scores them with the run's rewards, all groups concurrently.
 
-    `group_filter` says which groups of the stream are not worth training; those of an evaluation
-    are always scored.
+    The group filter applies to groups of the stream, not to groups of an evaluation.
     """
 
     def __init__(
@@ -84,35 +82,35 @@ class RewardScorer:
         self._samples: list[Mapping[str, Any]] = []
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
-        """Columns `scores` and `reward/<name>`, float32 [G], or why a group has none."""
+        """Return columns `scores` and `reward/<name>`, float32 [G], or an error, per group."""
         return await asyncio.gather(*(self._score_group(experience) for experience in experiences))
 
     async def score_baseline(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
-        """Column `baseline_scores`, float32 [G]: what the greedy completion of a group would get.
+        """Return column `baseline_scores`, float32 [G]: the score of the group's greedy completion.
 
-        It judges the rollouts and is not one of them: nothing is filtered for it.
+        The greedy completion is a baseline and not a rollout, so no filter applies.
         """
         return await asyncio.gather(*(self._score_greedy(experience) for experience in experiences))
 
     async def _score_greedy(self, experience: Experience) -> Columns | StreamError:
         columns = experience.columns
         (text,) = decode_ids(self._tokenizer, [columns["greedy_ids"]])
-        found = await _judge_texts(self._reward_set, experience, [text])
-        if isinstance(found, StreamError):
-            return found
-        baseline = found.totals.astype(np.float32)
+        group_result = await _judge_texts(self._reward_set, experience, [text])
+        if isinstance(group_result, StreamError):
+            return group_result
+        baseline = group_result.totals.astype(np.float32)
         return {"baseline_scores": np.repeat(baseline, len(columns["lengths"]))}
 
     async def _score_group(self, experience: Experience) -> StageResult:
         assert experience.prompt is not None
         texts = decode_ids(self._tokenizer, extract_completions(experience.columns))
-        judgement = await _judge_texts(self._reward_set, experience, texts)
-        if isinstance(judgement, StreamError):
-            return judgement
-        columns = self._reward_set.to_columns(judgement)
-        # What is scored for an evaluation comes without a lease.
+        group_result = await _judge_texts(self._reward_set, experience, texts)
+        if isinstance(group_result, StreamError):
+            return group_result
+        columns = self._reward_set.to_columns(group_result)
+        # Groups of an evaluation come without a lease.
         if not experience.lease.token:
-            return {**columns, "answers": hash_answers(judgement)}
+            return {**columns, "answers": hash_answers(group_result)}
         try:
             reason = self._group_filter.explain_rejection(experience.prompt, columns)
         except RewardError as error:
@@ -120,11 +118,11 @@ class RewardScorer:
         if reason:
             return FilteredGroup(reason)
         if len(self._samples) < MAX_SAMPLES_PER_DRAIN:
-            self._record_sample(experience, texts, judgement)
+            self._record_sample(experience, texts, group_result)
         return columns
 
     def _record_sample(
-        self, experience: Experience, texts: Sequence[str], judgement: GroupRewardResult
+        self, experience: Experience, texts: Sequence[str], group_result: GroupRewardResult
     ) -> None:
         assert experience.prompt is not None
         self._samples.append(
@@ -133,32 +131,34 @@ class RewardScorer:
                 "prompt": [dict(message) for message in experience.prompt.messages],
                 "ground_truth": experience.prompt.ground_truth,
                 "rollouts": [
-                    {"completion": text, "score": score, **describe_completion(judgement, i)}
+                    {"completion": text, "score": score, **describe_completion(group_result, i)}
                     for i, (text, score) in enumerate(
-                        zip(texts, judgement.totals.tolist(), strict=True)
+                        zip(texts, group_result.totals.tolist(), strict=True)
                     )
                 ],
             }
         )
 
     def drain_samples(self) -> list[Mapping[str, Any]]:
-        """The first groups scored since the last call, as text."""
+        """Return the groups kept since the last call, decoded, at most MAX_SAMPLES_PER_DRAIN."""
         samples, self._samples = self._samples, []
         return samples
 
 
 class CostScorer:
-    """Decodes completions and runs a run's costs on them, all groups of a call side by side."""
+    """Decodes completions and scores them with the run's costs, all groups concurrently."""
 
     def __init__(self, costs: RewardSet, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._cost_set = costs
         self._tokenizer = tokenizer
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
-        """Columns `costs` and `cost/<name>`, float32 [G], or why a group has none."""
+        """Return columns `costs` and `cost/<name>`, float32 [G], or an error, per group."""
         return await asyncio.gather(*(self._score_group(experience) for experience in experiences))
 
     async def _score_group(self, experience: Experience) -> Columns | StreamError:
         texts = decode_ids(self._tokenizer, extract_completions(experience.columns))
-        found = await _judge_texts(self._cost_set, experience, texts)
-        return found if isinstance(found, StreamError) else self._cost_set.to_columns(found)
+        group_result = await _judge_texts(self._cost_set, experience, texts)
+        if isinstance(group_result, StreamError):
+            return group_result
+        return self._cost_set.to_columns(group_result)

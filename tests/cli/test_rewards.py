@@ -48,7 +48,7 @@ def test_it_prints_every_kind_with_its_options(capsys):
     text = said(capsys)
     for name, kind in REWARD_KINDS.items():
         assert f"{name}: {kind.summary}\n" in text
-    assert "  pattern  what to find anywhere in the completion [required]\n" in text
+    assert "  pattern  regular expression, searched anywhere in the completion [required]\n" in text
     assert "  timeout_s    deadline of one attempt, s; null: scorer.timeout_s [null]" in text
 
 
@@ -94,7 +94,7 @@ def test_options_of_a_class_come_before_those_it_inherits():
 
 
 def test_one_kind_by_name_and_the_nearest_for_one_there_is_not(capsys):
-    assert said(capsys, "regex").startswith("regex: 1 where a pattern occurs in the completion\n")
+    assert said(capsys, "regex").startswith("regex: 1 if a pattern matches in the completion\n")
     assert main(["rewards", "rgex"]) == 2
     line = "streamrl: rgex: no such kind of reward; the nearest kind is regex\n"
     assert capsys.readouterr().err == line

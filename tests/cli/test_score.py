@@ -307,8 +307,8 @@ def test_a_reward_of_one_task_says_nothing_of_the_rows_of_another(score, reward_
 @pytest.mark.parametrize(
     ("source", "line"),
     [
-        ("import os; os._exit(0)", "reward f: its worker does not start: .* exit code 0"),
-        ("import ctypes; ctypes.string_at(0)", "reward f: its worker does not start: .*SIGSEGV"),
+        ("import os; os._exit(0)", "reward f: worker does not start: .* exited with code 0"),
+        ("import ctypes; ctypes.string_at(0)", "reward f: worker does not start: .*SIGSEGV"),
         ("1 / 0", r"rewards\[0\].path=.*my_reward.py:1: ZeroDivisionError: division by zero"),
     ],
 )

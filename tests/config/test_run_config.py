@@ -176,7 +176,7 @@ def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
         ("run.steps=0", "run.steps=0: must be at least 1"),
         ("run.name=a/b", "run.name='a/b': must be a plain folder name"),
         ("run.silent_s=0", "run.silent_s=0: must be at least 1 s"),
-        ("filter.oversample=2", "filter.oversample=2: means nothing to filter.kind=none"),
+        ("filter.oversample=2", "filter.oversample=2 has no effect with filter.kind=none"),
         ("filter={kind: equal_rewards, oversample: 0.5}", "filter.oversample=0.5: must be a num"),
         ("filter={kind: equal_rewards, oversample: many}", "filter.oversample=many: must be a n"),
         ("filter={kind: equal_rewards, oversample: .inf}", "filter.oversample=inf: must be "),

@@ -71,10 +71,10 @@ def test_a_judge_a_function_a_filter_a_template_and_a_combination_of_ones_own(
         assert row["reward/rendered"] == len("1+2+0="), "the template is the file's"
         assert row["reward/taste"] == 7.0
         assert row["reward/mean"] == pytest.approx(14.25), "the function combines, not the weights"
-    questions = {asked["messages"][0]["content"] for asked in server.asked}
+    questions = {asked["messages"][0]["content"] for asked in server.requests}
     assert all(one.startswith("Which mark, from 0 to 10? ") for one in questions)
     # As many as were trained, one each; those under way at the end may have been asked for too.
-    assert len(server.asked) >= 3 * 4 * 4
+    assert len(server.requests) >= 3 * 4 * 4
     (first, *_) = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
     sample = json.loads(first.read_text().splitlines()[0])
     completion = sample["rollouts"][0]["completion"]

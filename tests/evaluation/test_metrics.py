@@ -1,4 +1,4 @@
-"""Figures of an evaluation, worked out by hand."""
+"""Metrics of an evaluation: worked examples."""
 
 import itertools
 import math
@@ -20,38 +20,38 @@ from streamrl.evaluation.metrics import (
 
 
 def passes(*counts, samples=4):
-    """A row per prompt, of which so many completions pass."""
+    """Return a row per prompt with this number of passing completions."""
     return np.array([[i < count for i in range(samples)] for count in counts])
 
 
 tables = st.lists(st.integers(0, 5), min_size=1, max_size=6).map(lambda c: passes(*c, samples=5))
 
 
-def test_the_chance_of_k_tries_is_that_of_a_draw_without_replacement():
-    # Of 4 completions 1 passes: two tries miss it in 3 of 6 ways. Of 4, 3 pass: always hit.
+def test_pass_at_k_is_drawing_without_replacement():
+    # 1 of 4 passes: two tries miss in 3 of 6 subsets. 3 of 4 pass: two tries always hit.
     assert compute_pass_at_k(passes(1), 2) == pytest.approx(1 / 2)
     assert compute_pass_at_k(passes(3), 2) == 1.0
     assert compute_pass_at_k(passes(1, 3, 0), 2) == pytest.approx((1 / 2 + 1 + 0) / 3)
 
 
 @given(tables)
-def test_it_is_the_mean_over_all_choices_of_k_completions(passed):
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_completions(passed):
     for k in range(1, 6):
         chosen = [passed[:, list(way)].any(axis=1) for way in itertools.combinations(range(5), k)]
         assert compute_pass_at_k(passed, k) == pytest.approx(np.mean(chosen))
 
 
 @given(tables)
-def test_more_tries_never_pass_less(passed):
+def test_pass_at_k_grows_with_k(passed):
     chances = [compute_pass_at_k(passed, k) for k in range(1, 6)]
-    assert all(one <= other + 1e-12 for one, other in itertools.pairwise(chances))
+    assert all(smaller <= larger + 1e-12 for smaller, larger in itertools.pairwise(chances))
 
 
 @pytest.mark.parametrize(("samples", "ks"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6])])
 def test_k_is_every_power_of_two_and_all_samples(samples, ks):
-    found = summarize_scores(np.ones((2, samples), np.float32), None, pass_score=1.0)
-    assert list(found.pass_at) == ks
-    assert found.pass_at_k == found.pass_at[samples] == 1.0
+    result = summarize_scores(np.ones((2, samples), np.float32), None, pass_score=1.0)
+    assert list(result.pass_at) == ks
+    assert result.pass_at_k == result.pass_at[samples] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -59,63 +59,63 @@ def test_k_is_every_power_of_two_and_all_samples(samples, ks):
     [
         ([5, 5, 7, 5], [1, 1, 0, 1], 1.0),
         ([5, 7, 7, 7], [1, 0, 0, 0], 0.0),
-        # A tie is broken by a coin: 5 passes, 7 does not.
+        # A tie counts half: 5 passes, 7 does not.
         ([5, 5, 7, 7], [1, 1, 0, 0], 0.5),
-        # Four answers of one vote each, one of which passes.
+        # Four answers with a vote each; a single one passes.
         ([5, 6, 7, 8], [1, 0, 0, 0], 0.25),
-        # No answer has no vote, however many there are.
+        # Completions without an answer do not vote.
         ([0, 0, 0, 7], [0, 0, 0, 1], 1.0),
         ([0, 0, 0, 0], [0, 0, 0, 0], 0.0),
-        # Equal answers that are judged differently, by their format say: half of them pass.
+        # Equal answers with different outcomes (such as by format): half of them pass.
         ([5, 5, 0, 0], [1, 0, 0, 0], 0.5),
     ],
 )
-def test_the_majority_answer_decides(answers, passed, chance):
-    one = np.array([passed], np.bool_)
-    assert compute_maj_at_k(one, np.array([answers], np.int64)) == chance
-    two = np.concatenate([one, np.zeros((1, 4), np.bool_)])
-    assert compute_maj_at_k(two, np.array([answers, [1, 1, 1, 1]], np.int64)) == chance / 2
+def test_maj_at_k_scores_the_majority_answer(answers, passed, chance):
+    single = np.array([passed], np.bool_)
+    assert compute_maj_at_k(single, np.array([answers], np.int64)) == chance
+    both = np.concatenate([single, np.zeros((1, 4), np.bool_)])
+    assert compute_maj_at_k(both, np.array([answers, [1, 1, 1, 1]], np.int64)) == chance / 2
 
 
-def test_the_interval_of_a_mean_is_that_of_the_prompts_means():
+def test_the_mean_interval_is_clustered_by_prompt():
     # Means 0, 1, 1, 0: standard deviation sqrt(1/3), standard error sqrt(1/12).
-    found = compute_mean_interval(np.array([0.0, 1.0, 1.0, 0.0]))
-    assert found == pytest.approx((0.5 - 1.96 / math.sqrt(12), 0.5 + 1.96 / math.sqrt(12)), 4)
+    interval = compute_mean_interval(np.array([0.0, 1.0, 1.0, 0.0]))
+    assert interval == pytest.approx((0.5 - 1.96 / math.sqrt(12), 0.5 + 1.96 / math.sqrt(12)), 4)
     assert compute_mean_interval(np.array([1.0])) is None
 
 
-def test_completions_of_one_prompt_that_agree_count_once():
+def test_correlated_completions_of_a_prompt_widen_the_interval():
     alike = compute_fraction_interval(passes(0, 4, 0, 4, 4, 0, 0, 4, 0, 4))
     mixed = compute_fraction_interval(passes(2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
     assert mixed[1] - mixed[0] < (alike[1] - alike[0]) * 0.6
-    # n* = p (1 - p) / SE^2 = 0.25 / (2.5 / 90) = 9; at p = 1/2 half of it is z / 2 sqrt(n* + z^2).
+    # n* = p (1 - p) / SE^2 = 0.25 / (2.5 / 90) = 9; half width at p = 1/2: z / 2 sqrt(n* + z^2).
     half = 1.96 / (2 * math.sqrt(9 + 1.96**2))
     assert alike == pytest.approx((0.5 - half, 0.5 + half), abs=1e-4)
 
 
-def test_all_that_pass_are_no_certainty():
-    # Wilson's lower end for 20 of 20 is n / (n + z^2).
+def test_the_interval_of_a_perfect_score_has_a_width():
+    # Wilson's lower bound for 20 of 20 is n / (n + z^2).
     low, high = compute_fraction_interval(passes(*[4] * 20))
     assert (low, high) == (pytest.approx(20 / (20 + 1.96**2), abs=1e-4), 1.0)
     assert compute_fraction_interval(passes(4))[0] < 0.25
 
 
 @given(tables)
-def test_an_interval_holds_the_figure_and_lies_between_0_and_1(passed):
+def test_an_interval_contains_the_estimate_and_lies_within_0_and_1(passed):
     low, high = compute_fraction_interval(passed)
     assert 0 <= low <= passed.mean() + 1e-12
     assert passed.mean() - 1e-12 <= high <= 1
 
 
-def parts_named(*names):
-    """The parts under which metrics of sources of these names stand."""
-    one = summarize_scores(np.ones((1, 1), np.float32), None, pass_score=1.0)
-    row = replace(one, by_source=dict.fromkeys(names, one)).to_metrics()
-    found = [re.fullmatch(r"eval/source/([^/]+)/pass_at_1", name) for name in row]
-    return [match[1] for match in found if match]
+def metric_segments(*names):
+    """Return the metric segments of sources with these names."""
+    result = summarize_scores(np.ones((1, 1), np.float32), None, pass_score=1.0)
+    row = replace(result, by_source=dict.fromkeys(names, result)).to_metrics()
+    matches = [re.fullmatch(r"eval/source/([^/]+)/pass_at_1", name) for name in row]
+    return [match[1] for match in matches if match]
 
 
-def test_sources_of_any_two_names_have_metrics_of_their_own():
+def test_sources_with_special_characters_have_distinct_metrics():
     names = [
         "a/b",
         "a_b",
@@ -129,27 +129,27 @@ def test_sources_of_any_two_names_have_metrics_of_their_own():
         "\u00e4/",
         "\ud800",
     ]
-    assert parts_named(*names) == [
+    assert metric_segments(*names) == [
         *("a~b", "a_b", "a%7Eb", "a%252Fb", "a%20b", "none", "%6Eone", "%256Eone", "a.b-1"),
         *("\u00e4~", "%ED%A0%80"),
     ]
 
 
 @given(st.text(max_size=4), st.text(max_size=4))
-def test_no_two_names_become_one(one, other):
-    assert len(parts_named(one, other)) == (0 if one == other else 2)
+def test_distinct_source_names_give_distinct_segments(first, second):
+    assert len(metric_segments(first, second)) == (0 if first == second else 2)
 
 
-def test_intervals_hold_the_truth_about_95_times_in_100():
+def test_intervals_cover_the_true_value_in_about_95_percent():
     random = np.random.default_rng(0)
     hits = {"mean": 0, "fraction": 0}
     for _ in range(400):
-        chances = random.beta(1, 1, size=100)  # prompts of every difficulty; the truth is 0.5
+        chances = random.beta(1, 1, size=100)  # prompts of every difficulty; true value 0.5
         passed = random.random((100, 8)) < chances[:, None]
-        for name, found in (
+        for name, interval in (
             ("mean", compute_mean_interval(passed.mean(axis=1))),
             ("fraction", compute_fraction_interval(passed)),
         ):
-            assert found is not None
-            hits[name] += found[0] <= 0.5 <= found[1]
+            assert interval is not None
+            hits[name] += interval[0] <= 0.5 <= interval[1]
     assert all(0.92 < count / 400 < 0.98 for count in hits.values())

@@ -10,15 +10,15 @@ from streamrl.messages import FinishReason, Prompt, Rollout, make_uid
 
 
 def prompts(*sources):
-    found = [
+    file_prompts = [
         Prompt(make_uid(0, i), np.array([i], np.int32), data_source=source)
         for i, source in enumerate(sources)
     ]
-    return {"held_out": found}
+    return {"held_out": file_prompts}
 
 
 async def generate(prompt, seeds):
-    """One rollout per seed; its only sampled token is the seed."""
+    """Return a rollout per seed; the only sampled token is the seed."""
     return [
         Rollout.from_single_turn(
             prompt.token_ids, [seed], logprobs=[0.0], versions=[0], finish_reason=FinishReason.STOP
@@ -28,7 +28,7 @@ async def generate(prompt, seeds):
 
 
 def scoring(table):
-    """Scores by the prompt's uid."""
+    """Return a score function that looks up scores by uid."""
 
     async def score(prompt, rollouts):
         return {"scores": np.array(table[prompt.uid][: len(rollouts)], np.float32)}
@@ -43,14 +43,14 @@ TABLE = {
 }
 
 
-async def test_the_figures_of_a_worked_example():
+async def test_metrics_of_a_worked_example():
     result = await evaluate_policy(
         prompts("easy", "hard", "easy"),
         generate=generate,
         score=scoring(TABLE),
         config=EvaluationConfig(samples=4),
     )
-    # 12 completions, of which 2 + 0 + 4 pass; 2 of 3 prompts have one that does; scores sum to 8.
+    # 2 + 0 + 4 of 12 completions pass; 2 of 3 prompts have a passing completion; scores sum to 8.
     assert (result.num_prompts, result.samples) == (3, 4)
     assert result.pass_at_1 == pytest.approx(6 / 12)
     assert result.pass_at_k == pytest.approx(2 / 3)
@@ -66,7 +66,7 @@ async def test_the_figures_of_a_worked_example():
     assert (hard.num_prompts, hard.pass_at_1, hard.pass_at_k, hard.mean_at_k) == (1, 0.0, 0.0, 0.25)
 
 
-async def test_the_passing_score_is_a_setting():
+async def test_pass_score_is_configurable():
     result = await evaluate_policy(
         prompts("", "", ""),
         generate=generate,
@@ -77,7 +77,7 @@ async def test_the_passing_score_is_a_setting():
     assert result.pass_at_k == 1.0
 
 
-async def test_one_sample_makes_all_three_rates_of_zero_one_scores_equal():
+async def test_all_rates_are_equal_for_a_single_sample():
     result = await evaluate_policy(
         prompts("", "", ""),
         generate=generate,
@@ -87,7 +87,7 @@ async def test_one_sample_makes_all_three_rates_of_zero_one_scores_equal():
     assert result.pass_at_1 == result.pass_at_k == result.mean_at_k == pytest.approx(2 / 3)
 
 
-async def test_the_first_prompts_up_to_the_limit_are_used():
+async def test_limit_selects_the_first_prompts():
     for limit, used in ((1, 1), (2, 2), (None, 3), (9, 3)):
         result = await evaluate_policy(
             prompts("", "", ""),
@@ -98,7 +98,7 @@ async def test_the_first_prompts_up_to_the_limit_are_used():
         assert result.num_prompts == used
 
 
-async def test_the_limit_is_of_each_file_and_each_has_figures_of_its_own():
+async def test_limit_applies_per_file_and_each_file_has_metrics():
     first, second, third = prompts("", "", "")["held_out"]
     for limit, used in ((None, [2, 1]), (1, [1, 1])):
         result = await evaluate_policy(
@@ -113,7 +113,7 @@ async def test_the_limit_is_of_each_file_and_each_has_figures_of_its_own():
     assert not any(name.startswith("eval/source/") for name in result.to_metrics())
 
 
-async def test_answers_make_a_majority_unless_some_source_tells_none():
+async def test_maj_at_k_requires_answers_from_every_source():
     scored = scoring(TABLE)
 
     async def score(prompt, rollouts):
@@ -127,7 +127,7 @@ async def test_answers_make_a_majority_unless_some_source_tells_none():
     settings: dict[str, Any] = {"generate": generate, "score": score}
     settings |= {"config": EvaluationConfig()}
     result = await evaluate_policy(prompts("a", "b", "b"), **settings)
-    # Of a and the first b, half and none of the majority answer pass; the second b has no answer.
+    # The majority answer passes by half for a, never for the first b; the second b has no answer.
     assert result.maj_at_k == pytest.approx((0.5 + 0 + 0) / 3)
     silent = ("b",)
     result = await evaluate_policy(prompts("a", "b", "b"), **settings)
@@ -137,7 +137,7 @@ async def test_answers_make_a_majority_unless_some_source_tells_none():
 
 
 async def seeds_used(config, delays):
-    """Seeds each prompt was given, when prompts take those times."""
+    """Return the seeds of each prompt if generation takes these delays."""
     seen = {}
 
     async def slow(prompt, seeds):
@@ -149,20 +149,20 @@ async def seeds_used(config, delays):
     return seen
 
 
-async def test_seeds_depend_on_the_prompt_and_the_config_alone():
-    one = await seeds_used(EvaluationConfig(), [0.0, 0.01, 0.02])
-    other = await seeds_used(EvaluationConfig(concurrency=1), [0.02, 0.01, 0.0])
-    assert one == other
-    everything = [seed for seeds in one.values() for seed in seeds]
-    assert len(set(everything)) == 12
-    assert all(0 <= seed < 2**31 for seed in everything)
-    assert one != await seeds_used(EvaluationConfig(seed=1), [0, 0, 0])
+async def test_seeds_depend_only_on_prompt_and_config():
+    concurrent = await seeds_used(EvaluationConfig(), [0.0, 0.01, 0.02])
+    sequential = await seeds_used(EvaluationConfig(concurrency=1), [0.02, 0.01, 0.0])
+    assert concurrent == sequential
+    all_seeds = [seed for seeds in concurrent.values() for seed in seeds]
+    assert len(set(all_seeds)) == 12
+    assert all(0 <= seed < 2**31 for seed in all_seeds)
+    assert concurrent != await seeds_used(EvaluationConfig(seed=1), [0, 0, 0])
     fewer = await seeds_used(EvaluationConfig(samples=2), [0, 0, 0])
-    assert fewer == {uid: seeds[:2] for uid, seeds in one.items()}
+    assert fewer == {uid: seeds[:2] for uid, seeds in concurrent.items()}
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 50])
-async def test_no_more_prompts_than_allowed_are_under_way(concurrency):
+async def test_concurrency_bounds_prompts_in_flight(concurrency):
     running = most = 0
 
     async def counted(prompt, seeds):
@@ -186,19 +186,19 @@ async def test_no_more_prompts_than_allowed_are_under_way(concurrency):
 
 
 def failing_scores(table, failing):
-    """Scores by the prompt's uid, but for those of `failing`."""
+    """Return a score function that fails once for each uid in `failing`."""
     right = scoring(table)
 
     async def score(prompt, rollouts):
         if prompt.uid in failing:
-            failing.remove(prompt.uid)  # Once is enough: a reward has tried often enough itself.
+            failing.remove(prompt.uid)  # evaluate_policy does not retry
             raise RewardError("judge is down")
         return await right(prompt, rollouts)
 
     return score
 
 
-async def test_a_prompt_whose_reward_fails_is_left_out_and_counted():
+async def test_a_prompt_with_a_failed_reward_is_excluded_and_counted():
     result = await evaluate_policy(
         prompts("easy", "hard", "easy"),
         generate=generate,
@@ -211,7 +211,7 @@ async def test_a_prompt_whose_reward_fails_is_left_out_and_counted():
     assert list(result.by_source) == ["easy"]
 
 
-async def test_an_evaluation_without_any_score_is_an_error_not_a_figure():
+async def test_an_evaluation_without_scores_raises():
     with pytest.raises(RewardError, match="judge is down"):
         await evaluate_policy(
             prompts("", ""),
@@ -221,7 +221,7 @@ async def test_an_evaluation_without_any_score_is_an_error_not_a_figure():
         )
 
 
-async def test_a_failure_is_raised_as_it_is_and_nothing_runs_on():
+async def test_a_failure_is_raised_unchanged_and_cancels_other_prompts():
     ended = []
 
     async def failing(prompt, seeds):
@@ -239,7 +239,7 @@ async def test_a_failure_is_raised_as_it_is_and_nothing_runs_on():
     assert sorted(ended) == ["0:0:0", "0:2:0"]
 
 
-async def test_a_prompt_that_takes_too_long_is_named():
+async def test_a_prompt_beyond_the_deadline_is_named():
     async def hanging(prompt, seeds):
         await asyncio.sleep(60)
 
@@ -253,7 +253,7 @@ async def test_a_prompt_that_takes_too_long_is_named():
         )
 
 
-async def test_a_timeout_of_the_generator_is_its_own():
+async def test_a_timeout_error_of_the_generator_is_not_a_deadline_error():
     async def failing(prompt, seeds):
         raise TimeoutError("engine")
 
@@ -263,8 +263,8 @@ async def test_a_timeout_of_the_generator_is_its_own():
         )
 
 
-async def test_a_missing_score_is_refused():
-    with pytest.raises(ValueError, match=r"uid 0:0:0: \(3,\) scores, wanted 4"):
+async def test_a_scores_column_of_the_wrong_shape_is_refused():
+    with pytest.raises(ValueError, match=r"uid 0:0:0: column scores has shape \(3,\)"):
         await evaluate_policy(
             prompts(""),
             generate=generate,
@@ -273,7 +273,7 @@ async def test_a_missing_score_is_refused():
         )
 
 
-async def test_no_prompts_are_refused():
+async def test_an_evaluation_without_prompts_is_refused():
     with pytest.raises(ValueError, match="no prompts"):
         await evaluate_policy(
             {}, generate=generate, score=scoring(TABLE), config=EvaluationConfig()
@@ -291,7 +291,7 @@ async def test_no_prompts_are_refused():
         ({"at_start": False, "at_end": False}, []),
     ],
 )
-def test_evaluations_are_due_at_the_ends_and_every_so_many_steps(settings, due):
+def test_evaluations_are_due_at_start_end_and_every_n_steps(settings, due):
     config = EvaluationConfig(**settings)
     assert [step for step in range(11) if config.is_due(step, num_steps=10)] == due
 
@@ -306,6 +306,6 @@ def test_evaluations_are_due_at_the_ends_and_every_so_many_steps(settings, due):
         ({"limit": 0}, "evaluation.limit=0: must be 1 or more, or null"),
     ],
 )
-def test_impossible_settings_are_refused(settings, words):
+def test_invalid_settings_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         EvaluationConfig(**settings)

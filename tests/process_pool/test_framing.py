@@ -1,4 +1,4 @@
-"""What may arrive from a worker, which runs what others wrote."""
+"""Responses of workers, which run untrusted code."""
 
 import pickle
 
@@ -9,14 +9,21 @@ from streamrl.rewards.interface.verdict import RewardResult
 from streamrl.rewards.user_code.user_function import FunctionCallSpec
 
 
-def call_of(module: str, name: str, *arguments: object) -> bytes:
-    """A pickle that has whoever reads it call this."""
-    named = b"".join(pickle.dumps(text, protocol=4)[2:-1] for text in (module, name))
-    given = pickle.dumps(arguments, protocol=2)[2:-1]
-    return b"\x80\x04" + named + pickle.STACK_GLOBAL + given + pickle.REDUCE + pickle.STOP
+def pickle_of_call(module: str, name: str, *arguments: object) -> bytes:
+    """Return a pickle that calls a function when unpickled."""
+    pickled_name = b"".join(pickle.dumps(text, protocol=4)[2:-1] for text in (module, name))
+    pickled_arguments = pickle.dumps(arguments, protocol=2)[2:-1]
+    return (
+        b"\x80\x04"
+        + pickled_name
+        + pickle.STACK_GLOBAL
+        + pickled_arguments
+        + pickle.REDUCE
+        + pickle.STOP
+    )
 
 
-def test_what_is_answered_arrives() -> None:
+def test_responses_survive_a_round_trip() -> None:
     needs = FunctionCallSpec(
         "f of x.py", "style", frozenset("ab"), frozenset("a"), False, (("k", [1]),)
     )
@@ -34,14 +41,14 @@ def test_what_is_answered_arrives() -> None:
         ("streamrl.rewards.interface.verdict", "Enum"),
         ("streamrl.rewards.interface.verdict", "RewardResult.from_correctness"),
         ("streamrl.rewards.interface.verdict", "math.__loader__.load_module"),
-        ("streamrl.process_pool.process", "Process"),
+        ("streamrl.process_pool.process", "WorkerProcess"),
         ("streamrl.process_pool.process", "subprocess.Popen"),
     ],
 )
-def test_an_answer_calls_nothing_but_the_classes_that_travel(
+def test_unpickling_a_response_rejects_other_classes_and_functions(
     module: str, name: str, tmp_path
 ) -> None:
     note = tmp_path / "ran"
-    with pytest.raises(pickle.UnpicklingError, match=f"{name} is no plain data"):
-        unpickle_response(call_of(module, name, ["touch", str(note)]))
+    with pytest.raises(pickle.UnpicklingError, match=f"{name} is not an allowed class"):
+        unpickle_response(pickle_of_call(module, name, ["touch", str(note)]))
     assert not note.exists()

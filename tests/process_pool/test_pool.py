@@ -1,4 +1,4 @@
-"""Pools of workers under trouble, with real processes."""
+"""Worker pools with failing calls, in real processes."""
 
 import asyncio
 import os
@@ -34,49 +34,52 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 async def pool():
-    """Makes a pool; at the end all are closed, and no process of theirs is left."""
-    before, made = descendants(), []
+    """Create pools; close them at the end and check that no process is left."""
+    before, pools = descendants(), []
 
     def make(at_load="", *, target=TARGET, timeout_s=30.0, memory_bytes=16 << 30, concurrency=1):
         settings = WorkerPoolSettings(
             2, concurrency, timeout_s=timeout_s, memory_bytes=memory_bytes
         )
-        made.append(WorkerPool("troubled", target, at_load, settings))
-        return made[-1]
+        pools.append(WorkerPool("troubled", target, at_load, settings))
+        return pools[-1]
 
     yield make
-    for one in made:
-        await one.close()
+    for worker_pool in pools:
+        await worker_pool.close()
     assert not descendants() - before
 
 
-async def gone(pids, *, within_s=15.0):
-    """Wait until none of these processes is there."""
+async def wait_until_exited(pids, *, within_s=15.0):
     deadline = time.monotonic() + within_s
     while left := [pid for pid in pids if psutil.pid_exists(pid)]:
         assert time.monotonic() < deadline, f"still there: {left}"
         await asyncio.sleep(0.02)
 
 
-async def test_trouble_is_told_by_its_cause_and_costs_no_other_call_its_answer(pool):
+async def test_failures_name_their_cause_and_other_calls_succeed(pool):
     workers = pool(timeout_s=8.0, memory_bytes=256 << 20)
     await workers.start()
-    told = {"hang": WorkerTimeoutError, "crash": WorkerCrashError, "leak": WorkerMemoryError}
+    expected_errors = {
+        "hang": WorkerTimeoutError,
+        "crash": WorkerCrashError,
+        "leak": WorkerMemoryError,
+    }
     requests = [("square", n) for n in range(60)] + [("slow", n) for n in range(6)]
-    requests += [(deed, 0) for deed in told for _ in range(2)]
+    requests += [(deed, 0) for deed in expected_errors for _ in range(2)]
     random.Random(5).shuffle(requests)
     calls = [workers.call(request) for request in requests]
     answers = await asyncio.gather(*calls, return_exceptions=True)
     for (deed, number), answer in zip(requests, answers, strict=True):
-        if deed in told:
-            assert type(answer) is told[deed], (deed, answer)
+        if deed in expected_errors:
+            assert type(answer) is expected_errors[deed], (deed, answer)
         else:
             assert answer == number * number
     assert workers.kill_counts == Counter(timeout=2, crash=2, memory=2)
 
 
 @pytest.mark.slow
-async def test_quick_calls_are_as_quick_while_as_many_hang_as_there_are_workers(pool):
+async def test_hanging_calls_do_not_slow_down_quick_calls(pool):
     workers = pool()
     await workers.start()
 
@@ -92,14 +95,14 @@ async def test_quick_calls_are_as_quick_while_as_many_hang_as_there_are_workers(
     hung = [asyncio.create_task(workers.call(("hang", 0))) for _ in range(2)]
     beside = statistics.median(await took_s())
     assert not any(task.done() for task in hung)
-    # Less than the wait for a look at stragglers would add to each.
+    # Less than MONITOR_INTERVAL_S, the delay if calls had to wait for the straggler check.
     assert beside < alone + 0.4
     await workers.close()
     for end in await asyncio.gather(*hung, return_exceptions=True):
         assert isinstance(end, WorkerCrashError)
 
 
-async def test_what_a_call_leaves_behind_goes_with_its_worker(pool, tmp_path):
+async def test_a_timeout_kills_the_child_processes_of_the_worker(pool, tmp_path):
     workers = pool(timeout_s=8.0)
     await workers.start()
     note = tmp_path / "pids"
@@ -107,11 +110,11 @@ async def test_what_a_call_leaves_behind_goes_with_its_worker(pool, tmp_path):
         await workers.call(("breed", str(note)))
     pids = [int(pid) for pid in note.read_text().split()]
     assert len(pids) == 50
-    await gone(pids)
+    await wait_until_exited(pids)
     assert await workers.call(("square", 4)) == 16
 
 
-async def test_workers_end_with_a_process_that_is_killed(tmp_path):
+async def test_workers_die_when_the_host_process_is_killed(tmp_path):
     note = tmp_path / "pids"
     code = (
         "import asyncio\n"
@@ -131,17 +134,17 @@ async def test_workers_end_with_a_process_that_is_killed(tmp_path):
     assert set(map(int, note.read_text().split())) < set(below)
     os.kill(host.pid, signal.SIGKILL)
     host.wait()
-    await gone(below)
+    await wait_until_exited(below)
 
 
-async def test_a_worker_that_cannot_load_is_told_at_start_and_to_calls(pool, capfd):
+async def test_a_worker_that_fails_to_load_raises_at_start_and_in_calls(pool, capfd):
     for workers in (
         pool("", target="tests.process_pool.nowhere:serve"),
         pool(7, target=TARGET + "r"),
     ):
-        with pytest.raises(WorkerCrashError, match="its process ended with exit code 1"):
+        with pytest.raises(WorkerCrashError, match="worker process exited with code 1"):
             await workers.start()
-        with pytest.raises(WorkerCrashError, match="its worker does not start: its process ended"):
+        with pytest.raises(WorkerCrashError, match="worker does not start: worker process exited"):
             await workers.call(("square", 2))
     error = capfd.readouterr().err
     assert "No module named 'tests.process_pool.nowhere'" in error and "KeyError: 'server'" in error
@@ -149,13 +152,13 @@ async def test_a_worker_that_cannot_load_is_told_at_start_and_to_calls(pool, cap
         await pool("refuse").start()
 
 
-async def test_a_worker_that_hangs_while_it_loads_is_given_up(pool, monkeypatch):
+async def test_a_worker_that_hangs_while_loading_times_out(pool, monkeypatch):
     monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.5)
-    with pytest.raises(WorkerCrashError, match=r"it was not ready in 0\.5 s"):
+    with pytest.raises(WorkerCrashError, match=r"worker was not ready in 0\.5 s"):
         await pool("hang").start()
 
 
-async def test_calls_of_a_closed_pool_come_to_nothing(pool):
+async def test_calls_of_a_closed_pool_raise(pool):
     workers = pool()
     await workers.start()
     await workers.close()
@@ -164,120 +167,124 @@ async def test_calls_of_a_closed_pool_come_to_nothing(pool):
 
 
 @pytest.mark.slow
-async def test_stragglers_that_end_after_all_leave_no_gap(pool):
-    one = pool()
-    await one.start()
-    slow = [one.call(("dawdle", i)) for i in range(16)]
+async def test_stragglers_that_finish_are_replaced(pool):
+    workers = pool()
+    await workers.start()
+    slow = [workers.call(("dawdle", i)) for i in range(16)]
     async with asyncio.timeout(40):
         assert await asyncio.gather(*slow) == list(range(16))
-        quick = [one.call(("square", i)) for i in range(50)]
+        quick = [workers.call(("square", i)) for i in range(50)]
         assert await asyncio.gather(*quick) == [i * i for i in range(50)]
-    assert not one.kill_counts
+    assert not workers.kill_counts
 
 
-async def test_a_call_that_nobody_waits_for_any_more_costs_no_worker(pool):
-    one = pool()
-    await one.start()
-    pid = await one.call(("pid", None))
-    left = asyncio.create_task(one.call(("work", 1)))
+async def test_a_cancelled_caller_does_not_cost_the_worker(pool):
+    workers = pool()
+    await workers.start()
+    pid = await workers.call(("pid", None))
+    left = asyncio.create_task(workers.call(("work", 1)))
     await asyncio.sleep(0.01)
     left.cancel()
     await asyncio.gather(left, return_exceptions=True)
-    assert pid in {await one.call(("pid", None)) for _ in range(20)}
-    assert not one.kill_counts
+    assert pid in {await workers.call(("pid", None)) for _ in range(20)}
+    assert not workers.kill_counts
 
 
 @pytest.mark.parametrize(
     "note", [b"\0" * 8 + b"x" * 99, b"\xff" * 99, b"\0" * 7 + b"\x05hello" * 9]
 )
-async def test_what_is_no_answer_is_a_crash_at_once(pool, note):
-    one = pool()
-    await one.start()
+async def test_an_unreadable_response_is_a_crash_at_once(pool, note):
+    workers = pool()
+    await workers.start()
     async with asyncio.timeout(25):
-        with pytest.raises(WorkerCrashError, match="its answer"):
-            await one.call(("garble", note))
-        assert await one.call(("square", 3)) == 9
-    assert one.kill_counts == {"crash": 1}
+        with pytest.raises(WorkerCrashError, match="worker response"):
+            await workers.call(("garble", note))
+        assert await workers.call(("square", 3)) == 9
+    assert workers.kill_counts == {"crash": 1}
 
 
-async def test_an_answer_runs_nothing_where_it_arrives(pool):
-    one = pool()
-    await one.start()
-    with pytest.raises(WorkerCrashError, match=r"its answer cannot be read: .* is no plain data"):
-        await one.call(("sly", None))
-    assert await one.call(("square", 3)) == 9
+async def test_a_response_cannot_execute_code_in_the_pool(pool):
+    workers = pool()
+    await workers.start()
+    with pytest.raises(
+        WorkerCrashError, match=r"worker response cannot be read: .* is not an allowed class"
+    ):
+        await workers.call(("sly", None))
+    assert await workers.call(("square", 3)) == 9
 
 
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
 )
-async def test_a_worker_does_not_outlive_who_looks_after_it(pool, monkeypatch, number):
+async def test_a_worker_does_not_outlive_its_reaper(pool, monkeypatch, number):
     monkeypatch.setattr("streamrl.process_pool.process.EXIT_TIMEOUT_S", 0.5)
-    one = pool(timeout_s=3.0)
-    await one.start()
-    pid = await one.call(("pid", None))
+    workers = pool(timeout_s=3.0)
+    await workers.start()
+    pid = await workers.call(("pid", None))
     with pytest.raises((WorkerCrashError, WorkerTimeoutError)):
-        await one.call(("orphan", number))
-    assert await one.call(("square", 3)) == 9
-    await gone([pid])
+        await workers.call(("orphan", number))
+    assert await workers.call(("square", 3)) == 9
+    await wait_until_exited([pid])
 
 
 @pytest.mark.parametrize(
     ("deed", "error", "words", "cause"),
     [
-        ("crash", WorkerCrashError, "exit code 7", "crash"),
-        pytest.param(*("leak", WorkerMemoryError, "MB, of", "memory"), marks=pytest.mark.slow),
+        ("crash", WorkerCrashError, "exited with code 7", "crash"),
+        pytest.param(
+            *("leak", WorkerMemoryError, "MiB, the limit is", "memory"), marks=pytest.mark.slow
+        ),
         pytest.param(
             *("hang", WorkerTimeoutError, "no result in 5 s", "timeout"), marks=pytest.mark.slow
         ),
     ],
 )
-async def test_of_calls_that_share_a_worker_only_the_one_at_fault_fails(
-    pool, deed, error, words, cause
-):
-    # Only what hangs is to run into its deadline.
+async def test_only_the_faulty_call_of_a_shared_worker_fails(pool, deed, error, words, cause):
+    # Only the hanging call must exceed its deadline.
     timeout_s = 5.0 if deed == "hang" else 30.0
-    one = pool(target=ASYNC_TARGET, timeout_s=timeout_s, memory_bytes=256 << 20, concurrency=16)
-    await one.start()
-    calls = [one.call(("square", number)) for number in range(24)]
-    *found, blamed = await asyncio.gather(*calls, one.call((deed, None)), return_exceptions=True)
-    assert found == [number * number for number in range(24)]
+    workers = pool(target=ASYNC_TARGET, timeout_s=timeout_s, memory_bytes=256 << 20, concurrency=16)
+    await workers.start()
+    calls = [workers.call(("square", number)) for number in range(24)]
+    *results, blamed = await asyncio.gather(
+        *calls, workers.call((deed, None)), return_exceptions=True
+    )
+    assert results == [number * number for number in range(24)]
     assert isinstance(blamed, error) and words in str(blamed)
-    assert set(one.kill_counts) == {cause}
-    assert len(one._workers) <= 2, "who stood in for others has gone"
-    # Once more, in a worker that it has to itself: nobody else's worker ends.
+    assert set(workers.kill_counts) == {cause}
+    assert len(workers._workers) <= 2, "spare workers are retired"
+    # Again on an exclusive worker: no other worker exits.
     with pytest.raises(error):
-        await asyncio.gather(one.call((deed, None), alone=True), one.call(("square", 3)))
-    assert await one.call(("square", 4)) == 16
-    assert len(one._workers) <= 2
+        await asyncio.gather(workers.call((deed, None), alone=True), workers.call(("square", 3)))
+    assert await workers.call(("square", 4)) == 16
+    assert len(workers._workers) <= 2
 
 
-async def test_a_copy_of_a_worker_says_nothing(pool):
-    one = pool()
-    await one.start()
-    assert [await one.call(("fork", None)) for _ in range(2)] == ["itself"] * 2
+async def test_a_fork_of_a_worker_sends_no_response(pool):
+    workers = pool()
+    await workers.start()
+    assert [await workers.call(("fork", None)) for _ in range(2)] == ["itself"] * 2
 
 
-async def test_who_is_cancelled_over_a_start_leaves_no_process(pool):
+async def test_cancelling_a_start_leaves_no_process(pool):
     before = descendants()
     for delay_s in (0.0, 0.001, 0.003, 0.01, 0.05):
         starting = asyncio.create_task(WorkerProcess.start(TARGET, "", within_s=30.0))
         await asyncio.sleep(delay_s)
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-    await gone([process.pid for process in descendants() - before])
+    await wait_until_exited([process.pid for process in descendants() - before])
 
 
-async def test_who_looks_after_workers_goes_on_whatever_it_meets(pool, monkeypatch):
-    one = pool(memory_bytes=256 << 20)
-    await one.start()
-    measured, faults = one._process_table.measure_tree_memory, iter([OSError("no such table")])
+async def test_the_monitor_survives_errors(pool, monkeypatch):
+    workers = pool(memory_bytes=256 << 20)
+    await workers.start()
+    measured, faults = workers._process_table.measure_tree_memory, iter([OSError("no such table")])
 
     def memory_of_tree(pid):
         for fault in faults:
             raise fault
         return measured(pid)
 
-    monkeypatch.setattr(one._process_table, "measure_tree_memory", memory_of_tree)
+    monkeypatch.setattr(workers._process_table, "measure_tree_memory", memory_of_tree)
     with pytest.raises(WorkerMemoryError):
-        await one.call(("leak", None))
+        await workers.call(("leak", None))

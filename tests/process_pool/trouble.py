@@ -1,4 +1,4 @@
-"""What workers of the tests serve with: a handler that does as it is told, trouble included."""
+"""Handlers of test workers: normal and failing calls by name."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ LEAK_BYTES = 320 << 20
 
 
 def serve(at_load: str) -> Callable[[tuple[str, Any]], Any]:
-    """The handler, unless loading it is to go wrong."""
+    """Return the handler, or fail while loading."""
     if at_load == "hang":
         hang(None)
     if at_load == "refuse":
@@ -33,41 +33,36 @@ def serve_async(_: str) -> Callable[[tuple[str, Any]], Awaitable[Any]]:
 
 
 def square(number: int) -> int:
-    """Quick."""
     return number * number
 
 
 def pid(_: Any) -> int:
-    """Which process it is."""
     return os.getpid()
 
 
 def slow(number: int) -> int:
-    """Slow at random."""
     time.sleep(random.uniform(0.0, 0.4))
     return number * number
 
 
 def work(number: int) -> int:
-    """As slow as most."""
     time.sleep(0.05)
     return number
 
 
 def hang(_: Any) -> None:
-    """Busy without end."""
     while True:
         pass
 
 
 def dawdle(number: int) -> int:
-    """Far slower than others, but it ends."""
+    """Straggle, but finish."""
     time.sleep(2.0)
     return number
 
 
 def garble(note: bytes) -> None:
-    """Write into whatever is open, among it the way to the pool, and hang."""
+    """Write to every descriptor, including the pool's socket, and hang."""
     for number in map(int, os.listdir("/proc/self/fd")):
         try:
             if number > 2:
@@ -78,37 +73,35 @@ def garble(note: bytes) -> None:
 
 
 def orphan(number: int) -> None:
-    """End, or stop, who looks after it, and go on."""
+    """Kill or stop the reaper, and continue."""
     os.kill(os.getppid(), number)
     time.sleep(600)
 
 
 class Sly(str):
-    """Text that runs code where it arrives."""
+    """A str that executes code when unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os._exit, (9,)
 
 
 def sly(_: Any) -> str:
-    """Answer with that."""
     return Sly("x")
 
 
 def crash(_: Any) -> None:
-    """End the process."""
     os._exit(7)
 
 
 def leak(_: Any) -> None:
-    """Keep more memory than a worker of the tests may have."""
+    """Exceed the memory limit."""
     hoard = b"x" * LEAK_BYTES
     time.sleep(600)
     assert hoard
 
 
 def breed(note: str) -> None:
-    """Leave 50 sleepers that are nobody's children, note their pids, and hang."""
+    """Start 50 orphaned sleepers, write their pids, and hang."""
     pids = []
     for _ in range(50):
         end, other = os.pipe()
@@ -127,7 +120,7 @@ def breed(note: str) -> None:
 
 
 def fork(_: Any) -> str:
-    """Come back twice."""
+    """Return in two processes."""
     child = os.fork()
     if child == 0:
         return "the copy"

@@ -1,4 +1,4 @@
-"""A server that speaks the two requests a judge makes, over real HTTP, and says what it is told."""
+"""Fake OpenAI-compatible server with scripted responses, over real HTTP."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ MODEL = "judge-1"
 
 
 class ChatServer:
-    """Answers `reply(content)`: text, a whole response, or a number of seconds to hang.
+    """Responds with `reply(content)`: text, a whole response, or a number of seconds to hang.
 
     `refusals` go before, one a request: (status, headers, message). Nothing is answered before
     `hold_until` requests have been there at once.
@@ -22,7 +22,7 @@ class ChatServer:
     def __init__(self, reply: Callable[[str], Any]) -> None:
         self.reply = reply
         self.refusals: list[tuple[int, dict[str, str], str]] = []
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.at: list[float] = []
         self.hold_until = 0
@@ -48,8 +48,8 @@ class ChatServer:
 
     async def _complete(self, request: web.Request) -> web.Response:
         self.at.append(time.monotonic())
-        asked = await request.json()
-        self.asked.append(asked)
+        body = await request.json()
+        self.requests.append(body)
         self.headers.append(dict(request.headers))
         if self.refusals:
             status, headers, message = self.refusals.pop(0)
@@ -61,7 +61,7 @@ class ChatServer:
             async with asyncio.timeout(5):
                 while self.most_at_once < self.hold_until:
                     await asyncio.sleep(0.005)
-            answer = self.reply(asked["messages"][0]["content"])
+            answer = self.reply(body["messages"][0]["content"])
             if isinstance(answer, float):
                 await asyncio.sleep(answer)
         finally:
@@ -74,7 +74,7 @@ class ChatServer:
 
 @contextmanager
 def serving(reply: Callable[[str], Any]) -> Iterator[ChatServer]:
-    """A server in a thread of its own, for a run in other processes."""
+    """Run the server in a thread, for a run in other processes."""
     loop, server = asyncio.new_event_loop(), ChatServer(reply)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

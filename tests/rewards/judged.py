@@ -1,4 +1,4 @@
-"""What tests of reward functions have in common: a row, and what is said of completions of it."""
+"""Helpers of reward function tests: a row, and its results and scores."""
 
 import numpy as np
 
@@ -20,11 +20,11 @@ def prompt(**extra_info):
 
 
 async def judgements(reward, completions=("5", "6"), row=None):
-    found = await reward.score(row or prompt(), list(completions))
-    if isinstance(found, str):
-        raise RewardError(found)
-    return found
+    results = await reward.score(row or prompt(), list(completions))
+    if isinstance(results, str):
+        raise RewardError(results)
+    return results
 
 
 async def scores(reward, completions=("5", "6"), row=None):
-    return [one.score for one in await judgements(reward, completions, row)]
+    return [result.score for result in await judgements(reward, completions, row)]

@@ -1,4 +1,4 @@
-"""Reward functions in their worker processes: what hangs, crashes, or takes all memory."""
+"""Reward functions in worker processes: hangs, crashes and memory limits."""
 
 import asyncio
 import textwrap
@@ -20,24 +20,24 @@ from tests.rewards.judged import prompt
 
 @pytest.fixture
 async def running(tmp_path):
-    """Rewards of a file, their workers started, and closed at the end."""
-    made: list[RewardSet] = []
+    """Start rewards of a file; close them at the end."""
+    reward_sets: list[RewardSet] = []
 
     async def start(source, name="f", **options):
-        path = tmp_path / f"reward{len(made)}.py"
+        path = tmp_path / f"reward{len(reward_sets)}.py"
         path.write_text(textwrap.dedent(source))
         config = RewardConfig("function", name, options={"path": str(path), **options})
         rewards = build_rewards([config], RewardContext(ScorerConfig(timeout_s=3.0)))
-        made.append(rewards)
+        reward_sets.append(rewards)
         await rewards.start()
         return rewards
 
     yield start
-    for rewards in made:
+    for rewards in reward_sets:
         await rewards.close()
 
 
-async def test_a_plain_function_has_the_main_thread_and_its_signals(running):
+async def test_a_sync_function_runs_in_the_main_thread_and_may_use_signals(running):
     rewards = await running("""
         import signal
         def f(prompt, completion):
@@ -47,7 +47,7 @@ async def test_a_plain_function_has_the_main_thread_and_its_signals(running):
     assert (await rewards.score(prompt(), ["5", "6"]))["reward/f"].tolist() == [5.0, 6.0]
 
 
-async def test_what_hangs_is_killed_with_all_it_started_and_the_others_go_on(running, tmp_path):
+async def test_a_hanging_call_is_killed_with_its_children_and_others_continue(running, tmp_path):
     rewards = await running(
         """
         import os, subprocess, time
@@ -78,20 +78,20 @@ async def test_what_hangs_is_killed_with_all_it_started_and_the_others_go_on(run
 @pytest.mark.parametrize(
     ("statement", "error", "words"),
     [
-        ("os._exit(3)", RewardCrashError, "its process ended with exit code 3"),
+        ("os._exit(3)", RewardCrashError, "worker process exited with code 3"),
         pytest.param(
-            *("os.kill(os.getpid(), 11)", RewardCrashError, "its process was ended by SIGSEGV"),
+            *("os.kill(os.getpid(), 11)", RewardCrashError, "worker process was killed by SIGSEGV"),
             marks=pytest.mark.slow,
         ),
         (
             "hoard.append(bytearray(300 << 20)); time.sleep(60)",
             RewardMemoryError,
-            r"took \d{3} MB, of 256",
+            r"used \d{3} MiB, the limit is 256",
         ),
         ("raise ValueError('no judge')", RewardRaisedError, r"reward\d.py:5: ValueError: no judge"),
     ],
 )
-async def test_what_ends_its_process_or_raises_is_tried_again_then_named_by_cause(
+async def test_crashes_and_exceptions_are_retried_then_named_by_cause(
     running, tmp_path, statement, error, words
 ):
     source = f"""
@@ -106,7 +106,7 @@ async def test_what_ends_its_process_or_raises_is_tried_again_then_named_by_caus
     assert (tmp_path / "tries").read_text() == "xx"
 
 
-async def test_a_failure_that_passes_costs_nothing_but_time(running, tmp_path):
+async def test_a_transient_failure_only_costs_time(running, tmp_path):
     rewards = await running(f"""
         import os
         def f(prompt, completion):
@@ -118,7 +118,7 @@ async def test_a_failure_that_passes_costs_nothing_but_time(running, tmp_path):
     assert (await rewards.score(prompt(), ["5"]))["scores"].tolist() == [1.0]
 
 
-async def test_nonsense_is_not_tried_again(running, tmp_path):
+async def test_an_invalid_result_is_not_retried(running, tmp_path):
     rewards = await running(f"""
         def f(prompt, completion):
             open({str(tmp_path / "tries")!r}, "a").write("x")
@@ -148,7 +148,7 @@ async def test_async_calls_of_several_groups_share_a_worker_and_each_has_its_own
         await late
 
 
-async def test_what_a_worker_prints_does_not_disturb_it(running):
+async def test_prints_of_a_worker_do_not_corrupt_the_protocol(running):
     rewards = await running("""
         def f(prompt, completion):
             print("noise" * 1000)
@@ -157,7 +157,7 @@ async def test_what_a_worker_prints_does_not_disturb_it(running):
     assert (await rewards.score(prompt(), ["5"]))["scores"].tolist() == [1.0]
 
 
-async def test_workers_that_are_closed_leave_no_process(running):
+async def test_closing_workers_leaves_no_process(running):
     before = descendants()
     rewards = await running("def f(prompt, completion): return 1.0")
     assert descendants() - before

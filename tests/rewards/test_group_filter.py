@@ -21,7 +21,7 @@ groups = st.lists(rewards, min_size=1, max_size=16) | st.builds(
 
 
 def reason(config, scores, **components):
-    """What the filter says of a group with these scores and named rewards."""
+    """Return the filter's reason for a group with these scores and named rewards."""
     columns = {
         f"reward/{name}": np.array(column, np.float32) for name, column in components.items()
     }
@@ -32,7 +32,7 @@ def reason(config, scores, **components):
 
 @pytest.fixture
 def filter_from(tmp_path):
-    """The config of a filter from the source of a file; `name` is the function in it."""
+    """Create filter configs from the source of a file with function `name`."""
 
     def make(source, name="keep"):
         path = tmp_path / "filter.py"
@@ -42,7 +42,7 @@ def filter_from(tmp_path):
     return make
 
 
-def test_nothing_is_filtered_unless_asked_for():
+def test_no_group_is_filtered_by_default():
     assert reason(FilterConfig(), [1, 1]) is None
 
 
@@ -60,11 +60,11 @@ def test_nothing_is_filtered_unless_asked_for():
         ([0], None),
     ],
 )
-def test_a_group_of_equal_rewards_is_taken_out_but_never_a_single_rollout(scores, words):
+def test_equal_rewards_rejects_groups_of_two_or_more_rollouts(scores, words):
     assert reason(EQUAL, scores) == words
 
 
-def test_it_is_the_combined_reward_that_has_to_be_equal():
+def test_equal_rewards_compares_the_combined_reward():
     assert reason(EQUAL, [1, 1], right=[1, 0], form=[0, 1]) == "all 2 rewards are 1"
     assert reason(EQUAL, [1, 0], right=[1, 1]) is None
 
@@ -72,7 +72,7 @@ def test_it_is_the_combined_reward_that_has_to_be_equal():
 @given(groups, st.integers(-1000, 1000))
 def test_shifting_all_rewards_does_not_change_whether_they_are_equal(scores, shift):
     shifted = np.array(scores, np.float32) + np.float32(shift)
-    # A shift may round two rewards to one; then they are equal.
+    # A shift may round two rewards to the same float32; then they are equal.
     assume(len(set(shifted.tolist())) == len(set(scores)))
     assert (reason(EQUAL, shifted) is None) == (reason(EQUAL, scores) is None)
 
@@ -101,14 +101,14 @@ def test_the_order_of_the_rollouts_does_not_matter(data, scores, config):
         ([1], 0, 1, "mean reward 1 is not inside (0, 1)"),
     ],
 )
-def test_a_group_stays_if_its_mean_lies_inside_the_open_interval(scores, low, high, words):
+def test_mean_outside_accepts_means_inside_the_open_interval(scores, low, high, words):
     assert reason(FilterConfig("mean_outside", options={"low": low, "high": high}), scores) == words
 
 
 @given(groups, st.floats(-1000, 1000), st.floats(-1000, 1000))
 def test_the_mean_is_a_float64(scores, low, high):
     assume(low < high)
-    # The exact sum, rounded once; then divided.
+    # fmean rounds the exact sum once, then divides.
     mean = float(sum(Fraction(score) for score in scores)) / len(scores)
     stays = reason(FilterConfig("mean_outside", options={"low": low, "high": high}), scores) is None
     assert stays == (low < mean < high)
@@ -121,14 +121,14 @@ def test_a_mean_that_float32_would_round_onto_the_bound_is_inside():
 
 
 @pytest.mark.parametrize(("scores", "kept"), [([1, 0], True), ([0, 0], False)])
-def test_a_users_function_says_which_groups_stay(filter_from, scores, kept):
+def test_a_user_function_decides_which_groups_are_accepted(filter_from, scores, kept):
     config = filter_from("def keep(scores): return max(scores) > 0")
     assert reason(config, scores) == (
         None if kept else f"keep in {config.options['path']} returned False"
     )
 
 
-def test_a_function_is_given_the_prompt_and_lists_of_floats(filter_from):
+def test_a_function_receives_the_prompt_and_lists_of_floats(filter_from):
     config = filter_from("""
         def keep(prompt, scores, rewards):
             assert prompt.uid == "3:7:0" and prompt.ground_truth == "5"
@@ -155,7 +155,7 @@ def test_a_function_is_given_the_prompt_and_lists_of_floats(filter_from):
         "class Keep:\n    def __call__(self, scores): return scores == [1, 0]\nkeep = Keep()",
     ],
 )
-def test_a_function_takes_what_it_asks_for_by_name(filter_from, function):
+def test_a_function_receives_only_the_parameters_it_declares(filter_from, function):
     assert reason(filter_from(function), [1, 0], a=[1, 0]) is None
 
 
@@ -171,7 +171,7 @@ def test_a_function_cannot_change_the_columns(filter_from):
     assert columns["scores"].tolist() == [1, 1] and columns["reward/a"].tolist() == [0, 0]
 
 
-def test_a_bool_of_numpy_is_an_answer(filter_from):
+def test_a_numpy_bool_is_accepted(filter_from):
     config = filter_from("import numpy\ndef keep(scores): return numpy.std(scores) > 0")
     assert reason(config, [1, 0]) is None
     assert reason(config, [1, 1]) == f"keep in {config.options['path']} returned False"
@@ -189,7 +189,7 @@ def test_a_bool_of_numpy_is_an_answer(filter_from):
         ("(True for _ in scores)", "<generator .*>"),
     ],
 )
-def test_any_other_answer_is_an_error_that_names_function_file_and_uid(filter_from, body, shown):
+def test_another_return_value_is_an_error_naming_function_file_and_uid(filter_from, body, shown):
     config = filter_from(f"def keep(scores): return {body}")
     words = rf"^filter, uid 3:7:0: keep in /.*filter\.py returned {shown}, not True or False$"
     with pytest.raises(RewardError, match=words):
@@ -206,9 +206,7 @@ def test_any_other_answer_is_an_error_that_names_function_file_and_uid(filter_fr
         ("next(iter([]))", "StopIteration"),
     ],
 )
-def test_what_a_function_raises_is_reported_with_its_line_and_the_uid(
-    filter_from, statement, words
-):
+def test_an_exception_is_reported_with_line_and_uid(filter_from, statement, words):
     config = filter_from(f"""
         # line 2
         def keep(rewards):
@@ -230,7 +228,7 @@ def test_what_a_function_raises_is_reported_with_its_line_and_the_uid(
         ("(scores=None, /)", "scores"),
     ],
 )
-def test_a_function_that_asks_for_something_else_is_refused_with_what_it_may_have(
+def test_an_unknown_parameter_is_refused_listing_the_allowed_parameters(
     filter_from, signature, refused
 ):
     config = filter_from(f"def keep{signature}: return True")
@@ -256,7 +254,7 @@ def test_a_function_that_asks_for_something_else_is_refused_with_what_it_may_hav
         ("raise SystemExit(1)", r"filter\.path=/.*filter\.py:1: SystemExit: 1"),
     ],
 )
-def test_a_file_that_does_not_hold_the_function_is_refused_in_one_line(filter_from, source, words):
+def test_a_file_without_the_function_is_refused(filter_from, source, words):
     config = filter_from(source)
     with pytest.raises(ConfigError, match=f"^{words}$"):
         build_group_filter(config)
@@ -288,7 +286,7 @@ def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
         ({"kind": "function", "path": "a.py"}, "filter.function: missing"),
         (
             {"kind": "none", "path": "a.py"},
-            "filter.path: means nothing to filter.kind=none;"
+            "filter.path has no effect with filter.kind=none;"
             " mean_outside takes low and high, function takes path and function",
         ),
         (
@@ -298,7 +296,7 @@ def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
         ({"max_filter_rounds": 0}, "filter.max_filter_rounds=0: must be 1 or more"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused_in_one_line(options, words):
+def test_invalid_settings_are_refused_in_one_line(options, words):
     own = {"kind", "max_filter_rounds"}
     settings = {"kind": "mean_outside", **{k: v for k, v in options.items() if k in own}}
     with pytest.raises(ConfigError) as caught:

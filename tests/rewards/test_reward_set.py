@@ -30,7 +30,7 @@ PLACED = replace(PROMPT, row_location="sums.jsonl line 12")
 
 
 class FakeReward(Reward):
-    """Gives the scores it is told to, when it is told to."""
+    """Returns given scores after a given delay."""
 
     def __init__(self, values=(), *, wait_s=0.0, error=None, complaint=None):
         super().__init__()
@@ -79,14 +79,14 @@ async def test_scores_are_the_weighted_sum_and_components_are_unweighted():
     assert rewards.component_names == ("right", "form", "zero")
 
 
-async def test_rewards_run_side_by_side():
+async def test_rewards_run_concurrently():
     rewards = reward_set(**{f"r{i}": (1.0, FakeReward([1], wait_s=0.5)) for i in range(20)})
     started = time.monotonic()
     await rewards.score(PROMPT, ["a"])
     assert time.monotonic() - started < 5
 
 
-async def test_a_gate_that_is_not_passed_makes_the_score_0_whatever_the_others_say():
+async def test_a_failed_gate_makes_the_combined_score_0():
     rewards = reward_set(
         gates=("form",),
         right=(2.0, FakeReward([1, 1, 0])),
@@ -98,7 +98,7 @@ async def test_a_gate_that_is_not_passed_makes_the_score_0_whatever_the_others_s
 
 
 class Said(FakeReward):
-    """Gives whole judgements."""
+    """Returns given RewardResults."""
 
     async def score(self, prompt, completions):
         return list(self.values)
@@ -107,8 +107,8 @@ class Said(FakeReward):
 ABSENT = RewardResult.make_not_judged()
 
 
-async def test_a_component_that_says_nothing_is_left_out_of_the_score_for_that_completion():
-    """As in TRL: the weighted sum over those that say something."""
+async def test_an_abstaining_component_is_left_out_of_the_score():
+    """As in TRL: the weighted sum of the components with a score."""
     rewards = reward_set(
         math=(2.0, Said([ABSENT, RewardResult(0.5, RewardOutcome.WRONG), ABSENT])),
         code=(
@@ -129,7 +129,7 @@ async def test_a_component_that_says_nothing_is_left_out_of_the_score_for_that_c
     assert rewards.drain_counts()["verdicts/not_judged"] == 3
 
 
-async def test_a_gate_that_says_nothing_is_open_and_a_completion_without_any_word_has_no_score():
+async def test_an_abstaining_gate_is_open_and_a_completion_without_results_has_no_score():
     gate = reward_set(
         gates=["gate"],
         gate=(0.0, Said([ABSENT, RewardResult.from_correctness(False)])),
@@ -140,21 +140,21 @@ async def test_a_gate_that_says_nothing_is_open_and_a_completion_without_any_wor
         a=(1.0, Said([RewardResult.from_correctness(True), ABSENT])),
         logged=(0.0, FakeReward([1.0, 1.0])),
     )
-    with pytest.raises(RewardError, match=r"completion 1: a returned None, so that it has no sc"):
+    with pytest.raises(RewardError, match=r"completion 1 has no score: a returned None"):
         await silent.score(PROMPT, ["a", "b"])
 
 
-async def test_further_numbers_add_up_and_become_means():
-    def said(*numbers):
+async def test_extra_metrics_are_summed_and_averaged():
+    def results_with(*numbers):
         return [
-            RewardResult(1.0, RewardOutcome.PASS, extra_metrics=tuple(one.items()))
-            for one in numbers
+            RewardResult(1.0, RewardOutcome.PASS, extra_metrics=tuple(metrics.items()))
+            for metrics in numbers
         ]
 
-    first = reward_set(f=(1.0, Said(said({"acc": 1.0, "a/b": 4.0}, {"acc": 0.0}))))
-    other = reward_set(f=(1.0, Said(said({"acc": 0.0}, {"acc": -3.0}))))
+    first = reward_set(f=(1.0, Said(results_with({"acc": 1.0, "a/b": 4.0}, {"acc": 0.0}))))
+    second = reward_set(f=(1.0, Said(results_with({"acc": 0.0}, {"acc": -3.0}))))
     counts: Counter[str] = Counter()
-    for rewards in (first, other):
+    for rewards in (first, second):
         await rewards.score(PROMPT, ["a", "b"])
         counts.update(rewards.drain_counts())
     assert sums_to_means(counts) == {
@@ -164,12 +164,12 @@ async def test_further_numbers_add_up_and_become_means():
     }
     assert find_metric("reward/f/acc").name == "reward/<component>/<number>"
     assert first.drain_counts() == {}
-    many = reward_set(f=(1.0, Said(said({f"n{i}": 1.0 for i in range(999)}))))
+    many = reward_set(f=(1.0, Said(results_with({f"n{i}": 1.0 for i in range(999)}))))
     await many.score(PROMPT, ["a"])
     assert len(sums_to_means(many.drain_counts())) == 201
 
 
-async def test_completions_are_counted_by_verdict_until_they_are_drained():
+async def test_completions_are_counted_by_outcome_until_drained():
     rewards = reward_set(a=(1.0, FakeReward([1, 0])), b=(1.0, FakeReward([1, 1])))
     await rewards.score(PROMPT, ["a", "b"])
     assert rewards.drain_counts() == {"verdicts/pass": 3, "verdicts/wrong": 1}
@@ -204,11 +204,11 @@ async def test_cancelling_the_group_cancels_its_rewards():
 
 async def test_a_reward_that_cancels_itself_is_an_error_of_that_reward():
     rewards = reward_set(odd=(1.0, FakeReward(error=asyncio.CancelledError())))
-    with pytest.raises(RewardError, match="reward odd, uid 2:11:0: it cancelled itself"):
+    with pytest.raises(RewardError, match="reward odd, uid 2:11:0: the reward cancelled itself"):
         await rewards.score(PROMPT, ["a"])
 
 
-async def test_our_own_slips_are_not_dressed_up_as_rewards():
+async def test_internal_errors_are_not_converted_to_reward_errors():
     rewards = reward_set(broken=(1.0, FakeReward(error=KeyError("x"))))
     with pytest.raises(KeyError):
         await rewards.score(PROMPT, ["a"])
@@ -228,13 +228,13 @@ async def test_a_sum_that_overflows_is_an_error():
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0, 1.0, 1.0]])
-async def test_a_wrong_number_of_numbers_is_an_error(values):
+async def test_a_wrong_number_of_scores_is_an_error(values):
     rewards = reward_set(odd=(1.0, FakeReward(values)))
     with pytest.raises(RewardError, match=f"reward odd, uid .*: {len(values)} numbers for 2 compl"):
         await rewards.score(PROMPT, ["a", "b"])
 
 
-def test_check_names_the_first_row_a_reward_cannot_judge():
+def test_check_prompts_names_the_first_row_that_a_reward_cannot_score():
     rewards = reward_set(fine=(1.0, FakeReward()), odd=(1.0, FakeReward(complaint="no truth")))
     with pytest.raises(
         ConfigError, match=r"^sums.jsonl line 12 \(uid 2:11:0\): reward odd: no truth$"
@@ -243,7 +243,7 @@ def test_check_names_the_first_row_a_reward_cannot_judge():
     reward_set(fine=(1.0, FakeReward())).check_prompts([PLACED])
 
 
-async def test_an_error_of_the_run_names_the_row_too():
+async def test_an_error_during_the_run_names_the_row():
     rewards = reward_set(odd=(1.0, FakeReward(error=RewardError("no number"))))
     with pytest.raises(
         RewardError, match=r"^reward odd, sums.jsonl line 12 \(uid 2:11:0\): no number$"
@@ -287,7 +287,7 @@ def combining(tmp_path, body, signature="rewards, completion"):
     )
 
 
-async def test_a_users_function_may_make_the_score(tmp_path):
+async def test_a_user_function_may_combine_the_score(tmp_path):
     body = "return 10 * rewards['exact'] + rewards['numeric'] - len(completion)"
     async with combining(tmp_path, body) as rewards:
         columns = await rewards.score(PROMPT, ["5", "5.0", "6"])
@@ -319,13 +319,13 @@ async def test_a_users_function_may_make_the_score(tmp_path):
         ),
     ],
 )
-async def test_a_combining_function_that_fails_is_an_error_with_its_place(tmp_path, body, words):
+async def test_a_failing_combine_function_is_an_error_with_file_and_line(tmp_path, body, words):
     async with combining(tmp_path, body) as rewards:
         with pytest.raises(RewardError, match=rf"^combined reward, uid 2:11:0: {words}$"):
             await rewards.score(PROMPT, ["5"])
 
 
-def test_a_combining_function_goes_with_no_weights_and_gets_what_it_can_ask_for(tmp_path):
+def test_a_combine_function_excludes_weights_and_unknown_parameters(tmp_path):
     (tmp_path / "mix.py").write_text(
         "def mix(rewards, model): return 1\n"
         "def fine(rewards): return 1\n"
@@ -341,8 +341,16 @@ def test_a_combining_function_goes_with_no_weights_and_gets_what_it_can_ask_for(
         (f"{path}:late", RewardConfig("exact"), "scorer.combine=.*:late: in .*mix.py it is async"),
         (f"{path}:no", RewardConfig("exact"), "scorer.combine=.*:no: not in .*mix.py"),
         (path, RewardConfig("exact"), "scorer.combine=.*: must be written as file.py:function"),
-        (f"{path}:fine", RewardConfig("exact", weight=2.0), "weight and gate of reward exact mean"),
-        (f"{path}:fine", RewardConfig("exact", gate=True), "weight and gate of reward exact mean"),
+        (
+            f"{path}:fine",
+            RewardConfig("exact", weight=2.0),
+            "weight and gate of reward exact have no",
+        ),
+        (
+            f"{path}:fine",
+            RewardConfig("exact", gate=True),
+            "weight and gate of reward exact have no",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             build_rewards([config], RewardContext(ScorerConfig(combine=combine)))
@@ -355,26 +363,26 @@ def test_a_combining_function_goes_with_no_weights_and_gets_what_it_can_ask_for(
         ([{"kind": ""}], r"rewards\[0\].kind=: must be one of exact, numeric, regex, .*, function"),
         ([{"kind": "numerics"}], r"rewards\[0\].kind=numerics: .* nearest kind is numeric"),
         ([{"kind": "regex"}], r"rewards\[0\].pattern: missing"),
-        ([{"kind": "function"}], r"rewards\[0\].path: missing; kind function needs it"),
+        ([{"kind": "function"}], r"rewards\[0\].path: missing; kind function requires a path"),
         (
             [{"kind": "exact", "options": {"path": "x.py"}}],
-            r"rewards\[0\].path=x.py: means nothing to a reward of kind exact; the nearest",
+            r"rewards\[0\].path=x.py: not an option of kind exact; the nearest",
         ),
         (
             [{"kind": "exact", "options": {"wieght": 2}}],
-            r"rewards\[0\].wieght=2: means nothing to .*; the nearest key is weight",
+            r"rewards\[0\].wieght=2: not an option of .*; the nearest key is weight",
         ),
         ([{"kind": "exact"}, {"kind": "exact"}], "rewards.name=exact: given 2 times"),
         ([{"kind": "exact", "weight": float("nan")}], r"rewards\[0\].weight=nan: must be finite"),
         ([{"kind": "exact", "name": "a/b"}], r"rewards\[0\].name=a/b: letters"),
-        ([{"kind": "exact", "name": "mean"}], r"rewards\[0\].name=mean: .*/mean is another metric"),
+        ([{"kind": "exact", "name": "mean"}], r"rewards\[0\].name=mean: .*/mean is reserved"),
     ],
 )
-def test_rewards_that_cannot_be_built_are_refused(configs, words):
+def test_invalid_reward_entries_are_refused(configs, words):
     with pytest.raises(ConfigError, match=words):
         build_rewards([RewardConfig(**config) for config in configs])
     with pytest.raises(ConfigError, match=words.replace("rewards", "costs", 1)):
-        build_rewards([RewardConfig(**c) for c in configs], judged=COSTS)
+        build_rewards([RewardConfig(**c) for c in configs], score_spec=COSTS)
 
 
 @pytest.mark.parametrize(
@@ -386,6 +394,6 @@ def test_rewards_that_cannot_be_built_are_refused(configs, words):
         ({"timeout_s": float("inf")}, "scorer.timeout_s=inf: must be above 0 and finite"),
     ],
 )
-def test_impossible_scorer_settings_are_refused(settings, words):
+def test_invalid_scorer_settings_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         ScorerConfig(**settings)

@@ -15,10 +15,13 @@ async def judged(config, row, *completions):
     rewards.check_prompts([row])
     await rewards.start()
     try:
-        found = await rewards.judge_group(row, completions)
+        group_result = await rewards.judge_group(row, completions)
     finally:
         await rewards.close()
-    return [(one.score, one.outcome.value) for one in found.components[config.component_name]]
+    return [
+        (result.score, result.outcome.value)
+        for result in group_result.components[config.component_name]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -35,8 +38,8 @@ async def judged(config, row, *completions):
 )
 async def test_rules_are_kinds_with_their_options(kind, options, truth, right, wrong, low):
     config = RewardConfig(kind, options=options)
-    found = await judged(config, prompt(truth), right, wrong)
-    assert found == [(1.0, "pass"), (low, "wrong")]
+    results = await judged(config, prompt(truth), right, wrong)
+    assert results == [(1.0, "pass"), (low, "wrong")]
 
 
 @pytest.mark.parametrize(
@@ -48,31 +51,31 @@ async def test_rules_are_kinds_with_their_options(kind, options, truth, right, w
         ("length", {"unit": "tokens"}, r"rewards\[0\].unit=tokens"),
     ],
 )
-def test_options_that_a_rule_refuses_are_named(kind, options, words):
+def test_invalid_rule_options_are_named(kind, options, words):
     with pytest.raises(ConfigError, match=words):
         build_rewards([RewardConfig(kind, options=options)])
 
 
 @pytest.mark.slow
-async def test_symbolic_equality_and_what_takes_forever_is_a_verdict_not_a_hang():
+async def test_symbolic_compares_mathematics_and_endless_parsing_is_a_timeout():
     config = RewardConfig("symbolic", options={"timeout_s": 60.0, "memory_gib": 0.5})
-    found = await judged(config, prompt("x+1"), "\\boxed{1+x}", "\\boxed{x}")
-    assert found == [(1.0, "pass"), (0.0, "wrong")]
+    results = await judged(config, prompt("x+1"), "\\boxed{1+x}", "\\boxed{x}")
+    assert results == [(1.0, "pass"), (0.0, "wrong")]
     config = RewardConfig("symbolic", options={"timeout_s": 3.0, "memory_gib": 0.5})
-    (found,) = await judged(config, prompt("x+1"), "\\boxed{10^{10^{10^{10}}}}")
-    assert found in [(0.0, "memory"), (0.0, "timeout")]
+    (results,) = await judged(config, prompt("x+1"), "\\boxed{10^{10^{10^{10}}}}")
+    assert results in [(0.0, "memory"), (0.0, "timeout")]
 
 
-async def test_auto_judges_each_source_by_its_own_rule():
+async def test_auto_selects_the_rule_by_data_source():
     auto = RewardConfig("auto")
     assert await judged(auto, prompt("7", "openai/gsm8k"), "#### 7") == [(1.0, "pass")]
     assert await judged(auto, prompt("7", "aime2024"), "Answer: 8") == [(-1.0, "wrong")]
     row = prompt("x+1", "numina_olympiads")
     assert await judged(auto, row, "\\boxed{1+x}") == [(1.0, "pass")]
-    with pytest.raises(ConfigError, match=r"reward auto: data_source 'mine' has no rule"):
+    with pytest.raises(ConfigError, match=r"reward auto: data_source 'mine' has no default rule"):
         build_rewards([auto]).check_prompts([prompt("7", "mine")])
 
 
-async def test_a_ground_truth_that_a_rule_cannot_use_is_an_error_in_the_run_too():
+async def test_an_unusable_ground_truth_is_an_error_during_the_run():
     with pytest.raises(RewardError, match="reward gsm8k, uid 0:0:0: ground_truth"):
         await build_rewards([RewardConfig("gsm8k")]).judge_group(prompt("seven"), ["#### 7"])

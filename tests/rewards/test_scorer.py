@@ -1,4 +1,4 @@
-"""The stages that judge texts."""
+"""Workers of the reward and cost stages."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,21 +15,21 @@ from streamrl.rewards.scorer import CostScorer, RewardScorer
 
 
 class Letters:
-    """Token n is the n-th letter."""
+    """Tokenizer: token n is the n-th letter."""
 
     def batch_decode(self, ids, **_):
         return ["".join("abcdef"[i] for i in row) for row in ids]
 
 
 class AllOut:
-    """A filter that keeps nothing."""
+    """A filter that rejects every group."""
 
     def explain_rejection(self, prompt, columns):
         return "all out"
 
 
 class Down(Reward):
-    """A reward that cannot be had."""
+    """A reward that always fails."""
 
     async def score(self, prompt, completions):
         raise RewardError("the verifier is down")
@@ -62,38 +62,38 @@ def one_reward(reward, **facts):
     return RewardSet([RewardComponent("has", 2.0, False, reward)], **facts)
 
 
-async def test_every_rollout_is_compared_with_the_score_of_the_greedy_completion():
+async def test_the_greedy_completion_is_the_baseline_of_every_rollout():
     scorer = RewardScorer(one_reward(says("b")), Letters(), AllOut())
-    (found,) = await scorer.score_baseline([GREEDY])
-    assert isinstance(found, Mapping)
-    assert {name: column.tolist() for name, column in found.items()} == {
+    (columns,) = await scorer.score_baseline([GREEDY])
+    assert isinstance(columns, Mapping)
+    assert {name: column.tolist() for name, column in columns.items()} == {
         "baseline_scores": [2.0, 2.0, 2.0]
     }
-    assert found["baseline_scores"].dtype == np.float32
+    assert columns["baseline_scores"].dtype == np.float32
     assert scorer.drain_samples() == []
     (filtered,) = await scorer.score([GROUP])
     assert isinstance(filtered, FilteredGroup), "the greedy completion alone is not filtered"
 
 
-async def test_a_baseline_that_cannot_be_had_is_an_error_not_a_zero():
+async def test_a_failed_baseline_is_an_error_not_a_zero():
     scorer = RewardScorer(one_reward(Down()), Letters(), KeepAllFilter())
     (error,) = await scorer.score_baseline([GREEDY])
     assert isinstance(error, RewardError)
     assert "reward has, uid 0:1:0: the verifier is down" in str(error)
 
 
-async def test_costs_have_columns_of_their_own():
-    scorer = CostScorer(one_reward(says("b"), judged=COSTS), Letters())
-    (found,) = await scorer.score([GROUP])
-    assert isinstance(found, Mapping)
-    assert {name: column.tolist() for name, column in found.items()} == {
+async def test_costs_have_separate_columns():
+    scorer = CostScorer(one_reward(says("b"), score_spec=COSTS), Letters())
+    (columns,) = await scorer.score([GROUP])
+    assert isinstance(columns, Mapping)
+    assert {name: column.tolist() for name, column in columns.items()} == {
         "cost/has": [1.0, 0.0, 1.0],
         "costs": [2.0, 0.0, 2.0],
     }
 
 
-async def test_a_cost_that_cannot_be_had_is_named():
-    scorer = CostScorer(one_reward(Down(), judged=COSTS), Letters())
+async def test_a_failed_cost_is_named():
+    scorer = CostScorer(one_reward(Down(), score_spec=COSTS), Letters())
     (error,) = await scorer.score([GROUP])
     assert isinstance(error, RewardError)
     assert "cost has, uid 0:1:0: the verifier is down" in str(error)

@@ -1,4 +1,4 @@
-"""A sequence-classification model of 0.1 M random parameters, on disk."""
+"""A sequence-classification model with 0.1 M random parameters, on disk."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def write_classifier(path: Path, **settings) -> str:
     config = AutoConfig.from_pretrained(path, **{"num_labels": 1, **settings})
     torch.manual_seed(1)
     model = Qwen2ForSequenceClassification(config)
-    # Its numbers are far enough from each other to tell texts apart.
+    # Large weights, so that the logits of different texts differ clearly.
     torch.nn.init.normal_(model.score.weight)
     model.save_pretrained(path)
     return str(path)

@@ -1,1 +1,1 @@
-"""The types every reward is made of."""
+"""Base classes and shared types of rewards."""

@@ -1,4 +1,4 @@
-"""What counts as a number where a user's code says what something is worth, and what did not."""
+"""Checks and formatting of values returned by user code."""
 
 import contextlib
 import reprlib
@@ -11,14 +11,13 @@ _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def format_value(value: Any) -> str:
-    """What a user's code gave, in short and on one line."""
     return " ".join(reprlib.repr(value).split())
 
 
 def to_finite_float(value: Any) -> float | None:
-    """A number, or a bool, that a float32 can hold; None for anything else."""
+    """Convert a number, bool or one-element tensor within float32 range to float; else None."""
     if hasattr(value, "item") and not isinstance(value, Real | np.bool_):
-        # A tensor of one number. One of more has no single item, and is none.
+        # item() raises for a tensor with more than one element.
         with contextlib.suppress(ValueError, RuntimeError):
             value = value.item()
     if isinstance(value, Real | np.bool_):

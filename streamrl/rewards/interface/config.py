@@ -1,4 +1,4 @@
-"""Settings of the rewards and of the stage that computes them."""
+"""Config sections `rewards`, `scorer` and `sandbox`."""
 
 import math
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from streamrl.errors import ConfigError
 
 @dataclass
 class RewardConfig:
-    """One reward of a run: an entry of the list `rewards`.
+    """Entry of the list `rewards`.
 
-    kind: how it is computed; `streamrl rewards` lists the kinds.
-    name: the component's name, logged as reward/<name>; empty: the kind.
-    weight: factor in the weighted sum that is the score; 0 only logs the component.
-    gate: where this component is not passed, the score is 0 whatever the others say.
-    options: of the kind; they may stand beside these, as in {kind: regex, pattern: x}.
+    kind: reward kind; `streamrl rewards` lists the kinds.
+    name: component name, logged as reward/<name>; empty: the kind.
+    weight: factor in the weighted sum; 0 only logs the component.
+    gate: a completion that fails this component has combined score 0.
+    options: options of the kind; may also be given directly, as in {kind: regex, pattern: x}.
     """
 
     kind: str = ""
@@ -27,18 +27,17 @@ class RewardConfig:
 
     @property
     def component_name(self) -> str:
-        """Name of the component."""
         return self.name or self.kind
 
 
 @dataclass
 class ScorerConfig:
-    """The stage that computes the rewards.
+    """The reward stage.
 
     replicas: scorer processes.
-    max_groups: groups a replica works on at once.
-    timeout_s: deadline of scoring one group once, s.
-    combine: what makes one score of the components, as file.py:function; empty: the weighted sum.
+    max_groups: groups that a replica scores concurrently.
+    timeout_s: deadline of one attempt to score a group, s.
+    combine: function that combines the components, as file.py:function; empty: the weighted sum.
     """
 
     replicas: int = 1
@@ -56,23 +55,26 @@ class ScorerConfig:
 
 @dataclass
 class SandboxConfig:
-    """Where programs that a policy wrote are run.
+    """Sandbox of generated programs.
 
-    allow_unsafe: run them on a machine that cannot isolate them. They can then do all that the user
-        who runs streamrl can.
+    allow_unsafe: run programs even if this machine cannot isolate them. The programs then have all
+        rights of the user of streamrl.
     """
 
     allow_unsafe: bool = False
 
 
-def fold_options(entry: dict[str, Any], own: Iterator[str] | set[str]) -> dict[str, Any]:
-    """An entry whose options stand beside its other keys, with them under `options`."""
-    known = set(own)
-    beside = {key: value for key, value in entry.items() if key not in known}
-    if not beside:
+def fold_options(entry: dict[str, Any], keys: Iterator[str] | set[str]) -> dict[str, Any]:
+    """Move all entries except `keys` into the dict under "options".
+
+    {kind: regex, pattern: x} becomes {kind: regex, options: {pattern: x}}.
+    """
+    entry_keys = set(keys)
+    inline_options = {key: value for key, value in entry.items() if key not in entry_keys}
+    if not inline_options:
         return entry
     options = entry.get("options", {})
     if not isinstance(options, dict):
         return entry
-    rest = {key: value for key, value in entry.items() if key in known}
-    return {**rest, "options": {**options, **beside}}
+    rest = {key: value for key, value in entry.items() if key in entry_keys}
+    return {**rest, "options": {**options, **inline_options}}

@@ -1,4 +1,4 @@
-"""From tokens to the text that is judged, and to the answer in it."""
+"""Decode completions to text and extract answers from the text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from streamrl.messages import Array, Rollout
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Deadline of one search, s. A pattern with nested repeats can take longer than the run.
+#: Deadline of a search: nested repeats can backtrack for exponential time.
 SEARCH_TIMEOUT_S = 0.5
 
 
 def decode_completions(
     tokenizer: "PreTrainedTokenizerBase", rollouts: Sequence[Rollout]
 ) -> list[str]:
-    """Text of each rollout after its initial prompt, special tokens left out, spaces as written."""
+    """Decode each rollout without its prompt and special tokens; spaces are kept as sampled."""
     return decode_ids(tokenizer, [rollout.completion_ids for rollout in rollouts])
 
 
 def decode_ids(tokenizer: "PreTrainedTokenizerBase", completions: Sequence[Array]) -> list[str]:
-    """Text of each completion, int32 [C], in the same way."""
+    """Decode completions, int32 [C] each, without special tokens."""
     texts = tokenizer.batch_decode(
         [completion.tolist() for completion in completions],
         skip_special_tokens=True,
@@ -35,43 +35,41 @@ def decode_ids(tokenizer: "PreTrainedTokenizerBase", completions: Sequence[Array
 
 
 class PatternTimeoutError(RewardError):
-    """A pattern took too long on a text. Of a completion that is a verdict: timeout."""
+    """A pattern exceeded SEARCH_TIMEOUT_S; the completion's outcome is then TIMEOUT."""
 
 
 class AnswerPattern:
-    """Where the answer stands in a completion, as a regular expression of the `regex` package.
+    """Regular expression that locates an answer, with a deadline per search.
 
-    That package rather than `re`, because it can be given a deadline. Raises ConfigError if the
-    expression is wrong.
+    Uses the `regex` package because `re` has no timeout. Raises ConfigError for an invalid
+    pattern; the message names the reward's option `option`.
     """
 
     def __init__(self, pattern: str, *, option: str = "pattern") -> None:
-        """`option` is what the message of the error calls it."""
         try:
             self._regex = regex.compile(pattern)
         except regex.error as error:
             raise ConfigError(f"rewards.{option}={pattern}: {error}") from error
 
     def find_last(self, text: str) -> str | None:
-        """First group of the last match (all of it if there are no groups); None: no match.
+        """Return the first group of the last match, or the whole match of a pattern without groups.
 
-        Raises SlowPatternError if the search takes longer than SEARCH_TIMEOUT_S.
+        Returns None without a match. Raises PatternTimeoutError.
         """
-        matches = self._find_matches(text, most=None)
+        matches = self._find_matches(text, limit=None)
         answer: str | None = None
         if matches:
             answer = matches[-1][1 if self._regex.groups else 0]
         return answer
 
     def has_match(self, text: str) -> bool:
-        """Whether there is a match anywhere. Raises SlowPatternError like `last`."""
-        return bool(self._find_matches(text, most=1))
+        return bool(self._find_matches(text, limit=1))
 
-    def _find_matches(self, text: str, most: int | None) -> list["regex.Match[str]"]:
+    def _find_matches(self, text: str, limit: int | None) -> list["regex.Match[str]"]:
         try:
-            # Without the interpreter's lock: what else the process does goes on meanwhile.
-            found = self._regex.finditer(text, timeout=SEARCH_TIMEOUT_S, concurrent=True)
-            return list(islice(found, most))
+            # concurrent=True releases the GIL during the search.
+            matches = self._regex.finditer(text, timeout=SEARCH_TIMEOUT_S, concurrent=True)
+            return list(islice(matches, limit))
         except TimeoutError as error:
             raise PatternTimeoutError(
                 f"pattern {self._regex.pattern} took more than {SEARCH_TIMEOUT_S} s on a "
@@ -83,17 +81,18 @@ class AnswerPattern:
 class PatternOptions:
     """Options of a rule that compares an answer.
 
-    pattern: where the answer stands, its last match, first group; empty: the whole completion.
+    pattern: regular expression of the answer: first group of the last match; empty: the whole
+        completion is the answer.
     """
 
     pattern: str = ""
 
     def compile_pattern(self) -> AnswerPattern | None:
-        """The pattern, if there is one. Raises ConfigError if it is wrong."""
+        """Return the compiled pattern, or None if empty. Raises ConfigError if invalid."""
         return AnswerPattern(self.pattern) if self.pattern else None
 
 
 def extract_answer(completion: str, pattern: AnswerPattern | None) -> str | None:
-    """The answer a completion gives, trimmed: what `pattern` finds, or all of it without one."""
+    """Return the match of `pattern`, or the completion without a pattern; whitespace stripped."""
     answer = completion if pattern is None else pattern.find_last(completion)
     return None if answer is None else answer.strip()

@@ -1,4 +1,4 @@
-"""Rows of tokens that arrive side by side, computed together under a bound on a batch's size."""
+"""Batching of concurrent requests to a reward model, bounded by padded tokens per batch."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -8,12 +8,12 @@ RowLogits = Sequence[float]
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int, max_rows: int) -> list[list[int]]:
-    """Places of rows, each once, in batches: those of like length together, the longest first.
+    """Group row indices into batches of similar length, longest rows first.
 
-    A batch is padded to its longest row, and with that has at most `max_tokens`. None of `lengths`
-    is above it.
+    A batch padded to its longest row has at most `max_tokens` tokens. Every length must be at most
+    `max_tokens`. Example: lengths [2, 5, 4], max_tokens 10 gives [[1, 2], [0]].
     """
-    order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     batches = []
     while order:
         size = min(max_rows, max_tokens // lengths[order[0]])
@@ -23,9 +23,9 @@ def plan_batches(lengths: Sequence[int], max_tokens: int, max_rows: int) -> list
 
 
 class MicroBatcher:
-    """Computes what is waiting in rounds: what comes while a round is computed is the next one.
+    """Runs waiting rows in rounds; rows that arrive during a round form the next round.
 
-    `compute` gives the numbers of each row of a batch; one batch at a time.
+    compute: returns the logits of each row of a batch. Batches run one at a time.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class MicroBatcher:
         self._open_futures: set[asyncio.Future[RowLogits]] = set()
 
     async def compute_rows(self, rows: Sequence[TokenRow]) -> list[RowLogits]:
-        """The numbers of each row, none of which is empty. Raises what `compute` raises."""
+        """Return the logits of each row; rows must not be empty. Raises the errors of `compute`."""
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in rows]
         self._pending_rows += zip(rows, futures, strict=True)
@@ -61,29 +61,29 @@ class MicroBatcher:
         while self._pending_rows:
             waiting, self._pending_rows = self._pending_rows, []
             lengths = [len(row) for row, _ in waiting]
-            for places in plan_batches(lengths, self._max_tokens, self._max_rows):
-                # Nobody waits any more for what has failed elsewhere, or was given up.
-                batch = [waiting[i] for i in places if not waiting[i][1].done()]
+            for indices in plan_batches(lengths, self._max_tokens, self._max_rows):
+                # Skip rows whose caller was cancelled or failed with an earlier batch.
+                batch = [waiting[i] for i in indices if not waiting[i][1].done()]
                 if batch:
                     await self._run_batch(batch)
 
     async def _run_batch(
         self, batch: Sequence[tuple[TokenRow, "asyncio.Future[RowLogits]"]]
     ) -> None:
-        # What it raises is for those who wait, whatever it is.
-        (found,) = await asyncio.gather(
+        # return_exceptions: any error, CancelledError included, goes to the waiting callers.
+        (logits,) = await asyncio.gather(
             self._compute([row for row, _ in batch]), return_exceptions=True
         )
         for i, (_, future) in enumerate(batch):
             if future.done():
                 continue
-            if isinstance(found, BaseException):
-                future.set_exception(found)
+            if isinstance(logits, BaseException):
+                future.set_exception(logits)
             else:
-                future.set_result(found[i])
+                future.set_result(logits[i])
 
     def close(self) -> None:
-        """Whoever still waits is told so by cancellation."""
+        """Cancel the running batch and all waiting callers."""
         if self._batch_task is not None:
             self._batch_task.cancel()
         for future in self._open_futures:

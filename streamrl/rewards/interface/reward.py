@@ -1,4 +1,4 @@
-"""What every reward is, and the two ways most are made: a rule, or calls of worker processes."""
+"""Base class of rewards, and two implementations: in-process rules and worker processes."""
 
 import asyncio
 import itertools
@@ -34,12 +34,12 @@ from streamrl.rewards.interface.verdict import RewardOutcome, RewardResult
 OptionsT = TypeVar("OptionsT")
 
 BACKOFF_S = 0.25
-"""Half of the mean wait before the second attempt, which is doubled for each one after it, s."""
+"""Attempt n + 1 waits BACKOFF_S * 2^n * uniform(0.5, 1.5) seconds."""
 
 
 @dataclass(frozen=True)
 class RewardContext:
-    """Settings that rewards read besides their own."""
+    """Config sections shared by all rewards."""
 
     scorer: ScorerConfig = field(default_factory=ScorerConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
@@ -47,7 +47,7 @@ class RewardContext:
 
 @dataclass(frozen=True)
 class RewardSpec(Generic[OptionsT]):
-    """What a reward is made of: the name of its component, its options, and the other settings."""
+    """Arguments of a reward's constructor: component name, options and shared config."""
 
     name: str
     options: OptionsT
@@ -55,10 +55,11 @@ class RewardSpec(Generic[OptionsT]):
 
 
 class Reward:
-    """One way to judge the completions of a prompt.
+    """Scores the completions of a prompt.
 
-    killed: processes ended for it, by cause. model_bytes: weights of the model it asks in its own
-    process, 0 without one; with one it takes a GPU where there are any.
+    kill_counts: killed processes by cause.
+    model_bytes: bytes of model weights loaded into this process. A reward with model_bytes > 0 uses
+        a GPU if available.
     """
 
     def __init__(self) -> None:
@@ -66,30 +67,31 @@ class Reward:
         self.model_bytes = 0
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        """Raise RewardError if this prompt's row lacks what the reward needs."""
+        """Raise RewardError if the prompt lacks data that the reward needs."""
 
     async def run_preflight(self) -> str:
-        """What the user should know before a run starts with this reward; empty: nothing.
+        """Check requirements before a run; return a note for the user, or "".
 
-        Raises ConfigError for what cannot be had on this machine.
+        Raises ConfigError if a requirement is missing on this machine.
         """
         return ""
 
     async def start(self) -> None:
-        """Make ready what judging takes. Raises ConfigError, or RewardError, if that fails."""
+        """Start processes and load models. Raises ConfigError or RewardError."""
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        """One judgement per completion, or RewardError. Never 0 for what went wrong."""
+        """Return one result per completion. Raises RewardError: failures never score 0."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Leave nothing behind."""
+        """End all processes and release all resources."""
 
 
 class RuleReward(Reward):
-    """A rule: text and ground truth in, a judgement out. Runs beside the event loop.
+    """Pure function of completion and ground truth, run in a thread.
 
-    A completion that a pattern of the rule takes too long on is judged timeout.
+    A completion on which a regular expression exceeds its deadline has outcome TIMEOUT.
+    check_truth: raises RewardError for a ground truth that the rule cannot use.
     """
 
     def __init__(
@@ -97,17 +99,14 @@ class RuleReward(Reward):
         judge: Callable[[str, Any], RewardResult],
         check_truth: Callable[[Any], object] = lambda truth: None,
     ) -> None:
-        """`check_truth` raises RewardError for a ground truth the rule cannot use."""
         super().__init__()
         self._judge_completion = judge
         self._validate_truth = check_truth
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        """Raise RewardError for a ground truth the rule cannot use."""
         self._validate_truth(prompt.ground_truth)
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        """What the rule says of each completion."""
         return await asyncio.to_thread(self._judge_completions, prompt.ground_truth, completions)
 
     def _judge_completions(self, truth: Any, completions: Sequence[str]) -> list[RewardResult]:
@@ -123,9 +122,9 @@ class RuleReward(Reward):
 
 @dataclass
 class RetryOptions:
-    """Of a reward that may fail for reasons that are not the completion's.
+    """Options of a reward that depends on infrastructure.
 
-    attempts: times it is tried for a group before the group is dropped.
+    attempts: attempts to score a group before the group is dropped.
     timeout_s: deadline of one attempt, s; null: scorer.timeout_s.
     """
 
@@ -141,11 +140,11 @@ class RetryOptions:
 
 @dataclass
 class WorkerOptions(RetryOptions):
-    """Of a reward that is computed in processes of its own.
+    """Options of a reward that runs in worker processes.
 
-    replicas: processes of each scorer.
-    concurrency: groups at once in a process, if the reward is async.
-    memory_gib: most a process may take, with all it started, GiB.
+    replicas: processes per scorer.
+    concurrency: groups that a process scores concurrently, if the reward is async.
+    memory_gib: memory limit of a process including its children, GiB.
     """
 
     replicas: int = 2
@@ -169,33 +168,34 @@ _REWARD_ERRORS: dict[type[WorkerError], type[RewardInfraError]] = {
 
 
 class WorkerReward(Reward):
-    """A reward whose judging happens in worker processes that can be killed.
+    """Reward computed in worker processes that can be killed.
 
-    `target`, "module:function", makes of `payload` what answers (prompt, completions) with a list
-    of judgements, or with text: why what it computed is no judgement.
+    target: "module:function". Called with `payload`, the function returns the worker's handler. The
+        handler maps (prompt, completions) to a list of results, or to a string: the error message
+        of an invalid result, which is not retried.
+    spec: its options are WorkerOptions.
     """
 
-    def __init__(self, target: str, payload: Any, given: RewardSpec[Any]) -> None:
-        """The options are WorkerOptions."""
+    def __init__(self, target: str, payload: Any, spec: RewardSpec[Any]) -> None:
         super().__init__()
-        options: WorkerOptions = given.options
+        options: WorkerOptions = spec.options
         self._attempts = options.attempts
         settings = WorkerPoolSettings(
             replicas=options.replicas,
             concurrency=options.concurrency,
-            timeout_s=options.timeout_s or given.context.scorer.timeout_s,
+            timeout_s=options.timeout_s or spec.context.scorer.timeout_s,
             memory_bytes=int(options.memory_gib * 2**30),
         )
-        self._make_pool = partial(WorkerPool, given.name, target, payload, settings)
+        self._make_pool = partial(WorkerPool, spec.name, target, payload, settings)
         self._pool = self._make_pool()
         self.kill_counts = self._pool.kill_counts
 
     async def start(self) -> None:
-        """Start a worker: what it cannot load is told now."""
+        """Start the first worker. Raises ConfigError if the handler cannot be loaded."""
         await _start_pool(self._pool)
 
     async def probe_worker(self) -> Any:
-        """What a worker answers to the request None, one that is started only for that."""
+        """Start a temporary worker and return its response to the request None."""
         pool = self._make_pool()
         try:
             await _start_pool(pool)
@@ -206,19 +206,18 @@ class WorkerReward(Reward):
             await pool.close()
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        """What a worker says. Raises RewardError after so many attempts, or at once for nonsense.
+        """Score a group in a worker, with retries.
 
-        What kind of error is that of the last attempt.
+        Raises the error of the last attempt; raises RewardError for an invalid result at once.
         """
-        found: list[RewardResult] = await self.call_worker((prompt, list(completions)))
-        return found
+        results: list[RewardResult] = await self.call_worker((prompt, list(completions)))
+        return results
 
     async def call_worker(self, request: Any) -> Any:
-        """What a worker answers to a request."""
-        made = itertools.count()
-        # What has failed before does not share a worker any more.
+        attempt = itertools.count()
+        # A request that failed before runs on an exclusive worker.
         return await retry_infra_errors(
-            lambda: self._call_once(request, alone=next(made) > 0),
+            lambda: self._call_once(request, alone=next(attempt) > 0),
             self._attempts,
         )
 
@@ -232,7 +231,6 @@ class WorkerReward(Reward):
         return answer
 
     async def close(self) -> None:
-        """End all workers."""
         await self._pool.close()
 
 
@@ -240,21 +238,20 @@ async def _start_pool(pool: WorkerPool) -> None:
     try:
         await pool.start()
     except WorkerCrashError as error:
-        raise RewardCrashError(f"its worker does not start: {error}") from None
+        raise RewardCrashError(f"worker does not start: {error}") from None
 
 
-async def retry_infra_errors(once: Callable[[], Any], attempts: int) -> Any:
-    """What `unique_names()` gives, tried so many times as long as it raises InfraError, with
-    growing waits.
+async def retry_infra_errors(call: Callable[[], Any], attempts: int) -> Any:
+    """Await call(), retrying RewardInfraErrors with exponential backoff.
 
-    Any other error is raised at once.
+    Raises the last RewardInfraError after `attempts` attempts, and every other error at once.
     """
-    for made in range(1, attempts + 1):
+    for attempt in range(1, attempts + 1):
         try:
-            return await once()
+            return await call()
         except RewardInfraError as error:
-            if made == attempts:
-                times = f", tried {made} times" if made > 1 else ""
+            if attempt == attempts:
+                times = f", tried {attempt} times" if attempt > 1 else ""
                 raise type(error)(f"{error}{times}") from error
-            # Apart from each other: what failed together may have failed of too much at once.
-            await asyncio.sleep(BACKOFF_S * 2**made * random.uniform(0.5, 1.5))
+            # Jitter: requests that failed together in an overload must not return together.
+            await asyncio.sleep(BACKOFF_S * 2**attempt * random.uniform(0.5, 1.5))

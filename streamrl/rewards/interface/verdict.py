@@ -1,4 +1,4 @@
-"""What is said of one completion: a number, and what kind of right or wrong it stands for."""
+"""Result of scoring a completion: a score and an outcome."""
 
 import math
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from enum import Enum
 
 
 class RewardOutcome(Enum):
-    """How judging one completion ended; the value is its name in metrics and files.
+    """Outcome of scoring a completion; the value is the name in metrics and files.
 
-    All but INFRA_ERROR are of the completion and final. INFRA_ERROR says that there was no
-    judging: nothing is known of the completion, it is tried again, and never given a score.
-    NOT_JUDGED says that the reward has nothing to say of it: the score is NaN, and left out.
+    Every outcome except INFRA_ERROR describes the completion and is final. INFRA_ERROR means that
+    scoring failed: the completion is scored again and never gets a score of 0 for the failure.
+    NOT_JUDGED means that the reward abstains: the score is NaN and does not count.
     """
 
     PASS = "pass"
@@ -26,12 +26,12 @@ class RewardOutcome(Enum):
 
 @dataclass(frozen=True)
 class RewardResult:
-    """One completion judged.
+    """Score and outcome of a completion.
 
-    answer: what was compared with the ground truth, in one form for all that are equal (maj@k
-        counts them); None where the completion gives none, or the reward looks for none.
-    detail: what a person should know besides, such as the last line of a traceback.
-    numbers: what the reward measured besides, by name.
+    answer: extracted answer in normal form, so that equal answers have equal text (for maj@k);
+        None if the completion has no answer or the reward extracts none.
+    detail: explanation for people, such as the last line of a traceback.
+    extra_metrics: further numbers by name.
     """
 
     score: float
@@ -42,15 +42,12 @@ class RewardResult:
 
     @classmethod
     def make_not_judged(cls) -> "RewardResult":
-        """Nothing is said of the completion."""
         return cls(math.nan, RewardOutcome.NOT_JUDGED)
 
     @property
     def is_not_judged(self) -> bool:
-        """Whether nothing is said of the completion."""
         return self.outcome is RewardOutcome.NOT_JUDGED
 
     @classmethod
     def from_correctness(cls, passes: bool, answer: str | None = None) -> "RewardResult":
-        """1 and PASS, or 0 and WRONG."""
         return cls(float(passes), RewardOutcome.PASS if passes else RewardOutcome.WRONG, answer)

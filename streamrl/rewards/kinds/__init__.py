@@ -1,1 +1,1 @@
-"""The built-in kinds of reward, one file each."""
+"""Built-in reward kinds."""

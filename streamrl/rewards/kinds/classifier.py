@@ -1,4 +1,4 @@
-"""A sequence-classification model in a directory: checked without its weights, loaded, asked."""
+"""Sequence-classification models: check a directory without loading weights, load, run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClassifierFiles:
-    """A directory that holds a sequence-classification model.
+    """Metadata of a directory with a sequence-classification model.
 
-    labels: their names, one where the model gives one number. tokens: most the model takes, or None
-    where it does not say. pad_id: of the token that its inputs are padded with, if it has one.
-    weight_bytes: size of its weights as stored.
+    labels: label names; a single label for a scalar reward model.
+    max_tokens: longest input, None if the config does not limit the length.
+    pad_id: id of the padding token, None if the model has no padding token.
+    weight_bytes: size of the stored weights.
     """
 
     path: str
@@ -37,9 +38,10 @@ class ClassifierFiles:
 
 
 def read_classifier(path: str) -> ClassifierFiles:
-    """What a directory holds. Raises ConfigError if that is no such model, whole, with a tokenizer.
+    """Read the metadata without loading weights.
 
-    A language model is none: transformers would give it a head of random numbers.
+    Raises ConfigError unless the directory holds a complete model with classification head and
+    tokenizer. A language model is refused: transformers would initialize its head randomly.
     """
     try:
         tokenizer = load_tokenizer(path)
@@ -48,24 +50,24 @@ def read_classifier(path: str) -> ClassifierFiles:
     config = _read_config(path)
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
-        raise _make_config_error(path, "holds no .safetensors file")
+        raise _make_config_error(path, "contains no .safetensors file")
     _check_head(path, config)
     settings = config.get_text_config().to_dict()
-    known, pad_id = settings["vocab_size"], settings.get("pad_token_id")
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= known:
+    vocab_size, pad_id = settings["vocab_size"], settings.get("pad_token_id")
+    max_id = max(tokenizer.get_vocab().values())
+    if max_id >= vocab_size:
         raise _make_config_error(
             path,
-            f"its tokenizer gives token id {largest}, the model knows ids below {known}: they do"
-            " not belong together",
+            f"the tokenizer has token id {max_id}, the model's vocab_size is {vocab_size}:"
+            " tokenizer and model do not match",
         )
     return ClassifierFiles(
         path=path,
         tokenizer=tokenizer,
         labels=tuple(config.id2label[i] for i in range(config.num_labels)),
         max_tokens=settings.get("max_position_embeddings"),
-        # Some configs name one that there is not, such as -1.
-        pad_id=pad_id if pad_id in range(known) else None,
+        # Some configs have an invalid id such as -1.
+        pad_id=pad_id if pad_id in range(vocab_size) else None,
         weight_bytes=sum(file.stat().st_size for file in files),
     )
 
@@ -82,7 +84,7 @@ def _read_config(path: str) -> Any:
 
 
 def _check_head(path: str, config: Any) -> None:
-    """Raise ConfigError unless the files have what makes numbers of the model's last layer."""
+    """Raise ConfigError unless the files contain the classification head with matching shapes."""
     try:
         with torch.device("meta"):
             skeleton = AutoModelForSequenceClassification.from_config(
@@ -99,8 +101,8 @@ def _check_head(path: str, config: Any) -> None:
             kind = (config.architectures or ["a model"])[0]
             raise _make_config_error(
                 path,
-                f"{kind} without a classification head (its files lack {name}): a reward model is"
-                " trained as a sequence-classification model",
+                f"{kind} without a classification head (the files lack {name}): a reward model must"
+                " be trained as a sequence-classification model",
             )
         if stored[name] != shape:
             raise _make_config_error(
@@ -109,15 +111,17 @@ def _check_head(path: str, config: Any) -> None:
 
 
 class SequenceClassifier:
-    """The model, on the GPU of this process if it has one. Belongs to the thread that makes it."""
+    """A loaded model, on the GPU if this process has one. Use only from the creating thread.
+
+    Raises ConfigError if loading fails or parameters are missing.
+    """
 
     def __init__(self, files: ClassifierFiles, *, dtype: str, threads: int) -> None:
-        """Load it. Raises ConfigError if that cannot be, or the directory lacks parameters."""
         torch.set_num_threads(threads)
         disable_progress_bar()
         config = _read_config(files.path)
         if "use_cache" in config.to_dict():
-            config.use_cache = False  # of keys and values, for more tokens than there will be
+            config.use_cache = False  # no KV cache: a classifier never decodes further tokens
         try:
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 files.path,
@@ -131,14 +135,14 @@ class SequenceClassifier:
             raise _make_config_error(files.path, f"cannot be loaded: {error}") from error
         if missing := sorted(info["missing_keys"]):
             first = ", ".join(missing[:3])
-            raise _make_config_error(files.path, f"lacks {len(missing)} parameters, as {first}")
+            raise _make_config_error(files.path, f"lacks {len(missing)} parameters, e.g. {first}")
         self._model = model.to(get_local_device()).eval()
         self._pad_id = files.pad_id or 0
 
     def compute_logits(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """A number per label for each row of token ids, padded on the right.
+        """Return logits [rows][labels]; rows of token ids are padded on the right.
 
-        Raises RewardMemoryError if the GPU has not the memory for them.
+        Raises RewardMemoryError if the GPU runs out of memory.
         """
         lengths = torch.tensor([len(row) for row in rows])
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
@@ -150,8 +154,8 @@ class SequenceClassifier:
                 output = self._model(
                     input_ids=ids.to(device), attention_mask=mask.long().to(device)
                 )
-                found: list[list[float]] = output.logits.float().tolist()
+                logits: list[list[float]] = output.logits.float().tolist()
         except torch.OutOfMemoryError as error:
             shape = f"{len(rows)} texts of up to {int(lengths.max())} tokens"
             raise RewardMemoryError(f"{shape}: {str(error).splitlines()[0]}") from error
-        return found
+        return logits

@@ -1,4 +1,4 @@
-"""Kind `code`: the program in a completion is run against the tests of its row, in a sandbox."""
+"""Kind `code`: run the program of a completion against the row's tests in a sandbox."""
 
 import asyncio
 import os
@@ -23,25 +23,24 @@ from streamrl.rewards.sandbox import (
 )
 
 FENCED_CODE = r"(?s)```[\w+-]*\n(.*?)(?:```|\Z)"
-"""The code blocks of a markdown text."""
+"""Markdown code blocks; the last block may be unclosed."""
 
 
 @dataclass
 class CodeOptions(RetryOptions):
     """Options of kind code.
 
-    language: of the programs.
-    extract: where the program stands in the completion, its last match, first group; what has no
-        match is a program as a whole.
-    score: all: 1 if every test passes, else 0; rate: the share of tests that pass.
-    most_tests: only so many of a row's tests, the first; 0: all.
-    loose_numbers: compare words of a text as numbers: a float that is wanted nearly, a whole
-        number exactly.
-    jails: programs at once in each scorer; 0: one for each core.
-    limits: of a program: wall_s, cpu_s, compile_s, total_s, memory_mib, disk_mib, files, processes,
-        open_files, output_kib; see docs/sandbox.md.
-    languages: more languages, by name: {file: ..., run: [...], compile: [...]}.
-    url: a server that speaks sandbox-fusion's HTTP, instead of this machine.
+    language: language of the programs.
+    extract: regular expression of the program: first group of the last match; without a match the
+        whole completion is the program.
+    score: all: 1 if every test passes, else 0; rate: fraction of tests that pass.
+    most_tests: number of tests per row, from the first; 0: all.
+    loose_numbers: compare words of the output as numbers: floats approximately, integers exactly.
+    jails: concurrent programs per scorer; 0: one per core.
+    limits: limits of a program: wall_s, cpu_s, compile_s, total_s, memory_mib, disk_mib, files,
+        processes, open_files, output_kib; see docs/sandbox.md.
+    languages: further languages by name: {file: ..., run: [...], compile: [...]}.
+    url: server with sandbox-fusion's HTTP API, used instead of this machine.
     """
 
     language: str = "python"
@@ -64,41 +63,36 @@ class CodeOptions(RetryOptions):
 
 
 class ProgramRunner(Protocol):
-    """A sandbox, here or elsewhere."""
-
     async def run(self, program: SandboxProgram) -> ProgramResult:
-        """Run the tests of a program and judge them. Raises InfraError if it cannot be asked."""
+        """Run and judge the tests of a program. Raises RewardInfraError if unreachable."""
         ...
 
-    async def close(self) -> None:
-        """Leave nothing behind."""
-        ...
+    async def close(self) -> None: ...
 
 
 class CodeReward(Reward):
-    """Takes the program out of each completion and runs it. No expected value enters the sandbox.
+    """Extracts the program of each completion and runs the tests.
 
-    Where `extract` takes too long to find the program, the completion is judged timeout.
-    The ground truth is what code_tests.py reads.
+    Expected outputs never enter the sandbox. A completion on which `extract` exceeds its deadline
+    has outcome TIMEOUT. code_tests.py defines the format of the ground truth.
+    Raises ConfigError for invalid limits or languages.
     """
 
-    def __init__(self, given: RewardSpec[CodeOptions]) -> None:
-        """Raises ConfigError for limits or languages that cannot be."""
+    def __init__(self, spec: RewardSpec[CodeOptions]) -> None:
         super().__init__()
-        options = given.options
+        options = spec.options
         self._options = options
         self._program_pattern = AnswerPattern(options.extract, option="extract")
         self._limits = read_settings(ProgramLimits, options.limits, section="rewards.limits")
         self._languages = _select_language(options)
-        self._allow_unsafe = given.context.sandbox.allow_unsafe
+        self._allow_unsafe = spec.context.sandbox.allow_unsafe
         self._runner: ProgramRunner | None = None
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        """Raise RewardError for a ground truth that holds no tests."""
         read_tests(prompt.ground_truth, most=self._options.most_tests)
 
     async def run_preflight(self) -> str:
-        """Raise ConfigError if this machine cannot isolate a program, or lacks a language."""
+        """Raise ConfigError if this machine cannot isolate programs or lacks the language."""
         if self._options.url:
             return ""
         sandbox = await self._start_local_sandbox(jails=1)
@@ -106,7 +100,6 @@ class CodeReward(Reward):
         return sandbox.user_warning
 
     async def start(self) -> None:
-        """Have a sandbox. Raises ConfigError like `run_preflight`."""
         options = self._options
         if options.url:
             from streamrl.rewards.sandbox.remote import RemoteSandbox
@@ -126,7 +119,6 @@ class CodeReward(Reward):
         )
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        """Each program's verdict. Raises InfraError if the sandbox cannot be had."""
         options = self._options
         tests = read_tests(prompt.ground_truth, most=options.most_tests)
 
@@ -142,59 +134,55 @@ class CodeReward(Reward):
             )
             return await self._judge_program(program)
 
-        # Beside the event loop: a pattern may take its time.
+        # In a thread: a regular expression may take up to SEARCH_TIMEOUT_S per completion.
         sources = await asyncio.to_thread(lambda: [*map(self._extract_source, completions)])
         return await asyncio.gather(*map(judge, sources))
 
     def _extract_source(self, completion: str) -> str | PatternTimeoutError:
-        """The program of a completion, or why it is not found in time."""
         try:
-            found = self._program_pattern.find_last(completion)
+            source = self._program_pattern.find_last(completion)
         except PatternTimeoutError as error:
             return error
-        return completion if found is None else found
+        return completion if source is None else source
 
     async def _judge_program(self, program: SandboxProgram) -> RewardResult:
-        outcome: ProgramResult = await retry_infra_errors(
+        result: ProgramResult = await retry_infra_errors(
             lambda: self._run_program(program), self._options.attempts
         )
-        passes = outcome.outcome is RewardOutcome.PASS
-        score = float(passes) if self._options.score == "all" else outcome.pass_rate
-        return RewardResult(score, outcome.outcome, detail=outcome.detail)
+        passes = result.outcome is RewardOutcome.PASS
+        score = float(passes) if self._options.score == "all" else result.pass_rate
+        return RewardResult(score, result.outcome, detail=result.detail)
 
     async def _run_program(self, program: SandboxProgram) -> ProgramResult:
         assert self._runner is not None, "not started"
-        outcome = await self._runner.run(program)
-        if outcome.outcome is RewardOutcome.INFRA_ERROR:
-            raise RewardInfraError(outcome.detail)
-        return outcome
+        result = await self._runner.run(program)
+        if result.outcome is RewardOutcome.INFRA_ERROR:
+            raise RewardInfraError(result.detail)
+        return result
 
     async def close(self) -> None:
-        """End all programs."""
         if self._runner is not None:
             await self._runner.close()
 
 
 def _select_language(options: CodeOptions) -> dict[str, LanguageSpec]:
-    """The language of the run, from the user's table or from ours."""
-    table = dict(LANGUAGES)
-    for name, row in options.languages.items():
-        read = read_settings(_LanguageEntry, row, section=f"rewards.languages.{name}")
-        table[name] = LanguageSpec(
-            read.file, tuple(read.run), tuple(read.compile), read.limit_address_space
+    """Return the configured language; user-defined languages override built-in languages."""
+    specs = dict(LANGUAGES)
+    for name, settings in options.languages.items():
+        entry = read_settings(_LanguageEntry, settings, section=f"rewards.languages.{name}")
+        specs[name] = LanguageSpec(
+            entry.file, tuple(entry.run), tuple(entry.compile), entry.limit_address_space
         )
-    if options.language not in table:
+    if options.language not in specs:
         raise ConfigError(
-            f"rewards.language={options.language}: must be one of {', '.join(table)}, or be given"
+            f"rewards.language={options.language}: must be one of {', '.join(specs)}, or be given"
             " in languages"
         )
-    return {options.language: table[options.language]}
+    return {options.language: specs[options.language]}
 
 
 @dataclass
 class _LanguageEntry:
-    """A language as a config gives it."""
-
     file: str
     run: list[str]
     compile: list[str] = field(default_factory=list)

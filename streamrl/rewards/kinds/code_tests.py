@@ -1,10 +1,10 @@
-"""Tests of a program, as rows of code data sets have them.
+"""Parse the tests of a program from the ground truth of a code dataset.
 
-A ground truth is an object, or its JSON: `inputs` and `outputs` of equal length. Without `fn_name`
-each input is what the program reads, and each output what it must write. With it, they are
-arguments and value of that function: an input is a list of arguments, or text with an argument in
-JSON on each line; an output is the value, or its JSON. Instead of these, `assert_case` may hold
-asserts of the form `assert f(1, "a") == [2]`, whose arguments and value are literals.
+A ground truth is a dict, or its JSON, in one of three forms:
+    {"inputs": [...], "outputs": [...]}: stdin and expected stdout of each test.
+    The same with "fn_name": arguments and expected value of a function call. An input is a list of
+        arguments, or text with an argument in JSON on each line; an output is a value or its JSON.
+    {"assert_case": [...]}: asserts such as `assert f(1, "a") == [2]` with literals only.
 """
 
 import ast
@@ -20,18 +20,18 @@ ProgramTest = StdinTest | CallTest
 
 
 def read_tests(truth: Any, *, most: int = 0) -> list[ProgramTest]:
-    """The first `most` tests of a ground truth, 0: all. Raises RewardError if it holds none."""
+    """Return the first `most` tests of a ground truth; 0: all. Raises RewardError if empty."""
     try:
-        facts = _parse_object(truth)
+        fields = _parse_object(truth)
         tests = (
-            _parse_assertions(facts["assert_case"])
-            if "assert_case" in facts
-            else _parse_pairs(facts)
+            _parse_assertions(fields["assert_case"])
+            if "assert_case" in fields
+            else _parse_pairs(fields)
         )
     except (RecursionError, MemoryError, OverflowError) as error:
         raise RewardError(f"ground_truth cannot be read: {type(error).__name__}") from None
     if not tests:
-        raise RewardError("ground_truth holds no tests")
+        raise RewardError("ground_truth contains no tests")
     return tests[: most or None]
 
 
@@ -58,17 +58,18 @@ def _parse_object(truth: Any) -> dict[str, Any]:
     return truth
 
 
-def _parse_pairs(facts: dict[str, Any]) -> list[ProgramTest]:
-    inputs, outputs = facts.get("inputs"), facts.get("outputs")
+def _parse_pairs(fields: dict[str, Any]) -> list[ProgramTest]:
+    inputs, outputs = fields.get("inputs"), fields.get("outputs")
     for name, values in (("inputs", inputs), ("outputs", outputs)):
         if not isinstance(values, Sequence) or isinstance(values, str):
             raise RewardError(f"ground_truth.{name} must be a list, is {type(values).__name__}")
     assert inputs is not None and outputs is not None
     if len(inputs) != len(outputs):
         raise RewardError(
-            f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs; they go in pairs"
+            f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs; the numbers must"
+            " be equal"
         )
-    function = facts.get("fn_name")
+    function = fields.get("fn_name")
     if not function:
         return [
             StdinTest(_join_lines(i), _join_lines(o)) for i, o in zip(inputs, outputs, strict=True)
@@ -80,7 +81,6 @@ def _parse_pairs(facts: dict[str, Any]) -> list[ProgramTest]:
 
 
 def _join_lines(value: Any) -> str:
-    """Text, or lines of it."""
     if isinstance(value, list):
         return "\n".join(str(line) for line in value)
     return str(value)
@@ -96,7 +96,7 @@ def _parse_arguments(value: Any) -> list[Any]:
 
 
 def _parse_accepted(value: Any) -> list[Any]:
-    """The value; some data sets put it into a list of one."""
+    """Return the accepted values: some datasets wrap the value in a list of length one."""
     if isinstance(value, str):
         try:
             value = parse_json(value)
@@ -106,7 +106,7 @@ def _parse_accepted(value: Any) -> list[Any]:
 
 
 def _parse_assertion(case: Any) -> CallTest:
-    """`assert f(...) == value`; any other would be left to the program that it judges."""
+    """Parse `assert f(...) == value`; other asserts would have to run inside the program."""
     try:
         (statement,) = ast.parse(str(case).strip()).body
         assert isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare)
@@ -125,5 +125,4 @@ def _parse_assertion(case: Any) -> CallTest:
 
 
 def _to_json_types(value: Any) -> Any:
-    """A literal made of JSON's types. Raises TypeError for one that cannot be."""
     return json.loads(json.dumps(value))

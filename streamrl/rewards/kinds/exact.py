@@ -1,4 +1,4 @@
-"""Kind `exact_estimator`: 1 where the answer is the ground truth to the letter, else 0."""
+"""Kind `exact`: 1 if the answer equals the ground truth as text, else 0."""
 
 from typing import Any
 
@@ -9,9 +9,10 @@ from streamrl.rewards.matchers.matcher import parse_truth_text
 
 
 def build_exact_reward(options: PatternOptions) -> RuleReward:
-    """Compares text, both sides trimmed; ground_truth is text, not empty, or an int.
+    """Compare stripped texts; ground_truth is nonempty text or an int.
 
-    The answer is the whole completion, or what `pattern` finds in it; found nowhere, it is wrong.
+    The answer is the match of `pattern`, or the whole completion without a pattern. A completion
+    without a match is wrong.
     """
     pattern = options.compile_pattern()
 

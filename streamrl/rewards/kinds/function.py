@@ -1,4 +1,4 @@
-"""Kind `function`, and rewards of a user's own kind: Python code in worker processes."""
+"""Kind `function` and registered kinds: user-defined Python functions in worker processes."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +14,8 @@ class FunctionOptions(WorkerOptions):
     """Options of a reward that is a Python function.
 
     path: the Python file.
-    function: the function's name in it; empty: the reward's own name.
-    kwargs: more arguments for every call, by name.
+    function: name of the function in that file; empty: the reward's name.
+    kwargs: constant keyword arguments of every call.
     """
 
     path: str = ""
@@ -24,42 +24,39 @@ class FunctionOptions(WorkerOptions):
 
 
 class FunctionReward(WorkerReward):
-    """Calls the function once per completion, or once per group where its style says so.
+    """Calls the function once per completion, or once per group, as its signature style defines.
 
-    A plain function runs in the main thread of a worker, one group at a time; an async one has
-    the calls of a group, and of several groups, side by side.
+    A sync function runs in the main thread of a worker, one group at a time. Calls of an async
+    function run concurrently, within a group and across groups.
     """
 
-    def __init__(self, source: FunctionSource, given: RewardSpec[FunctionOptions]) -> None:
+    def __init__(self, source: FunctionSource, spec: RewardSpec[FunctionOptions]) -> None:
         super().__init__(
-            "streamrl.rewards.user_code.worker_entry:make_reward_handler", source, given
+            "streamrl.rewards.user_code.worker_entry:make_reward_handler", source, spec
         )
         self._call_spec: FunctionCallSpec | None = None
 
     async def run_preflight(self) -> str:
-        """Import the user's file in a worker. Raises ConfigError as `Source.load` does."""
+        """Import the user's file in a temporary worker. Raises ConfigError."""
         self._call_spec = await self.probe_worker()
         return ""
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        """Raise RewardError if the function wants a column the prompt's row does not have."""
-        assert self._call_spec is not None, "preflight comes first"
+        assert self._call_spec is not None, "call run_preflight first"
         self._call_spec.build_arguments(prompt, [""])
 
 
-def build_function_reward(given: RewardSpec[FunctionOptions]) -> FunctionReward:
-    """Kind `function`. The file is not loaded yet: that happens in workers alone."""
-    options = given.options
+def build_function_reward(spec: RewardSpec[FunctionOptions]) -> FunctionReward:
+    """Build a reward of kind `function`; only workers import the file."""
+    options = spec.options
     if not options.path:
-        raise ConfigError("rewards.path: missing; kind function needs it")
+        raise ConfigError("rewards.path: missing; kind function requires a path")
     kwargs = tuple(options.kwargs.items())
-    return FunctionReward(
-        FunctionSource(options.path, options.function or given.name, kwargs), given
-    )
+    return FunctionReward(FunctionSource(options.path, options.function or spec.name, kwargs), spec)
 
 
-def build_registered_reward(kind: str, given: RewardSpec[FunctionOptions]) -> FunctionReward:
-    """A kind of a user's own: registered in the file `path`, or by an installed package."""
-    options = given.options
+def build_registered_reward(kind: str, spec: RewardSpec[FunctionOptions]) -> FunctionReward:
+    """Build a reward of a kind registered in the file `path` or by an installed package."""
+    options = spec.options
     kwargs = tuple(options.kwargs.items())
-    return FunctionReward(FunctionSource(options.path, kind, kwargs, is_registered=True), given)
+    return FunctionReward(FunctionSource(options.path, kind, kwargs, is_registered=True), spec)

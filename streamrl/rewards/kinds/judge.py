@@ -1,7 +1,4 @@
-"""Kind `judge`: a number that a language model gives in words, asked over an OpenAI-compatible API.
-
-vLLM's own server speaks it.
-"""
+"""Kind `judge`: LLM as a judge behind an OpenAI-compatible API, such as a vLLM server."""
 
 import asyncio
 import json
@@ -26,33 +23,32 @@ if TYPE_CHECKING:
     from streamrl.rewards.kinds.openai_client import ChatClient
 
 PLACEHOLDER = re.compile(r"\{(prompt|completion|ground_truth)\}")
-"""What stands in a template for a text."""
 BYTES_PER_TOKEN = 3
-"""Of what is sent, for tokens_per_minute: most texts have more bytes to a token."""
+"""Estimate for tokens_per_minute; on the safe side, as most texts have more bytes per token."""
 MAX_DETAIL_CHARS = 300
-"""Most characters of an answer that are kept with a judgement: its end."""
+"""Characters from the end of a judge's response kept in RewardResult.detail."""
 
 
 @dataclass
 class JudgeOptions(RetryOptions):
-    """Options of kind judge; each completion has its own attempts, a request each.
+    """Options of kind judge; `attempts` counts requests per completion.
 
-    url: of the server's API, such as http://localhost:8000/v1.
-    model: its name there.
-    template: what the judge is asked, with {completion} and, where wanted, {prompt} and
-        {ground_truth} in it.
-    path: a file that holds the template instead.
-    pattern: where the number stands in the answer: its last match, first group.
-    least: the lowest number there is; one outside is no answer.
-    most: the highest.
-    pass_score: from here on a completion passes; null: most.
-    temperature: the judge's.
-    max_tokens: most tokens of its answer.
-    request: what else the server is told, fields of a chat completion request.
-    api_key_env: name of the environment variable that holds the key; empty: no key.
-    concurrency: requests at once, of each scorer.
-    requests_per_minute: of all scorers together; 0: no limit.
-    tokens_per_minute: likewise, of what is sent (estimated) and max_tokens; 0: no limit.
+    url: base URL of the API, such as http://localhost:8000/v1.
+    model: name of the model on the server.
+    template: prompt of the judge, with {completion} and optionally {prompt} and {ground_truth}.
+    path: file with the template, instead of `template`.
+    pattern: regular expression of the number in the response: first group of the last match.
+    least: lowest valid number; a number outside [least, most] is an invalid response.
+    most: highest valid number.
+    pass_score: lowest number that passes; null: most.
+    temperature: sampling temperature of the judge.
+    max_tokens: limit of the response, tokens.
+    request: further fields of the chat completion request.
+    api_key_env: name of the environment variable with the API key; empty: no key.
+    concurrency: concurrent requests per scorer.
+    requests_per_minute: rate limit of all scorers together; 0: no limit.
+    tokens_per_minute: rate limit of all scorers together, counting estimated input tokens and
+        max_tokens; 0: no limit.
     """
 
     url: str = MISSING
@@ -76,7 +72,7 @@ class JudgeOptions(RetryOptions):
         if not re.match(r"https?://[^/]", self.url):
             raise ConfigError(f"url={self.url}: must begin with http:// or https://")
         if bool(self.template) == bool(self.path):
-            raise ConfigError("template: give it, or path, and not both")
+            raise ConfigError("template: give either template or path, not both")
         if not -math.inf < self.least < self.most < math.inf:
             raise ConfigError(f"least={self.least}: must be below most={self.most}, both finite")
         for key in ("max_tokens", "concurrency"):
@@ -88,17 +84,19 @@ class JudgeOptions(RetryOptions):
 
 
 class JudgeReward(Reward):
-    """Asks about each completion by itself, all of a group side by side."""
+    """Sends a request per completion; requests of a group run concurrently.
 
-    def __init__(self, template: str, key: str, given: RewardSpec[JudgeOptions]) -> None:
-        """`key` is the server's, or empty. Raises ConfigError for a pattern that is wrong."""
+    key: API key of the server, or empty. Raises ConfigError for an invalid pattern.
+    """
+
+    def __init__(self, template: str, key: str, spec: RewardSpec[JudgeOptions]) -> None:
         super().__init__()
-        self._options = options = given.options
+        self._options = options = spec.options
         self._template = template
         self._api_key = key
         self._pattern = AnswerPattern(options.pattern)
         self._pass_score = options.most if options.pass_score is None else options.pass_score
-        self._scorer_config = given.context.scorer
+        self._scorer_config = spec.context.scorer
         self._request_fields = {
             "temperature": options.temperature,
             "max_tokens": options.max_tokens,
@@ -107,36 +105,35 @@ class JudgeReward(Reward):
         self._client: ChatClient | None = None
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        """Raise RewardError if the template wants a ground truth and the row has none."""
         if "{ground_truth}" in self._template and prompt.ground_truth is None:
             raise RewardError("the template has {ground_truth}, the row has none")
 
     async def run_preflight(self) -> str:
-        """Wait for the server. Raises ConfigError if it does not come, or cannot be used."""
-        endpoint = self._make_client()
+        """Wait for the server. Raises ConfigError if the server stays down or lacks the model."""
+        client = self._make_client()
         try:
-            return await endpoint.wait_until_ready()
+            return await client.wait_until_ready()
         finally:
-            await endpoint.close()
+            await client.close()
 
     async def start(self) -> None:
-        """Nothing is asked: where the server is away for a while, completions have attempts."""
+        """Create the client. Does not contact the server: requests are retried in an outage."""
         self._client = self._make_client()
 
     def _make_client(self) -> "ChatClient":
         from streamrl.rewards.kinds.openai_client import ChatClient, RequestLimits
 
-        options, share = self._options, 1 / self._scorer_config.replicas
+        options, replicas = self._options, self._scorer_config.replicas
         limits = RequestLimits(
             options.concurrency,
-            options.requests_per_minute * share,
-            options.tokens_per_minute * share,
+            options.requests_per_minute / replicas,
+            options.tokens_per_minute / replicas,
             options.timeout_s or self._scorer_config.timeout_s,
         )
         return ChatClient(options.url.rstrip("/"), options.model, self._api_key, limits)
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        """What the judge says of each. Raises the error of the first that gets no number."""
+        """Judge each completion. Raises the first error and cancels the other requests."""
         self.validate_prompt(prompt)
         tasks = [
             asyncio.create_task(
@@ -151,47 +148,46 @@ class JudgeReward(Reward):
                 task.cancel()
 
     async def _judge_text(self, text: str) -> RewardResult:
-        found: RewardResult = await retry_infra_errors(
+        result: RewardResult = await retry_infra_errors(
             lambda: self._judge_once(text), self._options.attempts
         )
-        return found
+        return result
 
     async def _judge_once(self, text: str) -> RewardResult:
         assert self._client is not None
         size = len(text.encode("utf-8", "replace"))
-        answer = await self._client.request_completion(
+        response = await self._client.request_completion(
             text,
             tokens=size // BYTES_PER_TOKEN + 1 + self._options.max_tokens,
             request=self._request_fields,
         )
-        # Beside the event loop: a pattern may take its time.
-        number = await asyncio.to_thread(self._parse_score, answer.text)
+        # In a thread: a regular expression may take up to SEARCH_TIMEOUT_S.
+        number = await asyncio.to_thread(self._parse_score, response.text)
         if number is None:
-            cut = f", cut at max_tokens={self._options.max_tokens}" if answer.is_truncated else ""
+            cut = f", cut at max_tokens={self._options.max_tokens}" if response.is_truncated else ""
             raise RewardInfraError(
-                f"the judge's answer has no number from {self._options.least:g} to"
-                f" {self._options.most:g} where the pattern looks{cut}: {answer.text[-100:]!r}"
+                f"rewards.pattern matches no number from {self._options.least:g} to"
+                f" {self._options.most:g} in the judge's response{cut}: {response.text[-100:]!r}"
             )
-        verdict = RewardOutcome.PASS if number >= self._pass_score else RewardOutcome.WRONG
-        return RewardResult(number, verdict, detail=answer.text[-MAX_DETAIL_CHARS:])
+        outcome = RewardOutcome.PASS if number >= self._pass_score else RewardOutcome.WRONG
+        return RewardResult(number, outcome, detail=response.text[-MAX_DETAIL_CHARS:])
 
-    def _parse_score(self, answer: str) -> float | None:
-        """The number in an answer; None where there is none that it may be."""
+    def _parse_score(self, response: str) -> float | None:
+        """Return the number in a response; None without a number in [least, most]."""
         try:
-            number = float(self._pattern.find_last(answer) or "")
+            number = float(self._pattern.find_last(response) or "")
         except ValueError:
             return None
         return number if self._options.least <= number <= self._options.most else None
 
     async def close(self) -> None:
-        """Close all connections."""
         if self._client is not None:
             await self._client.close()
 
 
-def build_judge_reward(given: RewardSpec[JudgeOptions]) -> JudgeReward:
-    """Kind `judge`. Raises ConfigError for a template, pattern or key that cannot be had."""
-    options = given.options
+def build_judge_reward(spec: RewardSpec[JudgeOptions]) -> JudgeReward:
+    """Build a reward of kind `judge`. Raises ConfigError for a bad template, pattern or key."""
+    options = spec.options
     setting, template = "rewards.template", options.template
     if options.path:
         setting = f"rewards.path={options.path}"
@@ -200,28 +196,27 @@ def build_judge_reward(given: RewardSpec[JudgeOptions]) -> JudgeReward:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{setting}: cannot be read: {error}") from None
     if "{completion}" not in template:
-        raise ConfigError(f"{setting}: has no {{completion}}: the judge would not see it")
+        raise ConfigError(f"{setting}: must contain {{completion}}")
     key = os.environ.get(options.api_key_env, "") if options.api_key_env else ""
     if options.api_key_env and not key:
         raise ConfigError(
-            f"rewards.api_key_env={options.api_key_env}: the environment has no such variable, or"
-            " an empty one"
+            f"rewards.api_key_env={options.api_key_env}: this environment variable is not set, or"
+            " empty"
         )
-    return JudgeReward(template, key, given)
+    return JudgeReward(template, key, spec)
 
 
 def _fill_template(template: str, prompt: Prompt, completion: str) -> str:
-    """The template with its texts. What a text holds, braces too, stays as it is: one pass."""
+    """Fill the placeholders in a single pass, so that braces inside a text stay as they are."""
     texts = {
         "prompt": _render_conversation(prompt.messages),
         "completion": completion,
         "ground_truth": _to_text(prompt.ground_truth),
     }
-    return PLACEHOLDER.sub(lambda found: texts[found[1]], template)
+    return PLACEHOLDER.sub(lambda match: texts[match[1]], template)
 
 
 def _render_conversation(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What a single message says, or who says what in several."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

@@ -1,4 +1,4 @@
-"""Kind `model`: the number that a sequence-classification model gives to prompt and completion."""
+"""Kind `model`: score of a sequence-classification model for prompt and completion."""
 
 import asyncio
 import math
@@ -26,18 +26,19 @@ LONG_TEXT_POLICIES = ("error", "truncate")
 
 @dataclass
 class ModelOptions(RetryOptions):
-    """Options of kind model; its deadline is that of one forward pass.
+    """Options of kind model; timeout_s is the deadline of one forward pass.
 
-    path: directory of a sequence-classification model, with its tokenizer.
-    label: which one's probability is the score, by name or number, if the model has several.
-    sigmoid: the score is the logistic function of the logit: between 0 and 1.
-    pass_score: from here on a completion passes; null: 0 for a logit, 0.5 for a probability.
-    max_length: most tokens of prompt and completion; null: what the model, its tokenizer and
-        batch_tokens allow.
-    on_long_text: what becomes of a longer one: error, or truncate (keep its end).
-    batch_tokens: most tokens of a forward pass, padding counted.
-    dtype: what it computes in: auto (bfloat16 on a GPU, else float32), float32 or bfloat16.
-    threads: CPU threads it computes with.
+    path: directory of a sequence-classification model and its tokenizer.
+    label: label with the score as its probability, by name or index; for models with several
+        labels.
+    sigmoid: apply the logistic function to the logit: scores between 0 and 1.
+    pass_score: lowest score that passes; null: 0 for a logit, 0.5 for a probability.
+    max_length: limit of prompt and completion, tokens; null: the limit of the model, the tokenizer
+        and batch_tokens.
+    on_long_text: longer texts: error, or truncate (keep the end).
+    batch_tokens: limit of a forward pass including padding, tokens.
+    dtype: auto (bfloat16 on a GPU, else float32), float32 or bfloat16.
+    threads: CPU threads of the model.
     """
 
     path: str = MISSING
@@ -55,9 +56,9 @@ class ModelOptions(RetryOptions):
         for key in ("batch_tokens", "threads", "max_length"):
             if vars(self)[key] is not None and vars(self)[key] < 1:
                 raise ConfigError(f"{key}={vars(self)[key]}: must be 1 or more")
-        for key, known in (("dtype", DTYPES), ("on_long_text", LONG_TEXT_POLICIES)):
-            if vars(self)[key] not in known:
-                raise ConfigError(f"{key}={vars(self)[key]}: must be one of {', '.join(known)}")
+        for key, choices in (("dtype", DTYPES), ("on_long_text", LONG_TEXT_POLICIES)):
+            if vars(self)[key] not in choices:
+                raise ConfigError(f"{key}={vars(self)[key]}: must be one of {', '.join(choices)}")
         if self.max_length is not None and self.max_length > self.batch_tokens:
             raise ConfigError(
                 f"max_length={self.max_length}: must be at most batch_tokens={self.batch_tokens}"
@@ -65,51 +66,50 @@ class ModelOptions(RetryOptions):
 
 
 class ModelReward(Reward):
-    """Asks the model in a thread of its own, about the completions of several groups at a time.
+    """Runs a reward model in a thread, batching the completions of several groups.
 
-    What it is asked is the conversation in the model's own chat template, the completion as the
-    assistant's turn; for a model without one the contents of the prompt joined by newlines, and the
-    completion right after them.
+    Input text: prompt and completion (the assistant's turn) in the model's chat template. For a
+    model without a template: the prompt's contents joined by newlines, then the completion.
+
+    Raises ConfigError for a label or max_length that the model does not have.
     """
 
-    def __init__(self, files: "ClassifierFiles", given: RewardSpec[ModelOptions]) -> None:
-        """Raises ConfigError for a label, or a length, that the model has not."""
+    def __init__(self, files: "ClassifierFiles", spec: RewardSpec[ModelOptions]) -> None:
         super().__init__()
-        options = given.options
+        options = spec.options
         self._options = options
         self._files = files
         self._label_index = _find_label_index(options, files.labels)
         self._max_length = _resolve_max_length(options, files)
-        self._timeout_s = options.timeout_s or given.context.scorer.timeout_s
+        self._timeout_s = options.timeout_s or spec.context.scorer.timeout_s
         is_logit = len(files.labels) == 1 and not options.sigmoid
-        own = options.pass_score
-        self._pass_score = own if own is not None else 0.0 if is_logit else 0.5
+        default_pass_score = 0.0 if is_logit else 0.5
+        self._pass_score = default_pass_score if options.pass_score is None else options.pass_score
         self._tokenizer = files.tokenizer
         self._tokenizer.truncation_side = "left"
         self._model_thread = ThreadPoolExecutor(1)
-        # Another, so that texts are made rows, and can share the next forward, while one runs.
+        # Separate, so that texts are tokenized for the next batch during a forward pass.
         self._tokenizer_thread = ThreadPoolExecutor(1)
         self._model: SequenceClassifier | None = None
         self._batcher = MicroBatcher(
             self._compute_logits,
             max_tokens=options.batch_tokens,
-            # Where there is no padding token, a model takes its number from the last column.
+            # Without a padding token transformers reads the logit of the last column, which is
+            # padding for shorter rows: one row per batch.
             max_rows=options.batch_tokens if files.pad_id is not None else 1,
         )
         self.model_bytes = files.weight_bytes
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        """Raise RewardError if the model's chat template refuses the prompt."""
+        """Raise RewardError if the model's chat template rejects the prompt."""
         self._render_text(prompt, "")
 
     async def run_preflight(self) -> str:
-        """Whether the model can be asked about one text at a time only."""
         if self._files.pad_id is None:
-            return f"{self._files.path}: has no padding token, is asked about one text at a time"
+            return f"{self._files.path}: no padding token; texts are scored one at a time"
         return ""
 
     async def start(self) -> None:
-        """Load the model. Raises ConfigError if that cannot be."""
         self._model = await asyncio.get_running_loop().run_in_executor(
             self._model_thread, self._load_model
         )
@@ -122,7 +122,7 @@ class ModelReward(Reward):
         )
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        """What the model says. Raises RewardError for a text that is too long, or no number."""
+        """Score each completion. Raises RewardError for a text too long or a logit not finite."""
         texts = [self._render_text(prompt, completion) for completion in completions]
         return await retry_infra_errors(lambda: self._score_texts(texts), self._options.attempts)
 
@@ -130,8 +130,8 @@ class ModelReward(Reward):
         rows = await self._run_with_timeout(
             self._tokenizer_thread, lambda: self._tokenize_texts(texts)
         )
-        found = await self._batcher.compute_rows(rows)
-        return [self._to_result(logits, i) for i, logits in enumerate(found)]
+        logits = await self._batcher.compute_rows(rows)
+        return [self._to_result(row, i) for i, row in enumerate(logits)]
 
     def _render_text(self, prompt: Prompt, completion: str) -> str:
         from jinja2 import TemplateError
@@ -145,13 +145,13 @@ class ModelReward(Reward):
         # TypeError and ValueError come from Python expressions inside a template.
         except (TemplateError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise RewardError(f"the reward model's chat template refuses it: {reason}") from error
+            raise RewardError(f"the reward model's chat template failed: {reason}") from error
 
     def _tokenize_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text; raises RewardError for one that is too long."""
+        """Tokenize each text. Raises RewardError if a text is empty or too long."""
         rows: list[list[int]] = self._tokenizer(
             list(texts),
-            # A template writes its special tokens itself.
+            # A chat template already contains the special tokens.
             add_special_tokens=self._tokenizer.chat_template is None,
             return_attention_mask=False,
             truncation=self._options.on_long_text == "truncate",
@@ -175,38 +175,37 @@ class ModelReward(Reward):
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.get_running_loop().run_in_executor(thread, function)
         except TimeoutError:
-            raise RewardTimeoutError(f"the model gave nothing in {self._timeout_s:g} s") from None
+            raise RewardTimeoutError(f"the model took more than {self._timeout_s:g} s") from None
 
-    def _to_result(self, logits: RowLogits, place: int) -> RewardResult:
+    def _to_result(self, logits: RowLogits, index: int) -> RewardResult:
         if not all(math.isfinite(logit) for logit in logits):
-            raise RewardError(f"{self._files.path} gives {list(logits)} for completion {place}")
+            raise RewardError(f"{self._files.path} gives {list(logits)} for completion {index}")
         score = logits_to_score(logits, self._label_index, sigmoid=self._options.sigmoid)
         return RewardResult(
             score, RewardOutcome.PASS if score >= self._pass_score else RewardOutcome.WRONG
         )
 
     async def close(self) -> None:
-        """Let go of the model."""
         self._batcher.close()
         for thread in (self._model_thread, self._tokenizer_thread):
             thread.shutdown(wait=False, cancel_futures=True)
         self._model = None
 
 
-def build_model_reward(given: RewardSpec[ModelOptions]) -> ModelReward:
-    """Kind `model`. Raises ConfigError for a directory that is no sequence-classification model."""
+def build_model_reward(spec: RewardSpec[ModelOptions]) -> ModelReward:
+    """Build a reward of kind `model`. Raises ConfigError as `read_classifier` does."""
     from streamrl.rewards.kinds.classifier import read_classifier
 
-    return ModelReward(read_classifier(given.options.path), given)
+    return ModelReward(read_classifier(spec.options.path), spec)
 
 
 def logits_to_score(logits: RowLogits, label: int, *, sigmoid: bool) -> float:
-    """The score: the one logit there is, or the label's share of the softmax of several.
+    """Convert logits to a score: a single logit, or the label's softmax probability.
 
-    With `sigmoid` the logistic function of the label's logit, as of a model that has several
-    labels apart from each other.
+    sigmoid: return the logistic function of the label's logit (multi-label models).
     """
     if sigmoid:
+        # tanh form: exp(-logit) would overflow for very negative logits.
         return 0.5 * (1.0 + math.tanh(0.5 * logits[label]))
     if len(logits) == 1:
         return logits[0]
@@ -215,13 +214,12 @@ def logits_to_score(logits: RowLogits, label: int, *, sigmoid: bool) -> float:
 
 
 def _find_label_index(options: ModelOptions, labels: Sequence[str]) -> int:
-    """The place of the label that is asked for."""
-    known = {
+    label_indices = {
         **{str(i): i for i in range(len(labels))},
         **{name: i for i, name in enumerate(labels)},
     }
-    if options.label in known:
-        return known[options.label]
+    if options.label in label_indices:
+        return label_indices[options.label]
     if options.label or len(labels) > 1:
         raise ConfigError(
             f"rewards.label={options.label}: must be one of the model's {len(labels)} labels,"

@@ -1,4 +1,4 @@
-"""Kind `numeric`: 1 where the answer is the ground truth as a number, else 0. Exact arithmetic."""
+"""Kind `numeric`: 1 if the answer equals the ground truth as an exact number, else 0."""
 
 import re
 from fractions import Fraction
@@ -9,18 +9,18 @@ from streamrl.rewards.interface.extract import PatternOptions, extract_answer
 from streamrl.rewards.interface.reward import RuleReward
 from streamrl.rewards.interface.verdict import RewardResult
 
-# Longer text, or a larger exponent, is no answer but an attack on memory: 1e999999999 has 124 MB.
+# Bounds on text and exponent protect memory: 1e999999999 as an integer takes 415 MB.
 _MAX_CHARACTERS = 1000
 _DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?"
 _NUMBER = re.compile(rf"([+-]?{_DECIMAL})(?:/({_DECIMAL}))?", re.ASCII)
 
 
 def build_numeric_reward(options: PatternOptions) -> RuleReward:
-    """Compares numbers: 0.5, .50, 1/2 and 5e-1 are the same, as are 1,000 and 1000.
+    """Compare exact numbers: 0.5, .50, 1/2 and 5e-1 are equal, as are 1,000 and 1000.
 
-    The whole completion must be the number, or with `pattern` the whole of what that finds: an
-    answer buried in prose is wrong unless the pattern says where to look. ground_truth is such a
-    text, an int or a float (0.1 is taken as the decimal that was written, not its binary value).
+    The whole completion, or the whole match of `pattern`, must be a number; a number inside prose
+    is wrong. ground_truth is such a text, an int or a float. The float 0.1 means the decimal 0.1,
+    not its binary value.
     """
     pattern = options.compile_pattern()
 
@@ -34,12 +34,12 @@ def build_numeric_reward(options: PatternOptions) -> RuleReward:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number a text is, exactly: decimal, with exponent or thousands commas, or a fraction."""
-    found = _NUMBER.fullmatch(text.strip()) if len(text) <= _MAX_CHARACTERS else None
-    if found is None:
+    """Parse a decimal (with exponent or thousands commas) or a fraction; None for other text."""
+    match = _NUMBER.fullmatch(text.strip()) if len(text) <= _MAX_CHARACTERS else None
+    if match is None:
         return None
     numerator, denominator = (
-        Fraction(part.replace(",", "")) for part in (found[1], found[2] or "1")
+        Fraction(part.replace(",", "")) for part in (match[1], match[2] or "1")
     )
     return numerator / denominator if denominator else None
 

@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible server: asked at a bounded pace, its failures told apart."""
+"""Client of an OpenAI-compatible server with rate limits and classified errors."""
 
 import asyncio
 import time
@@ -17,22 +17,19 @@ from streamrl.errors import ConfigError, RewardError, RewardInfraError, RewardTi
 T = TypeVar("T")
 
 STARTUP_TIMEOUT_S = 60.0
-"""How long a server may take to come up, s."""
 POLL_INTERVAL_S = 1.0
-"""How often one that is not up is asked, s."""
 MIN_RETRY_WAIT_S = 0.1
-"""A server that asks for no wait at all gets this one, s."""
+"""Lower bound for "retry-after: 0"."""
 MAX_ERROR_CHARS = 300
-"""Most characters of what a server says in an error."""
 TRANSIENT_STATUSES, FIRST_SERVER_ERROR = (408, 409, 425, 429), 500
-"""Statuses that say nothing of the request: these, and all from SERVER_ERROR on."""
+"""Retryable statuses: these, and all from FIRST_SERVER_ERROR on."""
 
 
 class RateLimiter:
-    """Lets through so many units a minute, evenly and in the order of arrival; 0: all at once.
+    """Admits `per_minute` units, evenly spaced in FIFO order; 0: no limit.
 
-    Not a bucket, as of aiolimiter: that lets twice as many through in the first minute, and large
-    requests wait until no small one does. A judge would lose the long completions to its deadline.
+    A token bucket (aiolimiter) would admit twice the rate in the first minute and starve large
+    requests behind small ones: long completions would exceed their deadline.
     """
 
     def __init__(self, per_minute: float) -> None:
@@ -40,18 +37,18 @@ class RateLimiter:
         self._next_free_time = 0.0
 
     async def acquire(self, units: float) -> None:
-        """Until those before have had their time."""
+        """Wait until the units of all earlier calls are spent."""
         now = asyncio.get_running_loop().time()
-        turn = max(now, self._next_free_time)
-        self._next_free_time = turn + units * self._seconds_per_unit
-        await asyncio.sleep(turn - now)
+        start_time = max(now, self._next_free_time)
+        self._next_free_time = start_time + units * self._seconds_per_unit
+        await asyncio.sleep(start_time - now)
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Of one process: requests at once, requests and tokens a minute (0: as many as may be).
+    """Limits of one process; a rate of 0 means no limit.
 
-    timeout_s: deadline from a request to its answer, with the waits that the server asks for.
+    timeout_s: deadline of a request, including waits requested by the server (retry-after).
     """
 
     concurrency: int
@@ -61,14 +58,14 @@ class RequestLimits:
 
 
 class _RetryAfterError(RewardInfraError):
-    """A refusal that says when to come back: in `retry_after_s`."""
+    """A transient error with a retry-after header."""
 
     retry_after_s = 0.0
 
 
 @dataclass(frozen=True)
 class ChatResponse:
-    """What a model said; `is_cut`: it was not let finish."""
+    """Text of a response; is_truncated: stopped by max_tokens."""
 
     text: str
     is_truncated: bool
@@ -96,14 +93,17 @@ class _ModelList(msgspec.Struct):
 
 
 class ChatClient:
-    """The server at `url`, as of `https://host/v1`. `key` goes to it alone, and into no message."""
+    """Client of the server at `url`, such as https://host/v1.
+
+    key: sent to this server only, and redacted from error messages.
+    """
 
     def __init__(self, url: str, model: str, key: str, limits: RequestLimits) -> None:
         self._url = url
         self._model = model
         self._api_key = key
         self._timeout_s = limits.timeout_s
-        # With no key given the package would send whatever OPENAI_API_KEY holds, wherever that is.
+        # Without api_key the openai package would send the value of OPENAI_API_KEY to any server.
         self._client = openai.AsyncOpenAI(
             base_url=url, api_key=key or "none", max_retries=0, timeout=limits.timeout_s
         )
@@ -112,28 +112,29 @@ class ChatClient:
         self._token_limiter = RateLimiter(limits.tokens_per_minute)
 
     async def wait_until_ready(self) -> str:
-        """Wait until the server answers; a line if it did not at once, which is warned of then.
+        """Wait until the server responds; return a note if waiting was necessary.
 
-        Raises ConfigError if it does not in START_S, refuses, or has no model of that name.
+        Warns when waiting starts. Raises ConfigError if the server does not respond within
+        STARTUP_TIMEOUT_S, rejects the request, or does not serve the model.
         """
         clock = asyncio.get_running_loop().time
-        began, note = clock(), ""
+        started, note = clock(), ""
         while True:
             try:
                 names = await self._list_models()
                 break
             except RewardInfraError as error:
-                if clock() - began > STARTUP_TIMEOUT_S:
+                if clock() - started > STARTUP_TIMEOUT_S:
                     raise ConfigError(
                         f"rewards.url={error} (for {STARTUP_TIMEOUT_S:g} s)"
                     ) from None
                 if not note:
-                    said = f"{error}; it has {STARTUP_TIMEOUT_S:g} s to come up"
-                    warnings.warn(said, stacklevel=2)
+                    warning = f"{error}; waiting up to {STARTUP_TIMEOUT_S:g} s for the server"
+                    warnings.warn(warning, stacklevel=2)
                 await asyncio.sleep(POLL_INTERVAL_S)
-                note = f"{self._url}: there after {clock() - began:.0f} s"
+                note = f"{self._url}: ready after {clock() - started:.0f} s"
             except RewardError as error:
-                raise ConfigError(f"rewards.url={error} (asked for {self._url}/models)") from None
+                raise ConfigError(f"rewards.url={error} (GET {self._url}/models)") from None
         if names and self._model not in names:
             raise ConfigError(
                 f"rewards.model={self._model}: {self._url} has {', '.join(sorted(names)[:10])}"
@@ -142,19 +143,21 @@ class ChatClient:
 
     async def _list_models(self) -> list[str]:
         async with self._request_deadline():
-            found = await self._send_request(self._client.models.with_raw_response.list, _ModelList)
-            return [model.id for model in found.data]
+            models = await self._send_request(
+                self._client.models.with_raw_response.list, _ModelList
+            )
+            return [model.id for model in models.data]
 
     async def request_completion(
         self, text: str, *, tokens: int, request: Mapping[str, Any]
     ) -> ChatResponse:
-        """What the model answers to a text; `tokens` is what both count for in the limits.
+        """Request a chat completion for `text`.
 
-        `request` is what else the server is told. Raises InfraError for what may pass, such as a
-        busy server (RewardTimeoutError at the deadline), and RewardError for what will not, such as
-        a wrong key.
+        tokens: tokens of text and response, counted against the rate limit. request: further fields
+        of the request. Raises RewardInfraError for transient errors such as a busy server,
+        RewardTimeoutError at the deadline, and RewardError for permanent errors such as a bad key.
         """
-        # Half a surrogate pair is no text that can be sent.
+        # A lone surrogate cannot be encoded as UTF-8.
         content = text.encode("utf-8", "replace").decode("utf-8")
         messages: Any = [{"role": "user", "content": content}]
         create = self._client.chat.completions.with_raw_response.create
@@ -167,14 +170,14 @@ class ChatClient:
             async with self._request_deadline() as deadline:
                 while True:
                     try:
-                        found = await self._send_request(send, _ChatCompletion)
+                        completion = await self._send_request(send, _ChatCompletion)
                         break
                     except _RetryAfterError as busy:
                         await self._wait_to_retry(busy, deadline)
                         await self._wait_for_rate_limits(tokens)
-        if not found.choices:
-            raise RewardInfraError(f"{self._url}: answered without a choice")
-        choice = found.choices[0]
+        if not completion.choices:
+            raise RewardInfraError(f"{self._url}: response without choices")
+        choice = completion.choices[0]
         return ChatResponse(
             choice.message.content or "", is_truncated=choice.finish_reason == "length"
         )
@@ -185,9 +188,9 @@ class ChatClient:
 
     @staticmethod
     async def _wait_to_retry(busy: _RetryAfterError, deadline: asyncio.Timeout) -> None:
-        ends = deadline.when()
-        if ends is not None and asyncio.get_running_loop().time() + busy.retry_after_s >= ends:
-            raise RewardInfraError(f"{busy} (come back in {busy.retry_after_s:g} s)") from None
+        end = deadline.when()
+        if end is not None and asyncio.get_running_loop().time() + busy.retry_after_s >= end:
+            raise RewardInfraError(f"{busy} (retry after {busy.retry_after_s:g} s)") from None
         await asyncio.sleep(busy.retry_after_s)
 
     @asynccontextmanager
@@ -199,7 +202,10 @@ class ChatClient:
             raise RewardTimeoutError(f"{self._url}: no answer in {self._timeout_s:g} s") from None
 
     async def _send_request(self, send: Callable[[], Awaitable[Any]], kind: type[T]) -> T:
-        """The answer to one request. Raises as `ask` does, or _BusyError."""
+        """Send a request and decode the response.
+
+        Raises _RetryAfterError, RewardInfraError or RewardError.
+        """
         try:
             raw = await send()
         except openai.APIStatusError as error:
@@ -212,18 +218,19 @@ class ChatClient:
         try:
             return msgspec.json.decode(raw.http_response.content, type=kind)
         except msgspec.DecodeError as error:
-            raise RewardInfraError(f"{self._url}: answered what cannot be read: {error}") from None
+            raise RewardInfraError(f"{self._url}: invalid response: {error}") from None
 
     def _to_reward_error(self, error: openai.APIStatusError) -> RewardError:
         body: Any = error.body
-        told = (body.get("message") if isinstance(body, dict) else None) or body
-        words = self._redact_message(f"{error.status_code}: {told or error.response.reason_phrase}")
+        reason = (body.get("message") if isinstance(body, dict) else None) or body
+        reason = reason or error.response.reason_phrase
+        message = self._redact_message(f"{error.status_code}: {reason}")
         if error.status_code < FIRST_SERVER_ERROR and error.status_code not in TRANSIENT_STATUSES:
-            return RewardError(words)
+            return RewardError(message)
         wait_s = parse_retry_after(error.response.headers.get("retry-after", ""))
         if wait_s is None:
-            return RewardInfraError(words)
-        busy = _RetryAfterError(words)
+            return RewardInfraError(message)
+        busy = _RetryAfterError(message)
         busy.retry_after_s = max(wait_s, MIN_RETRY_WAIT_S)
         return busy
 
@@ -232,12 +239,11 @@ class ChatClient:
         return (line.replace(self._api_key, "***") if self._api_key else line)[:MAX_ERROR_CHARS]
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._client.close()
 
 
 def parse_retry_after(header: str) -> float | None:
-    """Seconds to wait as the header of that name says, in seconds or as a date; None: nothing."""
+    """Parse a retry-after header, seconds or HTTP date, to seconds; None if absent or invalid."""
     try:
         return max(0.0, float(header))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Kind `regex`: 1 where the completion has the form that was asked for, else 0."""
+"""Kind `regex`: 1 if a pattern matches the completion, else 0."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +14,14 @@ from streamrl.rewards.interface.verdict import RewardResult
 class RegexOptions:
     """Options of kind regex.
 
-    pattern: what to find anywhere in the completion.
+    pattern: regular expression, searched anywhere in the completion.
     """
 
     pattern: str = MISSING
 
 
 def build_regex_reward(options: RegexOptions) -> RuleReward:
-    r"""1 where `pattern` is found anywhere in the completion; \A and \Z demand all of it."""
+    r"""Search `pattern` anywhere in the completion; \A and \Z anchor the pattern at both ends."""
     pattern = AnswerPattern(options.pattern)
 
     def judge(completion: str, truth: Any) -> RewardResult:

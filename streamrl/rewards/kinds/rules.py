@@ -1,4 +1,4 @@
-"""Kinds that are rules of matchers/: gsm8k, math, symbolic, choice, tags and so on."""
+"""Kinds backed by answer matchers: gsm8k, math, dapo_math, symbolic, choice, tags, length, auto."""
 
 import asyncio
 import dataclasses
@@ -23,19 +23,19 @@ from streamrl.rewards.matchers import MATCHERS, find_matcher
 from streamrl.rewards.matchers.choice import LETTERS
 
 _LIMIT_ATTEMPTS = 2
-"""A completion that is judged too slowly may be bad luck once; twice, it is its own doing."""
+"""Timeouts after which a completion has outcome TIMEOUT: the first may be a busy machine."""
 
 
 @dataclass
 class EmptyRewardOptions:
-    """Of a kind that has none."""
+    """Options of a kind without options."""
 
 
 @dataclass
 class Gsm8kOptions:
     """Options of kind gsm8k.
 
-    method: strict, the number behind "#### "; flexible, the last number.
+    method: strict: the number after "#### "; flexible: the last number.
     """
 
     method: str = "strict"
@@ -45,7 +45,7 @@ class Gsm8kOptions:
 class DapoOptions:
     r"""Options of kind dapo_math.
 
-    strict_box: only a \boxed{} is an answer, not what follows "Answer:".
+    strict_box: only \boxed{} is an answer, text after "Answer:" is not.
     """
 
     strict_box: bool = False
@@ -55,7 +55,7 @@ class DapoOptions:
 class ChoiceOptions:
     """Options of kind choice.
 
-    letters: those to choose from.
+    letters: the choices.
     """
 
     letters: str = LETTERS
@@ -65,8 +65,8 @@ class ChoiceOptions:
 class TagsOptions:
     """Options of kind tags.
 
-    tags: each opened and closed once, in this order, around more than spaces.
-    nothing_outside: there is nothing but spaces before, between and behind them.
+    tags: tags that must be opened and closed once, in this order, with content.
+    nothing_outside: allow only whitespace outside the tags.
     """
 
     tags: list[str] = field(default_factory=lambda: ["think", "answer"])
@@ -78,9 +78,9 @@ class LengthOptions:
     """Options of kind length.
 
     unit: words or characters.
-    least: from so many on the score is 1.
-    most: up to so many it is.
-    tolerance: over so many beyond these it falls to 0.
+    least: shortest length with score 1.
+    most: longest length with score 1.
+    tolerance: distance outside these bounds within which the score falls to 0.
     """
 
     unit: str = "words"
@@ -91,98 +91,94 @@ class LengthOptions:
 
 @dataclass
 class SymbolicOptions(WorkerOptions):
-    """Options of kind symbolic, and of kind auto for sources that are judged so.
+    """Options of kind symbolic, and of kind auto for data sources with the symbolic matcher.
 
-    timeout_s: deadline of one completion, s; one that takes longer twice is judged timeout.
+    timeout_s: deadline of one completion, s; after two timeouts the outcome is timeout.
     """
 
     timeout_s: float | None = 5.0
     memory_gib: float = 1.0
 
 
-def build_rule_reward(name: str, given: RewardSpec[Any]) -> RuleReward:
-    """The rule of a name. Raises ConfigError for an option it refuses."""
-    rule, options = MATCHERS[name], dataclasses.asdict(given.options)
-    # A wrong option is refused whatever is judged; this truth is one that every rule can use.
+def build_rule_reward(name: str, spec: RewardSpec[Any]) -> RuleReward:
+    """Build the reward of a matcher. Raises ConfigError for a wrong option."""
+    rule, options = MATCHERS[name], dataclasses.asdict(spec.options)
+    # A trial call raises ConfigError for wrong options. Every matcher accepts this truth.
     rule.judge_completion("", "A" if name == "choice" else "0", **options)
     check = partial(rule.validate_truth, **options) if name == "choice" else rule.validate_truth
     return RuleReward(partial(rule.judge_completion, **options), check)
 
 
 class SymbolicReward(WorkerReward):
-    """Each completion in a worker: working out what one says can take forever, or all memory.
+    """Runs math-verify in a worker per completion, since parsing may take forever or all memory.
 
-    That is a verdict on the completion, as it is on a program: nothing is retried for it but once.
+    A second timeout or memory error of a completion is its outcome, as for a program, not a
+    failure of infrastructure.
     """
 
-    def __init__(self, given: RewardSpec[SymbolicOptions]) -> None:
-        super().__init__("streamrl.rewards.kinds.rules:make_symbolic_handler", None, given)
+    def __init__(self, spec: RewardSpec[SymbolicOptions]) -> None:
+        super().__init__("streamrl.rewards.kinds.rules:make_symbolic_handler", None, spec)
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        """Raise RewardError for a ground truth that is neither text nor an int."""
         MATCHERS["symbolic"].validate_truth(prompt.ground_truth)
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        """What math-verify says of each. Raises RewardError."""
         truth = prompt.ground_truth
         return await asyncio.gather(*(self._judge_completion(truth, text) for text in completions))
 
     async def _judge_completion(self, truth: Any, completion: str) -> RewardResult:
-        mishaps = 0
+        num_limit_errors = 0
 
-        async def once() -> RewardResult:
-            nonlocal mishaps
+        async def judge_once() -> RewardResult:
+            nonlocal num_limit_errors
             try:
-                judgement: RewardResult = await self._call_once((truth, completion))
-                return judgement
+                result: RewardResult = await self._call_once((truth, completion))
+                return result
             except (RewardTimeoutError, RewardMemoryError) as error:
-                mishaps += 1
-                if mishaps < _LIMIT_ATTEMPTS:
+                num_limit_errors += 1
+                if num_limit_errors < _LIMIT_ATTEMPTS:
                     raise
-                is_late = isinstance(error, RewardTimeoutError)
-                verdict = RewardOutcome.TIMEOUT if is_late else RewardOutcome.MEMORY
-                return RewardResult(0.0, verdict, detail=str(error))
+                is_timeout = isinstance(error, RewardTimeoutError)
+                outcome = RewardOutcome.TIMEOUT if is_timeout else RewardOutcome.MEMORY
+                return RewardResult(0.0, outcome, detail=str(error))
 
-        found: RewardResult = await retry_infra_errors(once, max(self._attempts, _LIMIT_ATTEMPTS))
-        return found
+        attempts = max(self._attempts, _LIMIT_ATTEMPTS)
+        result: RewardResult = await retry_infra_errors(judge_once, attempts)
+        return result
 
 
 def make_symbolic_handler(_: None) -> Callable[[Any], RewardResult]:
-    """What a worker answers with."""
-    # Loaded before the first deadline runs.
+    """Return the handler of a worker: (truth, completion) to RewardResult."""
+    # Imported here so that the slow import does not count towards the first call's deadline.
     import math_verify  # noqa: F401
 
     judge = MATCHERS["symbolic"].judge_completion
 
-    def answer(request: tuple[Any, str]) -> RewardResult:
+    def handle_request(request: tuple[Any, str]) -> RewardResult:
         truth, completion = request
         return judge(completion, truth)
 
-    return answer
+    return handle_request
 
 
 class AutoReward(Reward):
-    """Judges each row by the rule of its data_source."""
+    """Scores each row with the matcher of the row's data_source."""
 
-    def __init__(self, given: RewardSpec[SymbolicOptions]) -> None:
+    def __init__(self, spec: RewardSpec[SymbolicOptions]) -> None:
         super().__init__()
-        self._symbolic_reward = SymbolicReward(given)
+        self._symbolic_reward = SymbolicReward(spec)
         self.kill_counts = self._symbolic_reward.kill_counts
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        """Raise RewardError for a source that has no rule, or a ground truth it cannot use."""
         find_matcher(prompt.data_source).validate_truth(prompt.ground_truth)
 
     async def start(self) -> None:
-        """Start a worker for what may hang."""
         await self._symbolic_reward.start()
 
     async def close(self) -> None:
-        """End it."""
         await self._symbolic_reward.close()
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        """What the source's rule says of each completion."""
         rule = find_matcher(prompt.data_source)
         if rule.may_hang:
             return await self._symbolic_reward.score(prompt, completions)

@@ -1,4 +1,4 @@
-"""Rules for answers in text: pure functions of a completion and a ground truth."""
+"""Answer matchers: pure functions of a completion and a ground truth."""
 
 from streamrl.rewards.matchers.matcher import AnswerMatcher
 from streamrl.rewards.matchers.registry import MATCHER_BY_SOURCE, MATCHERS, find_matcher

@@ -1,7 +1,7 @@
-r"""MATH: what the last \boxed{} holds is the ground truth, both in a normal form of LaTeX.
+r"""MATH matcher: compares the last \boxed{} with the ground truth in normalized LaTeX.
 
-The normal form is that of Hendrycks et al. 2021 (arXiv 2103.03874), the scores are verl's; the
-differences are in docs/rewards_reference.md.
+Normal form of Hendrycks et al. 2021 (arXiv 2103.03874), scores of verl; docs/rewards_reference.md
+lists the differences.
 """
 
 import re
@@ -16,7 +16,7 @@ from streamrl.rewards.matchers.matcher import (
     require_nonempty,
 )
 
-#: In this order: what is read as something else before anything is looked at.
+#: The order matters: later replacements see the result of earlier ones.
 _REPLACEMENTS = (
     ("\n", ""),
     ("\\!", ""),
@@ -37,7 +37,7 @@ _BRACE = re.compile(r"[{}]")
 
 
 def judge_completion(completion: str, truth: GroundTruth) -> RewardResult:
-    """1 if the box and the truth have the same normal form, else 0. Raises RewardError."""
+    """Score 1 if the box and the truth have the same normal form, else 0. Raises RewardError."""
     expected = validate_truth(truth)
     box = find_last_box(completion)
     if box is None:
@@ -47,30 +47,30 @@ def judge_completion(completion: str, truth: GroundTruth) -> RewardResult:
 
 
 def validate_truth(truth: GroundTruth) -> str:
-    r"""The normal form. Raises RewardError if it is empty, or the truth no text or in a \boxed."""
+    r"""Return the normal form. Raises RewardError if empty, not text, or wrapped in \boxed."""
     text = parse_truth_text(truth)
     if "\\boxed" in text:
-        raise RewardError(f"ground_truth must be what stands in the \\boxed{{}}, is {truth!r}")
+        raise RewardError(f"ground_truth must be the content of \\boxed{{}}, is {truth!r}")
     return require_nonempty(normalize_latex(text), truth)
 
 
 def find_last_box(text: str) -> str | None:
-    r"""What the last \boxed{}, \boxed up to a $, or where there is none \fbox{} holds.
+    r"""Return the content of the last box; None without a box or with an unclosed last box.
 
-    None if there is none, or the last has no end.
+    "\boxed x$" without braces goes first, then \boxed{}, then \fbox{}.
     """
-    _, spaced, rest = text.rpartition("\\boxed ")
-    if spaced:
+    _, separator, rest = text.rpartition("\\boxed ")
+    if separator:
         return rest.split("$", 1)[0]
     for command in ("\\boxed", "\\fbox"):
-        _, found, rest = text.rpartition(command)
-        if found:
+        _, separator, rest = text.rpartition(command)
+        if separator:
             return extract_braced(rest)
     return None
 
 
 def extract_braced(text: str) -> str | None:
-    """What stands in the braces that a text begins with; None if there are none that close."""
+    """Return the content of the braces at the start of a text; None without balanced braces."""
     depth = 0
     if text.startswith("{"):
         for brace in _BRACE.finditer(text):
@@ -81,10 +81,10 @@ def extract_braced(text: str) -> str | None:
 
 
 def normalize_latex(text: str) -> str:
-    """One way to write what can be written in several: see docs/rewards_reference.md."""
-    for written, read in _REPLACEMENTS:
-        text = text.replace(written, read)
-    if text.count(_UNIT) == 1:  # with more it is a sentence
+    """Normalize equivalent notations (docs/rewards_reference.md lists the steps)."""
+    for old, new in _REPLACEMENTS:
+        text = text.replace(old, new)
+    if text.count(_UNIT) == 1:  # several \text{ commands are a sentence, not a unit
         text = text.partition(_UNIT)[0]
     text = text.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
     if text.startswith("."):

@@ -1,4 +1,4 @@
-"""Multiple choice: the letter that a completion settles on is the ground truth's."""
+"""Multiple-choice matcher: compares the letter named as the answer with the ground truth."""
 
 from collections import deque
 from functools import lru_cache
@@ -15,7 +15,7 @@ from streamrl.rewards.matchers.matcher import (
 )
 
 LETTERS = "ABCDEFGHIJ"
-# No repeat is unbounded, so that the time is in proportion to the completion's length.
+# Bounded repeats only: matching time stays linear in the length of the completion.
 _DECORATION = r"""[\s*_$(\["'`]{0,9}"""
 _FONT_COMMANDS = r"(?:\\(?:boxed|text|textbf|mathbf|mathrm|textrm)\s?\{\s?\(?){0,2}"
 _LETTER_END = r"""(?=[\s*_$)\]}"'`.:,;!]|\Z)"""
@@ -24,13 +24,16 @@ _LETTER_END = r"""(?=[\s*_$)\]}"'`.:,;!]|\Z)"""
 def judge_completion(
     completion: str, truth: GroundTruth, *, letters: str = LETTERS
 ) -> RewardResult:
-    r"""1 if the last letter that is named as the answer is the truth's, else 0.
+    r"""Score 1 if the last letter named as the answer equals the truth, else 0.
 
-    Named is: \boxed{B}; "answer is B", "answer: B", "answer is option B" with a capital letter; in
-    each the letter may stand in (), [], $, quotes, bold or \text{}. Where nothing of that occurs,
-    the last line that holds but the letter; where there is none, the letter that a completion of
-    one line begins with, as in "B. Paris" or "(b) Paris". `letters` are those to choose from.
-    Raises RewardError, and ConfigError for letters that are not capitals from A to Z, each once.
+    Patterns, in order of precedence; the last match of the first pattern with a match counts:
+    1. \boxed{B}, or "answer is B", "answer: B", "answer is option B" with a capital letter. The
+       letter may be in (), [], $, quotes, bold or \text{}.
+    2. A line with the letter alone.
+    3. The first letter of a one-line completion, as in "B. Paris" or "(b) Paris".
+
+    letters: the choices. Raises RewardError; raises ConfigError unless letters are distinct
+    capitals from A to Z.
     """
     patterns, expected = _compile_patterns(letters), validate_truth(truth, letters=letters)
     for pattern in patterns:
@@ -42,7 +45,7 @@ def judge_completion(
 
 
 def validate_truth(truth: GroundTruth, *, letters: str = LETTERS) -> str:
-    """The letter, as in B, b or (B). Raises RewardError if it is none of `letters`."""
+    """Return the letter of B, b or (B). Raises RewardError if `letters` does not contain it."""
     letter = parse_truth_text(truth).removeprefix("(").removesuffix(")").upper()
     if len(letter) != 1 or letter not in letters:
         raise RewardError(f"ground_truth must be one of the letters {letters}, is {truth!r}")
@@ -51,14 +54,13 @@ def validate_truth(truth: GroundTruth, *, letters: str = LETTERS) -> str:
 
 @lru_cache
 def _compile_patterns(letters: str) -> tuple["regex.Pattern[str]", ...]:
-    """Where a letter may be named; the first that occurs at all decides."""
     if not regex.fullmatch("[A-Z]+", letters) or len(set(letters)) < len(letters):
-        raise ConfigError(f"rewards.letters={letters}: must be capitals from A to Z, each once")
+        raise ConfigError(f"rewards.letters={letters}: must be distinct capitals from A to Z")
     capital, either = f"(?P<letter>[{letters}])", f"(?P<letter>[{letters}{letters.lower()}])"
     boxed = rf"\\boxed\s?\{{{_DECORATION}{_FONT_COMMANDS}{_DECORATION}{either}{_LETTER_END}"
-    said = r"\b(?i:answer)[\s*_]{0,9}(?:[:=]|(?i:is)\b)[\s*_:]{0,9}(?:(?i:option|choice)\s)?"
-    said = rf"{said}{_DECORATION}{_FONT_COMMANDS}{_DECORATION}{capital}{_LETTER_END}"
+    answer_is = r"\b(?i:answer)[\s*_]{0,9}(?:[:=]|(?i:is)\b)[\s*_:]{0,9}(?:(?i:option|choice)\s)?"
+    answer_is = rf"{answer_is}{_DECORATION}{_FONT_COMMANDS}{_DECORATION}{capital}{_LETTER_END}"
     line = rf"(?m)^[ \t*_$(\[\"'`]{{0,9}}{either}[ \t\r*_$)\]\"'`.]{{0,9}}$"
     only_line = rf"\A\s?{_DECORATION}{either}[*_)\].:]{{1,4}}\s[^\n]+\s?\Z"
-    # The regex package takes two groups of one name.
-    return tuple(regex.compile(text) for text in (f"{boxed}|{said}", line, only_line))
+    # The regex package, unlike re, allows two groups with the same name.
+    return tuple(regex.compile(text) for text in (f"{boxed}|{answer_is}", line, only_line))

@@ -1,8 +1,7 @@
-r"""DAPO-math: 1 for the right answer in the last lines of a completion, else -1.
+"""DAPO-math matcher: 1 for the right answer at the end of a completion, else -1.
 
-After Yu et al. 2025 (arXiv 2503.14476), with the normal form of Lewkowycz et al. 2022 (Minerva,
-arXiv 2206.14858, appendix D). Scores as verl does; the differences are in
-docs/rewards_reference.md.
+Rule of Yu et al. 2025 (arXiv 2503.14476), normal form of Lewkowycz et al. 2022 (Minerva,
+arXiv 2206.14858, appendix D), scores of verl; docs/rewards_reference.md lists the differences.
 """
 
 import re
@@ -17,12 +16,12 @@ from streamrl.rewards.matchers.matcher import (
     require_nonempty,
 )
 
-#: Only the end of a completion is read, characters; for a box an even shorter one.
+#: Only the end of a completion counts, and for a box an even shorter end (as in verl).
 WINDOW_CHARS = 300
 BOX_WINDOW_CHARS = 100
 _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 _BOX_START = "\\boxed{"
-#: In this order, before spaces go: articles, money, and words between numbers.
+#: The order matters: articles, currency and "and" must go before the spaces.
 _REPLACEMENTS = (
     ("an ", ""),
     ("a ", ""),
@@ -35,7 +34,7 @@ _REPLACEMENTS = (
     ("\\text{and}", ","),
     ("\\text{m}", "\\text{}"),
 )
-#: In this order. The paper lacks a comma in "childrentickets", and so do those who score by it.
+#: The order matters. "childrentickets" (a missing comma) is in the paper and in verl.
 _REMOVED_WORDS = (
     *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units"),
     *("\\ldots", "sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm"),
@@ -52,10 +51,10 @@ _ROOT = re.compile(r"sqrt([^{\\])")
 def judge_completion(
     completion: str, truth: GroundTruth, *, strict_box: bool = False
 ) -> RewardResult:
-    r"""1 or -1. The answer is the rest of the last line with "Answer:", compared in normal form.
+    r"""Score 1 or -1. The answer is the text after the last "Answer:", compared in normal form.
 
-    Without such a line it is the last \boxed{}, trimmed and compared to the letter. strict_box:
-    such a line counts for nothing. Raises RewardError.
+    Without "Answer:" the answer is the last \boxed{}, stripped and compared exactly. strict_box:
+    ignore "Answer:". Raises RewardError.
     """
     expected = validate_truth(truth)
     lines = [] if strict_box else _ANSWER_LINE.findall(completion[-WINDOW_CHARS:])
@@ -71,17 +70,17 @@ def judge_completion(
 
 
 def validate_truth(truth: GroundTruth) -> str:
-    """The text of it. Raises RewardError if it is no text, or nothing is left in normal form."""
+    """Return the truth as text. Raises RewardError if not text or empty in normal form."""
     text = parse_truth_text(truth)
     require_nonempty(normalize_answer(text), truth)
     return text
 
 
 def normalize_answer(text: str) -> str:
-    """One way to write what can be written in several: see docs/rewards_reference.md."""
+    """Normalize equivalent notations (docs/rewards_reference.md lists the steps)."""
     text = text.rpartition("=")[2]
-    for written, read in _REPLACEMENTS:
-        text = text.replace(written, read)
+    for old, new in _REPLACEMENTS:
+        text = text.replace(old, new)
     for word in _REMOVED_WORDS:
         text = text.replace(word, "")
     before, _, maths = text.partition("$")
@@ -94,5 +93,5 @@ def normalize_answer(text: str) -> str:
 
 
 def _find_last_box(text: str) -> str | None:
-    _, found, rest = text.rpartition(_BOX_START)
-    return extract_braced("{" + rest) if found else None
+    _, separator, rest = text.rpartition(_BOX_START)
+    return extract_braced("{" + rest) if separator else None

@@ -1,6 +1,6 @@
-"""GSM8K: the last number of a completion is the ground truth's (Cobbe et al. 2021).
+"""GSM8K matcher: compares the last number with the ground truth (Cobbe et al. 2021, 2110.14168).
 
-Scores as verl does; the differences are in docs/rewards_reference.md.
+Scores of verl; docs/rewards_reference.md lists the differences.
 """
 
 import re
@@ -14,7 +14,7 @@ from streamrl.rewards.matchers.matcher import (
     parse_truth_text,
 )
 
-#: Only the end of a completion is read, characters.
+#: Only the end of a completion counts (as in verl).
 WINDOW_CHARS = 300
 METHODS = ("strict", "flexible")
 _MARKED_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
@@ -24,10 +24,10 @@ _NUMBER = re.compile(r"-?[0-9.,]+")
 def judge_completion(
     completion: str, truth: GroundTruth, *, method: str = "strict"
 ) -> RewardResult:
-    """1 if the number is the truth's to the letter, thousands commas aside, else 0.
+    """Score 1 if the number equals the truth as text, apart from thousands commas, else 0.
 
-    method strict: the last number that follows "#### "; flexible: the last number, wherever it is,
-    without the full stop of its sentence. Raises RewardError, and ConfigError for another method.
+    method: strict takes the last number after "#### "; flexible takes the last number anywhere,
+    without a trailing full stop. Raises RewardError; raises ConfigError for an unknown method.
     """
     if method not in METHODS:
         raise ConfigError(f"rewards.method={method}: must be one of {', '.join(METHODS)}")
@@ -46,7 +46,7 @@ def judge_completion(
 
 
 def validate_truth(truth: GroundTruth) -> str:
-    """The number without commas. Raises RewardError if it is not one in decimal digits."""
+    """Return the number without commas. Raises RewardError unless in decimal digits."""
     number = parse_truth_text(truth)
     if not _NUMBER.fullmatch(number) or not _has_digit(number):
         raise RewardError(f"ground_truth must be a number in decimal digits, is {truth!r}")

@@ -1,4 +1,4 @@
-"""Length: a completion is neither shorter nor longer than it should be."""
+"""Length matcher: scores whether the length of a completion lies within bounds."""
 
 import math
 
@@ -20,11 +20,11 @@ def judge_completion(
     most: float = math.inf,
     tolerance: int = 0,
 ) -> RewardResult:
-    """1 from `least` to `most`, both included; outside, falling in a line to 0 over `tolerance`.
+    """Score 1 for lengths in [least, most], falling linearly to 0 within `tolerance` outside.
 
-    All are counted in `unit`: words are what spaces separate. One beyond the limit scores
-    1 - 1 / tolerance, `tolerance` or more beyond it 0. The ground truth is not looked at. Raises
-    ConfigError for another unit, or limits that nothing can keep.
+    Lengths are in `unit`; whitespace separates words. A completion that exceeds a bound by n scores
+    max(0, 1 - n / tolerance). Ignores the ground truth. Raises ConfigError for an unknown unit or
+    inconsistent bounds.
     """
     if unit not in UNITS:
         raise ConfigError(f"rewards.unit={unit}: must be one of {', '.join(UNITS)}")

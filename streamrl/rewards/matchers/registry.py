@@ -1,4 +1,4 @@
-"""The rules by name, and the one that a data source is judged by."""
+"""Matchers by name, and the default matcher of each data source."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -24,7 +24,7 @@ MATCHERS: Mapping[str, AnswerMatcher] = {
     "tags": AnswerMatcher(tags.judge_completion, tags.validate_truth),
     "length": AnswerMatcher(length.judge_completion, length.validate_truth),
 }
-#: Which of RULES a row is judged by whose data_source fits; * stands for any ending.
+#: Matcher by pattern of the row's data_source (fnmatch); the first matching pattern counts.
 MATCHER_BY_SOURCE: Mapping[str, str] = {
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math",
@@ -39,10 +39,10 @@ MATCHER_BY_SOURCE: Mapping[str, str] = {
 
 
 def find_matcher(data_source: str) -> AnswerMatcher:
-    """The rule of a data source. Raises RewardError, naming the source, if it has none."""
+    """Return the matcher of a data source. Raises RewardError for an unknown source."""
     for source, name in MATCHER_BY_SOURCE.items():
         if fnmatchcase(data_source, source):
             return MATCHERS[name]
     raise RewardError(
-        f"data_source {data_source!r} has no rule of its own; known: {', '.join(MATCHER_BY_SOURCE)}"
+        f"data_source {data_source!r} has no default rule; known: {', '.join(MATCHER_BY_SOURCE)}"
     )

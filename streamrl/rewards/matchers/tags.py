@@ -1,4 +1,4 @@
-"""Format: a completion is made of given tags, as <think>...</think><answer>...</answer> is."""
+"""Format matcher: checks tags such as <think>...</think><answer>...</answer>."""
 
 import re
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ def judge_completion(
     tags: Sequence[str] = ("think", "answer"),
     nothing_outside: bool = True,
 ) -> RewardResult:
-    """1 if every tag is opened and closed once, in this order, around more than spaces; else 0.
+    """Score 1 if every tag is opened and closed once, in order and with content, else 0.
 
-    nothing_outside: before, between and behind them is nothing but spaces. The ground truth is not
-    looked at. Raises ConfigError if there are no tags, or one is no word or given twice.
+    nothing_outside: only whitespace is allowed outside the tags. Ignores the ground truth. Raises
+    ConfigError unless `tags` is a nonempty list of distinct words.
     """
-    words = all(re.fullmatch(r"[\w.-]+", tag) for tag in tags)
-    if not words or len(set(tags)) != len(tags) or not tags:
+    are_words = all(re.fullmatch(r"[\w.-]+", tag) for tag in tags)
+    if not are_words or len(set(tags)) != len(tags) or not tags:
         raise ConfigError(
             f"rewards.tags={list(tags)}: must be words (letters, digits and _ . -), each once,"
             " at least one"
@@ -33,7 +33,6 @@ def judge_completion(
 
 
 def _find_format_error(completion: str, tags: Sequence[str], *, nothing_outside: bool) -> str:
-    """What is wrong with the form, or nothing."""
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     for mark in marks:
         if completion.count(mark) != 1:

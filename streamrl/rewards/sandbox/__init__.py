@@ -1,4 +1,8 @@
-"""Running programs that nobody vouches for, against tests, with no harm to who runs them."""
+"""Sandbox: run untrusted programs against tests, isolated from the host.
+
+Sandbox -> ProgramRun -> Jail -> | driver (process 1 of the jail) -> program
+  pool      a program    host    | inside the jail
+"""
 
 from streamrl.rewards.sandbox.backend_choice import explain_unavailability
 from streamrl.rewards.sandbox.program import (

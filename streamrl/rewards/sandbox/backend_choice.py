@@ -1,4 +1,4 @@
-"""Which isolation this machine gives: chosen by trying to break out of it."""
+"""Choose an isolation mode by running a program that tries to escape from each."""
 
 import asyncio
 import importlib
@@ -45,49 +45,49 @@ _UNSAFE_HINT = "or set sandbox.allow_unsafe=true to run generated code with no i
 _PROBE_TIMEOUT_S = 20.0
 _PROBE_PROCESSES = 8
 
-#: Runs in a jail as any program would, and returns what it could do but should not.
+#: Untrusted program that returns every forbidden action that succeeded.
 _PROBE_SOURCE = """
 import ctypes, os, socket, time
 
-def probe(port, canary, places, entries, names, disk_bytes, processes):
-    found = []
-    def tried(what, act, *given):
+def probe(port, canary, paths, entries, names, disk_bytes, processes):
+    escapes = []
+    def attempt(label, action, *arguments):
         try:
-            act(*given)
+            action(*arguments)
         except OSError:
             return
-        found.append(what)
-    tried("connect to a socket of the host", socket.create_connection, ("127.0.0.1", port), 1)
-    tried("read a file of the host", open, canary)
-    for place in places:
-        if os.access(place, os.W_OK):
-            found.append("write to " + place)
+        escapes.append(label)
+    attempt("connect to a socket of the host", socket.create_connection, ("127.0.0.1", port), 1)
+    attempt("read a file of the host", open, canary)
+    for path in paths:
+        if os.access(path, os.W_OK):
+            escapes.append("write to " + path)
     if set(os.listdir("/")) - set(entries):
-        found.append("list the directories of the host")
+        escapes.append("list the directories of the host")
     if set(os.environ) - set(names):
-        found.append("read the environment of the host")
+        escapes.append("read the environment of the host")
     for pid in set(range(2, 3000)) - {os.getpid()}:
-        tried("signal a process of the host", os.kill, pid, 0)
+        attempt("signal a process of the host", os.kill, pid, 0)
     disk = os.statvfs(".")
     if disk.f_blocks * disk.f_frsize > disk_bytes:
-        found.append("write without limit")
+        escapes.append("write without limit")
     if ctypes.CDLL(None).unshare(0x10000000) == 0:
-        found.append("make a user namespace")
+        escapes.append("make a user namespace")
     children = 0
     try:
         for _ in range(processes):
             if os.fork() == 0:
                 time.sleep(60)
             children += 1
-        found.append("start processes without limit")
+        escapes.append("start processes without limit")
     except OSError:
         pass
-    return sorted(set(found))
+    return sorted(set(escapes))
 """
 
 
 def check_language_tools(languages: Mapping[str, LanguageSpec]) -> None:
-    """Raise ConfigError if a language needs a program that jails would not find."""
+    """Raise ConfigError if a compiler or interpreter is not on the PATH of jails."""
     for name, language in languages.items():
         for command in (language.compile, language.run):
             tool = command[0] if command else ""
@@ -98,31 +98,31 @@ def check_language_tools(languages: Mapping[str, LanguageSpec]) -> None:
 
 
 async def choose_isolation(limits: ProgramLimits, *, allow_unsafe: bool) -> tuple[JailSpec, str]:
-    """How to make jails here, and a note for the user, empty where programs are isolated.
+    """Return the spec of jails on this machine, and a warning, empty if programs are isolated.
 
     Raises ConfigError if programs cannot be isolated, unless `allow_unsafe`.
     """
-    why = _find_missing_dependency()
-    if why is None:
+    problem = _find_missing_dependency()
+    if problem is None:
         syscall_filter = build_syscall_filter()
-        reasons = []
+        failures = []
         for isolation in list_isolation_modes():
-            plan = make_jail_spec(isolation, limits, syscall_filter)
-            reason = await probe_isolation(plan)
-            if reason is None:
-                return plan, ""
-            reasons.append(f"{isolation.name}: {reason}")
-        why = (
-            f"no isolation holds here ({'; '.join(reasons)}): allow user namespaces, give the"
+            spec = make_jail_spec(isolation, limits, syscall_filter)
+            failure = await probe_isolation(spec)
+            if failure is None:
+                return spec, ""
+            failures.append(f"{isolation.name}: {failure}")
+        problem = (
+            f"no isolation holds here ({'; '.join(failures)}): allow user namespaces, give the"
             " container CAP_SYS_ADMIN,"
         )
     if not allow_unsafe:
-        raise ConfigError(f"sandbox: {why} {_UNSAFE_HINT}")
+        raise ConfigError(f"sandbox: {problem} {_UNSAFE_HINT}")
     return make_jail_spec(NO_ISOLATION, limits, b""), UNSAFE_NOTE
 
 
 def explain_unavailability() -> str | None:
-    """Why this machine cannot isolate programs, in one line; None where it can."""
+    """Return one line on why this machine cannot isolate programs, or None if isolation works."""
     try:
         asyncio.run(choose_isolation(ProgramLimits(), allow_unsafe=False))
     except ConfigError as error:
@@ -131,7 +131,6 @@ def explain_unavailability() -> str | None:
 
 
 def _find_missing_dependency() -> str | None:
-    """What is not installed that every isolation needs."""
     if sys.platform != "linux":
         return f"isolating programs needs Linux, this is {sys.platform}: use a remote sandbox,"
     if find_bubblewrap() is None:
@@ -143,33 +142,33 @@ def _find_missing_dependency() -> str | None:
     return None
 
 
-async def probe_isolation(plan: JailSpec) -> str | None:
-    """How a program gets out of a jail made to this plan, or why there is none; None if neither."""
+async def probe_isolation(spec: JailSpec) -> str | None:
+    """Run the probe in a jail; return how it escaped or why the jail failed, None if isolated."""
     limits = replace(
-        plan.limits, processes=_PROBE_PROCESSES, wall_s=_PROBE_TIMEOUT_S, cpu_s=_PROBE_TIMEOUT_S
+        spec.limits, processes=_PROBE_PROCESSES, wall_s=_PROBE_TIMEOUT_S, cpu_s=_PROBE_TIMEOUT_S
     )
     with socket.create_server(("127.0.0.1", 0)) as server:
         program, test = _make_probe_program(limits, server.getsockname()[1])
         jail = None
         try:
-            jail = await Jail.start(plan, 0)
+            jail = await Jail.start(spec, 0)
             deadline = time.monotonic() + _PROBE_TIMEOUT_S
             await jail.request_report(
                 make_program_message(program, LANGUAGES["python"], limits), deadline
             )
             report = await jail.request_report(make_test_message(test, _PROBE_TIMEOUT_S), deadline)
             if not jail.measure_memory():
-                return "what a program holds in memory is not seen in /proc"
+                return "/proc does not show the memory of the program"
         except (JailError, JailLostError, MemoryLimitError, TimeoutError) as error:
             return f"{type(error).__name__} {error}".strip()
         finally:
             if jail is not None:
                 await jail.kill()
     try:
-        found = json.loads(report.out)
+        escapes = json.loads(report.out)
     except ValueError:
-        return f"the test of a jail failed: {report.err.decode(errors='replace')[-200:]}"
-    return f"a program could {', '.join(found)}" if found else None
+        return f"the probe program failed: {report.err.decode(errors='replace')[-200:]}"
+    return f"a program could {', '.join(escapes)}" if escapes else None
 
 
 def _make_probe_program(limits: ProgramLimits, port: int) -> tuple[SandboxProgram, CallTest]:

@@ -1,7 +1,7 @@
-"""Whether what a program gave is what was wanted. Always outside of the jail.
+"""Compare a program's output with the expected output, outside the jail.
 
-A program may give much, made to be slow to read. Nothing here works long on it at a stretch, so
-that other threads get their turn.
+Output is hostile input: long, and built to be slow to parse. All functions work in blocks, so that
+no single call into C holds the GIL for long.
 """
 
 import codecs
@@ -13,38 +13,37 @@ from decimal import Decimal, InvalidOperation
 from itertools import zip_longest
 from typing import Any
 
-#: What numpy.allclose takes for equal. Only where a float is wanted.
+#: Tolerances of numpy.allclose; they apply only if the expected value is a float.
 _RELATIVE_TOLERANCE = 1e-5
 _ABSOLUTE_TOLERANCE = 1e-8
-#: What is decoded or split at a stretch, bytes or characters.
+#: Bytes or characters decoded or split per call.
 _BLOCK_SIZE = 1 << 16
 _BLANK = re.compile(r"\s")
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+")
-#: A value of so many bytes is read only if its parts are as many as those of one that is wanted.
+#: JSON of this size is parsed only if its structure matches an accepted value (see can_be_value).
 _LONG_VALUE_BYTES = 1 << 16
 _PART_MARKERS = b"[{,"
 
 
 def decode_output(data: bytes) -> str:
-    """What a jail says a program wrote; what is no UTF-8 is replaced."""
     blocks = (data[start : start + _BLOCK_SIZE] for start in range(0, len(data), _BLOCK_SIZE))
     return "".join(codecs.iterdecode(blocks, "utf-8", errors="replace"))
 
 
-def is_same_text(wanted: str, got: str, *, loose_numbers: bool) -> bool:
-    """Whether two outputs are equal but for white space that ends a line, or the whole.
+def is_same_text(expected: str, actual: str, *, loose_numbers: bool) -> bool:
+    """Return True if two outputs are equal, ignoring whitespace at the end of lines and text.
 
-    loose_numbers: words that are numbers are equal however they are written, and where a float is
-    wanted if they nearly are; then white space only separates words.
+    loose_numbers: compare word by word, ignoring all other whitespace. Words that are numbers are
+    equal as numbers, approximately if the expected number is a float.
     """
-    wanted, got = wanted.rstrip(), got.rstrip()
-    if wanted == got:
+    expected, actual = expected.rstrip(), actual.rstrip()
+    if expected == actual:
         return True
     if not loose_numbers:
-        lines = zip_longest(_iter_lines(wanted), _iter_lines(got))
-        return all(one == other for one, other in lines)
-    words = zip_longest(_iter_words(wanted), _iter_words(got))
-    return all(_is_same_word(one, other) for one, other in words)
+        lines = zip_longest(_iter_lines(expected), _iter_lines(actual))
+        return all(line == actual_line for line, actual_line in lines)
+    words = zip_longest(_iter_words(expected), _iter_words(actual))
+    return all(_is_same_word(word, actual_word) for word, actual_word in words)
 
 
 def _iter_lines(text: str) -> Iterator[str]:
@@ -65,53 +64,54 @@ def _iter_words(text: str) -> Iterator[str]:
         start = end
 
 
-def _is_same_word(wanted: str | None, got: str | None) -> bool:
-    if wanted is None or got is None or wanted == got:
-        return wanted == got
+def _is_same_word(expected: str | None, actual: str | None) -> bool:
+    if expected is None or actual is None or expected == actual:
+        return expected == actual
     try:
-        if _WHOLE_NUMBER.fullmatch(wanted):
-            return Decimal(got) == Decimal(wanted)
-        return _is_close(float(wanted), float(got))
+        if _WHOLE_NUMBER.fullmatch(expected):
+            return Decimal(actual) == Decimal(expected)
+        return _is_close(float(expected), float(actual))
     except (ValueError, InvalidOperation):
         return False
 
 
-def is_same_value(wanted: Any, got: Any) -> bool:
-    """Whether two values made of JSON's types are equal. Tuples are lists; true is not 1.
+def is_same_value(expected: Any, actual: Any) -> bool:
+    """Return True if two values of JSON types are equal. Tuples equal lists; true differs from 1.
 
-    A whole number that is wanted is equal or not; from a float the other may differ slightly.
+    An expected integer is compared exactly, an expected float approximately.
     """
-    if isinstance(wanted, bool) or isinstance(got, bool):
-        return wanted is got
-    if isinstance(wanted, int | float) and isinstance(got, int | float):
-        return wanted == got if isinstance(wanted, int) else _is_close(wanted, got)
-    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
-        is_list = isinstance(got, list) and len(got) == len(wanted)
-        return is_list and all(map(is_same_value, wanted, got))
-    if isinstance(wanted, dict):
-        if not isinstance(got, dict) or {str(key) for key in wanted} != got.keys():
+    if isinstance(expected, bool) or isinstance(actual, bool):
+        return expected is actual
+    if isinstance(expected, int | float) and isinstance(actual, int | float):
+        return expected == actual if isinstance(expected, int) else _is_close(expected, actual)
+    if isinstance(expected, Sequence) and not isinstance(expected, str):
+        is_list = isinstance(actual, list) and len(actual) == len(expected)
+        return is_list and all(map(is_same_value, expected, actual))
+    if isinstance(expected, dict):
+        if not isinstance(actual, dict) or {str(key) for key in expected} != actual.keys():
             return False
-        return all(is_same_value(value, got[str(key)]) for key, value in wanted.items())
-    return type(wanted) is type(got) and bool(wanted == got)
+        return all(is_same_value(value, actual[str(key)]) for key, value in expected.items())
+    return type(expected) is type(actual) and bool(expected == actual)
 
 
 def _is_close(a: float, b: float) -> bool:
     try:
         return math.isclose(a, b, rel_tol=_RELATIVE_TOLERANCE, abs_tol=_ABSOLUTE_TOLERANCE)
-    except OverflowError:  # a whole number too large for a float
+    except OverflowError:  # an integer too large for a float
         return False
 
 
 def can_be_value(data: bytes, accepted: Sequence[Any]) -> bool:
-    """Whether JSON that a jail says a function returned may be of one of these, before it is read.
+    """Return False if JSON `data` cannot equal any accepted value, without parsing.
 
-    Reading holds up all threads, for longer the more parts there are: other parts than a wanted
-    value has need not be read. Of short data nothing is known.
+    json.loads holds the GIL, for longer the more containers and elements the data has. Data that
+    differs from every accepted value in the counts of "[", "{" and "," is rejected here. Short
+    data passes unchecked.
     """
     if len(data) < _LONG_VALUE_BYTES:
         return True
-    parts = _count_parts(data)
-    return any(parts == _count_parts(json.dumps(value).encode()) for value in accepted)
+    counts = _count_parts(data)
+    return any(counts == _count_parts(json.dumps(value).encode()) for value in accepted)
 
 
 def _count_parts(data: bytes) -> list[int]:
@@ -120,7 +120,7 @@ def _count_parts(data: bytes) -> list[int]:
 
 
 def parse_value(data: bytes) -> Any:
-    """A value that a jail says a function returned. Raises ValueError if it is not JSON."""
+    """Parse JSON. Raises ValueError for invalid or too deeply nested data."""
     try:
         return json.loads(data)
     except RecursionError as error:

@@ -1,12 +1,15 @@
-"""What waits in a jail for a program, runs its tests one after another, and reports.
+"""Driver inside a jail: receives a program, runs the tests in order and reports raw results.
 
-It is process 1 of the jail, so that no signal from inside reaches it, and its end ends all. It is
-sent there as code, talks over the socket it finds as stdin, and knows no expected output: what it
-reports is what came out, and the verdict is made outside (verdicts.py). It imports little, for each
-jail starts its own.
+The driver is process 1 of the jail: signals from inside cannot reach it, and its exit kills all
+processes of the jail. The host sends the driver as code and talks to it over the socket at stdin.
+The driver knows no expected outputs; verdicts.py judges its reports on the host. It imports little
+because every jail starts its own interpreter.
+
+A test runs in these steps:
+    reset_workspace -> fork -> exec_program (child) | wait_for_exit -> kill_all -> send_report
 """
 
-import _signal as signal  # what it is made of: `signal` itself is slow to import
+import _signal as signal  # the C module; importing `signal` is slow
 import builtins
 import marshal
 import os
@@ -17,81 +20,80 @@ import sys
 import time
 from _sitebuiltins import Quitter
 
-#: How a run ended, the first number of a report.
+#: How a run ended: the first field of a report.
 READY, EXITED, WALL_TIMEOUT, OUTPUT_LIMIT, FILE_LIMIT, COMPILE_FAILED = range(6)
-#: The others: exit code (below 0: a signal), seconds, CPU seconds, bytes of output and of errors.
+#: Kind, exit code (negative: a signal), seconds, CPU seconds, bytes of output, bytes of stderr.
 REPORT_FORMAT = struct.Struct("!BiddII")
 LENGTH_FORMAT = struct.Struct("!I")
-_HOST_FD = 200  # the descriptor of the socket, away from those that a program is given
+_HOST_FD = 200  # the host's socket, away from the descriptors of the program
 _MAX_ERROR_BYTES = 4096
 _TICK_MS = 50
 _MAX_FDS = 1 << 12
 _EXEC_STACK_BYTES = 64 << 20
 
-#: What a message of the host says: of the program (first), then of each test.
+#: Message of the host: first the program, then each test (see verdicts.py).
 JobMessage = dict
 _IS_JAILED = os.getpid() == 1
 
 
 def main() -> None:
-    """Serve the host until it hangs up. In the fork for a Python program: run that, and return."""
+    """Serve the host until the socket closes. Returns only in the fork of a Python program."""
     os.dup2(0, _HOST_FD)
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     os.closerange(3, _HOST_FD)
     os.closerange(_HOST_FD + 1, _MAX_FDS)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # for process 1 that is to be deaf to it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 ignores signals without a handler
     builtins.exit = Quitter("exit", "Ctrl-D")  # type: ignore[assignment]
     builtins.quit = Quitter("quit", "Ctrl-D")  # type: ignore[assignment]
     send_report(READY)
     program = receive_message()
     if prepare_program(program):
         return
-    kept = read_compiled_files()
+    compiled_files = read_compiled_files()
     while True:
         job = {**program, **receive_message()}
-        reset_workspace(program, kept)
+        reset_workspace(program, compiled_files)
         if run_job(job):
             return
 
 
 def receive_message() -> JobMessage:
-    """The next message of the host; the end, and with it the jail's, if there is none."""
+    """Receive the next message of the host; exit, and so end the jail, if the socket is closed."""
     (length,) = LENGTH_FORMAT.unpack(_read_exactly(LENGTH_FORMAT.size))
     message: JobMessage = marshal.loads(_read_exactly(length))
     return message
 
 
 def _read_exactly(size: int) -> bytes:
-    parts = []
+    chunks = []
     while size:
-        part = os.read(_HOST_FD, min(size, 1 << 20))
-        if not part:
+        chunk = os.read(_HOST_FD, min(size, 1 << 20))
+        if not chunk:
             os._exit(0)
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+        chunks.append(chunk)
+        size -= len(chunk)
+    return b"".join(chunks)
 
 
 def send_report(
-    how: int,
+    exit_kind: int,
     code: int = 0,
     seconds: float = 0.0,
     cpu_s: float = 0.0,
     out: bytes = b"",
     err: bytes = b"",
 ) -> None:
-    """Tell the host how a run ended."""
-    data = REPORT_FORMAT.pack(how, code, seconds, cpu_s, len(out), len(err)) + out + err
+    data = REPORT_FORMAT.pack(exit_kind, code, seconds, cpu_s, len(out), len(err)) + out + err
     while data:
         data = data[os.write(_HOST_FD, data) :]
 
 
 def prepare_program(program: JobMessage) -> bool:
-    """Write the source where its language wants it and compile it; report how that went."""
+    """Write the source file, compile it and report. Returns as `run_job` does."""
     os.chdir(program["directory"])
-    if os.listdir("."):  # `reset_workspace` is only for what is ours alone
+    if os.listdir("."):  # `reset_workspace` deletes everything: the directory must be new
         os._exit(1)
     os.mkdir("program")
     os.mkdir("work")
@@ -106,22 +108,24 @@ def prepare_program(program: JobMessage) -> bool:
 
 
 def read_compiled_files() -> list[tuple[str, int, bytes]]:
-    """What compiling made, as path, mode and content: a test may change it, for itself alone."""
-    kept = []
+    """Return the compiled files as (path, mode, content), to restore them before each test."""
+    files = []
     for folder, _, names in os.walk("program"):
         for name in names:
             path = f"{folder}/{name}"
             with open(path, "rb") as file:
-                kept.append((path, os.fstat(file.fileno()).st_mode, file.read()))
-    return kept
+                files.append((path, os.fstat(file.fileno()).st_mode, file.read()))
+    return files
 
 
-def reset_workspace(program: JobMessage, kept: list[tuple[str, int, bytes]]) -> None:
-    """Remove what an earlier test left, however deep it is, and put there what was compiled."""
+def reset_workspace(program: JobMessage, compiled_files: list[tuple[str, int, bytes]]) -> None:
+    """Delete the files of an earlier test and restore the compiled files."""
     os.chdir(program["directory"])
-    left = os.listdir(".")
-    while left:
-        name = left.pop()
+    # Not recursive: a program may nest directories beyond the limits of recursion and of paths.
+    # Entries of a directory move to the top level, where the loop meets them again.
+    pending = os.listdir(".")
+    while pending:
+        name = pending.pop()
         if os.path.islink(name) or not os.path.isdir(name):
             os.unlink(name)
             continue
@@ -131,11 +135,11 @@ def reset_workspace(program: JobMessage, kept: list[tuple[str, int, bytes]]) -> 
             if not os.path.islink(f"{name}/{inner}"):
                 os.chmod(f"{name}/{inner}", 0o700)
             os.rename(f"{name}/{inner}", moved)
-            left.append(moved)
+            pending.append(moved)
         os.rmdir(name)
     os.mkdir("program")
     os.mkdir("work")
-    for path, mode, content in kept:
+    for path, mode, content in compiled_files:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "wb") as file:
             file.write(content)
@@ -143,11 +147,11 @@ def reset_workspace(program: JobMessage, kept: list[tuple[str, int, bytes]]) -> 
 
 
 def run_job(job: JobMessage) -> bool:
-    """Run one command or Python program and report; true in the process that is that program."""
+    """Run a command or Python program and report; return True in the forked program's process."""
     with open("stdin", "w", encoding="utf-8", errors="replace") as file:
         file.write(job["stdin"])
     if "call" in job:
-        __import__("json")  # once, and not in each fork
+        __import__("json")  # before the fork, so that no test pays for the import
     pipes = [os.pipe() for _ in range(4)]
     started = time.monotonic()
     pid = os.fork()
@@ -157,23 +161,25 @@ def run_job(job: JobMessage) -> bool:
     for _, write in pipes:
         os.close(write)
     streams = [PipeReader(read, job["output_bytes"]) for read, _ in pipes]
-    how = wait_for_exit(pid, streams, job, started + job["wall_s"])
+    exit_kind = wait_for_exit(pid, streams, job, started + job["wall_s"])
     code, cpu_s = kill_all(pid)
     seconds = time.monotonic() - started
     for stream in streams:
         stream.drain()
     out, err, value, note = streams
-    if how == EXITED and any(stream.is_full for stream in streams):
-        how = OUTPUT_LIMIT
+    if exit_kind == EXITED and any(stream.is_full for stream in streams):
+        exit_kind = OUTPUT_LIMIT
     if note.data:
-        how, err = COMPILE_FAILED, note
+        exit_kind, err = COMPILE_FAILED, note
     result = value if "call" in job else out
-    send_report(how, code, seconds, cpu_s, bytes(result.data), bytes(err.data[-_MAX_ERROR_BYTES:]))
+    send_report(
+        exit_kind, code, seconds, cpu_s, bytes(result.data), bytes(err.data[-_MAX_ERROR_BYTES:])
+    )
     return False
 
 
 class PipeReader:
-    """The reading end of a pipe from the program, up to `limit` bytes."""
+    """Reads a pipe of the program up to `limit` bytes."""
 
     def __init__(self, fd: int, limit: int) -> None:
         self.fd = fd
@@ -182,73 +188,71 @@ class PipeReader:
 
     @property
     def is_full(self) -> bool:
-        """Whether more came than may."""
         return len(self.data) > self._limit
 
     def read(self) -> bool:
-        """Take what is there; false at the end."""
-        part = os.read(self.fd, 1 << 16)
-        self.data += part
-        return bool(part)
+        chunk = os.read(self.fd, 1 << 16)
+        self.data += chunk
+        return bool(chunk)
 
     def drain(self) -> None:
-        """Read what is left in the pipe of a program that has ended, and close it."""
+        """Read the rest without blocking and close the pipe, after the program has exited."""
         os.set_blocking(self.fd, False)
         try:
             while not self.is_full and self.read():
                 pass
-        except BlockingIOError:  # somebody outside of a jail holds on to it
+        except BlockingIOError:  # without a jail, a surviving process may hold the pipe open
             pass
         os.close(self.fd)
 
 
 def wait_for_exit(pid: int, streams: list[PipeReader], job: JobMessage, deadline: float) -> int:
-    """Wait until process `pid` ends, or must be ended: how it came to that."""
-    ended = os.pidfd_open(pid)
+    """Wait until the program exits or exceeds a limit; return the kind of exit."""
+    exit_fd = os.pidfd_open(pid)
     poller = select.poll()
     by_fd = {stream.fd: stream for stream in streams}
-    for fd in (ended, _HOST_FD, *by_fd):
+    for fd in (exit_fd, _HOST_FD, *by_fd):
         poller.register(fd, select.POLLIN)
-    how = None
-    while how is None:
+    exit_kind = None
+    while exit_kind is None:
         for fd, _ in poller.poll(_TICK_MS):
-            if fd == _HOST_FD:  # nothing more is to come: the host is gone
+            if fd == _HOST_FD:  # the host sends nothing during a run: it has closed the socket
                 os._exit(0)
-            if fd == ended:
-                how = EXITED
+            if fd == exit_fd:
+                exit_kind = EXITED
             elif not by_fd[fd].read():
                 poller.unregister(fd)
-        if how is None and any(stream.is_full for stream in streams):
-            how = OUTPUT_LIMIT
-        elif how is None and time.monotonic() > deadline:
-            how = WALL_TIMEOUT
-        elif how is None and _IS_JAILED and has_too_many_files(job):
-            how = FILE_LIMIT
+        if exit_kind is None and any(stream.is_full for stream in streams):
+            exit_kind = OUTPUT_LIMIT
+        elif exit_kind is None and time.monotonic() > deadline:
+            exit_kind = WALL_TIMEOUT
+        elif exit_kind is None and _IS_JAILED and has_too_many_files(job):
+            exit_kind = FILE_LIMIT
         reap_orphans(but=pid)
-    os.close(ended)
-    return how
+    os.close(exit_fd)
+    return exit_kind
 
 
 def has_too_many_files(job: JobMessage) -> bool:
-    """Whether there are more files than the limit; memory that is in no process."""
-    found = os.statvfs(job["directory"])
-    return found.f_files - found.f_ffree > job["files"]
+    # Inodes of a tmpfs use kernel memory that belongs to no process.
+    stats = os.statvfs(job["directory"])
+    return stats.f_files - stats.f_ffree > job["files"]
 
 
 def reap_orphans(but: int) -> None:
-    """Collect processes that the program left behind, which count as processes until then."""
+    """Reap exited orphans of the program; zombies count towards the process limit."""
     while True:
         try:
-            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return
-        if found is None or found.si_pid == but:
+        if child is None or child.si_pid == but:
             return
-        os.waitpid(found.si_pid, 0)
+        os.waitpid(child.si_pid, 0)
 
 
 def kill_all(pid: int) -> tuple[int, float]:
-    """Kill everything there is but this process; exit code and CPU seconds of process `pid`."""
+    """Kill all processes but the driver; return exit code and CPU seconds of process `pid`."""
     if _IS_JAILED:
         os.kill(-1, signal.SIGKILL)
     else:
@@ -263,7 +267,7 @@ def kill_all(pid: int) -> tuple[int, float]:
 
 
 def exec_program(job: JobMessage, pipes: list[int]) -> None:
-    """Turn this fork into the program, within its limits."""
+    """Become the program: set up descriptors and limits, then exec or run Python code."""
     out, err, value, note = pipes
     os.dup2(os.open("stdin", os.O_RDONLY), 0)
     os.dup2(out, 1)
@@ -279,7 +283,7 @@ def exec_program(job: JobMessage, pipes: list[int]) -> None:
     if not job["run"]:
         run_python(job, value, note)
         return
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores both, and exec inherits that
         signal.signal(number, signal.SIG_DFL)
     command = [part.replace("{dir}", job["directory"] + "/program") for part in job["run"]]
     os.closerange(first, second + 1)
@@ -291,9 +295,9 @@ def exec_program(job: JobMessage, pipes: list[int]) -> None:
 
 
 def set_rlimits(job: JobMessage) -> None:
-    """Bound what this process and those it starts may use."""
     limits = {
-        # First, a second earlier, comes a signal that says why, but can be ignored.
+        # The hard limit kills. A second earlier the soft limit, set below, sends SIGXCPU, which
+        # names the cause but can be ignored.
         resource.RLIMIT_CPU: job["cpu_s"] + 1,
         resource.RLIMIT_FSIZE: job["disk_bytes"],
         resource.RLIMIT_NOFILE: job["open_files"],
@@ -307,18 +311,19 @@ def set_rlimits(job: JobMessage) -> None:
         limits[resource.RLIMIT_STACK] = _EXEC_STACK_BYTES
     if job["limit_address_space"]:
         limits[resource.RLIMIT_AS] = job["memory_bytes"]
-    for what, most in limits.items():
-        _, hard = resource.getrlimit(what)
-        allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(what, (allowed, allowed))
+    for resource_id, limit in limits.items():
+        _, hard = resource.getrlimit(resource_id)
+        allowed = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(resource_id, (allowed, allowed))
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (min(job["cpu_s"], hard), hard))
 
 
 def run_python(job: JobMessage, value: int, note: int) -> None:
-    """Run the source as a script, or call its function and write what that returns to `value`.
+    """Run the source as a script, or call its function and write the result to `value`.
 
-    What is written to `note`, which is closed before the program begins, is why there is none.
+    A compile error goes to `note`, which is closed before the program runs so that the program
+    cannot forge compile errors.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -338,7 +343,6 @@ def run_python(job: JobMessage, value: int, note: int) -> None:
 
 
 def call_function(job: JobMessage, names: JobMessage, value: int) -> None:
-    """Call the function and write what it returns to `value`, as JSON; the program ends there."""
     import json
     from types import CoroutineType
 
@@ -351,7 +355,7 @@ def call_function(job: JobMessage, names: JobMessage, value: int) -> None:
         raise NameError(f"the program defines no function {name}")
     result = function(*json.loads(job["arguments"]))
     if isinstance(result, CoroutineType):
-        result.close()  # or Python's last word would be that nobody awaited it
+        result.close()  # avoids the warning "coroutine was never awaited" as last line of stderr
         raise TypeError(f"{name} is async; it must be a plain function")
     data = json.dumps(result).encode()
     while data:

@@ -1,4 +1,4 @@
-"""One program on its way through jails: usually one, a fresh one after a jail had to be ended."""
+"""Run of a program in a jail, with a fresh jail after each jail that had to be killed."""
 
 import asyncio
 import time
@@ -28,29 +28,27 @@ from streamrl.rewards.sandbox.verdicts import (
     make_test_message,
 )
 
-#: A jail that is gone without a word may be bad luck once; twice, it is the program's doing.
+#: A jail that dies without a report may be an accident; the second time blames the program.
 _JAILS_PER_TEST = 2
-#: Outputs of so many characters are compared beside the event loop.
+#: Longer outputs are compared in a thread, not in the event loop.
 _LONG_TEXT = 1 << 16
 
 
 class JailPool(Protocol):
-    """Where jails come from and go to."""
+    """Supply of fresh jails."""
 
     async def acquire_jail(self) -> Jail:
-        """A jail that waits for its program. Raises JailError."""
+        """Return a jail ready for a program. Raises JailError."""
 
     def discard_jail(self, jail: Jail) -> None:
-        """End a jail, whatever runs in it."""
+        """Kill a jail and everything in it."""
 
 
 class CompileFailedError(Exception):
-    """The program could not be compiled; the message says why."""
+    """Compiling the program failed; the message is the compiler's error."""
 
 
 class ProgramRun:
-    """Runs the tests of one program, in order."""
-
     def __init__(
         self,
         program: SandboxProgram,
@@ -63,53 +61,52 @@ class ProgramRun:
         self._limits = limits
         self._jails = jails
         self._jail: Jail | None = None
-        self._used_s = 0.0  # without the time it took to get a jail
+        self._used_s = 0.0  # excludes waiting for a jail
 
     async def run_tests(self, slot: int) -> tuple[ProgramTestResult, ...]:
-        """The results, to the first that is no pass, or of all tests if the program asks for it.
+        """Run the tests, up to the first failure if program.stop_early.
 
-        slot: which of the programs that run at once this is; it decides the core.
+        slot: index among the concurrent programs; selects the CPU core.
         """
         results: list[ProgramTestResult] = []
         for test in self._program.tests:
             result = await self._run_test(test, slot)
             results.append(result)
-            hopeless = result.outcome in (RewardOutcome.COMPILE_ERROR, RewardOutcome.INFRA_ERROR)
-            if hopeless or (self._program.stop_early and result.outcome is not RewardOutcome.PASS):
+            is_fatal = result.outcome in (RewardOutcome.COMPILE_ERROR, RewardOutcome.INFRA_ERROR)
+            if is_fatal or (self._program.stop_early and result.outcome is not RewardOutcome.PASS):
                 break
         return tuple(results)
 
     def release_jail(self) -> None:
-        """Give up the jail, if there is one."""
         if self._jail is not None:
             self._jails.discard_jail(self._jail)
             self._jail = None
 
     async def _run_test(self, test: StdinTest | CallTest, slot: int) -> ProgramTestResult:
         started = time.monotonic()
-        verdict, detail = RewardOutcome.RUNTIME_ERROR, "the program ended its jail"
+        outcome, detail = RewardOutcome.RUNTIME_ERROR, "the program killed its jail"
         for _ in range(_JAILS_PER_TEST):
             try:
                 return await self._try_test(test, slot)
             except JailLostError:
                 self.release_jail()
             except CompileFailedError as error:
-                verdict, detail = RewardOutcome.COMPILE_ERROR, str(error)
+                outcome, detail = RewardOutcome.COMPILE_ERROR, str(error)
                 break
             except JailError as error:
-                verdict, detail = RewardOutcome.INFRA_ERROR, str(error)
+                outcome, detail = RewardOutcome.INFRA_ERROR, str(error)
                 break
             except MemoryLimitError:
-                verdict, detail = (
+                outcome, detail = (
                     RewardOutcome.MEMORY,
-                    f"held more than {self._limits.memory_mib} MiB",
+                    f"used more than {self._limits.memory_mib} MiB",
                 )
                 break
             except TimeoutError:
-                verdict, detail = RewardOutcome.TIMEOUT, "did not end within its time"
+                outcome, detail = RewardOutcome.TIMEOUT, "did not end before its deadline"
                 break
         self.release_jail()
-        return ProgramTestResult(verdict, time.monotonic() - started, detail)
+        return ProgramTestResult(outcome, time.monotonic() - started, detail)
 
     async def _try_test(self, test: StdinTest | CallTest, slot: int) -> ProgramTestResult:
         if self._jail is None:
@@ -122,8 +119,8 @@ class ProgramRun:
                 RewardOutcome.TIMEOUT, 0.0, f"all tests together took {self._limits.total_s:g} s"
             )
         report = await self._request_report(self._jail, make_test_message(test, wall_s), wall_s)
-        wanted = len(test.stdout) if isinstance(test, StdinTest) else 0
-        if len(report.out) + wanted < _LONG_TEXT:
+        expected_size = len(test.stdout) if isinstance(test, StdinTest) else 0
+        if len(report.out) + expected_size < _LONG_TEXT:
             return judge_report(report, test, self._program, self._limits)
         return await asyncio.to_thread(judge_report, report, test, self._program, self._limits)
 
@@ -135,9 +132,9 @@ class ProgramRun:
             raise CompileFailedError("the compiler took too much memory") from error
         except TimeoutError as error:
             raise CompileFailedError("the compiler took too long") from error
-        trouble = describe_compile_failure(report)
-        if trouble:
-            raise CompileFailedError(trouble)
+        failure = describe_compile_failure(report)
+        if failure:
+            raise CompileFailedError(failure)
 
     async def _request_report(
         self, jail: Jail, message: dict[str, object], seconds: float

@@ -1,7 +1,7 @@
-"""The ways to isolate a program that a machine may offer, each as the command of a jail.
+"""Isolation modes and the bubblewrap command of a jail.
 
-bubblewrap gives a jail namespaces of its own and a view of the system's own directories, read-only;
-what runs in it never has the rights, nor the user, of the run.
+bubblewrap gives each jail its own namespaces and a read-only view of system directories. Programs
+in a jail run without capabilities, and never as the user of the run.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from streamrl.rewards.sandbox.program import MIB, ProgramLimits
 
-#: Where a program may write, and all that it may write.
+#: The only writable directory of a jail.
 PRIVATE_DIR = "/tmp"
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -24,14 +24,14 @@ ENVIRONMENT = {
 }
 _SYSTEM_DIRS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SYSTEM_SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache")
-_DEVICES = ("null", "urandom")  # not zero: it is shared memory without limit
-#: One user for each jail of a machine, for processes are limited by user: a process id leaves
-#: room for 256, and all of it lies above the ids that systems give out.
+_DEVICES = ("null", "urandom")  # not zero: mapping it shared gives unlimited uncounted memory
+#: Each jail of a machine has its own user id because RLIMIT_NPROC counts processes by user. Ids lie
+#: above those that systems assign, with 256 per process id of a scorer.
 _FIRST_USER_ID = 1 << 30
 _USERS_PER_PROCESS = 256
 _NUM_USER_IDS = 1 << 32
 
-#: What the jail's Python does first: it takes the driver from its stdin and becomes it.
+#: First code of the jail's Python: read the driver's code from stdin and execute it.
 _BOOT_SOURCE = (
     "import marshal,os\n"
     "size,code={size},b''\n"
@@ -42,10 +42,10 @@ _BOOT_SOURCE = (
 
 @dataclass(frozen=True)
 class IsolationMode:
-    """One way to make a jail.
+    """Configuration of namespaces and users of a jail.
 
-    name: for messages. user_namespace: whether the jail has a user namespace of its own.
-    own_user: whether this process can be, and so gives each jail, a user of its own.
+    name: used in messages. has_user_namespace: the jail has its own user namespace.
+    has_dedicated_user: each jail runs as its own user id, which requires root.
     """
 
     name: str
@@ -53,12 +53,12 @@ class IsolationMode:
     has_dedicated_user: bool
 
 
-#: No isolation: limits alone.
+#: rlimits only.
 NO_ISOLATION = IsolationMode("none", has_user_namespace=False, has_dedicated_user=False)
 
 
 def list_isolation_modes() -> list[IsolationMode]:
-    """What is worth trying here, the best first."""
+    """Return the modes to try on this machine, strongest first."""
     if os.geteuid() != 0:
         return [IsolationMode("user namespace", has_user_namespace=True, has_dedicated_user=False)]
     if not _has_all_user_ids() or shutil.which("setpriv") is None:
@@ -81,12 +81,11 @@ def _has_all_user_ids() -> bool:
 
 
 def find_bubblewrap() -> str | None:
-    """Path of bwrap: the system's, or the one that came with the installation."""
+    """Return the path of bwrap on PATH or in the Python environment, or None."""
     return shutil.which("bwrap") or shutil.which("bwrap", path=f"{sys.prefix}/bubblewrap")
 
 
 def compute_jail_user(number: int) -> int:
-    """The user id of the jail with this running number."""
     return _FIRST_USER_ID + os.getpid() * _USERS_PER_PROCESS + number % _USERS_PER_PROCESS
 
 
@@ -98,28 +97,29 @@ def build_jail_command(
     fds: tuple[int, int],
     boot: Sequence[str],
 ) -> list[str]:
-    """The command that makes jail `number` and runs `boot` in it.
+    """Return the command that creates jail `number` and runs `boot` in it.
 
-    fds: where bubblewrap finds the filter of system calls, and where it tells the jail's process.
+    fds: descriptors for bubblewrap: the seccomp filter to read, and the pipe for the child's pid.
     """
     bubblewrap = find_bubblewrap()
-    assert bubblewrap is not None, "looked for when the sandbox started"
-    id_ = compute_jail_user(number)
-    user = ["setpriv", f"--reuid={id_}", f"--regid={id_}", "--clear-groups", "--inh-caps=-all"]
-    user += ["--no-new-privs", "--pdeathsig=KILL"]
+    assert bubblewrap is not None, "checked by choose_isolation"
+    user_id = compute_jail_user(number)
+    user = ["setpriv", f"--reuid={user_id}", f"--regid={user_id}"]
+    user += ["--clear-groups", "--inh-caps=-all", "--no-new-privs", "--pdeathsig=KILL"]
     jail = [bubblewrap, *_build_namespace_options(isolation), *_build_mount_options(limits)]
     jail += ["--seccomp", str(fds[0]), "--info-fd", str(fds[1])]
     if not isolation.has_dedicated_user:
         return [*jail, *boot]
     if isolation.has_user_namespace:
         return [*user, *jail, *boot]
-    for right in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
-        jail += ["--cap-add", right]
+    # setpriv inside the jail needs these to change the user; it drops all capabilities afterwards.
+    for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
+        jail += ["--cap-add", capability]
     return [*jail, *user, "--bounding-set=-all", *boot]
 
 
 def build_boot_command(size: int) -> list[str]:
-    """The command that turns into the driver once it is sent its code of `size` bytes."""
+    """Return the command that reads the driver's code, `size` bytes, from stdin and runs it."""
     return [
         find_python(),
         *["-I", "-S", "-B", "-X", "utf8", "-X", "no_debug_ranges", "-c"],
@@ -128,7 +128,6 @@ def build_boot_command(size: int) -> list[str]:
 
 
 def find_python() -> str:
-    """The interpreter that this one's environment was made from, outside of any venv."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return str(Path(sys.base_prefix, "bin", version))
 
@@ -143,7 +142,7 @@ def _build_namespace_options(isolation: IsolationMode) -> list[str]:
 
 
 def _build_mount_options(limits: ProgramLimits) -> list[str]:
-    """The files that a program sees: the system's, Python's, and one directory of its own."""
+    """Mount system and Python directories read-only, and a tmpfs as the private directory."""
     view = []
     for path in _SYSTEM_DIRS:
         view += (
@@ -153,21 +152,22 @@ def _build_mount_options(limits: ProgramLimits) -> list[str]:
         )
     base = Path(sys.base_prefix)
     folders = ["/etc", "/dev"]
-    shown = list(_SYSTEM_SETTINGS)
+    read_only = list(_SYSTEM_SETTINGS)
     if not base.is_relative_to("/usr"):
         folders += map(str, [*reversed(base.parents[:-1]), base])
-        shown += [str(base / "bin"), str(base / "lib")]
+        read_only += [str(base / "bin"), str(base / "lib")]
     for folder in folders:
-        view += ["--perms", "0755", "--dir", folder]  # else it is made for root alone
-    view += _bind_read_only(shown)
+        view += ["--perms", "0755", "--dir", folder]  # bubblewrap's default mode is root only
+    view += _bind_read_only(read_only)
+    # Hide installed packages.
     packages = sysconfig.get_path("purelib", vars={"base": sys.base_prefix})
     if os.path.isdir(packages):
         view += ["--tmpfs", packages, "--remount-ro", packages]
     for device in _DEVICES:
         view += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     view += ["--symlink", "urandom", "/dev/random"]
-    view += ["--symlink", f"{PRIVATE_DIR}/stdin", "/dev/stdin"]  # which /proc would offer
-    view += ["--symlink", PRIVATE_DIR, "/dev/shm"]  # for locks of multiprocessing
+    view += ["--symlink", f"{PRIVATE_DIR}/stdin", "/dev/stdin"]  # no /proc in a jail
+    view += ["--symlink", PRIVATE_DIR, "/dev/shm"]  # for multiprocessing locks
     view += ["--perms", "1777", "--size", str(limits.disk_mib * MIB), "--tmpfs", PRIVATE_DIR]
     return [*view, "--remount-ro", "/", "--chdir", PRIVATE_DIR]
 

@@ -1,4 +1,4 @@
-"""One jail: the process that holds one program, from its start to its certain end."""
+"""A jail: the isolated process tree of a program, from start to guaranteed end."""
 
 import asyncio
 import contextlib
@@ -29,37 +29,38 @@ from streamrl.rewards.sandbox.isolation import (
 )
 from streamrl.rewards.sandbox.program import MIB, ProgramLimits
 
-#: Deadlines, s: until a started jail says that it waits; what the driver may take beyond the
-#: time of a test; until the processes of a killed jail are gone.
+#: Until a started jail reports READY.
 START_TIMEOUT_S = 20.0
+#: The driver's overhead on top of the test's own deadline.
 GRACE_PERIOD_S = 3.0
+#: Until all processes of a killed jail have exited.
 KILL_TIMEOUT_S = 20.0
-#: How often the memory of a running program is looked at, s, and for how many times longer than a
-#: look took there is none: to look at very many mappings takes the kernel a while.
+#: Memory checks of a running program: at least this interval, and at least this multiple of the
+#: check's duration, which grows with the number of mappings.
 MEMORY_CHECK_INTERVAL_S = 0.05
 _PAUSE_PER_CHECK_TIME = 2
-#: What a mapping of a process counts as. It takes about 220 bytes in the kernel when nothing is in
-#: it, and may take some 2 KiB where processes are children of children. It counts as more, so that
-#: a program is over its limit before counting takes long.
+#: Memory charged per mapping. An empty mapping takes about 220 bytes in the kernel, and about 2 KiB
+#: in grandchild processes. The charge is higher, so that a program with many mappings exceeds its
+#: limit before counting them takes long.
 _MAPPING_BYTES = 16 << 10
 _AVAILABLE_CORES = tuple(sorted(os.sched_getaffinity(0)))
 
 
 class JailError(Exception):
-    """A jail could not be made; the message says why."""
+    """Creating a jail failed."""
 
 
 class JailLostError(Exception):
-    """A jail ended before it reported, and nobody here ended it."""
+    """A jail ended before it reported, without being killed by the sandbox."""
 
 
 class MemoryLimitError(Exception):
-    """The processes of a jail together held more memory than they may."""
+    """The processes of a jail together exceeded memory_mib."""
 
 
 @dataclass(frozen=True)
 class JailReport:
-    """How one run in a jail ended, as its driver says (see driver.py for `how` and `code`)."""
+    """The driver's report of a run; driver.py defines exit_kind and exit_code. Untrusted."""
 
     exit_kind: int
     exit_code: int
@@ -71,7 +72,7 @@ class JailReport:
 
 @dataclass(frozen=True)
 class JailSpec:
-    """All that jails of one sandbox have in common. `filter` is that of seccomp.py."""
+    """Settings shared by all jails of a sandbox. syscall_filter: see seccomp.py."""
 
     isolation: IsolationMode
     limits: ProgramLimits
@@ -83,7 +84,7 @@ class JailSpec:
 def make_jail_spec(
     isolation: IsolationMode, limits: ProgramLimits, syscall_filter: bytes
 ) -> JailSpec:
-    """A blueprint, with the driver's code as it is sent into each jail."""
+    """Build the settings, with the driver compiled for sending into each jail."""
     source = Path(driver.__file__).read_text(encoding="utf-8")
     code = marshal.dumps(compile(source, "driver", "exec", dont_inherit=True, optimize=2))
     return JailSpec(
@@ -92,10 +93,10 @@ def make_jail_spec(
 
 
 class Jail:
-    """A started jail. Not for sharing: one program is sent to it, then it is ended."""
+    """A running jail for a single program."""
 
-    def __init__(self, plan: JailSpec, folder: str, process: "subprocess.Popen[bytes]") -> None:
-        self._spec = plan
+    def __init__(self, spec: JailSpec, folder: str, process: "subprocess.Popen[bytes]") -> None:
+        self._spec = spec
         self._folder = folder
         self._process = process
         self._exit_fd = os.pidfd_open(process.pid)
@@ -104,40 +105,42 @@ class Jail:
         self._writer: asyncio.StreamWriter
 
     @classmethod
-    async def start(cls, plan: JailSpec, number: int) -> "Jail":
-        """A jail that waits for its program. Raises JailError.
+    async def start(cls, spec: JailSpec, number: int) -> "Jail":
+        """Start a jail and wait until the driver is ready. Raises JailError.
 
-        It dies with the thread that calls this, so call it from one that stays.
+        The jail dies with the calling thread (parent-death signal): call from a long-lived thread.
         """
         ours, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
-            said, says = os.pipe()
+            info_fd, info_write_fd = os.pipe()
             try:
-                jail = cls(plan, *_spawn_jail(plan, number, theirs, says))
+                jail = cls(spec, *_spawn_jail(spec, number, theirs, info_write_fd))
             except OSError as error:
                 writer.close()
-                os.close(said)
-                raise JailError(f"no process for a jail: {error}") from error
+                os.close(info_fd)
+                raise JailError(f"starting a jail failed: {error}") from error
             finally:
-                os.close(says)
+                os.close(info_write_fd)
         jail._reader, jail._writer = reader, writer
         try:
-            await jail._boot_driver(said)
+            await jail._boot_driver(info_fd)
         except BaseException:
             await jail.kill()
             raise
         finally:
-            os.close(said)
+            os.close(info_fd)
         return jail
 
-    async def _boot_driver(self, said: int) -> None:
+    async def _boot_driver(self, info_fd: int) -> None:
         self._writer.write(self._spec.driver_code)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await self._read_report()
             pid = (
-                self._process.pid if self._spec.isolation is NO_ISOLATION else _read_child_pid(said)
+                self._process.pid
+                if self._spec.isolation is NO_ISOLATION
+                else _read_child_pid(info_fd)
             )
             self._init_process = (pid, os.pidfd_open(pid))
         except (JailLostError, ProcessLookupError, ValueError) as error:
@@ -148,22 +151,25 @@ class Jail:
     def _read_last_error(self) -> str:
         assert self._process.stderr is not None
         os.set_blocking(self._process.stderr.fileno(), False)
-        words = self._process.stderr.read() or b""
-        lines = words.decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "a jail ended as it started, without a word"
+        data = self._process.stderr.read() or b""
+        lines = data.decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "a jail exited at its start without an error message"
 
     def pin_to_core(self, slot: int) -> None:
-        """Keep the program to one core, so that all it starts takes no more from its neighbours."""
+        """Pin the program and its children to a core, so that concurrent programs do not slow down.
+
+        Errors are ignored: the jail, or the core, may be gone.
+        """
         assert self._init_process is not None
         core = _AVAILABLE_CORES[(os.getpid() + slot) % len(_AVAILABLE_CORES)]
-        with contextlib.suppress(OSError):  # it has gone, or the core has
+        with contextlib.suppress(OSError):
             os.sched_setaffinity(self._init_process[0], {core})
 
     async def request_report(self, message: Mapping[str, Any], deadline: float) -> JailReport:
-        """Send a message and wait for its report.
+        """Send a message to the driver and wait for the report, enforcing the memory limit.
 
-        Raises JailLostError if there is none, MemoryLimitError, and TimeoutError at `deadline`
-        (of time.monotonic): the driver, which should have ended the program before, did not.
+        Raises JailLostError if the jail ends, MemoryLimitError, and TimeoutError at `deadline`
+        (time.monotonic) in case the driver fails to stop the program at its own deadline.
         """
         data = marshal.dumps({**message, "directory": self._folder})
         self._writer.write(driver.LENGTH_FORMAT.pack(len(data)) + data)
@@ -182,19 +188,17 @@ class Jail:
             reading.cancel()
 
     async def _enforce_limits(self, deadline: float) -> float:
-        """Raise TimeoutError or MemoryLimitError if it is time to; the seconds that looking took.
-
-        It looks in a thread: the kernel lets nobody look while it copies a process.
-        """
+        """Raise TimeoutError or MemoryLimitError if exceeded; return the check's duration, s."""
         started = time.monotonic()
         if started > deadline:
             raise TimeoutError
+        # In a thread: reading /proc blocks while the kernel forks a large process.
         if await asyncio.to_thread(self.measure_memory) > self._spec.limits.memory_mib * MIB:
             raise MemoryLimitError
         return time.monotonic() - started
 
     def measure_memory(self) -> int:
-        """What all its processes hold; not much more than its limit is counted. From any thread."""
+        """Return bytes held by all processes; counting stops above the limit. Thread-safe."""
         assert self._init_process is not None
         enough = self._spec.limits.memory_mib * MIB
         return self._spec.process_table.measure_tree_memory(self._init_process[0], enough=enough)
@@ -204,22 +208,21 @@ class Jail:
             head = driver.REPORT_FORMAT.unpack(
                 await self._reader.readexactly(driver.REPORT_FORMAT.size)
             )
-            how, code, seconds, cpu_s, out_size, err_size = head
+            exit_kind, exit_code, seconds, cpu_s, out_size, err_size = head
             out = await self._reader.readexactly(out_size)
             err = await self._reader.readexactly(err_size)
-            return JailReport(how, code, seconds, cpu_s, out, err)
+            return JailReport(exit_kind, exit_code, seconds, cpu_s, out, err)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise JailLostError from error
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs, as far as is known."""
         return self._process.poll() is None
 
     async def kill(self) -> None:
-        """Kill all that runs in it and wait until it is gone, with its files.
+        """Kill all processes of the jail, wait for their exit and delete their files.
 
-        Raises DeadlineError if the kernel does not get rid of it.
+        Raises DeadlineError if the processes outlive KILL_TIMEOUT_S.
         """
         if self._init_process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -246,7 +249,7 @@ class Jail:
         except TimeoutError:
             self._process.kill()
             raise DeadlineError(
-                f"a killed jail, process {self._process.pid}, was not gone after {KILL_TIMEOUT_S} s"
+                f"process {self._process.pid} of a killed jail did not exit in {KILL_TIMEOUT_S:g} s"
             ) from None
         finally:
             loop.remove_reader(self._exit_fd)
@@ -255,25 +258,25 @@ class Jail:
 
 
 def _spawn_jail(
-    plan: JailSpec, number: int, theirs: socket.socket, info_fd: int
+    spec: JailSpec, number: int, theirs: socket.socket, info_fd: int
 ) -> tuple[str, "subprocess.Popen[bytes]"]:
-    """Start the processes of a jail: where it may write, and the one that ends when all have."""
-    if plan.isolation is NO_ISOLATION:
+    """Start a jail; return its writable directory and the process that exits last."""
+    if spec.isolation is NO_ISOLATION:
         folder = tempfile.mkdtemp(prefix="streamrl-unsafe-")
         environment = {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
         return folder, _open_process(
-            build_boot_command(len(plan.driver_code)), theirs, environment, ()
+            build_boot_command(len(spec.driver_code)), theirs, environment, ()
         )
     filter_fd = os.memfd_create("filter")
     try:
-        os.write(filter_fd, plan.syscall_filter)
+        os.write(filter_fd, spec.syscall_filter)
         os.lseek(filter_fd, 0, os.SEEK_SET)
         command = build_jail_command(
-            plan.isolation,
-            plan.limits,
+            spec.isolation,
+            spec.limits,
             number,
             fds=(filter_fd, info_fd),
-            boot=build_boot_command(len(plan.driver_code)),
+            boot=build_boot_command(len(spec.driver_code)),
         )
         return PRIVATE_DIR, _open_process(command, theirs, ENVIRONMENT, (filter_fd, info_fd))
     finally:
@@ -297,10 +300,10 @@ def _open_process(
     )
 
 
-def _read_child_pid(said: int) -> int:
-    """What bubblewrap says is process 1 of its jail. It has said it by the time the jail waits.
+def _read_child_pid(info_fd: int) -> int:
+    """Return the pid of the jail's process 1 from bubblewrap's --info-fd.
 
-    Raises ValueError if it has not.
+    The data is complete once the driver is ready. Raises ValueError if the data is missing.
     """
-    with os.fdopen(said, "rb", closefd=False) as file:
+    with os.fdopen(info_fd, "rb", closefd=False) as file:
         return int(json.load(file)["child-pid"])

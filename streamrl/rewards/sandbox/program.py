@@ -1,4 +1,4 @@
-"""What a sandbox is given to run, within which limits, and what it says of it."""
+"""Input and output types of a sandbox: programs, tests, limits, languages, results."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,18 +13,18 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """What one program may use. A memory, process or disk limit holds for all its processes.
+    """Resource limits of a program. Memory, process and disk limits cover all its processes.
 
-    wall_s: of one test, s.
-    cpu_s: of one process in one test, s; rounded up.
-    compile_s: of compiling, s.
-    total_s: of all tests and compiling together, s.
-    memory_mib: of one process's address space, and of what all of them hold together.
-    disk_mib: of all files it writes; of one as well.
-    files: how many files and directories.
-    processes: processes and threads at once.
-    open_files: of one process.
-    output_kib: of what one test writes to stdout, and to stderr, and of a function's value.
+    wall_s: wall time of a test, s.
+    cpu_s: CPU time of a process in a test, s; rounded up.
+    compile_s: wall time of compiling, s.
+    total_s: wall time of compiling and all tests together, s.
+    memory_mib: address space of a process, and memory of all processes together.
+    disk_mib: total size of all files, and size of a file.
+    files: number of files and directories.
+    processes: concurrent processes and threads.
+    open_files: open files of a process.
+    output_kib: output of a test, separately for stdout, stderr and a function's return value.
     """
 
     wall_s: float = 10.0
@@ -54,9 +54,9 @@ class StdinTest:
 
 @dataclass(frozen=True)
 class CallTest:
-    """`function` called with `arguments` must return one of `accepted`. All are plain JSON data.
+    """`function` called with `arguments` must return a value in `accepted`; all are JSON data.
 
-    For Python only. A method of a class Solution is found where there is no such function.
+    Python only. If the program defines no such function, a method of class Solution is called.
     """
 
     function: str
@@ -66,11 +66,11 @@ class CallTest:
 
 @dataclass(frozen=True)
 class SandboxProgram:
-    """Source code that nobody vouches for, and its tests.
+    """Untrusted source code and its tests.
 
-    language: a name from the table of languages.
-    stop_early: leave out the tests after the first that does not pass.
-    loose_numbers: compare words of a text as numbers (see compare.py).
+    language: key of the sandbox's languages.
+    stop_early: skip the tests after the first failure.
+    loose_numbers: compare words of the output as numbers (see compare.py).
     """
 
     language: str
@@ -82,7 +82,7 @@ class SandboxProgram:
 
 @dataclass(frozen=True)
 class ProgramTestResult:
-    """One test: how it ended, after how many seconds, and what a person should know besides."""
+    """Outcome of a test; detail: explanation for people."""
 
     outcome: RewardOutcome
     seconds: float
@@ -91,29 +91,28 @@ class ProgramTestResult:
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """A program: the tests that were run, in order, of the `num_tests` that it has."""
+    """Results of the tests that ran, in order; num_tests counts all tests of the program."""
 
     test_results: tuple[ProgramTestResult, ...]
     num_tests: int
 
     @property
     def outcome(self) -> RewardOutcome:
-        """An infra_error if there is one, else the first that is no pass; a pass if all are."""
+        """INFRA_ERROR if any test has it, else the first failure, else PASS."""
         return self._decisive_result.outcome
 
     @property
     def detail(self) -> str:
-        """What is said of the test that the verdict is of."""
+        """Detail of the test that determines the outcome."""
         return self._decisive_result.detail
 
     @property
     def seconds(self) -> float:
-        """Of all tests that were run."""
         return sum(result.seconds for result in self.test_results)
 
     @property
     def pass_rate(self) -> float:
-        """Share of the tests that pass; one that was not run does not."""
+        """Fraction of tests that pass; skipped tests count as failed."""
         return sum(r.outcome is RewardOutcome.PASS for r in self.test_results) / self.num_tests
 
     @property
@@ -121,19 +120,19 @@ class ProgramResult:
         failed = [
             result for result in self.test_results if result.outcome is not RewardOutcome.PASS
         ]
-        unknown = [result for result in failed if result.outcome is RewardOutcome.INFRA_ERROR]
-        return [*unknown, *failed, *self.test_results][0]
+        infra_errors = [result for result in failed if result.outcome is RewardOutcome.INFRA_ERROR]
+        return [*infra_errors, *failed, *self.test_results][0]
 
 
 @dataclass(frozen=True)
 class LanguageSpec:
-    """How programs of a language are run.
+    """Commands of a language; `{dir}` in a command stands for the program's directory.
 
-    file: what the source is called, in the directory that `{dir}` stands for in a command.
-    run: the command of a test; empty: in the jail's own Python, which is the quickest.
-    compile: what is run once before the tests; empty: nothing.
-    limit_address_space: whether a process may be held to memory_mib of addresses. A runtime that
-        reserves far more than it uses must not be; it is held to what it uses, like any other.
+    file: name of the source file in that directory.
+    run: command of a test; empty: run in the driver's Python, the fastest way.
+    compile: command run once before the tests; empty: no compilation.
+    limit_address_space: limit each process to memory_mib of address space. False for runtimes that
+        reserve far more than they use, such as node; their memory use is limited all the same.
     """
 
     file: str
@@ -142,7 +141,7 @@ class LanguageSpec:
     limit_address_space: bool = True
 
 
-#: The languages that need no settings. Another is one more row: see docs/sandbox.md.
+#: Built-in languages; `languages` of kind code adds more (docs/sandbox.md).
 LANGUAGES: Mapping[str, LanguageSpec] = {
     "python": LanguageSpec("solution.py"),
     "cpp": LanguageSpec(
@@ -155,5 +154,5 @@ LANGUAGES: Mapping[str, LanguageSpec] = {
     ),
     "bash": LanguageSpec("solution.sh", run=("bash", "{dir}/solution.sh")),
 }
-#: What every machine can run.
+#: Needs no tools besides this interpreter.
 PYTHON_ONLY: Mapping[str, LanguageSpec] = {"python": LANGUAGES["python"]}

@@ -1,4 +1,4 @@
-"""A sandbox on another machine, asked over HTTP as sandbox-fusion defines it (`/run_code`)."""
+"""Client of a remote sandbox with sandbox-fusion's HTTP API (`/run_code`)."""
 
 import asyncio
 import json
@@ -19,11 +19,10 @@ from streamrl.rewards.sandbox import (
 from streamrl.rewards.sandbox.compare import can_be_value, is_same_text, is_same_value, parse_value
 
 MAX_REQUESTS = 64
-"""Requests under way at once."""
 TIMEOUT_SLACK_S = 10.0
-"""What a request may take beyond the time of the program, s."""
-#: Put behind a Python program: calls a function with the arguments on stdin. What it prints is
-#: compared here, so a program that prints this line itself gains nothing by it.
+"""Overhead of a request on top of the program's own limits."""
+#: Appended to a Python program: calls the function with arguments from stdin and prints the value
+#: behind a marker. The value is compared here, so printing the marker itself does not help.
 _VALUE_MARKER = "streamrl-value:"
 _CALL_SOURCE = """
 
@@ -38,10 +37,12 @@ _call()
 
 
 class RemoteSandbox:
-    """Sends each test of a program to a server; the server isolates it."""
+    """Sends each test of a program to a server, which isolates the program.
+
+    url: base URL of the server, such as http://sandbox:8080.
+    """
 
     def __init__(self, url: str, limits: ProgramLimits) -> None:
-        """`url` is where the server is, such as http://sandbox:8080."""
         self._url = url.rstrip("/") + "/run_code"
         self._limits = limits
         timeout_s = limits.compile_s + limits.wall_s + TIMEOUT_SLACK_S
@@ -50,19 +51,17 @@ class RemoteSandbox:
         self._slots = asyncio.Semaphore(MAX_REQUESTS)
 
     async def run(self, program: SandboxProgram) -> ProgramResult:
-        """Run the tests in order and judge them. Raises InfraError if there is no answer."""
         results: list[ProgramTestResult] = []
         for test in program.tests:
             results.append(await self._run_test(program, test))
-            verdict = results[-1].outcome
-            if verdict is RewardOutcome.COMPILE_ERROR or (
-                program.stop_early and verdict is not RewardOutcome.PASS
+            outcome = results[-1].outcome
+            if outcome is RewardOutcome.COMPILE_ERROR or (
+                program.stop_early and outcome is not RewardOutcome.PASS
             ):
                 break
         return ProgramResult(tuple(results), len(program.tests))
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     async def _run_test(
@@ -89,25 +88,24 @@ class RemoteSandbox:
     async def _post_request(self, body: dict[str, Any]) -> dict[str, Any]:
         try:
             async with self._slots:
-                reply = await self._client.post(self._url, json=body)
-            reply.raise_for_status()
-            found = await asyncio.to_thread(reply.json)
+                response = await self._client.post(self._url, json=body)
+            response.raise_for_status()
+            reply = await asyncio.to_thread(response.json)
         except httpx.TimeoutException:
             raise RewardInfraError(
                 f"{self._url}: no reply in {self._client.timeout.read:g} s"
             ) from None
         except (httpx.HTTPError, ValueError) as error:
             raise RewardInfraError(f"{self._url}: {_one_line(error)}") from None
-        if not isinstance(found, dict) or found.get("status") not in ("Success", "Failed"):
-            said = found.get("message") if isinstance(found, dict) else found
-            raise RewardInfraError(f"{self._url}: the sandbox failed: {said}")
-        return found
+        if not isinstance(reply, dict) or reply.get("status") not in ("Success", "Failed"):
+            message = reply.get("message") if isinstance(reply, dict) else reply
+            raise RewardInfraError(f"{self._url}: the sandbox failed: {message}")
+        return reply
 
 
 def _judge_reply(
     reply: dict[str, Any], program: SandboxProgram, test: StdinTest | CallTest
 ) -> ProgramTestResult:
-    """The verdict on one test, of what the server says came out."""
     compiled, ran = reply.get("compile_result") or {}, reply.get("run_result") or {}
     seconds = float(ran.get("execution_time") or 0.0)
     if compiled and (compiled.get("status") != "Finished" or compiled.get("return_code")):
@@ -116,10 +114,10 @@ def _judge_reply(
         return ProgramTestResult(RewardOutcome.TIMEOUT, seconds, "ran for too long")
     error = _last_line(ran)
     if ran.get("status") != "Finished" or ran.get("return_code") != 0:
-        kind = RewardOutcome.MEMORY if "MemoryError" in error else RewardOutcome.RUNTIME_ERROR
+        outcome = RewardOutcome.MEMORY if "MemoryError" in error else RewardOutcome.RUNTIME_ERROR
         if error.startswith(("SyntaxError", "IndentationError")):
-            kind = RewardOutcome.COMPILE_ERROR
-        return ProgramTestResult(kind, seconds, error)
+            outcome = RewardOutcome.COMPILE_ERROR
+        return ProgramTestResult(outcome, seconds, error)
     if _is_correct(str(ran.get("stdout") or ""), program, test):
         return ProgramTestResult(RewardOutcome.PASS, seconds)
     return ProgramTestResult(RewardOutcome.WRONG, seconds)
@@ -133,14 +131,14 @@ def _is_correct(out: str, program: SandboxProgram, test: StdinTest | CallTest) -
     if not can_be_value(data, test.accepted):
         return False
     try:
-        found = parse_value(data)
+        actual = parse_value(data)
     except ValueError:
         return False
-    return bool(mark) and any(is_same_value(wanted, found) for wanted in test.accepted)
+    return bool(mark) and any(is_same_value(expected, actual) for expected in test.accepted)
 
 
-def _last_line(part: dict[str, Any]) -> str:
-    return (str(part.get("stderr") or "").strip().splitlines() or [""])[-1]
+def _last_line(result: dict[str, Any]) -> str:
+    return (str(result.get("stderr") or "").strip().splitlines() or [""])[-1]
 
 
 def _one_line(error: Exception) -> str:

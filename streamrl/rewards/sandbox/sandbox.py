@@ -1,4 +1,4 @@
-"""The sandbox: programs in, outcomes out, each from a jail of its own made ahead of time."""
+"""Local sandbox: runs each program in a fresh jail from a pool of jails started ahead."""
 
 import asyncio
 import os
@@ -18,26 +18,28 @@ from streamrl.rewards.sandbox.program import (
     SandboxProgram,
 )
 
-#: Tries to get a jail, and the time between two, s, before there is an infra_error.
+#: Attempts to get a jail; attempt n waits n * _RETRY_PAUSE_S. Then the outcome is INFRA_ERROR.
 _MAX_ATTEMPTS = 3
 _RETRY_PAUSE_S = 0.2
 
 
 class Sandbox:
-    """Runs programs, at most `jails` at once, in the order in which they were given.
+    """Runs programs in FIFO order, at most `jails` concurrently. Create with `start`.
 
-    note: what the user is to be told about this sandbox; empty: nothing.
+    user_warning: warning for the user; empty if programs are isolated.
     """
 
-    def __init__(self, plan: JailSpec, jails: int, languages: Mapping[str, LanguageSpec]) -> None:
+    def __init__(
+        self, jail_spec: JailSpec, jails: int, languages: Mapping[str, LanguageSpec]
+    ) -> None:
         self.user_warning = ""
-        self._jail_spec = plan
+        self._jail_spec = jail_spec
         self._languages = languages
         self._slots = list(range(jails))
         self._slot_semaphore = asyncio.Semaphore(jails)
         self._num_started = 0
         self._ready_jails: deque[asyncio.Task[Jail]] = deque()
-        self._start_tasks: set[asyncio.Task[Jail]] = set()  # the stock and who waits for one of it
+        self._start_tasks: set[asyncio.Task[Jail]] = set()  # ready, starting or being acquired
         self._jails_in_use: set[Jail] = set()
         self._kill_tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -51,44 +53,45 @@ class Sandbox:
         languages: Mapping[str, LanguageSpec] = PYTHON_ONLY,
         allow_unsafe: bool = False,
     ) -> "Sandbox":
-        """A sandbox for programs in `languages`, after it has tried to break out of a jail.
+        """Choose and probe an isolation mode, and start a sandbox for programs in `languages`.
 
-        jails: programs at once; as many as there are cores unless told otherwise.
+        jails: concurrent programs; default: the number of available cores.
 
-        Raises ConfigError, in one line that says what to do, if this machine cannot isolate a
-        program (unless `allow_unsafe`) or lacks the tools of a language.
+        Raises ConfigError if this machine cannot isolate programs (unless `allow_unsafe`) or lacks
+        the tools of a language.
         """
         if jails is None:
             jails = len(os.sched_getaffinity(0))
         if jails < 1:
             raise ConfigError(f"sandbox.jails={jails}: must be 1 or more")
         check_language_tools(languages)
-        plan, note = await choose_isolation(limits, allow_unsafe=allow_unsafe)
-        sandbox = cls(plan, jails, languages)
-        sandbox.user_warning = note
+        jail_spec, warning = await choose_isolation(limits, allow_unsafe=allow_unsafe)
+        sandbox = cls(jail_spec, jails, languages)
+        sandbox.user_warning = warning
         for _ in range(jails):
             sandbox._start_jail()
         return sandbox
 
     async def run(self, program: SandboxProgram) -> ProgramResult:
-        """Run the program's tests in order and judge them.
+        """Run and judge the program's tests in order.
 
-        Raises ValueError for a program that this sandbox was not started for.
+        Raises ValueError for an unknown language, a program without tests, and function-call tests
+        in languages other than Python.
         """
         language = self._find_language(program)
         async with self._slot_semaphore:
             slot = self._slots.pop()
-            trial = ProgramRun(program, language, self._jail_spec.limits, self)
+            program_run = ProgramRun(program, language, self._jail_spec.limits, self)
             try:
-                return ProgramResult(await trial.run_tests(slot), len(program.tests))
+                return ProgramResult(await program_run.run_tests(slot), len(program.tests))
             finally:
-                trial.release_jail()
+                program_run.release_jail()
                 self._slots.append(slot)
 
     def _find_language(self, program: SandboxProgram) -> LanguageSpec:
         if program.language not in self._languages:
-            known = ", ".join(self._languages)
-            raise ValueError(f"no language {program.language}: the sandbox was started for {known}")
+            names = ", ".join(self._languages)
+            raise ValueError(f"no language {program.language}: the sandbox was started for {names}")
         language = self._languages[program.language]
         if language.run and any(isinstance(test, CallTest) for test in program.tests):
             raise ValueError(f"function-call tests are for Python only, not {program.language}")
@@ -97,8 +100,8 @@ class Sandbox:
         return language
 
     async def acquire_jail(self) -> Jail:
-        """A jail that waits for its program; give it back with `discard`. Raises JailError."""
-        failure = JailError("jails die while they wait")
+        """Return a jail ready for a program; release with `discard_jail`. Raises JailError."""
+        failure = JailError("jails exit before a program is sent to them")
         for attempt in range(_MAX_ATTEMPTS):
             await asyncio.sleep(_RETRY_PAUSE_S * attempt)
             try:
@@ -123,15 +126,16 @@ class Sandbox:
                 starting.add_done_callback(self._kill_unused_jail)
             raise
         finally:
-            ours = starting in self._start_tasks
+            # close() takes over the jails in _start_tasks and kills them.
+            is_open = starting in self._start_tasks
             self._start_tasks.discard(starting)
-        if not ours:
+        if not is_open:
             raise JailError("the sandbox is closed")
         self._jails_in_use.add(jail)
         return jail
 
     def discard_jail(self, jail: Jail) -> None:
-        """End a jail, whatever runs in it, without waiting for that. Twice does no harm."""
+        """Kill a jail in the background. Idempotent."""
         if jail in self._jails_in_use:
             self._jails_in_use.remove(jail)
             self._kill_jail(jail)
@@ -154,7 +158,7 @@ class Sandbox:
             self._kill_jail(starting.result())
 
     async def close(self) -> None:
-        """End all jails; what still runs in one comes to an infra_error."""
+        """Kill all jails; running programs end with INFRA_ERROR."""
         self._is_closed = True
         starting, self._start_tasks = self._start_tasks, set()
         self._ready_jails.clear()

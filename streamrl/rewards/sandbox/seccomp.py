@@ -1,63 +1,62 @@
-"""The system calls that no program in a jail may make, as a filter for the kernel (seccomp).
+"""Seccomp filter: denies system calls that evade namespaces and rlimits.
 
-Namespaces hide the machine and rlimits bound what a process uses. The filter takes away what goes
-round either: calls that make new namespaces, hold memory no rlimit counts, or reach parts of the
-kernel where a bug would be an escape. All else is allowed; a denied call fails with EPERM.
+Denied are calls that create namespaces, hold memory that no rlimit counts, or reach parts of the
+kernel where a bug would be an escape. A denied call fails with EPERM; all other calls are allowed.
 """
 
 import errno
 import os
 from typing import Any
 
-#: Reading and steering other processes, among them the one that reports on the program.
+#: Inspecting and controlling other processes, including the driver.
 _OTHER_PROCESSES = (
     "ptrace process_vm_readv process_vm_writev process_madvise kcmp pidfd_getfd"
     " sched_setaffinity sched_setscheduler sched_setattr setpriority migrate_pages move_pages"
 )
-#: Mounts and namespaces: with one of its own a program would hold rights in it.
+#: Mounts and namespaces: a program has capabilities inside a namespace that it creates.
 _NAMESPACES = (
     "mount umount2 pivot_root chroot unshare setns open_tree move_mount fsopen fsconfig fsmount"
     " fspick mount_setattr name_to_handle_at open_by_handle_at quotactl"
 )
-#: Large parts of the kernel that a coding task never needs, known for their bugs.
+#: Kernel subsystems with many past vulnerabilities, unnecessary for programs under test.
 _KERNEL = (
     "bpf perf_event_open userfaultfd io_uring_setup io_uring_enter io_uring_register seccomp"
     " kexec_load kexec_file_load init_module finit_module delete_module create_module acct swapon"
     " swapoff reboot syslog iopl ioperm modify_ldt personality fanotify_init lookup_dcookie"
     " settimeofday clock_settime clock_adjtime adjtimex vhangup nfsservctl uselib"
 )
-#: Memory that belongs to no process, or to none after it is unmapped: no limit counts it.
+#: Memory that belongs to no process, or survives unmapping: no limit counts it.
 _HIDDEN_MEMORY = (
     "memfd_create memfd_secret shmget shmat shmctl shmdt semget semop semtimedop semctl msgget"
     " msgsnd msgrcv msgctl mq_open mq_unlink mq_timedsend mq_timedreceive mq_notify"
     " add_key request_key keyctl vmsplice io_setup io_submit remap_file_pages mbind set_mempolicy"
     " setxattr lsetxattr fsetxattr"
 )
-#: They put pages of files into pipes and sockets, where each counts as the bytes that were asked
-#: for. A program is told that there are none such and copies, as it would on an older kernel.
+#: They pin whole pages in pipes and sockets but count only the bytes requested. They fail with
+#: ENOSYS: libraries then fall back to copying, as on an older kernel.
 _ZERO_COPY_CALLS = "splice tee sendfile"
-#: What other processes do on the machine; and what makes them wait.
+#: Observing other processes of the machine, and slowing them down.
 _CROSS_PROCESS_EFFECTS = "inotify_init inotify_init1 inotify_add_watch ioprio_set sync syncfs flock"
-#: All sockets but a pair of local ones, which pipes between processes and asyncio are made of.
+#: All sockets except socketpair(AF_UNIX), which asyncio and multiprocessing need.
 _SOCKETS = "socket bind connect listen accept accept4 setsockopt"
 
 _NEW_NAMESPACE_FLAGS = (1 << 17, 1 << 25, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30)
-_SHARED_ANONYMOUS = 0x21  # MAP_SHARED and MAP_ANONYMOUS: stays when it is unmapped by one owner
-_TIOCSTI = 0x5412  # puts words into the mouth of whoever sits at the terminal
+_SHARED_ANONYMOUS = 0x21  # MAP_SHARED | MAP_ANONYMOUS: survives unmapping by a single owner
+_TIOCSTI = 0x5412  # injects input into the terminal
 _TIOCLINUX = 0x541C
 _AF_UNIX = 1
-#: Locks on files in both forms that POSIX has (read, set, set and wait), leases, and notes of what
-#: others do: who only reads a file can hold, and tell a neighbour by, a lock on it.
+#: POSIX and open-file-description locks (get, set, set and wait), leases and dnotify: a lock on a
+#: shared read-only file is a covert channel between jails.
 _LOCKS = (5, 6, 7, 36, 37, 38)
 _F_SETLEASE, _F_NOTIFY = 1024, 1026
-#: Calls that the filter's library may not know yet have the same number on all machines. A program
-#: is told that there are none such, as on an older kernel, and does without.
+#: System calls newer than libseccomp; their numbers are the same on all architectures. They fail
+#: with ENOSYS, as on an older kernel.
 _NEW_CALLS = range(450, 600)
 
 
 def build_syscall_filter() -> bytes:
-    """The filter in the form that bubblewrap takes. Raises RuntimeError without libseccomp."""
-    import pyseccomp as seccomp  # here, for it looks for libseccomp when it is imported
+    """Return the filter as BPF for bubblewrap. Raises RuntimeError without libseccomp."""
+    import pyseccomp as seccomp  # imported here: the import itself requires libseccomp
 
     denied = seccomp.ERRNO(errno.EPERM)
     missing = seccomp.ERRNO(errno.ENOSYS)
@@ -71,7 +70,7 @@ def build_syscall_filter() -> bytes:
         _SOCKETS,
     )
     for name in " ".join(calls).split():
-        if seccomp.resolve_syscall(seccomp.Arch.NATIVE, name) >= 0:  # else not on this machine
+        if seccomp.resolve_syscall(seccomp.Arch.NATIVE, name) >= 0:  # exists on this architecture
             rules.add_rule(denied, name)
     for name in _ZERO_COPY_CALLS.split():
         rules.add_rule(missing, name)
@@ -80,7 +79,7 @@ def build_syscall_filter() -> bytes:
         rules.add_rule(denied, "fcntl", low_word)
     for flag in _NEW_NAMESPACE_FLAGS:
         rules.add_rule(denied, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag))
-    # Its flags lie in memory, where a filter cannot look; libraries fall back to clone.
+    # clone3 passes its flags in memory, where seccomp cannot look; libraries fall back to clone.
     rules.add_rule(missing, "clone3")
     shared = seccomp.Arg(3, seccomp.MASKED_EQ, _SHARED_ANONYMOUS, _SHARED_ANONYMOUS)
     rules.add_rule(denied, "mmap", shared)

@@ -1,4 +1,7 @@
-"""From what came out of a jail to a verdict. A forged report can only say that this came out."""
+"""Judge the reports of a jail on the host.
+
+A report is untrusted, but forging a report gains nothing: expected outputs never enter the jail.
+"""
 
 import json
 import math
@@ -28,15 +31,15 @@ from streamrl.rewards.sandbox.program import (
 
 _SHORT_REPR = reprlib.Repr()
 _SHORT_REPR.maxstring = _SHORT_REPR.maxother = 80
-#: How a program says, on its last line, that it got no memory. It may say so untruly, and so
-#: choose among the verdicts of a failure.
+#: Last line of stderr of a program that ran out of memory. A program may print this falsely; the
+#: outcome is a failure in any case.
 _OUT_OF_MEMORY_TEXTS = ("MemoryError", "bad_alloc", "out of memory", "Cannot allocate memory")
 
 
 def make_program_message(
     program: SandboxProgram, language: LanguageSpec, limits: ProgramLimits
 ) -> dict[str, Any]:
-    """What a jail is told of a program, with the limits its driver keeps; of plain types only."""
+    """Return the driver's first message: the program and the limits, as marshal types."""
     return {
         "source": str(program.source),
         "file": language.file,
@@ -56,7 +59,7 @@ def make_program_message(
 
 
 def make_test_message(test: StdinTest | CallTest, wall_s: float) -> dict[str, Any]:
-    """What a jail is told of a test: not what is to come out."""
+    """Return the driver's message for a test; excludes the expected output."""
     if isinstance(test, StdinTest):
         return {"stdin": str(test.stdin), "wall_s": wall_s}
     arguments = json.dumps(list(test.arguments))
@@ -66,15 +69,13 @@ def make_test_message(test: StdinTest | CallTest, wall_s: float) -> dict[str, An
 def judge_report(
     report: JailReport, test: StdinTest | CallTest, program: SandboxProgram, limits: ProgramLimits
 ) -> ProgramTestResult:
-    """The verdict on one test."""
-    verdict, detail = _classify_exit(report, limits)
-    if verdict is RewardOutcome.PASS:
-        verdict, detail = _compare_output(report.out, test, program)
-    return ProgramTestResult(verdict, report.seconds, detail)
+    outcome, detail = _classify_exit(report, limits)
+    if outcome is RewardOutcome.PASS:
+        outcome, detail = _compare_output(report.out, test, program)
+    return ProgramTestResult(outcome, report.seconds, detail)
 
 
 def describe_compile_failure(report: JailReport) -> str:
-    """Why there is nothing to run, in a line; empty if there is."""
     if report.exit_kind == driver.EXITED and report.exit_code == 0:
         return ""
     lines = report.err.decode(errors="replace").strip().splitlines()
@@ -82,13 +83,13 @@ def describe_compile_failure(report: JailReport) -> str:
     stopped = {
         driver.WALL_TIMEOUT: "the compiler took too long",
         driver.OUTPUT_LIMIT: "the compiler wrote too much",
-        driver.FILE_LIMIT: "the compiler made too many files",
+        driver.FILE_LIMIT: "the compiler created too many files",
     }
     return stopped.get(report.exit_kind) or [*errors, *lines, "the compiler failed"][0]
 
 
 def _classify_exit(report: JailReport, limits: ProgramLimits) -> tuple[RewardOutcome, str]:
-    """What is to be said of how it ended, whatever it gave; a pass if nothing is."""
+    """Classify a run by its exit, ignoring the output; PASS for a clean exit."""
     last_line = (report.err.decode(errors="replace").strip().splitlines() or [""])[-1]
     stopped = {
         driver.COMPILE_FAILED: (RewardOutcome.COMPILE_ERROR, last_line),
@@ -97,7 +98,7 @@ def _classify_exit(report: JailReport, limits: ProgramLimits) -> tuple[RewardOut
             RewardOutcome.OUTPUT_LIMIT,
             f"wrote more than {limits.output_kib} KiB",
         ),
-        driver.FILE_LIMIT: (RewardOutcome.RUNTIME_ERROR, f"made more than {limits.files} files"),
+        driver.FILE_LIMIT: (RewardOutcome.RUNTIME_ERROR, f"created more than {limits.files} files"),
     }
     if report.exit_kind in stopped:
         return stopped[report.exit_kind]
@@ -106,35 +107,36 @@ def _classify_exit(report: JailReport, limits: ProgramLimits) -> tuple[RewardOut
     if report.exit_code == -signal.SIGXCPU or (
         report.exit_code < 0 and report.cpu_s > limits.cpu_s
     ):
-        return RewardOutcome.TIMEOUT, f"computed for more than {limits.cpu_s:g} s"
-    if any(words in last_line for words in _OUT_OF_MEMORY_TEXTS):
+        return RewardOutcome.TIMEOUT, f"used more than {limits.cpu_s:g} s of CPU time"
+    if any(text in last_line for text in _OUT_OF_MEMORY_TEXTS):
         return RewardOutcome.MEMORY, last_line
-    how = (
+    exit_status = (
         f"exit code {report.exit_code}"
         if report.exit_code > 0
         else f"killed by signal {-report.exit_code}"
     )
-    return RewardOutcome.RUNTIME_ERROR, last_line or how
+    return RewardOutcome.RUNTIME_ERROR, last_line or exit_status
 
 
 def _compare_output(
     out: bytes, test: StdinTest | CallTest, program: SandboxProgram
 ) -> tuple[RewardOutcome, str]:
     if isinstance(test, StdinTest):
-        got = decode_output(out)
-        if is_same_text(test.stdout, got, loose_numbers=program.loose_numbers):
+        actual = decode_output(out)
+        if is_same_text(test.stdout, actual, loose_numbers=program.loose_numbers):
             return RewardOutcome.PASS, ""
         return (
             RewardOutcome.WRONG,
-            f"wrote {_SHORT_REPR.repr(got)}, not {_SHORT_REPR.repr(test.stdout)}",
+            f"wrote {_SHORT_REPR.repr(actual)}, not {_SHORT_REPR.repr(test.stdout)}",
         )
-    wanted = " or ".join(map(_SHORT_REPR.repr, test.accepted))
+    accepted = " or ".join(map(_SHORT_REPR.repr, test.accepted))
     if not can_be_value(out, test.accepted):
-        return RewardOutcome.WRONG, f"returned {len(out) >> 10} KiB of other parts, not {wanted}"
+        size_kib = len(out) >> 10
+        return RewardOutcome.WRONG, f"returned {size_kib} KiB of other structure, not {accepted}"
     try:
         value = parse_value(out)
     except ValueError:
         return RewardOutcome.RUNTIME_ERROR, f"{test.function} ended without returning a value"
-    if any(is_same_value(wanted, value) for wanted in test.accepted):
+    if any(is_same_value(expected, value) for expected in test.accepted):
         return RewardOutcome.PASS, ""
-    return RewardOutcome.WRONG, f"returned {_SHORT_REPR.repr(value)}, not {wanted}"
+    return RewardOutcome.WRONG, f"returned {_SHORT_REPR.repr(value)}, not {accepted}"

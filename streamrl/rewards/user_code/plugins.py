@@ -1,4 +1,4 @@
-"""Kinds of reward that streamrl does not have: registered by a user's file or another package."""
+"""Reward kinds registered by a user's file or by an installed package."""
 
 import re
 import traceback
@@ -11,16 +11,16 @@ from streamrl.files.python_module import format_failure, import_file, limit_impo
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
-#: What packages name their rewards under, as entry points.
+#: Entry point group in which packages list their rewards.
 ENTRY_POINT_GROUP = "streamrl.rewards"
 _registered_functions: dict[str, Callable[..., Any]] = {}
 
 
 def reward(name: str) -> Callable[[FunctionT], FunctionT]:
-    """Register a reward function as a kind: `@reward("my_name")` above it.
+    """Register a reward function as a kind; use as decorator `@reward("my_name")`.
 
-    A run finds it by `{kind: my_name, path: its_file.py}`, or without a path where an installed
-    package names it as an entry point of the group `streamrl.rewards`.
+    The config names the kind as `{kind: my_name, path: file.py}`. A kind that an installed package
+    lists in the entry point group `streamrl.rewards` needs no path.
     """
 
     def register(function: FunctionT) -> FunctionT:
@@ -35,12 +35,12 @@ def reward(name: str) -> Callable[[FunctionT], FunctionT]:
 
 
 def list_installed_kinds() -> dict[str, str]:
-    """Kinds that installed packages bring: name to where the function is."""
+    """Return the kinds of installed packages: name to "module:function"."""
     return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
 def load_registered_kinds(path: str, *, setting: str) -> dict[str, Callable[..., Any]]:
-    """The kinds that a Python file registers. Raises ConfigError as `import_file` does."""
+    """Import a file and return the kinds that the file registers. Raises ConfigError."""
     before = dict(_registered_functions)
     _registered_functions.clear()
     try:
@@ -54,25 +54,27 @@ def _load_entry_point(point: EntryPoint) -> Callable[..., Any]:
     try:
         with limit_import_time():
             function = point.load()
-    # Whatever another's package does wrong while it is imported, exit() included.
+    # Importing a package may raise anything, SystemExit included.
     except (Exception, SystemExit) as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
+        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
-            f"rewards.kind={point.name}: {point.value}: {format_failure(place.filename, error)}"
+            f"rewards.kind={point.name}: {point.value}: {format_failure(frame.filename, error)}"
         ) from error
     if not callable(function):
-        raise ConfigError(f"rewards.kind={point.name}: {point.value} is no function")
+        raise ConfigError(f"rewards.kind={point.name}: {point.value} is not a function")
     return function
 
 
 def find_registered_function(kind: str, path: str) -> Callable[..., Any]:
-    """The function of a kind. Raises ConfigError, with the names there are, if there is none."""
+    """Return the function of a kind. Raises ConfigError, listing the kinds of the file."""
     if path:
-        found = load_registered_kinds(path, setting="rewards.path")
-        if kind not in found:
-            names = ", ".join(found) or "none"
-            raise ConfigError(f"rewards.kind={kind}: not registered in {path}, which has {names}")
-        return found[kind]
+        functions = load_registered_kinds(path, setting="rewards.path")
+        if kind not in functions:
+            names = ", ".join(functions) or "none"
+            raise ConfigError(
+                f"rewards.kind={kind}: not registered in {path}, which registers: {names}"
+            )
+        return functions[kind]
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == kind:
             return _load_entry_point(point)

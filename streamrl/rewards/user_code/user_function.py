@@ -1,4 +1,4 @@
-"""A reward function in a user's Python file: found, loaded, and told apart by its parameters."""
+"""User-defined reward functions: loading, and detection of the signature style."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +16,13 @@ CallArguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class SignatureStyle:
-    """A way to write a reward function, known by the names of its parameters.
+    """A supported signature of reward functions, recognized by parameter names.
 
-    `marker_parameters` are the parameters that tell it from the others; `offered_parameters` all it
-    may ask for, None where the row's columns are offered too. `arguments` makes what a call is
-    given for some completions of a prompt: for one completion, or for the whole group if
-    `per_group`. A None is no mistake if it `can_abstain`: it says nothing of that completion.
+    marker_parameters: required parameters that identify the style.
+    offered_parameters: parameters that a function may declare; None: also any column of the row.
+    is_per_group: a call receives all completions of a prompt, else a single completion.
+    can_abstain: the function may return None for a completion.
+    build_arguments: makes the arguments of a call.
     """
 
     signature: str
@@ -51,7 +52,7 @@ def _build_verl_batch_arguments(prompt: Prompt, completions: Sequence[str]) -> C
 
 
 def _build_trl_arguments(prompt: Prompt, completions: Sequence[str]) -> CallArguments:
-    """Every column is a list with an entry per completion; chat rows get chat completions."""
+    """Repeat every column once per completion; completions of chat rows are message lists."""
     is_chat = prompt.is_chat
     columns = {
         **prompt.extra_info,
@@ -107,10 +108,10 @@ SIGNATURE_STYLES = (
 
 @dataclass(frozen=True)
 class FunctionCallSpec:
-    """What a reward function is called with: plain data, known outside its worker too.
+    """Picklable description of a reward function's arguments, also used outside the worker.
 
-    where: the function and its file. style: the signature of one of STYLES. required: the
-    parameters it must be given. kwargs: what every call is given besides.
+    location: function name and file. style: signature of a SignatureStyle. required: parameters
+    without a default. kwargs: constant arguments from the config.
     """
 
     location: str
@@ -121,7 +122,7 @@ class FunctionCallSpec:
     kwargs: tuple[tuple[str, Any], ...]
 
     def build_arguments(self, prompt: Prompt, completions: Sequence[str]) -> CallArguments:
-        """What to call it with, by name. Raises RewardError if it wants a column the row lacks."""
+        """Build the keyword arguments of a call. Raises RewardError if the row lacks a column."""
         (style,) = (style for style in SIGNATURE_STYLES if style.signature == self.style)
         offered = {**style.build_arguments(prompt, completions), **dict(self.kwargs)}
         missing = self.required - offered.keys()
@@ -137,14 +138,12 @@ class FunctionCallSpec:
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A loaded reward function, and how it is called."""
-
     file_function: FileFunction
     style: SignatureStyle
     call_spec: FunctionCallSpec
 
     def to_reward_error(self, failure: BaseException) -> RewardError:
-        """What the function raised, with the innermost line of the user's file."""
+        """Convert an exception; the message names the innermost line of the user's file."""
         return RewardError(self.file_function.describe_error(failure))
 
     def __str__(self) -> str:
@@ -153,9 +152,9 @@ class UserFunction:
 
 @dataclass(frozen=True)
 class FunctionSource:
-    """Where a function comes from: a file and its name there, or the kind it registers itself as.
+    """Location of a reward function: a name in a file, or a registered kind.
 
-    kwargs: more arguments for every call, by name.
+    name: function name, or the kind if `is_registered`. kwargs: constant arguments of every call.
     """
 
     path: str
@@ -164,10 +163,10 @@ class FunctionSource:
     is_registered: bool = False
 
     def load_function(self) -> UserFunction:
-        """The function.
+        """Load the function and detect the signature style.
 
-        Raises ConfigError if there is none, its file cannot be used, a keyword is none of its
-        parameters, or its parameters fit none of STYLES.
+        Raises ConfigError if the file or the function cannot be used, a keyword is not a parameter,
+        or the parameters match no style in SIGNATURE_STYLES.
         """
         code, kwargs = self._find_function(), dict(self.kwargs)
         for key in kwargs:
@@ -176,7 +175,7 @@ class FunctionSource:
                     f"rewards.kwargs.{key}: {code.name} in {code.file} has no such parameter"
                 )
         style = _match_style(code, kwargs)
-        needs = FunctionCallSpec(
+        call_spec = FunctionCallSpec(
             location=f"{code.name} in {code.file}",
             style=style.signature,
             parameters=frozenset(code.parameters),
@@ -184,12 +183,12 @@ class FunctionSource:
             has_var_kwargs=code.has_var_keyword,
             kwargs=self.kwargs,
         )
-        return UserFunction(code, style, needs)
+        return UserFunction(code, style, call_spec)
 
     def _find_function(self) -> FileFunction:
         if not self.is_registered:
-            said = f"rewards.function={self.name}"
-            return load_function(self.path, self.name, setting="rewards.path", said=said)
+            label = f"rewards.function={self.name}"
+            return load_function(self.path, self.name, setting="rewards.path", said=label)
         function = find_registered_function(self.name, self.path)
         file = self.path and str(Path(self.path).resolve())
         file = file or inspect.getsourcefile(inspect.unwrap(function)) or self.name
@@ -204,8 +203,8 @@ def _match_style(code: FileFunction, kwargs: Mapping[str, Any]) -> SignatureStyl
         )
         if style.marker_parameters <= code.keyword_names - kwargs.keys() and fits:
             return style
-    ways = "; ".join(style.signature for style in SIGNATURE_STYLES)
+    signatures = "; ".join(style.signature for style in SIGNATURE_STYLES)
     raise ConfigError(
-        f"{code.label}: its parameters in {code.file} ({code.signature_text}) fit none of "
-        f"the ways to write a reward: {ways}"
+        f"{code.label}: its parameters in {code.file} ({code.signature_text}) match none of "
+        f"the supported signatures: {signatures}"
     )

@@ -1,4 +1,4 @@
-"""In a worker: a user's function is loaded, called, and what it returns is read as judgements."""
+"""Worker side of user-defined rewards: load the function, call the function, parse results."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,17 +19,18 @@ from streamrl.rewards.user_code.user_function import (
 )
 
 RewardRequest = tuple[Prompt, Sequence[str]]
-"""None asks what the function needs."""
 PASS_SCORE = 1.0
-"""A number alone passes from here on."""
+"""Lowest score that passes if the result has no `acc`."""
 RESULT_KEYS = ("score", "acc", "pred", "answer")
-"""Entries of a dict that have a meaning of their own."""
+"""Reserved keys of a result dict; other keys with numbers become extra metrics."""
 MAX_METRICS_PER_RESULT = 50
-"""Further numbers of a dict that are kept: each is a metric."""
 
 
 def make_reward_handler(source: FunctionSource) -> Callable[[RewardRequest | None], Any]:
-    """What a worker answers with: judgements, or text where what came back is none."""
+    """Return the worker's handler: results, or an error message for an invalid return value.
+
+    The request None returns the FunctionCallSpec. The handler is async if the function is.
+    """
     user = source.load_function()
 
     def judge(request: RewardRequest | None) -> list[RewardResult] | FunctionCallSpec | str:
@@ -66,7 +67,7 @@ def _build_calls(user: UserFunction, request: RewardRequest) -> list[CallArgumen
 def _call_function(user: UserFunction, arguments: CallArguments) -> Any:
     try:
         return user.file_function.function(**arguments)
-    # Whatever a user's function does wrong, exit() included.
+    # User code may raise anything, SystemExit included.
     except BaseException as error:
         raise user.to_reward_error(error) from error
 
@@ -84,7 +85,6 @@ async def _await_function(user: UserFunction, arguments: CallArguments) -> Any:
 def _parse_results(
     user: UserFunction, results: Sequence[Any], request: RewardRequest
 ) -> list[RewardResult] | str:
-    """Results as judgements; text that names the completion where one is nothing of the kind."""
     _, completions = request
     try:
         if user.style.is_per_group:
@@ -92,57 +92,56 @@ def _parse_results(
         return [_parse_result(user, result, i) for i, result in enumerate(results)]
     except RewardError as error:
         return str(error)
-    # What is returned may be anything, and do anything when it is looked at.
+    # The returned object is the user's: inspecting it may raise any exception.
     except BaseException as error:  # noqa: BLE001
         return str(user.to_reward_error(error))
 
 
 def _split_results(user: UserFunction, results: Any, size: int) -> Sequence[Any]:
-    if hasattr(results, "tolist"):  # an array, or a tensor
+    if hasattr(results, "tolist"):  # numpy array or torch tensor
         results = results.tolist()
     if not isinstance(results, list | tuple) or len(results) != size:
         raise RewardError(f"{user} returned {format_value(results)}, not a list of {size} numbers")
     return results
 
 
-def _parse_result(user: UserFunction, result: Any, place: int) -> RewardResult:
-    """A number, or an object whose entry `score` is one.
+def _parse_result(user: UserFunction, result: Any, index: int) -> RewardResult:
+    """Convert a return value: a number, or a dict with a number under "score".
 
-    Of an object `acc` says whether it passes, and `pred` or `answer` what the answer is; further
-    numbers are kept as they are, `acc` too.
+    Optional keys of a dict: `acc` is the pass flag, `pred` or `answer` the extracted answer. `acc`
+    and further numbers become extra metrics.
     """
     if result is None and user.style.can_abstain:
         return RewardResult.make_not_judged()
-    facts: Mapping[str, Any] = result if isinstance(result, dict) else {"score": result}
-    score = to_finite_float(facts.get("score"))
+    fields: Mapping[str, Any] = result if isinstance(result, dict) else {"score": result}
+    score = to_finite_float(fields.get("score"))
     if score is None:
         raise RewardError(
-            f"{user} returned {format_value(result)} for completion {place}, not a finite number"
+            f"{user} returned {format_value(result)} for completion {index}, not a finite number"
         )
-    passes = facts.get("acc", score >= PASS_SCORE)
+    passes = fields.get("acc", score >= PASS_SCORE)
     if not isinstance(passes, Real | np.bool_):
         raise RewardError(
-            f"{user} returned {format_value(result)} for completion {place}: acc must be"
+            f"{user} returned {format_value(result)} for completion {index}: acc must be"
             f" true or false"
         )
-    answer = facts.get("pred", facts.get("answer"))
+    answer = fields.get("pred", fields.get("answer"))
     return RewardResult(
         score,
         RewardOutcome.PASS if passes else RewardOutcome.WRONG,
-        # Of a class of the user's own only the characters are sent.
+        # join() makes a plain str: the pool does not unpickle str subclasses of the user.
         answer=None if answer is None else "".join([str(answer), ""]),
-        extra_metrics=_collect_extra_metrics(facts),
+        extra_metrics=_collect_extra_metrics(fields),
     )
 
 
-def _collect_extra_metrics(facts: Mapping[Any, Any]) -> tuple[tuple[str, float], ...]:
-    """What an object has besides, as far as it is finite numbers."""
-    named = (
+def _collect_extra_metrics(fields: Mapping[Any, Any]) -> tuple[tuple[str, float], ...]:
+    numbers = (
         (str(name), to_finite_float(value))
-        for name, value in facts.items()
+        for name, value in fields.items()
         if name not in RESULT_KEYS
     )
-    found = [("".join([name]), number) for name, number in named if number is not None]
-    acc = to_finite_float(facts.get("acc"))
-    own = [] if acc is None else [("acc", acc)]
-    return tuple([*own, *found][:MAX_METRICS_PER_RESULT])
+    metrics = [("".join([name]), number) for name, number in numbers if number is not None]
+    acc = to_finite_float(fields.get("acc"))
+    acc_metric = [] if acc is None else [("acc", acc)]
+    return tuple([*acc_metric, *metrics][:MAX_METRICS_PER_RESULT])

@@ -27,12 +27,12 @@ def rollout(prompt_ids, completion_ids):
     )
 
 
-def test_the_text_is_what_follows_the_prompt_without_special_tokens(tokenizer):
+def test_decoding_drops_prompt_and_special_tokens(tokenizer):
     rollouts = [rollout([2], [3, 2, 0]), rollout([2, 2, 2], [4, 0, 5])]
     assert decode_completions(tokenizer, rollouts) == ["world hello", "tool says"]
 
 
-def test_spaces_are_kept_as_the_policy_wrote_them(tokenizer):
+def test_spaces_are_kept_as_sampled(tokenizer):
     assert decode_completions(tokenizer, [rollout([2], [3, 6])]) == ["world ."]
 
 
@@ -40,7 +40,7 @@ def test_a_completion_of_special_tokens_only_is_empty_text(tokenizer):
     assert decode_completions(tokenizer, [rollout([2], [0])]) == [""]
 
 
-def test_tokens_a_tool_wrote_between_turns_belong_to_the_completion(tokenizer):
+def test_tool_tokens_between_turns_belong_to_the_completion(tokenizer):
     loss_mask = np.array([False, True, False, True])
     turns = Rollout(
         token_ids=np.array([2, 3, 4, 5], np.int32),
@@ -52,11 +52,11 @@ def test_tokens_a_tool_wrote_between_turns_belong_to_the_completion(tokenizer):
     assert decode_completions(tokenizer, [turns]) == ["world tool says"]
 
 
-def test_rollouts_out_of_the_queue_decode_alike(tokenizer):
+def test_rollouts_from_the_queue_decode_equally(tokenizer):
     rollouts = [rollout([2], [3, 2, 0]), rollout([2], [4])]
     again = columns_to_rollouts(rollouts_to_columns(rollouts))
     assert decode_completions(tokenizer, again) == decode_completions(tokenizer, rollouts)
 
 
-def test_a_token_id_beyond_the_tokenizers_words_has_no_text(tokenizer):
+def test_a_token_id_beyond_the_vocabulary_has_no_text(tokenizer):
     assert decode_completions(tokenizer, [rollout([2], [3, 5000])]) == ["world"]

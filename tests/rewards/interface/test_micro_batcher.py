@@ -8,7 +8,7 @@ from streamrl.rewards.interface.micro_batcher import MicroBatcher, plan_batches
 
 
 @given(st.lists(st.integers(1, 30), max_size=40), st.integers(30, 100), st.integers(1, 5))
-def test_every_row_is_in_one_batch_that_is_within_its_bounds(lengths, max_tokens, max_rows):
+def test_every_row_is_in_exactly_one_batch_within_the_bounds(lengths, max_tokens, max_rows):
     batches = plan_batches(lengths, max_tokens, max_rows)
     assert sorted(place for batch in batches for place in batch) == list(range(len(lengths)))
     for batch in batches:
@@ -16,13 +16,13 @@ def test_every_row_is_in_one_batch_that_is_within_its_bounds(lengths, max_tokens
         assert len(batch) * max(lengths[place] for place in batch) <= max_tokens
 
 
-def test_rows_of_like_length_share_a_batch():
-    # Padded to 9 there is room for two of 20 tokens, padded to 3 for six.
+def test_rows_of_similar_length_share_a_batch():
+    # 20 tokens hold two rows padded to 9, or six rows padded to 3.
     assert plan_batches([3, 9, 2, 8, 3], 20, 99) == [[1, 3], [0, 4, 2]]
 
 
 class Computed:
-    """Each row's sum, when it is let; remembers the batches."""
+    """Returns each row's sum once released; records the batches."""
 
     def __init__(self):
         self.batches, self.may_go = [], asyncio.Event()
@@ -35,7 +35,7 @@ class Computed:
         return [[float(sum(row))] for row in rows]
 
 
-async def test_what_comes_while_a_batch_is_computed_shares_the_next():
+async def test_rows_that_arrive_during_a_batch_share_the_next():
     computed = Computed()
     batcher = MicroBatcher(computed, max_tokens=10, max_rows=99)
     calls = []
@@ -48,18 +48,18 @@ async def test_what_comes_while_a_batch_is_computed_shares_the_next():
     assert computed.batches == [[(1,), (2,)], [(3,), (4, 4)]]
 
 
-async def test_an_error_reaches_those_of_its_batch_alone():
+async def test_an_error_reaches_only_the_callers_of_its_batch():
     computed = Computed()
     computed.may_go.set()
     batcher = MicroBatcher(computed, max_tokens=2, max_rows=1)
-    found = await asyncio.gather(
+    results = await asyncio.gather(
         *(batcher.compute_rows([[n]]) for n in (5, 13, 6)), return_exceptions=True
     )
-    assert found[0] == [[5.0]] and found[2] == [[6.0]]
-    assert isinstance(found[1], ValueError)
+    assert results[0] == [[5.0]] and results[2] == [[6.0]]
+    assert isinstance(results[1], ValueError)
 
 
-async def test_nothing_is_computed_for_what_was_given_up():
+async def test_rows_of_cancelled_callers_are_not_computed():
     computed = Computed()
     batcher = MicroBatcher(computed, max_tokens=10, max_rows=99)
     first = asyncio.create_task(batcher.compute_rows([[1]]))
@@ -74,7 +74,7 @@ async def test_nothing_is_computed_for_what_was_given_up():
     assert computed.batches == [[(1,)]]
 
 
-async def test_who_waits_for_a_closed_one_is_told():
+async def test_closing_cancels_waiting_callers():
     computed = Computed()
     batcher = MicroBatcher(computed, max_tokens=10, max_rows=99)
     waiting = asyncio.create_task(batcher.compute_rows([[1]]))

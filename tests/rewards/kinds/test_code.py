@@ -24,14 +24,14 @@ async def judged(truth, *completions, **options):
     rewards = build_rewards([RewardConfig("code", options={"limits": limits, **options})])
     await rewards.start()
     try:
-        found = await rewards.judge_group(prompt(truth), completions)
+        group_result = await rewards.judge_group(prompt(truth), completions)
     finally:
         await rewards.close()
-    return [(one.score, one.outcome.value) for one in found.components["code"]]
+    return [(result.score, result.outcome.value) for result in group_result.components["code"]]
 
 
-async def test_each_completion_gets_the_verdict_of_its_own_program():
-    found = await judged(
+async def test_each_completion_gets_the_outcome_of_its_program():
+    results = await judged(
         json.dumps(ADD),
         "def add(a, b): return a + b",
         "def add(a, b): return a - b",
@@ -42,7 +42,7 @@ async def test_each_completion_gets_the_verdict_of_its_own_program():
         "def add(a, b): print('x' * 10**8); return a + b",
         "import os; os._exit(0)",
     )
-    assert found == [
+    assert results == [
         (1.0, "pass"),
         (0.0, "wrong"),
         (0.0, "compile_error"),
@@ -63,49 +63,49 @@ async def test_each_completion_gets_the_verdict_of_its_own_program():
     ],
     ids=["text", "values", "assert"],
 )
-async def test_a_float_near_a_whole_number_that_is_wanted_is_wrong(truth):
+async def test_a_float_near_an_expected_integer_is_wrong(truth):
     near, right, float_right = "n / 2", "n // 2", "float(n // 2)"
     programs = [f"def half(n): return {value}" for value in (near, right, float_right)]
     assert [verdict for _, verdict in await judged(truth, *programs)] == ["wrong", "pass", "pass"]
 
 
-async def test_what_is_written_near_a_whole_number_is_wrong_with_loose_numbers_too():
+async def test_text_near_an_expected_integer_is_wrong_with_loose_numbers_too():
     truth = {"inputs": ["200001", "1"], "outputs": ["100000", "0.5"]}
     programs = [f"n = int(input()); print({value})" for value in ("n / 2", "n // 2 or 0.5000001")]
-    found = await judged(truth, *programs, loose_numbers=True)
-    assert [verdict for _, verdict in found] == ["wrong", "pass"]
+    results = await judged(truth, *programs, loose_numbers=True)
+    assert [verdict for _, verdict in results] == ["wrong", "pass"]
 
 
-async def test_programs_may_read_and_write_and_score_by_the_share_of_tests():
-    whole = "print(sum(map(int, input().split())))"
-    found = await judged(SUM, whole, "input(); print(3)", "print(", score="rate")
-    assert found == [(1.0, "pass"), (0.5, "wrong"), (0.0, "compile_error")]
+async def test_stdin_programs_score_by_the_fraction_of_tests():
+    program = "print(sum(map(int, input().split())))"
+    results = await judged(SUM, program, "input(); print(3)", "print(", score="rate")
+    assert results == [(1.0, "pass"), (0.5, "wrong"), (0.0, "compile_error")]
     assert await judged(SUM, "input(); print(3)", most_tests=1) == [(1.0, "pass")]
 
 
-async def test_the_last_code_block_is_the_program_and_without_one_the_whole_completion():
+async def test_the_program_is_the_last_code_block_or_the_whole_completion():
     right, wrong = "def add(a, b): return a + b", "def add(a, b): return 0"
-    found = await judged(
+    results = await judged(
         ADD,
         f"First:\n```python\n{wrong}\n```\nNo:\n```python\n{right}\n```\ndone",
         f"<answer>{right}</answer>",
         f"```py\n{right}",
         extract="(?s)```[a-z]*\\n(.*?)(?:```|\\Z)|<answer>(.*?)</answer>",
     )
-    assert [score for score, _ in found] == [1.0, 0.0, 1.0]
+    assert [score for score, _ in results] == [1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("score", ["all", pytest.param("rate", marks=pytest.mark.slow)])
-async def test_a_completion_in_which_no_program_is_found_in_time_is_judged_timeout(score):
+async def test_a_slow_extract_pattern_gives_outcome_timeout(score):
     right = "def add(a, b): return a + b"
-    found = await judged(
+    results = await judged(
         ADD, "x" * 40 + "!", right, extract=r"((?:x|xx)+)y|(?s)\A(def.*)", score=score
     )
-    assert found == [(0.0, "timeout"), (1.0, "pass")]
+    assert results == [(0.0, "timeout"), (1.0, "pass")]
 
 
 class FailingSandbox:
-    """Has no jail for the first programs it is given; all that follow pass."""
+    """Fails with INFRA_ERROR for the first programs, then passes every program."""
 
     def __init__(self, failures):
         self.failures = failures
@@ -120,9 +120,7 @@ class FailingSandbox:
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-async def test_a_sandbox_that_fails_is_asked_again_and_is_never_a_wrong_answer(
-    monkeypatch, failures
-):
+async def test_a_failing_sandbox_is_retried_and_never_a_wrong_answer(monkeypatch, failures):
     async def start(*_, **__):
         return FailingSandbox(failures)
 
@@ -139,15 +137,15 @@ async def test_a_sandbox_that_fails_is_asked_again_and_is_never_a_wrong_answer(
             await judged(truth, "", attempts=2)
 
 
-async def test_a_language_of_the_users_own():
-    found = await judged(
+async def test_a_user_defined_language():
+    results = await judged(
         SUM,
         "read a b; echo $((a + b))",
         "echo no",
         language="sh",
         languages={"sh": {"file": "run.sh", "run": ["sh", "{dir}/run.sh"]}},
     )
-    assert found == [(1.0, "pass"), (0.0, "wrong")]
+    assert results == [(1.0, "pass"), (0.0, "wrong")]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +164,7 @@ async def test_a_language_of_the_users_own():
         ),
     ],
 )
-def test_tests_are_read_as_data_sets_write_them(truth, tests):
+def test_tests_are_parsed_in_the_formats_of_datasets(truth, tests):
     assert read_tests(truth) == read_tests(json.dumps(truth)) == tests
 
 
@@ -177,7 +175,7 @@ def test_tests_are_read_as_data_sets_write_them(truth, tests):
         ("print(1)", "ground_truth must be JSON"),
         ({"inputs": ["1"]}, "ground_truth.outputs must be a list, is NoneType"),
         ({"inputs": ["1"], "outputs": []}, "has 1 inputs and 0 outputs"),
-        ({"inputs": [], "outputs": []}, "holds no tests"),
+        ({"inputs": [], "outputs": []}, "contains no tests"),
         ({"inputs": ["{"], "outputs": ["1"], "fn_name": "f"}, "must be JSON on each line"),
         ({"assert_case": ["assert f(1) > 2"]}, r"must be `assert f\(literals\) == literal`"),
         ({"assert_case": "assert f(g(1)) == 2"}, r"is 'assert f\(g\(1\)\) == 2'"),
@@ -207,12 +205,12 @@ def test_a_ground_truth_without_tests_is_refused(truth, words):
         ({"extract": "("}, r"rewards\[0\].extract=\(: "),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, words):
+def test_invalid_options_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         build_rewards([RewardConfig("code", options=options)])
 
 
-async def test_where_nothing_isolates_it_refuses_unless_that_is_allowed(monkeypatch, tmp_path):
+async def test_without_isolation_the_run_is_refused_unless_allow_unsafe(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     config = [RewardConfig("code")]

@@ -23,19 +23,19 @@ def text_prompt(**extra_info):
 
 
 class Called:
-    """What a worker would do with the function, in this process."""
+    """Runs the worker's handler in this process."""
 
     def __init__(self, source):
         self.source, self.judge = source, make_reward_handler(source)
 
     async def score(self, row, completions):
-        found = self.judge((row, completions))
-        return await found if inspect.isawaitable(found) else found
+        results = self.judge((row, completions))
+        return await results if inspect.isawaitable(results) else results
 
 
 @pytest.fixture
 def reward_from(tmp_path):
-    """The function of a file, from its source; `name` is the function in it."""
+    """Create rewards from the source of a file with function `name`."""
 
     def make(source, name="f", **kwargs):
         path = tmp_path / "reward.py"
@@ -45,7 +45,7 @@ def reward_from(tmp_path):
     return make
 
 
-async def test_streamrls_own_signature_gets_the_prompt(reward_from):
+async def test_the_streamrl_signature_receives_the_prompt(reward_from):
     reward = reward_from("""
         def f(prompt, completion, scale=2):
             return scale * (completion == prompt.ground_truth)
@@ -53,7 +53,7 @@ async def test_streamrls_own_signature_gets_the_prompt(reward_from):
     assert await scores(reward) == [2.0, 0.0]
 
 
-async def test_verls_signature_gets_the_row(reward_from):
+async def test_the_verl_signature_receives_the_row(reward_from):
     reward = reward_from(
         """
         def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -85,7 +85,7 @@ async def test_a_function_cannot_change_the_row_for_the_next(reward_from):
     assert row.extra_info == {"n": 0}
 
 
-async def test_trls_signature_gets_the_group_at_once_with_columns_as_lists(reward_from):
+async def test_the_trl_signature_receives_the_group_with_columns_as_lists(reward_from):
     reward = reward_from("""
         def f(prompts, completions, solution, **columns):
             assert prompts == ["2+3=", "2+3="]
@@ -95,7 +95,7 @@ async def test_trls_signature_gets_the_group_at_once_with_columns_as_lists(rewar
     assert await scores(reward, row=text_prompt(solution="6")) == [0.0, 1.0]
 
 
-async def test_trls_signature_gets_chat_for_a_row_that_was_chat(reward_from):
+async def test_the_trl_signature_receives_messages_for_chat_rows(reward_from):
     reward = reward_from("""
         def f(completions, prompts):
             assert prompts[0] == [{"role": "user", "content": "2+3="}]
@@ -104,7 +104,7 @@ async def test_trls_signature_gets_chat_for_a_row_that_was_chat(reward_from):
     assert await scores(reward, ["5", "five"]) == [1.0, 4.0]
 
 
-async def test_async_functions_run_side_by_side(reward_from):
+async def test_async_functions_run_concurrently(reward_from):
     reward = reward_from("""
         import asyncio
         met = asyncio.Barrier(2)
@@ -126,7 +126,7 @@ async def test_an_async_group_function_and_an_object_with_call_are_functions_too
     assert await scores(thing) == [0.5, 0.5]
 
 
-async def test_an_object_says_whether_it_passes_and_what_its_answer_is(reward_from):
+async def test_a_dict_has_pass_flag_and_answer(reward_from):
     reward = reward_from("""
         def f(solution_str, ground_truth):
             return {"score": -1, "acc": solution_str == ground_truth, "pred": int(solution_str)}
@@ -137,7 +137,7 @@ async def test_an_object_says_whether_it_passes_and_what_its_answer_is(reward_fr
     ]
 
 
-async def test_verls_batch_signature_gets_the_group_at_once_as_lists(reward_from):
+async def test_the_verl_batch_signature_receives_the_group_as_lists(reward_from):
     reward = reward_from(
         """
         def compute_score(data_sources, solution_strs, ground_truths, extra_infos, scale=2.0):
@@ -162,15 +162,15 @@ async def test_verls_batch_signature_gets_the_group_at_once_as_lists(reward_from
         await scores(short)
 
 
-async def test_further_numbers_of_a_dict_are_kept_and_nothing_else(reward_from):
+async def test_only_finite_numbers_of_a_dict_become_extra_metrics(reward_from):
     reward = reward_from("""
         import numpy as np
         def f(solution_str, ground_truth):
             found = {"score": 1, "format": np.float32(0.5), "pred": 3, "text": "x", "none": None}
             return found | {"nan": float("nan"), "list": [1], "ok": True, 5: 6}
     """)
-    (one, _) = await judgements(reward)
-    assert one.extra_metrics == (("format", 0.5), ("ok", 1.0), ("5", 6.0))
+    (result, _) = await judgements(reward)
+    assert result.extra_metrics == (("format", 0.5), ("ok", 1.0), ("5", 6.0))
     many = reward_from("""
         def f(solution_str, ground_truth):
             return {"score": 1} | {f"n{i}": i for i in range(999)}
@@ -178,7 +178,7 @@ async def test_further_numbers_of_a_dict_are_kept_and_nothing_else(reward_from):
     assert len((await judgements(many))[0].extra_metrics) == 50
 
 
-async def test_a_none_of_trls_signature_says_nothing_and_of_the_others_is_a_mistake(reward_from):
+async def test_none_abstains_in_the_trl_signature_and_is_an_error_in_others(reward_from):
     reward = reward_from("def f(completions, **columns): return [None, 0.5]")
     first, second = await judgements(reward)
     assert first.is_not_judged and math.isnan(first.score)
@@ -193,13 +193,13 @@ async def test_a_none_of_trls_signature_says_nothing_and_of_the_others_is_a_mist
             await scores(reward_from(source))
 
 
-async def test_what_passes_is_said_by_a_bool_not_by_a_word(reward_from):
+async def test_acc_must_be_a_bool(reward_from):
     reward = reward_from("def f(prompt, completion): return {'score': 1, 'acc': 'no'}")
     with pytest.raises(RewardError, match=r"for completion 0: acc must be true or false"):
         await judgements(reward)
 
 
-async def test_a_column_of_the_row_is_never_taken_for_the_prompt(reward_from):
+async def test_a_column_never_replaces_the_prompt(reward_from):
     reward = reward_from("""
         def f(prompts, completions, prompt_text):
             assert prompts[0] == [{"role": "user", "content": "2+3="}]
@@ -209,20 +209,20 @@ async def test_a_column_of_the_row_is_never_taken_for_the_prompt(reward_from):
     assert await scores(reward, row=prompt(prompt_text="mine")) == [1.0, 1.0]
 
 
-async def test_a_number_alone_passes_from_1(reward_from):
+async def test_a_plain_number_passes_from_1(reward_from):
     reward = reward_from("def f(prompt, completion): return float(completion)")
-    found = await judgements(reward, ["0.99", "1"])
-    assert [one.outcome for one in found] == [RewardOutcome.WRONG, RewardOutcome.PASS]
+    results = await judgements(reward, ["0.99", "1"])
+    assert [result.outcome for result in results] == [RewardOutcome.WRONG, RewardOutcome.PASS]
 
 
-async def test_more_arguments_come_from_the_config(reward_from):
+async def test_kwargs_come_from_the_config(reward_from):
     source = "def f(solution_str, ground_truth, scale): return scale * int(solution_str)"
     assert await scores(reward_from(source, scale=2.5)) == [12.5, 15.0]
     with pytest.raises(ConfigError, match=r"rewards.kwargs.size: f in .* has no such parameter"):
         reward_from(source, scale=1, size=2)
 
 
-async def test_a_file_of_a_users_own_kind(tmp_path):
+async def test_a_file_registers_kinds(tmp_path):
     path = tmp_path / "kinds.py"
     path.write_text(
         "from streamrl.rewards import reward\n"
@@ -236,7 +236,7 @@ async def test_a_file_of_a_users_own_kind(tmp_path):
     finally:
         await rewards.close()
     with pytest.raises(
-        ConfigError, match=r"rewards\[0\].kind=short: not registered in .*, which has b"
+        ConfigError, match=r"rewards\[0\].kind=short: not registered in .*, which registers: b"
     ):
         await build_rewards([RewardConfig("short", options={"path": str(path)})]).run_preflight()
 
@@ -278,7 +278,7 @@ async def test_numbers_of_any_kind_are_scores(reward_from, body, number):
         "print",
     ],
 )
-async def test_anything_else_is_an_error_that_names_function_file_and_completion(reward_from, body):
+async def test_other_results_are_errors_naming_function_file_and_completion(reward_from, body):
     reward = reward_from(f"""
         def f(prompt, completion):
             return 1.0 if completion == "5" else {body}
@@ -330,9 +330,7 @@ async def test_a_group_function_may_return_an_array(reward_from, made):
         ),
     ],
 )
-async def test_what_a_function_raises_is_reported_with_its_line(
-    reward_from, kind, statement, words
-):
+async def test_an_exception_is_reported_with_its_line(reward_from, kind, statement, words):
     reward = reward_from(f"""
         # line 2
         {kind} f(prompt, completion):
@@ -343,14 +341,14 @@ async def test_what_a_function_raises_is_reported_with_its_line(
     assert "\n" not in str(caught.value)
 
 
-async def test_running_out_of_an_iterator_is_reported_too(reward_from):
+async def test_stop_iteration_is_reported(reward_from):
     for kind, words in (("def", "StopIteration"), ("async def", "RuntimeError: .*StopIteration")):
         reward = reward_from(f"{kind} f(prompt, completion): return next(iter([]))")
         with pytest.raises(RewardError, match=words):
             await scores(reward)
 
 
-async def test_a_result_that_breaks_when_it_is_looked_at_is_reported_too(reward_from):
+async def test_a_result_that_raises_on_inspection_is_reported(reward_from):
     reward = reward_from("""
         class Odd(float):
             def __float__(self): raise ValueError("no number")
@@ -384,9 +382,10 @@ async def test_a_column_the_row_lacks_is_named_before_and_during_the_run(reward_
         "(*args, **columns)",
     ],
 )
-def test_a_signature_that_fits_nothing_is_refused_with_those_that_do(reward_from, signature):
+def test_an_unknown_signature_is_refused_listing_the_supported_signatures(reward_from, signature):
     with pytest.raises(
-        ConfigError, match=r"rewards.function=f: its parameters in .* fit none of .*score\(prompt,"
+        ConfigError,
+        match=r"rewards.function=f: its parameters in .* match none of .*score\(prompt,",
     ):
         reward_from(f"def f{signature}: return 1.0")
 
@@ -404,7 +403,7 @@ def test_a_signature_that_fits_nothing_is_refused_with_those_that_do(reward_from
         ("raise SystemExit(1)", r"rewards.path=.*reward.py:1: SystemExit: 1"),
     ],
 )
-def test_a_file_that_does_not_hold_the_function_is_refused(reward_from, source, words):
+def test_a_file_without_the_function_is_refused(reward_from, source, words):
     with pytest.raises(ConfigError, match=words):
         reward_from(source)
 
@@ -412,8 +411,8 @@ def test_a_file_that_does_not_hold_the_function_is_refused(reward_from, source, 
 @pytest.mark.parametrize(
     "signature", ["prompt, completion, /", "prompt, *, completion: str, model, level=1"]
 )
-def test_parameters_that_are_refused_are_told_as_they_are_written(reward_from, signature):
-    with pytest.raises(ConfigError, match=re.escape(f"reward.py ({signature}) fit none of")):
+def test_refused_parameters_are_shown_as_written(reward_from, signature):
+    with pytest.raises(ConfigError, match=re.escape(f"reward.py ({signature}) match none of")):
         reward_from(f"def f({signature}): return 1.0")
 
 
@@ -426,7 +425,7 @@ def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
             make_reward_handler(FunctionSource(str(path), "f"))
 
 
-async def test_two_files_of_one_name_do_not_mix(tmp_path):
+async def test_files_with_equal_names_do_not_mix(tmp_path):
     rewards = []
     for number in (1, 2):
         path = tmp_path / str(number) / "reward.py"

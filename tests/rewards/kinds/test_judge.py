@@ -28,13 +28,13 @@ OPTIONS = {
 
 
 def answer_of(content):
-    """What stands after "A: " in the filled template."""
+    """Return the text after "A: " in the filled template."""
     return content.split("A: ")[1].split("\n")[0]
 
 
 @pytest.fixture
 async def server():
-    """A judge that gives the answer's own number as its score."""
+    """Run a judge that responds with the completion's own number."""
     running = ChatServer(lambda content: f"Score: 1\nno, Score: {answer_of(content)}")
     await running.start()
     yield running
@@ -42,8 +42,8 @@ async def server():
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    """Waits between attempts, and for a server that is not up, a hundredth of what they are."""
+def short_waits(monkeypatch):
+    """Shorten the waits between attempts and for the server to a hundredth."""
     reward_module = importlib.import_module("streamrl.rewards.interface.reward")  # beside @reward
     monkeypatch.setattr(reward_module, "BACKOFF_S", reward_module.BACKOFF_S / 100)
     monkeypatch.setattr(endpoint_module, "POLL_INTERVAL_S", endpoint_module.POLL_INTERVAL_S / 100)
@@ -51,20 +51,20 @@ def impatient(monkeypatch):
 
 @pytest.fixture
 async def started():
-    """Rewards of one judge, started, and closed at the end."""
-    made = []
+    """Start rewards with a single judge; close them at the end."""
+    reward_sets = []
 
     async def start(url, *, replicas=1, timeout_s=5.0, **options):
         config = RewardConfig("judge", options={"url": url, **OPTIONS, **options})
         scorer = ScorerConfig(replicas=replicas, timeout_s=timeout_s)
         rewards = build_rewards([config], RewardContext(scorer))
-        made.append(rewards)
+        reward_sets.append(rewards)
         await rewards.run_preflight()
         await rewards.start()
         return rewards
 
     yield start
-    for rewards in made:
+    for rewards in reward_sets:
         await rewards.close()
 
 
@@ -73,29 +73,29 @@ async def judged(rewards, *texts, prompt=PROMPT):
 
 
 async def scores(rewards, *texts, prompt=PROMPT):
-    return [one.score for one in await judged(rewards, *texts, prompt=prompt)]
+    return [result.score for result in await judged(rewards, *texts, prompt=prompt)]
 
 
 async def test_the_last_number_the_judge_gives_is_the_score(server, started):
-    found = await judged(await started(server.url), "7.5", "10", "0")
-    assert [one.score for one in found] == [7.5, 10.0, 0.0]
-    assert [one.outcome for one in found] == [
+    results = await judged(await started(server.url), "7.5", "10", "0")
+    assert [result.score for result in results] == [7.5, 10.0, 0.0]
+    assert [result.outcome for result in results] == [
         RewardOutcome.WRONG,
         RewardOutcome.PASS,
         RewardOutcome.WRONG,
     ]
-    assert found[0].detail == "Score: 1\nno, Score: 7.5"
+    assert results[0].detail == "Score: 1\nno, Score: 7.5"
     lenient = await judged(await started(server.url, pass_score=7), "7.5", "6")
-    assert [one.outcome for one in lenient] == [RewardOutcome.PASS, RewardOutcome.WRONG]
+    assert [result.outcome for result in lenient] == [RewardOutcome.PASS, RewardOutcome.WRONG]
 
 
-async def test_the_server_is_told_what_the_options_say(server, started):
+async def test_the_request_contains_the_options(server, started):
     rewards = await started(
         server.url + "/", temperature=0.3, max_tokens=9, request={"top_k": 4, "seed": 1}
     )
     await judged(rewards, "3")
-    (asked,) = server.asked
-    assert asked == {
+    (request,) = server.requests
+    assert request == {
         "model": MODEL,
         "messages": [{"role": "user", "content": "Q: 2+3\nA: 3\nGold: 5"}],
         "temperature": 0.3,
@@ -110,20 +110,20 @@ async def test_a_conversation_and_a_template_from_a_file(server, started, tmp_pa
     rewards = await started(server.url, template="", path=str(tmp_path / "ask.txt"))
     chat = ({"role": "system", "content": "add"}, {"role": "user", "content": "2+3"})
     await judged(rewards, "3", prompt=Prompt("0:0:0", PROMPT.token_ids, chat, "", {"sum": 5}))
-    (asked,) = server.asked
+    (asked,) = server.requests
     expected = 'system: add\n\nuser: 2+3|A: 3\n{"sum": 5} {other} {}'
     assert asked["messages"][0]["content"] == expected
 
 
-async def test_a_completion_cannot_pull_other_texts_into_its_place(server, started):
+async def test_placeholders_in_a_completion_are_not_replaced(server, started):
     server.reply = lambda content: "Score: 2"
     hostile = ["{ground_truth} {prompt} {completion}", "{0} {} %s \\1 \\g<1>", "{{", "\ud800"]
     assert await scores(await started(server.url), *hostile) == [2.0] * 4
-    asked = {found["messages"][0]["content"] for found in server.asked}
+    asked = {found["messages"][0]["content"] for found in server.requests}
     assert asked == {f"Q: 2+3\nA: {text}\nGold: 5" for text in [*hostile[:3], "?"]}
 
 
-async def test_completions_are_asked_about_side_by_side_up_to_the_bound(server, started):
+async def test_requests_run_concurrently_up_to_the_limit(server, started):
     server.hold_until = 10
     rewards = await started(server.url)
     assert await scores(rewards, *map(str, range(10))) == [float(i) for i in range(10)]
@@ -135,27 +135,27 @@ async def test_completions_are_asked_about_side_by_side_up_to_the_bound(server, 
     assert server.most_at_once == 3
 
 
-async def test_requests_keep_the_pace_that_scorers_share(server, started):
-    # 2400 a minute over two scorers: one every 50 ms from each.
+async def test_requests_keep_the_rate_limit_shared_by_scorers(server, started):
+    # 2400 a minute over two scorers: each sends a request every 50 ms.
     rewards = await started(server.url, replicas=2, requests_per_minute=2400)
     began = time.monotonic()
     await asyncio.gather(scores(rewards, "1", "2"), scores(rewards, "3", "4"))
     assert [at - began > 0.05 * i for i, at in enumerate(server.at)] == [True] * 4
 
 
-async def test_tokens_keep_their_pace_longer_texts_taking_longer(server, started):
-    # 18 bytes besides the completion: 27 bytes are 10 tokens, 87 are 30, and 4 go to the answer.
+async def test_tokens_keep_the_rate_limit(server, started):
+    # 18 bytes plus the completion: 27 bytes are 10 tokens, 87 are 30; max_tokens adds 4.
     rewards = await started(server.url, max_tokens=4, tokens_per_minute=6000)
     server.reply = lambda content: "Score: 1"
     began = time.monotonic()
     await scores(rewards, "1" * 9, "1" * 69, "1" * 9)
-    asked = [len(found["messages"][0]["content"]) for found in server.asked]
+    asked = [len(found["messages"][0]["content"]) for found in server.requests]
     assert asked == [27, 87, 27]
     # 14 tokens of 10 ms each, then 34.
     assert server.at[1] - began > 0.14 and server.at[2] - began > 0.48
 
 
-def test_a_pace_lets_nobody_overtake_and_saves_up_nothing():
+def test_the_rate_limiter_is_fifo_and_has_no_burst():
     async def main():
         pace, passed = RateLimiter(60), []  # one unit a second
 
@@ -171,7 +171,7 @@ def test_a_pace_lets_nobody_overtake_and_saves_up_nothing():
     assert run_virtual(main()) == [(1, 0), (8, 1), (2, 9), (1, 11), (5, 111), (1, 116)]
 
 
-def test_without_a_limit_a_pace_lets_all_through_at_once():
+def test_the_rate_limiter_without_a_limit_never_waits():
     async def main():
         pace = RateLimiter(0)
         await asyncio.gather(*(pace.acquire(1000) for _ in range(9)))
@@ -180,7 +180,7 @@ def test_without_a_limit_a_pace_lets_all_through_at_once():
     assert run_virtual(main()) == 0
 
 
-async def test_a_busy_server_is_asked_again_when_it_says_within_the_same_attempt(server, started):
+async def test_retry_after_is_honored_within_the_same_attempt(server, started):
     server.refusals = [(429, {"Retry-After": "0.3"}, "slow down"), (503, {"Retry-After": "0"}, "")]
     rewards = await started(server.url, attempts=1)
     assert await scores(rewards, "4") == [4.0]
@@ -188,46 +188,46 @@ async def test_a_busy_server_is_asked_again_when_it_says_within_the_same_attempt
     assert first > 0.25 and second > 0.05
 
 
-async def test_a_wait_beyond_the_deadline_fails_at_once_with_the_servers_words(server, started):
+async def test_a_retry_after_beyond_the_deadline_fails_at_once(server, started):
     server.refusals = [(429, {"Retry-After": "60"}, "too\nmany requests")]
     rewards = await started(server.url, attempts=1)
-    message = r"reward judge, uid 0:4:0: http.*: 429: too many requests \(come back in 60 s\)"
+    message = r"reward judge, uid 0:4:0: http.*: 429: too many requests \(retry after 60 s\)"
     with pytest.raises(RewardInfraError, match=message) as error:
         await scores(rewards, "4")
     assert error.value.cause == "reward_infra"
 
 
-async def test_server_errors_are_tried_again_each_completion_by_itself(server, started):
+async def test_server_errors_are_retried_per_completion(server, started):
     server.refusals = [(500, {}, "oops"), (502, {}, "oops"), (429, {}, "busy")]
     rewards = await started(server.url)
     assert await scores(rewards, "4", "5", "6") == [4.0, 5.0, 6.0]
-    assert len(server.asked) == 6
+    assert len(server.requests) == 6
     server.refusals = [(500, {}, "the engine is dead")] * 3
     with pytest.raises(RewardInfraError, match="500: the engine is dead"):
         await scores(rewards, "4")
 
 
-async def test_a_refusal_of_the_request_is_final(server, started):
+async def test_a_client_error_is_final(server, started):
     rewards = await started(server.url)
-    server.asked.clear()
+    server.requests.clear()
     server.refusals = [(401, {}, "Incorrect API key")] * 3
     with pytest.raises(RewardError, match="401: Incorrect API key") as error:
         await scores(rewards, "4")
     assert not isinstance(error.value, RewardInfraError)
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
-async def test_a_server_that_hangs_meets_the_deadline(server, started):
+async def test_a_hanging_server_exceeds_the_deadline(server, started):
     server.reply = lambda content: 60.0
     rewards = await started(server.url, timeout_s=0.5, attempts=2)
     with pytest.raises(RewardTimeoutError, match=r"/v1: no answer in 0\.5 s"):
         await scores(rewards, "4")
-    assert len(server.asked) == 2
+    assert len(server.requests) == 2
     server.reply = lambda content: "Score: 3"
     assert await scores(rewards, "4") == [3.0]
 
 
-async def test_a_server_that_is_gone_is_no_score(server, started):
+async def test_an_unreachable_server_gives_no_score(server, started):
     rewards = await started(server.url)
     await server.close()
     with pytest.raises(RewardInfraError, match="/v1: Connect"):
@@ -235,13 +235,13 @@ async def test_a_server_that_is_gone_is_no_score(server, started):
 
 
 @pytest.mark.parametrize("answer", ["no idea", "Score: 11", "Score: -1", "Score: nan", "Score: x"])
-async def test_an_answer_without_a_number_on_the_scale_is_never_a_score(server, started, answer):
+async def test_a_response_without_a_number_on_the_scale_is_never_a_score(server, started, answer):
     answers = iter([answer, answer, "Score: 6"])
     server.reply = lambda content: next(answers)
     rewards = await started(server.url)
     assert await scores(rewards, "4") == [6.0]
     server.reply = lambda content: answer
-    message = f"has no number from 0 to 10 where the pattern looks: '{answer}'"
+    message = f"matches no number from 0 to 10 in the judge's response: '{answer}'"
     with pytest.raises(RewardInfraError, match=message):
         await scores(rewards, "4")
 
@@ -253,24 +253,24 @@ def whole(content_type="application/json", **body):
 @pytest.mark.parametrize(
     ("response", "message"),
     [
-        (lambda: whole(choices=[]), "answered without a choice"),
-        (lambda: whole(choices=[{"index": 0}]), "answered what cannot be read: .*message"),
-        (lambda: whole(detail="hello"), "answered what cannot be read: .*choices"),
-        (lambda: web.Response(text="<html>"), "answered what cannot be read: "),
+        (lambda: whole(choices=[]), "response without choices"),
+        (lambda: whole(choices=[{"index": 0}]), "invalid response: .*message"),
+        (lambda: whole(detail="hello"), "invalid response: .*choices"),
+        (lambda: web.Response(text="<html>"), "invalid response: "),
         (
             lambda: whole(choices=[{"message": {"content": None}, "finish_reason": "length"}]),
             "cut at max_tokens=512: ''",
         ),
     ],
 )
-async def test_an_answer_that_is_no_completion_is_an_error(server, started, response, message):
+async def test_an_invalid_response_is_an_error(server, started, response, message):
     server.reply = lambda content: response()
     rewards = await started(server.url, attempts=1)
     with pytest.raises(RewardInfraError, match=message):
         await scores(rewards, "4")
 
 
-async def test_the_key_comes_from_the_environment_and_into_no_message(server, started, monkeypatch):
+async def test_the_key_comes_from_the_environment_and_is_redacted(server, started, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-somebody-elses")
     rewards = await started(server.url, api_key_env="JUDGE_KEY")
@@ -282,7 +282,7 @@ async def test_the_key_comes_from_the_environment_and_into_no_message(server, st
     assert "somebody" not in str(server.headers[-1])
 
 
-async def test_a_server_may_come_up_later(server):
+async def test_the_preflight_waits_for_the_server(server):
     url = server.url
     port = int(url.split(":")[2].split("/")[0])
     await server.close()
@@ -291,27 +291,27 @@ async def test_a_server_may_come_up_later(server):
     again = web.AppRunner(web.Application(), shutdown_timeout=0.1)
     again.app.router.add_get("/v1/models", server._models)
     await again.setup()
-    with pytest.warns(match="/v1: Connect.*; it has 60 s to come up") as caught:
+    with pytest.warns(match="/v1: Connect.*; waiting up to 60 s for the server") as caught:
         starting = asyncio.create_task(rewards.run_preflight())
         while not caught.list:
             assert not starting.done()
             await asyncio.sleep(0.01)
         await web.TCPSite(again, "127.0.0.1", port).start()
         (note,) = await starting
-    assert note.startswith(f"{url}: there after ")
+    assert note.startswith(f"{url}: ready after ")
     await again.cleanup()
 
 
-async def test_a_server_that_does_not_come_up_refuses_the_run(server, started, monkeypatch):
+async def test_a_server_that_stays_down_refuses_the_run(server, started, monkeypatch):
     monkeypatch.setattr(endpoint_module, "STARTUP_TIMEOUT_S", 0.1)
     await server.close()
     message = r"\.url=http.*/v1: Connect.* \(for 0\.1 s\)$"
-    with pytest.warns(match="to come up"), pytest.raises(ConfigError, match=message):
+    with pytest.warns(match="for the server"), pytest.raises(ConfigError, match=message):
         await started(server.url)
 
 
-async def test_a_wrong_address_or_model_refuses_the_run(server, started):
-    with pytest.raises(ConfigError, match=r"/v2: 404: .* \(asked for http.*/v2/models\)"):
+async def test_a_wrong_url_or_model_refuses_the_run(server, started):
+    with pytest.raises(ConfigError, match=r"/v2: 404: .* \(GET http.*/v2/models\)"):
         await started(server.url.replace("v1", "v2"))
     with pytest.raises(ConfigError, match=rf"rewards\[0\].model=gpt: http.*/v1 has {MODEL}"):
         await started(server.url, model="gpt")
@@ -321,26 +321,29 @@ async def test_a_wrong_address_or_model_refuses_the_run(server, started):
     ("options", "message"),
     [
         ({"url": "localhost:8000"}, "url=localhost:8000: must begin with http:// or https://"),
-        ({"template": ""}, "template: give it, or path, and not both"),
-        ({"path": "x"}, "template: give it, or path, and not both"),
+        ({"template": ""}, "template: give either template or path, not both"),
+        ({"path": "x"}, "template: give either template or path, not both"),
         ({"template": "", "path": "/nowhere"}, "path=/nowhere: cannot be read"),
-        ({"template": "{prompt}"}, "template: has no {completion}: the judge would not see it"),
+        ({"template": "{prompt}"}, "template: must contain {completion}"),
         ({"pattern": "("}, "pattern=("),
         ({"least": 10}, "least=10.0: must be below most=10.0"),
         ({"max_tokens": 0}, "max_tokens=0: must be 1 or more"),
         ({"requests_per_minute": -1}, "requests_per_minute=-1.0: must be 0 or more"),
-        ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env=NO_SUCH_KEY: the environment has no such"),
-        ({"api_key": "sk-1"}, "means nothing to a reward of kind judge"),
+        (
+            {"api_key_env": "NO_SUCH_KEY"},
+            "api_key_env=NO_SUCH_KEY: this environment variable is not set",
+        ),
+        ({"api_key": "sk-1"}, "not an option of kind judge"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused_before_a_run(options, message):
+def test_an_invalid_option_is_refused_before_the_run(options, message):
     with pytest.raises(ConfigError) as error:
         config = RewardConfig("judge", options={"url": "http://h/v1", **OPTIONS, **options})
         build_rewards([config])
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_row_without_the_ground_truth_that_the_template_wants_is_named():
+def test_a_row_without_the_ground_truth_of_the_template_is_named():
     rewards = build_rewards([RewardConfig("judge", options={"url": "http://h/v1", **OPTIONS})])
     rewards.check_prompts([PROMPT])
     with pytest.raises(
@@ -349,11 +352,11 @@ def test_a_row_without_the_ground_truth_that_the_template_wants_is_named():
         rewards.check_prompts([Prompt("0:7:0", PROMPT.token_ids, CHAT)])
 
 
-def test_a_wait_in_seconds_or_as_a_date():
+def test_retry_after_in_seconds_or_as_a_date():
     assert parse_retry_after("1.5") == 1.5
     assert parse_retry_after("-3") == 0.0
     date = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
-    found = parse_retry_after(date)
-    assert found is not None and 27 < found < 31
+    wait_s = parse_retry_after(date)
+    assert wait_s is not None and 27 < wait_s < 31
     assert parse_retry_after("soon") is None
     assert parse_retry_after("") is None

@@ -30,18 +30,18 @@ def path(tmp_path_factory):
 
 @pytest.fixture
 async def started():
-    """Rewards of one model, started, and closed at the end."""
-    made = []
+    """Start rewards with a single model; close them at the end."""
+    reward_sets = []
 
     async def start(path, *, timeout_s=30.0, **options):
         config = RewardConfig("model", options={"path": str(path), **options})
         rewards = build_rewards([config], RewardContext(ScorerConfig(timeout_s=timeout_s)))
-        made.append(rewards)
+        reward_sets.append(rewards)
         await rewards.start()
         return rewards
 
     yield start
-    for rewards in made:
+    for rewards in reward_sets:
         await rewards.close()
 
 
@@ -50,11 +50,11 @@ async def judged(rewards, texts=TEXTS, prompt=PROMPT):
 
 
 async def scores(rewards, texts=TEXTS, prompt=PROMPT):
-    return [one.score for one in await judged(rewards, texts, prompt)]
+    return [result.score for result in await judged(rewards, texts, prompt)]
 
 
 def copied(path, to, **settings):
-    """The model's directory once more, its config changed."""
+    """Copy the model's directory with a changed config."""
     shutil.copytree(path, to)
     config = json.loads((to / "config.json").read_text())
     (to / "config.json").write_text(json.dumps({**config, **settings}))
@@ -62,7 +62,7 @@ def copied(path, to, **settings):
 
 
 def reweighted(path, to, change):
-    """The model's directory once more, what `change` does done to its weights."""
+    """Copy the model's directory with weights modified by `change`."""
     copied(path, to)
     weights = load_file(to / "model.safetensors")
     change(weights)
@@ -77,7 +77,7 @@ def untemplated(path, tmp_path):
 
 
 def by_transformers(path, text):
-    """What the model gives to a text alone, one token per symbol, and <pad> for any other."""
+    """Return the model's logit of a single text: a token per symbol, <pad> for unknown symbols."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
@@ -87,34 +87,34 @@ def by_transformers(path, text):
         return pytest.approx(model(torch.tensor([ids])).logits.item(), abs=1e-5)
 
 
-async def test_the_score_is_what_transformers_gives_to_the_templated_conversation(path, started):
-    found = await scores(await started(path))
-    # The toy's template: all contents, and "=".
-    assert found == [by_transformers(path, f"2+3{text}=") for text in TEXTS]
-    assert max(found) - min(found) > 0.1
+async def test_the_score_equals_transformers_logit_of_the_templated_conversation(path, started):
+    results = await scores(await started(path))
+    # The toy's chat template: all contents, then "=".
+    assert results == [by_transformers(path, f"2+3{text}=") for text in TEXTS]
+    assert max(results) - min(results) > 0.1
 
 
 async def test_without_a_template_the_completion_follows_the_prompt(path, tmp_path, started):
     chat = ({"role": "system", "content": "9"}, {"role": "user", "content": "2+3"})
     prompt = Prompt("0:0:0", PROMPT.token_ids, messages=chat)
-    found = await scores(await started(untemplated(path, tmp_path)), prompt=prompt)
-    assert found == [by_transformers(path, f"9\n2+3{text}") for text in TEXTS]
+    results = await scores(await started(untemplated(path, tmp_path)), prompt=prompt)
+    assert results == [by_transformers(path, f"9\n2+3{text}") for text in TEXTS]
 
 
-async def test_scores_do_not_depend_on_what_shares_the_forward(path, started):
+async def test_scores_do_not_depend_on_the_batch(path, started):
     alone = await started(path, batch_tokens=40, max_length=40)
     together = await started(path)
-    each = [(await scores(alone, [text]))[0] for text in TEXTS]
-    assert await scores(together) == pytest.approx(each, abs=1e-5)
-    assert await scores(together, TEXTS[::-1]) == pytest.approx(each[::-1], abs=1e-5)
-    assert await scores(alone) == pytest.approx(each, abs=1e-5)
+    single_scores = [(await scores(alone, [text]))[0] for text in TEXTS]
+    assert await scores(together) == pytest.approx(single_scores, abs=1e-5)
+    assert await scores(together, TEXTS[::-1]) == pytest.approx(single_scores[::-1], abs=1e-5)
+    assert await scores(alone) == pytest.approx(single_scores, abs=1e-5)
 
 
-async def test_groups_that_arrive_during_a_forward_share_the_next(path, started, monkeypatch):
+async def test_groups_that_arrive_during_a_forward_pass_share_the_next(path, started, monkeypatch):
     sizes, may_go, logits = [], threading.Event(), SequenceClassifier.compute_logits
     encoded, encode = [], ModelReward._tokenize_texts
 
-    def held(self, rows):
+    def blocked_compute(self, rows):
         sizes.append(len(rows))
         assert may_go.wait(10)
         return logits(self, rows)
@@ -124,7 +124,7 @@ async def test_groups_that_arrive_during_a_forward_share_the_next(path, started,
         encoded.append(len(rows))
         return rows
 
-    monkeypatch.setattr(SequenceClassifier, "compute_logits", held)
+    monkeypatch.setattr(SequenceClassifier, "compute_logits", blocked_compute)
     monkeypatch.setattr(ModelReward, "_tokenize_texts", noted)
     rewards = await started(path)
     groups = [asyncio.create_task(scores(rewards, TEXTS[:2]))]
@@ -135,25 +135,27 @@ async def test_groups_that_arrive_during_a_forward_share_the_next(path, started,
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.5)  # the event loop is free for them to come in
     may_go.set()
-    found = await asyncio.gather(*groups)
+    results = await asyncio.gather(*groups)
     assert sizes == [2, 12]
-    assert found[1] == pytest.approx(found[4])
+    assert results[1] == pytest.approx(results[4])
 
 
-async def test_a_model_without_a_padding_token_is_asked_one_by_one(path, tmp_path, started):
+async def test_a_model_without_a_padding_token_scores_texts_one_at_a_time(path, tmp_path, started):
     unpadded = copied(path, tmp_path / "unpadded", pad_token_id=None)
     config = RewardConfig("model", options={"path": str(unpadded)})
     rewards = build_rewards([config])
     (note,) = await rewards.run_preflight()
     await rewards.start()
-    assert note.endswith("has no padding token, is asked about one text at a time")
-    found = await scores(rewards)
+    assert note.endswith("no padding token; texts are scored one at a time")
+    results = await scores(rewards)
     await rewards.close()
-    assert found == pytest.approx(await scores(await started(path)), abs=1e-5)
+    assert results == pytest.approx(await scores(await started(path)), abs=1e-5)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-async def test_it_passes_from_logit_0_or_probability_a_half(path, tmp_path, started, sign):
+async def test_the_default_pass_score_is_logit_0_or_probability_one_half(
+    path, tmp_path, started, sign
+):
     path = reweighted(path, tmp_path / "signed", lambda weights: weights["score.weight"].mul_(sign))
     logits = await judged(await started(path))
     probabilities = await judged(await started(path, sigmoid=True))
@@ -165,12 +167,12 @@ async def test_it_passes_from_logit_0_or_probability_a_half(path, tmp_path, star
             is (RewardOutcome.WRONG if sign == 1 else RewardOutcome.PASS)
         )
         assert squashed.score == pytest.approx(1 / (1 + math.exp(-raw.score)))
-    least = min(one.score for one in logits)
+    least = min(result.score for result in logits)
     picky = await judged(await started(path, pass_score=math.nextafter(least, 99)))
-    assert [one.outcome for one in picky].count(RewardOutcome.WRONG) == 1
+    assert [result.outcome for result in picky].count(RewardOutcome.WRONG) == 1
 
 
-async def test_of_several_labels_one_is_picked_by_name_or_number(tmp_path, started):
+async def test_a_label_is_selected_by_name_or_index(tmp_path, started):
     names = {0: "bad", 1: "fair", 2: "good"}
     path = write_classifier(tmp_path / "three", num_labels=3, id2label=names)
     by_name = [await scores(await started(path, label=name)) for name in names.values()]
@@ -182,7 +184,7 @@ async def test_of_several_labels_one_is_picked_by_name_or_number(tmp_path, start
             await started(path, label=label)
 
 
-def test_a_number_of_logits_by_hand():
+def test_logits_to_score_worked_examples():
     assert logits_to_score([-3.0], 0, sigmoid=False) == -3.0
     assert logits_to_score([0.0], 0, sigmoid=True) == 0.5
     assert logits_to_score([-1e9], 0, sigmoid=True) == 0.0
@@ -191,13 +193,13 @@ def test_a_number_of_logits_by_hand():
     assert logits_to_score([5.0, math.log(3.0)], 1, sigmoid=True) == pytest.approx(0.75)
 
 
-def test_a_padding_token_that_there_is_not_is_none(path, tmp_path):
+def test_an_invalid_padding_token_is_ignored(path, tmp_path):
     assert read_classifier(path).pad_id == 0
     # As the first LLaMA has it.
     assert read_classifier(str(copied(path, tmp_path / "negative", pad_token_id=-1))).pad_id is None
 
 
-async def test_a_text_that_is_too_long_is_an_error_or_loses_its_beginning(path, started):
+async def test_a_long_text_is_an_error_or_truncated_at_its_beginning(path, started):
     long = "1234567890" * 3
     refusing = await started(path, max_length=20)
     with pytest.raises(RewardError, match=r"completion 1 have 34 tokens, .* takes 1 to 20"):
@@ -207,32 +209,32 @@ async def test_a_text_that_is_too_long_is_an_error_or_loses_its_beginning(path, 
     assert await scores(cutting, [long]) != await scores(cutting, [long + "1"])
 
 
-async def test_a_number_that_is_not_finite_is_an_error(path, tmp_path, started):
+async def test_a_logit_that_is_not_finite_is_an_error(path, tmp_path, started):
     broken = reweighted(path, tmp_path / "nan", lambda weights: weights["score.weight"].fill_(nan))
     rewards = await started(broken)
     with pytest.raises(RewardError, match=r"reward model, uid 0:4:0: .* gives \[nan\] for compl"):
         await scores(rewards)
 
 
-async def test_a_forward_that_hangs_is_given_up_and_the_loop_goes_on(path, started, monkeypatch):
+async def test_a_hanging_forward_pass_times_out_without_blocking_the_loop(
+    path, started, monkeypatch
+):
     rewards = await started(path, timeout_s=0.2, attempts=1)
     may_go = threading.Event()
     monkeypatch.setattr(SequenceClassifier, "compute_logits", lambda self, rows: may_go.wait(10))
-    with pytest.raises(RewardTimeoutError, match=r"the model gave nothing in 0\.2 s"):
+    with pytest.raises(RewardTimeoutError, match=r"the model took more than 0\.2 s"):
         await scores(rewards)
     may_go.set()
 
 
-async def test_a_prompt_that_the_models_template_refuses_is_named(path, tmp_path):
+async def test_a_prompt_rejected_by_the_chat_template_is_named(path, tmp_path):
     refusing = copied(path, tmp_path / "refusing")
     template = "{% if messages[0].role != 'user' %}{{ messages[0].nope.nope }}{% endif %}="
     (refusing / "chat_template.jinja").write_text(template)
     rewards = build_rewards([RewardConfig("model", options={"path": str(refusing)})])
     rewards.check_prompts([PROMPT])
     system = Prompt("0:7:0", PROMPT.token_ids, messages=({"role": "system", "content": "1"},))
-    with pytest.raises(
-        ConfigError, match=r"uid 0:7:0: .*the reward model's chat template refuses it"
-    ):
+    with pytest.raises(ConfigError, match=r"uid 0:7:0: .*the reward model's chat template failed"):
         rewards.check_prompts([system])
 
 
@@ -243,16 +245,16 @@ def refused(path, **options):
     return str(error.value)
 
 
-def test_a_directory_that_is_no_such_model_is_refused_before_anything_is_loaded(path, tmp_path):
+def test_a_directory_without_such_a_model_is_refused_before_loading(path, tmp_path):
     assert "path=/nowhere: does not exist" in refused("/nowhere")
     (tmp_path / "empty").mkdir()
     assert "has no config.json" in refused(tmp_path / "empty")
     write_model(tmp_path / "policy")
-    message = "Qwen2ForCausalLM without a classification head (its files lack score.weight)"
+    message = "Qwen2ForCausalLM without a classification head (the files lack score.weight)"
     assert message in refused(tmp_path / "policy")
     headless = copied(path, tmp_path / "headless")
     (headless / "model.safetensors").unlink()
-    assert "holds no .safetensors file" in refused(headless)
+    assert "contains no .safetensors file" in refused(headless)
     (headless / "model.safetensors").write_bytes(b"\xff" * 64)
     assert "model.safetensors: " in refused(headless)
     shutil.copytree(path, tmp_path / "unspoken")
@@ -265,16 +267,16 @@ def test_a_directory_that_is_no_such_model_is_refused_before_anything_is_loaded(
     assert "rewards[0].path=" in refused(tmp_path / "unspoken")
 
 
-def test_a_tokenizer_that_gives_ids_the_model_lacks_is_refused(path, tmp_path):
+def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_refused(path, tmp_path):
     small = copied(path, tmp_path / "small", vocab_size=16)
-    message = "gives token id 16, the model knows ids below 16: they do not belong together"
+    message = "has token id 16, the model's vocab_size is 16: tokenizer and model do not match"
     assert message in refused(small)
 
 
-async def test_a_model_that_lacks_parameters_below_its_head_is_refused_at_start(path, tmp_path):
+async def test_a_model_with_missing_parameters_is_refused_at_start(path, tmp_path):
     partial = reweighted(path, tmp_path / "part", lambda weights: weights.pop("model.norm.weight"))
     rewards = build_rewards([RewardConfig("model", options={"path": str(partial)})])
-    with pytest.raises(ConfigError, match=r"lacks 1 parameters, as model\.norm\.weight"):
+    with pytest.raises(ConfigError, match=r"lacks 1 parameters, e.g. model\.norm\.weight"):
         await rewards.start()
 
 
@@ -288,11 +290,11 @@ async def test_a_model_that_lacks_parameters_below_its_head_is_refused_at_start(
         ({"max_length": 129}, "takes at most 128 tokens"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused(path, options, message):
+def test_an_invalid_option_is_refused(path, options, message):
     assert message in refused(path, **options)
 
 
-def test_a_run_gives_its_scorers_the_models_memory_and_a_gpu(path, tmp_path):
+def test_scorers_request_a_gpu_and_the_memory_of_the_model(path, tmp_path):
     recipe = write_toy(tmp_path) / "recipe.yaml"
 
     def reward_demand(*overrides, on_gpu):

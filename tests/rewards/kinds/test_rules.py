@@ -24,9 +24,9 @@ def prompt(ground_truth=None):
 
 
 async def score_one(reward, completion, ground_truth=None):
-    (found,) = await reward.score(prompt(ground_truth), [completion])
-    assert found.outcome is (RewardOutcome.PASS if found.score else RewardOutcome.WRONG)
-    return found.score
+    (result,) = await reward.score(prompt(ground_truth), [completion])
+    assert result.outcome is (RewardOutcome.PASS if result.score else RewardOutcome.WRONG)
+    return result.score
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ async def score_one(reward, completion, ground_truth=None):
         ("two words", "two words", 1.0),
     ],
 )
-async def test_exact_compares_trimmed_text(completion, ground_truth, score):
+async def test_exact_compares_stripped_text(completion, ground_truth, score):
     assert await score_one(EXACT, completion, ground_truth) == score
 
 
@@ -88,23 +88,23 @@ async def test_numeric_compares_exact_numbers(completion, ground_truth, score):
 
 
 @given(st.fractions())
-def test_every_fraction_reads_back_as_itself(value):
+def test_every_fraction_survives_a_round_trip(value):
     assert parse_number(str(value)) == value
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=6))
-def test_every_decimal_reads_back_with_or_without_commas(value):
+def test_every_decimal_survives_a_round_trip_with_or_without_commas(value):
     assert parse_number(f"{value:f}") == Fraction(value)
     assert parse_number(f"{value:,f}") == Fraction(value)
 
 
 @given(st.text(max_size=30))
-def test_no_text_breaks_the_number_reader(text):
+def test_parse_number_accepts_any_text(text):
     number = parse_number(text)
     assert number is None or isinstance(number, Fraction)
 
 
-async def test_a_pattern_says_where_the_answer_stands_and_the_last_one_counts():
+async def test_the_answer_is_the_last_match_of_the_pattern():
     reward = build_numeric_reward(PatternOptions("#### (.*)"))
     assert await score_one(reward, "#### 3\nno, wait\n#### 1,000 ", "1000") == 1.0
     assert await score_one(reward, "1000", "1000") == 0.0
@@ -112,12 +112,12 @@ async def test_a_pattern_says_where_the_answer_stands_and_the_last_one_counts():
     assert await score_one(words, "ANSWER: one two!", "two") == 1.0
 
 
-async def test_answers_of_one_value_have_one_form_and_no_answer_is_none():
-    found = await NUMERIC.score(prompt("0.5"), [".50", "1/2", "5e-1", "0.7", "half"])
-    assert [one.answer for one in found] == ["1/2", "1/2", "1/2", "7/10", None]
+async def test_equal_numbers_have_equal_normal_forms():
+    results = await NUMERIC.score(prompt("0.5"), [".50", "1/2", "5e-1", "0.7", "half"])
+    assert [result.answer for result in results] == ["1/2", "1/2", "1/2", "7/10", None]
 
 
-async def test_a_group_that_took_no_part_in_the_match_is_no_answer():
+async def test_an_unmatched_group_is_no_answer():
     reward = build_exact_reward(PatternOptions("(a)|b"))
     assert await score_one(reward, "b", "None") == 0.0
 
@@ -134,7 +134,7 @@ async def test_regex_rewards_the_form():
     "rule",
     ["regex", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("exact", "numeric"))],
 )
-async def test_a_search_that_explodes_is_a_verdict_on_its_completion_alone(rule):
+async def test_a_search_timeout_concerns_only_its_completion(rule):
     pattern = r"(?:5|55)+[yz]"
     reward = {
         "regex": lambda: build_regex_reward(RegexOptions(pattern)),
@@ -148,7 +148,7 @@ async def test_a_search_that_explodes_is_a_verdict_on_its_completion_alone(rule)
     assert (right.score, right.outcome) == (1.0, RewardOutcome.PASS)
 
 
-def test_a_broken_pattern_is_refused_at_start():
+def test_an_invalid_pattern_is_refused_at_start():
     with pytest.raises(ConfigError, match=r"rewards.pattern=\(: "):
         build_regex_reward(RegexOptions("("))
 
@@ -166,7 +166,7 @@ async def test_exact_refuses_a_ground_truth_it_cannot_compare(ground_truth):
 @pytest.mark.parametrize(
     "ground_truth", [None, "", "about 5", True, float("nan"), float("inf"), ["5"], "1/0"]
 )
-async def test_numeric_refuses_a_ground_truth_that_is_no_number(ground_truth):
+async def test_numeric_refuses_a_ground_truth_without_a_number(ground_truth):
     reward = NUMERIC
     with pytest.raises(RewardError, match="ground_truth must be a number, is"):
         reward.validate_prompt(prompt(ground_truth))
@@ -174,7 +174,7 @@ async def test_numeric_refuses_a_ground_truth_that_is_no_number(ground_truth):
         await score_one(reward, "42", ground_truth)
 
 
-def test_good_ground_truths_pass_the_check():
+def test_valid_ground_truths_pass_the_check():
     EXACT.validate_prompt(prompt("x"))
     NUMERIC.validate_prompt(prompt("1,000"))
     build_regex_reward(RegexOptions("x")).validate_prompt(prompt(None))

@@ -1,4 +1,4 @@
-"""200 answers of this project's own, and which of the rules say that they are right.
+"""200 answers, and the rules that score each as right.
 
 `make parity` holds them against what verl says; see tests/parity/verl_rewards.py.
 """

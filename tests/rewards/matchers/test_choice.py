@@ -53,13 +53,13 @@ from streamrl.rewards.matchers import choice
         ("", None),
     ],
 )
-def test_the_last_letter_that_is_named_as_the_answer_counts(completion, letter):
+def test_the_last_letter_named_as_the_answer_counts(completion, letter):
     judgement = choice.judge_completion(completion, "B")
     assert judgement.answer == letter
     assert judgement.score == (letter == "B")
 
 
-def test_only_the_letters_to_choose_from_count():
+def test_only_the_configured_letters_count():
     assert choice.judge_completion("The answer is E", "A", letters="ABCD").answer is None
     assert choice.judge_completion("The answer is A\nE", "A", letters="ABCD").score == 1
 
@@ -71,12 +71,12 @@ def test_a_ground_truth_is_a_letter(truth):
 
 
 @pytest.mark.parametrize("truth", ["", "Paris", "E", "AB", 1, None, True])
-def test_a_ground_truth_that_is_none_of_the_letters_is_refused(truth):
+def test_a_ground_truth_outside_the_letters_is_refused(truth):
     with pytest.raises(RewardError, match="ground_truth must be"):
         choice.validate_truth(truth, letters="ABCD")
 
 
 @pytest.mark.parametrize("letters", ["", "abc", "AAB", "A-C", "A]"])
-def test_letters_that_are_not_capitals_are_refused(letters):
-    with pytest.raises(ConfigError, match="must be capitals from A to Z, each once"):
+def test_letters_must_be_distinct_capitals(letters):
+    with pytest.raises(ConfigError, match="must be distinct capitals from A to Z"):
         choice.judge_completion("A", "A", letters=letters)

@@ -27,19 +27,19 @@ SWAPPED = "not in the order <think> </think> <answer> </answer>"
         ("", "<think> 0 times"),
     ],
 )
-def test_every_tag_once_in_order_around_something(completion, detail):
+def test_every_tag_occurs_once_in_order_with_content(completion, detail):
     judgement = tags.judge_completion(completion)
     assert judgement.detail == detail
     assert judgement.score == (detail == "")
 
 
-def test_text_outside_the_tags_can_be_let_pass():
+def test_text_outside_the_tags_can_be_allowed():
     assert tags.judge_completion(f"So: {GOOD}.", nothing_outside=False).score == 1
     assert tags.judge_completion("<answer>5</answer>", tags=["answer"]).score == 1
 
 
 @pytest.mark.parametrize("names", [[], ["think", "think"], [""], ["a b"], ["<"], ["a\n"]])
-def test_tags_that_no_completion_can_have_are_refused(names):
+def test_invalid_tags_are_refused(names):
     with pytest.raises(ConfigError, match=r"rewards.tags=.*: must be words .*, each once"):
         tags.judge_completion(GOOD, tags=names)
 
@@ -48,19 +48,19 @@ def test_tags_that_no_completion_can_have_are_refused(names):
     ("num_words", "score"),
     [(0, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0), (20, 1.0), (21, 0.75), (24, 0.0)],
 )
-def test_a_length_outside_the_limits_costs_more_the_farther_it_is(num_words, score):
+def test_the_score_falls_linearly_outside_the_length_bounds(num_words, score):
     judgement = length.judge_completion("word " * num_words, least=10, most=20, tolerance=4)
     assert judgement.score == score
     assert judgement.outcome is (RewardOutcome.PASS if score == 1 else RewardOutcome.WRONG)
 
 
-def test_without_tolerance_a_length_is_right_or_wrong():
+def test_without_tolerance_the_length_score_is_0_or_1():
     assert length.judge_completion("one two", most=2).score == 1
     assert length.judge_completion("one two three", most=2).score == 0
     assert length.judge_completion("anything goes").score == 1
 
 
-def test_characters_can_be_counted_instead():
+def test_length_in_characters():
     assert length.judge_completion("one two", unit="characters", most=7).score == 1
     assert length.judge_completion("one two!", unit="characters", most=7).detail == "8 characters"
 
@@ -68,6 +68,6 @@ def test_characters_can_be_counted_instead():
 @pytest.mark.parametrize(
     "options", [{"unit": "tokens"}, {"least": 3, "most": 2}, {"least": -1}, {"tolerance": -1}]
 )
-def test_limits_that_mean_nothing_are_refused(options):
+def test_inconsistent_length_bounds_are_refused(options):
     with pytest.raises(ConfigError, match=r"rewards\.(unit|least)="):
         length.judge_completion("", **options)

@@ -7,7 +7,7 @@ from tests.rewards.matchers.answers_table import ANSWERS, RULES
 
 
 @pytest.mark.parametrize("letter", RULES)
-def test_the_table_says_what_is_right(letter):
+def test_matchers_agree_with_the_answers_table(letter):
     for completion, truth, right_by in ANSWERS:
         try:
             judgement = RULES[letter](completion, truth)
@@ -18,7 +18,7 @@ def test_the_table_says_what_is_right(letter):
         assert (judgement.outcome is RewardOutcome.PASS) == (judgement.score == 1)
 
 
-def test_there_are_two_hundred_answers_all_different():
+def test_the_table_has_two_hundred_distinct_answers():
     assert len({(completion, truth) for completion, truth, _ in ANSWERS}) == 200
 
 
@@ -29,7 +29,7 @@ def test_wrong_is_0_but_minus_1_for_dapo():
     assert dapo_math.judge_completion("no idea", "9").score == -1
 
 
-def test_equal_answers_have_one_form_so_that_a_majority_can_be_counted():
+def test_equal_answers_have_equal_normal_forms():
     assert gsm8k.judge_completion("#### 1,234", "5").answer == "1234"
     assert gsm8k.judge_completion("It is 1,234.", "5", method="flexible").answer == "1234"
     halves = (r"\boxed{0.5}", r"\boxed{1/2}", r"\boxed{\dfrac12}", r"\boxed{x = \frac{1}{2}}")
@@ -44,7 +44,7 @@ def test_equal_answers_have_one_form_so_that_a_majority_can_be_counted():
     assert {dapo_math.judge_completion(line, "5").answer for line in lines} == {"34"}
 
 
-def test_a_completion_without_an_answer_says_what_was_looked_for():
+def test_a_missing_answer_names_what_is_missing():
     judgement = gsm8k.judge_completion("9", "9")
     assert judgement.answer is None
     assert judgement.detail == "no #### and a number in the last 300 characters"
@@ -64,7 +64,7 @@ def test_a_ground_truth_may_be_an_int():
 
 @pytest.mark.parametrize("rule", [gsm8k, boxed, dapo_math])
 @pytest.mark.parametrize("truth", [None, "", "  ", True, 1.5, ["9"], {"target": "9"}])
-def test_a_ground_truth_that_is_no_text_is_refused(rule, truth):
+def test_a_ground_truth_of_another_type_is_refused(rule, truth):
     with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, is"):
         rule.validate_truth(truth)
     with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, is"):
@@ -72,29 +72,29 @@ def test_a_ground_truth_that_is_no_text_is_refused(rule, truth):
 
 
 @pytest.mark.parametrize("truth", ["nine", "16 - 7 = 9\n#### 9", "1/2", ",", "9 eggs"])
-def test_gsm8k_refuses_a_ground_truth_that_is_no_number(truth):
+def test_gsm8k_refuses_a_ground_truth_without_a_number(truth):
     with pytest.raises(RewardError, match="must be a number in decimal digits, is"):
         gsm8k.validate_truth(truth)
 
 
 def test_math_refuses_a_whole_solution_as_ground_truth():
-    with pytest.raises(RewardError, match=r"must be what stands in the \\boxed\{\}, is"):
+    with pytest.raises(RewardError, match=r"must be the content of \\boxed\{\}, is"):
         boxed.validate_truth(r"We add and find $\boxed{9}$.")
 
 
 @pytest.mark.parametrize(("rule", "truth"), [(boxed, r"\%"), (boxed, "x="), (dapo_math, "degrees")])
-def test_a_ground_truth_of_which_nothing_is_left_is_refused(rule, truth):
-    with pytest.raises(RewardError, match="says nothing once it is in normal form"):
+def test_a_ground_truth_with_an_empty_normal_form_is_refused(rule, truth):
+    with pytest.raises(RewardError, match="ground_truth is empty in normal form"):
         rule.validate_truth(truth)
 
 
-def test_a_good_ground_truth_is_given_in_the_form_that_answers_are_compared_in():
+def test_validate_truth_returns_the_normal_form():
     assert gsm8k.validate_truth(" 1,234 ") == "1234"
     assert boxed.validate_truth(r"\dfrac12") == r"\frac{1}{2}"
     assert dapo_math.validate_truth(34) == "34"
 
 
-def test_a_method_that_there_is_not_is_refused():
+def test_an_unknown_gsm8k_method_is_refused():
     with pytest.raises(ConfigError, match=r"rewards.method=loose: must be one of strict, flexible"):
         gsm8k.judge_completion("#### 9", "9", method="loose")
 
@@ -110,7 +110,7 @@ def test_a_method_that_there_is_not_is_refused():
         (r"120^{\circ}", "120"),
     ],
 )
-def test_the_normal_form_of_math_is_one_way_to_write_it(text, form):
+def test_the_normal_form_of_math(text, form):
     assert boxed.normalize_latex(text) == form
     assert boxed.normalize_latex(form) == form
 

@@ -27,18 +27,18 @@ def test_answers_are_compared_as_mathematics(completion, truth, score):
     assert symbolic.judge_completion(completion, truth).score == score
 
 
-def test_equal_answers_have_one_form_so_that_a_majority_can_be_counted():
+def test_equal_answers_have_equal_normal_forms():
     ways = (r"\boxed{0.5}", r"\boxed{1/2}", r"\boxed{\frac{2}{4}}")
     assert {symbolic.judge_completion(way, "7").answer for way in ways} == {"1/2"}
     assert symbolic.judge_completion("no idea", "7").answer is None
 
 
-def test_an_integer_too_long_to_print_is_still_judged():
+def test_an_integer_too_long_to_print_is_scored():
     assert symbolic.judge_completion(r"\boxed{10^{5000}}", "7").score == 0
     assert symbolic.judge_completion(r"\boxed{10^{5000}}", r"10^{5000}").score == 1
 
 
-def test_it_needs_no_main_thread():
+def test_symbolic_works_outside_the_main_thread():
     scores = []
     thread = threading.Thread(
         target=lambda: scores.append(symbolic.judge_completion("$1+x$", "x+1").score)
@@ -48,8 +48,8 @@ def test_it_needs_no_main_thread():
     assert scores == [1]
 
 
-def test_a_ground_truth_that_is_no_mathematics_is_an_error():
-    with pytest.raises(RewardError, match="is no mathematics that math-verify can read: "):
+def test_a_ground_truth_that_cannot_be_parsed_is_an_error():
+    with pytest.raises(RewardError, match="cannot be parsed by math-verify: "):
         symbolic.judge_completion("7", r"\boxed{}")
     with pytest.raises(RewardError, match="must be an answer as text or an int"):
         symbolic.validate_truth(None)

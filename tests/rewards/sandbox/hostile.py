@@ -1,7 +1,7 @@
-"""Programs that attack whoever runs them, and the verdict that each must come to.
+"""Hostile programs and their required outcomes.
 
-A program that prints `contained` and nothing else passes: its attack ran and came to nothing. One
-that gets through prints `escaped`. Programs with `guess` are after the expected value instead.
+A program that prints `contained` only passes: its attack ran without success. A successful attack
+prints `escaped`. Programs with `guess` try to find the expected value instead.
 """
 
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from streamrl.rewards.interface.verdict import RewardOutcome
 from streamrl.rewards.sandbox import CallTest, SandboxProgram, StdinTest
 
-#: What no program in a jail may come to know, in a form that it knows how to look for.
+#: No program in a jail may read this; programs know the prefix to search for.
 SECRET = "canary-7f3a91"
-#: What a function-call test wants. It stands in no jail.
+#: Expected value of the function-call tests; never sent into a jail.
 WANTED = 918_273_645
-#: The name of every file that a program tries to leave behind.
+#: Name of every file that a program tries to leave behind.
 LEFT = "streamrl-escaped"
 
 _TOOLS = f'''
@@ -32,7 +32,7 @@ def leaked(text):
 def contained():
     print("contained")
 '''
-#: For attacks by bare system calls: their numbers on x86-64 and on ARM.
+#: Helpers for direct system calls, with numbers on x86-64 and ARM.
 SYSCALLS = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -61,8 +61,8 @@ def denied(name, *arguments):
 class Attack:
     """A hostile program. {canary}, {port}, {pid} stand for a file, a server and a process.
 
-    calls: whether it is called as a function, `guess`, and not run as a script.
-    verdicts: what it may come to; more than one where two limits race.
+    calls: call the function `guess` instead of running a script.
+    verdicts: allowed outcomes; several if two limits race.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Attack:
     calls: bool = False
 
     def program(self, facts: dict[str, str]) -> SandboxProgram:
-        """The program, with its facts about the host filled in."""
+        """Return the program with the host's facts filled in."""
         source = _TOOLS + self.source
         for name, value in facts.items():
             source = source.replace("{" + name + "}", value)

@@ -1,4 +1,4 @@
-"""Attacks on the judging: forged verdicts, patched harnesses, searches for the wanted value."""
+"""Attacks on the driver: forged reports, patched builtins, searches for the expected value."""
 
 from streamrl.rewards.interface.verdict import RewardOutcome
 from tests.rewards.sandbox.hostile import ERROR, MEMORY, OUTPUT, PASS, TIMEOUT, WRONG, Attack

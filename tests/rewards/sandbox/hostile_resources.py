@@ -1,4 +1,4 @@
-"""Attacks on what a machine has: memory, open files, what reads the output."""
+"""Attacks on resources: memory, open files, the reader of the output."""
 
 from tests.rewards.sandbox.hostile import ERROR, MEMORY, OUTPUT, PASS, TIMEOUT, Attack
 

@@ -1,4 +1,4 @@
-"""Attacks on what lies outside of the jail: network, files, disk."""
+"""Attacks on the world outside the jail: network, files, disk."""
 
 from tests.rewards.sandbox.hostile import ERROR, PASS, Attack
 

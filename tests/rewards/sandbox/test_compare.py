@@ -1,4 +1,4 @@
-"""Comparing what came out with what was wanted."""
+"""Comparison of actual and expected output."""
 
 import json
 import math
@@ -60,9 +60,7 @@ PLAIN = st.recursive(
         ("3 0.5", "3.0000001 0.5", False, False),
     ],
 )
-def test_outputs_are_equal_but_for_white_space_at_ends(
-    wanted: str, got: str, same: bool, loosely: bool
-) -> None:
+def test_whitespace_at_ends_is_ignored(wanted: str, got: str, same: bool, loosely: bool) -> None:
     assert is_same_text(wanted, got, loose_numbers=False) is same
     assert is_same_text(wanted, got, loose_numbers=True) is loosely
 
@@ -108,14 +106,14 @@ def test_outputs_are_equal_but_for_white_space_at_ends(
         ("0.5", 0.5, False),
     ],
 )
-def test_a_whole_number_is_equal_or_not_and_a_float_nearly(
+def test_integers_compare_exactly_and_floats_approximately(
     wanted: object, got: object, same: bool
 ) -> None:
     assert is_same_value(wanted, got) is same
 
 
 @given(PLAIN)
-def test_a_value_equals_itself_and_is_no_longer_equal_in_a_list(value: object) -> None:
+def test_a_value_equals_itself_but_not_a_list_of_itself(value: object) -> None:
     assert is_same_value(value, value)
     assert not is_same_value(value, [value])
 
@@ -123,7 +121,7 @@ def test_a_value_equals_itself_and_is_no_longer_equal_in_a_list(value: object) -
 @pytest.mark.parametrize(
     "data", [b"", b"1 2", b"[" * 100_000, b"\xff", b"1" * 10_000, b"{1: 2}"], ids=len
 )
-def test_what_is_no_json_value_is_a_value_error(data: bytes) -> None:
+def test_invalid_json_is_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError):
         parse_value(data)
 
@@ -148,7 +146,7 @@ def test_long_outputs_are_decoded_like_short_ones(data: bytes, block: int) -> No
 
 
 @given(PLAIN)
-def test_a_long_value_may_be_one_with_as_many_parts_only(value: object) -> None:
+def test_a_long_value_is_parsed_only_with_matching_structure(value: object) -> None:
     long = [value, "x" * (1 << 16)]
     data = json.dumps(long).encode()
     assert can_be_value(data, [5, long])

@@ -1,4 +1,4 @@
-"""Hostile programs: none escapes, none makes its own verdict, none is noticed by its neighbour."""
+"""Hostile programs do not escape, do not choose to pass, and do not disturb other programs."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ LIMITS = ProgramLimits(
     output_kib=256,
 )
 
-#: Attacks that take seconds, of which there is a quick one or another of the same kind.
+#: Attacks that take seconds; a quick attack of the same type exists for each.
 LONG = {
     "a fork bomb in bash",
     "a loop that ignores its time limit",
@@ -62,13 +62,13 @@ JAILS = 2
 NEIGHBOUR = SandboxProgram(
     "python", "print(sum(map(int, input().split())))", [StdinTest("1 2 3", "6")]
 )
-#: Where a program of this machine could write, were it not in a jail.
+#: Directories that a program could write to without a jail.
 PLACES = ("/", "/tmp", "/var/tmp", "/dev", "/dev/shm", "/usr", "/usr/lib", "/etc", "/run", "/root")
 
 
 @dataclass
 class Host:
-    """What hostile programs are after: a file, a server, a process, a word in the environment."""
+    """Targets of hostile programs: a file, a server, a process, an environment variable."""
 
     sandbox: Sandbox
     canary: Path
@@ -82,18 +82,18 @@ class Host:
         return {"canary": str(self.canary), "port": port, "pid": str(self.process.pid)}
 
     def called(self) -> bool:
-        """Whether anybody has connected to the server."""
+        """Return True if a program has connected to the server."""
         try:
             self.server.accept()
         except BlockingIOError:
             return False
         return True
 
-    async def is_left_with(self, jails: int) -> None:
-        """Wait until nothing is left but jails: bubblewrap and the driver of each."""
+    async def wait_until_only_jails(self, jails: int) -> None:
+        """Wait until only jails remain: bubblewrap and driver of each."""
         deadline = time.monotonic() + 10
-        while len(found := descendants() - self.others) != 2 * jails:
-            assert time.monotonic() < deadline, [each.cmdline() for each in found]
+        while len(processes := descendants() - self.others) != 2 * jails:
+            assert time.monotonic() < deadline, [process.cmdline() for process in processes]
             await asyncio.sleep(0.02)
 
 
@@ -103,7 +103,7 @@ async def host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Host]:
     canary = tmp_path_factory.mktemp("host") / "canary"
     canary.write_text(SECRET)
     process = subprocess.Popen(["sleep", "1000"])
-    # Whatever other tests have started and not ended, a resource tracker of Python's among them.
+    # Processes of other tests, such as Python's resource tracker.
     others = descendants()
     sandbox = await Sandbox.start(LIMITS, jails=JAILS)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -111,7 +111,7 @@ async def host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Host]:
         host = Host(sandbox, canary, server, process, others)
         yield host
     await sandbox.close()
-    await host.is_left_with(0)
+    await host.wait_until_only_jails(0)
     process.kill()
     process.wait()
     del os.environ["STREAMRL_SECRET"]
@@ -119,9 +119,7 @@ async def host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Host]:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("attack", EACH)
-async def test_an_attack_comes_to_its_verdict_and_to_nothing_else(
-    host: Host, attack: Attack
-) -> None:
+async def test_an_attack_gets_its_outcome_and_leaves_no_trace(host: Host, attack: Attack) -> None:
     outcome, neighbour = await asyncio.gather(
         host.sandbox.run(attack.program(host.facts)), host.sandbox.run(NEIGHBOUR)
     )
@@ -131,10 +129,10 @@ async def test_an_attack_comes_to_its_verdict_and_to_nothing_else(
     assert host.process.poll() is None
     assert not host.called()
     assert [place for place in PLACES if Path(place, LEFT).exists()] == []
-    await host.is_left_with(JAILS)
+    await host.wait_until_only_jails(JAILS)
 
 
-def test_there_are_enough_attacks_and_no_two_of_a_name() -> None:
+def test_attack_names_are_unique() -> None:
     names = {attack.name for attack in ATTACKS}
     assert len(names) == len(ATTACKS) > 100
     assert names > LONG

@@ -1,4 +1,4 @@
-"""Each layer of the sandbox by itself: one that is missing would be hidden by those above it."""
+"""Each layer of the sandbox in isolation: other layers would hide a missing layer."""
 
 import json
 import os
@@ -36,7 +36,7 @@ from streamrl.rewards.sandbox.verdicts import make_test_message as message_of
 
 LIMITS = ProgramLimits(wall_s=8.0, total_s=20.0, memory_mib=256, disk_mib=8, compile_s=0.3)
 NUMBER = 7
-#: What goes out of a jail over the network, and what is seen of it.
+#: Program that tries to reach the network.
 REACH = """
 import socket
 
@@ -61,7 +61,7 @@ def reach(port, name):
         found.append("the network's devices")
     return found
 """
-#: What REACH must find where nothing isolates; a machine may have no network of its own.
+#: Results of REACH without isolation, on a machine without network.
 HOSTS = {"the host's loopback", "the host's abstract sockets"}
 
 
@@ -70,7 +70,7 @@ def permissive_filter() -> bytes:
 
 
 async def run_in(plan: JailSpec, source: str, test: CallTest) -> object:
-    """What a function returns in a jail of this plan."""
+    """Return the value of a function called in a jail."""
     jail = await Jail.start(plan, NUMBER)
     try:
         deadline = time.monotonic() + 20.0
@@ -85,36 +85,36 @@ async def run_in(plan: JailSpec, source: str, test: CallTest) -> object:
 
 
 async def ways_out(isolation: IsolationMode) -> set[str]:
-    """Where a program gets by the network whose calls no filter denies."""
-    plan = make_jail_spec(isolation, LIMITS, permissive_filter())
+    """Return the reachable network targets without a seccomp filter."""
+    spec = make_jail_spec(isolation, LIMITS, permissive_filter())
     name = f"streamrl-layers-{os.getpid()}"
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
         local.bind(f"\0{name}")
         local.listen()
-        found = await run_in(plan, REACH, CallTest("reach", [server.getsockname()[1], name], []))
-    assert isinstance(found, list)
-    return set(found)
+        targets = await run_in(spec, REACH, CallTest("reach", [server.getsockname()[1], name], []))
+    assert isinstance(targets, list)
+    return set(targets)
 
 
 @pytest.mark.parametrize("isolation", list_isolation_modes(), ids=lambda isolation: isolation.name)
-async def test_the_network_is_out_of_reach_though_every_system_call_is_allowed(
+async def test_namespaces_block_the_network_even_without_the_syscall_filter(
     isolation: IsolationMode,
 ) -> None:
     reason = await probe_isolation(make_jail_spec(isolation, LIMITS, build_syscall_filter()))
     if reason is None:
         assert await ways_out(isolation) == set()
     else:
-        # A machine need not allow each; the sandbox takes none that does not hold.
+        # A machine may not support every mode; the sandbox never uses a mode that fails the probe.
         assert isolation != list_isolation_modes()[0], reason
 
 
-async def test_what_is_tried_succeeds_where_nothing_isolates() -> None:
+async def test_the_network_probe_succeeds_without_isolation() -> None:
     assert await ways_out(NO_ISOLATION) >= HOSTS
 
 
 @pytest_asyncio.fixture
 async def jail() -> AsyncIterator[tuple[JailSpec, int]]:
-    """A jail that waits for its program, as seen from outside: its plan and its process 1."""
+    """Start a jail; return its spec and the pid of its process 1."""
     plan = make_jail_spec(list_isolation_modes()[0], LIMITS, build_syscall_filter())
     started = await Jail.start(plan, NUMBER)
     assert started._init_process is not None
@@ -122,7 +122,7 @@ async def jail() -> AsyncIterator[tuple[JailSpec, int]]:
     await started.kill()
 
 
-async def test_a_jail_has_every_namespace_for_itself(jail: tuple[JailSpec, int]) -> None:
+async def test_a_jail_has_its_own_namespaces(jail: tuple[JailSpec, int]) -> None:
     plan, pid = jail
     kinds = ["mnt", "pid", "net", "ipc", "uts"] + ["user"] * plan.isolation.has_user_namespace
     shared = [
@@ -134,14 +134,14 @@ async def test_a_jail_has_every_namespace_for_itself(jail: tuple[JailSpec, int])
     assert os.getsid(pid) != os.getsid(0), "it has no terminal"
 
 
-async def test_what_runs_in_a_jail_has_no_rights_and_can_gain_none(
+async def test_a_jail_has_no_capabilities_and_cannot_gain_any(
     jail: tuple[JailSpec, int],
 ) -> None:
     plan, pid = jail
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
-    for held in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
-        assert int(status[held][0], 16) == 0, held
+    for capability_set in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
+        assert int(status[capability_set][0], 16) == 0, capability_set
     assert status["NoNewPrivs"] == ["1"]
     assert status["Seccomp"] == ["2"], "a filter is in force"
     if os.geteuid() != 0:
@@ -161,7 +161,7 @@ async def outcome_of(
         await sandbox.close()
 
 
-async def test_a_compiler_that_takes_too_long_is_ended() -> None:
+async def test_a_compiler_beyond_compile_s_is_killed() -> None:
     slow = LanguageSpec("x.sh", run=("sh", "{dir}/x.sh"), compile=("sleep", "60"))
     outcome = await outcome_of(slow, "echo", StdinTest("", ""))
     assert outcome.outcome is RewardOutcome.COMPILE_ERROR
@@ -190,7 +190,7 @@ def reserve(mib):
     ],
     ids=["reserves", "uses", "may not reserve"],
 )
-async def test_a_language_that_reserves_memory_is_held_to_what_it_uses(
+async def test_a_language_without_address_space_limit_is_limited_by_memory_use(
     limited: bool, mib: int, verdict: RewardOutcome
 ) -> None:
     language = LanguageSpec("solution.py", limit_address_space=limited)
@@ -198,7 +198,7 @@ async def test_a_language_that_reserves_memory_is_held_to_what_it_uses(
     assert outcome.outcome is verdict, outcome
 
 
-async def test_a_program_stays_on_one_core_and_has_none_of_the_runs_packages() -> None:
+async def test_a_program_is_pinned_to_a_core_and_sees_no_installed_packages() -> None:
     source = f"""
 import os, sys
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""The sandbox without the rights of root: as root is not, so these tests become somebody else."""
+"""The sandbox as an ordinary user; if run as root, these tests switch to another user."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from streamrl.rewards.sandbox.isolation import find_python
 from tests.rewards.sandbox.test_hostile import ATTACKS, LIMITS
 
 NOBODY = 65534
-#: Attacks that go other ways for an ordinary user: rights, processes, what belongs to the user.
+#: Attacks that behave differently for an ordinary user: permissions, processes, the user's files.
 CHOSEN = [
     attack
     for attack in ATTACKS
@@ -58,7 +58,7 @@ CHOSEN = [
     }
 ]
 
-#: Runs programs in a Python that may have none of streamrl's other dependencies.
+#: Runs programs in a Python without streamrl's other dependencies.
 SCRIPT = """
 import asyncio, json, sys, types
 for name in ("streamrl", "streamrl.rewards"):
@@ -82,38 +82,38 @@ asyncio.run(main(*json.load(sys.stdin)))
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """What the sandbox needs, where everybody can read it."""
-    made = Path(tempfile.mkdtemp())
+    """Copy the sandbox's files to a world-readable folder."""
+    target = Path(tempfile.mkdtemp())
     rewards = Path(streamrl.__file__).parent / "rewards"
-    shutil.copytree(rewards / "sandbox", made / "streamrl" / "rewards" / "sandbox")
-    (made / "streamrl" / "rewards" / "interface").mkdir()
+    shutil.copytree(rewards / "sandbox", target / "streamrl" / "rewards" / "sandbox")
+    (target / "streamrl" / "rewards" / "interface").mkdir()
     for name in ("__init__.py", "verdict.py"):
-        shutil.copy(rewards / "interface" / name, made / "streamrl" / "rewards" / "interface")
-    shutil.copy(rewards.parent / "errors.py", made / "streamrl")
-    (made / "streamrl" / "process_pool").mkdir()
-    (made / "streamrl" / "process_pool" / "__init__.py").touch()
+        shutil.copy(rewards / "interface" / name, target / "streamrl" / "rewards" / "interface")
+    shutil.copy(rewards.parent / "errors.py", target / "streamrl")
+    (target / "streamrl" / "process_pool").mkdir()
+    (target / "streamrl" / "process_pool" / "__init__.py").touch()
     shutil.copy(
-        rewards.parent / "process_pool" / "proc_stats.py", made / "streamrl" / "process_pool"
+        rewards.parent / "process_pool" / "proc_stats.py", target / "streamrl" / "process_pool"
     )
-    found = find_spec("pyseccomp")
-    assert found is not None
-    assert found.origin is not None
-    shutil.copy(found.origin, made)
+    module_spec = find_spec("pyseccomp")
+    assert module_spec is not None
+    assert module_spec.origin is not None
+    shutil.copy(module_spec.origin, target)
     bubblewrap = shutil.which("bwrap") or f"{sys.prefix}/bubblewrap/bwrap"
-    shutil.copy(bubblewrap, made / "bwrap")
-    (made / "main.py").write_text(SCRIPT)
-    made.chmod(0o755)
-    yield made
-    shutil.rmtree(made)
+    shutil.copy(bubblewrap, target / "bwrap")
+    (target / "main.py").write_text(SCRIPT)
+    target.chmod(0o755)
+    yield target
+    shutil.rmtree(target)
 
 
 def readable(python: str) -> bool:
-    """Whether everybody may run this interpreter."""
+    """Return True if every user may run this interpreter."""
     return all(folder.stat().st_mode & 1 for folder in Path(python).resolve().parents)
 
 
 PYTHON = find_python() if readable(find_python()) else "/usr/bin/python3"
-#: What a process is started with to be somebody else, and the isolation that is left to it.
+#: Commands that switch to another user, by the isolation mode available to that user.
 WAYS: dict[str, list[str]] = {"user namespace": []}
 if os.geteuid() == 0:
     somebody = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
@@ -127,7 +127,7 @@ if os.geteuid() == 0:
     "isolation",
     [pytest.param(way, marks=[pytest.mark.slow] * (i > 0)) for i, way in enumerate(WAYS)],
 )
-def test_an_ordinary_user_is_as_safe_as_root(folder: Path, isolation: str) -> None:
+def test_attacks_are_contained_for_an_ordinary_user(folder: Path, isolation: str) -> None:
     facts = {"canary": str(folder / "main.py"), "port": "9", "pid": str(os.getpid())}
     programs = []
     for attack in CHOSEN:

@@ -1,4 +1,4 @@
-"""A server that speaks sandbox-fusion's HTTP, and what is made of its answers."""
+"""Client of a fake server with sandbox-fusion's HTTP API."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ ADD = {"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}
 
 
 class Server(BaseHTTPRequestHandler):
-    """Runs Python as such a server does. `troubles` are answered first, one per request."""
+    """Fake server that runs Python. `troubles` are the first responses."""
 
     troubles: ClassVar[list] = []
     asked: ClassVar[list] = []
@@ -76,14 +76,14 @@ async def judged(url, truth, *completions, **options):
     await rewards.start()
     try:
         row = Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth)
-        found = await rewards.judge_group(row, completions)
+        group_result = await rewards.judge_group(row, completions)
     finally:
         await rewards.close()
-    return [one.outcome.value for one in found.components["code"]]
+    return [result.outcome.value for result in group_result.components["code"]]
 
 
-async def test_verdicts_are_made_here_of_what_came_out_there(url):
-    found = await judged(
+async def test_remote_output_is_judged_locally(url):
+    outcomes = await judged(
         url,
         ADD,
         "def add(a, b): return a + b",
@@ -95,7 +95,7 @@ async def test_verdicts_are_made_here_of_what_came_out_there(url):
         "def add(a, b):\n while True: pass",
         "print('\\nstreamrl-value:3'); raise SystemExit(0)",
     )
-    assert found == [
+    assert outcomes == [
         "pass",
         "wrong",
         "pass",
@@ -117,21 +117,21 @@ async def test_verdicts_are_made_here_of_what_came_out_there(url):
     assert "3" not in {b["stdin"] for b in Server.asked}, "no expected value leaves this machine"
 
 
-async def test_text_in_and_text_out(url):
+async def test_stdin_and_stdout(url):
     truth = {"inputs": ["1 2"], "outputs": ["3"]}
     right, wrong = "print(sum(map(int, input().split())))", "print(4)"
     assert await judged(url, truth, right, wrong) == ["pass", "wrong"]
 
 
-async def test_a_float_near_a_whole_number_that_is_wanted_is_wrong(url):
+async def test_a_float_near_an_expected_integer_is_wrong(url):
     near, right = "def add(a, b): return a + b + 1e-9", "def add(a, b): return float(a + b)"
     assert await judged(url, ADD, near, right) == ["wrong", "pass"]
     truth = {"inputs": ["1 2"], "outputs": ["3"]}
-    found = await judged(url, truth, "print(3.00000001)", "print(3.0)", loose_numbers=True)
-    assert found == ["wrong", "pass"]
+    outcomes = await judged(url, truth, "print(3.00000001)", "print(3.0)", loose_numbers=True)
+    assert outcomes == ["wrong", "pass"]
 
 
-async def test_a_server_that_fails_is_asked_again_and_is_never_a_wrong_answer(url):
+async def test_a_failing_server_is_retried_and_never_a_wrong_answer(url):
     Server.troubles = [(504, {}), (200, {"status": "SandboxError", "message": "no disk"})]
     assert await judged(url, ADD, "def add(a, b): return a + b") == ["pass"]
     Server.troubles = [(503, {})] * 2
@@ -141,6 +141,6 @@ async def test_a_server_that_fails_is_asked_again_and_is_never_a_wrong_answer(ur
         await judged(url, ADD, "def add(a, b): return a + b", attempts=2)
 
 
-async def test_a_server_that_is_not_there_is_an_infra_error():
+async def test_an_unreachable_server_is_an_infra_error():
     with pytest.raises(RewardInfraError, match=r"http://127.0.0.1:9/run_code: .*connection"):
         await asyncio.wait_for(judged("http://127.0.0.1:9", ADD, "x", attempts=1), 30)

@@ -1,4 +1,4 @@
-"""The sandbox on programs that mean no harm, and its own life from start to close."""
+"""The sandbox with harmless programs, and its life cycle from start to close."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ from streamrl.rewards.sandbox.jail import make_jail_spec
 from tests.descendants import descendants
 
 ADD = "print(sum(map(int, input().split())))"
-#: Programs that add two numbers, and some that are none.
+#: Programs that add two numbers, and broken programs, by language.
 ADD_IN = {
     "cpp": (
         "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }",
@@ -51,7 +51,7 @@ ADD_IN = {
 }
 TOOLS = {"cpp": "g++", "javascript": "node", "bash": "bash"}
 INSTALLED = [name for name, tool in TOOLS.items() if shutil.which(tool, path=ENVIRONMENT["PATH"])]
-#: Bubblewrap in name only: it runs the command that it is given as it is.
+#: Fake bubblewrap that runs its command without isolation.
 HOLLOW = """#!/bin/sh
 while [ "${1#*/bin/python}" = "$1" ]; do
     [ "$1" = --info-fd ] && echo '{"child-pid": '$$'}' >&"$2"
@@ -59,7 +59,7 @@ while [ "${1#*/bin/python}" = "$1" ]; do
 done
 exec "$@"
 """
-#: What takes long to compare, or to read: text that differs at its end, a list of many lists.
+#: Outputs that are slow to compare or parse: text that differs at its end, a list of many lists.
 LONG = [
     SandboxProgram(
         "python", "print('\\n' * 3_999_999, 'c')", [StdinTest("", "\n" * 3_999_999 + "b")]
@@ -83,7 +83,7 @@ async def verdict(sandbox: Sandbox, source: str, *tests: StdinTest | CallTest) -
 
 
 @here
-async def test_a_program_is_judged_by_what_it_writes(sandbox: Sandbox) -> None:
+async def test_a_program_is_judged_by_its_output(sandbox: Sandbox) -> None:
     assert sandbox.user_warning == ""
     assert await verdict(sandbox, ADD, StdinTest("1 2", "3\n")) is RewardOutcome.PASS
     assert await verdict(sandbox, ADD, StdinTest("1 2", "4\n")) is RewardOutcome.WRONG
@@ -92,7 +92,7 @@ async def test_a_program_is_judged_by_what_it_writes(sandbox: Sandbox) -> None:
 
 
 @here
-async def test_a_function_is_judged_by_what_it_returns(sandbox: Sandbox) -> None:
+async def test_a_function_is_judged_by_its_return_value(sandbox: Sandbox) -> None:
     pairs = "def pairs(a, b): return [(a, b)], {a: 0.1 + 0.2}"
     right = CallTest("pairs", [1, "x"], [None, ([[1, "x"]], {"1": 0.3})])
     assert await verdict(sandbox, pairs, right) is RewardOutcome.PASS
@@ -105,7 +105,7 @@ async def test_a_function_is_judged_by_what_it_returns(sandbox: Sandbox) -> None
 
 
 @here
-async def test_an_async_function_is_called_what_it_is(sandbox: Sandbox) -> None:
+async def test_an_async_function_is_refused_by_name(sandbox: Sandbox) -> None:
     source = "async def later(): return 5"
     outcome = await sandbox.run(SandboxProgram("python", source, [CallTest("later", [], [5])]))
     assert outcome.outcome is RewardOutcome.RUNTIME_ERROR
@@ -113,7 +113,7 @@ async def test_an_async_function_is_called_what_it_is(sandbox: Sandbox) -> None:
 
 
 @here
-async def test_what_failed_is_said_in_a_line(sandbox: Sandbox) -> None:
+async def test_a_failure_is_described_in_one_line(sandbox: Sandbox) -> None:
     outcome = await sandbox.run(SandboxProgram("python", "x = 1\nx / 0", [StdinTest("", "")]))
     assert outcome.detail == "ZeroDivisionError: division by zero"
     outcome = await sandbox.run(
@@ -125,7 +125,7 @@ async def test_what_failed_is_said_in_a_line(sandbox: Sandbox) -> None:
 
 
 @here
-async def test_tests_stop_at_the_first_that_fails_unless_all_are_wanted(sandbox: Sandbox) -> None:
+async def test_tests_stop_at_the_first_failure_if_stop_early(sandbox: Sandbox) -> None:
     tests = [StdinTest("1 2", "3"), StdinTest("x", "0"), StdinTest("2 2", "4"), StdinTest("", "")]
     first = await sandbox.run(SandboxProgram("python", ADD, tests))
     assert [r.outcome for r in first.test_results] == [
@@ -144,7 +144,7 @@ async def test_tests_stop_at_the_first_that_fails_unless_all_are_wanted(sandbox:
 
 
 @here
-async def test_a_test_finds_nothing_of_the_one_before(sandbox: Sandbox) -> None:
+async def test_each_test_starts_in_a_clean_workspace(sandbox: Sandbox) -> None:
     source = """
 import os
 assert os.listdir(".") == [] and sorted(os.listdir("/tmp")) == ["program", "stdin", "work"]
@@ -177,16 +177,16 @@ if os.fork() == 0:
         ),
     ],
 )
-async def test_a_program_that_changes_itself_changes_it_for_one_test_only(
+async def test_compiled_files_are_restored_before_each_test(
     sandbox: Sandbox, language: str, source: str
 ) -> None:
-    wanted = {"python": "[]", "bash": "solution.sh"}[language]
-    outcome = await sandbox.run(SandboxProgram(language, source, [StdinTest("", wanted)] * 3))
+    expected = {"python": "[]", "bash": "solution.sh"}[language]
+    outcome = await sandbox.run(SandboxProgram(language, source, [StdinTest("", expected)] * 3))
     assert [result.outcome for result in outcome.test_results] == [RewardOutcome.PASS] * 3, outcome
 
 
 @here
-async def test_after_a_jail_was_ended_the_other_tests_still_run(sandbox: Sandbox) -> None:
+async def test_tests_continue_after_a_jail_was_killed(sandbox: Sandbox) -> None:
     source = """
 import os, time
 if input() == "grow":
@@ -204,7 +204,7 @@ print("done")
 
 
 @here
-async def test_all_tests_together_have_a_limit_of_their_own(sandbox: Sandbox) -> None:
+async def test_total_s_limits_all_tests_together(sandbox: Sandbox) -> None:
     slow = SandboxProgram("python", "import time; time.sleep(0.4)", [StdinTest("", "")] * 9)
     limited = await Sandbox.start(replace(QUICK, total_s=2.2), jails=1)
     outcome = await limited.run(slow)
@@ -216,13 +216,13 @@ async def test_all_tests_together_have_a_limit_of_their_own(sandbox: Sandbox) ->
 
 
 @here
-async def test_texts_of_other_libraries_are_texts(sandbox: Sandbox) -> None:
-    source, given, wanted = map(np.str_, (ADD, "1 2", "3"))
-    assert await verdict(sandbox, source, StdinTest(given, wanted)) is RewardOutcome.PASS
+async def test_str_subclasses_are_accepted(sandbox: Sandbox) -> None:
+    source, stdin, expected = map(np.str_, (ADD, "1 2", "3"))
+    assert await verdict(sandbox, source, StdinTest(stdin, expected)) is RewardOutcome.PASS
 
 
 @here
-async def test_python_programs_have_what_they_are_used_to(sandbox: Sandbox) -> None:
+async def test_python_programs_run_in_a_normal_environment(sandbox: Sandbox) -> None:
     source = """
 import asyncio, collections, dataclasses, heapq, itertools, math, multiprocessing, numbers, re
 import sys, threading, typing
@@ -249,7 +249,7 @@ if __name__ == "__main__":
 
 @here
 @pytest.mark.parametrize("language", INSTALLED)
-async def test_other_languages_come_from_a_table(sandbox: Sandbox, language: str) -> None:
+async def test_built_in_languages_run(sandbox: Sandbox, language: str) -> None:
     source, broken = ADD_IN[language]
     tests = [StdinTest("1 2", "3"), StdinTest("3 4", "7"), StdinTest("1 1", "3")]
     outcome = await sandbox.run(SandboxProgram(language, source, tests))
@@ -265,7 +265,7 @@ async def test_other_languages_come_from_a_table(sandbox: Sandbox, language: str
 
 @here
 @pytest.mark.parametrize("long", LONG, ids=["text", "value"])
-async def test_programs_take_turns_and_the_event_loop_stays_free(
+async def test_programs_run_in_order_without_blocking_the_event_loop(
     sandbox: Sandbox, long: SandboxProgram
 ) -> None:
     longest = 0.0
@@ -273,8 +273,8 @@ async def test_programs_take_turns_and_the_event_loop_stays_free(
     async def beat() -> None:
         nonlocal longest
         while True:
-            # Work in the loop counts, and work in a thread that keeps it from running; a wait for
-            # a core does not.
+            # CPU time, not wall time: counts work in the loop and in threads that hold the GIL, but
+            # not waiting for a core.
             before = time.process_time()
             await asyncio.sleep(0.005)
             longest = max(longest, time.process_time() - before)
@@ -284,12 +284,12 @@ async def test_programs_take_turns_and_the_event_loop_stays_free(
     outcomes = await asyncio.gather(*map(sandbox.run, [short, long] * 5))
     beating.cancel()
     assert [o.outcome for o in outcomes] == [RewardOutcome.PASS, RewardOutcome.WRONG] * 5
-    # All of either text or list takes more.
+    # Processing the whole text or list at once takes longer.
     assert longest < 0.3
 
 
 @here
-async def test_a_caller_that_gives_up_takes_its_program_with_it(sandbox: Sandbox) -> None:
+async def test_cancelling_the_caller_kills_the_program(sandbox: Sandbox) -> None:
     sleeper = SandboxProgram("python", "import time; time.sleep(60)", [StdinTest("", "")])
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(sandbox.run(sleeper), 0.2)
@@ -297,7 +297,7 @@ async def test_a_caller_that_gives_up_takes_its_program_with_it(sandbox: Sandbox
 
 
 @here
-async def test_what_the_sandbox_was_not_started_for_is_refused(sandbox: Sandbox) -> None:
+async def test_unsupported_programs_are_refused(sandbox: Sandbox) -> None:
     with pytest.raises(ValueError, match="no language cobol"):
         await sandbox.run(SandboxProgram("cobol", "", [StdinTest("", "")]))
     assert "bash" in INSTALLED
@@ -307,7 +307,7 @@ async def test_what_the_sandbox_was_not_started_for_is_refused(sandbox: Sandbox)
         await sandbox.run(SandboxProgram("python", "", []))
 
 
-async def test_a_closed_sandbox_leaves_no_process_and_says_that_it_is_closed() -> None:
+async def test_closing_the_sandbox_leaves_no_process_and_refuses_programs() -> None:
     before = descendants()
     sandbox = await Sandbox.start(QUICK, jails=2)
     sleeper = SandboxProgram("python", "import time; time.sleep(60)", [StdinTest("", "")])
@@ -320,7 +320,7 @@ async def test_a_closed_sandbox_leaves_no_process_and_says_that_it_is_closed() -
     await sandbox.close()
 
 
-def test_jails_die_with_the_process_that_holds_them() -> None:
+def test_jails_die_with_the_host_process() -> None:
     source = """
 import asyncio, sys
 from streamrl.rewards.sandbox import *
@@ -346,7 +346,7 @@ asyncio.run(main())
     assert alive == [], gone
 
 
-async def test_without_bubblewrap_there_is_a_refusal_that_says_what_to_do(
+async def test_missing_bubblewrap_is_refused_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -356,7 +356,7 @@ async def test_without_bubblewrap_there_is_a_refusal_that_says_what_to_do(
     assert "\n" not in str(refusal.value)
 
 
-async def test_a_bubblewrap_that_does_not_isolate_is_found_out(
+async def test_the_probe_detects_a_bubblewrap_without_isolation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     hollow = tmp_path / "bwrap"
@@ -367,19 +367,19 @@ async def test_a_bubblewrap_that_does_not_isolate_is_found_out(
         await Sandbox.start(QUICK, jails=1)
 
 
-async def test_trying_to_break_out_tells_all_the_ways_that_were_open() -> None:
+async def test_the_probe_lists_all_escapes() -> None:
     why = await probe_isolation(make_jail_spec(NO_ISOLATION, QUICK, b""))
     assert why is not None
     for way in ("connect to", "read a file", "list the directories", "without limit", "signal"):
         assert way in why
 
 
-async def test_allow_unsafe_runs_programs_within_limits_and_says_that_it_is_no_sandbox(
+async def test_allow_unsafe_runs_programs_within_limits_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    # The kernel counts all processes of the user here, not those of a program.
+    # Without isolation RLIMIT_NPROC counts all processes of the user, not those of a program.
     limits = replace(QUICK, processes=1 << 16)
     sandbox = await Sandbox.start(limits, jails=2, allow_unsafe=True)
     assert "no sandbox" in sandbox.user_warning
@@ -401,29 +401,29 @@ async def test_allow_unsafe_runs_programs_within_limits_and_says_that_it_is_no_s
     assert not Path(folder).exists()
 
 
-async def test_isolation_is_used_where_there_is_some_even_if_unsafe_is_allowed() -> None:
+async def test_allow_unsafe_still_uses_available_isolation() -> None:
     sandbox = await Sandbox.start(QUICK, jails=1, allow_unsafe=True)
     await sandbox.close()
     assert sandbox.user_warning == ""
 
 
-async def test_a_language_whose_tool_is_missing_is_refused_by_name() -> None:
+async def test_a_language_with_a_missing_tool_is_refused_by_name() -> None:
     languages = {"cobol": LanguageSpec("x.cob", run=("{dir}/x",), compile=("cobc", "{dir}/x.cob"))}
     with pytest.raises(ConfigError, match="cobol needs cobc"):
         await Sandbox.start(QUICK, jails=1, languages=languages)
 
 
-async def test_there_must_be_a_jail() -> None:
+async def test_at_least_one_jail_is_required() -> None:
     with pytest.raises(ConfigError, match=r"sandbox.jails=0: must be 1 or more"):
         await Sandbox.start(QUICK, jails=0)
 
 
-def test_limits_are_above_zero() -> None:
+def test_limits_must_be_positive() -> None:
     with pytest.raises(ConfigError, match=r"sandbox.wall_s=0: must be above 0"):
         ProgramLimits(wall_s=0)
 
 
-def test_one_infra_error_says_that_nothing_is_known() -> None:
+def test_an_infra_error_determines_the_outcome() -> None:
     results = (
         ProgramTestResult(RewardOutcome.WRONG, 0.1),
         ProgramTestResult(RewardOutcome.INFRA_ERROR, 0.1, "no jail"),

@@ -1,4 +1,4 @@
-"""Kinds of reward that a user's file, or an installed package, brings."""
+"""Reward kinds of user files and installed packages."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from streamrl.rewards import RewardConfig, build_rewards
         ("@reward('a b')\ndef f(prompt, completion): return 1", "kind 'a b': letters, digits"),
     ],
 )
-async def test_a_kind_has_one_function_and_a_name_that_can_be_logged(tmp_path, source, words):
+async def test_registering_a_kind_twice_or_with_an_invalid_name_is_refused(tmp_path, source, words):
     path = tmp_path / "kinds.py"
     path.write_text(f"from streamrl.rewards import reward\n{source}\n")
     with pytest.raises(ConfigError, match=words):
@@ -28,11 +28,11 @@ async def test_a_kind_has_one_function_and_a_name_that_can_be_logged(tmp_path, s
     ("source", "words"),
     [
         ("raise ValueError('broken')", r"kinds_of_mine.py:1: ValueError: broken"),
-        ("judge = 3", "kinds_of_mine:judge is no function"),
+        ("judge = 3", "kinds_of_mine:judge is not a function"),
         ("", "AttributeError"),
     ],
 )
-async def test_an_installed_kind_that_cannot_be_loaded_is_one_line(
+async def test_an_installed_kind_that_fails_to_load_gives_one_line(
     tmp_path, monkeypatch, source, words
 ):
     facts = tmp_path / "mine-1.0.dist-info"
