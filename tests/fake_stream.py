@@ -369,7 +369,7 @@ def start_scorer(
         channel = LocalChannel(stream.control.publisher.registries[call.followed_role], name)
         own.append(asyncio.create_task(follow_weights(place, scorer, channel, held)))
     serving = ScoringLimits(call.needs, max_groups=4, batch_size=2)
-    scoring = score_groups(place, scorer.score, serving, held=held)
+    scoring = score_groups(place, scorer.score, serving, served=held)
     own.append(asyncio.create_task(scoring))
 
 
@@ -387,7 +387,7 @@ def start_generator(stream: Stream, stage: Callable[[str, str], StageContext], i
         place, sample = stage(call.stage, name), generator.stages[call.stage]
         begun = generator.begun if call.stage == GENERATE_CALL.stage else read_no_partials
         places = ConcurrencyLimit(plan.places or GROUPS_AT_ONCE * plan.group_size, plan.group_size)
-        loop = generate_rollouts(place, sample, held, places=places, begun=begun)
+        loop = generate_rollouts(place, sample, held, limit=places, read_partials=begun)
         own.append(asyncio.create_task(loop))
 
 
