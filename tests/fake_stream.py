@@ -351,7 +351,7 @@ class StageMaker:
         lease = SharedDeviceLease(self._arbiter, process) if shared else DedicatedDeviceLease()
         stream.recorders[process] = SpanRecorder(process, clock)
         hears_s = math.inf if stream.plan.oversample == 1.0 else 1.0
-        queue = ExperienceQueue(stream.shards, process, hears_s=hears_s)
+        queue = ExperienceQueue(stream.shards, process, max_renew_interval_s=hears_s)
         leaving = stream.leaving[process]
         return StageContext(name, queue, lease, stream.recorders[process], leaving)
 

@@ -134,19 +134,19 @@ def test_ppo_with_a_reference_has_the_eleven_edges_of_its_paper() -> None:
             [GENERATE_CALL, train(), train(stage="train_again")],
             "role policy is trained twice: by train and train_again",
         ),
-        ([GENERATE_CALL, train("scores")], "stage train needs column scores: nobody makes it"),
-        ([GENERATE_CALL, REWARD_CALL], "stage generate follows policy: nobody trains it"),
+        ([GENERATE_CALL, train("scores")], "stage train needs column scores: no stage produces it"),
+        ([GENERATE_CALL, REWARD_CALL], "stage generate follows policy: no stage trains it"),
         (
             [score("reference", (), (), follows=EMA_REFERENCE), train(role="critic")],
-            "stage reference follows reference: nobody trains it",
+            "stage reference follows reference: no stage trains it",
         ),
         (
             [score("a", ("y",), ("x",)), score("b", ("x",), ("y", "z")), score("c", ("z",), ())],
-            "the stages wait for each other in a circle: a makes x for b; b makes y for a",
+            "the stages wait for each other in a cycle: a makes x for b; b makes y for a",
         ),
         (
             [score("a", ("x",), ("x",))],
-            "the stages wait for each other in a circle: a makes x for a",
+            "the stages wait for each other in a cycle: a makes x for a",
         ),
     ],
 )

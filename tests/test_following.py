@@ -182,7 +182,7 @@ def test_an_older_version_is_refused() -> None:
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
         engine, held = Engine(), ServedVersion("generator-0")
-        with pytest.raises(WeightsError, match="version 4 was offered, and 5 is held already"):
+        with pytest.raises(WeightsError, match="version 4 was offered, but 5 is served already"):
             await follow_weights(stage(), engine, Backwards(registry), held)
         assert engine.served == [5]
 

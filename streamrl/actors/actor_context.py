@@ -89,7 +89,9 @@ class ActorContext:
         leaving = asyncio.Event()
         # What is left over of a step need not be made to its end.
         hears_s = math.inf if self.config.filter.oversample_factor == 1 else RENEW_EVERY_S
-        queues = [ExperienceQueue(self.shards, process, hears_s=hears_s) for _ in calls]
+        queues = [
+            ExperienceQueue(self.shards, process, max_renew_interval_s=hears_s) for _ in calls
+        ]
         return [
             StageContext(call.stage, queue, lease, spans, leaving)
             for call, queue in zip(calls, queues, strict=True)

@@ -243,7 +243,7 @@ class CoordinatorActor(PingableActor):
             await self._save_checkpoint()
         left = await self._queue.get_stats()
         await self._persistence.close()
-        counts = control.admission.ledger.check_balance(left.uids, booked=control.inserted_uids)
+        counts = control.admission.ledger.check_balance(left.uids, inserted=control.inserted_uids)
         return RunResult(control.admission.version, str(counts), interrupted, self._checkpoint)
 
     async def _run_stream(self, reporting: "asyncio.Task[None]") -> None:

@@ -234,7 +234,7 @@ class RunState:
         late = self.assembler.remove_late_groups(
             self.admission.version,
             absent=self.pending_inserts,
-            is_whole=is_whole and not drops_stale,
+            is_full=is_whole and not drops_stale,
         )
         return dict.fromkeys(late, how)
 
@@ -256,7 +256,7 @@ class RunState:
             again = [uid for uid in comes if ended[uid].cause != SURPLUS_CAUSE]
             prompts = [self.prompt_source.retry_prompt(uid) for uid in again]
             uids, version = [prompt.uid for prompt in prompts], self.admission.published_version
-            await self.run_log.record_finished(ended, again=uids, version=version)
+            await self.run_log.record_finished(ended, readmitted=uids, version=version)
             for uid, how in ended.items():
                 self.assembler.drop_group(uid)
                 self.on_group_finished(uid, how)

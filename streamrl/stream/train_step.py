@@ -87,7 +87,7 @@ async def train_step(
     filtered = control.reset_step_counts()
     booked = control.inserted_uids
     figures = await stage.queue.end_step([group.uid for group in step.groups], version + 1)
-    counts = control.admission.ledger.check_balance(figures.uids, booked=booked)
+    counts = control.admission.ledger.check_balance(figures.uids, inserted=booked)
     return StepResult(
         version,
         step.groups,

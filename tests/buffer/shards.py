@@ -75,7 +75,7 @@ def make_shard(
     """A shard on the running loop; `settings` are those of the queue."""
     config = QueueConfig(**{**QUICK, **settings})
     book = ShardState(STAGES) if book is None else book
-    return QueueShard(book, config, bounds=bounds, session=session, log=log)
+    return QueueShard(book, config, capacity=bounds, session=session, log=log)
 
 
 def on_shard(test: Callable[[QueueShard], Awaitable[None]], **facts: Any) -> None:

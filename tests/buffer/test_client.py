@@ -73,7 +73,7 @@ def test_room_may_be_waited_for_longer_than_one_call_takes() -> None:
     async def main() -> None:
         queue = ExperienceQueue(local_shards(1, capacity=1), "me")
         await queue.admit_prompts([prompt("a")], 0)
-        with pytest.raises(DeadlineError, match="waited for room in a full shard"):
+        with pytest.raises(DeadlineError, match="waited for capacity in a full shard"):
             await queue.admit_prompts([prompt("b")], 0, wait_s=50.0)
         assert asyncio.get_running_loop().time() == pytest.approx(50.0, abs=1.0)
         waiting = asyncio.create_task(queue.admit_prompts([prompt("b")], 0, wait_s=math.inf))
@@ -117,7 +117,7 @@ def test_every_group_is_taken_once_wherever_it_lives(shards: int) -> None:
 def test_a_full_shard_blocks_the_others_only_until_its_deadline() -> None:
     async def main() -> None:
         queue = ExperienceQueue(local_shards(2, capacity=1), "me")
-        with pytest.raises(DeadlineError, match="waited for room in a full shard"):
+        with pytest.raises(DeadlineError, match="waited for capacity in a full shard"):
             await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
         assert len((await queue.get_stats()).uids) == 2
 

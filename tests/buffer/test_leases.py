@@ -303,7 +303,9 @@ def test_a_group_whose_holders_die_over_it_ends_with_the_cause() -> None:
             await take(shard, "generate", holder=f"generator-{i}")
             shard.release_holder(f"generator-{i}")
         (ended,) = await take(shard, "train")
-        assert ended.outcome == GroupOutcome("generate_died", "generator-1 died over it")
+        assert ended.outcome == GroupOutcome(
+            "generate_died", "generator-1 died while holding the lease"
+        )
 
     on_shard(test)
 
@@ -337,7 +339,7 @@ def test_stalled_work_can_be_taken_back() -> None:
             assert shard.renew_leases([slow.lease]) == [slow.lease]
         (ended,) = await take(shard, "train")
         assert ended.outcome == GroupOutcome(
-            "generate_stalled", "generator-0 had it for 9 s (pipeline.stall_s)"
+            "generate_stalled", "generator-0 held the lease for 9 s (pipeline.stall_s)"
         )
 
     on_shard(test)

@@ -212,7 +212,7 @@ async def test_every_state_of_a_group_comes_back(tmp_path: Path) -> None:
     assert list(book.groups) == ["ended", "whole", "scored", "leased", "fresh"]
     assert book.version == 4
     ended = book.groups["ended"]
-    assert ended.outcome == GroupOutcome("generate_died", "me died over it")
+    assert ended.outcome == GroupOutcome("generate_died", "me died while holding the lease")
     assert ended.failures["generate"] == 2
     assert not ended.stage_columns
     assert book.groups["whole"].ready_version == 4
@@ -301,7 +301,7 @@ async def test_a_snapshot_that_has_lost_its_end_is_refused(tmp_path: Path) -> No
     write_snapshot(STAGES, tmp_path, SnapshotBase(), before=end, out=tmp_path / "out")
     file = segment_path(tmp_path / "out", 0)
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(JournalError, match="out: the snapshot has lost its end"):
+    with pytest.raises(JournalError, match="out: the snapshot is truncated"):
         recover_state(STAGES, tmp_path, SnapshotBase(tmp_path / "out", end))
 
 

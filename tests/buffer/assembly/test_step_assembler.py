@@ -165,7 +165,7 @@ def test_once_a_step_is_whole_what_was_due_at_it_is_late_and_what_fills_it_is_no
     steps = oversampled(4.0, 0, 1, a=0, b=0, c=0, d=1)
     steps.offer_groups([group("a", 0), group("b", 0)])
     assert steps.remove_late_groups(0) == []
-    assert steps.remove_late_groups(0, is_whole=True, absent=["d"]) == ["b", "c"]
+    assert steps.remove_late_groups(0, is_full=True, absent=["d"]) == ["b", "c"]
     assert uids(steps.draw_groups(0)) == ["a"]
 
 

@@ -22,7 +22,7 @@ def test_every_prompt_is_in_one_state() -> None:
     ledger.mark_trained("a")
     ledger.mark_filtered("b")
     ledger.mark_dropped("c", "deadline")
-    counts = ledger.check_balance(held=["d"])
+    counts = ledger.check_balance(["d"])
     assert str(counts) == "admitted 4 = trained 1 + filtered 1 + dropped 1 + in flight 1"
     assert counts.drops == (("deadline", 1),)
 
@@ -50,18 +50,18 @@ def test_admitting_a_prompt_twice_is_an_error() -> None:
 
 def test_a_group_the_queue_lost_is_named() -> None:
     with pytest.raises(LedgerError, match=r"lost from the queue: \['b'\]"):
-        with_admitted("a", "b").check_balance(held=["a"])
+        with_admitted("a", "b").check_balance(["a"])
 
 
 def test_a_group_the_queue_kept_too_long_is_named() -> None:
     ledger = with_admitted("a")
     ledger.mark_trained("a")
     with pytest.raises(LedgerError, match=r"ended but in it: \['a'\]"):
-        ledger.check_balance(held=["a"])
+        ledger.check_balance(["a"])
 
 
 def test_a_prompt_on_its_way_into_a_shard_is_not_missed() -> None:
-    with_admitted("a", "b").check_balance(held=["a"], booked=["a"])
+    with_admitted("a", "b").check_balance(["a"], inserted=["a"])
 
 
 def test_what_ended_gives_its_credit_back_unless_it_was_trained() -> None:
@@ -141,7 +141,7 @@ def test_any_history_balances_and_survives_a_checkpoint(
                 "filter": ledger.mark_filtered,
                 "drop": lambda u: ledger.mark_dropped(u, "x"),
             }[move](uid)
-    counts = ledger.check_balance(held=list(ledger.in_flight))
+    counts = ledger.check_balance(list(ledger.in_flight))
     restored = Ledger.from_state(json.loads(json.dumps(ledger.state_dict())), debug=debug)
     assert restored.counts == counts
     assert list(restored.in_flight.items()) == list(ledger.in_flight.items())

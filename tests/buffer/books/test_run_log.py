@@ -114,7 +114,7 @@ def test_after_any_sequence_the_log_gives_the_live_ledger(schedule: list[tuple[s
                 uid = rng.choice(in_flight)
                 epoch, index, attempt = parse_uid(uid)
                 again = make_uid(epoch, index, attempt + 1)
-                await books.record_finished({uid: DROPPED}, again=[again], version=seed)
+                await books.record_finished({uid: DROPPED}, readmitted=[again], version=seed)
             else:
                 uids = rng.sample(in_flight, min(rng.randint(1, 2), len(in_flight)))
                 await books.record_finished(
@@ -175,7 +175,7 @@ async def written(folder: Path) -> RunLog:
     await books.record_admissions(["0:0:0", "0:1:0", "0:2:0"], 0)
     await journal.rotate()
     await books.record_step(step(0, "0:0:0"))
-    await books.record_finished({"0:1:0": DROPPED}, again=["0:1:1"], version=1)
+    await books.record_finished({"0:1:0": DROPPED}, readmitted=["0:1:1"], version=1)
     await books.record_finished({"0:2:0": FILTERED})
     await journal.close()
     return books

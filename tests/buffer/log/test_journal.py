@@ -199,7 +199,7 @@ async def test_a_segment_for_which_there_is_no_room_is_begun_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, refused, refuse)
-        with pytest.raises(NoSpaceError, match=r"2\.journal cannot be begun: No space left"):
+        with pytest.raises(NoSpaceError, match=r"2\.journal cannot be created: No space left"):
             await journal.rotate()
         assert os.listdir(tmp_path) == ["00000001.journal"]
         await journal.append([note(1)])
