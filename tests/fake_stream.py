@@ -341,7 +341,7 @@ class StageMaker:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._arbiter = DeviceArbiter(
-            timeout_s=stream.plan.stall_s, pulse=stream.control.progress_clock
+            timeout_s=stream.plan.stall_s, progress_clock=stream.control.progress_clock
         )
 
     def __call__(self, name: str, process: str) -> StageContext:

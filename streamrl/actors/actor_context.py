@@ -137,11 +137,11 @@ def make_arbiter(config: RunConfig, pulse: ProgressClock) -> DeviceArbiter:
     """What lends a run's slots, where its stages share some."""
     timeout_s = config.pipeline.stall_s
     if config.placement.is_sequential:
-        return DeviceArbiter(timeout_s=timeout_s, pulse=pulse)
+        return DeviceArbiter(timeout_s=timeout_s, progress_clock=pulse)
     # On policy there is nothing else to do before all rollouts of the step are there.
     slice_s = config.placement.slice_s if config.pipeline.max_staleness else math.inf
     return DeviceArbiter(
-        timeout_s=timeout_s, slice_s=slice_s, slots=map_phase_slots(config), pulse=pulse
+        timeout_s=timeout_s, slice_s=slice_s, slots=map_phase_slots(config), progress_clock=pulse
     )
 
 

@@ -216,7 +216,7 @@ class CoordinatorActor(PingableActor):
         evaluated = bool(self._eval_prompts) and config.evaluation.is_due(version, num_steps=steps)
         every, looked_at = config.weights.publish_every, version == steps or evaluated
         return is_publish_due(
-            role, version, every=every, reference=config.reference, looked_at=looked_at
+            role, version, every=every, reference=config.reference, forced=looked_at
         )
 
     async def run(self) -> RunResult:

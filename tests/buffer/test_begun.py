@@ -103,7 +103,7 @@ def test_a_note_is_its_stages_own() -> None:
         await admit(shard, "0:0:0")
         lease, other = await leased(shard), await leased(shard, stage="greedy")
         shard.save_partials([commit(lease, partial(3))])
-        with pytest.raises(ContractError, match="stage greedy committed .* without"):
+        with pytest.raises(ContractError, match=r"stage greedy committed .* without"):
             shard.save_partials([commit(other, partial(3))])
         shard.release_holder("a")
         assert (await begun(shard, "b", "greedy"))[1] == 0

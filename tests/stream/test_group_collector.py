@@ -107,7 +107,7 @@ def test_what_goes_wrong_while_the_last_groups_are_trained_is_not_passed_over() 
         check_ended=lambda ended: None,
         stopping=asyncio.Event(),
         publishing=SimpleNamespace(check=lambda: None),
-        pulse=SimpleNamespace(at=0.0),
+        progress_clock=SimpleNamespace(last_progress_at=0.0),
         max_attempts=1,
         end=end,
     )

@@ -40,7 +40,7 @@ def test_a_reference_has_a_pace_of_its_own_and_is_not_looked_at() -> None:
         return [
             version
             for version in range(8)
-            if is_publish_due(role, version, every=2, reference=reference, looked_at=version == 7)
+            if is_publish_due(role, version, every=2, reference=reference, forced=version == 7)
         ]
 
     assert due(POLICY) == [0, 2, 4, 6, 7]
