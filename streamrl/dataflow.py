@@ -15,8 +15,6 @@ from streamrl.messages import ROLLOUT_COLUMNS
 
 
 class CallKind(Enum):
-    """Operation of a call on its model."""
-
     GENERATE = "generate"
     SCORE = "score"
     TRAIN = "train"
@@ -150,7 +148,6 @@ class Dataflow:
 
     @property
     def calls_by_role(self) -> dict[str, list[ModelCall]]:
-        """Calls of each role; roles and calls are in flow order."""
         calls: dict[str, list[ModelCall]] = {}
         for call in self.ordered_calls:
             calls.setdefault(call.role, []).append(call)
@@ -181,7 +178,6 @@ class Dataflow:
 
     @property
     def ordered_calls(self) -> list[ModelCall]:
-        """Calls in flow order (topological)."""
         return list(self._ordered_calls)
 
     @cached_property
@@ -190,7 +186,6 @@ class Dataflow:
         return tuple(by_stage[stage] for stage in self.stages)
 
     def select_calls(self, kind: CallKind) -> list[ModelCall]:
-        """Return the calls of one kind, in flow order."""
         return [call for call in self._ordered_calls if call.kind is kind]
 
     @property

@@ -28,8 +28,6 @@ Columns = Mapping[str, Array]
 
 
 class ColumnAxis(Enum):
-    """Axis along which a column has one entry."""
-
     TOKEN = "token"
     ROLLOUT = "rollout"
     GROUP = "group"
@@ -90,7 +88,6 @@ COMPONENT_COLUMN_SPEC = ColumnSpec(
 
 
 def is_component_column(name: str) -> bool:
-    """Return True for a component of the combined reward or cost."""
     return name.startswith((COMPONENT_PREFIX, COST_PREFIX))
 
 
@@ -162,7 +159,6 @@ def make_uid(epoch: int, index: int, attempt: int = 0) -> str:
 
 
 def parse_uid(uid: str) -> tuple[int, int, int]:
-    """Return (epoch, index, attempt) of a uid."""
     epoch, index, attempt = uid.split(":")
     return int(epoch), int(index), int(attempt)
 
@@ -339,7 +335,6 @@ def _column_dtype(name: str) -> np.dtype[Any]:
 
 
 def check_column_sizes(sizes: Mapping[str, int], info: GroupInfo) -> None:
-    """Raise ContractError if a column's size does not fit the group's tokens or rollouts."""
     expected = {ColumnAxis.TOKEN: info.num_tokens, ColumnAxis.ROLLOUT: len(info.lengths)}
     for name, entries in sizes.items():
         spec = get_column_spec(name)

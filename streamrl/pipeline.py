@@ -59,8 +59,6 @@ SUPERSEDED_RETRY_S = 0.01
 
 @dataclass(frozen=True)
 class ScoringLimits:
-    """Limits of a scorer: `max_groups` leased at most, `batch_size` scored at once."""
-
     columns: Sequence[str]
     max_groups: int
     batch_size: int
@@ -159,7 +157,6 @@ def find_newest_version(columns: Columns) -> int:
 
 
 def count_sampled_tokens(columns: Columns) -> list[int]:
-    """Return the number of sampled tokens of each completion."""
     if "greedy_ids" in columns:
         return [len(columns["greedy_ids"])]
     if "loss_mask" not in columns or "lengths" not in columns:
@@ -259,7 +256,6 @@ async def load_version(
     served: ServedVersion,
     manifest: WeightManifest,
 ) -> PullStats:
-    """Fetch, load and verify one version, then start serving it."""
     version = manifest.version
     if version <= served.version:
         raise WeightsError(f"version {version} was offered, but {served.version} is served already")

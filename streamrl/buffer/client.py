@@ -130,7 +130,6 @@ class ExperienceQueue:
         self._lost_leases: dict[tuple[str, int], GroupLease] = {}
 
     def get_shard_index(self, uid: str) -> int:
-        """Return the index of the shard that owns `uid`; equal in every process."""
         return get_shard_index(uid, len(self.shards))
 
     async def admit_prompts(
@@ -235,7 +234,6 @@ class ExperienceQueue:
     async def _open_grants(
         self, grants: Sequence[LeaseGrant], columns: Sequence[str]
     ) -> list[Experience]:
-        """Decode the columns of grants into experiences."""
         decoded = [_decode_blobs(grant.blobs) for grant in grants]
         # A pending grant may answer an earlier call for fewer columns; read the missing ones.
         incomplete = [
@@ -313,13 +311,11 @@ class ExperienceQueue:
         await _gather_all(self.shards[i].save_partials(part) for i, part in parts.items())
 
     async def fail_groups(self, entries: Sequence[tuple[GroupLease, StreamError]]) -> None:
-        """Return groups that could not be processed (nack), each with its error."""
         parts = self._route_entries([(lease.uid, (lease, error)) for lease, error in entries])
         await _gather_all(self.shards[i].fail_groups(part) for i, part in parts.items())
         self._forget_leases(lease for lease, _ in entries)
 
     async def filter_groups(self, entries: Sequence[tuple[GroupLease, FilteredGroup]]) -> None:
-        """Reject scored groups, each with a reason."""
         parts = self._route_entries([(lease.uid, (lease, verdict)) for lease, verdict in entries])
         await _gather_all(self.shards[i].filter_groups(part) for i, part in parts.items())
         self._forget_leases(lease for lease, _ in entries)
@@ -364,7 +360,6 @@ class ExperienceQueue:
         }
 
     async def find_uids_with(self, column: str) -> list[str]:
-        """Return the uids of all groups that have a column."""
         parts = await _gather_all(shard.find_uids_with(column) for shard in self.shards)
         return [uid for part in parts for uid in part]
 
@@ -387,7 +382,6 @@ class ExperienceQueue:
         return stats
 
     async def get_stats(self) -> ShardStats:
-        """Return statistics of the current step over all shards, and their contents."""
         return merge_stats(await _gather_all(shard.get_stats() for shard in self.shards))
 
     async def release_holder(self, holder: str, *, died: bool = True) -> int:
@@ -397,7 +391,6 @@ class ExperienceQueue:
         )
 
     async def find_overdue(self, age_s: float) -> list[OverdueLease]:
-        """Return leases held for more than `age_s`."""
         parts = await _gather_all(shard.find_overdue(age_s) for shard in self.shards)
         return [lease for part in parts for lease in part]
 
@@ -441,7 +434,6 @@ async def _gather_all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _gather_first(calls: Iterable[Coroutine[Any, Any, list[T]]]) -> list[T]:
-    """Return the results of the calls that finish first; cancel the others."""
     futures = [asyncio.ensure_future(call) for call in calls]
     try:
         done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
@@ -478,7 +470,6 @@ async def _add_entries(
 async def _retry_until_capacity(
     wait_s: float, enter: Callable[..., Awaitable[list[str]]]
 ) -> list[str]:
-    """Call `enter` repeatedly, each time for at most CAPACITY_WAIT_S, for `wait_s` in total."""
     deadline = asyncio.get_running_loop().time() + wait_s
     while True:
         remaining_s = deadline - asyncio.get_running_loop().time()

@@ -89,5 +89,4 @@ def count_blob_bytes(blob: Blob) -> int:
 
 
 def join_pieces(blob: Blob) -> bytes:
-    """Return a blob as one bytes object (copies)."""
     return b"".join(split_pieces(blob))

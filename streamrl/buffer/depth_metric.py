@@ -13,7 +13,6 @@ class DepthMeter:
         self._window_start = now
 
     def observe_depth(self, stage: str, level: int, now: float) -> None:
-        """Record that `level` groups wait for `stage` from `now` (s) on."""
         self._depth_seconds[stage] += self._depths[stage] * (now - self._since[stage])
         self._depths[stage] = level
         self._since[stage] = now

@@ -12,8 +12,6 @@ MIN_WAIT_S = 0.001
 
 
 class FinishedGroupNotifier:
-    """Wakes the coroutines that wait for a group to end."""
-
     def __init__(self) -> None:
         self._wake_event = asyncio.Event()
 

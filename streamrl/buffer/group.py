@@ -45,8 +45,6 @@ class StageColumns:
 
 @dataclass(eq=False)
 class ActiveLease:
-    """A granted lease and the request it answered."""
-
     lease: GroupLease
     expires_at: float
     request_id: str = ""
@@ -86,7 +84,6 @@ class GroupState:
         )
 
     def clear_progress(self) -> None:
-        """Discard all columns, partial results and leases."""
         self.stage_columns.clear()
         self.partial_rollouts.clear()
         self.column_names.clear()
@@ -94,7 +91,6 @@ class GroupState:
         self.num_bytes = 0
 
     def save_partial(self, stage: str, columns: StageColumns) -> None:
-        """Replace the partial result of a stage."""
         self.drop_partial(stage)
         self.partial_rollouts[stage] = columns
         self.num_bytes += columns.num_bytes
@@ -104,7 +100,6 @@ class GroupState:
             self.num_bytes -= self.partial_rollouts.pop(stage).num_bytes
 
     def find_lease(self, stage: str, token: int) -> ActiveLease | None:
-        """Return the lease with this token if it is active."""
         for active in self.leases.get(stage, ()):
             if active.lease.token == token:
                 return active
@@ -150,12 +145,10 @@ class ReadyQueue:
         return len(self) != before
 
     def peek_groups(self, count: int) -> list[GroupState]:
-        """Return the first `count` groups without removing them."""
         return [self._groups[order] for order in self._orders[:count]]
 
 
 def make_admit_record(uid: str, prompt: bytes, version: int) -> JournalRecord:
-    """Record of an admission. Raises ContractError for an invalid version."""
     return JournalRecord(
         {"kind": "admit", "uid": uid, "version": _validate_version(version)}, prompt
     )
@@ -164,7 +157,6 @@ def make_admit_record(uid: str, prompt: bytes, version: int) -> JournalRecord:
 def make_lease_record(
     stage: str, holder: str, *, request: str, grants: Sequence[tuple[str, int, int]]
 ) -> JournalRecord:
-    """Record of a grant to one holder: (uid, token, attempt) of each group."""
     meta = {"kind": "lease", "stage": stage, "holder": holder, "request": request}
     return JournalRecord({**meta, "grants": list(grants)})
 
@@ -185,7 +177,6 @@ def make_commit_record(
 
 
 def make_nack_record(lease: GroupLease, *, failed: bool) -> JournalRecord:
-    """Record of a lease returned unfinished; `failed` counts as an attempt."""
     meta = {"kind": "back", "uid": lease.uid, "stage": lease.stage, "token": lease.token}
     return JournalRecord({**meta, "failed": failed})
 
@@ -274,7 +265,6 @@ class ShardState:
         return self._handlers[record.meta["kind"]](record, location, data)
 
     def has_seen(self, uid: str) -> bool:
-        """Return True if the group is here or was here in this session."""
         return uid in self.groups or uid in self._seen_uids
 
     def pop_excuse(self, lease: GroupLease) -> bool:
@@ -288,13 +278,11 @@ class ShardState:
             self._excused_tokens.popitem(last=False)
 
     def _excuse_group(self, group: GroupState) -> None:
-        """Excuse the holders that work on a group while it ends or is removed."""
         for stage, leases in group.leases.items():
             if stage != self.last_stage:
                 self.excuse_leases(leases)
 
     def find_leased_group(self, lease: GroupLease) -> GroupState | None:
-        """Return the group of a lease if the lease is active."""
         group = self.groups.get(lease.uid)
         return group if group and group.find_lease(lease.stage, lease.token) else None
 
@@ -312,7 +300,6 @@ class ShardState:
         return group.column_names >= self._required_columns[stage]
 
     def is_complete(self, group: GroupState) -> bool:
-        """Return True if no stage will add further columns."""
         return group.outcome is not None or len(group.stage_columns) == self._num_producers
 
     def _apply_open(
@@ -424,7 +411,6 @@ class ShardState:
         return removed
 
     def order_by_version(self) -> None:
-        """Renumber the groups by admitted version, then by order of admission."""
         groups = sorted(
             self.groups.values(), key=lambda group: (group.admitted_version, group.admission_order)
         )
@@ -441,5 +427,4 @@ class ShardState:
 
 
 def _without_data(columns: StageColumns) -> StageColumns:
-    """Drop the in-memory copy of columns that are on disk."""
     return columns if columns.location is None else replace(columns, data=None)

@@ -40,8 +40,6 @@ class LeaseRequest:
 
 @dataclass(frozen=True)
 class OverdueLease:
-    """A lease that one holder has had for a long time, as the stall watchdog reports it."""
-
     uid: str
     stage: str
     holder: str
@@ -81,14 +79,12 @@ class LeaseTable:
             self.track_leases(leases)
 
     def _restore_lease(self, active: ActiveLease) -> None:
-        """Restart the term of a lease that was active when the shard died."""
         now = self._state.clock()
         if active.lease.stage != self._state.last_stage:
             active.expires_at = now + self._lease_s
         active.lease = replace(active.lease, granted_at=now, expires_at=active.expires_at)
 
     def track_leases(self, leases: Sequence[ActiveLease]) -> None:
-        """Track the leases that one request was just granted."""
         first = leases[0]
         # A holder has one request per stage at a time, so only the last can be retried.
         grants = [(active.lease.uid, active.lease.token) for active in leases]
@@ -157,7 +153,6 @@ class LeaseTable:
         return lost
 
     def pop_expired(self) -> Iterator[tuple[GroupState, GroupLease]]:
-        """Yield expired leases and stop tracking them."""
         now = self._state.clock()
         while self._expiries and self._expiries[0][0] <= now:
             _, token, lease = heapq.heappop(self._expiries)
@@ -171,7 +166,6 @@ class LeaseTable:
                 yield group, lease
 
     def find_by_holder(self, holder: str) -> list[tuple[GroupState, GroupLease]]:
-        """Return the leases of one holder, in all stages."""
         return [
             (group, active.lease)
             for stage in self._state.stages
@@ -204,7 +198,6 @@ class LeaseTable:
     def select_active(
         self, leases: Sequence[OverdueLease]
     ) -> Iterator[tuple[OverdueLease, GroupState, GroupLease]]:
-        """Yield the overdue leases that are still active."""
         for overdue in leases:
             group = self._state.groups.get(overdue.uid)
             active = group.find_lease(overdue.stage, overdue.token) if group else None

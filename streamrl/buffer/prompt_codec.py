@@ -130,7 +130,6 @@ class _PromptUnpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed global. Raises UnpicklingError for any other."""
         allowed = self._allowed_globals.get((module, name))
         if allowed is None:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")

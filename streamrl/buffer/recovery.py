@@ -91,14 +91,12 @@ def recover_state(
 
 
 def load_columns(state: ShardState, store: Callable[[Blob], Any]) -> None:
-    """Load the columns of all groups in the queue back into the store."""
     for group in state.groups.values():
         for columns in group.stage_columns.values():
             columns.data = store(read_blob(columns))
 
 
 def read_blob(columns: StageColumns) -> Blob:
-    """Read the blob of recovered columns from disk. Raises JournalError if unreadable."""
     assert columns.location is not None, "only recovered columns are on disk"
     return read_record(columns.location.folder, columns.location.position).payload
 

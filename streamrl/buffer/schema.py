@@ -22,7 +22,6 @@ class ColumnContract:
         }
 
     def check_request(self, stage: str, columns: Sequence[str]) -> None:
-        """Check that a stage requests only columns it declared in `needs`."""
         if undeclared := set(columns) - self._get_columns(self._required_columns, stage):
             raise ContractError(
                 f"stage {stage} requests {sorted(undeclared)}: not among the columns it needs"

@@ -246,21 +246,18 @@ class QueueShard:
                 self._capacity_limiter.update_reservation(group)
 
     def fail_groups(self, entries: Sequence[tuple[GroupLease, StreamError]]) -> None:
-        """Requeue groups that a stage failed to process, or end them if attempts are exhausted."""
         for lease, error in entries:
             if group := self._state.find_leased_group(lease):
                 outcome = GroupOutcome(error.cause, str(error))
                 self._nack_lease(group, lease, outcome, is_final=error.is_final)
 
     def filter_groups(self, entries: Sequence[tuple[GroupLease, FilteredGroup]]) -> None:
-        """End groups that a group filter rejected."""
         for lease, filtered in entries:
             if self._state.find_leased_group(lease) is not None:
                 outcome = GroupOutcome("filtered", filtered.reason, filtered=True)
                 self._post_records(transitions.make_finish_record(lease.uid, outcome))
 
     def renew_leases(self, leases: Sequence[GroupLease]) -> list[GroupLease]:
-        """Restart the term of each lease; return the leases that are no longer active."""
         self._expire_leases()
         return self._lease_table.renew_leases(leases)
 
@@ -275,7 +272,6 @@ class QueueShard:
         return [group.uid for group in self._state.groups.values() if column in group.column_names]
 
     async def wait_for_finished(self, *, wait_s: float) -> list[FinishedGroup]:
-        """Return groups that ended and are not yet removed; [] if none ends within `wait_s`."""
         return await self._finished_notifier.wait_for_finished(self._state.groups.values(), wait_s)
 
     async def remove_groups(self, uids: Sequence[str], version: int) -> None:
@@ -288,16 +284,13 @@ class QueueShard:
         self._apply_records(record)
 
     async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
-        """Remove groups like `remove_groups`; return the ended step's statistics. Idempotent."""
         await self.remove_groups(uids, version)
         return self._stats_recorder.end_step(version, self._clock())
 
     def get_stats(self) -> ShardStats:
-        """Return the statistics of the current step."""
         return self._stats_recorder.compute_stats(self._clock())
 
     def release_holder(self, holder: str, *, died: bool = True) -> int:
-        """Requeue the work of a holder that died or left; return the number of its groups."""
         self._release_counts[holder] += 1
         for wake in self._wake_events.values():
             wake.set()
@@ -311,17 +304,14 @@ class QueueShard:
         return len(leases)
 
     def find_overdue(self, age_s: float) -> list[OverdueLease]:
-        """Return leases held for more than `age_s`."""
         return self._lease_table.find_overdue(age_s)
 
     def requeue_overdue(self, overdue: Sequence[OverdueLease]) -> None:
-        """Requeue overdue work whose lease is still active; counts as an attempt."""
         for stall, group, lease in self._lease_table.select_active(overdue):
             reason = f"{stall.holder} held the lease for {stall.age_s:.0f} s (pipeline.stall_s)"
             self._nack_lease(group, lease, GroupOutcome(f"{stall.stage}_stalled", reason))
 
     def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
-        """Describe each group held here: stages that hold or await it, and its age."""
         groups = {uid: self._state.groups[uid] for uid in uids if uid in self._state.groups}
         return {uid: _describe_group(self._state, group) for uid, group in groups.items()}
 
@@ -345,7 +335,6 @@ class QueueShard:
         self._refresh_groups(dict.fromkeys(changed))
 
     def _refresh_groups(self, groups: Collection[GroupState]) -> None:
-        """Update ready queues, reservations and waiters after groups have changed."""
         for stage, ready in self._ready_queues.items():
             if ready.update_groups(groups, partial(self._state.is_ready, stage=stage)):
                 self._stats_recorder.depth_meter.observe_depth(stage, len(ready), self._clock())
@@ -418,7 +407,6 @@ def _make_grant(
 
 
 def _get_group_info(commit: ColumnCommit, group: GroupState | None) -> GroupInfo | None:
-    """Return the group's sizes: stored, or delivered by this commit with its rollouts."""
     return (group.info if group else None) or commit.info
 
 

@@ -27,8 +27,6 @@ class ShardFiles:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Everything that a shard is built from. Without `files` its state is lost when it dies."""
-
     stages: Mapping[str, StageSchema]
     config: QueueConfig
     capacity: ShardCapacity
@@ -65,7 +63,6 @@ class ShardHost:
         return await self._require_journal().rotate()
 
     async def write_snapshot(self, cut: int, out: Path) -> None:
-        """Write the groups as of a cut in a thread; the shard keeps running."""
         plan = self._plan
         self._require_journal()
         assert plan.files is not None
@@ -79,7 +76,6 @@ class ShardHost:
         self.shard.forget_retired()
 
     async def close(self) -> None:
-        """Flush and close the journal."""
         if self._journal is not None:
             await self._journal.close()
 

@@ -25,7 +25,6 @@ class ShardStatsRecorder:
         self.depth_meter = DepthMeter(state.stages, now)
 
     def compute_stats(self, now: float) -> ShardStats:
-        """Return the statistics; depths and counts cover the time since the last step ended."""
         groups = self._state.groups.values()
         self._fsync_s += self._log.drain_fsync_s()
         return ShardStats(

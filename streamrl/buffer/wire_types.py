@@ -28,8 +28,6 @@ class LeaseGrant(msgspec.Struct, frozen=True, eq=False):
 
 
 class ColumnCommit(msgspec.Struct, frozen=True, eq=False):
-    """Finished work: the encoded columns and the number of entries of each."""
-
     lease: GroupLease
     blob: Blob
     column_sizes: Mapping[str, int]
@@ -68,7 +66,6 @@ class ShardStats:
 
 
 def merge_stats(shard_stats: Sequence[ShardStats]) -> ShardStats:
-    """Add up the statistics of all shards; `oldest_age_s` is the maximum."""
     return ShardStats(
         depth={s: sum(stats.depth[s] for stats in shard_stats) for s in shard_stats[0].depth},
         num_bytes=sum(stats.num_bytes for stats in shard_stats),

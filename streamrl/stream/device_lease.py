@@ -67,8 +67,6 @@ class DedicatedDeviceLease:
 
 @dataclass(eq=False)
 class PhaseRequest:
-    """A waiting request; `grant_future` resolves when the phase is granted."""
-
     holder: str
     phase: str
     grant_future: "asyncio.Future[None]"
@@ -148,14 +146,12 @@ class DeviceArbiter:
             ) from None
 
     async def release(self, holder: str) -> None:
-        """Release one grant of the holder."""
         phase = self._find_phase(holder)
         assert phase is not None, (holder, self._grants)
         self._release_grant(phase, holder, 1)
         self._grant_and_notify()
 
     def report_progress(self, holder: str) -> None:
-        """Record that a holder finished a piece of its work and keeps the lease."""
         self._progress_clock.record_progress()
 
     def remove_holder(self, holder: str) -> None:
@@ -196,7 +192,6 @@ class DeviceArbiter:
         return next((p for p, grant in self._grants.items() if holder in grant.holders), None)
 
     def _has_conflict(self, phase: str, other: str) -> bool:
-        """Return True if two phases need a common device."""
         if (phase, other) not in self._conflicts:
             devices, other_devices = self._slots.get(phase), self._slots.get(other)
             shares = devices is None or other_devices is None or bool(devices & other_devices)
@@ -223,7 +218,6 @@ class DeviceArbiter:
             del self._grants[phase]
 
     def _wake_holder(self, holder: str) -> None:
-        """Make the holder's `wait_for_preemption` check again."""
         if holder in self._preemption_events:
             self._preemption_events.pop(holder).set()
 
@@ -232,7 +226,6 @@ class DeviceArbiter:
         self._notify_holders()
 
     def _notify_holders(self) -> None:
-        """Wake the holders of phases for which a conflicting request is new."""
         for phase, grant in self._grants.items():
             is_wanted = self._has_conflicting_request(phase)
             if is_wanted and not grant.has_waiters:
@@ -267,14 +260,12 @@ class DeviceArbiter:
                 blocked.add(phase)
 
     def _is_slice_over(self, phase: str, now: float) -> bool:
-        """Return True if the phase admits no further holders."""
         return (
             self._has_conflicting_request(phase)
             and now - self._grants[phase].started_at >= self._slice_s
         )
 
     def _describe_conflicts(self, phase: str) -> str:
-        """Describe the holders that block a phase and how long they have had it, for an error."""
         now = asyncio.get_running_loop().time()
         conflicts = [
             f"{', '.join(sorted(grant.holders))} has held it for {now - grant.started_at:.0f} s"
@@ -285,8 +276,6 @@ class DeviceArbiter:
 
 
 class ArbiterProtocol(Protocol):
-    """Interface of an arbiter, local or in another process."""
-
     async def acquire(self, holder: str, phase: str) -> None: ...
 
     async def release(self, holder: str) -> None: ...
@@ -335,7 +324,6 @@ class SharedDeviceLease:
 
     @asynccontextmanager
     async def hold(self, stage: str) -> AsyncIterator[None]:
-        """Hold the pool for one piece of work of `stage`."""
         async with self._lock:
             if not self._is_held:
                 await self._acquire_pool()

@@ -124,7 +124,6 @@ class GroupCollector:
         return ended
 
     async def _check_stall(self) -> None:
-        """Raise DeadlineError if the training loop has waited too long."""
         # Twice the time for every attempt to stall and be requeued.
         attempts = 1 if self._config.on_stall == "abort" else 2 * self._run_state.max_attempts
         patience_s = self._config.stall_s * attempts
@@ -151,7 +150,6 @@ async def drop_late_groups(
 async def make_stall_error(
     stage: StageContext, run_state: RunState, groups_per_step: int, waited_s: float
 ) -> DeadlineError:
-    """Build the error that lists the groups the current step lacks, and their holders."""
     version = run_state.admission.version
     uids = run_state.assembler.pending_uids
     locations = await stage.queue.locate_groups(uids[:8])

@@ -19,8 +19,6 @@ from streamrl.weights.version_registry import ReaderState
 
 
 class FollowerProtocol(Protocol):
-    """Serves a model that is trained elsewhere."""
-
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
         """Load another version. Raises WeightsError and keeps the old version on failure."""
         ...
@@ -95,8 +93,6 @@ class FetchedWeights:
 
 
 class WeightChannel(Protocol):
-    """Receiving end of weight sync."""
-
     async def wait_for_newer(
         self, state: ReaderState, *, wait_s: float
     ) -> WeightManifest | None: ...
@@ -111,8 +107,6 @@ class ClosableWeightChannel(WeightChannel, Protocol):
 
 
 class PromptSource(Protocol):
-    """Endless source of prompts."""
-
     async def prefetch_prompts(self, count: int) -> None:
         """Load the next `count` prompts ahead of time, so that drawing them does not block."""
         ...
@@ -127,9 +121,7 @@ class PromptSource(Protocol):
         """Return the prompt of a uid under the uid of its next attempt."""
         ...
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return the position in the data, for a checkpoint."""
-        ...
+    def state_dict(self) -> Mapping[str, Any]: ...
 
 
 class DeviceLease(Protocol):
@@ -137,15 +129,11 @@ class DeviceLease(Protocol):
 
     def hold(self, stage: str) -> AbstractAsyncContextManager[None]: ...
 
-    def report_progress(self) -> None:
-        """Record that a piece of work finished while the lease is still held."""
-        ...
+    def report_progress(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class TrainStepResult:
-    """Sums over the micro-batches of a step, and the metrics of each of its updates."""
-
     metric_sums: Mapping[str, float]
     update_metrics: Sequence[Mapping[str, float]]
 
@@ -190,8 +178,6 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StageContext:
-    """Everything that the loop of a stage gets: name, queue client, lease, spans."""
-
     name: str
     queue: ExperienceQueue
     device_lease: DeviceLease

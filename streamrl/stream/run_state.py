@@ -77,7 +77,6 @@ class PipelineConfig:
 
     @property
     def max_steps_ahead(self) -> int:
-        """Steps that generation may be ahead of training (`depth`, resolved)."""
         return self.max_staleness if self.depth is None else self.depth
 
 
@@ -196,14 +195,12 @@ class RunState:
             await queue.admit_prompts(inserting, version, wait_s=math.inf, on_entered=on_entered)
 
     def keep_groups(self, uids: Iterable[str]) -> None:
-        """Reserve a whole place for groups that the filter has kept."""
         in_flight = self.admission.ledger.in_flight
         for uid in uids:
             if uid in in_flight and self.oversampling.mark_kept(uid):
                 self.assembler.keep_group(uid)
 
     def offer_groups(self, ready: Sequence[Experience]) -> None:
-        """Pass groups with all their columns to the assembler."""
         self.keep_groups(experience.uid for experience in ready)
         self.assembler.offer_groups(ready)
 
@@ -271,7 +268,6 @@ class RunState:
         self.admission.refund_credit()
 
     def _should_readmit(self, uid: str, outcome: GroupOutcome) -> bool:
-        """Return True if the prompt is admitted again; limited by `max_attempts`."""
         attempts = parse_uid(uid)[2] + 1
         is_due = self.should_readmit_failed or outcome.cause in LATE_CAUSES
         return is_due and not outcome.filtered and attempts < self.max_attempts

@@ -43,7 +43,6 @@ class ConcurrencyLimit:
 
     @property
     def available_groups(self) -> int:
-        """Number of groups that may start now."""
         return max(0, -(-self.free_slots // self.slots_per_group))
 
 
@@ -66,7 +65,6 @@ def split_slots(
 
 
 async def read_no_partials() -> Mapping[str, Columns]:
-    """Return no partial rollouts: for stages that compute their columns in one go."""
     return {}
 
 
@@ -138,8 +136,6 @@ class _InFlightTask:
 
 
 class InFlightWork:
-    """Running tasks of a stage and their slots."""
-
     def __init__(self, limit: ConcurrencyLimit) -> None:
         self._limit = limit
         self._tasks: dict[asyncio.Task[None], _InFlightTask] = {}
@@ -210,7 +206,6 @@ class CommitBatcher:
         self._results.put_nowait((lease, result))
 
     async def commit_results(self) -> None:
-        """Commit, filter and fail results forever. The queue refuses late ones."""
         while True:
             batch = [await self._results.get()]
             # Let the finished task end first, so that its slots are free.
@@ -232,14 +227,11 @@ class CommitBatcher:
                 self._results.task_done()
 
     async def wait_until_empty(self) -> None:
-        """Wait until the queue has all results."""
         await self._results.join()
 
 
 @dataclass
 class _SaveSchedule:
-    """Start of the work on a group and time of its next save, s of the event loop's clock."""
-
     started_at: float
     due_at: float
 
@@ -267,7 +259,6 @@ class PartialRolloutSaver:
             del self._schedules[lease]
 
     async def save_periodically(self) -> None:
-        """Save due partial rollouts forever."""
         clock = asyncio.get_running_loop().time
         while True:
             # Work that starts during this sleep is due only after it.
@@ -295,7 +286,6 @@ class PartialRolloutSaver:
         return due
 
     async def read_partials(self) -> list[tuple[GroupLease, Columns]]:
-        """Return the partial rollouts of all tracked groups."""
         if not self._schedules:
             return []
         partials = await self._read_partial_rollouts()

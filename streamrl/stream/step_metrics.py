@@ -183,7 +183,6 @@ def _time_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
 
 
 def _merge_by_role(activity: Mapping[str, StageActivity]) -> list[StageActivity]:
-    """Merge the spans of all stages that share the processes of a role."""
     merged: dict[str, StageActivity] = {}
     for stage_activity in activity.values():
         earlier = merged.get(stage_activity.role)
@@ -193,7 +192,6 @@ def _merge_by_role(activity: Mapping[str, StageActivity]) -> list[StageActivity]
 
 
 def _sum_busy_s(activity: StageActivity, facts: StepFacts) -> float:
-    """Return busy seconds within the step, summed over the stage's processes."""
     by_process: dict[str, list[Span]] = {}
     for span in activity.spans:
         by_process.setdefault(span.process, []).append(span)

@@ -105,8 +105,6 @@ async def train_step(
 
 
 class RoundRunner:
-    """Runs the rounds of a step on one trainer and adds up the results."""
-
     def __init__(self, trainer: TrainerProtocol, run_state: RunState, lease: DeviceLease) -> None:
         self._trainer = trainer
         self._lease = lease

@@ -20,8 +20,6 @@ RETRY_S = 0.5
 
 
 class WeightSource(Protocol):
-    """Owner of a model to publish, usually a trainer."""
-
     async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
         """Publish the current model. Raises WeightsError on failure; a retry may succeed."""
         ...

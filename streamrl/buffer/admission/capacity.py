@@ -69,7 +69,6 @@ class CapacityLimiter:
         return [a.uid for a in admissions if self._state.has_seen(a.uid)]
 
     def _reserve_capacity(self, admissions: Sequence[PendingAdmission]) -> list[PendingAdmission]:
-        """Reserve capacity for all that fit and that no concurrent call is inserting."""
         batch = []
         for admission in admissions:
             # Capped, so that a group larger than the shard can enter an empty one.
@@ -82,7 +81,6 @@ class CapacityLimiter:
         return batch
 
     def update_reservation(self, group: GroupState) -> None:
-        """Update the reservation of a group that has changed or was removed."""
         self._reserved_bytes -= group.reserved_bytes
         group.reserved_bytes = self._required_bytes(group) if group.uid in self._state.groups else 0
         self._reserved_bytes += group.reserved_bytes

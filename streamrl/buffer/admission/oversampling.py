@@ -29,12 +29,10 @@ class OversamplingController:
 
     @property
     def is_enabled(self) -> bool:
-        """True if the factor can exceed 1."""
         return self._fixed_factor != 1.0
 
     @property
     def factor(self) -> float:
-        """Undecided groups per open place of a step."""
         if self._fixed_factor is not None:
             return self._fixed_factor
         return min(
@@ -43,7 +41,6 @@ class OversamplingController:
 
     @property
     def num_kept(self) -> int:
-        """Number of groups in flight that the filter has kept."""
         return len(self._kept_uids)
 
     def mark_kept(self, uid: str) -> bool:
@@ -55,11 +52,9 @@ class OversamplingController:
         return True
 
     def count_filtered(self) -> None:
-        """Record that the filter rejected a group."""
         self._record_verdict(is_kept=False)
 
     def remove_groups(self, uids: Iterable[str]) -> None:
-        """Forget groups that left the stream."""
         self._kept_uids.difference_update(uids)
 
     def _record_verdict(self, *, is_kept: bool) -> None:

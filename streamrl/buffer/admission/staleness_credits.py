@@ -110,7 +110,6 @@ class AdmissionController:
 
     @property
     def num_credits(self) -> int:
-        """Number of groups that may be admitted now."""
         per_step, in_flight = self.groups_per_step, len(self.ledger.in_flight)
         limit = compute_credit_limit(
             self.published_version, depth=self._depth, groups_per_step=per_step
@@ -122,7 +121,6 @@ class AdmissionController:
 
     @property
     def is_finished(self) -> bool:
-        """True once the run has made all its steps."""
         return self.version * self.groups_per_step >= self._total_groups
 
     async def wait_for_credit(self, wait_s: float) -> int:

@@ -30,8 +30,6 @@ class UpdatePlan:
 
 @dataclass(frozen=True)
 class ScheduledRound:
-    """A round, and whether an update or the whole step ends after it."""
-
     micro_batches: Round
     epoch: int = 0
     is_last_of_update: bool = False
@@ -49,7 +47,6 @@ class StepSchedule:
     num_epochs: int = 1
 
     def iter_rounds(self) -> Iterator[ScheduledRound]:
-        """Yield the rounds in training order."""
         last = (self.num_epochs - 1, len(self.update_rounds) - 1)
         for epoch in range(self.num_epochs):
             for i, rounds in enumerate(self.update_rounds):
@@ -93,7 +90,6 @@ class StepScheduler:
         self._update_rounds: list[tuple[Round, ...]] = [()]
 
     def add_group(self, uid: str, lengths: Sequence[int]) -> None:
-        """Add a ready group. Raises ValueError if a rollout exceeds the micro-batch."""
         if self._update_plan.requires_full_step:
             self._group_lengths[uid] = lengths
         else:
@@ -119,7 +115,6 @@ class StepScheduler:
         return StepSchedule(tuple(self._update_rounds), self._update_plan.num_epochs)
 
     def _split_mini_batches(self) -> list[list[str]]:
-        """Split the uids into mini-batches, shuffled by their hashes."""
         order = sorted(self._group_lengths, key=lambda uid: hashlib.blake2b(uid.encode()).digest())
         return [
             order[i :: self._update_plan.num_mini_batches]

@@ -58,7 +58,6 @@ class MicroBatchPacker:
         self._pending_rollouts += [(-length, uid, index) for index, length in enumerate(lengths)]
 
     def add_rollout(self, uid: str, index: int, length: int) -> None:
-        """Add one rollout. Raises ValueError like `pack_rollouts`."""
         self._check_length(uid, index, length)
         self._pending_rollouts.append((-length, uid, index))
 
@@ -104,7 +103,6 @@ def _find_cuts(rollouts: Sequence[_SizedRollout], budget: int) -> list[int]:
 
 
 def _is_full(rows: Sequence[_SizedRollout], budget: int) -> bool:
-    """Return True if another row as long as the longest would exceed `budget`."""
     return (len(rows) + 1) * -rows[0][0] > budget
 
 

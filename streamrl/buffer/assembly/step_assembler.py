@@ -59,18 +59,15 @@ class StepAssembler:
         self._step_groups: list[Experience] = []
 
     def admit_group(self, uid: str, version: int) -> None:
-        """Add a group admitted at `version` that is not ready yet."""
         self._pending[uid] = self._undecided[uid] = version
         self._num_by_version[version] += 1
         self._num_undecided_by_version[version] += 1
 
     def keep_group(self, uid: str) -> None:
-        """Reserve a whole place for a group that the filter has kept."""
         if uid in self._undecided:
             self._num_undecided_by_version[self._undecided.pop(uid)] -= 1
 
     def drop_group(self, uid: str) -> None:
-        """Remove a group that will not be trained; free its reservation."""
         self.keep_group(uid)
         if uid in self._pending:
             self._num_by_version[self._pending.pop(uid)] -= 1
@@ -136,12 +133,10 @@ class StepAssembler:
 
     @property
     def num_drawn(self) -> int:
-        """Number of groups in the current step."""
         return len(self._step_groups)
 
     @property
     def num_ready(self) -> int:
-        """Number of ready groups that have not entered the step."""
         return len(self._ready)
 
     @property
@@ -223,7 +218,6 @@ class StepAssembler:
             )
 
     def finish_step(self) -> tuple[TrainedGroup, ...]:
-        """Return the groups of the complete step and start an empty one."""
         assert self.is_complete
         groups, self._step_groups = self._step_groups, []
         return tuple(_to_trained_group(experience) for experience in groups)

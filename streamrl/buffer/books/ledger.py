@@ -121,7 +121,6 @@ class Ledger:
         return counts
 
     def state_dict(self) -> dict[str, object]:
-        """Return JSON-serializable state for a checkpoint."""
         return {
             "in_flight": dict(self.in_flight),
             "admitted": self._num_admitted,

@@ -24,12 +24,10 @@ class LedgerAudit:
 
     @property
     def in_flight(self) -> list[str]:
-        """Uids that were admitted and have not ended, in order of admission."""
         return [uid for uid in self.admitted if uid not in self.outcomes]
 
     @property
     def counts(self) -> LedgerCounts:
-        """Counts of the invariant, each counted independently."""
         return LedgerCounts(
             admitted=self.admitted.total(),
             trained=len(self.trained),
@@ -41,7 +39,6 @@ class LedgerAudit:
 
     @property
     def counts_by_epoch(self) -> dict[int, dict[str, int]]:
-        """Number of uids per outcome, by epoch of the data."""
         outcomes = ("trained", "filtered", "dropped", "in_flight")
         counted = {name: Counter(parse_uid(u)[0] for u in getattr(self, name)) for name in outcomes}
         epochs = sorted(set().union(*counted.values()))
@@ -63,7 +60,6 @@ class LedgerAudit:
 
 
 def audit_run_log(entries: Iterable[Mapping[str, Any]]) -> LedgerAudit:
-    """Audit the entries that `run_log.read_history` yields."""
     audit = LedgerAudit()
 
     def record_outcome(uids: Sequence[str], outcome: str, finished: list[str]) -> None:

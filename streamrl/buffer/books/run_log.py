@@ -67,7 +67,6 @@ class TrainedStep:
 
     @classmethod
     def from_record(cls, record: JournalRecord) -> "TrainedStep":
-        """Invert `to_record`."""
         uids = record.meta["uids"]
         groups, schedules = _decode_step(_decompress_step(join_pieces(record.payload)))
         return cls(
@@ -86,7 +85,6 @@ class TrainedStep:
 
 
 def _decompress_step(data: bytes) -> bytes:
-    """Decompress a step; raises ValueError if it exceeds MAX_STEP_BYTES or is truncated."""
     decompressor = zlib.decompressobj()
     step = decompressor.decompress(data, MAX_STEP_BYTES)
     if decompressor.unconsumed_tail or not decompressor.eof:
@@ -130,11 +128,9 @@ class RunLog:
     steps_to_replay: dict[int, TrainedStep] = field(default_factory=dict)
 
     async def record_start(self, version: int) -> None:
-        """Log that a process owns the run, with the trainer at `version`."""
         await self.record_log.append([JournalRecord(_make_entry("open", version=version))])
 
     async def record_admissions(self, uids: Sequence[str], version: int) -> None:
-        """Log prompts admitted at `version`."""
         for uid in uids:
             self.ledger.mark_admitted(uid, version)
         await self.record_log.append(

@@ -66,7 +66,6 @@ class JournalConfig:
 
 
 def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
-    """Write all buffers; one writev call may take fewer bytes than given."""
     first = 0
     while first < len(buffers):
         written = os.writev(descriptor, buffers[first : first + _MAX_BUFFERS])
@@ -95,8 +94,6 @@ class RecordLog(Protocol):
 
 
 class NullRecordLog:
-    """Log of a queue that need not survive its shards."""
-
     num_bytes = 0
 
     def drain_fsync_s(self) -> float:
@@ -266,16 +263,13 @@ class Journal:
 
     @property
     def segment(self) -> int:
-        """Number of the segment being written."""
         return self._writer.segment
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all segments on disk."""
         return sum(self._segment_sizes.values())
 
     def drain_fsync_s(self) -> float:
-        """Return the seconds spent in fsync since the last call."""
         before, self._drained_s = self._drained_s, self._writer.fsync_total_s
         return self._drained_s - before
 
@@ -319,7 +313,6 @@ class Journal:
             del self._segment_sizes[number]
 
     async def close(self) -> None:
-        """Write and fsync all records; the journal must not be used afterwards."""
         last = self._submit_records([], sync=True)
         self._is_closed = True
         await last
@@ -405,7 +398,6 @@ class Journal:
         return self._writer.synced_at + self._fsync_s - self._clock()
 
     def _run_overdue_sync(self) -> None:
-        """Fsync after `fsync_s` without a commit that would have included it."""
         self._sync_timer = None
         if not (self._is_closed or self._failure):
             self._submit_records([], sync=None).cancel()

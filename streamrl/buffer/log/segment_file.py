@@ -73,7 +73,6 @@ def encode_record(record: JournalRecord) -> EncodedRecord:
 
 
 def encode_header(frame: EncodedRecord, offset: int) -> bytes:
-    """Encode the header of a record at `offset` of its file."""
     meta, pieces = frame
     fields = _HEADER_STRUCT.pack(MAGIC, FORMAT_VERSION, len(meta), count_blob_bytes(pieces))
     head = fields + _compute_body_checksum(fields, meta, pieces, offset)
@@ -156,7 +155,6 @@ def read_segment(path: Path) -> Iterator[tuple[RecordPosition, JournalRecord] | 
 
 
 def read_record(folder: Path, position: RecordPosition) -> JournalRecord:
-    """Read one record. Raises JournalError naming file and offset if it is missing or damaged."""
     path = segment_path(folder, position.segment)
     with wrap_journal_errors(path), open_regular_file(path) as file:
         _, record = _read_record_at(file, position.offset, os.fstat(file.fileno()).st_size)
@@ -223,7 +221,6 @@ def _find_next_record(file: BinaryIO, offset: int, end: int) -> int | None:
 
 
 def wrap_journal_errors(path: Path) -> AbstractContextManager[None]:
-    """Convert OSError to JournalError naming the file."""
     return wrap_os_errors(f"journal {path}", JournalError)
 
 
@@ -257,14 +254,12 @@ class SegmentWriter:
 
 
 def write_segment(path: Path, records: Iterable[JournalRecord]) -> None:
-    """Write and fsync one file, replacing an existing file. Raises OSError."""
     with SegmentWriter(path) as file:
         for record in records:
             file.write(record)
 
 
 def fsync_path(path: Path) -> None:
-    """Fsync a file or a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
