@@ -21,7 +21,7 @@ class CallKind(Enum):
 
 
 class EdgeKind(StrEnum):
-    """Reason why a stage waits for another: the kind of an edge in the unrolled graph."""
+    """Kind of an edge in the unrolled graph: the reason why a stage waits."""
 
     DATA = "data"
     VERSION = "version"
@@ -34,11 +34,11 @@ StepNode = tuple[int, str]
 
 @dataclass(frozen=True)
 class ModelCall:
-    """One model call: its stage, the role it calls, the columns it needs and produces.
+    """One model call: stage, called role, required and produced columns.
 
-    A stage takes a group once all columns in `needs` exist, including columns it only waits for.
-    `followed_role` is the trained role that publishes the weights of `role`; empty if `role` keeps
-    its weights. All calls of one role run on the same actors.
+    A stage leases a group once all columns in `needs` exist; some may be there only to wait for.
+    `followed_role` is the trained role that publishes the weights of `role`; "" for fixed weights.
+    All calls of a role run on the same actors.
     """
 
     stage: str
@@ -80,7 +80,7 @@ COST_VALUE_CALL = ModelCall(
 FILTER_COLUMN = "scores"
 """Column that exists only for groups the filter keeps."""
 FILTER_CALLS = (GENERATE_CALL, REWARD_CALL)
-"""Calls that run before the filter decides; all others can wait for its decision."""
+"""Calls that the filter's decision depends on; all further calls can wait for the decision."""
 SOURCE_CALLS = (
     GENERATE_CALL,
     GREEDY_CALL,
@@ -140,9 +140,9 @@ class Dataflow:
 
     @property
     def queue_calls(self) -> list[ModelCall]:
-        """Calls that lease groups from the queue: all except trainers other than the policy's.
+        """Calls that lease groups from the queue: all but the training of critics.
 
-        The coordinator hands the policy's groups to the other trainers.
+        The coordinator hands the policy's groups to the critics' trainers.
         """
         return [c for c in self.calls if c.kind is not CallKind.TRAIN or c.role == POLICY]
 
@@ -252,7 +252,7 @@ class Dataflow:
 
 
 def _get_publishing_role(followed: str) -> str:
-    """Return the trained role whose trainer publishes the versions of a followed role."""
+    """Return the trained role that publishes the versions of a followed role."""
     return POLICY if followed == EMA_REFERENCE else followed
 
 

@@ -136,4 +136,4 @@ class ActorLostError(ActorError):
 
 
 class RankLostError(ActorError):
-    """A collective failed because another rank is gone; the call to that rank has the cause."""
+    """A collective failed because a peer rank is gone; the call to that rank has the cause."""

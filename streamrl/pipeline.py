@@ -1,4 +1,4 @@
-"""The stream: what each stage waits for, does and produces. Read this first.
+"""The loops of the stream, with the inputs and outputs of each stage. Read this first.
 
     admit ---> generate ---> score (reward, reference, value, ...) ---> train (policy, critic)
       ^           ^                                    ^                   |        |
@@ -120,7 +120,7 @@ async def generate_rollouts(
 async def wait_for_first_version(stage: StageContext, served: ServedVersion) -> bool:
     """Wait until this process serves a version; return False if the stage must leave first.
 
-    Without a version it leases nothing, so that replicas that have one can take the work.
+    A replica without a version leases nothing: replicas with a version can take the work.
     """
     waits = [
         asyncio.create_task(served.wait_for_version(0)),

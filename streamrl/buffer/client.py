@@ -44,7 +44,7 @@ from streamrl.messages import (
 
 T = TypeVar("T")
 CAPACITY_WAIT_S = 600.0
-"""Longest wait for capacity: of one prompt in all, and of one request to a shard, s."""
+"""Longest wait for capacity, of a prompt in total and of a single request to a shard, s."""
 LEASE_REQUEST_WAIT_S = 20.0
 """Time that a lease request waits at a shard before the client repeats it, s."""
 _ROLLOUT_COLUMN_NAMES = set(ROLLOUT_COLUMNS)
@@ -103,10 +103,10 @@ class ShardProtocol(Protocol):
 class ExperienceQueue:
     """Client of the sharded queue. A group lives in the shard that its uid hashes to.
 
-    A client serves one `holder` on one event loop; any number of clients share the shards.
-    Leased groups stay leased until the holder commits, fails or filters them. The holder must renew
-    its leases meanwhile, at least every `max_renew_interval_s`: renewals report lost leases, so
-    that the holder can cancel useless work. Guarantees: docs/queue.md.
+    A client serves a single `holder` on a single event loop; any number of clients share the
+    shards. The holder keeps a group until it commits, fails or filters the group. Meanwhile the
+    holder must renew leases, at least every `max_renew_interval_s`: renewals report lost leases, so
+    that useless work can be cancelled. Guarantees: docs/queue.md.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class ExperienceQueue:
         self, grants: Sequence[LeaseGrant], columns: Sequence[str]
     ) -> list[Experience]:
         decoded = [_decode_blobs(grant.blobs) for grant in grants]
-        # A pending grant may answer an earlier call for fewer columns; read the missing ones.
+        # A pending grant may answer an earlier call for fewer columns; read the missing columns.
         incomplete = [
             grant.lease.uid
             for grant, found in zip(grants, decoded, strict=True)
@@ -268,7 +268,7 @@ class ExperienceQueue:
                 self._pending_grants[stage] += self._select_active(future.result())
 
     def cancel_requests(self) -> None:
-        """Cancel pending requests; a shard requeues its late grants on `release_holder`."""
+        """Cancel pending requests; shards requeue late grants on `release_holder`."""
         for future in self._requests.values():
             future.cancel()
         self._requests.clear()
@@ -276,7 +276,7 @@ class ExperienceQueue:
     async def _request_grants(
         self, shard: ShardProtocol, request: LeaseRequest
     ) -> list[LeaseGrant]:
-        # Grants count as active leases from here on, so that they are renewed while pending.
+        # Pending grants count as active leases: renewals must include them.
         grants = await shard.lease_groups(request, wait_s=LEASE_REQUEST_WAIT_S)
         if not self._active_leases:
             self._renewed_at = _loop_time()
@@ -300,10 +300,9 @@ class ExperienceQueue:
         return [uid for part in refused for uid in part]
 
     async def save_partials(self, entries: Sequence[tuple[GroupLease, Columns]]) -> None:
-        """Save incomplete columns of leased work; each save replaces the one before.
+        """Save incomplete columns of leased work; each save replaces the previous save.
 
-        The next holder finds them in `Experience.partial_rollouts`, unless the shard died
-        meanwhile.
+        `Experience.partial_rollouts` passes them to the next holder, unless the shard dies first.
         """
         parts = self._route_entries(
             [(lease.uid, _make_commit(lease, columns)) for lease, columns in entries]
@@ -395,7 +394,7 @@ class ExperienceQueue:
         return [lease for part in parts for lease in part]
 
     async def requeue_overdue(self, overdue: Sequence[OverdueLease]) -> None:
-        """Requeue overdue work whose lease is still active."""
+        """Requeue overdue work if the lease is still active."""
         parts = self._route_entries([(lease.uid, lease) for lease in overdue])
         await _gather_all(self.shards[i].requeue_overdue(part) for i, part in parts.items())
 
@@ -425,7 +424,7 @@ class ExperienceQueue:
 
 async def _gather_all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     # Wait for all calls before raising: a call left running could still deliver a grant or commit
-    # that the caller, who saw an error, would repeat.
+    # that the caller repeats after the error.
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

@@ -1,9 +1,9 @@
-"""Encode columns as bytes: one blob per commit, encoded once by the process that computed them.
+"""Encode columns as bytes: one blob per commit, encoded once by the computing process.
 
 The blob has the safetensors format, so that any safetensors reader can read a journal's payloads.
 The library copies every tensor twice on writing and once on reading. Encoding is the hot path of
-the queue, hence this version: one copy to write, none to read. A large blob stays in pieces, so
-that sending makes its first copy.
+the queue, hence this version: one copy on writing, zero on reading. A large blob stays in pieces;
+sending makes the first copy.
 """
 
 from collections.abc import Mapping

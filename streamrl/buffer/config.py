@@ -13,8 +13,8 @@ class QueueConfig:
     """The experience queue.
 
     shards: number of shard actors, spread over the nodes. Each further shard costs every stage one
-        message per step and makes batches smaller, so one is fastest until its process or its
-        share of the object store is full.
+        message per step and makes batches smaller, so a single shard is fastest until the shard's
+        process or share of the object store is full.
     capacity_groups: most groups in flight over all shards; null derives
         (pipeline.depth + 1) * pipeline.groups_per_step * filter.oversample.
     store_share: fraction of a node's object store that its shards may fill.
@@ -22,7 +22,7 @@ class QueueConfig:
         stage renews its leases.
     max_attempts: attempts of a stage at a group before the group is dropped, and admissions of a
         dropped prompt.
-    on_failed_group: action after a drop: `replace` admits the next prompt, `readmit` the same one.
+    on_failed_group: action after a drop: `replace` admits the next prompt, `readmit` the same prompt.
     max_drop_rounds: the run fails once more than this many steps' worth of groups were dropped
         for one step; groups dropped as stale (pipeline.on_stale) do not count.
     hedge_s: age at which work is leased to a second holder as well, s; the first commit wins;
@@ -73,7 +73,7 @@ class ShardCapacity:
 
     The reservation makes admission the only operation that waits for capacity; a commit never
     does. If `reserved_group_bytes` is the largest possible group, a shard never exceeds
-    `max_bytes`; if it is smaller, a shard exceeds them by the excess of its groups. Raises
+    `max_bytes`; with a smaller reservation, by the excess of its groups at most. Raises
     ConfigError for limits that admit no group.
     """
 

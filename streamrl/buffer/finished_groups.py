@@ -8,7 +8,7 @@ from streamrl.buffer.group import GroupState
 from streamrl.buffer.wire_types import FinishedGroup
 
 MIN_WAIT_S = 0.001
-"""Shortest timeout passed to asyncio; a smaller one may not advance a coarse clock."""
+"""Shortest timeout passed to asyncio; a shorter timeout may not advance a coarse clock."""
 
 
 class FinishedGroupNotifier:

@@ -1,8 +1,8 @@
 """State of a shard's groups, and the transitions that change it.
 
-Every transition is a journal record. A running shard writes a record to its journal and applies it;
-a restarted shard applies the records it reads back. One function per kind does both, so that the
-live state and the recovered state cannot differ.
+Every transition is a journal record. A running shard journals and applies new records; a restarted
+shard reads and applies old records. Both use the same function per kind, so that the live state and
+the recovered state cannot differ.
 """
 
 import bisect
@@ -54,7 +54,7 @@ class ActiveLease:
 class GroupState:
     """One group in its shard.
 
-    `committing_stages`: stages whose commit is being journaled.
+    `committing_stages`: stages with a commit that is being journaled.
     `partial_rollouts`: partial results per stage, in memory only.
     `num_bytes`: size of the committed columns and the partial results.
     """
@@ -224,7 +224,7 @@ class ShardState:
 
     `retired_groups` covers only groups recovered from the journal: their training step may be
     replayed. `should_keep_retired` is true during recovery.
-    `incarnation` counts the processes that owned the shard; `session` is the run of the last one.
+    `incarnation` counts the processes that owned the shard; `session` is the run of the last owner.
     `is_damaged` is true if records of the journal were unreadable.
     A uid is admitted at most once per session, as far as the last MAX_SEEN_UIDS reach.
     """

@@ -19,7 +19,7 @@ from streamrl.buffer.log.segment_file import JournalRecord
 from streamrl.messages import GroupLease
 
 MIN_COMPACT_SIZE = 1000
-"""Size of the expiry heap below which settled leases are not removed from it."""
+"""Size of the expiry heap below which it is not compacted."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class LeaseTable:
             return
         heapq.heappush(self._expiries, (active.expires_at, active.lease.token, active.lease))
         if len(self._expiries) > self._compact_at:
-            # Most leases settle long before they expire, and stay in the heap until removed here.
+            # Most leases settle long before expiry, but stay in the heap until this compaction.
             self._expiries = [entry for entry in self._expiries if self._is_active(entry[2])]
             heapq.heapify(self._expiries)
             self._compact_at = MIN_COMPACT_SIZE + 2 * len(self._expiries)

@@ -2,8 +2,8 @@
 
 state of a shard = base (the snapshot in a checkpoint) + journal segments from the base's cut on
 
-A snapshot is the same computation up to a later cut. It reads files only, so that it can run beside
-the live shard.
+A snapshot is the same computation up to a later cut. Writing a snapshot reads files only, so it can
+run beside the live shard.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,8 +112,8 @@ def write_snapshot(
 ) -> None:
     """Write the groups as of the cut `before` to a folder that `recover_state` accepts as a base.
 
-    `known_corrupt` are the damaged records that the shard was opened without. Any other damaged
-    record raises JournalError, because the live shard may still have its content. Raises
+    `known_corrupt` are the damaged records that the shard was opened without. A further damaged
+    record raises JournalError, because the live shard may still have the content. Raises
     NoSpaceError if the disk is full.
     """
     state, corrupt = recover_state(stages, journal, base, before=before)

@@ -1,9 +1,9 @@
 """One shard of the experience queue: owns its groups, grants leases, accepts commits.
 
-`QueueShard` is a plain asyncio object on one event loop; an actor hosts it. It knows the stages and
-their columns, but not the contents: columns are opaque blobs, which `store` turns into references
-that readers can resolve. group.py defines the effect of each transition. This module decides which
-transition comes next, and writes it to the journal first wherever losing it would lose a group.
+`QueueShard` is a plain asyncio object on one event loop, hosted by an actor. A shard knows stages and
+column names, but no contents: columns are opaque blobs, which `store` turns into references that
+readers can resolve. group.py defines the effect of each transition. This module decides which
+transition comes next, and journals the transition first wherever a loss would lose a group.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ from streamrl.messages import FilteredGroup, GroupInfo, GroupLease, GroupOutcome
 
 
 class QueueShard:
-    """Owner of some of the groups in flight. All methods run on one event loop.
+    """Owner of a part of the groups in flight. All methods run on the same event loop.
 
-    `state` is empty or recovered from a predecessor. The last stage is the one that produces no
+    `state` is empty or recovered from a predecessor. The last stage is the stage that produces no
     columns; it also receives ended groups, so that the coordinator can account for each.
     `session` identifies the run: leases of another session are void.
     """
@@ -103,7 +103,7 @@ class QueueShard:
         for commit in commits:
             self._contract.check_commit(commit, _get_group_info(commit, groups[commit.lease.uid]))
         if any(groups.values()):
-            # Retry of an insert: a predecessor died in the middle of it, or its reply was lost.
+            # Retry of an insert: a predecessor died in the middle, or the reply was lost.
             # Commit what is missing, and return only after the earlier records are durable.
             uncommitted = [
                 commit
@@ -139,8 +139,8 @@ class QueueShard:
         self._contract.check_request(request.stage, request.columns)
         stage, deaths = request.stage, self._release_counts[request.holder]
         if not self._is_open_durable:
-            # The incarnation must be durable before its first token is granted; otherwise a
-            # successor would number its own tokens alike.
+            # The incarnation must be durable before the first grant; otherwise a successor would
+            # draw the same tokens.
             await self._log.append([])
             self._is_open_durable = True
         wanted = set(request.columns)
@@ -196,13 +196,13 @@ class QueueShard:
                 await asyncio.wait_for(self._wake_events[stage].wait(), max(pause, 0.001))
 
     async def commit_columns(self, commits: Sequence[ColumnCommit]) -> list[str]:
-        """Commit finished work; return the uids whose lease was no longer active.
+        """Commit finished work; return the uids without an active lease.
 
         Returns once the commits are in the journal. Raises ContractError for columns that differ
         from the declaration of the stage.
         """
         self._expire_leases()
-        # Check all commits before starting the first: an error must not leave one half done.
+        # Check all commits before starting the first: an error must not leave a commit half done.
         for commit in commits:
             if group := self._state.find_leased_group(commit.lease):
                 self._contract.check_commit(commit, _get_group_info(commit, group))
@@ -360,7 +360,7 @@ class QueueShard:
 
 
 def _start_commit(state: ShardState, commit: ColumnCommit, group: GroupState | None) -> bool:
-    """Return True if the work is still wanted; from then on every other commit of it is refused."""
+    """Return True if the work is still wanted; then refuse every later commit of the stage."""
     stage = commit.lease.stage
     if (
         group is None
@@ -371,7 +371,7 @@ def _start_commit(state: ShardState, commit: ColumnCommit, group: GroupState | N
         return False
     group.committing_stages.add(stage)
     leases = group.leases.pop(stage, [])
-    # Other holders of a hedged group (queue.hedge_s) are merely slower; do not count them.
+    # The slower holders of a hedged group (queue.hedge_s) have made no mistake.
     state.excuse_leases(active for active in leases if active.lease.token != commit.lease.token)
     return True
 
@@ -432,7 +432,7 @@ def _describe_group(state: ShardState, group: GroupState) -> str:
 
 
 def _read_blobs(state: ShardState, uid: str, wanted: set[str]) -> Sequence[Any]:
-    """Return the blobs of a group, or of a removed one, from memory or from the journal."""
+    """Return the blobs of a present or removed group from memory or from the journal."""
     group = state.groups.get(uid)
     stage_columns = group.stage_columns if group else state.retired_groups.get(uid)
     if stage_columns is None:

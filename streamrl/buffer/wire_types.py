@@ -50,8 +50,8 @@ class ShardStats:
     """Statistics of one shard.
 
     `depth`: time-weighted mean of ready groups per stage since the last step ended.
-    `counts`: redelivered, hedged and refused leases since then; refusals that are nobody's fault,
-    such as the slower of two hedges, are left out.
+    `counts`: redelivered, hedged and refused leases since then; refusals without a fault, such
+    as the slower of two hedges, are left out.
     `fsync_s`: time spent in fsync since then. `cpu_s`: CPU time of the process since its start.
     """
 

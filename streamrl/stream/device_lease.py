@@ -2,9 +2,9 @@
 
 Stages with devices of their own get a lease that never blocks. Stages that share a device take
 turns: a device is in one phase at a time (generate, score, train, ...). All holders of that phase
-compute together; when the last one releases the device, the phase that has waited longest gets it.
+compute together; after the last release the device goes to the phase that has waited longest.
 Phases without a common device run side by side. A phase that can be suspended, such as generation
-between two tokens, is preempted once another phase waits and its time slice is over.
+between two tokens, is preempted at the end of its time slice if a conflicting phase waits.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ PREEMPTION_WAIT_S = 5.0
 
 
 class ProgressClock:
-    """Time of the last progress on shared devices (it stands still on dedicated ones).
+    """Time of the last progress on shared devices; never advances on dedicated devices.
 
-    A waiter on a shared device waits for the work of others, which may be long. So its deadline
-    counts only the time in which no holder finishes a piece of work.
+    A waiter on a shared device may have to wait for long work of the holders. So a deadline counts
+    only the time in which no holder finishes a piece of work.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class DeviceArbiter:
         """Number of waiting requests by phase."""
         self._conflicts: dict[tuple[str, str], bool] = {}
         self._preemption_events: dict[str, asyncio.Event] = {}
-        """Event of each holder in `wait_for_preemption`; set to make it check again."""
+        """Event that makes a holder's `wait_for_preemption` check again, by holder."""
         self._progress_clock = progress_clock or ProgressClock()
 
     async def acquire(self, holder: str, phase: str = "") -> None:
@@ -248,7 +248,7 @@ class DeviceArbiter:
             if phase in blocked:  # an earlier request of the same phase has to wait
                 continue
             joins = phase in self._grants and not self._is_slice_over(phase, now)
-            # Check blocked phases, too: a late request must not overtake an earlier one.
+            # Check blocked phases, too: a request must not overtake earlier requests.
             if joins or not any(
                 self._has_conflict(phase, other) for other in (*self._grants, *blocked)
             ):
@@ -286,7 +286,7 @@ class ArbiterProtocol(Protocol):
 
 
 class SuspendableWork(Protocol):
-    """Work that can pause while another phase has the pool."""
+    """Work that can pause while a different phase has the pool."""
 
     async def suspend(self) -> None:
         """Stop computing; keep all state."""
@@ -296,11 +296,12 @@ class SuspendableWork(Protocol):
 
 
 class SharedDeviceLease:
-    """Lease of one holder on a shared pool. Concurrent work of the holder shares one grant.
+    """Lease of a holder on a shared pool. Concurrent work of the holder shares a single grant.
 
-    Example: all groups of a generator are one holder. It keeps the pool until its last group is
-    finished or, if its work is `suspendable`, until preempted; then the work pauses until the pool
-    is granted again. phase: phase to request, shared with other holders; "" means the holder's own.
+    Example: all groups of a generator belong to one holder, which keeps the pool until the last
+    group is finished. With `suspendable` work the holder can be preempted; the work then pauses
+    until the pool is granted again.
+    phase: requested phase, which other holders may share; "" means a phase of the holder's name.
     """
 
     def __init__(

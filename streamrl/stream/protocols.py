@@ -43,7 +43,7 @@ ReadPartialRollouts = Callable[[], Awaitable[Mapping[str, Columns]]]
 
 
 class TrainerProtocol(Protocol):
-    """All ranks that train one model, as one object; a round has `dp_size` micro-batches."""
+    """All ranks of a trained model as a single object; a round has `dp_size` micro-batches."""
 
     dp_size: int
     update_plan: UpdatePlan

@@ -84,10 +84,12 @@ class PipelineConfig:
 class RunState:
     """State that the admission loop and the training loop share.
 
-    `max_attempts`: admissions of one prompt. `should_readmit_failed`: readmit the prompt of a
-    failed group instead of drawing the next one. `max_filtered`: most groups filtered for one step
-    before the run ends, because its data yields nothing. `max_dropped`: most groups dropped for
-    one step before the run ends, because, say, its reward fails for every group.
+    `max_attempts`: admissions per prompt.
+    `should_readmit_failed`: readmit the prompt of a failed group instead of drawing the next.
+    `max_filtered`: most filtered groups per step; beyond it the run ends, because the data yields
+    no training signal.
+    `max_dropped`: most dropped groups per step; beyond it the run ends, because, say, the reward
+    fails for every group.
     """
 
     admission: AdmissionController
@@ -108,9 +110,9 @@ class RunState:
     stop_deadline: float = -math.inf
     """Until then (event loop time) a stopping run may finish a step with a partial update."""
     is_step_abandoned: bool = False
-    """The current step is abandoned: no trainer starts another update."""
+    """The current step is abandoned: no trainer starts a further update."""
     pending_inserts: set[str] = field(default_factory=set)
-    """Uids in the run log whose insertion into a shard is under way."""
+    """Uids that are in the run log and on the way into a shard."""
     run_log_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while prompts are logged; its holder sees ledger, log and assembler agree."""
     prompts_to_insert: list[Prompt] = field(default_factory=list)
@@ -156,9 +158,9 @@ class RunState:
     async def reconcile_queue(self, queue: ExperienceQueue) -> None:
         """Make the queue hold exactly the groups in flight by the run log, after a crash.
 
-        Removes groups whose admission did not reach the log, and groups whose end did. The
-        admission loop inserts prompts that did not reach their shard, because it may have to wait
-        for capacity.
+        Removes groups that are not in flight by the log: the admission was not logged, or the end
+        was. The admission loop inserts prompts that did not reach a shard, because inserting may
+        wait for capacity.
         """
         in_flight = self.admission.ledger.in_flight
         self.resumed_uids = frozenset(in_flight)
@@ -241,10 +243,10 @@ class RunState:
         infos: Mapping[str, GroupInfo | None] | None = None,
     ) -> None:
         """Log groups that end untrained, readmit their prompts if due, and refund their credits."""
-        # The lock keeps other entries out between logging and applying: log and ledger must agree.
+        # The lock covers logging and applying: log and ledger must agree for its next holder.
         async with self.run_log_lock:
             retried = [uid for uid, outcome in ended.items() if self._should_readmit(uid, outcome)]
-            # Other groups may take the places of surplus groups: these wait for new credits.
+            # Newer groups may take the places of surplus groups, so these wait for new credits.
             self.surplus_uids += [uid for uid in retried if ended[uid].cause == SURPLUS_CAUSE]
             readmitted = [uid for uid in retried if ended[uid].cause != SURPLUS_CAUSE]
             prompts = [self.prompt_source.retry_prompt(uid) for uid in readmitted]
@@ -294,8 +296,8 @@ class RunState:
     def _is_stage_failure(self, uid: str, outcome: GroupOutcome) -> bool:
         """Return True if a stage failed at the group in this process's lifetime.
 
-        Late groups do not count; the number of steps bounds them. Resumed groups do not count
-        either: they may have failed before the user fixed the cause.
+        Late groups do not count; the number of steps bounds their number. Resumed groups do not
+        count either: the failure may predate the user's fix.
         """
         return (
             not outcome.filtered

@@ -21,9 +21,9 @@ StageResult = Columns | FilteredGroup | StreamError
 ComputeFunction = Callable[[Sequence[Experience]], Awaitable[Sequence[StageResult]]]
 
 POLL_WAIT_S = 1.0
-"""Length of one wait in a loop, s; between waits a loop checks whether the run has ended."""
+"""Length of a single wait in a loop, s; between waits a loop checks whether the run has ended."""
 IDLE_RENEW_INTERVAL_S = 0.25
-"""Interval at which a stage without leases checks for new ones to renew, s."""
+"""Interval at which a stage without leases checks for new leases, s."""
 PARTIAL_SAVE_INTERVAL_S = 2.0
 """Interval between saves of partial rollouts, s: work that the death of a process may lose."""
 COMMIT_BATCH_DELAY_S = 0.003
@@ -49,10 +49,10 @@ class ConcurrencyLimit:
 def split_slots(
     count: int, stages: Iterable[str], *, group_size: int
 ) -> dict[str, ConcurrencyLimit]:
-    """Divide slots among stages that sample in parallel: groups of completions and greedy ones.
+    """Divide slots among stages that sample in parallel: groups and greedy completions.
 
-    Stages get slots in proportion to their completions per prompt, at least one, so that none runs
-    far ahead of the others.
+    Stages get slots in proportion to their completions per prompt, at least one, so that no stage
+    runs far ahead.
 
     Example: count=36, group_size=8, stages generate and greedy: 32 slots and 4 slots.
     """
@@ -121,7 +121,7 @@ async def serve_stage(
 
 
 async def renew_leases(queue: ExperienceQueue, in_flight: "InFlightWork") -> None:
-    """Renew active leases forever; cancel work whose lease was lost."""
+    """Renew active leases forever; cancel work that has lost its lease."""
     while True:
         interval_s = queue.renew_interval_s
         await asyncio.sleep(IDLE_RENEW_INTERVAL_S if math.isinf(interval_s) else interval_s)
@@ -295,7 +295,7 @@ class PartialRolloutSaver:
 def split_batches(experiences: Sequence[Experience], size: int) -> list[Sequence[Experience]]:
     """Split groups into batches of at most `size`; retried groups form batches of one.
 
-    A group that hangs or crashes its process must not take the same other groups along each time.
+    A group that hangs or crashes the process must not take the same groups along each time.
     """
     retried = [[e] for e in experiences if e.lease.attempt > 1]
     first_attempts = [e for e in experiences if e.lease.attempt == 1]

@@ -66,8 +66,8 @@ async def train_step(
                     work = (runner.run_rounds(role, ready) for role, runner in active.items())
                     await asyncio.gather(*work)
                     if all(runner.is_done for runner in active.values()):
-                        # Keep the devices until the weights are read: the next holder may keep
-                        # them for long, and generators wait for the new version.
+                        # Keep the devices until the weights are read: generators wait for the new
+                        # version, and the next holder may compute for long.
                         await until_published.enter_async_context(
                             stage.device_lease.hold("publish")
                         )
@@ -81,7 +81,7 @@ async def train_step(
         await run_state.run_log.record_step(step)
         run_state.oversampling.remove_groups(group.uid for group in step.groups)
         run_state.has_partial_update = False
-        # Log first: no generator may sample from a version whose step could still be lost.
+        # Log first: no generator may sample from a version that a crash could still lose.
         awaited = version + 1 in run_state.admission.ledger.in_flight.values()
         published = await run_state.publisher.begin_publish(version + 1, awaited=awaited)
     rollouts = sum(len(group.info.lengths) for group in step.groups)
@@ -135,11 +135,11 @@ class RoundRunner:
             add_metric_sums(self._metric_sums, sums)
             add_metric_sums(self._since_update, sums)
             if scheduled.is_last_of_update:
-                # Parameters must not change while they are being published; an EMA reference
-                # reads the policy's, too.
+                # Parameters must not change during publishing; an EMA reference reads the
+                # policy's parameters, too.
                 await self._run_state.publisher.wait_until_published()
-            # After the last update the step is finished. Any other update commits the run to
-            # finishing the step, so check before it.
+            # The last update finishes the step. Every earlier update obliges the run to finish the
+            # step, so check before updating.
             if self._run_state.is_step_abandoned or (
                 not scheduled.is_last_of_step and self._run_state.should_abandon_step()
             ):

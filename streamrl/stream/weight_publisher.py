@@ -72,7 +72,7 @@ class WeightPublisher:
     async def begin_publish(
         self, version: int, *, first: bool = False, awaited: bool = False
     ) -> bool:
-        """Start publishing the current models as `version`, once the previous one is out.
+        """Start publishing the current models as `version`, once the previous version is out.
 
         The caller may release the devices after the return: this publisher holds them by then.
         Returns True if the policy is published. `first` publishes all roles; `awaited` publishes a

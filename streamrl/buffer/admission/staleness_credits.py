@@ -66,8 +66,8 @@ def check_shard_bytes(
 ) -> None:
     """Raise ConfigError if a shard cannot hold one step's groups at their largest.
 
-    All groups of a step may hash to one shard, and none leaves before the step is trained. A
-    smaller shard deadlocks with the step that waits for its groups.
+    All groups of a step may hash to the same shard, and no group leaves before the step is
+    trained. A smaller shard deadlocks: the step waits for groups that wait for capacity.
     """
     needed = groups_per_step * group_bytes
     if shard_bytes < needed:

@@ -1,7 +1,7 @@
 """Schedule of a training step: its rounds in order, and the updates between them.
 
-Pure: lengths in, schedule out. With one update per step a round can be trained as soon as it is
-full. With several updates, groups are assigned to updates once all groups are ready, by a hash of
+Pure: lengths in, schedule out. With a single update per step, full rounds can be trained at once.
+With several updates, groups are assigned to updates once all groups are ready, by a hash of
 their uids: the order of arrival does not decide which update trains a group.
 """
 
@@ -77,7 +77,7 @@ def _redistribute_rounds(rounds: Sequence[Round], dp_size: int) -> tuple[Round, 
 
 
 class StepScheduler:
-    """Builds the schedule of one step for one trainer while groups arrive."""
+    """Builds the schedule of a step for a trainer while groups arrive."""
 
     def __init__(
         self, update_plan: UpdatePlan, *, world_size: int, micro_batch_tokens: int

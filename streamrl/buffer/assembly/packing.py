@@ -33,8 +33,8 @@ def pack_rollouts(
     """Pack all rollouts (uid, index, length) into rounds; each appears exactly once.
 
     Every micro-batch has at most `micro_batch_tokens` with padding. Padded loads of the ranks
-    differ by at most as much. No rank is idle in a round while another has two rows. Raises
-    ValueError if a single rollout is longer than `micro_batch_tokens`.
+    differ by at most as much. No rank is idle in a round while a different rank has two rows.
+    Raises ValueError if a single rollout is longer than `micro_batch_tokens`.
     """
     packer = MicroBatchPacker(world_size=world_size, micro_batch_tokens=micro_batch_tokens)
     for uid, index, length in rollouts:
@@ -71,9 +71,9 @@ class MicroBatchPacker:
     def take_rounds(self, *, final: bool) -> list[Round]:
         """Remove and return the rounds that can run now.
 
-        Before the end of a step these are the rounds of full micro-batches: none could hold another
-        rollout of its longest one's length, so that each is more than half full. With `final` all
-        remaining rollouts are returned.
+        Before the end of a step only rounds of full micro-batches can run. A micro-batch is full if
+        a further rollout as long as the longest would exceed the budget, so full micro-batches are
+        more than half full. `final` returns all remaining rollouts.
         """
         # Mostly sorted already, which timsort handles in near-linear time.
         self._pending_rollouts.sort()

@@ -18,8 +18,8 @@ class StepAssembler:
     earlier one. The rule is earliest deadline first with reservations: a ready group may enter if
     all groups with earlier deadlines, ready or not, still fit into the remaining places up to their
     deadlines. Considering only groups due in the current step is not enough: newcomers could push
-    all groups of one deadline into its last step, which may be too small. Credits guarantee that
-    all groups fit at admission.
+    all groups of a deadline into the last possible step, which may be too small. Credits guarantee
+    that all groups fit at admission.
 
     Example: groups_per_step=2, max_staleness=2. a, b, c were admitted at version 0 (deadline: step
     2), d and e at version 1. In step 1 only d and e are ready. d may enter: one place of step 1 and
@@ -156,7 +156,7 @@ class StepAssembler:
         drawn_by_version: Counter[int] = Counter()
         for experience in self._ready_by_deadline:
             places_left = places - 1 - len(chosen)
-            # If one does not fit, no group with the same or a later deadline fits either.
+            # If a group does not fit, no group with the same or a later deadline fits either.
             if places_left < 0 or not self._can_others_fit(
                 experience, version, places_left, drawn_by_version
             ):

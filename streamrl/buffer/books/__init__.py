@@ -1,1 +1,1 @@
-"""Ledger of a run, its log, and the audit that recomputes one from the other."""
+"""Ledger of a run, run log, and the audit that recomputes the ledger from the log."""

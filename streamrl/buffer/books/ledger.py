@@ -106,9 +106,9 @@ class Ledger:
     ) -> LedgerCounts:
         """Check the invariant against the uids in the shards; return the counts.
 
-        `inserted` are the uids in flight that must be in a shard, by default all: prompts whose
-        insertion is under way are not there yet. Raises LedgerError naming uids that are missing on
-        either side.
+        `inserted` are the uids in flight that must be in a shard, by default all; prompts
+        that are being inserted are not there yet. Raises LedgerError naming uids that are missing
+        on either side.
         """
         counts, shard_uids = self.counts, set(shard_uids)
         finished = counts.trained + counts.filtered + counts.dropped

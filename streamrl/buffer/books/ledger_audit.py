@@ -46,7 +46,7 @@ class LedgerAudit:
 
     @property
     def problems(self) -> list[str]:
-        """Uids admitted other than once, or ended more than once, with their log entries."""
+        """Uids not admitted exactly once, or ended more than once, with the log entries."""
         inconsistent = [
             uid for uid in {**self.admitted, **self.outcomes} if self._is_inconsistent(uid)
         ]

@@ -117,7 +117,7 @@ def _make_entry(kind: str, **facts: Any) -> dict[str, Any]:
 
 @dataclass
 class RunLog:
-    """The ledger and its durable log. A change is logged before the stream acts on it.
+    """The ledger and its durable log. Every change is logged before it takes effect.
 
     `steps_to_replay` (by version) were trained by a predecessor after its last checkpoint; this
     process trains them again with the same schedules.

@@ -1,4 +1,4 @@
-"""Durable log of one owner: numbered segment files, written in group commits.
+"""Durable log with a single owner: numbered segment files, written in group commits.
 
 Group commit: all records that arrive during a write and its fsync form the next write. Writing
 happens in a thread, so that a slow disk never blocks the owner's event loop.
@@ -34,7 +34,7 @@ from streamrl.files.atomic_write import NO_SPACE
 
 _ClockFunction = Callable[[], float]
 MAX_POST_DELAY_S = 0.05
-"""Longest delay of `append_nowait` records, which wait for others to share a write, s."""
+"""Longest delay of `append_nowait` records, which share the next write, s."""
 _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 SEGMENT_MB = 64
 """Size after which a journal starts a new segment, MB, unless `max_mb` is smaller."""
@@ -107,7 +107,7 @@ class NullRecordLog:
 
 
 class _JournalWriter:
-    """Writes the files of a journal; used by one thread at a time."""
+    """Writes the files of a journal. Not thread-safe."""
 
     def __init__(
         self, folder: Path, config: JournalConfig, clock: _ClockFunction, first: int
@@ -131,9 +131,9 @@ class _JournalWriter:
     def commit_records(
         self, frames: Sequence[EncodedRecord], *, sync: bool, cut: bool
     ) -> list[RecordPosition]:
-        """Write, fsync and optionally rotate; return the records' positions and the next one.
+        """Write, fsync and optionally rotate; return the records' positions and the next free one.
 
-        If the disk has no space for a new segment, the last position stays in the old one. After a
+        If the disk has no space for a new segment, the last position stays in the old segment. After a
         JournalError the writer must not be used again.
         """
         try:
@@ -179,7 +179,7 @@ class _JournalWriter:
         self.fsync_total_s += self._clock() - started
 
     def _try_begin_segment(self) -> bool:
-        """Start a new segment; return False without space, and keep using the current one."""
+        """Start a new segment; without space keep the current segment and return False."""
         try:
             self._begin_segment()
         except OSError as error:
@@ -190,7 +190,7 @@ class _JournalWriter:
 
     def _begin_segment(self) -> None:
         path = segment_path(self._folder, self.segment + 1)
-        # O_EXCL fences two writers of one folder: the later one fails here.
+        # O_EXCL fences two writers of the same folder: the later writer fails here.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             if self._can_sync:
@@ -205,7 +205,7 @@ class _JournalWriter:
         self.descriptor, self._end_offset, self.is_dirty = descriptor, 0, False
 
     def _truncate_tail(self, error: OSError) -> str:
-        """Truncate what was not accepted; return the error message."""
+        """Truncate records that were not accepted; return the error message."""
         with contextlib.suppress(OSError):
             os.ftruncate(self.descriptor, self._end_offset)
             self._sync_segment()
@@ -219,7 +219,7 @@ _PositionsFuture = asyncio.Future[list[RecordPosition]]
 
 @dataclass(frozen=True, eq=False)
 class _PendingAppend:
-    """Records of one append call; with `should_rotate` a new segment starts after them.
+    """Records of an append call; with `should_rotate` a new segment starts after these records.
 
     `sync`: True fsyncs at once, None when `fsync_s` is due, False not at all.
     """
@@ -231,10 +231,10 @@ class _PendingAppend:
 
 
 class Journal:
-    """Log as its owner uses it, on one event loop; a thread waits for the disk.
+    """Log for a single owner on an event loop; a thread waits for the disk.
 
-    Group commit: records that arrive during a write go out together in the next one. A new journal
-    starts a segment above all existing ones and not below `first`, so that a torn end left by a
+    Group commit: records that arrive during a write go out together in the next write. A new journal
+    starts a segment above all existing segments and not below `first`, so that a torn end left by a
     killed predecessor stays the end of its segment. Payloads must not change until they are
     written. Once a write or fsync has failed, every method raises JournalError, because later
     records would break the order.
@@ -288,13 +288,13 @@ class Journal:
 
         The next call raises a failure.
         """
-        # _finish_commit skips the future, because it is cancelled.
+        # _finish_commit skips cancelled futures.
         self._submit_records(records, sync=False, delay_s=MAX_POST_DELAY_S).cancel()
 
     async def rotate(self) -> int:
-        """Start a new segment and return its number; earlier records lie in lower segments.
+        """Start a new segment and return the number; earlier records lie in lower segments.
 
-        Raises NoSpaceError without space for it; the journal then continues in the current one.
+        Raises NoSpaceError if the disk is full; the journal then continues in the current segment.
         """
         position = (await self._submit_records([], sync=None, cut=True))[-1]
         if position.offset:
