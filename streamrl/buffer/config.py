@@ -22,7 +22,8 @@ class QueueConfig:
         stage renews its leases.
     max_attempts: attempts of a stage at a group before the group is dropped, and admissions of a
         dropped prompt.
-    on_failed_group: action after a drop: `replace` admits the next prompt, `readmit` the same prompt.
+    on_failed_group: action after a drop: `replace` admits the next prompt, `readmit` the
+        same prompt.
     max_drop_rounds: the run fails once more than this many steps' worth of groups were dropped
         for one step; groups dropped as stale (pipeline.on_stale) do not count.
     hedge_s: age at which work is leased to a second holder as well, s; the first commit wins;

@@ -1,9 +1,9 @@
 """Encode prompts as msgpack of plain values; reading a journal executes no code.
 
 Extension types carry the values of a data row that msgpack lacks: integers beyond 64 bits,
-decimals, dates, text that is not UTF-8. Decoding restores these values exactly; only tuples become lists.
-Journals of early versions hold pickles. The restricted unpickler here reads those that streamrl
-wrote, and can call nothing else.
+decimals, dates, text that is not UTF-8. Decoding restores these values exactly; only tuples become
+lists. Journals of early versions hold pickles. The restricted unpickler here reads those that
+streamrl wrote, and can call nothing else.
 """
 
 import datetime

@@ -1,8 +1,8 @@
 """One shard of the experience queue: owns its groups, grants leases, accepts commits.
 
-`QueueShard` is a plain asyncio object on one event loop, hosted by an actor. A shard knows stages and
-column names, but no contents: columns are opaque blobs, which `store` turns into references that
-readers can resolve. group.py defines the effect of each transition. This module decides which
+`QueueShard` is a plain asyncio object on one event loop, hosted by an actor. A shard knows stages
+and column names, but no contents: columns are opaque blobs, which `store` turns into references
+that readers can resolve. group.py defines the effect of each transition. This module decides which
 transition comes next, and journals the transition first wherever a loss would lose a group.
 """
 

@@ -17,8 +17,8 @@ class GroupCollector:
     """Feeds ready groups to the assembler until the step of the current version is complete.
 
     Runs beside training: the trainers may be busy, or wait for their devices, for long. Filtered
-    groups are logged at once, so that replacements are sampled, also after this step is complete, for
-    later steps. On exit, groups that did not enter the step stay in the queue or the assembler.
+    groups are logged at once, so that replacements are sampled, also after this step is complete,
+    for later steps. On exit, groups that did not enter the step stay in the queue or the assembler.
     """
 
     def __init__(self, stage: StageContext, run_state: RunState, config: PipelineConfig) -> None:

@@ -133,8 +133,8 @@ class _JournalWriter:
     ) -> list[RecordPosition]:
         """Write, fsync and optionally rotate; return the records' positions and the next free one.
 
-        If the disk has no space for a new segment, the last position stays in the old segment. After a
-        JournalError the writer must not be used again.
+        If the disk has no space for a new segment, the last position stays in the old segment.
+        After a JournalError the writer must not be used again.
         """
         try:
             if segment_path(self._folder, self.segment + 1).exists():
@@ -233,10 +233,10 @@ class _PendingAppend:
 class Journal:
     """Log for a single owner on an event loop; a thread waits for the disk.
 
-    Group commit: records that arrive during a write go out together in the next write. A new journal
-    starts a segment above all existing segments and not below `first`, so that a torn end left by a
-    killed predecessor stays the end of its segment. Payloads must not change until they are
-    written. Once a write or fsync has failed, every method raises JournalError, because later
+    Group commit: records that arrive during a write go out together in the next write. A new
+    journal starts a segment above all existing segments and not below `first`, so that a torn end
+    left by a killed predecessor stays the end of its segment. Payloads must not change until they
+    are written. Once a write or fsync has failed, every method raises JournalError, because later
     records would break the order.
     """
 
