@@ -30,7 +30,7 @@ def large(value: int) -> Columns:
     }
 
 
-def test_large_columns_outlive_the_shard_that_took_them() -> None:
+def test_large_columns_survive_a_shard_restart() -> None:
     async def main() -> None:
         (shard,) = shards = local_shards(1)
         queue = ExperienceQueue(shards, "me")
@@ -45,7 +45,7 @@ def test_large_columns_outlive_the_shard_that_took_them() -> None:
     run_virtual(main())
 
 
-def test_a_put_that_one_shard_refuses_ends_when_it_has_ended_at_the_others() -> None:
+def test_failed_commit_waits_for_all_shards_before_raising() -> None:
     async def main() -> None:
         shards = local_shards(2)
         queue = ExperienceQueue(shards, "me")
@@ -69,7 +69,7 @@ def test_a_put_that_one_shard_refuses_ends_when_it_has_ended_at_the_others() -> 
     run_virtual(main())
 
 
-def test_room_may_be_waited_for_longer_than_one_call_takes() -> None:
+def test_admission_waits_for_capacity_over_several_requests() -> None:
     async def main() -> None:
         queue = ExperienceQueue(local_shards(1, capacity=1), "me")
         await queue.admit_prompts([prompt("a")], 0)
@@ -88,7 +88,7 @@ def test_room_may_be_waited_for_longer_than_one_call_takes() -> None:
 # Where groups are.
 
 
-def test_a_group_lives_in_the_shard_its_uid_hashes_to_in_every_process() -> None:
+def test_shard_index_is_equal_in_every_process() -> None:
     async def main() -> None:
         shards = local_shards(3)
         one, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
@@ -104,7 +104,7 @@ def test_a_group_lives_in_the_shard_its_uid_hashes_to_in_every_process() -> None
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_every_group_is_taken_once_wherever_it_lives(shards: int) -> None:
+def test_every_group_is_leased_once_from_any_shard(shards: int) -> None:
     async def main() -> None:
         queue = queue_of(shards)
         await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
@@ -114,7 +114,7 @@ def test_every_group_is_taken_once_wherever_it_lives(shards: int) -> None:
     run_virtual(main())
 
 
-def test_a_full_shard_blocks_the_others_only_until_its_deadline() -> None:
+def test_full_shard_blocks_admission_until_its_deadline() -> None:
     async def main() -> None:
         queue = ExperienceQueue(local_shards(2, capacity=1), "me")
         with pytest.raises(DeadlineError, match="waited for capacity in a full shard"):
@@ -124,7 +124,7 @@ def test_a_full_shard_blocks_the_others_only_until_its_deadline() -> None:
     run_virtual(main())
 
 
-def test_columns_are_read_back_by_uid() -> None:
+def test_read_columns_by_uid() -> None:
     async def main() -> None:
         queue, uids = queue_of(2), UIDS[:6]
         await queue.admit_prompts([prompt(uid) for uid in uids], 0)
@@ -140,7 +140,7 @@ def test_columns_are_read_back_by_uid() -> None:
     run_virtual(main())
 
 
-def test_columns_of_several_stages_are_read_as_one() -> None:
+def test_read_columns_of_several_stages() -> None:
     async def main() -> None:
         queue = queue_of(2)
         await queue.admit_prompts([prompt("0:0:0")], 0)
@@ -151,7 +151,7 @@ def test_columns_of_several_stages_are_read_as_one() -> None:
     run_virtual(main())
 
 
-def test_the_figures_of_all_shards_are_added_up() -> None:
+def test_stats_are_summed_over_shards() -> None:
     async def main() -> None:
         queue = queue_of(3)
         await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
@@ -165,7 +165,7 @@ def test_the_figures_of_all_shards_are_added_up() -> None:
     run_virtual(main())
 
 
-def test_groups_come_in_with_what_was_made_of_them_elsewhere() -> None:
+def test_add_groups_inserts_prompts_with_columns() -> None:
     async def main() -> None:
         queue = queue_of(2)
         made = [(prompt(uid), rollouts(version=2)) for uid in UIDS]
@@ -182,7 +182,7 @@ def test_groups_come_in_with_what_was_made_of_them_elsewhere() -> None:
 # How groups end.
 
 
-def test_ended_groups_reach_the_coordinator_with_their_reasons_and_no_columns() -> None:
+def test_ended_groups_reach_the_last_stage_with_reason_and_without_columns() -> None:
     async def main() -> None:
         queue = queue_of(2)
         await queue.admit_prompts([prompt(uid) for uid in UIDS[:2]], 0)
@@ -202,7 +202,7 @@ def test_ended_groups_reach_the_coordinator_with_their_reasons_and_no_columns() 
     run_virtual(main())
 
 
-def test_refused_commits_are_named() -> None:
+def test_refused_commits_return_their_uids() -> None:
     async def main() -> None:
         queue = queue_of(3)
         await queue.admit_prompts([prompt(uid) for uid in UIDS[:6]], 0)
@@ -217,7 +217,7 @@ def test_refused_commits_are_named() -> None:
 # Death and stalls.
 
 
-def test_the_work_of_a_dead_holder_is_free_in_every_shard() -> None:
+def test_release_holder_requeues_in_every_shard() -> None:
     async def main() -> None:
         shards = local_shards(3)
         dead, alive = ExperienceQueue(shards, "worker-0"), ExperienceQueue(shards, "worker-1")
@@ -230,7 +230,7 @@ def test_the_work_of_a_dead_holder_is_free_in_every_shard() -> None:
     run_virtual(main())
 
 
-def test_slow_work_is_named_and_where_groups_are_can_be_asked() -> None:
+def test_find_overdue_and_locate_groups_cover_all_shards() -> None:
     async def main() -> None:
         shards = local_shards(3)
         slow, watcher = ExperienceQueue(shards, "worker-0"), ExperienceQueue(shards, "coordinator")
@@ -250,7 +250,7 @@ def test_slow_work_is_named_and_where_groups_are_can_be_asked() -> None:
 
 
 @pytest.mark.parametrize("version", [None, "0", 1.5, True, -1, np.int64(1)])
-def test_what_is_no_version_is_refused_and_leaves_no_trace(version: object) -> None:
+def test_invalid_version_raises_and_changes_nothing(version: object) -> None:
     async def main() -> None:
         (shard,) = local_shards(1)
         queue = ExperienceQueue([shard], "me")

@@ -17,7 +17,7 @@ from tests.fake_shards import CALL_S
 # Requests.
 
 
-def test_a_waiting_take_is_answered_when_a_prompt_arrives_anywhere() -> None:
+def test_waiting_lease_call_returns_when_any_shard_gets_a_prompt() -> None:
     async def main() -> None:
         queue = queue_of(3)
         waiting = asyncio.create_task(
@@ -33,7 +33,7 @@ def test_a_waiting_take_is_answered_when_a_prompt_arrives_anywhere() -> None:
     run_virtual(main())
 
 
-def test_a_request_outlives_the_call_so_that_nobody_asks_twice() -> None:
+def test_request_outlives_the_call() -> None:
     async def main() -> None:
         shards = local_shards(1)
         queue = ExperienceQueue(shards, "me")
@@ -55,7 +55,7 @@ def test_a_request_outlives_the_call_so_that_nobody_asks_twice() -> None:
     run_virtual(main())
 
 
-def test_what_was_given_beyond_what_was_asked_for_is_kept_for_the_next_call() -> None:
+def test_surplus_grants_are_kept_for_the_next_call() -> None:
     async def main() -> None:
         queue = queue_of(3)
         await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
@@ -70,7 +70,7 @@ def test_what_was_given_beyond_what_was_asked_for_is_kept_for_the_next_call() ->
     run_virtual(main())
 
 
-def test_together_the_groups_of_a_call_hold_so_many_tokens_or_are_one() -> None:
+def test_max_tokens_bounds_a_call_except_a_single_group() -> None:
     async def main() -> None:
         queue = queue_of(3)
         await queue.admit_prompts([prompt(uid) for uid in UIDS[:7]], 0)
@@ -85,7 +85,7 @@ def test_together_the_groups_of_a_call_hold_so_many_tokens_or_are_one() -> None:
     run_virtual(main())
 
 
-def test_a_group_of_more_tokens_than_may_be_is_taken_by_itself() -> None:
+def test_group_larger_than_max_tokens_is_leased_alone() -> None:
     async def main() -> None:
         queue = queue_of(2)
         await queue.admit_prompts([prompt(uid) for uid in UIDS[:3]], 0)
@@ -103,7 +103,7 @@ def test_a_group_of_more_tokens_than_may_be_is_taken_by_itself() -> None:
     run_virtual(main())
 
 
-def test_who_takes_few_holds_no_more_of_every_shard_than_its_share() -> None:
+def test_request_is_divided_among_the_shards() -> None:
     async def main() -> None:
         shards = local_shards(2)
         mine, yours = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
@@ -117,7 +117,7 @@ def test_who_takes_few_holds_no_more_of_every_shard_than_its_share() -> None:
     run_virtual(main())
 
 
-def test_groups_of_a_shard_that_is_started_again_count_their_age_from_then() -> None:
+def test_group_age_restarts_with_the_shard() -> None:
     async def main() -> None:
         (shard,) = shards = local_shards(1)
         queue = ExperienceQueue(shards, "me")
@@ -131,7 +131,7 @@ def test_groups_of_a_shard_that_is_started_again_count_their_age_from_then() -> 
     run_virtual(main())
 
 
-def test_a_shard_that_is_started_again_is_asked_again_and_gives_the_same_leases() -> None:
+def test_request_is_retried_after_a_shard_restart_and_gets_the_same_leases() -> None:
     async def main() -> None:
         shards = local_shards(1)
         queue = ExperienceQueue(shards, "me")
@@ -156,7 +156,7 @@ def test_a_shard_that_is_started_again_is_asked_again_and_gives_the_same_leases(
 # What is held.
 
 
-def test_what_is_held_is_kept_by_renewing_even_before_it_is_handed_out() -> None:
+def test_pending_grants_are_renewed() -> None:
     async def main() -> None:
         shards = local_shards(2)
         queue, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
@@ -175,7 +175,7 @@ def test_what_is_held_is_kept_by_renewing_even_before_it_is_handed_out() -> None
     run_virtual(main())
 
 
-def test_lost_leases_are_told_once_and_not_handed_out_any_more() -> None:
+def test_lost_leases_are_reported_once_and_not_returned() -> None:
     async def main() -> None:
         shards = local_shards(2)
         queue, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
@@ -198,7 +198,7 @@ def test_lost_leases_are_told_once_and_not_handed_out_any_more() -> None:
     run_virtual(main())
 
 
-def test_what_waits_for_the_next_call_is_not_handed_out_once_it_is_lost() -> None:
+def test_lost_pending_grants_are_not_returned() -> None:
     async def main() -> None:
         shards = local_shards(2)
         queue, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
@@ -215,7 +215,7 @@ def test_what_waits_for_the_next_call_is_not_handed_out_once_it_is_lost() -> Non
     run_virtual(main())
 
 
-def test_settled_work_is_not_held_any_more() -> None:
+def test_settled_leases_are_not_renewed() -> None:
     async def main() -> None:
         queue = queue_of(2)
         await queue.admit_prompts([prompt(uid) for uid in UIDS[:3]], 0)
@@ -231,7 +231,7 @@ def test_settled_work_is_not_held_any_more() -> None:
     run_virtual(main())
 
 
-def test_the_coordinator_has_nothing_to_renew_and_forgets_what_leaves() -> None:
+def test_coordinator_does_not_renew_and_forgets_removed_groups() -> None:
     async def main() -> None:
         queue = queue_of(1)
         await queue.admit_prompts([prompt("0:0:0")], 0)
@@ -250,7 +250,7 @@ def test_the_coordinator_has_nothing_to_renew_and_forgets_what_leaves() -> None:
 # What shards have handed out, and the user has not come to fetch.
 
 
-def test_a_group_granted_for_other_columns_is_not_lost() -> None:
+def test_grant_for_other_columns_is_not_lost() -> None:
     async def main() -> None:
         queue = queue_of(1)
         assert not await queue.lease_groups("train", max_groups=1, columns=("scores",), wait_s=0.05)
@@ -265,7 +265,7 @@ def test_a_group_granted_for_other_columns_is_not_lost() -> None:
     run_virtual(main())
 
 
-def test_what_cannot_be_opened_is_still_there_for_the_next_call() -> None:
+def test_grants_that_fail_to_decode_stay_for_the_next_call() -> None:
     async def main() -> None:
         queue = queue_of(2)
         await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
@@ -285,7 +285,7 @@ def test_what_cannot_be_opened_is_still_there_for_the_next_call() -> None:
     run_virtual(main())
 
 
-def test_groups_that_wait_in_the_client_do_not_expire_while_it_works_on_others() -> None:
+def test_pending_grants_do_not_expire_during_other_work() -> None:
     async def main() -> None:
         queue = queue_of(4)
         uids = {f"0:{i}:0" for i in range(12)}
@@ -301,7 +301,7 @@ def test_groups_that_wait_in_the_client_do_not_expire_while_it_works_on_others()
     run_virtual(main())
 
 
-def test_a_lease_that_a_take_finds_lost_is_told_by_the_next_renewal() -> None:
+def test_lease_lost_during_a_lease_call_is_reported_by_the_next_renewal() -> None:
     async def main() -> None:
         queue = queue_of(1)
         await queue.admit_prompts([prompt("0:0:0")], 0)
@@ -315,7 +315,7 @@ def test_a_lease_that_a_take_finds_lost_is_told_by_the_next_renewal() -> None:
     run_virtual(main())
 
 
-def test_of_a_lost_lease_whose_work_was_refused_no_renewal_tells() -> None:
+def test_lost_lease_with_a_refused_commit_is_not_reported_again() -> None:
     async def main() -> None:
         queue = queue_of(1)
         await queue.admit_prompts([prompt("0:0:0")], 0)
@@ -329,7 +329,7 @@ def test_of_a_lost_lease_whose_work_was_refused_no_renewal_tells() -> None:
     run_virtual(main())
 
 
-def test_what_a_shard_granted_is_not_handed_on_before_its_lease_is_known_to_be_good() -> None:
+def test_grants_are_returned_only_after_a_due_renewal() -> None:
     async def main() -> None:
         shards = local_shards(2)
         queue = ExperienceQueue(shards, "me")
@@ -349,7 +349,7 @@ def test_what_a_shard_granted_is_not_handed_on_before_its_lease_is_known_to_be_g
     run_virtual(main())
 
 
-def test_a_take_ends_in_time_though_a_shard_is_away_when_leases_are_due() -> None:
+def test_lease_call_ends_in_time_if_a_renewal_hangs() -> None:
     async def main() -> None:
         shards = local_shards(1)
         queue, clock = ExperienceQueue(shards, "me"), asyncio.get_running_loop().time
@@ -368,7 +368,7 @@ def test_a_take_ends_in_time_though_a_shard_is_away_when_leases_are_due() -> Non
     run_virtual(main())
 
 
-def test_a_lease_that_ended_over_a_long_silence_is_not_handed_out() -> None:
+def test_lease_that_expired_during_a_pause_is_not_returned() -> None:
     async def main() -> None:
         queue = queue_of(2)
         await queue.admit_prompts([prompt(f"0:{i}:0") for i in range(8)], 0)

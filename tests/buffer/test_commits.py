@@ -35,7 +35,7 @@ from tests.fake_shards import MemoryLog
 # Commits.
 
 
-def test_late_and_duplicate_commits_are_refused_by_their_token() -> None:
+def test_late_and_duplicate_commits_are_refused() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (slow,) = await take(shard, "generate")
@@ -50,7 +50,7 @@ def test_late_and_duplicate_commits_are_refused_by_their_token() -> None:
     on_shard(test)
 
 
-def test_work_on_a_group_that_ended_meanwhile_is_refused_and_is_nobodys_fault() -> None:
+def test_commit_for_an_ended_group_is_refused_but_not_counted() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (one,) = await take(shard, "generate")
@@ -65,7 +65,7 @@ def test_work_on_a_group_that_ended_meanwhile_is_refused_and_is_nobodys_fault() 
     on_shard(test)
 
 
-def test_work_on_a_group_that_left_meanwhile_is_refused_and_is_nobodys_fault() -> None:
+def test_commit_for_a_removed_group_is_refused_but_not_counted() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", "b")
         first, second = await take(shard, "generate")
@@ -77,7 +77,7 @@ def test_work_on_a_group_that_left_meanwhile_is_refused_and_is_nobodys_fault() -
     on_shard(test)
 
 
-def test_who_waits_for_ended_groups_is_told_of_them_until_they_leave() -> None:
+def test_wait_for_finished_reports_groups_until_removal() -> None:
     async def test(shard: QueueShard) -> None:
         clock = asyncio.get_running_loop().time
         await admit(shard, "a", "b")
@@ -101,7 +101,7 @@ def test_who_waits_for_ended_groups_is_told_of_them_until_they_leave() -> None:
     on_shard(test)
 
 
-def test_the_groups_that_have_a_column_are_those_that_a_filter_has_kept() -> None:
+def test_find_uids_with_returns_groups_that_have_the_column() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", "b", "c")
         await put(shard, *((one.lease, rollouts()) for one in await take(shard, "generate")))
@@ -114,7 +114,7 @@ def test_the_groups_that_have_a_column_are_those_that_a_filter_has_kept() -> Non
     on_shard(test)
 
 
-def test_of_a_commit_that_comes_twice_at_once_one_is_taken() -> None:
+def test_concurrent_duplicate_commits_are_accepted_once() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (one,) = await take(shard, "generate")
@@ -128,7 +128,7 @@ def test_of_a_commit_that_comes_twice_at_once_one_is_taken() -> None:
     on_shard(test)
 
 
-def test_while_a_commit_is_being_written_its_work_is_nobody_elses() -> None:
+def test_group_is_not_granted_while_its_commit_is_written() -> None:
     async def main() -> None:
         shard = make_shard(log=MemoryLog(write_s=30.0), hedge_s=1.0)
         await admit(shard, "a", wait_s=100.0)
@@ -149,7 +149,7 @@ def test_while_a_commit_is_being_written_its_work_is_nobody_elses() -> None:
     run_virtual(main())
 
 
-def test_a_commit_is_for_nothing_if_its_group_ends_or_leaves_while_it_is_written() -> None:
+def test_commit_is_void_if_its_group_ends_while_it_is_written() -> None:
     async def main() -> None:
         shard = make_shard(log=MemoryLog(write_s=3.0), max_attempts=1)
         await admit(shard, *"ab", wait_s=10.0)
@@ -178,9 +178,7 @@ def test_a_commit_is_for_nothing_if_its_group_ends_or_leaves_while_it_is_written
         ({"scores": np.ones(2, np.int64)}, "scores: int64, wanted float32"),
     ],
 )
-def test_columns_that_are_not_as_declared_are_refused(
-    columns: Mapping[str, Any], message: str
-) -> None:
+def test_commit_with_undeclared_columns_raises(columns: Mapping[str, Any], message: str) -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -191,7 +189,7 @@ def test_columns_that_are_not_as_declared_are_refused(
     on_shard(test)
 
 
-def test_a_bad_commit_leaves_the_good_ones_beside_it_to_be_made_again() -> None:
+def test_invalid_commit_leaves_valid_commits_of_the_call_retryable() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await do(shard, "generate")
@@ -203,7 +201,7 @@ def test_a_bad_commit_leaves_the_good_ones_beside_it_to_be_made_again() -> None:
     on_shard(test)
 
 
-def test_columns_beyond_those_declared_are_kept() -> None:
+def test_extra_columns_are_kept() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -216,7 +214,7 @@ def test_columns_beyond_those_declared_are_kept() -> None:
     on_shard(test)
 
 
-def test_an_error_of_the_journal_reaches_whoever_commits() -> None:
+def test_journal_error_reaches_the_committer() -> None:
     class FullDisk(MemoryLog):
         async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:
             if any(record.meta["kind"] == "put" for record in records):
@@ -241,7 +239,7 @@ def made(uid: str, columns: Columns) -> ColumnCommit:
     return commit(GroupLease(0, uid, "generate", 0, 0.0), columns)
 
 
-def test_a_group_comes_in_with_what_a_stage_has_made_of_it() -> None:
+def test_add_groups_makes_columns_available() -> None:
     async def test(shard: QueueShard) -> None:
         for _ in range(2):
             await shard.add_groups([entry("a", 2)], [made("a", rollouts(version=2))], wait_s=1.0)
@@ -256,7 +254,7 @@ def test_a_group_comes_in_with_what_a_stage_has_made_of_it() -> None:
     on_shard(test)
 
 
-def test_a_group_whose_prompt_alone_got_into_the_journal_is_completed() -> None:
+def test_add_groups_completes_a_group_with_only_its_prompt_journaled() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await shard.add_groups([entry("a")], [made("a", rollouts())], wait_s=1.0)
@@ -266,7 +264,7 @@ def test_a_group_whose_prompt_alone_got_into_the_journal_is_completed() -> None:
     on_shard(test)
 
 
-def test_a_group_that_came_in_by_half_is_completed_once_whoever_else_is_at_it() -> None:
+def test_half_inserted_group_is_completed_once() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", "b")
         await asyncio.gather(
@@ -283,7 +281,7 @@ def test_a_group_that_came_in_by_half_is_completed_once_whoever_else_is_at_it() 
     on_shard(test, log=MemoryLog())
 
 
-def test_a_call_made_again_is_answered_once_what_the_first_one_wrote_is_safe() -> None:
+def test_retried_add_groups_returns_after_the_first_write_is_durable() -> None:
     log = MemoryLog(write_s=0.1)
 
     async def test(shard: QueueShard) -> None:
@@ -299,7 +297,7 @@ def test_a_call_made_again_is_answered_once_what_the_first_one_wrote_is_safe() -
     on_shard(test, log=log)
 
 
-def test_bad_columns_for_a_group_that_came_in_by_half_are_not_written() -> None:
+def test_invalid_columns_for_a_half_inserted_group_are_not_written() -> None:
     log = MemoryLog()
 
     async def test(shard: QueueShard) -> None:
@@ -313,7 +311,7 @@ def test_bad_columns_for_a_group_that_came_in_by_half_are_not_written() -> None:
     on_shard(test, log=log)
 
 
-def test_a_stage_that_does_not_keep_to_what_it_declared_is_told_so() -> None:
+def test_contract_violations_raise_with_stage_and_columns() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         with pytest.raises(
@@ -353,7 +351,7 @@ def test_a_stage_that_does_not_keep_to_what_it_declared_is_told_so() -> None:
     on_shard(test)
 
 
-def test_of_groups_with_bad_columns_none_comes_in() -> None:
+def test_add_groups_with_invalid_columns_inserts_nothing() -> None:
     async def test(shard: QueueShard) -> None:
         columns = {**rollouts(), "loss_mask": np.ones(3, np.bool_)}
         bad = replace(made("b", rollouts()), column_sizes=measure_columns(columns))
@@ -366,7 +364,7 @@ def test_of_groups_with_bad_columns_none_comes_in() -> None:
     on_shard(test)
 
 
-def test_what_is_of_the_group_itself_may_come_before_its_rollouts() -> None:
+def test_group_columns_may_be_committed_before_rollouts() -> None:
     greedy: Columns = {"greedy_ids": np.array([7, 8], np.int32)}
     baseline: Columns = {"baseline_scores": np.ones(2, np.float32)}
 

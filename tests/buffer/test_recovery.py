@@ -55,7 +55,7 @@ def on_disk(part: StageColumns) -> bytes:
 
 
 @given(moves)
-def test_the_log_gives_back_what_the_shard_had(schedule: list[tuple[str, int]]) -> None:
+def test_recovery_restores_the_shard_state(schedule: list[tuple[str, int]]) -> None:
     async def main() -> None:
         log, book = MemoryLog(), ShardState(STAGES)
         shard = make_shard(book=book, log=log, session="run", **TIGHT)
@@ -76,7 +76,7 @@ def test_the_log_gives_back_what_the_shard_had(schedule: list[tuple[str, int]]) 
 
 
 @given(st.lists(moves, min_size=1, max_size=3))
-def test_whenever_it_is_killed_nothing_accepted_is_lost_and_a_token_means_one_thing(
+def test_kill_at_any_time_loses_nothing_accepted_and_tokens_stay_unique(
     lives: list[list[tuple[str, int]]],
 ) -> None:
     async def main() -> None:
@@ -139,7 +139,7 @@ def journal_of(folder: Path, **config: Any) -> Journal:
 
 
 @given(moves, moves, moves)
-def test_a_snapshot_and_what_came_after_its_cut_give_back_what_the_shard_had(
+def test_snapshot_and_later_segments_restore_the_shard_state(
     tmp_path_factory: pytest.TempPathFactory,
     before: list[tuple[str, int]],
     between: list[tuple[str, int]],
@@ -205,7 +205,7 @@ async def closed(folder: Path, **config: Any) -> None:
     await journal.close()
 
 
-async def test_every_state_of_a_group_comes_back(tmp_path: Path) -> None:
+async def test_recovery_restores_every_group_state(tmp_path: Path) -> None:
     await closed(tmp_path)
     book, corrupt = recover_state(STAGES, tmp_path, SnapshotBase())
     assert not corrupt
@@ -227,7 +227,7 @@ async def test_every_state_of_a_group_comes_back(tmp_path: Path) -> None:
     assert not book.groups["fresh"].leases
 
 
-async def test_recovery_loads_no_columns_until_it_is_told_where_to(tmp_path: Path) -> None:
+async def test_recovery_loads_columns_only_on_request(tmp_path: Path) -> None:
     await closed(tmp_path)
     book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     assert all(
@@ -244,7 +244,7 @@ async def test_recovery_loads_no_columns_until_it_is_told_where_to(tmp_path: Pat
     assert book.groups["scored"].stage_columns["reward"].data == 5
 
 
-async def test_groups_that_have_left_can_be_read_after_a_restart(tmp_path: Path) -> None:
+async def test_removed_groups_are_readable_after_a_restart(tmp_path: Path) -> None:
     await closed(tmp_path)
     book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     load_columns(book, join_pieces)
@@ -256,7 +256,7 @@ async def test_groups_that_have_left_can_be_read_after_a_restart(tmp_path: Path)
         assert found["scores"].tolist() == [1.0, 1.0]
 
 
-async def test_a_group_the_books_have_trained_can_be_read_though_it_leaves_only_now(
+async def test_trained_group_is_readable_if_removed_after_the_restart(
     tmp_path: Path,
 ) -> None:
     await closed(tmp_path)
@@ -276,7 +276,7 @@ async def test_a_group_the_books_have_trained_can_be_read_though_it_leaves_only_
     assert "new" not in book.retired_groups, "its step is made by a trainer that lives"
 
 
-async def test_after_a_checkpoint_those_that_have_left_are_forgotten(tmp_path: Path) -> None:
+async def test_checkpoint_forgets_removed_groups(tmp_path: Path) -> None:
     await closed(tmp_path)
     book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     shard = make_shard(book=book, session="next")
@@ -284,7 +284,7 @@ async def test_after_a_checkpoint_those_that_have_left_are_forgotten(tmp_path: P
     assert not book.retired_groups
 
 
-async def test_a_snapshot_has_what_is_in_flight_and_no_more(tmp_path: Path) -> None:
+async def test_snapshot_has_only_groups_in_flight(tmp_path: Path) -> None:
     await closed(tmp_path)
     end = list_segments(tmp_path)[-1] + 1
     write_snapshot(STAGES, tmp_path, SnapshotBase(), before=end, out=tmp_path / "out")
@@ -295,7 +295,7 @@ async def test_a_snapshot_has_what_is_in_flight_and_no_more(tmp_path: Path) -> N
     assert (alone.session, alone.incarnation) == ("run", 1)
 
 
-async def test_a_snapshot_that_has_lost_its_end_is_refused(tmp_path: Path) -> None:
+async def test_truncated_snapshot_raises(tmp_path: Path) -> None:
     await closed(tmp_path)
     end = list_segments(tmp_path)[-1] + 1
     write_snapshot(STAGES, tmp_path, SnapshotBase(), before=end, out=tmp_path / "out")
@@ -305,7 +305,7 @@ async def test_a_snapshot_that_has_lost_its_end_is_refused(tmp_path: Path) -> No
         recover_state(STAGES, tmp_path, SnapshotBase(tmp_path / "out", end))
 
 
-async def test_a_journal_that_lacks_its_beginning_is_refused(tmp_path: Path) -> None:
+async def test_journal_without_its_first_segments_raises(tmp_path: Path) -> None:
     log = journal_of(tmp_path)
     shard = make_shard(log=log)
     await admit(shard, "a")
@@ -338,7 +338,7 @@ def damage(folder: Path, kind: str, uid: str, **facts: Any) -> CorruptRecord:
     return found
 
 
-async def test_a_damaged_record_is_named_and_the_other_groups_are_unharmed(tmp_path: Path) -> None:
+async def test_damaged_record_is_reported_and_other_groups_recover(tmp_path: Path) -> None:
     await closed(tmp_path)
     whole, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     found = damage(tmp_path, "put", "scored", stage="reward")
@@ -351,7 +351,7 @@ async def test_a_damaged_record_is_named_and_the_other_groups_are_unharmed(tmp_p
     assert facts(book, on_disk) == facts(whole, on_disk)
 
 
-async def test_what_was_computed_from_lost_columns_is_lost_with_them(tmp_path: Path) -> None:
+async def test_results_computed_from_lost_columns_are_discarded(tmp_path: Path) -> None:
     await closed(tmp_path)
     damage(tmp_path, "put", "scored", stage="generate")
     book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
@@ -366,7 +366,7 @@ async def test_what_was_computed_from_lost_columns_is_lost_with_them(tmp_path: P
     assert len(await take(shard, "reward")) == 1
 
 
-async def test_a_lease_on_lost_columns_is_void(tmp_path: Path) -> None:
+async def test_lease_on_lost_columns_is_void(tmp_path: Path) -> None:
     journal = journal_of(tmp_path)
     shard = await lived(journal)
     (held,) = await take(shard, "reference")
@@ -378,7 +378,7 @@ async def test_a_lease_on_lost_columns_is_void(tmp_path: Path) -> None:
     assert shard.renew_leases([held.lease]) == [held.lease]
 
 
-async def test_a_group_whose_admission_is_lost_is_not_there_and_harms_nobody(
+async def test_group_with_a_lost_admission_is_absent(
     tmp_path: Path,
 ) -> None:
     await closed(tmp_path)

@@ -59,7 +59,7 @@ def facts(book: ShardState) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("was", "now"), [(2, 3), (3, 1), (1, 2)])
-def test_every_group_is_where_it_hashes_to(tmp_path: Path, was: int, now: int) -> None:
+def test_repartition_puts_every_group_where_it_hashes(tmp_path: Path, was: int, now: int) -> None:
     before: dict[str, Any] = {}
     sources = []
     for place in range(was):
@@ -88,7 +88,7 @@ def test_every_group_is_where_it_hashes_to(tmp_path: Path, was: int, now: int) -
     assert any(name.startswith("left") for name in after)
 
 
-def test_a_damaged_record_is_left_out_as_it_is_of_a_shard(tmp_path: Path) -> None:
+def test_repartition_skips_damaged_records(tmp_path: Path) -> None:
     base = asyncio.run(live(tmp_path / "shard-0", tmp_path / "queue", UIDS))
     path = segment_path(tmp_path / "shard-0", base.first_segment)
     data = bytearray(path.read_bytes())

@@ -29,7 +29,7 @@ from tests.fake_shards import MemoryLog
 # Readiness.
 
 
-def test_a_stage_sees_a_group_once_its_columns_are_there() -> None:
+def test_group_is_ready_once_required_columns_exist() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", version=3)
         assert not await take(shard, "reward")
@@ -44,7 +44,7 @@ def test_a_stage_sees_a_group_once_its_columns_are_there() -> None:
     on_shard(test)
 
 
-def test_scorers_work_on_the_same_group_side_by_side() -> None:
+def test_scorers_lease_the_same_group_in_parallel() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -64,7 +64,7 @@ def test_scorers_work_on_the_same_group_side_by_side() -> None:
     on_shard(test)
 
 
-def test_a_stage_is_given_the_blobs_of_the_columns_it_asks_for_and_no_others() -> None:
+def test_grant_has_only_the_blobs_of_requested_columns() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await finish(shard)
@@ -74,7 +74,7 @@ def test_a_stage_is_given_the_blobs_of_the_columns_it_asks_for_and_no_others() -
     on_shard(test)
 
 
-def test_a_leased_group_is_not_handed_out_twice() -> None:
+def test_leased_group_is_not_granted_again() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         assert len(await take(shard, "generate")) == 1
@@ -83,7 +83,7 @@ def test_a_leased_group_is_not_handed_out_twice() -> None:
     on_shard(test)
 
 
-def test_the_earliest_admitted_goes_first() -> None:
+def test_earliest_admission_is_granted_first() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "c", "a", "b")
         assert [g.uid for g in await take(shard, "generate", max_groups=2)] == ["c", "a"]
@@ -91,7 +91,7 @@ def test_the_earliest_admitted_goes_first() -> None:
     on_shard(test)
 
 
-def test_a_group_remembers_the_version_being_trained_when_it_became_ready() -> None:
+def test_ready_version_is_the_version_in_training() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", "b", version=4)
         await finish(shard, max_groups=1)
@@ -106,7 +106,7 @@ def test_a_group_remembers_the_version_being_trained_when_it_became_ready() -> N
 # Who gets what.
 
 
-def test_those_who_wait_share_what_comes() -> None:
+def test_waiting_requests_share_ready_groups() -> None:
     async def test(shard: QueueShard) -> None:
         waiting = [
             asyncio.create_task(take(shard, "generate", wait_s=60.0, holder=f"generator-{i}"))
@@ -124,7 +124,7 @@ def test_those_who_wait_share_what_comes() -> None:
     on_shard(test)
 
 
-def test_whoever_does_not_wait_any_more_has_no_share() -> None:
+def test_ended_requests_get_no_share() -> None:
     async def test(shard: QueueShard) -> None:
         gone = asyncio.create_task(take(shard, "generate", wait_s=60.0, holder="generator-0"))
         late = asyncio.create_task(take(shard, "generate", wait_s=60.0, holder="generator-1"))
@@ -140,7 +140,7 @@ def test_whoever_does_not_wait_any_more_has_no_share() -> None:
 @pytest.mark.parametrize(
     ("max_tokens", "taken"), [(None, 4), (40, 4), (39, 3), (20, 2), (19, 1), (1, 1)]
 )
-def test_groups_handed_out_together_hold_so_many_tokens_or_are_one(
+def test_max_tokens_bounds_a_grant_except_a_single_group(
     max_tokens: int | None, taken: int
 ) -> None:
     async def test(shard: QueueShard) -> None:
@@ -152,7 +152,7 @@ def test_groups_handed_out_together_hold_so_many_tokens_or_are_one(
     on_shard(test)
 
 
-def test_waiting_for_work_ends_at_its_deadline() -> None:
+def test_lease_request_ends_at_its_deadline() -> None:
     async def test(shard: QueueShard) -> None:
         assert await take(shard, "train", wait_s=7.0) == []
         assert asyncio.get_running_loop().time() == pytest.approx(7.0, abs=0.1)
@@ -160,7 +160,7 @@ def test_waiting_for_work_ends_at_its_deadline() -> None:
     on_shard(test)
 
 
-def test_the_same_request_again_is_given_the_same_leases() -> None:
+def test_retried_request_gets_the_same_leases() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"abc")
         first = await take(shard, "generate", max_groups=2, request="me/0")
@@ -177,7 +177,7 @@ def test_the_same_request_again_is_given_the_same_leases() -> None:
     on_shard(test)
 
 
-def test_a_request_made_again_while_it_waits_is_answered_once() -> None:
+def test_request_retried_while_waiting_is_granted_once() -> None:
     async def test(shard: QueueShard) -> None:
         lost = asyncio.create_task(take(shard, "generate", wait_s=20.0, request="me/0"))
         await asyncio.sleep(1.0)
@@ -190,7 +190,7 @@ def test_a_request_made_again_while_it_waits_is_answered_once() -> None:
     on_shard(test)
 
 
-def test_a_request_made_again_while_the_shard_opens_is_given_the_same_leases() -> None:
+def test_request_retried_while_the_shard_opens_gets_the_same_leases() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         asked = (take(shard, "generate", wait_s=5.0, request="me/0") for _ in range(2))
@@ -203,7 +203,7 @@ def test_a_request_made_again_while_the_shard_opens_is_given_the_same_leases() -
 # Groups that end.
 
 
-def test_a_group_that_fails_too_often_goes_to_the_coordinator_as_dropped() -> None:
+def test_group_is_dropped_after_max_attempts() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -221,7 +221,7 @@ def test_a_group_that_fails_too_often_goes_to_the_coordinator_as_dropped() -> No
     on_shard(test)
 
 
-def test_a_group_whose_failure_is_final_is_dropped_at_once() -> None:
+def test_final_failure_drops_the_group_at_once() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -233,7 +233,7 @@ def test_a_group_whose_failure_is_final_is_dropped_at_once() -> None:
     on_shard(test)
 
 
-def test_failures_of_one_stage_are_not_those_of_another() -> None:
+def test_attempts_count_per_stage() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -247,7 +247,7 @@ def test_failures_of_one_stage_are_not_those_of_another() -> None:
     on_shard(test)
 
 
-def test_a_filtered_group_goes_to_the_coordinator_with_the_reason() -> None:
+def test_filtered_group_reaches_the_coordinator_with_its_reason() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -262,7 +262,7 @@ def test_a_filtered_group_goes_to_the_coordinator_with_the_reason() -> None:
     on_shard(test)
 
 
-def test_whose_lease_is_void_can_neither_fail_nor_filter_a_group() -> None:
+def test_inactive_lease_can_neither_fail_nor_filter_a_group() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (slow,) = await take(shard, "generate")
@@ -279,7 +279,7 @@ def test_whose_lease_is_void_can_neither_fail_nor_filter_a_group() -> None:
 # What it reports and gives away.
 
 
-def test_depth_is_the_mean_over_time_not_the_moment() -> None:
+def test_depth_is_a_time_weighted_mean() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await asyncio.sleep(3.0)
@@ -293,7 +293,7 @@ def test_depth_is_the_mean_over_time_not_the_moment() -> None:
     on_shard(test)
 
 
-def test_figures_are_those_since_the_last_step_whatever_leaves_within_it() -> None:
+def test_stats_cover_the_time_since_the_last_step() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         (late, _) = await take(shard, "generate")
@@ -317,7 +317,7 @@ def test_figures_are_those_since_the_last_step_whatever_leaves_within_it() -> No
     on_shard(test)
 
 
-def test_the_size_is_that_of_the_columns_and_the_age_that_of_the_oldest() -> None:
+def test_stats_have_column_bytes_and_oldest_age() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await asyncio.sleep(2.0)
@@ -331,7 +331,7 @@ def test_the_size_is_that_of_the_columns_and_the_age_that_of_the_oldest() -> Non
     on_shard(test)
 
 
-def test_where_a_group_is_can_be_asked() -> None:
+def test_locate_groups_describes_holders_and_waiting_stages() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await take(shard, "generate", max_groups=1, holder="generator-0")
@@ -344,7 +344,7 @@ def test_where_a_group_is_can_be_asked() -> None:
     on_shard(test)
 
 
-def test_columns_are_read_without_a_lease() -> None:
+def test_columns_can_be_read_without_a_lease() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await finish(shard)
@@ -359,7 +359,7 @@ def test_columns_are_read_without_a_lease() -> None:
     on_shard(test)
 
 
-def test_leaving_may_be_repeated_and_versions_only_grow() -> None:
+def test_remove_groups_is_idempotent_and_versions_only_grow() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", version=3)
         await finish(shard)
@@ -387,12 +387,12 @@ def test_leaving_may_be_repeated_and_versions_only_grow() -> None:
         ("hedge_s", 0.0),
     ],
 )
-def test_impossible_queue_settings_are_refused(key: str, value: Any) -> None:
+def test_invalid_queue_settings_raise(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"queue\.{key}={value}: must be"):
         QueueConfig(**{key: value})
 
 
-def test_a_shard_forgets_the_groups_that_have_left() -> None:
+def test_shard_forgets_removed_groups() -> None:
     async def test(shard: QueueShard) -> None:
         left = []
         for uid in ("a", "b", "c"):
@@ -410,7 +410,7 @@ def test_a_shard_forgets_the_groups_that_have_left() -> None:
     on_shard(test)
 
 
-def test_prompts_are_opaque_to_the_shard() -> None:
+def test_shard_does_not_decode_prompts() -> None:
     async def test(shard: QueueShard) -> None:
         await shard.admit_prompts([("a", b"not a pickle", 0)], wait_s=1.0)
         (grant,) = await shard.lease_groups(LeaseRequest("generate", "me", 1), wait_s=0.0)

@@ -33,7 +33,7 @@ class Decoding:
             self.computing -= 1
 
 
-def test_a_phase_is_held_by_all_who_work_in_it() -> None:
+def test_holders_of_a_phase_share_the_pool() -> None:
     async def main() -> float:
         arbiter = DeviceArbiter(timeout_s=100.0, slice_s=60.0)
 
@@ -53,7 +53,7 @@ def test_a_phase_is_held_by_all_who_work_in_it() -> None:
     assert run_virtual(main()) == pytest.approx(2.0 + 5.0 + 5.0)
 
 
-def test_rollouts_give_way_after_their_slice_and_go_on_where_they_were() -> None:
+def test_rollouts_are_preempted_after_their_slice_and_resume() -> None:
     async def main() -> tuple[float, float]:
         arbiter, decoding = DeviceArbiter(timeout_s=100.0, slice_s=2.0), Decoding()
         mine = SharedDeviceLease(arbiter, "generator-0", "generate", suspendable=decoding)
@@ -79,7 +79,7 @@ def test_rollouts_give_way_after_their_slice_and_go_on_where_they_were() -> None
     assert ended == pytest.approx(6.0 + 3.0, abs=0.2)
 
 
-def test_rollouts_that_gave_way_go_on_however_late_the_pool_comes_back() -> None:
+def test_preempted_rollouts_resume_however_late() -> None:
     async def main() -> float:
         arbiter, decoding = DeviceArbiter(timeout_s=10.0, slice_s=2.0), Decoding()
         mine = SharedDeviceLease(arbiter, "generator-0", "generate", suspendable=decoding)
@@ -97,7 +97,7 @@ def test_rollouts_that_gave_way_go_on_however_late_the_pool_comes_back() -> None
     assert run_virtual(main()) == pytest.approx(6.0 + 35.0, abs=0.2)
 
 
-def test_what_cannot_be_suspended_keeps_the_pool_until_it_is_done() -> None:
+def test_unsuspendable_work_keeps_the_pool_until_finished() -> None:
     async def main() -> float:
         arbiter = DeviceArbiter(timeout_s=100.0, slice_s=2.0)
         running = asyncio.create_task(_held(SharedDeviceLease(arbiter, "trainer"), 8.0))
@@ -123,7 +123,7 @@ PIECES = st.lists(
 
 
 @given(PIECES, PIECES, st.floats(0.1, 5.0))
-def test_whoever_comes_when_phases_never_overlap_and_nobody_starves(
+def test_conflicting_phases_never_overlap_and_none_starves(
     rollouts: list[tuple[str, float, float]],
     steps: list[tuple[str, float, float]],
     slice_s: float,
@@ -169,7 +169,7 @@ def test_whoever_comes_when_phases_never_overlap_and_nobody_starves(
 PARTS = {"reference": {0}, "reward": {1}, "train": {0, 1}, "evaluate": {2}}
 
 
-def test_phases_without_a_device_in_common_go_on_side_by_side() -> None:
+def test_phases_without_a_common_device_run_in_parallel() -> None:
     async def main() -> dict[str, tuple[float, float]]:
         arbiter, clock = (
             DeviceArbiter(timeout_s=100.0, slots=PARTS),
@@ -191,7 +191,7 @@ def test_phases_without_a_device_in_common_go_on_side_by_side() -> None:
     assert times["train"] == (5.0, 10.0)
 
 
-def test_who_needs_several_devices_is_not_kept_out_by_those_that_need_one() -> None:
+def test_phase_on_many_devices_is_not_starved_by_single_device_phases() -> None:
     async def main() -> float:
         arbiter, clock = (
             DeviceArbiter(timeout_s=100.0, slots=PARTS),
@@ -215,7 +215,7 @@ def test_who_needs_several_devices_is_not_kept_out_by_those_that_need_one() -> N
     assert run_virtual(main()) == pytest.approx(6.0)
 
 
-def test_a_deadline_names_only_those_who_stand_in_the_way() -> None:
+def test_deadline_names_only_conflicting_holders() -> None:
     async def main() -> None:
         arbiter = DeviceArbiter(timeout_s=3.0, slots=PARTS)
         await arbiter.acquire("reference-0", "reference")
@@ -238,7 +238,7 @@ def test_a_deadline_names_only_those_who_stand_in_the_way() -> None:
     ),
     st.sampled_from([0.0, 1.0, float("inf")]),
 )
-def test_no_device_is_ever_in_two_phases_and_everyone_has_a_turn(
+def test_no_device_is_in_two_phases_and_every_phase_gets_a_turn(
     slots: dict[str, set[int]], pieces: list[tuple[str, int, float, float]], slice_s: float
 ) -> None:
     async def main() -> None:
@@ -268,7 +268,7 @@ def test_no_device_is_ever_in_two_phases_and_everyone_has_a_turn(
     run_virtual(main())
 
 
-def test_a_holder_is_asked_to_give_way_for_each_rival_that_comes() -> None:
+def test_holder_is_preempted_for_each_conflicting_request() -> None:
     """Also if the one before gave up."""
 
     async def main() -> tuple[bool, float]:
@@ -289,7 +289,7 @@ def test_a_holder_is_asked_to_give_way_for_each_rival_that_comes() -> None:
     assert run_virtual(main()) == (True, 5.0)
 
 
-def test_a_holder_that_gives_the_pool_back_is_asked_no_more() -> None:
+def test_released_holder_is_not_preempted() -> None:
     async def main() -> float:
         arbiter, clock = DeviceArbiter(timeout_s=100.0), asyncio.get_running_loop()
         await arbiter.acquire("a")

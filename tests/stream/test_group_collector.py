@@ -32,7 +32,7 @@ FILTERING = Plan(
 """A group is a micro-batch that takes as long as it takes to sample some."""
 
 
-def test_what_is_filtered_while_others_are_trained_is_booked_at_once() -> None:
+def test_groups_filtered_during_training_are_logged_at_once() -> None:
     booked: list[float] = []
 
     async def watch(stream: Stream) -> None:
@@ -48,13 +48,13 @@ def test_what_is_filtered_while_others_are_trained_is_booked_at_once() -> None:
     assert max(late) < 0.1
 
 
-def test_too_much_that_is_filtered_ends_the_run_also_if_it_comes_while_others_are_trained() -> None:
+def test_filter_limit_during_training_ends_the_run() -> None:
     plan = Plan(**{**vars(FILTERING), "max_filtered": 3, "filter_rate": 0.8})
     with pytest.raises(FilterLimitError, match="step 0 has filtered"):
         run_virtual(run_stream(plan))
 
 
-def test_too_much_that_is_filtered_ends_a_run_with_that_also_if_it_is_stopped_then() -> None:
+def test_filter_limit_is_raised_even_if_the_run_is_stopped() -> None:
     plan = Plan(**{**vars(FILTERING), "max_filtered": 3, "filter_rate": 0.8})
 
     async def stop(stream: Stream) -> None:
@@ -75,7 +75,7 @@ def ready(number: int, ended: GroupOutcome | None = None) -> Experience:
     return Experience(lease, 0, info=info, ready_version=0, outcome=ended)
 
 
-def test_what_goes_wrong_while_the_last_groups_are_trained_is_not_passed_over() -> None:
+def test_error_during_the_last_groups_is_raised() -> None:
     """The last group is drawn while a filtered one that came with it is still being booked."""
     assembler = StepAssembler(max_staleness=0, groups_per_step=2)
     for number in range(3):

@@ -118,7 +118,7 @@ def ended(*ends: dict[str, GroupOutcome], **settings: Any) -> tuple[RunState, En
     return run_virtual(main())
 
 
-def test_what_ended_is_booked_told_and_leaves() -> None:
+def test_ended_group_is_logged_reported_and_removed() -> None:
     told: list[tuple[str, GroupOutcome]] = []
     ends = {"0:1:0": FAILED, "0:2:0": FILTERED}
     control, entrance = ended(ends, on_end=lambda uid, how: told.append((uid, how)))
@@ -130,39 +130,39 @@ def test_what_ended_is_booked_told_and_leaves() -> None:
     assert control.inserted_uids == set(control.admission.ledger.in_flight)
 
 
-def test_a_failed_group_is_replaced_by_the_next_prompt() -> None:
+def test_failed_group_is_replaced_by_the_next_prompt() -> None:
     _, entrance = ended({"0:1:0": FAILED})
     assert entrance.entered[6:] == [("0:6:0", 0)]
 
 
-def test_a_failed_group_whose_prompt_is_to_come_again_comes_again_in_its_place() -> None:
+def test_failed_group_is_readmitted_with_readmit() -> None:
     control, entrance = ended({"0:1:0": FAILED}, readmits=True)
     assert entrance.entered[6:] == [("0:1:1", 0)]
     assert control.admission.num_credits == 0
 
 
-def test_a_stale_group_comes_again_whatever_is_done_with_failed_ones() -> None:
+def test_stale_group_is_always_readmitted() -> None:
     _, entrance = ended({"0:1:0": STALE, "0:2:0": FAILED})
     assert entrance.entered[6:] == [("0:1:1", 0), ("0:6:0", 0)]
 
 
-def test_a_filtered_group_never_comes_again() -> None:
+def test_filtered_group_is_never_readmitted() -> None:
     _, entrance = ended({"0:1:0": FILTERED}, readmits=True)
     assert entrance.entered[6:] == [("0:6:0", 0)]
 
 
-def test_a_prompt_comes_again_as_often_as_it_may_and_is_then_replaced() -> None:
+def test_prompt_is_readmitted_up_to_max_attempts_then_replaced() -> None:
     ends = [{f"0:1:{attempt}": how} for attempt, how in enumerate((FAILED, STALE, FAILED))]
     _, entrance = ended(*ends, readmits=True, max_attempts=3)
     assert [uid for uid, _ in entrance.entered[6:]] == ["0:1:1", "0:1:2", "0:6:0"]
 
 
-def test_with_one_attempt_nothing_comes_again() -> None:
+def test_single_attempt_means_no_readmission() -> None:
     _, entrance = ended({"0:1:0": STALE}, readmits=True, max_attempts=1)
     assert entrance.entered[6:] == [("0:6:0", 0)]
 
 
-def test_what_comes_again_enters_at_the_version_it_was_booked_at() -> None:
+def test_readmitted_prompt_is_inserted_at_its_logged_version() -> None:
     async def main() -> list[tuple[str, int]]:
         control, entrance = control_of(readmits=True), Entrance()
         await control.admit_prompts(entrance)  # type: ignore[arg-type]
@@ -177,14 +177,14 @@ def test_what_comes_again_enters_at_the_version_it_was_booked_at() -> None:
     assert run_virtual(main()) == [("0:1:1", 0), ("0:2:1", 1)]
 
 
-def test_no_crash_comes_between_an_end_and_the_admission_that_follows_it() -> None:
+def test_end_and_readmission_are_logged_together() -> None:
     log = MemoryLog()
     ended({"0:1:0": FAILED}, readmits=True, log=log)
     kinds = [(record.meta["kind"], record.meta.get("uids")) for record in log.records]
     assert kinds == [("admit", uids(6)), ("end", None), ("admit", ["0:1:1"])]
 
 
-def test_a_returning_prompt_enters_though_there_is_no_credit() -> None:
+def test_readmitted_prompt_needs_no_credit() -> None:
     async def main() -> float:
         control, entrance = control_of(readmits=True), Entrance()
         admitting = asyncio.create_task(admit_prompts(control, entrance))  # type: ignore[arg-type]
@@ -201,7 +201,7 @@ def test_a_returning_prompt_enters_though_there_is_no_credit() -> None:
     assert run_virtual(main()) < 1.5
 
 
-def test_whoever_trains_does_not_wait_for_the_room_that_training_makes() -> None:
+def test_training_does_not_wait_for_capacity() -> None:
     async def main() -> None:
         # Room for four groups while six may be in flight: the shard is bounded in bytes.
         bounds = ShardCapacity(100, max_bytes=4000, reserved_group_bytes=1000)
@@ -248,7 +248,7 @@ async def watch_credit(stream: Stream) -> None:
         shards=st.integers(1, 2),
     )
 )
-def test_under_any_schedule_what_comes_again_spends_the_credit_it_gave_back(plan: Plan) -> None:
+def test_readmissions_spend_only_refunded_credits_under_any_schedule(plan: Plan) -> None:
     stream = run_virtual(run_stream(plan, disturb=watch_credit))
     assert stream.ledger.counts.in_flight == 0
 
@@ -261,7 +261,7 @@ class LateLog(MemoryLog):
         await asyncio.sleep(1.0)
 
 
-def test_whoever_books_sees_what_the_log_has_of_an_end_in_the_ledger() -> None:
+def test_log_and_ledger_agree_whenever_the_lock_is_free() -> None:
     async def main() -> None:
         log = LateLog()
         control, entrance = control_of(log=log), Entrance()
@@ -278,9 +278,7 @@ def test_whoever_books_sees_what_the_log_has_of_an_end_in_the_ledger() -> None:
     run_virtual(main())
 
 
-def test_what_the_books_do_not_have_in_flight_leaves_the_queue_and_what_is_missing_returns() -> (
-    None
-):
+def test_reconcile_removes_unknown_groups_and_inserts_missing_ones() -> None:
     async def main() -> None:
         shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
         control, queue = control_of(), ExperienceQueue([shard], "coordinator")
@@ -307,7 +305,7 @@ async def oversampled(factor: float | None) -> tuple[RunState, Entrance]:
     return control, entrance
 
 
-def test_undecided_groups_spend_a_part_of_a_credit_and_those_that_are_kept_a_whole_one() -> None:
+def test_oversampling_undecided_group_spends_a_fraction_of_a_credit() -> None:
     async def main() -> None:
         control, entrance = await oversampled(4.0)
         assert len(entrance.entered) == 24, "four for each of the six places"
@@ -322,7 +320,7 @@ def test_undecided_groups_spend_a_part_of_a_credit_and_those_that_are_kept_a_who
     run_virtual(main())
 
 
-def test_by_what_was_filtered_lately_there_are_as_many_as_it_takes_for_one_to_be_kept() -> None:
+def test_oversampling_auto_follows_the_recent_keep_rate() -> None:
     async def main() -> None:
         control, entrance = await oversampled(None)
         assert len(entrance.entered) == 6, "nothing is known yet"
@@ -333,7 +331,7 @@ def test_by_what_was_filtered_lately_there_are_as_many_as_it_takes_for_one_to_be
     run_virtual(main())
 
 
-def test_surplus_prompts_come_again_before_others_once_there_are_credits() -> None:
+def test_surplus_prompts_are_readmitted_first() -> None:
     async def main() -> None:
         control, entrance = await oversampled(4.0)
         for version in (1, 2):
@@ -358,7 +356,7 @@ def test_surplus_prompts_come_again_before_others_once_there_are_credits() -> No
     run_virtual(main())
 
 
-def test_where_each_group_has_a_place_one_that_is_too_old_is_an_error() -> None:
+def test_late_group_is_an_error_without_oversampling() -> None:
     async def main() -> None:
         control, _ = await oversampled(1.0)
         for version in (1, 2):
@@ -376,18 +374,18 @@ def test_where_each_group_has_a_place_one_that_is_too_old_is_an_error() -> None:
 # Too much is filtered.
 
 
-def test_a_step_that_filters_too_much_ends_the_run_and_says_why() -> None:
+def test_step_that_filters_too_much_raises_with_reasons() -> None:
     message = r"^step 0 has filtered 3 groups, more than 2 \(filter.max_filter_rounds\): all 2 rew"
     with pytest.raises(FilterLimitError, match=message):
         ended(dict.fromkeys(uids(2), FILTERED), {"0:2:0": FILTERED}, max_filtered=2)
 
 
-def test_groups_that_failed_are_not_filtered() -> None:
+def test_failed_groups_do_not_count_as_filtered() -> None:
     control, _ = ended(dict.fromkeys(uids(6), FAILED), max_filtered=2)
     assert control.filter_tally.num_groups == 0
 
 
-def test_a_filter_error_names_the_first_reasons_once_each() -> None:
+def test_filter_error_lists_the_first_distinct_reasons() -> None:
     reasons = [GroupOutcome("filtered", f"reason {i % 5}", filtered=True) for i in range(6)]
     with pytest.raises(FilterLimitError, match=r": reason 0; reason 1; reason 2$"):
         ended(dict(zip(uids(6), reasons, strict=True)), max_filtered=1)
@@ -396,7 +394,7 @@ def test_a_filter_error_names_the_first_reasons_once_each() -> None:
 # Too much is dropped.
 
 
-def test_a_step_that_drops_too_much_ends_the_run_and_says_why() -> None:
+def test_step_that_drops_too_much_raises_with_the_main_cause() -> None:
     message = (
         r"^step 0 has dropped 3 groups, more than 2 \(queue.max_drop_rounds\), 2 of them as"
         r" reward_error; the last: no result in 30 s$"
@@ -406,23 +404,23 @@ def test_a_step_that_drops_too_much_ends_the_run_and_says_why() -> None:
         ended(dict.fromkeys(uids(2), FAILED), {"0:2:0": late}, max_dropped=2)
 
 
-def test_a_step_may_drop_as_much_as_is_allowed() -> None:
+def test_step_may_drop_up_to_the_limit() -> None:
     control, _ = ended(dict.fromkeys(uids(2), FAILED), max_dropped=2)
     assert control.drop_counts == {"reward_error": 2}
 
 
-def test_groups_that_were_filtered_or_came_too_late_are_not_counted_as_dropped() -> None:
+def test_filtered_and_late_groups_do_not_count_as_dropped() -> None:
     control, _ = ended({"0:0:0": FILTERED, "0:1:0": STALE, "0:2:0": FILTERED}, max_dropped=0)
     assert not control.drop_counts
 
 
-def test_prompts_that_fail_each_time_they_come_again_end_the_run() -> None:
+def test_repeatedly_failing_prompts_end_the_run() -> None:
     ends = [{f"0:1:{attempt}": FAILED} for attempt in range(3)]
     with pytest.raises(DropLimitError, match="has dropped 3 groups"):
         ended(*ends, readmits=True, max_attempts=100, max_dropped=2)
 
 
-def test_what_was_in_flight_at_a_resume_may_have_failed_before_and_does_not_count() -> None:
+def test_resumed_groups_do_not_count_as_dropped() -> None:
     async def main() -> RunState:
         shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
         control, queue = control_of(max_dropped=0), ExperienceQueue([shard], "coordinator")
@@ -445,13 +443,13 @@ def test_what_was_in_flight_at_a_resume_may_have_failed_before_and_does_not_coun
 # Settings.
 
 
-def test_generation_may_be_ahead_by_the_bound_or_by_less() -> None:
+def test_depth_defaults_to_max_staleness() -> None:
     assert PipelineConfig(max_staleness=3).max_steps_ahead == 3
     assert PipelineConfig(max_staleness=3, depth=1).max_steps_ahead == 1
     assert PipelineConfig(max_staleness=3, depth=0).max_steps_ahead == 0
 
 
-def test_more_depth_than_the_bound_is_refused_with_the_arithmetic_unless_stale_is_dropped() -> None:
+def test_depth_above_max_staleness_raises_unless_on_stale_is_drop() -> None:
     message = (
         r"^pipeline.depth=2: \(2 \+ 1\) \* 8 groups in flight, but only"
         r" \(pipeline.max_staleness 1 \+ 1\) \* 8 of them can be trained before they are too old;"
@@ -477,6 +475,6 @@ def test_more_depth_than_the_bound_is_refused_with_the_arithmetic_unless_stale_i
         ("on_stall", "sleep", "must be one of abort, redeliver, warn"),
     ],
 )
-def test_impossible_settings_are_refused(key: str, value: Any, rule: str) -> None:
+def test_invalid_pipeline_settings_raise(key: str, value: Any, rule: str) -> None:
     with pytest.raises(ConfigError, match=rf"^pipeline\.{key}={value}: {rule}$"):
         PipelineConfig(**{key: value})

@@ -75,9 +75,7 @@ async def admitted(shard: LocalShard, uids: Sequence[str]) -> ExperienceQueue:
 
 
 @pytest.mark.parametrize(("slots", "batch"), [(1, 1), (3, 1), (4, 2), (9, 9)])
-def test_a_stage_works_on_so_many_groups_at_once_and_commits_them_all(
-    slots: int, batch: int
-) -> None:
+def test_stage_respects_its_concurrency_limit_and_commits_all(slots: int, batch: int) -> None:
     async def main() -> None:
         shard, sampler = shards_with(UIDS), Sampler()
         queue = await admitted(shard, UIDS)
@@ -92,7 +90,7 @@ def test_a_stage_works_on_so_many_groups_at_once_and_commits_them_all(
     run_virtual(main())
 
 
-def test_results_are_committed_filtered_or_failed_by_what_they_are() -> None:
+def test_results_are_committed_filtered_or_failed_by_type() -> None:
     async def main() -> None:
         shard = shards_with(UIDS, max_attempts=1)
         sampler = Sampler(uid_1=FilteredGroup("not worth it"), uid_2=RewardError("no verdict"))
@@ -111,7 +109,7 @@ def test_results_are_committed_filtered_or_failed_by_what_they_are() -> None:
     run_virtual(main())
 
 
-def test_a_stage_that_leaves_commits_what_is_finished_and_takes_nothing_more() -> None:
+def test_leaving_stage_commits_finished_work_and_leases_nothing() -> None:
     async def main() -> None:
         shard, sampler = shards_with(UIDS), Sampler(seconds=10.0)
         queue = await admitted(shard, UIDS)
@@ -134,7 +132,7 @@ def test_a_stage_that_leaves_commits_what_is_finished_and_takes_nothing_more() -
     run_virtual(main())
 
 
-def test_slow_work_is_kept_by_renewing() -> None:
+def test_slow_work_is_kept_by_renewals() -> None:
     async def main() -> None:
         shard, sampler = shards_with(UIDS, lease_s=4.0), Sampler(seconds=60.0)
         await admitted(shard, UIDS[:1])
@@ -150,7 +148,7 @@ def test_slow_work_is_kept_by_renewing() -> None:
     run_virtual(main())
 
 
-def test_work_that_was_lost_is_cancelled_and_its_slot_is_free_for_other_work() -> None:
+def test_lost_work_is_cancelled_and_frees_its_slot() -> None:
     async def main() -> None:
         shard, sampler = shards_with(UIDS), Sampler(seconds=30.0)
         queue = await admitted(shard, UIDS[:1])
@@ -166,7 +164,7 @@ def test_work_that_was_lost_is_cancelled_and_its_slot_is_free_for_other_work() -
     run_virtual(main())
 
 
-def test_a_group_that_was_lost_and_taken_again_by_the_same_holder_is_worked_on() -> None:
+def test_group_lost_and_leased_again_by_the_same_holder_is_processed() -> None:
     async def main() -> None:
         shard, sampler = shards_with(UIDS, max_attempts=9), Sampler(seconds=3.0)
         queue = await admitted(shard, UIDS[:1])
@@ -185,7 +183,7 @@ def test_a_group_that_was_lost_and_taken_again_by_the_same_holder_is_worked_on()
     run_virtual(main())
 
 
-def test_an_error_of_the_work_itself_ends_the_loop() -> None:
+def test_error_of_the_compute_function_ends_the_loop() -> None:
     class Broken(Sampler):
         async def __call__(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
             raise KeyError("lengths")
@@ -207,7 +205,7 @@ def experience(uid: str, token: int = 1, *, attempt: int = 1) -> Experience:
     return Experience(GroupLease(token, uid, "reward", attempt, 0.0), 0)
 
 
-def test_room_is_what_is_free_and_waited_for_if_there_is_none() -> None:
+def test_wait_for_slots_waits_until_a_slot_is_free() -> None:
     async def main() -> None:
         desk = InFlightWork(ConcurrencyLimit(3))
         assert (await desk.wait_for_slots(), desk.is_empty) == (3, True)
@@ -219,7 +217,7 @@ def test_room_is_what_is_free_and_waited_for_if_there_is_none() -> None:
     run_virtual(main())
 
 
-def test_a_group_is_begun_while_a_place_is_free_and_gives_its_own_back_one_by_one() -> None:
+def test_group_starts_while_any_slot_is_free_and_releases_slots_one_by_one() -> None:
     async def main() -> None:
         desk = InFlightWork(ConcurrencyLimit(6, slots_per_group=4))
         assert await desk.wait_for_slots() == 2
@@ -243,7 +241,7 @@ def test_a_group_is_begun_while_a_place_is_free_and_gives_its_own_back_one_by_on
     run_virtual(main())
 
 
-def test_what_ends_early_gives_all_its_places_back_once() -> None:
+def test_task_that_ends_early_releases_all_slots_once() -> None:
     async def main() -> int:
         desk = InFlightWork(ConcurrencyLimit(4, slots_per_group=4))
 
@@ -267,7 +265,7 @@ def test_what_ends_early_gives_all_its_places_back_once() -> None:
 
 
 @given(st.integers(1, 600), st.integers(1, 32), st.booleans())
-def test_stages_that_sample_side_by_side_share_places_as_their_completions_are(
+def test_split_slots_is_proportional_to_completions(
     count: int, group_size: int, greedy: bool
 ) -> None:
     completions = {"generate": group_size, **({"greedy": 1} if greedy else {})}
@@ -283,7 +281,7 @@ def test_stages_that_sample_side_by_side_share_places_as_their_completions_are(
         )
 
 
-def test_a_void_lease_ends_the_work_on_it_and_not_that_on_a_later_one() -> None:
+def test_lost_lease_cancels_only_its_own_task() -> None:
     async def main() -> list[bool]:
         desk = InFlightWork(ConcurrencyLimit(2))
         tasks = [asyncio.ensure_future(asyncio.sleep(100.0)) for _ in range(2)]
@@ -296,7 +294,7 @@ def test_a_void_lease_ends_the_work_on_it_and_not_that_on_a_later_one() -> None:
     assert run_virtual(main()) == [True, False]
 
 
-def test_chunks_are_in_order_and_no_larger_than_asked() -> None:
+def test_batches_keep_order_and_size() -> None:
     items = [experience(uid) for uid in "abcde"]
     assert [[one.uid for one in chunk] for chunk in split_batches(items, 2)] == [
         ["a", "b"],
@@ -306,7 +304,7 @@ def test_chunks_are_in_order_and_no_larger_than_asked() -> None:
     assert split_batches([], 2) == []
 
 
-def test_what_failed_before_is_worked_on_by_itself() -> None:
+def test_retried_groups_form_batches_of_one() -> None:
     items = [experience(uid, attempt=1 + (uid in "bd")) for uid in "abcde"]
     assert [[one.uid for one in chunk] for chunk in split_batches(items, 2)] == [
         ["b"],

@@ -34,7 +34,7 @@ class Source:
         return WeightManifest(version, (), ())
 
 
-def test_a_reference_has_a_pace_of_its_own_and_is_not_looked_at() -> None:
+def test_ema_reference_follows_its_own_publish_schedule() -> None:
     def due(role: str) -> list[int]:
         reference = ReferenceConfig(every=3)
         return [
@@ -47,7 +47,7 @@ def test_a_reference_has_a_pace_of_its_own_and_is_not_looked_at() -> None:
     assert due(EMA_REFERENCE) == [3, 6]
 
 
-def test_versions_are_published_beside_others_and_one_at_a_time() -> None:
+def test_roles_publish_in_parallel_and_versions_in_order() -> None:
     async def scenario() -> None:
         clock = asyncio.get_running_loop().time
         sources = {"policy": Source(2.0), "critic": Source(5.0)}
@@ -68,7 +68,7 @@ def test_versions_are_published_beside_others_and_one_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("failures", [1, PUBLISH_ATTEMPTS - 1, PUBLISH_ATTEMPTS])
-def test_what_cannot_be_sent_is_tried_again_some_times_and_told_of(failures: int) -> None:
+def test_failed_publish_is_retried_and_reported(failures: int) -> None:
     told: list[tuple[str, WeightFault]] = []
 
     async def scenario() -> None:
@@ -94,7 +94,7 @@ def test_what_cannot_be_sent_is_tried_again_some_times_and_told_of(failures: int
     assert told == [once] * min(failures, PUBLISH_ATTEMPTS - 1)
 
 
-def test_a_version_somebody_waits_for_is_published_though_it_is_not_due() -> None:
+def test_awaited_version_is_published_though_not_due() -> None:
     async def scenario() -> None:
         sources = {role: Source(0.0) for role in ("policy", "critic", EMA_REFERENCE)}
         registries = {role: WeightRegistry(keep_versions=2) for role in sources}
@@ -111,9 +111,7 @@ def test_a_version_somebody_waits_for_is_published_though_it_is_not_due() -> Non
     run_virtual(scenario())
 
 
-def test_a_version_that_is_damaged_where_it_lies_is_sent_again_while_the_model_still_is_it() -> (
-    None
-):
+def test_corrupt_version_is_resent_while_the_model_is_unchanged() -> None:
     async def scenario() -> None:
         sources = {role: Source(1.0) for role in ("policy", EMA_REFERENCE)}
         registries = {role: WeightRegistry(keep_versions=2) for role in sources}
@@ -141,7 +139,7 @@ def test_a_version_that_is_damaged_where_it_lies_is_sent_again_while_the_model_s
     run_virtual(scenario())
 
 
-def test_one_that_is_sent_again_while_others_are_waited_for_is_waited_for_too() -> None:
+def test_wait_until_published_includes_resent_versions() -> None:
     async def scenario() -> None:
         sources = {"policy": Source(1.0), "critic": Source(5.0)}
         registries = {role: WeightRegistry(keep_versions=2) for role in sources}

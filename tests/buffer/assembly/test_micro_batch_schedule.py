@@ -25,7 +25,7 @@ def picked(turns: list[ScheduledRound]) -> list[tuple[str, int]]:
 EVERYTHING = sorted((uid, i) for uid, lengths in GROUPS.items() for i in range(len(lengths)))
 
 
-def test_one_update_streams_full_rounds_as_their_groups_come():
+def test_single_update_streams_full_rounds():
     schedule = schedule_of(UpdatePlan())
     turns = []
     for i, (uid, lengths) in enumerate(GROUPS.items()):
@@ -38,7 +38,7 @@ def test_one_update_streams_full_rounds_as_their_groups_come():
     assert list(schedule.step_schedule.iter_rounds()) == made
 
 
-def test_whole_steps_wait_for_all_groups():
+def test_full_step_plan_waits_for_all_groups():
     schedule = schedule_of(UpdatePlan(requires_full_step=True))
     schedule.add_group("a", GROUPS["a"])
     assert schedule.take_rounds(complete=False) == []
@@ -57,9 +57,7 @@ def test_whole_steps_wait_for_all_groups():
     world_size=st.integers(1, 3),
     order=st.permutations(list(GROUPS)),
 )
-def test_every_epoch_goes_through_all_rollouts_once_in_as_many_updates(
-    epochs, mini_batches, world_size, order
-):
+def test_every_epoch_trains_each_rollout_once(epochs, mini_batches, world_size, order):
     pace = UpdatePlan(requires_full_step=True, num_epochs=epochs, num_mini_batches=mini_batches)
     schedule = schedule_of(pace, world_size=world_size)
     for uid in order:
@@ -80,7 +78,7 @@ def test_every_epoch_goes_through_all_rollouts_once_in_as_many_updates(
 
 
 @given(order=st.permutations(list(GROUPS)))
-def test_when_a_group_came_has_no_say_in_which_update_it_is_part_of(order):
+def test_mini_batches_do_not_depend_on_order_of_arrival(order):
     def updates(uids):
         schedule = schedule_of(UpdatePlan(requires_full_step=True, num_mini_batches=2))
         for uid in uids:
@@ -94,7 +92,7 @@ def test_when_a_group_came_has_no_say_in_which_update_it_is_part_of(order):
     assert updates(order) == updates(list(GROUPS))
 
 
-def test_a_program_by_hand():
+def test_schedule_worked_example():
     one, two, three = ((("a", 0),),), ((("a", 1),),), ((("b", 0),),)
     turns = list(StepSchedule(((one, two), (three,)), num_epochs=2).iter_rounds())
     assert [turn.micro_batches for turn in turns] == [one, two, three, one, two, three]
@@ -104,7 +102,7 @@ def test_a_program_by_hand():
 
 
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 4])
-def test_a_program_goes_to_other_ranks_micro_batch_by_micro_batch(num_shares):
+def test_schedule_is_redistributed_by_micro_batch(num_shares):
     a, b, c, d = (((name, 0),) for name in "abcd")
     program = StepSchedule((((a, b), (c, ())), ((d, ()),)), num_epochs=2)
     dealt = program.redistribute_rounds(num_shares)
@@ -117,7 +115,7 @@ def test_a_program_goes_to_other_ranks_micro_batch_by_micro_batch(num_shares):
     assert program.redistribute_rounds(2) == program
 
 
-def test_a_rollout_that_fits_no_micro_batch_is_refused():
+def test_rollout_larger_than_a_micro_batch_raises():
     schedule = schedule_of(UpdatePlan(), tokens=6)
     with pytest.raises(ValueError, match="rollout 1 of d has 7 tokens; a micro-batch holds 6"):
         schedule.add_group("d", GROUPS["d"])

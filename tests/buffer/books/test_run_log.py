@@ -71,11 +71,11 @@ def steps(draw: st.DrawFn) -> TrainedStep:
 
 
 @given(steps())
-def test_a_step_is_in_the_log_with_all_it_takes_to_make_it_again(made: TrainedStep) -> None:
+def test_step_record_has_the_whole_schedule(made: TrainedStep) -> None:
     assert TrainedStep.from_record(travelled(made.to_record())) == made
 
 
-def test_the_uids_of_a_step_stand_in_plain_sight() -> None:
+def test_step_record_has_plain_uids() -> None:
     meta = step(3, "0:1:0", "0:2:0").to_record().meta
     assert (meta["kind"], meta["version"], meta["uids"]) == ("step", 3, ["0:1:0", "0:2:0"])
 
@@ -86,7 +86,7 @@ MOVES = ["admit", "admit", "admit", "step", "filter", "drop", "again", "checkpoi
 
 
 @given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 99)), max_size=40))
-def test_after_any_sequence_the_log_gives_the_live_ledger(schedule: list[tuple[str, int]]) -> None:
+def test_recovered_ledger_equals_the_live_ledger(schedule: list[tuple[str, int]]) -> None:
     async def main() -> None:
         log = MemoryLog()
         books = RunLog(Ledger(debug=True), log)
@@ -128,7 +128,7 @@ def test_after_any_sequence_the_log_gives_the_live_ledger(schedule: list[tuple[s
     run_virtual(main())
 
 
-def test_a_step_that_is_made_again_is_not_booked_again() -> None:
+def test_replayed_step_is_not_logged_again() -> None:
     async def main() -> None:
         log = MemoryLog()
         books = RunLog(Ledger(debug=True), log)
@@ -146,7 +146,7 @@ def test_a_step_that_is_made_again_is_not_booked_again() -> None:
     run_virtual(main())
 
 
-def test_a_step_is_in_the_log_before_the_ledger_has_it() -> None:
+def test_step_is_logged_before_the_ledger_changes() -> None:
     async def main() -> None:
         log = MemoryLog(write_s=5.0)
         books = RunLog(Ledger(), log)
@@ -160,7 +160,7 @@ def test_a_step_is_in_the_log_before_the_ledger_has_it() -> None:
     run_virtual(main())
 
 
-def test_books_that_contradict_each_other_are_named() -> None:
+def test_contradicting_log_and_ledger_raise() -> None:
     with pytest.raises(LedgerError, match="prompt 0:0:0 is trained, but it is not in flight"):
         recover_run_log([step(0, "0:0:0").to_record()], None)
 
@@ -181,7 +181,7 @@ async def written(folder: Path) -> RunLog:
     return books
 
 
-def test_the_history_of_a_run_can_be_read(tmp_path: Path) -> None:
+def test_history_yields_all_entries(tmp_path: Path) -> None:
     asyncio.run(written(tmp_path))
     entries = list(read_history(tmp_path))
     assert [entry["kind"] for entry in entries] == ["open", "admit", "step", "end", "admit", "end"]
@@ -194,7 +194,7 @@ def tells_of(entry: Any, prompt: str) -> bool:
     return any(uid.startswith(prompt) for uid in (*entry.get("uids", ()), entry.get("uid", "")))
 
 
-def test_the_log_is_read_from_the_cut_of_a_checkpoint_on(tmp_path: Path) -> None:
+def test_log_is_read_from_a_cut(tmp_path: Path) -> None:
     live = asyncio.run(written(tmp_path))
     state = Ledger()
     for uid in ("0:0:0", "0:1:0", "0:2:0"):
@@ -204,7 +204,7 @@ def test_the_log_is_read_from_the_cut_of_a_checkpoint_on(tmp_path: Path) -> None
     assert found.drawn_uids == ()
 
 
-def test_a_log_that_is_damaged_is_refused_with_the_place(tmp_path: Path) -> None:
+def test_damaged_log_raises_with_file_and_offset(tmp_path: Path) -> None:
     asyncio.run(written(tmp_path))
     path = segment_path(tmp_path, 2)
     path.write_bytes(path.read_bytes().replace(b"deadline", b"reward_errer"))

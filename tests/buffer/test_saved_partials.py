@@ -39,7 +39,7 @@ async def begun(shard: QueueShard, holder: str, stage: str = "generate") -> tupl
 
 
 @pytest.mark.parametrize("died", [True, False])
-def test_the_next_holder_is_handed_the_last_note(died: bool) -> None:
+def test_next_holder_gets_the_last_partial_rollouts(died: bool) -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         lease = await leased(shard)
@@ -52,7 +52,7 @@ def test_the_next_holder_is_handed_the_last_note(died: bool) -> None:
     on_shard(test)
 
 
-def test_a_note_counts_in_bytes_and_goes_with_the_commit() -> None:
+def test_partial_rollouts_count_as_bytes_until_the_commit() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         lease = await leased(shard)
@@ -68,7 +68,7 @@ def test_a_note_counts_in_bytes_and_goes_with_the_commit() -> None:
     on_shard(test)
 
 
-def test_a_note_that_comes_after_its_lease_is_passed_over() -> None:
+def test_partial_rollouts_without_an_active_lease_are_ignored() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         late = await leased(shard)
@@ -83,7 +83,7 @@ def test_a_note_that_comes_after_its_lease_is_passed_over() -> None:
     on_shard(test)
 
 
-def test_of_two_holders_the_one_that_is_further_along_counts() -> None:
+def test_longer_partial_rollouts_of_a_hedge_are_kept() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         first = await leased(shard)
@@ -98,7 +98,7 @@ def test_of_two_holders_the_one_that_is_further_along_counts() -> None:
     on_shard(test, hedge_s=1.0, max_attempts=9)
 
 
-def test_a_note_is_its_stages_own() -> None:
+def test_partial_rollouts_are_kept_per_stage() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         lease, other = await leased(shard), await leased(shard, stage="greedy")

@@ -29,7 +29,7 @@ class Stuck:
 
 
 @pytest.mark.parametrize("fails", ["suspend", "resume"])
-def test_work_that_fails_to_give_way_says_so_and_gives_the_pool_back(fails: str) -> None:
+def test_failed_suspend_raises_and_releases_the_pool(fails: str) -> None:
     async def main() -> None:
         arbiter = DeviceArbiter(timeout_s=20.0, slice_s=0.0)
         generator = SharedDeviceLease(arbiter, "generator-0", suspendable=Stuck(fails))
