@@ -137,7 +137,7 @@ def test_ppo_with_reference_has_eleven_edges() -> None:
         ([GENERATE_CALL, train("scores")], "stage train needs column scores: no stage produces it"),
         ([GENERATE_CALL, REWARD_CALL], "stage generate follows policy: no stage trains it"),
         (
-            [score("reference", (), (), follows=EMA_REFERENCE), train(role="critic")],
+            [score("reference", (), (), followed_role=EMA_REFERENCE), train(role="critic")],
             "stage reference follows reference: no stage trains it",
         ),
         (
@@ -207,9 +207,9 @@ def test_shared_critic_and_ema_reference_follow_the_policy() -> None:
 
 
 def test_only_the_first_call_of_a_role_waits_for_the_version() -> None:
-    first = score("draft", (), ("x",), role="writer", follows=POLICY)
-    later = score("final", ("x",), ("y",), role="writer", follows=POLICY)
-    beside = score("other", (), ("z",), role="writer", follows=POLICY)
+    first = score("draft", (), ("x",), role="writer", followed_role=POLICY)
+    later = score("final", ("x",), ("y",), role="writer", followed_role=POLICY)
+    beside = score("other", (), ("z",), role="writer", followed_role=POLICY)
     flow = Dataflow([first, later, beside, train("y", "z")])
     assert [call for _, call in flow.version_edges] == [first, beside]
 
@@ -274,7 +274,7 @@ def dataflows(draw: st.DrawFn) -> Dataflow:
             draw(st.lists(st.sampled_from([f"x{k}" for k in range(i)]), unique=True)) if i else []
         )
         role = draw(st.sampled_from("abc"))
-        call = score(f"s{i}", tuple(needs), (f"x{i}",), role=role, follows=follows[role])
+        call = score(f"s{i}", tuple(needs), (f"x{i}",), role=role, followed_role=follows[role])
         calls.append(call)
     made = [f"x{i}" for i in range(len(calls))]
     for role in trained:

@@ -1,4 +1,4 @@
-"""The queue over several shards: where groups are, how they end, who died."""
+"""Queue client over several shards: location of groups, their ends, dead holders."""
 
 import asyncio
 import math
@@ -18,7 +18,7 @@ from tests.buffer.shards import prompt, rollouts
 
 
 def large(value: int) -> Columns:
-    """Rollouts of one long completion, whose blob is not in one piece."""
+    """Rollouts of one long completion; their blob comes in pieces."""
     tokens = LARGE_BLOB_BYTES // 4
     return {
         "token_ids": np.full(tokens, value, np.int32),
@@ -58,7 +58,7 @@ def test_failed_commit_waits_for_all_shards_before_raising() -> None:
         bad = {**large(7), "lengths": np.array([3], np.int32)}
         with pytest.raises(ContractError, match="token_ids"):
             await queue.commit_columns([(leases[0], bad), (leases[1], columns)])
-        # From here on they are the caller's again.
+        # From here on the caller may change the columns.
         columns["token_ids"][:] = 99
         shards[1].log.write_s = 0.0
         shards[1].kill()
@@ -85,7 +85,7 @@ def test_admission_waits_for_capacity_over_several_requests() -> None:
     run_virtual(main())
 
 
-# Where groups are.
+# Location of groups
 
 
 def test_shard_index_is_equal_in_every_process() -> None:
@@ -179,7 +179,7 @@ def test_add_groups_inserts_prompts_with_columns() -> None:
     run_virtual(main())
 
 
-# How groups end.
+# Ends of groups
 
 
 def test_ended_groups_reach_the_last_stage_with_reason_and_without_columns() -> None:
@@ -214,7 +214,7 @@ def test_refused_commits_return_their_uids() -> None:
     run_virtual(main())
 
 
-# Death and stalls.
+# Dead holders and stalls
 
 
 def test_release_holder_requeues_in_every_shard() -> None:

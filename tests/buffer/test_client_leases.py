@@ -1,4 +1,4 @@
-"""The queue over several shards: who asks, what is granted, and how long it is good."""
+"""Queue client over several shards: requests, grants, renewals."""
 
 import asyncio
 import gc
@@ -14,7 +14,7 @@ from tests.buffer.clients import UIDS, do, finish, local_shards, queue_of, take_
 from tests.buffer.shards import prompt, rollouts
 from tests.fake_shards import CALL_S
 
-# Requests.
+# Requests
 
 
 def test_waiting_lease_call_returns_when_any_shard_gets_a_prompt() -> None:
@@ -139,7 +139,7 @@ def test_request_is_retried_after_a_shard_restart_and_gets_the_same_leases() -> 
         asking = asyncio.create_task(
             queue.lease_groups("generate", max_groups=3, columns=(), wait_s=60.0)
         )
-        # Granted and in the log, but the answer is still on its way.
+        # The grant is in the log, but the reply is still on its way.
         await asyncio.sleep(1.5 * CALL_S + 0.002)
         await shards[0].log.append([])
         shards[0].kill()
@@ -153,7 +153,7 @@ def test_request_is_retried_after_a_shard_restart_and_gets_the_same_leases() -> 
     run_virtual(main())
 
 
-# What is held.
+# Active leases
 
 
 def test_pending_grants_are_renewed() -> None:
@@ -183,7 +183,7 @@ def test_lost_leases_are_reported_once_and_not_returned() -> None:
             queue.lease_groups("generate", max_groups=2, columns=(), wait_s=5.0)
         )
         await asyncio.sleep(1.0)
-        # One in each shard: the second answer comes when nobody waits for it any more.
+        # One group in each shard: the second reply comes after the call has returned.
         await queue.admit_prompts([prompt("0:0:0")], 0)
         (held,) = await asking
         await queue.admit_prompts([prompt(uid) for uid in UIDS[1:4]], 0)
@@ -204,7 +204,7 @@ def test_lost_pending_grants_are_not_returned() -> None:
         queue, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
         await queue.admit_prompts([prompt(uid) for uid in UIDS[:2]], 0)
         assert {queue.get_shard_index(uid) for uid in UIDS[:2]} == {0, 1}
-        # Both shards answer at once, and one group is enough.
+        # Both shards reply at once, and one group is enough.
         (held,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
         await asyncio.sleep(11.0)
         taken = {one.uid for one in await take_all(other, "generate")}
@@ -247,7 +247,7 @@ def test_coordinator_does_not_renew_and_forgets_removed_groups() -> None:
     run_virtual(main())
 
 
-# What shards have handed out, and the user has not come to fetch.
+# Pending grants
 
 
 def test_grant_for_other_columns_is_not_lost() -> None:

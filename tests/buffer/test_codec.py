@@ -1,4 +1,4 @@
-"""Columns as bytes: what is read is what was written, and the format is safetensors."""
+"""Columns as safetensors blobs: round trips and views."""
 
 import numpy as np
 import pytest

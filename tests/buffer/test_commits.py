@@ -1,4 +1,4 @@
-"""What a shard takes: from whom, when, and how often."""
+"""Commits of a shard: accepted once, refused without an active lease."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from tests.buffer.shards import (
 )
 from tests.fake_shards import MemoryLog
 
-# Commits.
+# Commits
 
 
 def test_late_and_duplicate_commits_are_refused() -> None:
@@ -232,7 +232,7 @@ def test_journal_error_reaches_the_committer() -> None:
     run_virtual(main())
 
 
-# Groups that are made elsewhere.
+# Groups generated elsewhere
 
 
 def made(uid: str, columns: Columns) -> ColumnCommit:

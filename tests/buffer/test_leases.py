@@ -1,4 +1,4 @@
-"""Who may work on what, until when, and who gets a second try."""
+"""Leases of a shard: expiry, renewal, hedges, restarts."""
 
 import asyncio
 import gc
@@ -29,7 +29,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-# Expiry and renewal. lease_s is 10, max_attempts 2.
+# Expiry and renewal; lease_s is 10, max_attempts 2
 
 
 def test_expired_lease_wakes_waiting_requests() -> None:
@@ -116,7 +116,7 @@ def test_commit_before_expiry_is_accepted() -> None:
         (one,) = await take(shard, "generate")
         await asyncio.sleep(9.0)
         writing = asyncio.create_task(put(shard, (one.lease, rollouts())))
-        # The lease's time is up at 10 s, the commit is safe at 14 s.
+        # The lease expires at 10 s; the commit is durable at 14 s.
         assert not await take(shard, "generate", wait_s=3.0)
         assert await writing == []
         assert shard.get_stats().counts["redelivered"] == 0
@@ -163,7 +163,7 @@ def test_coordinator_leases_last_until_removal() -> None:
     on_shard(test)
 
 
-# Hedging: a second holder for slow work.
+# Hedging: a second holder for slow work
 
 
 def test_hedge_gives_slow_work_to_a_second_holder_and_first_commit_wins() -> None:
@@ -258,7 +258,7 @@ def test_hedged_group_is_dropped_with_the_last_cause() -> None:
     on_shard(test, hedge_s=4.0, max_attempts=2)
 
 
-# Holders that die, work that stalls.
+# Dead holders and stalls
 
 
 def test_release_requeues_work_of_a_dead_holder_in_every_stage() -> None:
@@ -345,7 +345,7 @@ def test_overdue_work_can_be_requeued() -> None:
     on_shard(test)
 
 
-# A shard that is started again.
+# Restarted shards
 
 
 def test_lease_tokens_are_unique_across_incarnations() -> None:
@@ -356,7 +356,7 @@ def test_lease_tokens_are_unique_across_incarnations() -> None:
             await admit(shard, *"abc")
             taken = await take(shard, "generate", max_groups=1, holder="generator-0")
             tokens += [one.lease.token for one in taken]
-            # Killed before what was only posted is on the disk.
+            # Killed before records of append_nowait are on disk.
             log = log.crash()
         assert len(tokens) == 5 and len(set(tokens)) == 5
 

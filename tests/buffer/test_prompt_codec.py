@@ -1,4 +1,4 @@
-"""Prompts as bytes: what a row may hold comes back, and reading executes nothing."""
+"""Prompts as bytes: row values round-trip, and reading executes no code."""
 
 import datetime
 import os

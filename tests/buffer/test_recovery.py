@@ -1,4 +1,4 @@
-"""What a journal says is what was: whatever happened, and wherever it was cut."""
+"""Recovery: a journal restores the shard's state after any failure and from any cut."""
 
 import asyncio
 import selectors
@@ -51,7 +51,7 @@ def on_disk(part: StageColumns) -> bytes:
     return join_pieces(read_blob(part))
 
 
-# In memory, on a virtual clock: posts are lost when the shard is killed.
+# In memory, on a virtual clock: a kill loses records of append_nowait
 
 
 @given(moves)
@@ -65,7 +65,7 @@ def test_recovery_restores_the_shard_state(schedule: list[tuple[str, int]]) -> N
         await log.append([])
         found = fake_shards.recover(STAGES, log)
         assert facts(found, in_memory) == facts(book, in_memory)
-        # The same run goes on with its leases, another one without.
+        # The same session keeps its leases; another one loses them.
         make_shard(book=found, session="run", **TIGHT)
         assert facts(found, in_memory) == facts(book, in_memory)
         make_shard(book=found, session="other", **TIGHT)
@@ -87,7 +87,7 @@ def test_kill_at_any_time_loses_nothing_accepted_and_tokens_stay_unique(
             life = Life(make_shard(book=book, log=log, session="run", **TIGHT))
             life.uids, life.tokens, life.gone = uids, tokens, gone
             await life.live(schedule)
-            # Killed: what is under way ends here, what was only posted may be lost.
+            # Kill: running calls end here, and records of append_nowait may be lost.
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
                 task.cancel()
             log = log.crash()
@@ -107,11 +107,11 @@ def check_kept(life: Life, found: ShardState) -> None:
         assert all((kept[name] == column).all() for name, column in columns.items())
 
 
-# On the disk, whose thread is real.
+# On disk, with a real thread
 
 
 class ImpatientSelector(selectors.SelectSelector):
-    """Waits a moment for the disk, then sets the loop's clock to the next timer."""
+    """Waits briefly for the disk, then advances the loop's clock to the next timer."""
 
     ahead = 0.0
 
@@ -123,7 +123,7 @@ class ImpatientSelector(selectors.SelectSelector):
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """A loop on which threads take the time they take, and nobody else waits."""
+    """An event loop in which only threads take real time."""
 
     def __init__(self) -> None:
         self._impatient = ImpatientSelector()
@@ -154,7 +154,7 @@ def test_snapshot_and_later_segments_restore_the_shard_state(
         for i, schedule in enumerate((before, between, after)):
             await life.live(schedule)
             if i < 2:
-                # Much is under way at the cut, and more comes before the snapshot is written.
+                # Calls are running at the cut, and more follow before the snapshot is written.
                 cut = await log.rotate()
                 await life.live(after[:5])
                 write_snapshot(STAGES, folder, base, before=cut, out=folder / f"snapshot-{i}")
@@ -178,7 +178,7 @@ def test_snapshot_and_later_segments_restore_the_shard_state(
 
 
 async def lived(journal: RecordLog) -> QueueShard:
-    """A shard whose journal has one group at every place: see the uids."""
+    """A shard whose journal has one group in every state; see the uids."""
     shard = make_shard(log=journal, session="run", lease_s=1000.0)
     await admit(shard, "trained", version=3)
     await finish(shard)
@@ -263,7 +263,7 @@ async def test_trained_group_is_readable_if_removed_after_the_restart(
     book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     load_columns(book, join_pieces)
     shard = make_shard(book=book, session="next")
-    # The coordinator died between booking the step and telling the shard.
+    # The coordinator died between logging the step and telling the shard.
     await shard.remove_groups(["whole"], 5)
     (blobs,) = shard.read_columns(["whole"], ["scores", "ref_logprobs"])
     assert [list(decode_columns(blob)) for blob in blobs] == [["scores"], ["ref_logprobs"]]
@@ -317,11 +317,11 @@ async def test_journal_without_its_first_segments_raises(tmp_path: Path) -> None
         recover_state(STAGES, tmp_path, SnapshotBase())
 
 
-# A journal that has been damaged.
+# Damaged journals
 
 
 def damage(folder: Path, kind: str, uid: str, **facts: Any) -> CorruptRecord:
-    """Flip a byte in the one record of a kind and a uid; what recovery says of it."""
+    """Flip a byte in the only record of a kind and uid; return the recovered state and reports."""
     from streamrl.buffer.log.segment_file import replay_segments
 
     def fits(record: Any) -> bool:

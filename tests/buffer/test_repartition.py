@@ -1,4 +1,4 @@
-"""Groups dealt to another number of shards: what was accepted is where it hashes to."""
+"""Repartition: accepted groups are in the shard that their uid hashes to now."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ UIDS = [f"0:{i}:0" for i in range(12)]
 
 
 async def live(journal: Path, base: Path, uids: list[str]) -> SnapshotBase:
-    """A shard: some groups in a snapshot, then a commit, a departure and an end behind it."""
+    """A shard with some groups in a snapshot, and a commit, a removal and an end after it."""
     log = Journal(journal, JournalConfig(fsync_s=None))
     shard: QueueShard = make_shard(log=log, session="run", bounds=ShardCapacity(100))
     for i, uid in enumerate(uids):
@@ -46,7 +46,7 @@ def _columns(parts: Mapping[str, StageColumns]) -> Iterator[tuple[str, bytes]]:
 
 
 def facts(book: ShardState) -> dict[str, Any]:
-    """All that matters of the groups, those that left among them."""
+    """Return everything relevant of the groups, removed ones included."""
     here = {
         uid: (
             *(group.prompt, group.admitted_version, group.outcome, group.ready_version),
@@ -92,7 +92,7 @@ def test_repartition_skips_damaged_records(tmp_path: Path) -> None:
     base = asyncio.run(live(tmp_path / "shard-0", tmp_path / "queue", UIDS))
     path = segment_path(tmp_path / "shard-0", base.first_segment)
     data = bytearray(path.read_bytes())
-    data[80] ^= 1  # in the first record behind the cut, the commit
+    data[80] ^= 1  # in the first record after the cut, the commit
     path.write_bytes(data)
     alone, corrupt = recover_state(STAGES, tmp_path / "shard-0", base)
     assert len(corrupt) == 1

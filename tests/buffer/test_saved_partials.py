@@ -1,4 +1,4 @@
-"""What a holder had begun of a group when it went: kept beside the group for the next one."""
+"""Partial rollouts of a holder that is gone: kept beside the group for the next holder."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ from tests.buffer.shards import WITH_A_GREEDY_ONE, admit, commit, on_shard, roll
 
 
 def partial(tokens: int) -> Columns:
-    """Two rollouts of a prompt of two tokens, as far as that."""
+    """Two rollouts of a two-token prompt with so many sampled tokens."""
     one = Rollout.from_single_turn(
         np.array([1, 2], np.int32),
         [5] * tokens,
@@ -32,7 +32,7 @@ async def leased(shard: QueueShard, holder: str = "a", stage: str = "generate") 
 
 
 async def begun(shard: QueueShard, holder: str, stage: str = "generate") -> tuple[GroupLease, int]:
-    """The next lease, and how many tokens of each rollout come with it."""
+    """Lease again; return the lease and the tokens of each partial rollout."""
     (grant,) = await shard.lease_groups(LeaseRequest(stage, holder, 1), wait_s=0.0)
     found = [decode_columns(blob)["lengths"] for blob in grant.partial_rollouts]
     return grant.lease, int(found[0][0]) - 2 if found else 0

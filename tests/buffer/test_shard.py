@@ -1,4 +1,4 @@
-"""A shard: readiness, who gets what, how groups end, and what it reports."""
+"""A shard: readiness, grants, ends of groups, statistics."""
 
 import asyncio
 import gc
@@ -26,7 +26,7 @@ from tests.buffer.shards import (
 )
 from tests.fake_shards import MemoryLog
 
-# Readiness.
+# Readiness
 
 
 def test_group_is_ready_once_required_columns_exist() -> None:
@@ -103,7 +103,7 @@ def test_ready_version_is_the_version_in_training() -> None:
     on_shard(test)
 
 
-# Who gets what.
+# Grants
 
 
 def test_waiting_requests_share_ready_groups() -> None:
@@ -200,7 +200,7 @@ def test_request_retried_while_the_shard_opens_gets_the_same_leases() -> None:
     on_shard(test, log=MemoryLog())
 
 
-# Groups that end.
+# Ends of groups
 
 
 def test_group_is_dropped_after_max_attempts() -> None:
@@ -276,7 +276,7 @@ def test_inactive_lease_can_neither_fail_nor_filter_a_group() -> None:
     on_shard(test)
 
 
-# What it reports and gives away.
+# Statistics and reads
 
 
 def test_depth_is_a_time_weighted_mean() -> None:
@@ -301,7 +301,7 @@ def test_stats_cover_the_time_since_the_last_step() -> None:
         await put(shard, (late.lease, rollouts()))
         await take(shard, "generate")
         for _ in range(2):
-            # A group that ended leaves in the middle of the step.
+            # An ended group is removed in the middle of the step.
             await shard.remove_groups(["b"], 0)
             figures = shard.get_stats()
             assert figures.counts == {"redelivered": 2, "hedged": 0, "refused": 1}

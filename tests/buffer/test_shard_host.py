@@ -1,4 +1,4 @@
-"""A shard and its files: killed, opened anew, snapshot, cut back."""
+"""A shard and its files: kills, restarts, snapshots, rewinds."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -39,7 +39,7 @@ def plan(
 
 
 def lives(*parts: Callable[[], Awaitable[None]]) -> None:
-    """Each in an event loop of its own, as in a process of its own: all that lasts is on the disk.
+    """Run each part in an event loop of its own, like a process: only the disk persists.
 
     Nothing is closed in between.
     """
@@ -53,7 +53,7 @@ def columns(keeper: ShardHost, uid: str, *names: str) -> dict[str, Any]:
 
 
 async def checkpoint(keeper: ShardHost, run_dir: Path, version: int) -> None:
-    """As the coordinator makes one."""
+    """Make a checkpoint like the coordinator."""
     cut = await keeper.rotate_journal()
     writer = CheckpointWriter(run_dir, version)
     await keeper.write_snapshot(cut, writer.queue_dir / "shard-0")
@@ -296,7 +296,7 @@ def test_damage_is_reported_and_the_shard_continues(tmp_path: Path) -> None:
 
 
 def spoil(run_dir: Path, segment: int, text: bytes) -> None:
-    """Damage the first record of a segment that has this text in it."""
+    """Damage the first record of a segment that contains this text."""
     path = segment_path(run_dir / "journal", segment)
     content = path.read_bytes()
     assert text in content

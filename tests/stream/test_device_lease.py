@@ -1,4 +1,4 @@
-"""The device lease: one holder at a time, in turn, with a deadline."""
+"""Device lease: one holder at a time, in turn, with a deadline."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -184,7 +184,7 @@ def test_pool_of_a_dead_holder_goes_to_the_next_waiter() -> None:
 
 
 class RemoteArbiter:
-    """An arbiter in another process: to stop waiting for its answer does not take the ask back."""
+    """An arbiter in another process: cancelling a wait does not cancel the request."""
 
     def __init__(self, arbiter: DeviceArbiter) -> None:
         self._arbiter = arbiter

@@ -1,4 +1,4 @@
-"""Phases of the device lease: who works in one holds it together, and gives way to others."""
+"""Phases of the device lease: holders of a phase share it, and phases preempt each other."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
 
 
 class Decoding:
-    """Rollouts that take so long of computing time, and count what was computed meanwhile."""
+    """Rollouts that need so much computing time and count the time they computed."""
 
     def __init__(self) -> None:
         self._may_go = asyncio.Event()
@@ -45,7 +45,7 @@ def test_holders_of_a_phase_share_the_pool() -> None:
         await asyncio.gather(
             work("generator-0", "generate", 0.0),
             work("trainer", "train", 1.0),
-            # It joins the phase, though another waits: its slice is not over.
+            # Joins the phase although another waits: its slice is not over.
             work("generator-1", "generate", 2.0),
         )
         return asyncio.get_running_loop().time()
@@ -147,7 +147,7 @@ def test_conflicting_phases_never_overlap_and_none_starves(
             await asyncio.sleep(at)
             asked = clock()
             async with trainer.hold("train"):
-                # What is computing now is at the end of a token.
+                # A token boundary.
                 await asyncio.sleep(0.11)
                 assert not any(one.computing for one in decoding.values())
                 waited = clock() - asked
@@ -160,7 +160,7 @@ def test_conflicting_phases_never_overlap_and_none_starves(
                 tasks.create_task(generate(name, at, seconds))
             for _, at, seconds in steps:
                 tasks.create_task(train(at, seconds))
-        # All of it has been given back.
+        # Everything has been released.
         await arbiter.acquire("somebody")
 
     run_virtual(main())
@@ -269,7 +269,7 @@ def test_no_device_is_in_two_phases_and_every_phase_gets_a_turn(
 
 
 def test_holder_is_preempted_for_each_conflicting_request() -> None:
-    """Also if the one before gave up."""
+    """Also if the previous request was given up."""
 
     async def main() -> tuple[bool, float]:
         arbiter, clock = DeviceArbiter(timeout_s=100.0, slice_s=2.0), asyncio.get_running_loop()

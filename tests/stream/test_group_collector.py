@@ -1,4 +1,4 @@
-"""A step's groups are gathered while others are trained, and while the trainer has no devices."""
+"""Groups of a step are collected during training and while the trainer waits for its devices."""
 
 import asyncio
 import math
@@ -29,7 +29,7 @@ FILTERING = Plan(
     micro_batch_tokens=20,
     train_s=10.0,
 )
-"""A group is a micro-batch that takes as long as it takes to sample some."""
+"""Each group is one micro-batch; training it takes as long as sampling several groups."""
 
 
 def test_groups_filtered_during_training_are_logged_at_once() -> None:
@@ -60,7 +60,7 @@ def test_filter_limit_is_raised_even_if_the_run_is_stopped() -> None:
     async def stop(stream: Stream) -> None:
         while stream.control.filter_tally.num_groups <= 3:
             await asyncio.sleep(0.1)
-        # A part is being trained, and goes on for some seconds.
+        # Some rounds are still training for a few seconds.
         await asyncio.sleep(3.0)
         stream.control.request_stop()
         await asyncio.Event().wait()
@@ -76,7 +76,7 @@ def ready(number: int, ended: GroupOutcome | None = None) -> Experience:
 
 
 def test_error_during_the_last_groups_is_raised() -> None:
-    """The last group is drawn while a filtered one that came with it is still being booked."""
+    """The last group is drawn while a filtered group of the same call is still being logged."""
     assembler = StepAssembler(max_staleness=0, groups_per_step=2)
     for number in range(3):
         assembler.admit_group(f"0:{number}:0", 0)
@@ -88,12 +88,12 @@ def test_error_during_the_last_groups_is_raised() -> None:
         )
         answers = iter(coming)
 
-        async def take(self, stage: str, **settings: Any) -> list[Experience]:
+        async def lease_groups(self, stage: str, **settings: Any) -> list[Experience]:
             found, after_s = next(self.answers)
             await asyncio.sleep(after_s)
             return found
 
-    async def end(queue: Any, ended: Any, infos: Any) -> None:
+    async def finish_groups(queue: Any, ended: Any, infos: Any) -> None:
         await asyncio.sleep(20.0)
         raise LedgerError("0:2:0 was never admitted")
 
@@ -102,22 +102,22 @@ def test_error_during_the_last_groups_is_raised() -> None:
         admission=SimpleNamespace(
             version=0, ledger=SimpleNamespace(in_flight={f"0:{n}:0" for n in range(3)})
         ),
-        offer=assembler.offer_groups,
-        take_late=lambda **_: {},
-        check_ended=lambda ended: None,
-        stopping=asyncio.Event(),
-        publishing=SimpleNamespace(check=lambda: None),
+        offer_groups=assembler.offer_groups,
+        remove_late_groups=lambda **_: {},
+        check_step_limits=lambda ended: None,
+        stop_requested=asyncio.Event(),
+        publisher=SimpleNamespace(check_failures=lambda: None),
         progress_clock=SimpleNamespace(last_progress_at=0.0),
         max_attempts=1,
-        end=end,
+        finish_groups=finish_groups,
     )
 
     async def train() -> None:
         stage: Any = SimpleNamespace(name="train", queue=Queue())
         config = PipelineConfig(groups_per_step=2)
-        async with GroupCollector(stage, cast(Any, control), config) as gathering:
+        async with GroupCollector(stage, cast(Any, control), config) as collector:
             for _ in range(2):
-                assert await gathering.wait_for_groups()
+                assert await collector.wait_for_groups()
                 assembler.draw_groups(0)
                 await asyncio.sleep(10.0)
             assert assembler.is_complete

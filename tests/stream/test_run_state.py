@@ -1,4 +1,4 @@
-"""The coordinator's books: what is admitted, what comes again, and what may not be asked for."""
+"""RunState: admissions, readmissions, limits."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
@@ -41,7 +41,7 @@ FILTERED = GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)
 
 
 class Entrance:
-    """The queue as the control sees it: who went in, at which version, and who left."""
+    """A fake queue that records inserted prompts with their versions, and removed uids."""
 
     def __init__(self) -> None:
         self.entered: list[tuple[str, int]] = []
@@ -74,7 +74,7 @@ def control_of(
     oversampling: OversamplingController | None = None,
     **settings: Any,
 ) -> RunState:
-    """Two steps of three groups in flight, or of more if they are oversampled."""
+    """Two steps of three groups in flight, or more with oversampling."""
     admission = AdmissionController(
         Ledger(debug=True),
         depth=1,
@@ -100,11 +100,11 @@ def uids(count: int) -> list[str]:
     return [f"0:{i}:0" for i in range(count)]
 
 
-# What comes again.
+# Readmission
 
 
 def ended(*ends: dict[str, GroupOutcome], **settings: Any) -> tuple[RunState, Entrance]:
-    """A control that filled the queue, and of whose groups some then ended, call by call."""
+    """A run state that filled the queue; then groups end, one call per dict."""
 
     async def main() -> tuple[RunState, Entrance]:
         control, entrance = control_of(**settings), Entrance()
@@ -203,7 +203,7 @@ def test_readmitted_prompt_needs_no_credit() -> None:
 
 def test_training_does_not_wait_for_capacity() -> None:
     async def main() -> None:
-        # Room for four groups while six may be in flight: the shard is bounded in bytes.
+        # Capacity for four groups while six may be in flight: the shard is bounded in bytes.
         bounds = ShardCapacity(100, max_bytes=4000, reserved_group_bytes=1000)
         shard = LocalShard(STAGES, QueueConfig(max_attempts=1), bounds, log=MemoryLog())
         control, queue = control_of(readmits=True), ExperienceQueue([shard], "coordinator")
@@ -211,7 +211,7 @@ def test_training_does_not_wait_for_capacity() -> None:
         await asyncio.sleep(5.0)
         assert len((await queue.get_stats()).uids) == 4
         started = asyncio.get_running_loop().time()
-        # The place of this one goes to the fifth prompt, which has waited for it.
+        # Its capacity goes to the fifth prompt, which has waited for it.
         await control.finish_groups(queue, {"0:1:0": FAILED})
         assert asyncio.get_running_loop().time() - started < 0.1
         await asyncio.sleep(1.0)
@@ -225,7 +225,7 @@ def test_training_does_not_wait_for_capacity() -> None:
 
 
 async def watch_credit(stream: Stream) -> None:
-    """Nothing is ever admitted beyond the credit."""
+    """Admissions never exceed the credits."""
     plan, admission = stream.plan, stream.control.admission
     lead = plan.max_staleness if plan.depth is None else plan.depth
     while True:
@@ -254,7 +254,7 @@ def test_readmissions_spend_only_refunded_credits_under_any_schedule(plan: Plan)
 
 
 class LateLog(MemoryLog):
-    """Says of what it has written that it is written a second later."""
+    """Returns from every write a second late."""
 
     async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:
         await super().append(records, sync=sync)
@@ -283,7 +283,7 @@ def test_reconcile_removes_unknown_groups_and_inserts_missing_ones() -> None:
         shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
         control, queue = control_of(), ExperienceQueue([shard], "coordinator")
         await control.run_log.record_admissions(uids(3), 0)
-        # One of the three has got in, and one that the books have let go.
+        # One of the three was inserted, and so was one that the log no longer has in flight.
         await queue.admit_prompts([FakePrompts.get_prompt(uid) for uid in ("0:1:0", "0:7:0")], 0)
         await control.reconcile_queue(queue)
         assert (await queue.get_stats()).uids == ("0:1:0",)
@@ -292,11 +292,11 @@ def test_reconcile_removes_unknown_groups_and_inserts_missing_ones() -> None:
     run_virtual(main())
 
 
-# More is admitted than there are places.
+# Oversampling
 
 
 async def oversampled(factor: float | None) -> tuple[RunState, Entrance]:
-    """A control that has filled the queue, where a filter is known to take some."""
+    """A run state that filled the queue, with a filter known to reject some groups."""
     control, entrance = (
         control_of(oversampling=OversamplingController(factor, groups_per_step=3)),
         Entrance(),
@@ -345,7 +345,7 @@ def test_surplus_prompts_are_readmitted_first() -> None:
         control.check_step_limits(late)  # nobody is to blame
         assert not control.prompts_to_insert
         await control.admit_prompts(entrance)  # type: ignore[arg-type]
-        # Twelve may have been claimed while version 2 is the newest, and ten are kept.
+        # Twelve may have been admitted while version 2 is the newest, and ten are kept.
         assert entrance.entered[24:] == [(f"0:{n}:1", 2) for n in range(8)]
         filtered = dict.fromkeys([f"0:{n}:1" for n in range(8)], FILTERED)
         await control.finish_groups(entrance, filtered)  # type: ignore[arg-type]
@@ -371,7 +371,7 @@ def test_late_group_is_an_error_without_oversampling() -> None:
     run_virtual(main())
 
 
-# Too much is filtered.
+# Filter limit
 
 
 def test_step_that_filters_too_much_raises_with_reasons() -> None:
@@ -391,7 +391,7 @@ def test_filter_error_lists_the_first_distinct_reasons() -> None:
         ended(dict(zip(uids(6), reasons, strict=True)), max_filtered=1)
 
 
-# Too much is dropped.
+# Drop limit
 
 
 def test_step_that_drops_too_much_raises_with_the_main_cause() -> None:
@@ -440,7 +440,7 @@ def test_resumed_groups_do_not_count_as_dropped() -> None:
     assert run_virtual(main()).drop_counts == {"reward_error": 1}
 
 
-# Settings.
+# Settings
 
 
 def test_depth_defaults_to_max_staleness() -> None:

@@ -1,4 +1,4 @@
-"""How a stage works off the queue: what it takes on, commits, keeps and gives up."""
+"""Stage worker: leases, commits, renewals, cancellation."""
 
 import asyncio
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def shards_with(uids: Sequence[str], *, lease_s: float = 10.0, **settings: float
 
 
 class Sampler:
-    """A generate stage that takes its time, and says what came of each group."""
+    """A slow generate stage that returns the outcome of each group."""
 
     def __init__(self, *, seconds: float = 1.0, **results: StageResult) -> None:
         self.started: list[str] = []
@@ -170,7 +170,7 @@ def test_group_lost_and_leased_again_by_the_same_holder_is_processed() -> None:
         queue = await admitted(shard, UIDS[:1])
         loop = await serving(shard, sampler)
         await asyncio.sleep(1.0)
-        # Taken back as stalled: the same holder gets it again before it hears of the loss.
+        # Requeued as stalled: the same holder leases it again before it learns of the loss.
         await queue.requeue_overdue(await queue.find_overdue(0.5))
         await asyncio.sleep(30.0)
         loop.cancel()
@@ -198,7 +198,7 @@ def test_error_of_the_compute_function_ends_the_loop() -> None:
     run_virtual(main())
 
 
-# The desk.
+# Slots
 
 
 def experience(uid: str, token: int = 1, *, attempt: int = 1) -> Experience:
@@ -231,7 +231,7 @@ def test_group_starts_while_any_slot_is_free_and_releases_slots_one_by_one() -> 
 
         for uid in "ab":
             desk.add_task([experience(uid)], asyncio.ensure_future(work()))
-        # Two wait for a place: as many have to end before there is one, and one more.
+        # Two completions wait for a slot: three must end before one is free.
         assert (await desk.wait_for_slots(), asyncio.get_running_loop().time()) == (1, 2.0)
         await asyncio.sleep(1.5)
         assert (await desk.wait_for_slots(), desk.is_empty) == (1, False)

@@ -1,4 +1,4 @@
-"""A step's row, from facts a person can add up."""
+"""Metrics of a step, from facts that can be added up by hand."""
 
 import math
 
@@ -120,7 +120,7 @@ def test_row_has_queue_and_ledger_metrics() -> None:
 
 
 def test_filter_time_is_prorated_by_tokens() -> None:
-    # 12 tokens are sampled of the two groups that are trained, and 24 with their prompts.
+    # 12 sampled tokens in the two trained groups, 24 tokens with prompts.
     tally = FilterTally(num_groups=6, num_tokens=72, num_sampled_tokens=36, oversample=4.0)
     row = compute_step_metrics(facts(filtered=tally))
     assert row["filter/share"] == 0.75

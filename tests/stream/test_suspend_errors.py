@@ -1,4 +1,4 @@
-"""A holder that fails to give way keeps nobody else from the pool."""
+"""A holder that fails to suspend blocks no other holder."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
 
 
 class Stuck:
-    """Work that fails to stand still, or to go on, as an engine does whose step does not end."""
+    """Work that fails to suspend or resume, like an engine whose step hangs."""
 
     def __init__(self, fails: str) -> None:
         self._fails = fails

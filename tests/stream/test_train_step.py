@@ -1,4 +1,4 @@
-"""One optimizer step: collected, trained, booked, and made again if its maker died."""
+"""One training step: collected, trained, logged, replayed after a crash."""
 
 import asyncio
 import re
@@ -28,7 +28,7 @@ def trained(stream: Stream) -> list[list[str]]:
 
 
 def test_step_stats_cover_the_time_since_the_previous_step() -> None:
-    # Groups end, and leave, in the middle of the steps.
+    # Groups end and are removed in the middle of the steps.
     stream = run_virtual(run_stream(Plan(seed=3, fail_rate=0.4, max_attempts=2, steps=6)))
     assert stream.ledger.counts.dropped
     attempts = [
@@ -202,7 +202,7 @@ def test_step_that_cannot_finish_in_time_is_abandoned_at_once(train_s: float) ->
 
     stream = run_virtual(main())
     assert stream.control.has_partial_update and not stream.outcomes
-    # What the trainers were at: a round and an update of the slower one.
+    # Work in progress: a round and an update of the slower trainer.
     assert took[1] - took[0] < 4 * train_s + POLL_WAIT_S + 0.1
 
 
@@ -255,7 +255,7 @@ def test_stall_without_abort_lasts_twice_the_time_of_all_attempts() -> None:
 
 def test_stall_error_counts_groups_of_the_step_and_missing_ones() -> None:
     async def never_again(stream: Stream) -> None:
-        """Nobody generates any more, once the step has a part of its groups."""
+        """Stop generation once the step has some of its groups."""
         while not stream.control.assembler.num_drawn:
             await asyncio.sleep(0.01)
         for name, tasks in stream.loops.items():
@@ -268,13 +268,13 @@ def test_stall_error_counts_groups_of_the_step_and_missing_ones() -> None:
     found = re.search(r"its step has (\d+) of 6 groups, and (\d+) that were", str(stall.value))
     assert found is not None, stall.value
     has, lacking = map(int, found.groups())
-    # All of this step and of the next are admitted.
+    # All groups of this step and the next are admitted.
     assert 0 < has < 6 and has + lacking == 12
 
 
 def test_stall_is_reported_once_and_redelivered_if_configured() -> None:
     async def slow_once(stream: Stream) -> None:
-        """The first generator to work never finishes what it has."""
+        """The first generator never finishes its work."""
         await asyncio.sleep(2.0)
         for task in stream.loops["generator-0"]:
             task.cancel()

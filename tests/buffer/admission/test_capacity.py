@@ -1,4 +1,4 @@
-"""A shard holds so many groups and bytes: admission waits, and nothing else ever does."""
+"""Capacity of a shard in groups and bytes: only admission waits for it."""
 
 import asyncio
 import math
@@ -26,7 +26,7 @@ from tests.buffer.shards import (
 from tests.fake_shards import MemoryLog, recover
 
 WHOLE_BYTES = sum(len(encode_columns(columns)) for columns in WORK.values())
-"""What the columns of a finished group take."""
+"""Bytes of the columns of a finished group."""
 
 
 def test_full_shard_blocks_admission_until_a_removal() -> None:
@@ -144,7 +144,7 @@ def test_seen_uids_survive_a_shard_restart_but_not_a_new_session() -> None:
 def test_seen_uids_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(group, "REMEMBERED", 2)
+    monkeypatch.setattr(group, "MAX_SEEN_UIDS", 2)
 
     async def test(shard: QueueShard) -> None:
         for uid in "abc":

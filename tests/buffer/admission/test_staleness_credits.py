@@ -1,4 +1,4 @@
-"""Credits: how far generation may run ahead."""
+"""Staleness credits: how far generation may run ahead."""
 
 import asyncio
 from typing import Any
@@ -55,7 +55,7 @@ def test_new_version_brings_credits_for_one_step() -> None:
 
 
 def test_unpublished_version_brings_no_credits() -> None:
-    """Version 0 would sample for step 2, with a bound of one: two versions behind."""
+    """Otherwise version 0 would sample for step 2: two versions behind, with a bound of 1."""
     ledger = Ledger()
     admission = make(ledger, depth=1)
     for i in range(8):

@@ -1,4 +1,4 @@
-"""The turns of a step: which rounds, in which order, and where the optimizer updates."""
+"""Schedule of a step: rounds, their order, and the optimizer updates between them."""
 
 import pytest
 from hypothesis import given
@@ -69,7 +69,7 @@ def test_every_epoch_trains_each_rollout_once(epochs, mini_batches, world_size, 
         assert sum(turn.is_last_of_update for turn in own) == mini_batches
     assert [turn.is_last_of_step for turn in turns] == [False] * (len(turns) - 1) + [True]
     assert all(len(turn.micro_batches) == world_size for turn in turns)
-    # A rank meets the same rollouts in every epoch: it has noted things about them.
+    # Ranks keep precomputed values of their rollouts, so a rollout must stay on its rank.
     for rank in range(world_size):
         seen = [
             {p for t in turns if t.epoch == e for p in t.micro_batches[rank]} for e in range(epochs)

@@ -1,4 +1,4 @@
-"""Every rollout once, nothing over the bound, no rank left behind."""
+"""Packing: every rollout once, no micro-batch over the budget, balanced ranks."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Which groups enter a step."""
+"""Choice of the groups that enter a step."""
 
 import pytest
 
@@ -68,7 +68,7 @@ def test_dropped_group_frees_its_reserved_place() -> None:
 
 def test_newer_groups_do_not_push_older_ones_beyond_their_deadline() -> None:
     steps = assembler(2, 1, b=0, c=0, d=1)
-    # b and c have the steps of versions 1 and 2 left, one place each: d cannot have the first.
+    # b and c have the steps of versions 1 and 2 left, one place each, so d cannot enter step 1.
     steps.offer_groups([group("d", 1)])
     assert uids(steps.draw_groups(1)) == []
     steps.offer_groups([group("b", 0)])
@@ -102,7 +102,7 @@ def test_finish_step_returns_its_groups_and_starts_an_empty_step() -> None:
     assert not steps.is_complete
 
 
-# on_stale: drop.
+# on_stale: drop
 
 
 def test_drop_stale_reserves_no_places() -> None:
@@ -132,7 +132,7 @@ def test_drop_stale_waits_for_pending_groups() -> None:
     assert steps.remove_late_groups(99) == []
 
 
-# More are admitted than have places.
+# Oversampling: more groups are admitted than have places.
 
 
 def oversampled(
@@ -149,7 +149,7 @@ def oversampled(
 
 
 def test_undecided_group_reserves_a_fraction_and_kept_group_a_whole_place() -> None:
-    # Of three admitted for each place one is kept, as far as one knows.
+    # The estimated keep rate is one of three.
     steps = oversampled(3.0, 1, 2, a=0, b=0, c=0, d=1, e=1)
     steps.offer_groups([group("d", 1), group("e", 1)])
     assert uids(steps.draw_groups(1)) == ["d"], "one place is for the one of a, b and c"

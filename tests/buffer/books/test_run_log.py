@@ -1,4 +1,4 @@
-"""The books: what a crash leaves is what they said."""
+"""Run log: recovery restores the state before the crash."""
 
 import asyncio
 import json
@@ -36,18 +36,18 @@ def trained(uid: str, version: int = 0) -> TrainedGroup:
 
 
 def step(version: int, *uids: str) -> TrainedStep:
-    """Two ranks, a round per group: each rank has one rollout of it."""
+    """Schedule for two ranks with one round per group: each rank has one rollout of it."""
     groups = tuple(trained(uid, version) for uid in uids)
     rounds = tuple((((uid, 0),), ((uid, 1),)) for uid in uids)
     return TrainedStep(version, groups, {"policy": StepSchedule((rounds,))})
 
 
 def travelled(record: JournalRecord) -> JournalRecord:
-    """As a journal gives it back."""
+    """Return the record as a journal reads it back."""
     return JournalRecord(json.loads(json.dumps(dict(record.meta))), join_pieces(record.payload))
 
 
-# Steps.
+# Steps
 
 infos = st.builds(
     GroupInfo,
@@ -80,7 +80,7 @@ def test_step_record_has_plain_uids() -> None:
     assert (meta["kind"], meta["version"], meta["uids"]) == ("step", 3, ["0:1:0", "0:2:0"])
 
 
-# Recovery.
+# Recovery
 
 MOVES = ["admit", "admit", "admit", "step", "filter", "drop", "again", "checkpoint"]
 
@@ -165,7 +165,7 @@ def test_contradicting_log_and_ledger_raise() -> None:
         recover_run_log([step(0, "0:0:0").to_record()], None)
 
 
-# On the disk.
+# On disk
 
 
 async def written(folder: Path) -> RunLog:

@@ -1,4 +1,4 @@
-"""The journal: what was accepted is there again, whatever happened to its writer."""
+"""Journal: accepted records survive every failure of their writer."""
 
 import asyncio
 import errno
@@ -27,7 +27,7 @@ from tests.buffer.journals import eventually, intact, note, numbers, opened, wri
 ROOT = Path(__file__).resolve().parents[3]
 
 
-# Commits.
+# Commits
 
 
 async def test_group_commit_shares_fsyncs(tmp_path: Path, fsyncs: list[str]) -> None:
@@ -41,7 +41,7 @@ async def test_group_commit_shares_fsyncs(tmp_path: Path, fsyncs: list[str]) -> 
 
 
 class SlowDisk:
-    """An fsync that lasts until it is let go, and then may fail."""
+    """An fsync that blocks until released and then may fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began, self.go, self.error = threading.Event(), threading.Event(), ""
@@ -144,7 +144,7 @@ async def test_closed_journal_rejects_appends(tmp_path: Path) -> None:
     assert numbers(tmp_path) == [0]
 
 
-# When the disk fails.
+# Disk failures
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +310,7 @@ asyncio.run(main())
 
 
 def killed(folder: Path, fsync_s: str, lines: int) -> Iterator[tuple[str, int]]:
-    """Run the endless writer until it acknowledged some records; all it acknowledged."""
+    """Run the endless writer until it has acknowledged some records; return all acknowledged."""
     command = [sys.executable, "-c", ENDLESS, str(folder), fsync_s]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -335,11 +335,11 @@ def test_acknowledged_records_survive_kill_9(tmp_path: Path, fsync_s: str) -> No
     assert all(order == list(range(len(order))) for order in replayed.values())
 
 
-# When to fsync.
+# Time of the fsyncs
 
 
 class Clock:
-    """Time that passes only when told."""
+    """A clock that advances only when set."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -404,7 +404,7 @@ def test_write_segment_fsyncs_file_and_folder(tmp_path: Path, fsyncs: list[str])
     assert numbers(tmp_path) == [0]
 
 
-# Settings.
+# Settings
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Segment files: what is in them, what damage costs, and which are there."""
+"""Segment files: content, cost of damage, numbering."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ from streamrl.buffer.log.segment_file import (
 from streamrl.errors import JournalError
 from tests.buffer.journals import intact, note, numbers, opened, written
 
-# Records.
+# Records
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ async def test_writev_limits_and_short_writes_are_handled(
     assert numbers(tmp_path) == list(range(3000))
 
 
-# Damage.
+# Damage
 
 
 async def test_replay_skips_a_last_record_truncated_at_any_byte(
@@ -118,7 +118,7 @@ async def test_replay_skips_a_last_record_truncated_at_any_byte(
 
 
 async def test_replay_skips_a_last_record_with_unwritten_sectors(tmp_path: Path) -> None:
-    # As a file system leaves it that had the length on the disk, but not yet the data.
+    # A file system may persist the file's length before its data.
     journal = opened(tmp_path)
     await journal.append([note(0), note(1, os.urandom(5000))])
     await journal.close()
@@ -229,7 +229,7 @@ def test_reading_a_missing_record_names_file_and_offset(tmp_path: Path) -> None:
         read_record(tmp_path, RecordPosition(7, 5000, 10))
 
 
-# Segments.
+# Segments
 
 
 async def test_rotate_separates_earlier_from_later_records(tmp_path: Path) -> None:
