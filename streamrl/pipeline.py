@@ -68,16 +68,17 @@ class ScoringLimits:
 
 
 async def admit_prompts(
-    control: RunState, queue: ExperienceQueue, *, wait_s: float = POLL_WAIT_S
+    run_state: RunState, queue: ExperienceQueue, *, wait_s: float = POLL_WAIT_S
 ) -> None:
     """Waits for: credits. Produces: prompts in the queue, tagged with the version at admission."""
-    while not control.stop_requested.is_set():
+    while not run_state.stop_requested.is_set():
+        # Readmitted prompts need no credit, and may arrive during the wait for one.
         if (
-            control.prompts_to_insert
-            or await control.admission.wait_for_credit(wait_s)
-            or control.prompts_to_insert
+            run_state.prompts_to_insert
+            or await run_state.admission.wait_for_credit(wait_s)
+            or run_state.prompts_to_insert
         ):
-            await control.admit_prompts(queue)
+            await run_state.admit_prompts(queue)
 
 
 async def generate_rollouts(
@@ -206,19 +207,19 @@ async def score_groups(
 
 async def train_policy(
     stage: StageContext,
-    control: RunState,
+    run_state: RunState,
     trainers: Mapping[str, TrainerProtocol],
     config: PipelineConfig,
     *,
     report: Callable[[StepResult], Awaitable[None]],
 ) -> None:
     """Waits for: the groups of a step, trained as they arrive. Produces: the next version."""
-    while not control.admission.is_finished:
-        outcome = await train_step(stage, control, trainers, config)
+    while not run_state.admission.is_finished:
+        outcome = await train_step(stage, run_state, trainers, config)
         if outcome is None:
             break
         await report(outcome)
-    await control.publisher.wait_until_published()
+    await run_state.publisher.wait_until_published()
 
 
 async def follow_weights(
@@ -299,18 +300,18 @@ async def verify_weights(
     )
 
 
-async def watch_stalls(control: RunState, queue: ExperienceQueue, config: PipelineConfig) -> None:
+async def watch_stalls(run_state: RunState, queue: ExperienceQueue, config: PipelineConfig) -> None:
     """Waits for: work older than stall_s. Produces: a stall report and, if set, a redelivery."""
     reported: set[tuple[str, str, int]] = set()
     clock = asyncio.get_running_loop().time
-    while not control.stop_requested.is_set():
+    while not run_state.stop_requested.is_set():
         await asyncio.sleep(min(config.stall_s / 4, 10.0))
-        if clock() < control.progress_clock.last_progress_at + config.stall_s:
+        if clock() < run_state.progress_clock.last_progress_at + config.stall_s:
             continue  # the overdue work may be waiting for stages that hold its devices
         overdue = await queue.find_overdue(config.stall_s)
         new_stalls = [lease for lease in overdue if lease.stall_key not in reported]
         reported = {lease.stall_key for lease in overdue}
         if new_stalls:
-            control.on_stall(new_stalls)
+            run_state.on_stall(new_stalls)
         if config.on_stall == "redeliver":
             await queue.requeue_overdue(overdue)

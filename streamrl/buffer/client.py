@@ -143,13 +143,14 @@ class ExperienceQueue:
         """Insert prompts, admitted at `version`. Blocks while a shard is full.
 
         Calls `on_entered` with the inserted uids, batch by batch. Raises DeadlineError if a shard
-        admits none within `wait_s`; part of the prompts may be in the queue then. Pass an infinite
+        admits none within `wait_s`; some prompts may be in the queue then. Pass an infinite
         `wait_s` only if the consumer of these groups has a deadline.
         """
         entries = [_encode_entry(prompt, version) for prompt in prompts]
-        parts = self._route_entries([(entry[0], entry) for entry in entries])
+        by_shard = self._route_entries([(entry[0], entry) for entry in entries])
         await _gather_all(
-            _admit_entries(self.shards[i], p, wait_s, on_entered) for i, p in parts.items()
+            _admit_entries(self.shards[i], batch, wait_s, on_entered)
+            for i, batch in by_shard.items()
         )
 
     async def add_groups(
@@ -173,8 +174,10 @@ class ExperienceQueue:
             )
             for prompt, columns in groups
         ]
-        parts = self._route_entries([(entry[0], (entry, commit)) for entry, commit in entries])
-        await _gather_all(_add_entries(self.shards[i], part, wait_s) for i, part in parts.items())
+        by_shard = self._route_entries([(entry[0], (entry, commit)) for entry, commit in entries])
+        await _gather_all(
+            _add_entries(self.shards[i], batch, wait_s) for i, batch in by_shard.items()
+        )
 
     async def lease_groups(
         self,
@@ -238,13 +241,13 @@ class ExperienceQueue:
         # A pending grant may answer an earlier call for fewer columns; read the missing columns.
         incomplete = [
             grant.lease.uid
-            for grant, found in zip(grants, decoded, strict=True)
-            if not (grant.outcome or all(name in found for name in columns))
+            for grant, grant_columns in zip(grants, decoded, strict=True)
+            if not (grant.outcome or all(name in grant_columns for name in columns))
         ]
         reread = await self.read_columns(incomplete, columns) if incomplete else {}
         return [
-            _make_experience(grant, reread.get(grant.lease.uid, found), columns)
-            for grant, found in zip(grants, decoded, strict=True)
+            _make_experience(grant, reread.get(grant.lease.uid, grant_columns), columns)
+            for grant, grant_columns in zip(grants, decoded, strict=True)
         ]
 
     async def _await_grants(self, wanted: LeaseRequest, wait_s: float) -> None:
@@ -292,31 +295,33 @@ class ExperienceQueue:
         differ from the stage's declaration in name, shape or dtype.
         """
         commits = [_make_commit(lease, columns) for lease, columns in entries]
-        parts = self._route_entries([(commit.lease.uid, commit) for commit in commits])
+        by_shard = self._route_entries([(commit.lease.uid, commit) for commit in commits])
         refused = await _gather_all(
-            self.shards[i].commit_columns(part) for i, part in parts.items()
+            self.shards[i].commit_columns(batch) for i, batch in by_shard.items()
         )
         self._forget_leases(lease for lease, _ in entries)
-        return [uid for part in refused for uid in part]
+        return [uid for uids in refused for uid in uids]
 
     async def save_partials(self, entries: Sequence[tuple[GroupLease, Columns]]) -> None:
         """Save incomplete columns of leased work; each save replaces the previous save.
 
         `Experience.partial_rollouts` passes them to the next holder, unless the shard dies first.
         """
-        parts = self._route_entries(
+        by_shard = self._route_entries(
             [(lease.uid, _make_commit(lease, columns)) for lease, columns in entries]
         )
-        await _gather_all(self.shards[i].save_partials(part) for i, part in parts.items())
+        await _gather_all(self.shards[i].save_partials(batch) for i, batch in by_shard.items())
 
     async def fail_groups(self, entries: Sequence[tuple[GroupLease, StreamError]]) -> None:
-        parts = self._route_entries([(lease.uid, (lease, error)) for lease, error in entries])
-        await _gather_all(self.shards[i].fail_groups(part) for i, part in parts.items())
+        by_shard = self._route_entries([(lease.uid, (lease, error)) for lease, error in entries])
+        await _gather_all(self.shards[i].fail_groups(batch) for i, batch in by_shard.items())
         self._forget_leases(lease for lease, _ in entries)
 
     async def filter_groups(self, entries: Sequence[tuple[GroupLease, FilteredGroup]]) -> None:
-        parts = self._route_entries([(lease.uid, (lease, verdict)) for lease, verdict in entries])
-        await _gather_all(self.shards[i].filter_groups(part) for i, part in parts.items())
+        by_shard = self._route_entries(
+            [(lease.uid, (lease, verdict)) for lease, verdict in entries]
+        )
+        await _gather_all(self.shards[i].filter_groups(batch) for i, batch in by_shard.items())
         self._forget_leases(lease for lease, _ in entries)
 
     async def renew_leases(self) -> list[GroupLease]:
@@ -327,9 +332,13 @@ class ExperienceQueue:
 
     async def _renew_active(self) -> list[GroupLease]:
         self._renewed_at = _loop_time()
-        parts = self._route_entries([(lease.uid, lease) for lease in self._active_leases.values()])
-        lost = await _gather_all(self.shards[i].renew_leases(part) for i, part in parts.items())
-        newly_lost = [lease for part in lost for lease in part]
+        by_shard = self._route_entries(
+            [(lease.uid, lease) for lease in self._active_leases.values()]
+        )
+        lost = await _gather_all(
+            self.shards[i].renew_leases(batch) for i, batch in by_shard.items()
+        )
+        newly_lost = [lease for leases in lost for lease in leases]
         self._forget_leases(newly_lost)
         for pending in self._pending_grants.values():
             active = self._select_active(pending)
@@ -348,19 +357,19 @@ class ExperienceQueue:
 
     async def read_columns(self, uids: Iterable[str], columns: Sequence[str]) -> dict[str, Columns]:
         """Read columns of groups without a lease: for ranks that train a leased group."""
-        parts = self._route_entries([(uid, uid) for uid in uids])
+        by_shard = self._route_entries([(uid, uid) for uid in uids])
         shard_blobs = await _gather_all(
-            self.shards[i].read_columns(part, columns) for i, part in parts.items()
+            self.shards[i].read_columns(batch, columns) for i, batch in by_shard.items()
         )
         return {
             uid: _select_columns(blobs, columns)
-            for part, groups in zip(parts.values(), shard_blobs, strict=True)
-            for uid, blobs in zip(part, groups, strict=True)
+            for batch, groups in zip(by_shard.values(), shard_blobs, strict=True)
+            for uid, blobs in zip(batch, groups, strict=True)
         }
 
     async def find_uids_with(self, column: str) -> list[str]:
-        parts = await _gather_all(shard.find_uids_with(column) for shard in self.shards)
-        return [uid for part in parts for uid in part]
+        shard_uids = await _gather_all(shard.find_uids_with(column) for shard in self.shards)
+        return [uid for uids in shard_uids for uid in uids]
 
     async def wait_for_finished(self, *, wait_s: float) -> list[FinishedGroup]:
         """Return groups that ended and are not yet removed; [] if none ends within `wait_s`."""
@@ -368,14 +377,18 @@ class ExperienceQueue:
 
     async def remove_groups(self, uids: Sequence[str], version: int) -> None:
         """Remove trained or ended groups; `version` is in training from now on."""
-        parts = self._route_entries([(uid, uid) for uid in uids])
-        await _gather_all(self.shards[i].remove_groups(part, version) for i, part in parts.items())
+        by_shard = self._route_entries([(uid, uid) for uid in uids])
+        await _gather_all(
+            self.shards[i].remove_groups(batch, version) for i, batch in by_shard.items()
+        )
         self._forget_groups(uids)
 
     async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
         """Remove groups like `remove_groups` and return the statistics of the step, all shards."""
-        parts = self._route_entries([(uid, uid) for uid in uids])
-        steps = (shard.end_step(parts.get(i, []), version) for i, shard in enumerate(self.shards))
+        by_shard = self._route_entries([(uid, uid) for uid in uids])
+        steps = (
+            shard.end_step(by_shard.get(i, []), version) for i, shard in enumerate(self.shards)
+        )
         stats = merge_stats(await _gather_all(steps))
         self._forget_groups(uids)
         return stats
@@ -390,18 +403,18 @@ class ExperienceQueue:
         )
 
     async def find_overdue(self, age_s: float) -> list[OverdueLease]:
-        parts = await _gather_all(shard.find_overdue(age_s) for shard in self.shards)
-        return [lease for part in parts for lease in part]
+        shard_leases = await _gather_all(shard.find_overdue(age_s) for shard in self.shards)
+        return [lease for leases in shard_leases for lease in leases]
 
     async def requeue_overdue(self, overdue: Sequence[OverdueLease]) -> None:
         """Requeue overdue work if the lease is still active."""
-        parts = self._route_entries([(lease.uid, lease) for lease in overdue])
-        await _gather_all(self.shards[i].requeue_overdue(part) for i, part in parts.items())
+        by_shard = self._route_entries([(lease.uid, lease) for lease in overdue])
+        await _gather_all(self.shards[i].requeue_overdue(batch) for i, batch in by_shard.items())
 
     async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
         """Describe the holder of each group and the lease's age, for a stall message."""
-        parts = await _gather_all(shard.locate_groups(uids) for shard in self.shards)
-        return {uid: phrase for part in parts for uid, phrase in part.items()}
+        shard_phrases = await _gather_all(shard.locate_groups(uids) for shard in self.shards)
+        return {uid: phrase for phrases in shard_phrases for uid, phrase in phrases.items()}
 
     def _select_active(self, grants: Iterable[LeaseGrant]) -> list[LeaseGrant]:
         return [grant for grant in grants if _lease_key(grant.lease) in self._active_leases]
@@ -416,10 +429,10 @@ class ExperienceQueue:
         self._forget_leases([lease for lease in self._active_leases.values() if lease.uid in gone])
 
     def _route_entries(self, entries: Sequence[tuple[str, T]]) -> Mapping[int, list[T]]:
-        parts: dict[int, list[T]] = {}
+        by_shard: dict[int, list[T]] = {}
         for uid, entry in entries:
-            parts.setdefault(self.get_shard_index(uid), []).append(entry)
-        return parts
+            by_shard.setdefault(self.get_shard_index(uid), []).append(entry)
+        return by_shard
 
 
 async def _gather_all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -193,9 +193,9 @@ async def assemble_rounds(
             yield ReadyRounds(rounds, uids if complete else ())
 
 
-def add_metric_sums(total: dict[str, float], part: Mapping[str, float]) -> None:
+def add_metric_sums(total: dict[str, float], sums: Mapping[str, float]) -> None:
     """Add metric sums in place; for names that end in _max keep the maximum."""
-    for name, value in part.items():
+    for name, value in sums.items():
         if name.endswith("_max"):
             total[name] = max(total.get(name, value), value)
         else:

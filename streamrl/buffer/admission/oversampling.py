@@ -35,6 +35,7 @@ class OversamplingController:
     def factor(self) -> float:
         if self._fixed_factor is not None:
             return self._fixed_factor
+        # Example: 26 of the last 256 decisions kept the group: (256 + 4) / (26 + 4) = 8.7.
         return min(
             MAX_FACTOR, (len(self._verdicts) + PRIOR_KEPT) / (self._num_kept_lately + PRIOR_KEPT)
         )

@@ -114,6 +114,9 @@ class AdmissionController:
         limit = compute_credit_limit(
             self.published_version, depth=self._depth, groups_per_step=per_step
         )
+        # Credits not spent by trained or kept groups, times the factor, minus the undecided groups
+        # that already use them. Example: limit 8, 3 trained, 1 kept, 2 undecided, factor 2:
+        # missing = 8 - 4 = 4, credit = 4 * 2 - 2 = 6.
         undecided = in_flight - self.oversampling.num_kept
         missing = min(limit, self._total_groups) - (self.ledger.num_credits_spent - undecided)
         credit = math.floor(missing * self.oversampling.factor) - undecided
