@@ -25,9 +25,9 @@ def test_waiting_lease_call_returns_when_any_shard_gets_a_prompt() -> None:
         )
         await asyncio.sleep(5.0)
         await queue.admit_prompts([prompt("0:7:0")], 0)
-        (found,) = await waiting
-        assert found.uid == "0:7:0"
-        assert found.prompt is not None and found.prompt.token_ids.tolist() == [1, 2]
+        (group,) = await waiting
+        assert group.uid == "0:7:0"
+        assert group.prompt is not None and group.prompt.token_ids.tolist() == [1, 2]
         assert asyncio.get_running_loop().time() < 6.0
 
     run_virtual(main())
@@ -48,9 +48,9 @@ def test_request_outlives_the_call() -> None:
         await asyncio.sleep(1.0)
         # The request of the first call was answered while nobody waited for it.
         started = asyncio.get_running_loop().time()
-        (found,) = await queue.lease_groups("generate", max_groups=2, columns=(), wait_s=1.0)
+        (group,) = await queue.lease_groups("generate", max_groups=2, columns=(), wait_s=1.0)
         assert asyncio.get_running_loop().time() == started
-        assert found.uid == "0:0:0"
+        assert group.uid == "0:0:0"
 
     run_virtual(main())
 
@@ -76,10 +76,10 @@ def test_max_tokens_bounds_a_call_except_a_single_group() -> None:
         await queue.admit_prompts([prompt(uid) for uid in UIDS[:7]], 0)
         await do(queue, "generate", rollouts())
         counts = []
-        while found := await queue.lease_groups(
+        while groups := await queue.lease_groups(
             "reward", max_groups=9, columns=(), wait_s=1.0, max_tokens=20
         ):
-            counts.append(len(found))
+            counts.append(len(groups))
         assert max(counts) <= 2 and sum(counts) == 7, "10 tokens each"
 
     run_virtual(main())
@@ -106,13 +106,15 @@ def test_group_larger_than_max_tokens_is_leased_alone() -> None:
 def test_request_is_divided_among_the_shards() -> None:
     async def main() -> None:
         shards = local_shards(2)
-        mine, yours = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
-        await mine.admit_prompts([prompt(uid) for uid in UIDS], 0)
+        my_queue, your_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
+        await my_queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
         assert (
-            0 < len(await mine.lease_groups("generate", max_groups=4, columns=(), wait_s=1.0)) <= 4
+            0
+            < len(await my_queue.lease_groups("generate", max_groups=4, columns=(), wait_s=1.0))
+            <= 4
         )
         await asyncio.sleep(1.0)
-        assert len(await take_all(yours, "generate")) == len(UIDS) - 4
+        assert len(await take_all(your_queue, "generate")) == len(UIDS) - 4
 
     run_virtual(main())
 
@@ -148,7 +150,7 @@ def test_request_is_retried_after_a_shard_restart_and_gets_the_same_leases() -> 
         assert len(first) == 3
         second = await queue.lease_groups("generate", max_groups=20, columns=(), wait_s=1.0)
         assert len(second) == 17
-        assert await queue.commit_columns([(one.lease, rollouts()) for one in first]) == []
+        assert await queue.commit_columns([(group.lease, rollouts()) for group in first]) == []
 
     run_virtual(main())
 
@@ -164,13 +166,13 @@ def test_pending_grants_are_renewed() -> None:
         assert queue.renew_interval_s == float("inf"), "nothing is held"
         (first,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
         assert queue.renew_interval_s == pytest.approx(10.0 / 3)
-        taken = {one.uid for one in await take_all(other, "generate")}
+        taken_uids = {group.uid for group in await take_all(other, "generate")}
         for _ in range(5):
             await asyncio.sleep(queue.renew_interval_s)
             assert await queue.renew_leases() == []
             await other.renew_leases()
         assert not await take_all(other, "generate")
-        assert first.uid not in taken
+        assert first.uid not in taken_uids
 
     run_virtual(main())
 
@@ -185,13 +187,13 @@ def test_lost_leases_are_reported_once_and_not_returned() -> None:
         await asyncio.sleep(1.0)
         # One group in each shard: the second reply comes after the call has returned.
         await queue.admit_prompts([prompt("0:0:0")], 0)
-        (held,) = await asking
+        (pending,) = await asking
         await queue.admit_prompts([prompt(uid) for uid in UIDS[1:4]], 0)
         await asyncio.sleep(11.0)
-        taken = [one.uid for one in await take_all(other, "generate")]
-        assert held.uid in taken
+        taken_uids = [group.uid for group in await take_all(other, "generate")]
+        assert pending.uid in taken_uids
         lost = {lease.uid for lease in await queue.renew_leases()}
-        assert held.uid in lost and lost <= set(taken) and len(lost) > 1
+        assert pending.uid in lost and lost <= set(taken_uids) and len(lost) > 1
         assert await queue.renew_leases() == []
         assert not await queue.lease_groups("generate", max_groups=2, columns=(), wait_s=1.0)
 
@@ -205,11 +207,11 @@ def test_lost_pending_grants_are_not_returned() -> None:
         await queue.admit_prompts([prompt(uid) for uid in UIDS[:2]], 0)
         assert {queue.get_shard_index(uid) for uid in UIDS[:2]} == {0, 1}
         # Both shards reply at once, and one group is enough.
-        (held,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+        (pending,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
         await asyncio.sleep(11.0)
-        taken = {one.uid for one in await take_all(other, "generate")}
-        assert taken == {lease.uid for lease in await queue.renew_leases()} == set(UIDS[:2])
-        assert held.uid in taken
+        taken_uids = {group.uid for group in await take_all(other, "generate")}
+        assert taken_uids == {lease.uid for lease in await queue.renew_leases()} == set(UIDS[:2])
+        assert pending.uid in taken_uids
         assert not await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
 
     run_virtual(main())
@@ -238,11 +240,11 @@ def test_coordinator_does_not_renew_and_forgets_removed_groups() -> None:
         await finish(queue)
         (ready,) = await take_all(queue, "train")
         assert queue.renew_interval_s == float("inf")
-        left = weakref.ref(ready.lease)
+        released = weakref.ref(ready.lease)
         del ready
         await queue.remove_groups(["0:0:0"], 1)
         gc.collect()
-        assert left() is None
+        assert released() is None
 
     run_virtual(main())
 
@@ -258,9 +260,9 @@ def test_grant_for_other_columns_is_not_lost() -> None:
         await finish(queue)
         await asyncio.sleep(1.0)  # the first request is answered while nobody waits
         wanted = ("scores", "token_ids")
-        (one,) = await queue.lease_groups("train", max_groups=1, columns=wanted, wait_s=1.0)
-        assert one.columns.keys() == set(wanted)
-        assert one.columns["token_ids"].tolist() == rollouts()["token_ids"].tolist()
+        (group,) = await queue.lease_groups("train", max_groups=1, columns=wanted, wait_s=1.0)
+        assert group.columns.keys() == set(wanted)
+        assert group.columns["token_ids"].tolist() == rollouts()["token_ids"].tolist()
 
     run_virtual(main())
 
@@ -276,8 +278,8 @@ def test_grants_that_fail_to_decode_stay_for_the_next_call() -> None:
         with pytest.raises(StreamError, match=r"no \['nope'\] are in the queue"):
             await queue.lease_groups("reward", max_groups=1, columns=("nope",), wait_s=1.0)
         (second,) = await queue.lease_groups("reward", max_groups=1, columns=columns, wait_s=1.0)
-        held = await queue.locate_groups([first.uid, second.uid])
-        assert all(phrase.startswith("held by me") for phrase in held.values())
+        holders = await queue.locate_groups([first.uid, second.uid])
+        assert all(phrase.startswith("held by me") for phrase in holders.values())
         others = set(UIDS) - {first.uid, second.uid}
         phrases = (await queue.locate_groups(sorted(others))).values()
         assert not any(phrase.startswith("held") for phrase in phrases)
@@ -292,10 +294,10 @@ def test_pending_grants_do_not_expire_during_other_work() -> None:
         await queue.admit_prompts([prompt(uid) for uid in uids], 0)
         done = []
         for _ in range(12):
-            (one,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+            (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
             await asyncio.sleep(6.0)  # each well within its lease
-            assert await queue.commit_columns([(one.lease, rollouts())]) == []
-            done.append((one.uid, one.lease.attempt))
+            assert await queue.commit_columns([(group.lease, rollouts())]) == []
+            done.append((group.uid, group.lease.attempt))
         assert sorted(done) == sorted((uid, 1) for uid in uids)
 
     run_virtual(main())
@@ -305,10 +307,10 @@ def test_lease_lost_during_a_lease_call_is_reported_by_the_next_renewal() -> Non
     async def main() -> None:
         queue = queue_of(1)
         await queue.admit_prompts([prompt("0:0:0")], 0)
-        (one,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+        (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
         await asyncio.sleep(30.0)
         (again,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-        assert await queue.renew_leases() == [one.lease]
+        assert await queue.renew_leases() == [group.lease]
         assert await queue.renew_leases() == []
         assert await queue.commit_columns([(again.lease, rollouts())]) == []
 
@@ -319,10 +321,10 @@ def test_lost_lease_with_a_refused_commit_is_not_reported_again() -> None:
     async def main() -> None:
         queue = queue_of(1)
         await queue.admit_prompts([prompt("0:0:0")], 0)
-        (one,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+        (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
         await asyncio.sleep(30.0)
         (again,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-        assert await queue.commit_columns([(one.lease, rollouts())]) == ["0:0:0"]
+        assert await queue.commit_columns([(group.lease, rollouts())]) == ["0:0:0"]
         assert await queue.renew_leases() == []
         assert await queue.commit_columns([(again.lease, rollouts())]) == []
 
@@ -335,7 +337,7 @@ def test_grants_are_returned_only_after_a_due_renewal() -> None:
         queue = ExperienceQueue(shards, "me")
         uids = [next(uid for uid in UIDS if queue.get_shard_index(uid) == i) for i in range(2)]
         await queue.admit_prompts([prompt(uid) for uid in uids], 0)
-        (one,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+        (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
         await asyncio.sleep(6.0)  # the other shard has answered as well, and leases are due
         await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)  # and they are in the logs
         for shard in shards:
@@ -344,7 +346,7 @@ def test_grants_are_returned_only_after_a_due_renewal() -> None:
         for shard in shards:
             shard.revive()
         (two,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=10.0)
-        assert {one.uid, two.uid} == set(uids)
+        assert {group.uid, two.uid} == set(uids)
 
     run_virtual(main())
 
@@ -354,7 +356,7 @@ def test_lease_call_ends_in_time_if_a_renewal_hangs() -> None:
         shards = local_shards(1)
         queue, clock = ExperienceQueue(shards, "me"), asyncio.get_running_loop().time
         await queue.admit_prompts([prompt("0:0:0")], 0)
-        (one,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+        (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
         await queue.admit_prompts([prompt("0:1:0")], 0)  # and the lease is in the log
         await asyncio.sleep(6.0)
         shards[0].kill()
@@ -363,7 +365,9 @@ def test_lease_call_ends_in_time_if_a_renewal_hangs() -> None:
         assert clock() == before + 1.0
         shards[0].revive()
         (two,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-        assert await queue.commit_columns([(one.lease, rollouts()), (two.lease, rollouts())]) == []
+        assert (
+            await queue.commit_columns([(group.lease, rollouts()), (two.lease, rollouts())]) == []
+        )
 
     run_virtual(main())
 
@@ -374,7 +378,7 @@ def test_lease_that_expired_during_a_pause_is_not_returned() -> None:
         await queue.admit_prompts([prompt(f"0:{i}:0") for i in range(8)], 0)
         assert await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
         await asyncio.sleep(30.0)
-        (one,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
-        assert await queue.commit_columns([(one.lease, rollouts())]) == []
+        (group,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=1.0)
+        assert await queue.commit_columns([(group.lease, rollouts())]) == []
 
     run_virtual(main())

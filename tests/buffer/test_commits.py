@@ -53,8 +53,8 @@ def test_late_and_duplicate_commits_are_refused() -> None:
 def test_commit_for_an_ended_group_is_refused_but_not_counted() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
-        (one,) = await take(shard, "generate")
-        await put(shard, (one.lease, rollouts()))
+        (group,) = await take(shard, "generate")
+        await put(shard, (group.lease, rollouts()))
         (judged,), (referred,) = await take(shard, "reward"), await take(shard, "reference")
         shard.filter_groups([(judged.lease, FilteredGroup("not worth it"))])
         assert await put(shard, (referred.lease, REFERENCE)) == ["a"]
@@ -83,15 +83,15 @@ def test_wait_for_finished_reports_groups_until_removal() -> None:
         await admit(shard, "a", "b")
         assert await shard.wait_for_finished(wait_s=2.0) == []
         assert clock() == pytest.approx(2.0, abs=0.1)
-        generated = [(one.lease, rollouts()) for one in await take(shard, "generate")]
+        generated = [(group.lease, rollouts()) for group in await take(shard, "generate")]
         await put(shard, *generated)
         first, _ = await take(shard, "reward")
         waiting = asyncio.create_task(shard.wait_for_finished(wait_s=60.0))
         await asyncio.sleep(1.0)
         shard.filter_groups([(first.lease, FilteredGroup("not worth it"))])
         began = clock()
-        for told in (await waiting, await shard.wait_for_finished(wait_s=60.0)):
-            (farewell,) = told
+        for finished in (await waiting, await shard.wait_for_finished(wait_s=60.0)):
+            (farewell,) = finished
             assert (farewell.uid, farewell.outcome.reason) == ("a", "not worth it")
             assert farewell.info is not None and farewell.info.num_loss_tokens > 0
         assert clock() == pytest.approx(began, abs=0.1)
@@ -104,7 +104,7 @@ def test_wait_for_finished_reports_groups_until_removal() -> None:
 def test_find_uids_with_returns_groups_that_have_the_column() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", "b", "c")
-        await put(shard, *((one.lease, rollouts()) for one in await take(shard, "generate")))
+        await put(shard, *((group.lease, rollouts()) for group in await take(shard, "generate")))
         first, second, _ = await take(shard, "reward")
         assert shard.find_uids_with("scores") == []
         await put(shard, (first.lease, SCORES))
@@ -117,8 +117,8 @@ def test_find_uids_with_returns_groups_that_have_the_column() -> None:
 def test_concurrent_duplicate_commits_are_accepted_once() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
-        (one,) = await take(shard, "generate")
-        generated = (one.lease, rollouts())
+        (group,) = await take(shard, "generate")
+        generated = (group.lease, rollouts())
         assert await put(shard, generated, generated) == ["a"]
         (scoring,) = await take(shard, "reward")
         scored = (scoring.lease, SCORES)
@@ -132,11 +132,11 @@ def test_group_is_not_granted_while_its_commit_is_written() -> None:
     async def main() -> None:
         shard = make_shard(log=MemoryLog(write_s=30.0), hedge_s=1.0)
         await admit(shard, "a", wait_s=100.0)
-        (one,) = await take(shard, "generate")
-        writing = asyncio.create_task(put(shard, (one.lease, rollouts())))
+        (group,) = await take(shard, "generate")
+        writing = asyncio.create_task(put(shard, (group.lease, rollouts())))
         await asyncio.sleep(1.0)
         assert not await take(shard, "generate", holder="you", wait_s=15.0)
-        assert shard.renew_leases([one.lease]) == [one.lease]
+        assert shard.renew_leases([group.lease]) == [group.lease]
         assert not await take(shard, "reward"), "what is not yet safe is not handed on"
         assert await writing == []
         scoring, reference = await take(shard, "reward"), await take(shard, "reference")
@@ -156,11 +156,13 @@ def test_commit_is_void_if_its_group_ends_while_it_is_written() -> None:
         await do(shard, "generate")
         references = await take(shard, "reference")
         ending, leaving = await take(shard, "reward")
-        left = asyncio.create_task(shard.remove_groups(["b"], 1))
-        writing = asyncio.create_task(put(shard, *((one.lease, REFERENCE) for one in references)))
+        removing = asyncio.create_task(shard.remove_groups(["b"], 1))
+        writing = asyncio.create_task(
+            put(shard, *((group.lease, REFERENCE) for group in references))
+        )
         await asyncio.sleep(1.0)
         shard.fail_groups([(ending.lease, DeadlineError("no verdict"))])
-        await left
+        await removing
         await writing
         assert leaving.uid == "b" and shard.get_stats().uids == ("a",)
         (ended,) = await take(shard, "train")
@@ -206,8 +208,8 @@ def test_extra_columns_are_kept() -> None:
         await admit(shard, "a")
         await do(shard, "generate")
         (scoring,) = await take(shard, "reward")
-        more = {**SCORES, "reward/exact": np.zeros(2, np.float32)}
-        await put(shard, (scoring.lease, more))
+        extra_columns = {**SCORES, "reward/exact": np.zeros(2, np.float32)}
+        await put(shard, (scoring.lease, extra_columns))
         (blobs,) = shard.read_columns(["a"], ["reward/exact"])
         assert len(blobs) == 1
 
@@ -224,9 +226,9 @@ def test_journal_error_reaches_the_committer() -> None:
     async def main() -> None:
         shard = make_shard(log=FullDisk())
         await admit(shard, "a")
-        (one,) = await take(shard, "generate")
+        (group,) = await take(shard, "generate")
         with pytest.raises(JournalError, match="no space left"):
-            await put(shard, (one.lease, rollouts()))
+            await put(shard, (group.lease, rollouts()))
         assert not await take(shard, "reward")
 
     run_virtual(main())
@@ -259,7 +261,7 @@ def test_add_groups_completes_a_group_with_only_its_prompt_journaled() -> None:
         await admit(shard, "a")
         await shard.add_groups([entry("a")], [made("a", rollouts())], wait_s=1.0)
         assert not await take(shard, "generate")
-        assert [one.uid for one in await take(shard, "reward")] == ["a"]
+        assert [group.uid for group in await take(shard, "reward")] == ["a"]
 
     on_shard(test)
 
@@ -271,12 +273,12 @@ def test_half_inserted_group_is_completed_once() -> None:
             *(shard.add_groups([entry("a")], [made("a", rollouts())], wait_s=1.0) for _ in range(2))
         )
         assert shard.get_stats().num_bytes == len(encode_columns(rollouts()))
-        (lease,) = (one.lease for one in await take(shard, "generate"))
+        (lease,) = (group.lease for group in await take(shard, "generate"))
         late = shard.add_groups([entry("b")], [made("b", rollouts(version=9))], wait_s=1.0)
         refused, _ = await asyncio.gather(put(shard, (lease, rollouts(version=1))), late)
         assert refused == []
         scoring = await take(shard, "reward", ("policy_version",))
-        assert [one.columns["policy_version"].max() for one in scoring] == [0, 1]
+        assert [group.columns["policy_version"].max() for group in scoring] == [0, 1]
 
     on_shard(test, log=MemoryLog())
 
@@ -324,29 +326,29 @@ def test_contract_violations_raise_with_stage_and_columns() -> None:
             await shard.add_groups(
                 [entry("b")], [commit(GroupLease(0, "b", "reward", 0, 0), SCORES)], wait_s=1
             )
-        (one,) = await take(shard, "generate")
+        (group,) = await take(shard, "generate")
         with pytest.raises(ContractError, match=r"generate committed \['scores'\] for a: another"):
-            await put(shard, (one.lease, {**rollouts(), **SCORES}))
+            await put(shard, (group.lease, {**rollouts(), **SCORES}))
         unsampled = {**rollouts(), "loss_mask": np.zeros(10, np.bool_)}
         with pytest.raises(ContractError, match="group a: no token of it was sampled"):
-            await put(shard, (one.lease, unsampled))
+            await put(shard, (group.lease, unsampled))
         unversioned = {**rollouts(), "policy_version": np.full(10, -1, np.int32)}
         with pytest.raises(ContractError, match="group a: a sampled token has no policy_version"):
-            await put(shard, (one.lease, unversioned))
+            await put(shard, (group.lease, unversioned))
         negative = {**rollouts(), "lengths": np.array([12, -2], np.int32)}
         with pytest.raises(ContractError, match="group a: a rollout of -2 tokens"):
-            await put(shard, (one.lease, negative))
+            await put(shard, (group.lease, negative))
         none = {**rollouts(), "lengths": np.zeros(0, np.int32)}
         with pytest.raises(ContractError, match="group a: a rollout of 0 tokens"):
-            await put(shard, (one.lease, none))
+            await put(shard, (group.lease, none))
         uneven = {**rollouts(), "loss_mask": np.ones(9, np.bool_)}
         with pytest.raises(ContractError, match=r"policy_version\[10\], loss_mask\[9\]"):
-            await put(shard, (one.lease, uneven))
+            await put(shard, (group.lease, uneven))
         for name in ("foo", 7):
             with pytest.raises(ContractError, match=f"column {name}: there is no such column"):
-                more: dict[Any, Any] = {name: np.zeros(2, np.float32)}
-                await put(shard, (one.lease, {**rollouts(), **more}))
-        assert await put(shard, (one.lease, rollouts())) == []
+                extra_columns: dict[Any, Any] = {name: np.zeros(2, np.float32)}
+                await put(shard, (group.lease, {**rollouts(), **extra_columns}))
+        assert await put(shard, (group.lease, rollouts())) == []
 
     on_shard(test)
 

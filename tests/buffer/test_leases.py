@@ -46,7 +46,7 @@ def test_expired_lease_wakes_waiting_requests() -> None:
 def test_renewed_lease_is_kept_and_expired_lease_is_lost() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
-        kept, lost = (one.lease for one in await take(shard, "generate", holder="generator-0"))
+        kept, lost = (group.lease for group in await take(shard, "generate", holder="generator-0"))
         for _ in range(5):
             await asyncio.sleep(6.0)
             shard.renew_leases([kept])
@@ -60,9 +60,9 @@ def test_renewed_lease_is_kept_and_expired_lease_is_lost() -> None:
 def test_renewal_restarts_the_full_term() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
-        (one,) = await take(shard, "generate")
+        (group,) = await take(shard, "generate")
         await asyncio.sleep(7.0)
-        shard.renew_leases([one.lease])
+        shard.renew_leases([group.lease])
         await take(shard, "generate", wait_s=60.0)
         assert now() == pytest.approx(17.0, abs=0.1)
 
@@ -72,7 +72,7 @@ def test_renewal_restarts_the_full_term() -> None:
 def test_renewal_reports_ended_and_removed_groups_as_lost() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"abc")
-        leases = [one.lease for one in await take(shard, "generate")]
+        leases = [group.lease for group in await take(shard, "generate")]
         await put(shard, (leases[0], rollouts()))
         await shard.remove_groups(["b"], 0)
         shard.fail_groups([(leases[2], DeadlineError("no"))])
@@ -85,8 +85,8 @@ def test_group_is_dropped_after_too_many_expired_leases() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         for attempt in (1, 2):
-            (one,) = await take(shard, "generate", wait_s=60.0, holder="generator-0")
-            assert one.lease.attempt == attempt
+            (group,) = await take(shard, "generate", wait_s=60.0, holder="generator-0")
+            assert group.lease.attempt == attempt
         (ended,) = await take(shard, "train", wait_s=60.0)
         assert now() == pytest.approx(20.0, abs=0.1)
         assert ended.outcome == GroupOutcome(
@@ -113,9 +113,9 @@ def test_commit_before_expiry_is_accepted() -> None:
     async def main() -> None:
         shard = make_shard(log=MemoryLog(write_s=5.0))
         await admit(shard, "a", wait_s=10.0)
-        (one,) = await take(shard, "generate")
+        (group,) = await take(shard, "generate")
         await asyncio.sleep(9.0)
-        writing = asyncio.create_task(put(shard, (one.lease, rollouts())))
+        writing = asyncio.create_task(put(shard, (group.lease, rollouts())))
         # The lease expires at 10 s; the commit is durable at 14 s.
         assert not await take(shard, "generate", wait_s=3.0)
         assert await writing == []
@@ -127,9 +127,9 @@ def test_commit_before_expiry_is_accepted() -> None:
 def test_commit_after_expiry_is_refused_even_without_another_holder() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
-        (one,) = await take(shard, "generate")
+        (group,) = await take(shard, "generate")
         await asyncio.sleep(10.0)
-        assert await put(shard, (one.lease, rollouts())) == ["a"]
+        assert await put(shard, (group.lease, rollouts())) == ["a"]
         assert len(await take(shard, "generate")) == 1
 
     on_shard(test)
@@ -209,8 +209,8 @@ def test_unleased_work_goes_before_hedges() -> None:
         await take(shard, "generate", holder="generator-0")
         await asyncio.sleep(5.0)
         await admit(shard, "b")
-        taken = [await take(shard, "generate", holder="generator-1") for _ in range(2)]
-        assert [one.uid for (one,) in taken] == ["b", "a"]
+        granted = [await take(shard, "generate", holder="generator-1") for _ in range(2)]
+        assert [group.uid for (group,) in granted] == ["b", "a"]
 
     on_shard(test, hedge_s=4.0)
 
@@ -224,8 +224,8 @@ def test_slowest_work_is_hedged_first_and_only_granted_hedges_count() -> None:
         await take(shard, "reward", holder="reward-0")
         await asyncio.sleep(5.0)
         # Each group has 10 tokens.
-        (one,) = await take(shard, "reward", holder="reward-1", max_tokens=10)
-        assert one.uid == "a"
+        (group,) = await take(shard, "reward", holder="reward-1", max_tokens=10)
+        assert group.uid == "a"
         assert shard.get_stats().counts["hedged"] == 1
 
     on_shard(test, hedge_s=4.0)
@@ -250,8 +250,8 @@ def test_hedged_group_is_dropped_with_the_last_cause() -> None:
         (slow,) = await take(shard, "generate", holder="generator-0")
         await asyncio.sleep(5.0)
         (quick,) = await take(shard, "generate", holder="generator-1")
-        for one, text in ((quick, "second"), (slow, "first")):
-            shard.fail_groups([(one.lease, DeadlineError(text))])
+        for group, text in ((quick, "second"), (slow, "first")):
+            shard.fail_groups([(group.lease, DeadlineError(text))])
         (ended,) = await take(shard, "train")
         assert ended.outcome == GroupOutcome("deadline", "first")
 
@@ -318,9 +318,9 @@ def test_overdue_work_is_found_even_if_renewed() -> None:
             await asyncio.sleep(6.0)
             shard.renew_leases([slow.lease])
         await take(shard, "generate", holder="generator-1")
-        found = shard.find_overdue(20.0)
-        assert found == [OverdueLease("a", "generate", "generator-0", 1, 24.0)]
-        assert found[0].stall_key == ("a", "generate", 1)
+        overdue = shard.find_overdue(20.0)
+        assert overdue == [OverdueLease("a", "generate", "generator-0", 1, 24.0)]
+        assert overdue[0].stall_key == ("a", "generate", 1)
         assert shard.renew_leases([slow.lease]) == [], "it was only named"
 
     on_shard(test)
@@ -332,10 +332,10 @@ def test_overdue_work_can_be_requeued() -> None:
         for attempt in (1, 2):
             (slow,) = await take(shard, "generate", holder="generator-0")
             await asyncio.sleep(9.0)
-            (found,) = shard.find_overdue(8.0)
-            assert found.attempt == attempt
+            (overdue,) = shard.find_overdue(8.0)
+            assert overdue.attempt == attempt
             for _ in range(2):
-                shard.requeue_overdue([found])
+                shard.requeue_overdue([overdue])
             assert shard.renew_leases([slow.lease]) == [slow.lease]
         (ended,) = await take(shard, "train")
         assert ended.outcome == GroupOutcome(
@@ -354,8 +354,8 @@ def test_lease_tokens_are_unique_across_incarnations() -> None:
         for _ in range(5):
             shard = make_shard(log=log, book=recover(STAGES, log), session="run")
             await admit(shard, *"abc")
-            taken = await take(shard, "generate", max_groups=1, holder="generator-0")
-            tokens += [one.lease.token for one in taken]
+            granted = await take(shard, "generate", max_groups=1, holder="generator-0")
+            tokens += [group.lease.token for group in granted]
             # Killed before records of append_nowait are on disk.
             log = log.crash()
         assert len(tokens) == 5 and len(set(tokens)) == 5
@@ -369,8 +369,8 @@ def test_lease_tokens_are_unique_even_if_the_open_record_is_damaged() -> None:
         for life in range(3):
             shard = make_shard(log=log, book=recover(STAGES, log), session="run")
             await admit(shard, f"{life}")
-            (one,) = await take(shard, "generate")
-            tokens.append(one.lease.token)
+            (group,) = await take(shard, "generate")
+            tokens.append(group.lease.token)
             await log.append([])
             if life == 1:
                 (lost,) = (r for r in log.records if r.meta.get("incarnation") == 2)

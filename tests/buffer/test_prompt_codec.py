@@ -26,12 +26,12 @@ VALUES = [
 
 def prompt(value: Any) -> Prompt:
     extra = {"value": value}
-    said = [{"role": "user", "content": "1+1"}]
-    return Prompt("0:1:0", np.array([1, 2], np.int32), said, "set", value, extra, "rows:3", False)
+    chat = [{"role": "user", "content": "1+1"}]
+    return Prompt("0:1:0", np.array([1, 2], np.int32), chat, "set", value, extra, "rows:3", False)
 
 
-def fields(found: Prompt) -> list[Any]:
-    return [found.token_ids.tolist(), *(getattr(found, name) for name in NAMES)]
+def fields(decoded: Prompt) -> list[Any]:
+    return [decoded.token_ids.tolist(), *(getattr(decoded, name) for name in NAMES)]
 
 
 NAMES = [name for name in Prompt.__struct_fields__ if name != "token_ids"]
@@ -39,15 +39,15 @@ NAMES = [name for name in Prompt.__struct_fields__ if name != "token_ids"]
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_prompt_with_any_row_value_round_trips(value: Any) -> None:
-    found = decode_prompt(encode_prompt(prompt(value)))
-    assert fields(found) == fields(prompt(value))
-    assert type(found.ground_truth) is type(value)
-    assert found.token_ids.dtype == np.int32
+    decoded = decode_prompt(encode_prompt(prompt(value)))
+    assert fields(decoded) == fields(prompt(value))
+    assert type(decoded.ground_truth) is type(value)
+    assert decoded.token_ids.dtype == np.int32
 
 
 def test_numpy_numbers_and_tuples_become_plain_values() -> None:
-    found = decode_prompt(encode_prompt(prompt((np.float32(0.5), np.array([1, 2])))))
-    assert found.ground_truth == [0.5, [1, 2]]
+    decoded = decode_prompt(encode_prompt(prompt((np.float32(0.5), np.array([1, 2])))))
+    assert decoded.ground_truth == [0.5, [1, 2]]
 
 
 def test_unsupported_value_raises_with_its_type() -> None:

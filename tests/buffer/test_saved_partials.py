@@ -16,26 +16,26 @@ from tests.buffer.shards import WITH_A_GREEDY_ONE, admit, commit, on_shard, roll
 
 def partial(tokens: int) -> Columns:
     """Two rollouts of a two-token prompt with so many sampled tokens."""
-    one = Rollout.from_single_turn(
+    rollout = Rollout.from_single_turn(
         np.array([1, 2], np.int32),
         [5] * tokens,
         logprobs=[-1.0] * tokens,
         versions=[0] * tokens,
         finish_reason=FinishReason.ABORT,
     )
-    return rollouts_to_columns([one, one])
+    return rollouts_to_columns([rollout, rollout])
 
 
 async def leased(shard: QueueShard, holder: str = "a", stage: str = "generate") -> GroupLease:
-    (one,) = await take(shard, stage, holder=holder)
-    return one.lease
+    (group,) = await take(shard, stage, holder=holder)
+    return group.lease
 
 
 async def begun(shard: QueueShard, holder: str, stage: str = "generate") -> tuple[GroupLease, int]:
     """Lease again; return the lease and the tokens of each partial rollout."""
     (grant,) = await shard.lease_groups(LeaseRequest(stage, holder, 1), wait_s=0.0)
-    found = [decode_columns(blob)["lengths"] for blob in grant.partial_rollouts]
-    return grant.lease, int(found[0][0]) - 2 if found else 0
+    lengths = [decode_columns(blob)["lengths"] for blob in grant.partial_rollouts]
+    return grant.lease, int(lengths[0][0]) - 2 if lengths else 0
 
 
 @pytest.mark.parametrize("died", [True, False])

@@ -114,9 +114,9 @@ def test_waiting_requests_share_ready_groups() -> None:
         ]
         await asyncio.sleep(1.0)
         await admit(shard, *"abcdefg")
-        taken = await asyncio.gather(*waiting)
-        assert [len(groups) for groups in taken] == [3, 2, 2]
-        assert [g.lease.holder for groups in taken for g in groups][2:4] == [
+        batches = await asyncio.gather(*waiting)
+        assert [len(groups) for groups in batches] == [3, 2, 2]
+        assert [g.lease.holder for groups in batches for g in groups][2:4] == [
             "generator-0",
             "generator-1",
         ]
@@ -138,16 +138,16 @@ def test_ended_requests_get_no_share() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "taken"), [(None, 4), (40, 4), (39, 3), (20, 2), (19, 1), (1, 1)]
+    ("max_tokens", "num_groups"), [(None, 4), (40, 4), (39, 3), (20, 2), (19, 1), (1, 1)]
 )
 def test_max_tokens_bounds_a_grant_except_a_single_group(
-    max_tokens: int | None, taken: int
+    max_tokens: int | None, num_groups: int
 ) -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"abcd")
         await do(shard, "generate")
         # Each group has 10 tokens.
-        assert len(await take(shard, "reward", max_tokens=max_tokens)) == taken
+        assert len(await take(shard, "reward", max_tokens=max_tokens)) == num_groups
 
     on_shard(test)
 
@@ -170,8 +170,8 @@ def test_retried_request_gets_the_same_leases() -> None:
         (other,) = await take(shard, "generate", holder="you", request="me/0")
         assert other.uid == "c"
         await put(shard, (first[0].lease, rollouts()))
-        left = await take(shard, "generate", max_groups=2, request="me/0")
-        assert [g.lease for g in left] == [first[1].lease]
+        remaining = await take(shard, "generate", max_groups=2, request="me/0")
+        assert [g.lease for g in remaining] == [first[1].lease]
         assert not await take(shard, "generate", max_groups=2, request="me/1")
 
     on_shard(test)
@@ -185,7 +185,7 @@ def test_request_retried_while_waiting_is_granted_once() -> None:
         await asyncio.sleep(1.0)
         await admit(shard, "a", "b")
         assert await lost == []
-        assert [one.uid for one in await again] == ["a", "b"]
+        assert [group.uid for group in await again] == ["a", "b"]
 
     on_shard(test)
 
@@ -193,9 +193,9 @@ def test_request_retried_while_waiting_is_granted_once() -> None:
 def test_request_retried_while_the_shard_opens_gets_the_same_leases() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
-        asked = (take(shard, "generate", wait_s=5.0, request="me/0") for _ in range(2))
-        first, again = await asyncio.gather(*asked)
-        assert [one.lease for one in first] == [one.lease for one in again] != []
+        requests = (take(shard, "generate", wait_s=5.0, request="me/0") for _ in range(2))
+        first, again = await asyncio.gather(*requests)
+        assert [group.lease for group in first] == [group.lease for group in again] != []
 
     on_shard(test, log=MemoryLog())
 
@@ -238,8 +238,8 @@ def test_attempts_count_per_stage() -> None:
         await admit(shard, "a")
         await do(shard, "generate")
         for stage in ("reward", "reference"):
-            (one,) = await take(shard, stage)
-            shard.fail_groups([(one.lease, DeadlineError("no verdict"))])
+            (group,) = await take(shard, stage)
+            shard.fail_groups([(group.lease, DeadlineError("no verdict"))])
         await do(shard, "reward", "reference")
         (training,) = await take(shard, "train")
         assert training.outcome is None
@@ -348,8 +348,8 @@ def test_columns_can_be_read_without_a_lease() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await finish(shard)
-        found = shard.read_columns(["b", "a"], ["scores", "ref_logprobs"])
-        assert [len(blobs) for blobs in found] == [2, 2]
+        blobs_by_group = shard.read_columns(["b", "a"], ["scores", "ref_logprobs"])
+        assert [len(blobs) for blobs in blobs_by_group] == [2, 2]
         with pytest.raises(StreamError, match=r"group b: no \['loss', 'mask'\] are in the queue"):
             shard.read_columns(["b"], ["mask", "scores", "loss"])
         await shard.remove_groups(["a"], 1)
@@ -394,18 +394,18 @@ def test_invalid_queue_settings_raise(key: str, value: Any) -> None:
 
 def test_shard_forgets_removed_groups() -> None:
     async def test(shard: QueueShard) -> None:
-        left = []
+        remaining = []
         for uid in ("a", "b", "c"):
             await admit(shard, uid)
             await finish(shard)
-            (one,) = await take(shard, "train")
-            left.append(weakref.ref(one.lease))
+            (group,) = await take(shard, "train")
+            remaining.append(weakref.ref(group.lease))
             await shard.remove_groups([uid], 1)
-            del one
+            del group
         await asyncio.sleep(11.0)
         assert not await take(shard, "train")
         gc.collect()
-        assert [lease() for lease in left] == [None] * 3
+        assert [lease() for lease in remaining] == [None] * 3
 
     on_shard(test)
 

@@ -43,8 +43,8 @@ def lives(*parts: Callable[[], Awaitable[None]]) -> None:
 
     Nothing is closed in between.
     """
-    for part in parts:
-        asyncio.run(part())  # type: ignore[arg-type]
+    for process_run in parts:
+        asyncio.run(process_run())  # type: ignore[arg-type]
 
 
 def columns(keeper: ShardHost, uid: str, *names: str) -> dict[str, Any]:
@@ -67,8 +67,8 @@ def test_accepted_columns_survive_a_kill(tmp_path: Path) -> None:
     async def first() -> None:
         keeper = ShardHost(plan(tmp_path))
         await admit(keeper.shard, "a", "b", version=3)
-        (one,) = await take(keeper.shard, "generate", max_groups=1)
-        assert await put(keeper.shard, (one.lease, rollouts(version=3))) == []
+        (group,) = await take(keeper.shard, "generate", max_groups=1)
+        assert await put(keeper.shard, (group.lease, rollouts(version=3))) == []
 
     async def second() -> None:
         keeper = ShardHost(plan(tmp_path, session="resumed"))
@@ -94,8 +94,8 @@ def test_columns_committed_before_rollouts_survive_a_kill(tmp_path: Path) -> Non
     async def first() -> None:
         keeper = ShardHost(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
         await admit(keeper.shard, "a")
-        (one,) = await take(keeper.shard, "greedy")
-        assert await put(keeper.shard, (one.lease, greedy)) == []
+        (group,) = await take(keeper.shard, "greedy")
+        assert await put(keeper.shard, (group.lease, greedy)) == []
 
     async def second() -> None:
         keeper = ShardHost(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
@@ -140,8 +140,8 @@ def test_store_is_used_before_and_after_a_restart(tmp_path: Path) -> None:
     async def first() -> None:
         keeper = ShardHost(plan(tmp_path), keep)
         await admit(keeper.shard, "a")
-        (one,) = await take(keeper.shard, "generate")
-        await put(keeper.shard, (one.lease, rollouts()))
+        (group,) = await take(keeper.shard, "generate")
+        await put(keeper.shard, (group.lease, rollouts()))
         assert keeper.shard.read_columns(["a"], ["lengths"]) == [(0,)]
 
     async def second() -> None:
@@ -289,7 +289,7 @@ def test_damage_is_reported_and_the_shard_continues(tmp_path: Path) -> None:
         keeper = ShardHost(plan(tmp_path, session="resumed"))
         (bad,) = keeper.corrupt_records
         assert (bad.file, bad.reason) == (path, "the record does not match its checksum")
-        assert {one.uid for one in await take(keeper.shard, "generate")} == {"a", "b"}
+        assert {group.uid for group in await take(keeper.shard, "generate")} == {"a", "b"}
         await keeper.close()
 
     lives(first, second)
@@ -320,8 +320,8 @@ def test_next_checkpoint_leaves_damage_behind(tmp_path: Path) -> None:
     async def third() -> None:
         keeper = ShardHost(plan(tmp_path, session="resumed again"))
         assert not keeper.corrupt_records
-        assert [one.uid for one in await take(keeper.shard, "reward")] == ["a"]
-        assert [one.uid for one in await take(keeper.shard, "generate")] == ["b", "c"]
+        assert [group.uid for group in await take(keeper.shard, "reward")] == ["a"]
+        assert [group.uid for group in await take(keeper.shard, "generate")] == ["b", "c"]
         await keeper.close()
 
     lives(first, second, third)
@@ -362,7 +362,7 @@ def test_scores_of_lost_rollouts_are_not_attached_to_new_rollouts(tmp_path: Path
     async def fourth() -> None:
         keeper = ShardHost(plan(tmp_path, session="resumed"))
         assert not keeper.corrupt_records
-        assert [one.uid for one in await take(keeper.shard, "train")] == ["a"]
+        assert [group.uid for group in await take(keeper.shard, "train")] == ["a"]
         await keeper.close()
 
     lives(first, second, third, fourth)

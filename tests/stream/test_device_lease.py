@@ -45,18 +45,18 @@ def test_work_of_a_holder_runs_concurrently() -> None:
 def test_pool_is_held_until_the_last_work_ends() -> None:
     async def main() -> float:
         arbiter = DeviceArbiter(timeout_s=100.0)
-        mine = SharedDeviceLease(arbiter, "generator-0")
+        generator_lease = SharedDeviceLease(arbiter, "generator-0")
 
         async def work(seconds: float) -> None:
-            async with mine.hold("generate"):
+            async with generator_lease.hold("generate"):
                 await asyncio.sleep(seconds)
 
         running = asyncio.gather(work(1.0), work(7.0))
         await asyncio.sleep(0.5)
         async with SharedDeviceLease(arbiter, "trainer").hold("train"):
-            got = asyncio.get_running_loop().time()
+            acquired_at = asyncio.get_running_loop().time()
         await running
-        return got
+        return acquired_at
 
     assert run_virtual(main()) == pytest.approx(7.0)
 
@@ -211,10 +211,10 @@ class RemoteArbiter:
 def test_work_cancelled_while_waiting_releases_a_late_grant() -> None:
     async def main() -> list[str]:
         arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
-        mine = SharedDeviceLease(RemoteArbiter(arbiter), "generator-0")
+        generator_lease = SharedDeviceLease(RemoteArbiter(arbiter), "generator-0")
 
         async def work(name: str) -> None:
-            async with mine.hold("generate"):
+            async with generator_lease.hold("generate"):
                 log.append(name)
 
         await arbiter.acquire("trainer")

@@ -56,36 +56,40 @@ def test_holders_of_a_phase_share_the_pool() -> None:
 def test_rollouts_are_preempted_after_their_slice_and_resume() -> None:
     async def main() -> tuple[float, float]:
         arbiter, decoding = DeviceArbiter(timeout_s=100.0, slice_s=2.0), Decoding()
-        mine = SharedDeviceLease(arbiter, "generator-0", "generate", suspendable=decoding)
+        generator_lease = SharedDeviceLease(
+            arbiter, "generator-0", "generate", suspendable=decoding
+        )
         clock = asyncio.get_running_loop().time
 
         async def generate() -> None:
-            async with mine.hold("generate"):
+            async with generator_lease.hold("generate"):
                 await decoding.work(6.0)
 
         running = asyncio.create_task(generate())
         await asyncio.sleep(0.5)
         async with SharedDeviceLease(arbiter, "trainer").hold("train"):
-            got = clock()
+            acquired_at = clock()
             await asyncio.sleep(0.2)
             assert not decoding.computing
             await asyncio.sleep(2.8)
         await running
         await arbiter.acquire("trainer")
-        return got, clock()
+        return acquired_at, clock()
 
-    got, ended = run_virtual(main())
-    assert got == pytest.approx(2.0)
+    acquired_at, ended = run_virtual(main())
+    assert acquired_at == pytest.approx(2.0)
     assert ended == pytest.approx(6.0 + 3.0, abs=0.2)
 
 
 def test_preempted_rollouts_resume_however_late() -> None:
     async def main() -> float:
         arbiter, decoding = DeviceArbiter(timeout_s=10.0, slice_s=2.0), Decoding()
-        mine = SharedDeviceLease(arbiter, "generator-0", "generate", suspendable=decoding)
+        generator_lease = SharedDeviceLease(
+            arbiter, "generator-0", "generate", suspendable=decoding
+        )
 
         async def generate() -> None:
-            async with mine.hold("generate"):
+            async with generator_lease.hold("generate"):
                 await decoding.work(6.0)
 
         running = asyncio.create_task(generate())
@@ -103,9 +107,9 @@ def test_unsuspendable_work_keeps_the_pool_until_finished() -> None:
         running = asyncio.create_task(_held(SharedDeviceLease(arbiter, "trainer"), 8.0))
         await asyncio.sleep(0.5)
         async with SharedDeviceLease(arbiter, "generator-0").hold("generate"):
-            got = asyncio.get_running_loop().time()
+            acquired_at = asyncio.get_running_loop().time()
         await running
-        return got
+        return acquired_at
 
     assert run_virtual(main()) == pytest.approx(8.0)
 
@@ -145,15 +149,15 @@ def test_conflicting_phases_never_overlap_and_none_starves(
 
         async def train(at: float, seconds: float) -> None:
             await asyncio.sleep(at)
-            asked = clock()
+            waiting = clock()
             async with trainer.hold("train"):
                 # A token boundary.
                 await asyncio.sleep(0.11)
-                assert not any(one.computing for one in decoding.values())
-                waited = clock() - asked
+                assert not any(rollout.computing for rollout in decoding.values())
+                waited = clock() - waiting
                 assert waited <= slice_s + 1.0 + sum(seconds for _, _, seconds in steps)
                 await asyncio.sleep(seconds)
-                assert not any(one.computing for one in decoding.values())
+                assert not any(rollout.computing for rollout in decoding.values())
 
         async with asyncio.TaskGroup() as tasks:
             for name, at, seconds in rollouts:
@@ -179,9 +183,9 @@ def test_phases_without_a_common_device_run_in_parallel() -> None:
 
         async def work(phase: str) -> None:
             async with SharedDeviceLease(arbiter, f"{phase}-0", phase).hold(phase):
-                begun = clock()
+                started_at = clock()
                 await asyncio.sleep(5.0)
-                times[phase] = (begun, clock())
+                times[phase] = (started_at, clock())
 
         await asyncio.gather(*(work(phase) for phase in PARTS))
         return times
@@ -208,9 +212,9 @@ def test_phase_on_many_devices_is_not_starved_by_single_device_phases() -> None:
         scoring += [asyncio.create_task(score("reward", 2.0))]
         await asyncio.sleep(3.0)
         async with SharedDeviceLease(arbiter, "trainer", "train").hold("train"):
-            got = clock()
+            acquired_at = clock()
         await asyncio.gather(*scoring)
-        return got
+        return acquired_at
 
     assert run_virtual(main()) == pytest.approx(6.0)
 
@@ -274,17 +278,17 @@ def test_holder_is_preempted_for_each_conflicting_request() -> None:
     async def main() -> tuple[bool, float]:
         arbiter, clock = DeviceArbiter(timeout_s=100.0, slice_s=2.0), asyncio.get_running_loop()
         await arbiter.acquire("a")
-        asked = asyncio.create_task(arbiter.wait_for_preemption("a", wait_s=50.0))
+        waiting = asyncio.create_task(arbiter.wait_for_preemption("a", wait_s=50.0))
         rival = asyncio.create_task(arbiter.acquire("b"))
         await asyncio.sleep(1.0)
         rival.cancel()
         await asyncio.sleep(4.0)
-        assert not asked.done()
+        assert not waiting.done()
         rival = asyncio.create_task(arbiter.acquire("c"))
-        found, at = await asked, clock.time()
+        preempted, at = await waiting, clock.time()
         await arbiter.release("a")
         await rival
-        return found, at
+        return preempted, at
 
     assert run_virtual(main()) == (True, 5.0)
 
@@ -293,10 +297,10 @@ def test_released_holder_is_not_preempted() -> None:
     async def main() -> float:
         arbiter, clock = DeviceArbiter(timeout_s=100.0), asyncio.get_running_loop()
         await arbiter.acquire("a")
-        asked = asyncio.create_task(arbiter.wait_for_preemption("a", wait_s=50.0))
+        waiting = asyncio.create_task(arbiter.wait_for_preemption("a", wait_s=50.0))
         await asyncio.sleep(3.0)
         await arbiter.release("a")
-        assert not await asked
+        assert not await waiting
         return clock.time()
 
     assert run_virtual(main()) == 3.0

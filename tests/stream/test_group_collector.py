@@ -33,18 +33,18 @@ FILTERING = Plan(
 
 
 def test_groups_filtered_during_training_are_logged_at_once() -> None:
-    booked: list[float] = []
+    logged_at: list[float] = []
 
     async def watch(stream: Stream) -> None:
         clock = asyncio.get_running_loop().time
-        stream.control.on_group_finished = lambda uid, how: booked.append(clock())
+        stream.control.on_group_finished = lambda uid, how: logged_at.append(clock())
         await asyncio.Event().wait()
 
     stream = run_virtual(run_stream(FILTERING, disturb=watch))
     scorers = [r for process, r in stream.recorders.items() if process.startswith("reward")]
     scored = [span.end_s for recorder in scorers for span in recorder.drain_spans()]
-    assert len(booked) > 6
-    late = [at - max(end for end in scored if end <= at) for at in booked]
+    assert len(logged_at) > 6
+    late = [at - max(end for end in scored if end <= at) for at in logged_at]
     assert max(late) < 0.1
 
 
@@ -89,9 +89,9 @@ def test_error_during_the_last_groups_is_raised() -> None:
         answers = iter(coming)
 
         async def lease_groups(self, stage: str, **settings: Any) -> list[Experience]:
-            found, after_s = next(self.answers)
+            groups, after_s = next(self.answers)
             await asyncio.sleep(after_s)
-            return found
+            return groups
 
     async def finish_groups(queue: Any, ended: Any, infos: Any) -> None:
         await asyncio.sleep(20.0)

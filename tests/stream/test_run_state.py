@@ -40,7 +40,7 @@ STALE = GroupOutcome("stale", "tokens beyond pipeline.max_staleness")
 FILTERED = GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)
 
 
-class Entrance:
+class FakeQueue:
     """A fake queue that records inserted prompts with their versions, and removed uids."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Entrance:
         self.left += uids
 
 
-def control_of(
+def make_run_state(
     *,
     log: MemoryLog | None = None,
     oversampling: OversamplingController | None = None,
@@ -103,99 +103,101 @@ def uids(count: int) -> list[str]:
 # Readmission
 
 
-def ended(*ends: dict[str, GroupOutcome], **settings: Any) -> tuple[RunState, Entrance]:
+def ended(*ends: dict[str, GroupOutcome], **settings: Any) -> tuple[RunState, FakeQueue]:
     """A run state that filled the queue; then groups end, one call per dict."""
 
-    async def main() -> tuple[RunState, Entrance]:
-        control, entrance = control_of(**settings), Entrance()
-        await control.admit_prompts(entrance)  # type: ignore[arg-type]
+    async def main() -> tuple[RunState, FakeQueue]:
+        run_state, fake_queue = make_run_state(**settings), FakeQueue()
+        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
         for one in ends:
-            await control.finish_groups(entrance, one)  # type: ignore[arg-type]
-            control.check_step_limits(one)
-            await control.admit_prompts(entrance)  # type: ignore[arg-type]
-        return control, entrance
+            await run_state.finish_groups(fake_queue, one)  # type: ignore[arg-type]
+            run_state.check_step_limits(one)
+            await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+        return run_state, fake_queue
 
     return run_virtual(main())
 
 
 def test_ended_group_is_logged_reported_and_removed() -> None:
-    told: list[tuple[str, GroupOutcome]] = []
+    reported: list[tuple[str, GroupOutcome]] = []
     ends = {"0:1:0": FAILED, "0:2:0": FILTERED}
-    control, entrance = ended(ends, on_end=lambda uid, how: told.append((uid, how)))
-    assert told == list(ends.items())
-    assert entrance.left == ["0:1:0", "0:2:0"]
-    counts = control.admission.ledger.counts
+    run_state, fake_queue = ended(
+        ends, on_group_finished=lambda uid, how: reported.append((uid, how))
+    )
+    assert reported == list(ends.items())
+    assert fake_queue.left == ["0:1:0", "0:2:0"]
+    counts = run_state.admission.ledger.counts
     assert (counts.filtered, counts.dropped, counts.in_flight) == (1, 1, 6)
-    assert set(control.assembler.pending_uids) == set(control.admission.ledger.in_flight)
-    assert control.inserted_uids == set(control.admission.ledger.in_flight)
+    assert set(run_state.assembler.pending_uids) == set(run_state.admission.ledger.in_flight)
+    assert run_state.inserted_uids == set(run_state.admission.ledger.in_flight)
 
 
 def test_failed_group_is_replaced_by_the_next_prompt() -> None:
-    _, entrance = ended({"0:1:0": FAILED})
-    assert entrance.entered[6:] == [("0:6:0", 0)]
+    _, fake_queue = ended({"0:1:0": FAILED})
+    assert fake_queue.entered[6:] == [("0:6:0", 0)]
 
 
 def test_failed_group_is_readmitted_with_readmit() -> None:
-    control, entrance = ended({"0:1:0": FAILED}, readmits=True)
-    assert entrance.entered[6:] == [("0:1:1", 0)]
-    assert control.admission.num_credits == 0
+    run_state, fake_queue = ended({"0:1:0": FAILED}, should_readmit_failed=True)
+    assert fake_queue.entered[6:] == [("0:1:1", 0)]
+    assert run_state.admission.num_credits == 0
 
 
 def test_stale_group_is_always_readmitted() -> None:
-    _, entrance = ended({"0:1:0": STALE, "0:2:0": FAILED})
-    assert entrance.entered[6:] == [("0:1:1", 0), ("0:6:0", 0)]
+    _, fake_queue = ended({"0:1:0": STALE, "0:2:0": FAILED})
+    assert fake_queue.entered[6:] == [("0:1:1", 0), ("0:6:0", 0)]
 
 
 def test_filtered_group_is_never_readmitted() -> None:
-    _, entrance = ended({"0:1:0": FILTERED}, readmits=True)
-    assert entrance.entered[6:] == [("0:6:0", 0)]
+    _, fake_queue = ended({"0:1:0": FILTERED}, should_readmit_failed=True)
+    assert fake_queue.entered[6:] == [("0:6:0", 0)]
 
 
 def test_prompt_is_readmitted_up_to_max_attempts_then_replaced() -> None:
     ends = [{f"0:1:{attempt}": how} for attempt, how in enumerate((FAILED, STALE, FAILED))]
-    _, entrance = ended(*ends, readmits=True, max_attempts=3)
-    assert [uid for uid, _ in entrance.entered[6:]] == ["0:1:1", "0:1:2", "0:6:0"]
+    _, fake_queue = ended(*ends, should_readmit_failed=True, max_attempts=3)
+    assert [uid for uid, _ in fake_queue.entered[6:]] == ["0:1:1", "0:1:2", "0:6:0"]
 
 
 def test_single_attempt_means_no_readmission() -> None:
-    _, entrance = ended({"0:1:0": STALE}, readmits=True, max_attempts=1)
-    assert entrance.entered[6:] == [("0:6:0", 0)]
+    _, fake_queue = ended({"0:1:0": STALE}, should_readmit_failed=True, max_attempts=1)
+    assert fake_queue.entered[6:] == [("0:6:0", 0)]
 
 
 def test_readmitted_prompt_is_inserted_at_its_logged_version() -> None:
     async def main() -> list[tuple[str, int]]:
-        control, entrance = control_of(readmits=True), Entrance()
-        await control.admit_prompts(entrance)  # type: ignore[arg-type]
-        await control.finish_groups(entrance, {"0:1:0": FAILED})  # type: ignore[arg-type]
-        control.admission.advance_version(1)
-        await control.finish_groups(entrance, {"0:2:0": FAILED})  # type: ignore[arg-type]
-        assert control.pending_inserts == {"0:1:1", "0:2:1"}
-        await control.admit_prompts(entrance)  # type: ignore[arg-type]
-        assert not control.pending_inserts
-        return entrance.entered[6:]
+        run_state, fake_queue = make_run_state(should_readmit_failed=True), FakeQueue()
+        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+        await run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
+        run_state.admission.advance_version(1)
+        await run_state.finish_groups(fake_queue, {"0:2:0": FAILED})  # type: ignore[arg-type]
+        assert run_state.pending_inserts == {"0:1:1", "0:2:1"}
+        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+        assert not run_state.pending_inserts
+        return fake_queue.entered[6:]
 
     assert run_virtual(main()) == [("0:1:1", 0), ("0:2:1", 1)]
 
 
 def test_end_and_readmission_are_logged_together() -> None:
     log = MemoryLog()
-    ended({"0:1:0": FAILED}, readmits=True, log=log)
+    ended({"0:1:0": FAILED}, should_readmit_failed=True, log=log)
     kinds = [(record.meta["kind"], record.meta.get("uids")) for record in log.records]
     assert kinds == [("admit", uids(6)), ("end", None), ("admit", ["0:1:1"])]
 
 
 def test_readmitted_prompt_needs_no_credit() -> None:
     async def main() -> float:
-        control, entrance = control_of(readmits=True), Entrance()
-        admitting = asyncio.create_task(admit_prompts(control, entrance))  # type: ignore[arg-type]
+        run_state, fake_queue = make_run_state(should_readmit_failed=True), FakeQueue()
+        admitting = asyncio.create_task(admit_prompts(run_state, fake_queue))  # type: ignore[arg-type]
         await asyncio.sleep(10.05)
-        await control.finish_groups(entrance, {"0:1:0": FAILED})  # type: ignore[arg-type]
+        await run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
         ended_at = asyncio.get_running_loop().time()
-        while len(entrance.entered) < 7:
+        while len(fake_queue.entered) < 7:
             await asyncio.sleep(0.01)
-        control.stop_requested.set()
+        run_state.stop_requested.set()
         await admitting
-        assert entrance.entered[6] == ("0:1:1", 0)
+        assert fake_queue.entered[6] == ("0:1:1", 0)
         return asyncio.get_running_loop().time() - ended_at
 
     assert run_virtual(main()) < 1.5
@@ -206,13 +208,16 @@ def test_training_does_not_wait_for_capacity() -> None:
         # Capacity for four groups while six may be in flight: the shard is bounded in bytes.
         bounds = ShardCapacity(100, max_bytes=4000, reserved_group_bytes=1000)
         shard = LocalShard(STAGES, QueueConfig(max_attempts=1), bounds, log=MemoryLog())
-        control, queue = control_of(readmits=True), ExperienceQueue([shard], "coordinator")
-        admitting = asyncio.create_task(admit_prompts(control, queue))
+        run_state, queue = (
+            make_run_state(should_readmit_failed=True),
+            ExperienceQueue([shard], "coordinator"),
+        )
+        admitting = asyncio.create_task(admit_prompts(run_state, queue))
         await asyncio.sleep(5.0)
         assert len((await queue.get_stats()).uids) == 4
         started = asyncio.get_running_loop().time()
         # Its capacity goes to the fifth prompt, which has waited for it.
-        await control.finish_groups(queue, {"0:1:0": FAILED})
+        await run_state.finish_groups(queue, {"0:1:0": FAILED})
         assert asyncio.get_running_loop().time() - started < 0.1
         await asyncio.sleep(1.0)
         assert len((await queue.get_stats()).uids) == 4
@@ -264,15 +269,15 @@ class LateLog(MemoryLog):
 def test_log_and_ledger_agree_whenever_the_lock_is_free() -> None:
     async def main() -> None:
         log = LateLog()
-        control, entrance = control_of(log=log), Entrance()
-        await control.admit_prompts(entrance)  # type: ignore[arg-type]
+        run_state, fake_queue = make_run_state(log=log), FakeQueue()
+        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
         ending = asyncio.create_task(
-            control.finish_groups(entrance, {"0:1:0": FAILED})  # type: ignore[arg-type]
+            run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
         )
         await asyncio.sleep(0.5)
         assert log.records[-1].meta["kind"] == "end"
-        async with control.run_log_lock:
-            assert "0:1:0" not in control.admission.ledger.in_flight
+        async with run_state.run_log_lock:
+            assert "0:1:0" not in run_state.admission.ledger.in_flight
         await ending
 
     run_virtual(main())
@@ -281,13 +286,13 @@ def test_log_and_ledger_agree_whenever_the_lock_is_free() -> None:
 def test_reconcile_removes_unknown_groups_and_inserts_missing_ones() -> None:
     async def main() -> None:
         shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
-        control, queue = control_of(), ExperienceQueue([shard], "coordinator")
-        await control.run_log.record_admissions(uids(3), 0)
+        run_state, queue = make_run_state(), ExperienceQueue([shard], "coordinator")
+        await run_state.run_log.record_admissions(uids(3), 0)
         # One of the three was inserted, and so was one that the log no longer has in flight.
         await queue.admit_prompts([FakePrompts.get_prompt(uid) for uid in ("0:1:0", "0:7:0")], 0)
-        await control.reconcile_queue(queue)
+        await run_state.reconcile_queue(queue)
         assert (await queue.get_stats()).uids == ("0:1:0",)
-        assert [prompt.uid for prompt in control.prompts_to_insert] == ["0:0:0", "0:2:0"]
+        assert [prompt.uid for prompt in run_state.prompts_to_insert] == ["0:0:0", "0:2:0"]
 
     run_virtual(main())
 
@@ -295,78 +300,78 @@ def test_reconcile_removes_unknown_groups_and_inserts_missing_ones() -> None:
 # Oversampling
 
 
-async def oversampled(factor: float | None) -> tuple[RunState, Entrance]:
+async def oversampled(factor: float | None) -> tuple[RunState, FakeQueue]:
     """A run state that filled the queue, with a filter known to reject some groups."""
-    control, entrance = (
-        control_of(oversampling=OversamplingController(factor, groups_per_step=3)),
-        Entrance(),
+    run_state, fake_queue = (
+        make_run_state(oversampling=OversamplingController(factor, groups_per_step=3)),
+        FakeQueue(),
     )
-    await control.admit_prompts(entrance)  # type: ignore[arg-type]
-    return control, entrance
+    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    return run_state, fake_queue
 
 
 def test_oversampling_undecided_group_spends_a_fraction_of_a_credit() -> None:
     async def main() -> None:
-        control, entrance = await oversampled(4.0)
-        assert len(entrance.entered) == 24, "four for each of the six places"
-        entrance.kept = ["0:0:0"]
-        await control.admit_prompts(entrance)  # type: ignore[arg-type]
+        run_state, fake_queue = await oversampled(4.0)
+        assert len(fake_queue.entered) == 24, "four for each of the six places"
+        fake_queue.kept = ["0:0:0"]
+        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
         # Five places are left: twenty undecided groups are enough, and there are 23.
-        assert len(entrance.entered) == 24
-        await control.finish_groups(entrance, dict.fromkeys(uids(5)[1:], FILTERED))  # type: ignore[arg-type]
-        await control.admit_prompts(entrance)  # type: ignore[arg-type]
-        assert len(entrance.entered) == 25, "of 19 there is one missing"
+        assert len(fake_queue.entered) == 24
+        await run_state.finish_groups(fake_queue, dict.fromkeys(uids(5)[1:], FILTERED))  # type: ignore[arg-type]
+        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+        assert len(fake_queue.entered) == 25, "of 19 there is one missing"
 
     run_virtual(main())
 
 
 def test_oversampling_auto_follows_the_recent_keep_rate() -> None:
     async def main() -> None:
-        control, entrance = await oversampled(None)
-        assert len(entrance.entered) == 6, "nothing is known yet"
-        await control.finish_groups(entrance, dict.fromkeys(uids(6), FILTERED))  # type: ignore[arg-type]
-        await control.admit_prompts(entrance)  # type: ignore[arg-type]
-        assert len(entrance.entered) == 6 + 15, "2.5 for each place, as if four of ten were kept"
+        run_state, fake_queue = await oversampled(None)
+        assert len(fake_queue.entered) == 6, "nothing is known yet"
+        await run_state.finish_groups(fake_queue, dict.fromkeys(uids(6), FILTERED))  # type: ignore[arg-type]
+        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+        assert len(fake_queue.entered) == 6 + 15, "2.5 for each place, as if four of ten were kept"
 
     run_virtual(main())
 
 
 def test_surplus_prompts_are_readmitted_first() -> None:
     async def main() -> None:
-        control, entrance = await oversampled(4.0)
+        run_state, fake_queue = await oversampled(4.0)
         for version in (1, 2):
-            control.admission.advance_version(version)
-        entrance.kept = [f"0:{n}:0" for n in range(14, 24)]
-        control.keep_groups(entrance.kept)
-        late = control.remove_late_groups()
+            run_state.admission.advance_version(version)
+        fake_queue.kept = [f"0:{n}:0" for n in range(14, 24)]
+        run_state.keep_groups(fake_queue.kept)
+        late = run_state.remove_late_groups()
         assert len(late) == 24, "all were due at the step of version 1"
-        await control.finish_groups(entrance, {u: late[u] for u in uids(14)})  # type: ignore[arg-type]
-        assert dict(control.admission.ledger.counts.drops) == {"surplus": 14}
-        control.check_step_limits(late)  # nobody is to blame
-        assert not control.prompts_to_insert
-        await control.admit_prompts(entrance)  # type: ignore[arg-type]
+        await run_state.finish_groups(fake_queue, {u: late[u] for u in uids(14)})  # type: ignore[arg-type]
+        assert dict(run_state.admission.ledger.counts.drops) == {"surplus": 14}
+        run_state.check_step_limits(late)  # nobody is to blame
+        assert not run_state.prompts_to_insert
+        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
         # Twelve may have been admitted while version 2 is the newest, and ten are kept.
-        assert entrance.entered[24:] == [(f"0:{n}:1", 2) for n in range(8)]
+        assert fake_queue.entered[24:] == [(f"0:{n}:1", 2) for n in range(8)]
         filtered = dict.fromkeys([f"0:{n}:1" for n in range(8)], FILTERED)
-        await control.finish_groups(entrance, filtered)  # type: ignore[arg-type]
-        await control.admit_prompts(entrance)  # type: ignore[arg-type]
+        await run_state.finish_groups(fake_queue, filtered)  # type: ignore[arg-type]
+        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
         again = [f"0:{n}:1" for n in range(8, 14)]
-        assert [uid for uid, _ in entrance.entered[32:]] == [*again, "0:24:0", "0:25:0"]
+        assert [uid for uid, _ in fake_queue.entered[32:]] == [*again, "0:24:0", "0:25:0"]
 
     run_virtual(main())
 
 
 def test_late_group_is_an_error_without_oversampling() -> None:
     async def main() -> None:
-        control, _ = await oversampled(1.0)
+        run_state, _ = await oversampled(1.0)
         for version in (1, 2):
-            control.admission.advance_version(version)
-        assert control.remove_late_groups() == {}
+            run_state.admission.advance_version(version)
+        assert run_state.remove_late_groups() == {}
         info = GroupInfo((4,), 2, ((0, 2),))
         lease = GroupLease(1, "0:0:0", "train", 1, float("inf"))
-        control.offer_groups([Experience(lease, 0, info=info, ready_version=0)])
+        run_state.offer_groups([Experience(lease, 0, info=info, ready_version=0)])
         with pytest.raises(StaleGroupError):
-            control.assembler.draw_groups(2)
+            run_state.assembler.draw_groups(2)
 
     run_virtual(main())
 
@@ -381,8 +386,8 @@ def test_step_that_filters_too_much_raises_with_reasons() -> None:
 
 
 def test_failed_groups_do_not_count_as_filtered() -> None:
-    control, _ = ended(dict.fromkeys(uids(6), FAILED), max_filtered=2)
-    assert control.filter_tally.num_groups == 0
+    run_state, _ = ended(dict.fromkeys(uids(6), FAILED), max_filtered=2)
+    assert run_state.filter_tally.num_groups == 0
 
 
 def test_filter_error_lists_the_first_distinct_reasons() -> None:
@@ -405,37 +410,37 @@ def test_step_that_drops_too_much_raises_with_the_main_cause() -> None:
 
 
 def test_step_may_drop_up_to_the_limit() -> None:
-    control, _ = ended(dict.fromkeys(uids(2), FAILED), max_dropped=2)
-    assert control.drop_counts == {"reward_error": 2}
+    run_state, _ = ended(dict.fromkeys(uids(2), FAILED), max_dropped=2)
+    assert run_state.drop_counts == {"reward_error": 2}
 
 
 def test_filtered_and_late_groups_do_not_count_as_dropped() -> None:
-    control, _ = ended({"0:0:0": FILTERED, "0:1:0": STALE, "0:2:0": FILTERED}, max_dropped=0)
-    assert not control.drop_counts
+    run_state, _ = ended({"0:0:0": FILTERED, "0:1:0": STALE, "0:2:0": FILTERED}, max_dropped=0)
+    assert not run_state.drop_counts
 
 
 def test_repeatedly_failing_prompts_end_the_run() -> None:
     ends = [{f"0:1:{attempt}": FAILED} for attempt in range(3)]
     with pytest.raises(DropLimitError, match="has dropped 3 groups"):
-        ended(*ends, readmits=True, max_attempts=100, max_dropped=2)
+        ended(*ends, should_readmit_failed=True, max_attempts=100, max_dropped=2)
 
 
 def test_resumed_groups_do_not_count_as_dropped() -> None:
     async def main() -> RunState:
         shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
-        control, queue = control_of(max_dropped=0), ExperienceQueue([shard], "coordinator")
-        await control.run_log.record_admissions(
-            [prompt.uid for prompt in control.prompt_source.draw_prompts(2)], 0
+        run_state, queue = make_run_state(max_dropped=0), ExperienceQueue([shard], "coordinator")
+        await run_state.run_log.record_admissions(
+            [prompt.uid for prompt in run_state.prompt_source.draw_prompts(2)], 0
         )
-        await control.reconcile_queue(queue)
-        await control.admit_prompts(queue)
+        await run_state.reconcile_queue(queue)
+        await run_state.admit_prompts(queue)
         for ends in (dict.fromkeys(uids(2), FAILED), {"0:3:0": FAILED}):
-            await control.finish_groups(queue, ends)
+            await run_state.finish_groups(queue, ends)
             if "0:3:0" not in ends:
-                control.check_step_limits(ends)
+                run_state.check_step_limits(ends)
         with pytest.raises(DropLimitError, match="step 0 has dropped 1 groups"):
-            control.check_step_limits({"0:3:0": FAILED})
-        return control
+            run_state.check_step_limits({"0:3:0": FAILED})
+        return run_state
 
     assert run_virtual(main()).drop_counts == {"reward_error": 1}
 

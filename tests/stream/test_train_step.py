@@ -82,24 +82,28 @@ def test_replay_uses_the_recorded_rounds() -> None:
     recorded = TrainedStep.from_record(step)
 
     async def main() -> list[ReadyRounds]:
-        return [part async for part in replay_step(recorded, {POLICY: 2})]
+        return [ready async for ready in replay_step(recorded, {POLICY: 2})]
 
-    (part,) = run_virtual(main())
-    assert part.uids == [group.uid for group in recorded.groups]
-    turns = part.rounds_by_role[POLICY]
-    assert turns == list(recorded.schedules[POLICY].iter_rounds())
-    picks = sorted(pick for turn in turns for rank in turn.work for pick in rank)
+    (ready,) = run_virtual(main())
+    assert ready.uids == [group.uid for group in recorded.groups]
+    rounds = ready.rounds_by_role[POLICY]
+    assert rounds == list(recorded.schedules[POLICY].iter_rounds())
+    picks = sorted(
+        pick for scheduled in rounds for rank in scheduled.micro_batches for pick in rank
+    )
     assert picks == sorted(stream.trainer.trained[0])
-    assert [turn.is_last_of_step for turn in turns] == [False] * (len(turns) - 1) + [True]
+    assert [scheduled.is_last_of_step for scheduled in rounds] == [False] * (len(rounds) - 1) + [
+        True
+    ]
 
 
 def test_every_epoch_of_a_step_trains_all_groups() -> None:
     plan = Plan(steps=2, pace=UpdatePlan(requires_full_step=True, num_epochs=3, num_mini_batches=2))
     stream = run_virtual(run_stream(plan))
     for outcome in stream.outcomes:
-        made = outcome.results_by_role[POLICY]
-        assert len(made.update_metrics) == 6
-        assert made.metric_sums["rollouts"] == 3 * 8
+        result = outcome.results_by_role[POLICY]
+        assert len(result.update_metrics) == 6
+        assert result.metric_sums["rollouts"] == 3 * 8
 
 
 def test_stop_between_two_updates_leaves_a_partial_update() -> None:
@@ -164,14 +168,14 @@ def test_stop_before_the_first_update_makes_none(
     train_s: float, critic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def stop(stream: Stream) -> None:
-        begun, train_round = asyncio.Event(), stream.trainer.train_round
+        training_started, train_round = asyncio.Event(), stream.trainer.train_round
 
         async def noted(work: Round, *, epoch: int) -> Mapping[str, float]:
-            begun.set()
+            training_started.set()
             return await train_round(work, epoch=epoch)
 
         monkeypatch.setattr(stream.trainer, "train_round", noted)
-        await begun.wait()
+        await training_started.wait()
         await asyncio.sleep(0.1)
         stream.control.request_stop()
 
@@ -265,9 +269,9 @@ def test_stall_error_counts_groups_of_the_step_and_missing_ones() -> None:
     plan = Plan(max_staleness=1, steps=9, groups_per_step=6, stall_s=50.0, lease_s=1e6)
     with pytest.raises(DeadlineError) as stall:
         run_virtual(run_stream(plan, disturb=never_again))
-    found = re.search(r"its step has (\d+) of 6 groups, and (\d+) that were", str(stall.value))
-    assert found is not None, stall.value
-    has, lacking = map(int, found.groups())
+    match = re.search(r"its step has (\d+) of 6 groups, and (\d+) that were", str(stall.value))
+    assert match is not None, stall.value
+    has, lacking = map(int, match.groups())
     # All groups of this step and the next are admitted.
     assert 0 < has < 6 and has + lacking == 12
 
@@ -301,8 +305,8 @@ def test_stopping_run_leaves_its_step_unfinished() -> None:
 
 def test_metric_sums_add_and_negative_maxima_are_kept() -> None:
     total: dict[str, float] = {}
-    for part in ({"a": 1.0, "b_max": -3.0}, {"a": 2.0, "b_max": -5.0}):
-        add_metric_sums(total, part)
+    for ready in ({"a": 1.0, "b_max": -3.0}, {"a": 2.0, "b_max": -5.0}):
+        add_metric_sums(total, ready)
     assert total == {"a": 3.0, "b_max": -3.0}
 
 

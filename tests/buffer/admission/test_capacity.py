@@ -47,8 +47,8 @@ def test_full_shard_blocks_admission_until_a_removal() -> None:
 def test_ended_group_occupies_capacity_until_removal() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
-        (one,) = await take(shard, "generate")
-        shard.fail_groups([(one.lease, DeadlineError("no"))])
+        (experience,) = await take(shard, "generate")
+        shard.fail_groups([(experience.lease, DeadlineError("no"))])
         blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
         await asyncio.sleep(5.0)
         assert not blocked.done()
@@ -89,10 +89,10 @@ def test_admissions_being_journaled_occupy_capacity(bounds: ShardCapacity) -> No
 def test_repeated_admission_is_ignored() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", version=3)
-        (one,) = await take(shard, "generate")
+        (experience,) = await take(shard, "generate")
         await admit(shard, "a", version=3)
         assert not await take(shard, "generate"), "the first one stands, with its lease"
-        assert shard.renew_leases([one.lease]) == []
+        assert shard.renew_leases([experience.lease]) == []
 
     on_shard(test, bounds=ShardCapacity(1))
 
@@ -127,7 +127,7 @@ def test_admission_retried_after_removal_does_not_bring_the_group_back() -> None
 
 def test_seen_uids_survive_a_shard_restart_but_not_a_new_session() -> None:
     async def main() -> None:
-        log, left = MemoryLog(), {}
+        log, removed = MemoryLog(), {}
         shard = make_shard(log=log, session="first")
         await take(shard, "generate")
         await admit(shard, "a")
@@ -135,8 +135,8 @@ def test_seen_uids_survive_a_shard_restart_but_not_a_new_session() -> None:
         for session in ("first", "second"):
             successor = make_shard(book=recover(STAGES, log), session=session)
             assert await successor.admit_prompts([entry("a")], wait_s=1.0) == ["a"]
-            left[session] = successor.get_stats().uids
-        assert left == {"first": (), "second": ("a",)}
+            removed[session] = successor.get_stats().uids
+        assert removed == {"first": (), "second": ("a",)}
 
     run_virtual(main())
 
@@ -209,11 +209,11 @@ def test_ended_group_releases_its_bytes() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
-        (one,) = await take(shard, "reward")
+        (experience,) = await take(shard, "reward")
         blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
         await asyncio.sleep(1.0)
         assert not blocked.done()
-        shard.fail_groups([(one.lease, DeadlineError("no"))])
+        shard.fail_groups([(experience.lease, DeadlineError("no"))])
         await blocked
 
     on_shard(

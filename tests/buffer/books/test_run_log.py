@@ -65,14 +65,16 @@ def steps(draw: st.DrawFn) -> TrainedStep:
     groups = tuple(TrainedGroup(uid, draw(infos), draw(st.integers(0, 9))) for uid in uids)
     picks = st.lists(st.tuples(st.sampled_from(uids), st.integers(0, 7)), max_size=3).map(tuple)
     rounds = st.lists(st.lists(picks, max_size=2).map(tuple), max_size=3).map(tuple)
-    program = st.builds(StepSchedule, st.lists(rounds, max_size=3).map(tuple), st.integers(1, 3))
-    programs = st.dictionaries(st.sampled_from(["policy", "critic"]), program)
-    return TrainedStep(draw(st.integers(0, 1000)), groups, draw(programs))
+    step_schedule = st.builds(
+        StepSchedule, st.lists(rounds, max_size=3).map(tuple), st.integers(1, 3)
+    )
+    schedules = st.dictionaries(st.sampled_from(["policy", "critic"]), step_schedule)
+    return TrainedStep(draw(st.integers(0, 1000)), groups, draw(schedules))
 
 
 @given(steps())
-def test_step_record_has_the_whole_schedule(made: TrainedStep) -> None:
-    assert TrainedStep.from_record(travelled(made.to_record())) == made
+def test_step_record_has_the_whole_schedule(trained_step: TrainedStep) -> None:
+    assert TrainedStep.from_record(travelled(trained_step.to_record())) == trained_step
 
 
 def test_step_record_has_plain_uids() -> None:
@@ -89,41 +91,41 @@ MOVES = ["admit", "admit", "admit", "step", "filter", "drop", "again", "checkpoi
 def test_recovered_ledger_equals_the_live_ledger(schedule: list[tuple[str, int]]) -> None:
     async def main() -> None:
         log = MemoryLog()
-        books = RunLog(Ledger(debug=True), log)
-        made: dict[int, TrainedStep] = {}
+        run_log = RunLog(Ledger(debug=True), log)
+        trained_steps: dict[int, TrainedStep] = {}
         drawn: list[str] = []
         state, cut, serial = None, 0, 0
         for move, seed in schedule:
-            rng, in_flight = random.Random(seed), sorted(books.ledger.in_flight)
+            rng, in_flight = random.Random(seed), sorted(run_log.ledger.in_flight)
             if move == "admit":
                 uids = [f"0:{serial + i}:0" for i in range(rng.randint(1, 4))]
                 serial += len(uids)
                 drawn += uids
-                await books.record_admissions(uids, seed)
+                await run_log.record_admissions(uids, seed)
             elif move == "checkpoint":
-                state, cut = json.loads(json.dumps(books.ledger.state_dict())), len(log.records)
-                made, drawn = {}, []
+                state, cut = json.loads(json.dumps(run_log.ledger.state_dict())), len(log.records)
+                trained_steps, drawn = {}, []
             elif not in_flight:
                 continue
             elif move == "step":
                 uids = rng.sample(in_flight, min(2, len(in_flight)))
-                version = max(made, default=seed) + 1
-                made[version] = step(version, *uids)
-                await books.record_step(made[version])
+                version = max(trained_steps, default=seed) + 1
+                trained_steps[version] = step(version, *uids)
+                await run_log.record_step(trained_steps[version])
             elif move == "again":
                 uid = rng.choice(in_flight)
                 epoch, index, attempt = parse_uid(uid)
                 again = make_uid(epoch, index, attempt + 1)
-                await books.record_finished({uid: DROPPED}, readmitted=[again], version=seed)
+                await run_log.record_finished({uid: DROPPED}, readmitted=[again], version=seed)
             else:
                 uids = rng.sample(in_flight, min(rng.randint(1, 2), len(in_flight)))
-                await books.record_finished(
+                await run_log.record_finished(
                     dict.fromkeys(uids, FILTERED if move == "filter" else DROPPED)
                 )
-        found = recover_run_log([travelled(r) for r in log.records[cut:]], state, debug=True)
-        assert found.ledger.state_dict() == books.ledger.state_dict()
-        assert found.steps_to_replay == made
-        assert found.drawn_uids == tuple(drawn), "retries are not drawn from the data"
+        recovered = recover_run_log([travelled(r) for r in log.records[cut:]], state, debug=True)
+        assert recovered.ledger.state_dict() == run_log.ledger.state_dict()
+        assert recovered.steps_to_replay == trained_steps
+        assert recovered.drawn_uids == tuple(drawn), "retries are not drawn from the data"
 
     run_virtual(main())
 
@@ -131,13 +133,13 @@ def test_recovered_ledger_equals_the_live_ledger(schedule: list[tuple[str, int]]
 def test_replayed_step_is_not_logged_again() -> None:
     async def main() -> None:
         log = MemoryLog()
-        books = RunLog(Ledger(debug=True), log)
-        await books.record_admissions(["0:0:0", "0:1:0"], 0)
-        await books.record_step(step(0, "0:0:0"))
-        found = recover_run_log(log.records, None, debug=True)
-        again = RunLog(found.ledger, log.crash(), found.steps_to_replay)
+        run_log = RunLog(Ledger(debug=True), log)
+        await run_log.record_admissions(["0:0:0", "0:1:0"], 0)
+        await run_log.record_step(step(0, "0:0:0"))
+        recovered = recover_run_log(log.records, None, debug=True)
+        again = RunLog(recovered.ledger, log.crash(), recovered.steps_to_replay)
         before = len(log.records)
-        await again.record_step(found.steps_to_replay[0])
+        await again.record_step(recovered.steps_to_replay[0])
         assert len(log.records) == before and again.ledger.counts.trained == 1
         assert not again.steps_to_replay
         await again.record_step(step(1, "0:1:0"))
@@ -149,13 +151,13 @@ def test_replayed_step_is_not_logged_again() -> None:
 def test_step_is_logged_before_the_ledger_changes() -> None:
     async def main() -> None:
         log = MemoryLog(write_s=5.0)
-        books = RunLog(Ledger(), log)
-        await books.record_admissions(["0:0:0"], 0)
-        training = asyncio.create_task(books.record_step(step(0, "0:0:0")))
+        run_log = RunLog(Ledger(), log)
+        await run_log.record_admissions(["0:0:0"], 0)
+        training = asyncio.create_task(run_log.record_step(step(0, "0:0:0")))
         await asyncio.sleep(1.0)
-        assert books.ledger.counts.trained == 0
+        assert run_log.ledger.counts.trained == 0
         await training
-        assert books.ledger.counts.trained == 1
+        assert run_log.ledger.counts.trained == 1
 
     run_virtual(main())
 
@@ -170,15 +172,15 @@ def test_contradicting_log_and_ledger_raise() -> None:
 
 async def written(folder: Path) -> RunLog:
     journal = Journal(folder, JournalConfig())
-    books = RunLog(Ledger(), journal)
-    await books.record_start(0)
-    await books.record_admissions(["0:0:0", "0:1:0", "0:2:0"], 0)
+    run_log = RunLog(Ledger(), journal)
+    await run_log.record_start(0)
+    await run_log.record_admissions(["0:0:0", "0:1:0", "0:2:0"], 0)
     await journal.rotate()
-    await books.record_step(step(0, "0:0:0"))
-    await books.record_finished({"0:1:0": DROPPED}, readmitted=["0:1:1"], version=1)
-    await books.record_finished({"0:2:0": FILTERED})
+    await run_log.record_step(step(0, "0:0:0"))
+    await run_log.record_finished({"0:1:0": DROPPED}, readmitted=["0:1:1"], version=1)
+    await run_log.record_finished({"0:2:0": FILTERED})
     await journal.close()
-    return books
+    return run_log
 
 
 def test_history_yields_all_entries(tmp_path: Path) -> None:
@@ -199,9 +201,9 @@ def test_log_is_read_from_a_cut(tmp_path: Path) -> None:
     state = Ledger()
     for uid in ("0:0:0", "0:1:0", "0:2:0"):
         state.mark_admitted(uid, 0)
-    found = recover_run_log(read_log(tmp_path, first=2), state.state_dict())
-    assert found.ledger.state_dict() == live.ledger.state_dict()
-    assert found.drawn_uids == ()
+    recovered = recover_run_log(read_log(tmp_path, first=2), state.state_dict())
+    assert recovered.ledger.state_dict() == live.ledger.state_dict()
+    assert recovered.drawn_uids == ()
 
 
 def test_damaged_log_raises_with_file_and_offset(tmp_path: Path) -> None:

@@ -32,9 +32,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 async def test_group_commit_shares_fsyncs(tmp_path: Path, fsyncs: list[str]) -> None:
     journal = opened(tmp_path)
-    places = await asyncio.gather(*(journal.append([note(i)]) for i in range(200)))
+    positions = await asyncio.gather(*(journal.append([note(i)]) for i in range(200)))
     assert fsyncs.count("00000001.journal") <= 3
-    assert [read_record(tmp_path, place).meta["i"] for [place] in places] == list(range(200))
+    assert [read_record(tmp_path, position).meta["i"] for [position] in positions] == list(
+        range(200)
+    )
     assert journal.drain_fsync_s() > 0
     assert journal.drain_fsync_s() == 0
     await journal.close()
@@ -118,11 +120,13 @@ async def test_appends_and_waiters_keep_their_order(tmp_path: Path) -> None:
 
     await asyncio.gather(*(owner(start) for start in range(0, 400, 40)))
     await journal.close()
-    found = [record.meta["i"] for _, record in intact(replay_segments(tmp_path))]
-    assert sorted(found) == list(range(400))
+    numbers_read = [record.meta["i"] for _, record in intact(replay_segments(tmp_path))]
+    assert sorted(numbers_read) == list(range(400))
     for start in range(0, 400, 40):
-        assert [i for i in found if start <= i < start + 40] == list(range(start, start + 40))
-    assert woken == [i for i in found if i % 4 == 2]
+        assert [i for i in numbers_read if start <= i < start + 40] == list(
+            range(start, start + 40)
+        )
+    assert woken == [i for i in numbers_read if i % 4 == 2]
 
 
 async def test_cancelled_append_does_not_affect_others(tmp_path: Path) -> None:
@@ -130,9 +134,9 @@ async def test_cancelled_append_does_not_affect_others(tmp_path: Path) -> None:
     cancelled = asyncio.ensure_future(journal.append([note(0)]))
     await asyncio.sleep(0)
     cancelled.cancel()
-    [place] = await journal.append([note(1)])
+    [position] = await journal.append([note(1)])
     await journal.close()
-    assert read_record(tmp_path, place).meta["i"] == 1
+    assert read_record(tmp_path, position).meta["i"] == 1
 
 
 async def test_closed_journal_rejects_appends(tmp_path: Path) -> None:

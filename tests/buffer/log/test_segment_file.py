@@ -53,14 +53,14 @@ async def test_record_round_trips(tmp_path: Path, payload: Blob) -> None:
         "text": "h\u00e9 \ud800",
         "x": [1, 2.5, None, {"y": True}],
     }
-    places = await journal.append([note(0), JournalRecord(meta, payload), note(2)])
+    positions = await journal.append([note(0), JournalRecord(meta, payload), note(2)])
     await journal.close()
     items = intact(replay_segments(tmp_path))
-    assert [place for place, _ in items] == places
+    assert [position for position, _ in items] == positions
     assert items[1][1].meta == meta
     assert items[1][1].payload == join_pieces(payload)
-    assert read_record(tmp_path, places[1]).payload == join_pieces(payload)
-    assert places[2].offset == places[1].offset + places[1].size
+    assert read_record(tmp_path, positions[1]).payload == join_pieces(payload)
+    assert positions[2].offset == positions[1].offset + positions[1].size
 
 
 JSON = st.recursive(
@@ -131,10 +131,10 @@ async def test_replay_skips_a_last_record_with_unwritten_sectors(tmp_path: Path)
 
 @pytest.mark.parametrize("kept", [0, 1])
 async def test_garbage_at_the_end_is_corrupt_and_not_torn(tmp_path: Path, kept: int) -> None:
-    places = await written(tmp_path, range(2))
+    positions = await written(tmp_path, range(2))
     path = segment_path(tmp_path, 1)
     content = path.read_bytes()
-    start = places[kept].offset
+    start = positions[kept].offset
     path.write_bytes(content[:start] + b"\x01" + os.urandom(len(content) - start - 1))
     (corrupt,) = [item for item in replay_segments(tmp_path) if isinstance(item, CorruptRecord)]
     assert (corrupt.position.offset, corrupt.position.size) == (start, len(content) - start)
@@ -142,29 +142,31 @@ async def test_garbage_at_the_end_is_corrupt_and_not_torn(tmp_path: Path, kept: 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
 async def test_flipped_byte_corrupts_only_its_own_record(tmp_path: Path, bad: int) -> None:
-    places = await written(tmp_path, range(4))
+    positions = await written(tmp_path, range(4))
     path = segment_path(tmp_path, 1)
     content = path.read_bytes()
-    for offset in range(places[bad].offset, places[bad].offset + places[bad].size):
+    for offset in range(positions[bad].offset, positions[bad].offset + positions[bad].size):
         damaged = bytearray(content)
         damaged[offset] ^= 0x41
         path.write_bytes(damaged)
         items = list(replay_segments(tmp_path))
         [corrupt] = [item for item in items if isinstance(item, CorruptRecord)]
-        assert (corrupt.position, corrupt.file) == (places[bad], path)
+        assert (corrupt.position, corrupt.file) == (positions[bad], path)
         assert "checksum" in corrupt.reason
         assert numbers(tmp_path) == [None if i == bad else i for i in range(4)]
-        with pytest.raises(JournalError, match=rf"{path}, byte {places[bad].offset}: .*checksum"):
-            read_record(tmp_path, places[bad])
+        with pytest.raises(
+            JournalError, match=rf"{path}, byte {positions[bad].offset}: .*checksum"
+        ):
+            read_record(tmp_path, positions[bad])
 
 
 async def test_flipped_byte_in_the_last_record_is_corrupt_and_not_torn(
     tmp_path: Path,
 ) -> None:
-    place = (await written(tmp_path, range(4)))[-1]
+    position = (await written(tmp_path, range(4)))[-1]
     path = segment_path(tmp_path, 1)
     content = path.read_bytes()
-    for offset in range(place.offset + 32, place.offset + place.size):
+    for offset in range(position.offset + 32, position.offset + position.size):
         damaged = bytearray(content)
         damaged[offset] ^= 0x41
         path.write_bytes(damaged)
@@ -172,11 +174,11 @@ async def test_flipped_byte_in_the_last_record_is_corrupt_and_not_torn(
 
 
 async def test_consecutive_corrupt_records_are_all_reported(tmp_path: Path) -> None:
-    places = await written(tmp_path, range(5))
+    positions = await written(tmp_path, range(5))
     path = segment_path(tmp_path, 1)
     damaged = bytearray(path.read_bytes())
     for i in (1, 2):
-        damaged[places[i].offset + places[i].size - 1] ^= 1
+        damaged[positions[i].offset + positions[i].size - 1] ^= 1
     path.write_bytes(damaged)
     assert numbers(tmp_path) == [0, None, None, 3, 4]
 
@@ -185,7 +187,7 @@ async def test_replay_finds_the_next_record_at_any_distance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = opened(tmp_path)
-    places = await journal.append([note(0, segment_file.MAGIC * 50), note(1)])
+    positions = await journal.append([note(0, segment_file.MAGIC * 50), note(1)])
     await journal.close()
     path = segment_path(tmp_path, 1)
     damaged = bytearray(path.read_bytes())
@@ -193,11 +195,11 @@ async def test_replay_finds_the_next_record_at_any_distance(
     path.write_bytes(damaged)
     for chunk in range(len(segment_file.MAGIC), 40):
         monkeypatch.setattr(segment_file, "_SEARCH_BYTES", chunk)
-        bad, *rest = replay_segments(tmp_path)
-        ((place, record),) = intact(rest)
+        bad, *later = replay_segments(tmp_path)
+        ((position, record),) = intact(later)
         assert isinstance(bad, CorruptRecord)
-        assert bad.position == places[0]
-        assert (place, record.meta["i"]) == (places[1], 1)
+        assert bad.position == positions[0]
+        assert (position, record.meta["i"]) == (positions[1], 1)
 
 
 async def test_records_inside_a_payload_are_not_replayed(tmp_path: Path) -> None:
