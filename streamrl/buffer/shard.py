@@ -137,7 +137,7 @@ class QueueShard:
         group becomes ready within `wait_s`.
         """
         self._contract.check_request(request.stage, request.columns)
-        stage, deaths = request.stage, self._release_counts[request.holder]
+        stage, releases = request.stage, self._release_counts[request.holder]
         if not self._is_open_durable:
             # The incarnation must be durable before the first grant; otherwise a successor would
             # draw the same tokens.
@@ -151,7 +151,7 @@ class QueueShard:
             ]
         self._num_waiting[stage] += 1
         try:
-            chosen = await self._wait_for_groups(request, self._clock() + wait_s, deaths)
+            chosen = await self._wait_for_groups(request, self._clock() + wait_s, releases)
         finally:
             self._num_waiting[stage] -= 1
         if not chosen:
@@ -165,7 +165,7 @@ class QueueShard:
         return [_make_grant(self._state, group, active.lease, wanted) for group, active in granted]
 
     async def _wait_for_groups(
-        self, request: LeaseRequest, deadline: float, deaths: int
+        self, request: LeaseRequest, deadline: float, releases: int
     ) -> list[GroupState]:
         stage = request.stage
         this_request = self._latest_requests[stage, request.holder] = object()
@@ -174,7 +174,7 @@ class QueueShard:
                 not request.request_id
                 or self._latest_requests[stage, request.holder] is this_request
             )
-            if self._release_counts[request.holder] != deaths or not is_latest:
+            if self._release_counts[request.holder] != releases or not is_latest:
                 return []  # the requester is gone or has sent a newer request
             self._expire_leases()
             ready = self._ready_queues[stage]
