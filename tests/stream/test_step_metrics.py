@@ -24,7 +24,7 @@ def facts(**changes: object) -> StepFacts:
     values: dict[str, object] = {
         "version": 5,
         "groups": [group("a", {4: 6, 5: 2}, ready=5), group("b", {3: 4}, ready=4)],
-        "sums": {
+        "metric_sums": {
             "rollouts": 4.0,
             "score_sum": 3.0,
             "score_squared_sum": 3.0,
@@ -34,7 +34,7 @@ def facts(**changes: object) -> StepFacts:
             "truncated_sum": 1.0,
         },
         "metrics": {"policy/grad_norm": 0.5, "loss/policy": -0.1},
-        "queue": ShardStats(
+        "queue_stats": ShardStats(
             depth={"generate": 0.5, "reward": 1.5},
             num_bytes=100,
             oldest_age_s=2.0,
@@ -43,7 +43,7 @@ def facts(**changes: object) -> StepFacts:
             journal_bytes=5000,
             fsync_s=0.25,
         ),
-        "ledger": LedgerCounts(10, 8, 0, 1, 1, (("reward_error", 1),)),
+        "ledger_counts": LedgerCounts(10, 8, 0, 1, 1, (("reward_error", 1),)),
         "activity": {
             "generate": StageActivity(
                 "generate",
@@ -68,7 +68,7 @@ def test_component_mean_ignores_abstaining_rollouts() -> None:
         "reward/b_sum": 0.0,
         "reward/b_absent": 4.0,
     }
-    row = compute_step_metrics(facts(sums=sums))
+    row = compute_step_metrics(facts(metric_sums=sums))
     assert row["reward/exact"] == 1.0
     assert math.isnan(row["reward/b"])  # type: ignore[arg-type]
     validate_row(row)
@@ -122,7 +122,7 @@ def test_row_has_queue_and_ledger_metrics() -> None:
 def test_filter_time_is_prorated_by_tokens() -> None:
     # 12 sampled tokens in the two trained groups, 24 tokens with prompts.
     tally = FilterTally(num_groups=6, num_tokens=72, num_sampled_tokens=36, oversample=4.0)
-    row = compute_step_metrics(facts(filtered=tally))
+    row = compute_step_metrics(facts(filter_tally=tally))
     assert row["filter/share"] == 0.75
     assert row["filter/generate_s"] == pytest.approx(1.5 * 36 / (36 + 12))
     assert row["filter/score_s"] == pytest.approx(0.5 * 72 / (72 + 24))

@@ -280,10 +280,10 @@ def test_group_larger_than_the_shard_enters_an_empty_one() -> None:
 @pytest.mark.parametrize(
     ("bounds", "words"),
     [
-        ((0,), "groups=0"),
-        ((10, 500, 600), "num_bytes=500"),
-        ((10, 0), "num_bytes=0"),
-        ((10, math.nan), "num_bytes=nan"),
+        ((0,), "max_groups=0"),
+        ((10, 500, 600), "max_bytes=500"),
+        ((10, 0), "max_bytes=0"),
+        ((10, math.nan), "max_bytes=nan"),
     ],
 )
 def test_capacity_that_admits_no_group_raises(bounds: tuple[Any, ...], words: str) -> None:

@@ -78,9 +78,9 @@ def test_ended_groups_refund_their_credit_unless_trained() -> None:
 @pytest.mark.parametrize(
     ("end", "how"),
     [
-        (lambda ledger: ledger.train("a"), "trained"),
-        (lambda ledger: ledger.filter("a"), "filtered"),
-        (lambda ledger: ledger.drop("a", "stale"), r"dropped \(stale\)"),
+        (lambda ledger: ledger.mark_trained("a"), "trained"),
+        (lambda ledger: ledger.mark_filtered("a"), "filtered"),
+        (lambda ledger: ledger.mark_dropped("a", "stale"), r"dropped \(stale\)"),
     ],
 )
 def test_debug_ledger_names_the_outcome_of_a_readmitted_uid(end, how: str) -> None:  # type: ignore[no-untyped-def]
