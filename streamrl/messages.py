@@ -108,7 +108,7 @@ class FinishReason(Enum):
 
 
 class Prompt(msgspec.Struct, frozen=True, eq=False):
-    """One prompt as admitted: input of the generator and of the rewards.
+    """A prompt as admitted: input of the generator and of the rewards.
 
     `uid` is unique in a run and encodes epoch, row and attempt (`make_uid`).
     `token_ids` is int32 [P], the rendered chat template.
@@ -165,10 +165,10 @@ def parse_uid(uid: str) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One completion with its sampling record. All arrays are [T] over prompt and completion.
+    """A completion with its sampling record. All arrays are [T] over prompt and completion.
 
-    Multi-turn rollouts fit: tokens written by a tool or an environment lie between the sampled
-    ones with loss_mask false, logprob 0 and version -1.
+    Multi-turn rollouts fit: tokens written by a tool or an environment lie between sampled tokens
+    with loss_mask false, logprob 0 and version -1.
     """
 
     token_ids: Array
@@ -196,7 +196,7 @@ class Rollout:
         versions: Sequence[int],
         finish_reason: FinishReason,
     ) -> "Rollout":
-        """Build a rollout from one prompt [P] and one completion [C]; T = P + C."""
+        """Build a rollout from a prompt [P] and a completion [C]; T = P + C."""
         total = len(prompt_ids) + len(completion_ids)
         generator_logprobs = np.zeros(total, np.float32)
         policy_version = np.full(total, -1, np.int32)
@@ -216,7 +216,7 @@ class Rollout:
 
 
 def rollouts_to_columns(rollouts: Sequence[Rollout]) -> dict[str, Array]:
-    """Concatenate the rollouts of one group into ROLLOUT_COLUMNS."""
+    """Concatenate the rollouts of a group into ROLLOUT_COLUMNS."""
     token_names = ("token_ids", "loss_mask", "generator_logprobs", "policy_version")
     columns: dict[str, Array] = {
         name: np.concatenate([getattr(rollout, name) for rollout in rollouts])
@@ -346,7 +346,7 @@ def check_column_sizes(sizes: Mapping[str, int], info: GroupInfo) -> None:
 
 
 class GroupLease(msgspec.Struct, frozen=True, weakref=True):
-    """The right of `holder` to work on one group for one stage. Times: s of the shard's clock.
+    """The right of `holder` to work on a group for a stage. Times: s of the shard's clock.
 
     `token` is unique among all leases of a shard, also across its restarts. `expires_at` is the
     expiry at grant time; renewals move it on the shard only.
