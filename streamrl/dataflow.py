@@ -1,6 +1,6 @@
-"""An algorithm as data: its model calls and the columns that flow between them.
+"""An algorithm as data: model calls and the columns that flow between them.
 
-Pure: executors (the pipelined run, others later) read this declaration; nothing here runs anything.
+This module is pure: executors read the declaration; nothing here runs anything.
 """
 
 from collections import Counter
@@ -15,15 +15,13 @@ from streamrl.messages import ROLLOUT_COLUMNS
 
 
 class CallKind(Enum):
-    """What a call does with its model."""
-
     GENERATE = "generate"
     SCORE = "score"
     TRAIN = "train"
 
 
 class EdgeKind(StrEnum):
-    """Why a stage at a step waits for one at that step or an earlier one: the kind of an edge."""
+    """Kind of an edge in the unrolled graph: the reason why a stage waits."""
 
     DATA = "data"
     VERSION = "version"
@@ -31,16 +29,16 @@ class EdgeKind(StrEnum):
 
 
 StepNode = tuple[int, str]
-"""A step, counted from 0, and a stage at it."""
+"""(step counted from 0, stage)."""
 
 
 @dataclass(frozen=True)
 class ModelCall:
-    """One model call: the stage it runs in, the role it calls, the columns in and out.
+    """One model call: stage, called role, required and produced columns.
 
-    A stage takes a group once all columns it `needs` are there, those it only waits for among them.
-    `followed_role` is the trained role whose weights the called one holds, where they are not its
-    own for good. Several calls of one role are served by the same actors.
+    A stage leases a group once all columns in `needs` exist; some may be there only to wait for.
+    `followed_role` is the trained role that publishes the weights of `role`; "" for fixed weights.
+    All calls of a role run on the same actors.
     """
 
     stage: str
@@ -52,17 +50,17 @@ class ModelCall:
 
 
 POLICY = "policy"
-"""The role whose weights the generators sample from."""
+"""Role that generators sample from."""
 CRITIC = "critic"
-"""The role whose weights the value stage follows."""
+"""Role that the value stage follows."""
 COST_CRITIC = "cost_critic"
-"""The critic of costs, likewise."""
+"""Critic of the cost columns (constrained RL)."""
 EMA_REFERENCE = "reference"
-"""What a reference follows that is moved after the policy, and published by its trainer."""
+"""Pseudo-role followed by an EMA reference; the policy's trainer publishes it."""
 CRITIC_BY_COLUMN = {"values": CRITIC, "cost_values": COST_CRITIC}
-"""Who is trained to predict what a column holds."""
+"""Critic trained to predict each value column."""
 RETURNS_BY_CRITIC = {CRITIC: "returns", COST_CRITIC: "cost_returns"}
-"""What a row derives for a critic to learn."""
+"""Column of regression targets that an algorithm spec derives for each critic."""
 SEQUENCE_COLUMNS = ("token_ids", "loss_mask", "lengths")
 GENERATE_CALL = ModelCall("generate", "generator", CallKind.GENERATE, (), ROLLOUT_COLUMNS, POLICY)
 GREEDY_CALL = ModelCall("greedy", "generator", CallKind.GENERATE, (), ("greedy_ids",), POLICY)
@@ -75,14 +73,14 @@ REFERENCE_CALL = ModelCall(
     "reference", "reference", CallKind.SCORE, SEQUENCE_COLUMNS, ("ref_logprobs",)
 )
 VALUE_CALL = ModelCall("value", "value", CallKind.SCORE, SEQUENCE_COLUMNS, ("values",), CRITIC)
-"""The critic as a shadow of its trainer: it follows the versions, and only computes forward."""
+"""Forward passes only: a follower of the critic's trainer computes the values."""
 COST_VALUE_CALL = ModelCall(
     "cost_value", "cost_value", CallKind.SCORE, SEQUENCE_COLUMNS, ("cost_values",), COST_CRITIC
 )
 FILTER_COLUMN = "scores"
-"""The column that only groups have which the filter keeps."""
+"""Column that exists only for groups the filter keeps."""
 FILTER_CALLS = (GENERATE_CALL, REWARD_CALL)
-"""What the filter's verdict on a group is made of; all else can wait for it."""
+"""Calls that the filter's decision depends on; all further calls can wait for the decision."""
 SOURCE_CALLS = (
     GENERATE_CALL,
     GREEDY_CALL,
@@ -96,7 +94,7 @@ SOURCE_CALLS = (
 
 
 class Dataflow:
-    """A checked set of calls. Raises ValueError naming the column or stage that is wrong."""
+    """A validated set of calls. Raises ValueError naming the wrong column or stage."""
 
     def __init__(self, calls: Iterable[ModelCall]) -> None:
         self.calls = tuple(calls)
@@ -122,13 +120,15 @@ class Dataflow:
         for call in self.calls:
             for column in call.needs:
                 if column not in self._producers:
-                    raise ValueError(f"stage {call.stage} needs column {column}: nobody makes it")
+                    raise ValueError(
+                        f"stage {call.stage} needs column {column}: no stage produces it"
+                    )
             if (
                 call.followed_role
                 and _get_publishing_role(call.followed_role) not in self._trainers
             ):
                 raise ValueError(
-                    f"stage {call.stage} follows {call.followed_role}: nobody trains it"
+                    f"stage {call.stage} follows {call.followed_role}: no stage trains it"
                 )
         graph = self.graph
         if not nx.is_directed_acyclic_graph(graph):
@@ -136,32 +136,30 @@ class Dataflow:
                 f"{source} makes {', '.join(graph.edges[source, target]['columns'])} for {target}"
                 for source, target in nx.find_cycle(graph)
             ]
-            raise ValueError(f"the stages wait for each other in a circle: {'; '.join(links)}")
+            raise ValueError(f"the stages wait for each other in a cycle: {'; '.join(links)}")
 
     @property
     def queue_calls(self) -> list[ModelCall]:
-        """The calls that take groups from the queue: all, but of the trainers only the policy's.
+        """Calls that lease groups from the queue: all but the training of critics.
 
-        The others train what it was given.
+        The coordinator hands the policy's groups to the critics' trainers.
         """
         return [c for c in self.calls if c.kind is not CallKind.TRAIN or c.role == POLICY]
 
     @property
     def calls_by_role(self) -> dict[str, list[ModelCall]]:
-        """The calls of each role, both in flow order."""
-        found: dict[str, list[ModelCall]] = {}
+        calls: dict[str, list[ModelCall]] = {}
         for call in self.ordered_calls:
-            found.setdefault(call.role, []).append(call)
-        return found
+            calls.setdefault(call.role, []).append(call)
+        return calls
 
     @property
     def trained_roles(self) -> list[str]:
-        """The roles whose models are trained."""
         return [call.role for call in self.select_calls(CallKind.TRAIN)]
 
     @property
     def graph(self) -> "nx.DiGraph[str]":
-        """Stages as nodes; an edge per pair of stages, with the columns that flow along it."""
+        """Graph with stages as nodes and, on each edge, the `columns` that flow along it."""
         graph: nx.DiGraph[str] = nx.DiGraph()
         graph.add_nodes_from((call.stage, {"call": call}) for call in self.calls)
         for call in self.calls:
@@ -174,13 +172,12 @@ class Dataflow:
 
     @property
     def stages(self) -> list[str]:
-        """Stage names in an order in which data can flow."""
+        """Stage names in topological order; ties keep the order of declaration."""
         order = {call.stage: i for i, call in enumerate(self.calls)}
         return list(nx.lexicographical_topological_sort(self.graph, key=order.__getitem__))
 
     @property
     def ordered_calls(self) -> list[ModelCall]:
-        """The calls in flow order."""
         return list(self._ordered_calls)
 
     @cached_property
@@ -189,14 +186,13 @@ class Dataflow:
         return tuple(by_stage[stage] for stage in self.stages)
 
     def select_calls(self, kind: CallKind) -> list[ModelCall]:
-        """The calls of one kind, in flow order."""
         return [call for call in self._ordered_calls if call.kind is kind]
 
     @property
     def unused_columns(self) -> list[tuple[str, str]]:
-        """The (stage, column) pairs that no stage needs: made, stored, and read by none.
+        """(stage, column) pairs that are produced and stored but needed by no stage.
 
-        That is no error: a row may train on a part of what a stage makes anyway.
+        Unused columns are legal: a spec may train on a subset of a stage's output.
         """
         needed = {column for call in self.calls for column in call.needs}
         return [
@@ -208,9 +204,9 @@ class Dataflow:
 
     @property
     def version_edges(self) -> list[tuple[ModelCall, ModelCall]]:
-        """Who trains what whom follows: (training call, call), for the first calls of each role.
+        """Pairs (training call, following call), with only the first call of each role.
 
-        First is a call that no other of its role comes before: whoever comes after has waited.
+        Later calls of a role run after the first and so have its version already.
         """
         graph, holds = self.graph, {c.stage: (c.role, c.followed_role) for c in self.calls}
         return [
@@ -221,14 +217,19 @@ class Dataflow:
         ]
 
     def unroll_steps(self, steps: int, max_staleness: int) -> "nx.DiGraph[StepNode]":
-        """The stages at each step, as nodes (step, stage) with a `call`, and what each waits for.
+        """Return a graph of `steps` steps with nodes (step, stage) and edges for every wait.
 
-        An edge's `kind` is a Wait. DATA, within a step, has `columns`. VERSION has a `role`: the
-        first call of a role that follows that one waits until it is trained at step
-        i - 1 - max_staleness. ORDER: a role is trained at one step after the other. So what works
-        at step i has version i - max_staleness or a newer one, if every version is published.
+        Each node has its `call`; the `kind` of an edge is an `EdgeKind`:
 
-        Raises ValueError for no steps, or a bound below 0.
+        - DATA, within a step, with the `columns` that flow.
+        - VERSION, with the followed `role`: the first call of a following role at step i waits
+          for the training at step i - 1 - max_staleness.
+        - ORDER: training at step i waits for training of the same role at step i - 1.
+
+        So every call at step i sees version i - max_staleness or newer. Example with
+        max_staleness=1: generation at step 2 waits for training at step 0, not at step 1.
+
+        Raises ValueError for steps < 1 or max_staleness < 0.
         """
         if steps < 1:
             raise ValueError(f"steps={steps}: must be at least 1")
@@ -243,15 +244,15 @@ class Dataflow:
                 graph.add_edge((step, a), (step, b), kind=EdgeKind.DATA, columns=columns)
             for call in self._trainers.values() if step else ():
                 graph.add_edge((step - 1, call.stage), (step, call.stage), kind=EdgeKind.ORDER)
-            made = step - 1 - max_staleness
-            for source, call in versions if made >= 0 else ():
-                nodes = (made, source.stage), (step, call.stage)
+            trained_step = step - 1 - max_staleness
+            for source, call in versions if trained_step >= 0 else ():
+                nodes = (trained_step, source.stage), (step, call.stage)
                 graph.add_edge(*nodes, kind=EdgeKind.VERSION, role=call.followed_role)
         return graph
 
 
 def _get_publishing_role(followed: str) -> str:
-    """The trained role whose trainer publishes the versions of what is followed."""
+    """Return the trained role that publishes the versions of a followed role."""
     return POLICY if followed == EMA_REFERENCE else followed
 
 
@@ -262,14 +263,14 @@ def build_dataflow(
     moves_reference: bool = False,
     has_filter: bool = False,
 ) -> Dataflow:
-    """The dataflow that trains a policy on `columns`: the sources they need, and no others.
+    """Build the dataflow that trains a policy on `columns` with the fewest source calls.
 
-    Where a critic's values are among them, it is trained beside the policy, on the same groups; or
-    it is part of the policy, if the model is shared. A reference may follow the policy. With a
-    filter whatever its verdict is not made of waits for it: a group that is taken out costs no more
-    than its generation and its reward.
+    If a critic's values are among the columns, a critic trains on the same groups, or as a head of
+    the policy with `shares_critic`. With `moves_reference` the reference follows the policy. With
+    `has_filter` every call outside FILTER_CALLS waits for the filter: a rejected group then costs
+    only its generation and its reward.
 
-    Raises ValueError if no source makes one of the columns.
+    Raises ValueError for a column without a source.
     """
     needs = tuple(columns)
     train = [ModelCall("train", POLICY, CallKind.TRAIN, needs, ())]

@@ -1,11 +1,11 @@
-"""The few named errors of streamrl. Each takes one message, so that each survives pickling."""
+"""Exceptions of streamrl. Each takes one message, so that pickling between processes works."""
 
 
 class StreamError(Exception):
-    """Base of what streamrl raises on purpose while a run is under way.
+    """Base class of the errors that streamrl raises while a run is in progress.
 
-    `cause` is the name under which a group dropped for this error is counted (drops/<cause>);
-    `is_final` says that what raised it has tried often enough: the group is dropped at once.
+    `cause` names the counter (drops/<cause>) of groups dropped for this error. `is_final` means
+    that retries are exhausted or useless: the group is dropped at once.
     """
 
     cause = "error"
@@ -13,51 +13,52 @@ class StreamError(Exception):
 
 
 class ConfigError(ValueError):
-    """A setting, file or row the user gave cannot be used: rule, value and place in one line."""
+    """Unusable setting, file or data row; the message names rule, value and place in one line."""
 
 
 class DeadlineError(StreamError):
-    """A wait passed its deadline; the message names what was waited for and who holds it."""
+    """A wait passed its deadline; the message names the resource and its holder."""
 
     cause = "deadline"
 
 
 class ContractError(StreamError, ValueError):
-    """A stage that there is not, or columns other than a stage has declared, or badly shaped."""
+    """Unknown stage, or columns that differ from its declaration in name, shape or dtype."""
 
 
 class StaleGroupError(StreamError):
-    """A group older than max_staleness reached a step. A bug in admission, never a user's fault."""
+    """A group older than max_staleness reached a step: a bug in admission, never a user error."""
 
 
 class LeaseError(StreamError):
-    """A commit came with a lease that expired or was already settled."""
+    """A commit used a lease that had expired or was already settled."""
 
 
 class LedgerError(StreamError):
-    """The conservation law admitted = trained + filtered + dropped + in flight does not hold."""
+    """The invariant admitted = trained + filtered + dropped + in flight is violated."""
 
 
 class WeightsError(StreamError):
-    """A weight bucket is missing, or does not match its checksum, or its version goes backwards."""
+    """A weight bucket is missing or fails its checksum, or the version goes backwards."""
 
 
 class VersionSupersededError(StreamError):
-    """A version of the weights is gone before it was taken up: the next one is on its way."""
+    """A version was released before the follower loaded it; a newer version follows."""
 
 
 class LogprobCheckError(StreamError):
-    """What serves a version does not compute what the trainer does, though every byte arrived."""
+    """Logprobs of trainer and follower differ, although every byte of the weights arrived."""
 
 
 class GenerationError(StreamError):
-    """The generation engine died or was closed, and serves nothing more; the message says why."""
+    """The generation engine died or was closed; the message gives the reason."""
 
 
 class RewardError(StreamError):
-    """A reward could not be computed for a group (never a score of 0).
+    """Computing a reward failed for a group (such a group never counts as score 0).
 
-    Itself it is final, and says that the reward is wrong: it raised, or gave no finite number.
+    The base class is final and means a wrong reward function: it raised or returned a non-finite
+    number.
     """
 
     cause = "reward_error"
@@ -65,69 +66,69 @@ class RewardError(StreamError):
 
 
 class RewardInfraError(RewardError):
-    """What a reward needs could not be had: no worker, no sandbox, no answer from a server."""
+    """Infrastructure of a reward is unavailable: no worker, no sandbox, no reply from a server."""
 
     cause = "reward_infra"
 
 
 class RewardRaisedError(RewardInfraError):
-    """The code of a reward raised; that may pass, as where it asks a server."""
+    """Reward code raised an error that may be transient, such as a failed server request."""
 
     cause = RewardError.cause
 
 
 class RewardTimeoutError(RewardInfraError):
-    """A reward was not computed in time; the process that was at it is gone."""
+    """A reward exceeded its time limit; the process that computed it was killed."""
 
     cause = "reward_timeout"
 
 
 class RewardCrashError(RewardInfraError):
-    """The process that computed a reward ended."""
+    """The process that computed a reward exited."""
 
     cause = "reward_crash"
 
 
 class RewardMemoryError(RewardInfraError):
-    """The process that computed a reward took more memory than it may."""
+    """The process that computed a reward exceeded its memory limit."""
 
     cause = "reward_memory"
 
 
 class AlgorithmError(StreamError):
-    """A function of an algorithm's row failed, or gave something else than it has to."""
+    """A function of an algorithm spec raised, or returned a wrong type or shape."""
 
 
 class FilterLimitError(StreamError):
-    """A step filtered so many groups that the data set seems to yield nothing."""
+    """The group filter rejected so many groups in one step that the data set looks useless."""
 
 
 class DropLimitError(StreamError):
-    """A step dropped so many groups that what works on them seems to be broken."""
+    """So many groups were dropped in one step that the stage working on them looks broken."""
 
 
 class DataError(StreamError):
-    """No prompt can be drawn any more: a data file has changed, or too many rows are bad."""
+    """Drawing a prompt failed for good: a data file has changed, or too many rows are bad."""
 
 
 class CheckpointError(StreamError):
-    """A checkpoint could not be written or read."""
+    """Writing or reading a checkpoint failed."""
 
 
 class NoSpaceError(CheckpointError):
-    """There is no space for a checkpoint: what was there before stays, and the run can go on."""
+    """The disk has no space for a checkpoint. Earlier files are intact; the run can continue."""
 
 
 class JournalError(StreamError):
-    """A journal cannot be written or read; the message names the file."""
+    """Writing or reading a journal failed; the message names the file."""
 
 
 class DiskError(StreamError):
-    """A file of the run directory cannot be written; the message names it."""
+    """Writing a file of the run directory failed; the message names the file."""
 
 
 class ActorError(StreamError):
-    """An actor of the run failed; the message names the actor and what it was doing."""
+    """An actor of the run failed; the message names the actor and its operation."""
 
 
 class ActorLostError(ActorError):
@@ -135,4 +136,4 @@ class ActorLostError(ActorError):
 
 
 class RankLostError(ActorError):
-    """A collective failed, since another rank is gone; the call to that one says how."""
+    """A collective failed because a peer rank is gone; the call to that rank has the cause."""

@@ -1,13 +1,14 @@
-"""What travels between the stages: prompts, rollouts, leases, and the columns of an experience.
+"""Types that travel between the stages: prompts, rollouts, leases and the columns of a group.
 
-A group is the rollouts of one prompt. In the queue it is an experience: a prompt, some facts about
-it (`GroupInfo`) and named columns. Columns are numpy arrays, because Ray hands those from process
-to process without a copy. A column has one entry per token of the group or one per rollout; token
-columns of a group are the rollouts laid end to end, and `lengths` says where one ends. A few are of
-the group itself, and of any length.
+A group is the rollouts of one prompt. The queue stores a prompt, `GroupInfo` (sizes and versions)
+and named columns. Columns are flat numpy arrays, because Ray passes arrays between processes
+without a copy. A column has one entry per token of the group, one per rollout, or any length
+(`ColumnAxis`). A token column is the concatenation of the rollouts; `lengths` tells them apart.
 
-What goes with each group between processes is a msgspec.Struct: a frozen dataclass in all but name
-that is made in a fifth of the time and pickled in half of it.
+Example: rollouts of 3 and 2 tokens give lengths = [3, 2] and token_ids of 5 entries.
+
+Per-group types are msgspec.Structs: compared with a frozen dataclass, construction takes a fifth
+of the time and pickling half of it.
 """
 
 import functools
@@ -27,8 +28,6 @@ Columns = Mapping[str, Array]
 
 
 class ColumnAxis(Enum):
-    """What a column has one entry for."""
-
     TOKEN = "token"
     ROLLOUT = "rollout"
     GROUP = "group"
@@ -36,8 +35,6 @@ class ColumnAxis(Enum):
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """Type and meaning of a column."""
-
     dtype: str
     axis: ColumnAxis
     description: str
@@ -91,19 +88,18 @@ COMPONENT_COLUMN_SPEC = ColumnSpec(
 
 
 def is_component_column(name: str) -> bool:
-    """Whether a column is one of those that scores or costs are combined from."""
     return name.startswith((COMPONENT_PREFIX, COST_PREFIX))
 
 
 def get_column_spec(name: str) -> ColumnSpec:
-    """Spec of a column; `reward/<name>` and `cost/<name>` are components. Raises KeyError."""
+    """Return the spec of a column (`reward/<name>`, `cost/<name>`: components), or KeyError."""
     return COMPONENT_COLUMN_SPEC if is_component_column(name) else COLUMN_SPECS[name]
 
 
 class FinishReason(Enum):
-    """Why a rollout ended; the value is its code in the `finish_reason` column.
+    """Reason why a rollout ended; the value is its code in the `finish_reason` column.
 
-    ABORT is of one that has not ended: it was broken off, and can go on.
+    ABORT marks a partial rollout: sampling was interrupted and can be resumed.
     """
 
     STOP = 0
@@ -112,12 +108,12 @@ class FinishReason(Enum):
 
 
 class Prompt(msgspec.Struct, frozen=True, eq=False):
-    """One prompt as admitted: what the generator reads and what a reward may ask for.
+    """A prompt as admitted: input of the generator and of the rewards.
 
-    `uid` is unique in a run and says where the prompt comes from: epoch, row, attempt.
-    `token_ids` is int32 [P], the rendered chat; the rest is carried from the data row, which stands
-    at `place`, a file and a number in it. A prompt that was text there, `is_chat` false, is one
-    message of the user.
+    `uid` is unique in a run and encodes epoch, row and attempt (`make_uid`).
+    `token_ids` is int32 [P], the rendered chat template.
+    `row_location` is the file and row number of the data row; the remaining fields are copied
+    from that row. `is_chat` is false for a plain-text prompt, which becomes one user message.
     """
 
     uid: str
@@ -132,48 +128,47 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     def __post_init__(self) -> None:
         tokens = self.token_ids
         if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1:
-            what = type(tokens).__name__
+            actual = type(tokens).__name__
             if isinstance(tokens, np.ndarray):
-                what = f"{tokens.dtype}{list(tokens.shape)}"
-            raise ContractError(f"prompt {self.uid}: token_ids are {what}, wanted int32 [P]")
+                actual = f"{tokens.dtype}{list(tokens.shape)}"
+            raise ContractError(f"prompt {self.uid}: token_ids are {actual}, wanted int32 [P]")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An array's own way to be pickled takes ten times as long as all the rest of a prompt.
+        # Pickling the array itself takes ten times as long as the rest of a prompt.
         tokens = self.token_ids.tobytes()
-        rest = (self.messages, self.data_source, self.ground_truth, self.extra_info)
-        told = (self.row_location, self.is_chat)
-        return prompt_from_parts, (self.uid, tokens, *rest, *told)
+        row = (self.messages, self.data_source, self.ground_truth, self.extra_info)
+        origin = (self.row_location, self.is_chat)
+        return prompt_from_parts, (self.uid, tokens, *row, *origin)
 
 
 def describe_prompt(prompt: Prompt) -> str:
-    """A prompt in an error: where its row stands, and its uid."""
+    """Return the prompt's row location and uid, for an error message."""
     return (
         f"{prompt.row_location} (uid {prompt.uid})" if prompt.row_location else f"uid {prompt.uid}"
     )
 
 
 def prompt_from_parts(uid: str, tokens: bytes, *rest: Any) -> Prompt:
-    """Make a prompt of its parts in the order of the fields, its tokens as bytes of int32 [P]."""
+    """Build a prompt from its fields in order; `tokens` are the bytes of int32 [P]."""
     return Prompt(uid, np.frombuffer(tokens, np.int32), *rest)
 
 
 def make_uid(epoch: int, index: int, attempt: int = 0) -> str:
-    """Uid of row `index` in `epoch`; a later `attempt` is the same prompt admitted anew."""
+    """Return the uid of row `index` in `epoch`; re-admission raises `attempt`."""
     return f"{epoch}:{index}:{attempt}"
 
 
 def parse_uid(uid: str) -> tuple[int, int, int]:
-    """The (epoch, index, attempt) that `make_uid` was given."""
     epoch, index, attempt = uid.split(":")
     return int(epoch), int(index), int(attempt)
 
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One completion and how it was sampled. All arrays are [T] over prompt and completion alike.
+    """A completion with its sampling record. All arrays are [T] over prompt and completion.
 
-    Nothing here assumes one turn: tokens a tool or an environment wrote sit between the policy's
-    own with loss_mask false, logprob 0 and version -1.
+    Multi-turn rollouts fit: tokens written by a tool or an environment lie between sampled tokens
+    with loss_mask false, logprob 0 and version -1.
     """
 
     token_ids: Array
@@ -201,7 +196,7 @@ class Rollout:
         versions: Sequence[int],
         finish_reason: FinishReason,
     ) -> "Rollout":
-        """A rollout of one prompt [P] followed by one completion [C]; T = P + C."""
+        """Build a rollout from a prompt [P] and a completion [C]; T = P + C."""
         total = len(prompt_ids) + len(completion_ids)
         generator_logprobs = np.zeros(total, np.float32)
         policy_version = np.full(total, -1, np.int32)
@@ -214,14 +209,14 @@ class Rollout:
 
     @property
     def completion_ids(self) -> Array:
-        """What follows the initial prompt, int32 [C]: the policy's turns and what is between."""
+        """Tokens after the initial prompt, int32 [C]: policy turns and tool output between them."""
         if not self.loss_mask.any():
             return self.token_ids[:0]
         return self.token_ids[int(np.argmax(self.loss_mask)) :]
 
 
 def rollouts_to_columns(rollouts: Sequence[Rollout]) -> dict[str, Array]:
-    """The rollouts of one group as the columns the queue holds (ROLLOUT_COLUMNS)."""
+    """Concatenate the rollouts of a group into ROLLOUT_COLUMNS."""
     token_names = ("token_ids", "loss_mask", "generator_logprobs", "policy_version")
     columns: dict[str, Array] = {
         name: np.concatenate([getattr(rollout, name) for rollout in rollouts])
@@ -233,12 +228,12 @@ def rollouts_to_columns(rollouts: Sequence[Rollout]) -> dict[str, Array]:
 
 
 def split_token_column(column: Array, lengths: Array) -> list[Array]:
-    """A token column [sum(lengths)] cut into one view per rollout."""
+    """Split a token column [sum(lengths)] into one view per rollout."""
     return np.split(column, np.cumsum(lengths)[:-1])
 
 
 def columns_to_rollouts(columns: Columns) -> list[Rollout]:
-    """Inverse of `rollouts_to_columns`; arrays are views of the columns."""
+    """Invert `rollouts_to_columns`; the arrays are views of the columns."""
     lengths = columns["lengths"]
     cut = {
         name: split_token_column(columns[name], lengths)
@@ -257,25 +252,25 @@ def columns_to_rollouts(columns: Columns) -> list[Rollout]:
 
 
 def extract_completions(columns: Columns) -> list[Array]:
-    """Return the `completion_ids` of each rollout of a group, int32 [C] each: views of its tokens.
+    """Return the `completion_ids` of each rollout of a group, int32 [C] each, as views.
 
-    A tenth of the cost of `columns_to_rollouts`, for those who read nothing else of them.
+    Costs a tenth of `columns_to_rollouts`.
     """
     token_ids, loss_mask = columns["token_ids"], columns["loss_mask"]
-    found, start = [], 0
+    completions, start = [], 0
     for end in np.cumsum(columns["lengths"]).tolist():
         mask = loss_mask[start:end]
         first = int(mask.argmax()) if mask.size else 0
         has_sampled = bool(mask.size and mask[first])
-        found.append(token_ids[start + first : end] if has_sampled else token_ids[:0])
+        completions.append(token_ids[start + first : end] if has_sampled else token_ids[:0])
         start = end
-    return found
+    return completions
 
 
 class GroupInfo(msgspec.Struct, frozen=True):
-    """What the coordinator knows of a group: sizes and versions, never tokens.
+    """Sizes and versions of a group; the coordinator sees these and never the tokens.
 
-    `version_tokens` counts the sampled tokens per policy_version, ascending.
+    `version_tokens` counts the sampled tokens per policy_version, ascending by version.
     """
 
     lengths: tuple[int, ...]
@@ -289,12 +284,12 @@ class GroupInfo(msgspec.Struct, frozen=True):
 
     @property
     def min_version(self) -> int:
-        """The oldest version that sampled a token of the group."""
+        """Oldest version that sampled a token of the group."""
         return self.version_tokens[0][0]
 
     @classmethod
     def from_columns(cls, columns: Columns) -> "GroupInfo":
-        """Facts about a group that holds ROLLOUT_COLUMNS. Raises ContractError if they differ."""
+        """Compute sizes from ROLLOUT_COLUMNS. Raises ContractError if column lengths differ."""
         versions, mask = columns["policy_version"], columns["loss_mask"]
         if versions.size != mask.size:
             sizes = f"policy_version[{versions.size}], loss_mask[{mask.size}]"
@@ -308,8 +303,7 @@ class GroupInfo(msgspec.Struct, frozen=True):
 
 
 def _count_versions(sampled: Array) -> Iterator[tuple[int, int]]:
-    """Each version and how often it is there, ascending."""
-    # All of one version, as most are, is told faster than by sorting.
+    # Fast path: most groups come from one version, and comparing bytes is faster than sorting.
     raw = sampled.tobytes()
     if raw and raw == raw[: sampled.itemsize] * sampled.size:
         yield int(sampled[0]), sampled.size
@@ -319,10 +313,9 @@ def _count_versions(sampled: Array) -> Iterator[tuple[int, int]]:
 
 
 def measure_columns(columns: Columns) -> dict[str, int]:
-    """Entries of each column.
+    """Return the number of entries of each column.
 
-    Raises ContractError for one that is no flat array, of another dtype than its spec says, or that
-    has no spec.
+    Raises ContractError for an unknown column, a wrong dtype, or a value that is not a flat array.
     """
     for name, column in columns.items():
         if not (name in COLUMN_SPECS or is_component_column(str(name))):
@@ -342,7 +335,6 @@ def _column_dtype(name: str) -> np.dtype[Any]:
 
 
 def check_column_sizes(sizes: Mapping[str, int], info: GroupInfo) -> None:
-    """Raise ContractError if a column's size is not what its spec says for the group."""
     expected = {ColumnAxis.TOKEN: info.num_tokens, ColumnAxis.ROLLOUT: len(info.lengths)}
     for name, entries in sizes.items():
         spec = get_column_spec(name)
@@ -354,10 +346,10 @@ def check_column_sizes(sizes: Mapping[str, int], info: GroupInfo) -> None:
 
 
 class GroupLease(msgspec.Struct, frozen=True, weakref=True):
-    """The right of a stage's `holder` to work on one group. Times are of the shard's clock, s.
+    """The right of `holder` to work on a group for a stage. Times: s of the shard's clock.
 
-    `token` tells it from every other lease of the shard, those before a restart included. It may
-    be renewed: `expires_at` is when it would end if it were not.
+    `token` is unique among all leases of a shard, also across its restarts. `expires_at` is the
+    expiry at grant time; renewals move it on the shard only.
     """
 
     token: int
@@ -371,14 +363,14 @@ class GroupLease(msgspec.Struct, frozen=True, weakref=True):
 
 @dataclass(frozen=True)
 class FilteredGroup:
-    """What a stage gives instead of columns for a group that is not worth training."""
+    """Verdict of a stage that rejects a group, returned in place of columns."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """Why a group ends untrained. `cause` is the name it is counted under, `reason` says it."""
+    """Reason why a group ends untrained. `cause` is the name of its counter (drops/<cause>)."""
 
     cause: str
     reason: str = ""
@@ -386,13 +378,13 @@ class GroupOutcome:
 
 
 class Experience(msgspec.Struct, frozen=True, eq=False):
-    """A leased group as a stage sees it: its prompt and the columns it asked for.
+    """A leased group as a stage sees it: the prompt and the requested columns.
 
-    `admitted_version` is the version at admission: no token of the group may be sampled by an
-    older one. `info` is there once the group is generated. `ready_version` is the version being
-    trained when the group became ready for its step. `ended` is set if the group ended without
-    reaching the trainer; such a group is only handed to the coordinator. `begun` is what an earlier
-    holder of the stage had made of it when it went: columns of the stage, not whole yet.
+    `admitted_version`: version at admission; no token was sampled by an older version.
+    `info`: present once the group is generated.
+    `ready_version`: version in training when the group became ready for its step.
+    `outcome`: set if the group ended untrained; only the coordinator leases such groups.
+    `partial_rollouts`: incomplete columns that an earlier holder of this stage saved.
     """
 
     lease: GroupLease
@@ -406,5 +398,4 @@ class Experience(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def uid(self) -> str:
-        """The prompt's uid."""
         return self.lease.uid

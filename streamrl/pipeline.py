@@ -1,4 +1,4 @@
-"""The stream: what each stage waits for, does and produces. Read this first.
+"""The loops of the stream, with the inputs and outputs of each stage. Read this first.
 
     admit ---> generate ---> score (reward, reference, value, ...) ---> train (policy, critic)
       ^           ^                                    ^                   |        |
@@ -6,12 +6,12 @@
       | credits                                        +--- follow_weights <-- publish
       +---------------------------- version + 1 ---------------------------+
 
-Every arrow is the experience queue: a stage takes a group once the columns it needs are there,
-computes, and puts its own columns. Micro-batch k+1 is generated while k is scored and trained.
-How far generation may run ahead is a matter of credits alone (`max_staleness`), and whether two
-stages may compute at the same time is a matter of the device lease alone; no loop asks which mode
-it is in. Nothing here knows an actor, an engine or an algorithm: actors host these loops, tests run
-the same ones in one process on a virtual clock.
+Every arrow is the experience queue: a stage takes a group once its required columns exist,
+computes, and commits its own columns. Micro-batch k+1 is generated while k is scored and trained.
+Staleness credits alone (`max_staleness`) bound how far generation runs ahead. The device lease
+alone decides whether two stages compute at the same time. So no loop has a branch per mode, and
+sync training is `max_staleness: 0`. The loops know no actor, engine or algorithm: actors host
+them, and tests run them in one process on a virtual clock.
 """
 
 import asyncio
@@ -50,17 +50,15 @@ from streamrl.weights.metrics import PullStats
 from streamrl.weights.version_registry import ReaderState, WeightFault
 
 PULL_ATTEMPTS = 5
-"""So many times in a row a follower tries to take up a version before it is replaced."""
+"""Consecutive failed attempts to load a version before the follower is replaced."""
 RETRY_S = 0.25
-"""Half of the time before the second try, which is doubled for each one after it, s."""
+"""Base of the exponential backoff after a failed load, s: the nth retry waits RETRY_S * 2**n."""
 SUPERSEDED_RETRY_S = 0.01
-"""Time to the first look for a version that is on its way, likewise, s; never more than RETRY_S."""
+"""First delay before retrying a superseded version, s; doubles up to RETRY_S."""
 
 
 @dataclass(frozen=True)
 class ScoringLimits:
-    """What a scorer takes: groups with these columns, at most `most` of them, `batch` at once."""
-
     columns: Sequence[str]
     max_groups: int
     batch_size: int
@@ -70,60 +68,63 @@ class ScoringLimits:
 
 
 async def admit_prompts(
-    control: RunState, queue: ExperienceQueue, *, wait_s: float = POLL_WAIT_S
+    run_state: RunState, queue: ExperienceQueue, *, wait_s: float = POLL_WAIT_S
 ) -> None:
-    """Waits for: credits. Produces: prompts in the queue, with the version they are admitted at."""
-    while not control.stop_requested.is_set():
+    """Waits for: credits. Produces: prompts in the queue, tagged with the version at admission."""
+    while not run_state.stop_requested.is_set():
+        # Readmitted prompts need no credit, and may arrive during the wait for one.
         if (
-            control.prompts_to_insert
-            or await control.admission.wait_for_credit(wait_s)
-            or control.prompts_to_insert
+            run_state.prompts_to_insert
+            or await run_state.admission.wait_for_credit(wait_s)
+            or run_state.prompts_to_insert
         ):
-            await control.admit_prompts(queue)
+            await run_state.admit_prompts(queue)
 
 
 async def generate_rollouts(
     stage: StageContext,
     sample: SampleFunction,
-    held: ServedVersion,
+    served: ServedVersion,
     *,
-    places: ConcurrencyLimit,
-    begun: ReadPartialRollouts,
+    limit: ConcurrencyLimit,
+    read_partials: ReadPartialRollouts,
 ) -> None:
-    """Waits for: a prompt, a free place, the version the prompt was admitted at.
+    """Waits for: a prompt, a free slot, the version at which the prompt was admitted.
 
-    Produces: what is sampled for it, such as the rollouts of its group; meanwhile, for who may have
-    to go on with it, what is `begun` of it.
+    Produces: the columns that `sample` returns, such as the rollouts of the group. While running,
+    the loop saves partial rollouts so that another generator can resume them.
     """
-    notes = PartialRolloutSaver(stage.queue, exclude_unverified(begun, held))
-    desk = InFlightWork(places)
+    partial_saver = PartialRolloutSaver(stage.queue, exclude_unverified(read_partials, served))
+    in_flight = InFlightWork(limit)
 
     async def compute(experiences: Sequence[Experience]) -> Sequence[StageResult]:
         (experience,) = experiences
         assert experience.prompt is not None
-        await held.wait_for_version(experience.admitted_version)
+        await served.wait_for_version(experience.admitted_version)
         prompt_tokens = len(experience.prompt.token_ids)
-        async with stage.record_compute(uid=experience.uid, prompt=prompt_tokens) as known:
-            with notes.track_lease(experience.lease):
+        async with stage.record_compute(uid=experience.uid, prompt=prompt_tokens) as span_facts:
+            with partial_saver.track_lease(experience.lease):
                 columns = await sample(
-                    experience.prompt, experience.partial_rollouts, desk.make_slot_releaser()
+                    experience.prompt, experience.partial_rollouts, in_flight.make_slot_releaser()
                 )
-            known["lengths"] = " ".join(map(str, count_sampled_tokens(columns)))
-        # Nothing leaves that was sampled by a version which is not verified yet.
-        await held.wait_for_version(find_newest_version(columns))
+            span_facts["lengths"] = " ".join(map(str, count_sampled_tokens(columns)))
+        # Commit no token of a version before that version is verified.
+        await served.wait_for_version(find_newest_version(columns))
         return [columns]
 
-    if await wait_for_first_version(stage, held):
-        await serve_stage(stage, compute, desk, columns=(), batch=1, notes=notes)
+    if await wait_for_first_version(stage, served):
+        await serve_stage(
+            stage, compute, in_flight, columns=(), batch=1, partial_saver=partial_saver
+        )
 
 
-async def wait_for_first_version(stage: StageContext, held: ServedVersion) -> bool:
-    """Wait until a version is held: who has none takes nothing that others could make meanwhile.
+async def wait_for_first_version(stage: StageContext, served: ServedVersion) -> bool:
+    """Wait until this process serves a version; return False if the stage must leave first.
 
-    False if the stage is to leave before that.
+    A replica without a version leases nothing: replicas with a version can take the work.
     """
     waits = [
-        asyncio.create_task(held.wait_for_version(0)),
+        asyncio.create_task(served.wait_for_version(0)),
         asyncio.create_task(stage.leave_requested.wait()),
     ]
     try:
@@ -131,29 +132,32 @@ async def wait_for_first_version(stage: StageContext, held: ServedVersion) -> bo
     finally:
         for wait in waits:
             wait.cancel()
-    return held.version >= 0
+    return served.version >= 0
 
 
-def exclude_unverified(begun: ReadPartialRollouts, held: ServedVersion) -> ReadPartialRollouts:
-    """What is begun, but for groups with a token of a version that is not verified yet."""
+def exclude_unverified(
+    read_partials: ReadPartialRollouts, served: ServedVersion
+) -> ReadPartialRollouts:
+    """Wrap `read_partials` to omit groups with a token of a version that is not verified yet."""
 
-    async def looked_at() -> Mapping[str, Columns]:
-        found = await begun()
+    async def read_verified() -> Mapping[str, Columns]:
+        partials = await read_partials()
         return {
-            uid: part for uid, part in found.items() if find_newest_version(part) <= held.version
+            uid: columns
+            for uid, columns in partials.items()
+            if find_newest_version(columns) <= served.version
         }
 
-    return looked_at
+    return read_verified
 
 
 def find_newest_version(columns: Columns) -> int:
-    """The last version that sampled one of the tokens; -1 if they do not say."""
+    """Return the newest version that sampled a token; -1 without a policy_version column."""
     versions = columns.get("policy_version")
     return -1 if versions is None else int(versions.max(initial=-1))
 
 
 def count_sampled_tokens(columns: Columns) -> list[int]:
-    """How many tokens were sampled of each completion."""
     if "greedy_ids" in columns:
         return [len(columns["greedy_ids"])]
     if "loss_mask" not in columns or "lengths" not in columns:
@@ -163,9 +167,9 @@ def count_sampled_tokens(columns: Columns) -> list[int]:
 
 
 def measure_completions(experiences: Sequence[Experience]) -> tuple[int, int]:
-    """How many completions there are to be scored, and their tokens.
+    """Return the number of completions to score and their tokens.
 
-    Prompts are counted, but for those of greedy completions.
+    Tokens include the prompt, except for greedy completions.
     """
     greedy = [e.columns["greedy_ids"] for e in experiences if "greedy_ids" in e.columns]
     if greedy:
@@ -176,71 +180,73 @@ def measure_completions(experiences: Sequence[Experience]) -> tuple[int, int]:
 
 async def score_groups(
     stage: StageContext,
-    judge: ComputeFunction,
-    serving: ScoringLimits,
+    score: ComputeFunction,
+    limits: ScoringLimits,
     *,
-    held: ServedVersion | None = None,
+    served: ServedVersion | None = None,
 ) -> None:
-    """Waits for: groups with the columns this stage needs, and, where it follows a model that is
-    trained, for the version they were admitted at. Produces: the columns it declares.
+    """Waits for: groups with the required columns and, if the scorer follows a trained model, the
+    version at which they were admitted. Produces: the declared columns.
     """
 
     async def compute(experiences: Sequence[Experience]) -> Sequence[StageResult]:
-        if held is not None:
-            await held.wait_for_version(
+        if served is not None:
+            await served.wait_for_version(
                 max(experience.admitted_version for experience in experiences)
             )
         rollouts, tokens = measure_completions(experiences)
         async with stage.record_compute(groups=len(experiences), rollouts=rollouts, tokens=tokens):
-            return await judge(experiences)
+            return await score(experiences)
 
-    if held is None or await wait_for_first_version(stage, held):
-        desk = InFlightWork(ConcurrencyLimit(serving.max_groups))
-        await serve_stage(stage, compute, desk, columns=serving.columns, batch=serving.batch_size)
+    if served is None or await wait_for_first_version(stage, served):
+        in_flight = InFlightWork(ConcurrencyLimit(limits.max_groups))
+        await serve_stage(
+            stage, compute, in_flight, columns=limits.columns, batch=limits.batch_size
+        )
 
 
 async def train_policy(
     stage: StageContext,
-    control: RunState,
+    run_state: RunState,
     trainers: Mapping[str, TrainerProtocol],
     config: PipelineConfig,
     *,
     report: Callable[[StepResult], Awaitable[None]],
 ) -> None:
-    """Waits for: the groups of a step, training them as they come. Produces: the next version."""
-    while not control.admission.is_finished:
-        outcome = await train_step(stage, control, trainers, config)
+    """Waits for: the groups of a step, trained as they arrive. Produces: the next version."""
+    while not run_state.admission.is_finished:
+        outcome = await train_step(stage, run_state, trainers, config)
         if outcome is None:
             break
         await report(outcome)
-    await control.publisher.wait_until_published()
+    await run_state.publisher.wait_until_published()
 
 
 async def follow_weights(
-    stage: StageContext, follower: FollowerProtocol, channel: WeightChannel, held: ServedVersion
+    stage: StageContext, follower: FollowerProtocol, channel: WeightChannel, served: ServedVersion
 ) -> None:
-    """Waits for: a version newer than the one held. Produces: that version, in the follower.
+    """Waits for: a version newer than the served one. Produces: that version in the follower.
 
-    One that cannot be verified is not taken: the old one is served on, the fault is reported with
-    the next question, and after PULL_ATTEMPTS in a row the last WeightsError is raised.
+    If verification fails, the follower keeps serving the old version and reports the fault with
+    its next request. After PULL_ATTEMPTS consecutive failures the last WeightsError is raised.
     """
-    news, failures, soon_s = ReaderState(held.version), 0, SUPERSEDED_RETRY_S
+    state, failures, retry_s = ReaderState(served.version), 0, SUPERSEDED_RETRY_S
     while True:
-        manifest = await channel.wait_for_newer(news, wait_s=POLL_WAIT_S)
-        news = ReaderState(held.version)
+        manifest = await channel.wait_for_newer(state, wait_s=POLL_WAIT_S)
+        state = ReaderState(served.version)
         if manifest is None:
             continue
         try:
-            pull = await load_version(stage, follower, channel, held, manifest)
-            news, failures, soon_s = ReaderState(held.version, pull), 0, SUPERSEDED_RETRY_S
+            pull = await load_version(stage, follower, channel, served, manifest)
+            state, failures, retry_s = ReaderState(served.version, pull), 0, SUPERSEDED_RETRY_S
         except VersionSupersededError:
-            await asyncio.sleep(soon_s)
-            soon_s = min(RETRY_S, 2 * soon_s)
+            await asyncio.sleep(retry_s)
+            retry_s = min(RETRY_S, 2 * retry_s)
         except WeightsError as error:
             failures += 1
             if failures == PULL_ATTEMPTS:
                 raise
-            news = ReaderState(held.version, fault=WeightFault(manifest.version, str(error)))
+            state = ReaderState(served.version, fault=WeightFault(manifest.version, str(error)))
             await asyncio.sleep(RETRY_S * 2**failures)
 
 
@@ -248,20 +254,21 @@ async def load_version(
     stage: StageContext,
     follower: FollowerProtocol,
     channel: WeightChannel,
-    held: ServedVersion,
+    served: ServedVersion,
     manifest: WeightManifest,
 ) -> PullStats:
-    """Fetch, verify and load one version; it is held once the follower serves it."""
     version = manifest.version
-    if version <= held.version:
-        raise WeightsError(f"version {version} was offered, and {held.version} is held already")
+    if version <= served.version:
+        raise WeightsError(f"version {version} was offered, but {served.version} is served already")
     started = time.perf_counter()
     with stage.spans.record_span("pull", version=version):
         fetched = await channel.fetch_weights(manifest)
         async with stage.device_lease.hold("load"):
             loaded = await follower.load_weights(fetched.tensors, version)
-            difference = await verify_weights(follower, held.holder, manifest, loaded.verification)
-    held.advance_to(version)
+            difference = await verify_weights(
+                follower, served.holder, manifest, loaded.verification
+            )
+    served.advance_to(version)
     return PullStats(
         pull_s=time.perf_counter() - started,
         pause_s=loaded.pause_s,
@@ -275,36 +282,36 @@ async def load_version(
 
 
 async def verify_weights(
-    follower: FollowerProtocol, name: str, manifest: WeightManifest, arrival: LoadVerification
+    follower: FollowerProtocol, name: str, manifest: WeightManifest, verification: LoadVerification
 ) -> float:
-    """How far the follower is from the trainer on the version's probe; NaN without one.
+    """Compare the follower's logprobs with the trainer's; return the difference, NaN if unchecked.
 
-    Raises ProbeError if that is too far, or if not all parameters have arrived.
+    Raises LogprobCheckError if the difference is too large or parameters are missing.
     """
-    who = f"{name}, with version {manifest.version},"
-    arrival.raise_on_difference(who)
+    subject = f"{name}, with version {manifest.version},"
+    verification.raise_on_difference(subject)
     if manifest.logprob_check is None:
         return math.nan
-    found = await follower.compute_logprobs(manifest.logprob_check.sequences)
-    if found is None:
+    logprobs = await follower.compute_logprobs(manifest.logprob_check.sequences)
+    if logprobs is None:
         return math.nan
     return manifest.logprob_check.compare_logprobs(
-        found, who, same_parameters=bool(arrival.num_compared)
+        logprobs, subject, same_parameters=bool(verification.num_compared)
     )
 
 
-async def watch_stalls(control: RunState, queue: ExperienceQueue, config: PipelineConfig) -> None:
-    """Waits for: work that takes longer than a stall. Produces: a report, and a second delivery."""
+async def watch_stalls(run_state: RunState, queue: ExperienceQueue, config: PipelineConfig) -> None:
+    """Waits for: work older than stall_s. Produces: a stall report and, if set, a redelivery."""
     reported: set[tuple[str, str, int]] = set()
     clock = asyncio.get_running_loop().time
-    while not control.stop_requested.is_set():
+    while not run_state.stop_requested.is_set():
         await asyncio.sleep(min(config.stall_s / 4, 10.0))
-        if clock() < control.progress_clock.last_progress_at + config.stall_s:
-            continue  # it may wait for those who have its devices
-        found = await queue.find_overdue(config.stall_s)
-        news = [one for one in found if one.stall_key not in reported]
-        reported = {one.stall_key for one in found}
-        if news:
-            control.on_stall(news)
+        if clock() < run_state.progress_clock.last_progress_at + config.stall_s:
+            continue  # the overdue work may be waiting for stages that hold its devices
+        overdue = await queue.find_overdue(config.stall_s)
+        new_stalls = [lease for lease in overdue if lease.stall_key not in reported]
+        reported = {lease.stall_key for lease in overdue}
+        if new_stalls:
+            run_state.on_stall(new_stalls)
         if config.on_stall == "redeliver":
-            await queue.requeue_overdue(found)
+            await queue.requeue_overdue(overdue)

@@ -76,7 +76,7 @@ class LocalShard:
         loses: Callable[[], bool] = lambda: False,
     ) -> None:
         self._make: Callable[[MemoryLog], QueueShard] = lambda log: QueueShard(
-            recover(stages, log), config, bounds=bounds, session=session, log=log
+            recover(stages, log), config, capacity=bounds, session=session, log=log
         )
         self.log = log
         self.deaths = 0

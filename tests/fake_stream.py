@@ -341,7 +341,7 @@ class StageMaker:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._arbiter = DeviceArbiter(
-            timeout_s=stream.plan.stall_s, pulse=stream.control.progress_clock
+            timeout_s=stream.plan.stall_s, progress_clock=stream.control.progress_clock
         )
 
     def __call__(self, name: str, process: str) -> StageContext:
@@ -351,7 +351,7 @@ class StageMaker:
         lease = SharedDeviceLease(self._arbiter, process) if shared else DedicatedDeviceLease()
         stream.recorders[process] = SpanRecorder(process, clock)
         hears_s = math.inf if stream.plan.oversample == 1.0 else 1.0
-        queue = ExperienceQueue(stream.shards, process, hears_s=hears_s)
+        queue = ExperienceQueue(stream.shards, process, max_renew_interval_s=hears_s)
         leaving = stream.leaving[process]
         return StageContext(name, queue, lease, stream.recorders[process], leaving)
 
@@ -369,7 +369,7 @@ def start_scorer(
         channel = LocalChannel(stream.control.publisher.registries[call.followed_role], name)
         own.append(asyncio.create_task(follow_weights(place, scorer, channel, held)))
     serving = ScoringLimits(call.needs, max_groups=4, batch_size=2)
-    scoring = score_groups(place, scorer.score, serving, held=held)
+    scoring = score_groups(place, scorer.score, serving, served=held)
     own.append(asyncio.create_task(scoring))
 
 
@@ -387,7 +387,7 @@ def start_generator(stream: Stream, stage: Callable[[str, str], StageContext], i
         place, sample = stage(call.stage, name), generator.stages[call.stage]
         begun = generator.begun if call.stage == GENERATE_CALL.stage else read_no_partials
         places = ConcurrencyLimit(plan.places or GROUPS_AT_ONCE * plan.group_size, plan.group_size)
-        loop = generate_rollouts(place, sample, held, places=places, begun=begun)
+        loop = generate_rollouts(place, sample, held, limit=places, read_partials=begun)
         own.append(asyncio.create_task(loop))
 
 

@@ -96,14 +96,14 @@ def edges(flow: Dataflow) -> dict[tuple[str, str], list[str]]:
 
 
 @pytest.mark.parametrize("recipe", GOLDEN)
-def test_the_edges_of_an_algorithm_are_known(recipe: str) -> None:
+def test_edges_of_known_algorithms(recipe: str) -> None:
     flow = flow_of(recipe)
     data, versions = GOLDEN[recipe]
     assert edges(flow) == data
     assert {(a.stage, b.stage) for a, b in flow.version_edges} == versions
 
 
-def test_ppo_with_a_reference_has_the_eleven_edges_of_its_paper() -> None:
+def test_ppo_with_reference_has_eleven_edges() -> None:
     # In the vocabulary of ReaL (arXiv:2406.14088), whose packed prompts come from the data set.
     sampled = ("seq_no_eos_mask", "packed_input_ids", "packed_logprobs", "prompt_mask")
     seen = (*sampled, "packed_ref_logprobs", "rewards", "values")
@@ -134,28 +134,28 @@ def test_ppo_with_a_reference_has_the_eleven_edges_of_its_paper() -> None:
             [GENERATE_CALL, train(), train(stage="train_again")],
             "role policy is trained twice: by train and train_again",
         ),
-        ([GENERATE_CALL, train("scores")], "stage train needs column scores: nobody makes it"),
-        ([GENERATE_CALL, REWARD_CALL], "stage generate follows policy: nobody trains it"),
+        ([GENERATE_CALL, train("scores")], "stage train needs column scores: no stage produces it"),
+        ([GENERATE_CALL, REWARD_CALL], "stage generate follows policy: no stage trains it"),
         (
             [score("reference", (), (), followed_role=EMA_REFERENCE), train(role="critic")],
-            "stage reference follows reference: nobody trains it",
+            "stage reference follows reference: no stage trains it",
         ),
         (
             [score("a", ("y",), ("x",)), score("b", ("x",), ("y", "z")), score("c", ("z",), ())],
-            "the stages wait for each other in a circle: a makes x for b; b makes y for a",
+            "the stages wait for each other in a cycle: a makes x for b; b makes y for a",
         ),
         (
             [score("a", ("x",), ("x",))],
-            "the stages wait for each other in a circle: a makes x for a",
+            "the stages wait for each other in a cycle: a makes x for a",
         ),
     ],
 )
-def test_a_wrong_graph_is_refused_with_its_stage(calls: list[ModelCall], line: str) -> None:
+def test_invalid_graph_raises_with_its_stage(calls: list[ModelCall], line: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
         Dataflow(calls)
 
 
-def test_what_nobody_reads_is_told_and_is_no_error() -> None:
+def test_unused_columns_are_reported_and_legal() -> None:
     flow = build_dataflow(("token_ids", "scores"))
     # The reward reads all of a rollout; without one most of it is left.
     assert flow.unused_columns == []
@@ -164,11 +164,11 @@ def test_what_nobody_reads_is_told_and_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-def test_no_recipe_makes_what_it_does_not_read(recipe: str) -> None:
+def test_no_recipe_has_unused_columns(recipe: str) -> None:
     assert flow_of(recipe).unused_columns == []
 
 
-def test_with_a_filter_all_that_its_verdict_is_not_made_of_waits_for_it() -> None:
+def test_filter_all_other_calls_wait_for_its_decision() -> None:
     columns = (*ROLLOUT, *("scores", "values", "ref_logprobs", "costs", "cost_values"))
     columns = (*columns, "baseline_scores")
     beside, gated = (build_dataflow(columns, has_filter=each) for each in (False, True))
@@ -190,12 +190,12 @@ def test_with_a_filter_all_that_its_verdict_is_not_made_of_waits_for_it() -> Non
     }
 
 
-def test_a_filter_has_the_reward_computed_though_nobody_trains_on_it() -> None:
+def test_filter_adds_the_reward_call_even_if_untrained() -> None:
     flow = build_dataflow(("token_ids", "ref_logprobs"), has_filter=True)
     assert flow.stages == ["generate", "reward", "reference", "train"]
 
 
-def test_a_shared_critic_and_a_moving_reference_follow_the_policy() -> None:
+def test_shared_critic_and_ema_reference_follow_the_policy() -> None:
     columns = (*ROLLOUT, "scores", "values", "ref_logprobs")
     flow = build_dataflow(columns, shares_critic=True, moves_reference=True)
     found = {(a.stage, b.stage, b.followed_role) for a, b in flow.version_edges}
@@ -206,7 +206,7 @@ def test_a_shared_critic_and_a_moving_reference_follow_the_policy() -> None:
     }
 
 
-def test_of_a_roles_calls_the_first_waits_for_the_version() -> None:
+def test_only_the_first_call_of_a_role_waits_for_the_version() -> None:
     first = score("draft", (), ("x",), role="writer", followed_role=POLICY)
     later = score("final", ("x",), ("y",), role="writer", followed_role=POLICY)
     beside = score("other", (), ("z",), role="writer", followed_role=POLICY)
@@ -214,7 +214,7 @@ def test_of_a_roles_calls_the_first_waits_for_the_version() -> None:
     assert [call for _, call in flow.version_edges] == [first, beside]
 
 
-def test_three_steps_of_grpo_one_version_behind() -> None:
+def test_grpo_unrolled_over_three_steps_with_staleness_one() -> None:
     graph = flow_of("grpo_arithmetic").unroll_steps(3, 1)
     assert set(graph) == {(i, s) for i in range(3) for s in ("generate", "reward", "train")}
     found: dict[EdgeKind, set[object]] = {kind: set() for kind in EdgeKind}
@@ -235,7 +235,7 @@ def test_three_steps_of_grpo_one_version_behind() -> None:
         (1, -1, "max_staleness=-1: must be 0 or more"),
     ],
 )
-def test_no_steps_and_a_bound_below_zero_are_refused(
+def test_unroll_rejects_zero_steps_and_negative_staleness(
     steps: int, max_staleness: int, line: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{line}$"):
@@ -246,7 +246,7 @@ RECIPES = {recipe: flow_of(recipe) for recipe in GOLDEN}
 
 
 @given(st.sampled_from(sorted(GOLDEN)), st.integers(1, 12), st.integers(0, 14))
-def test_the_longest_chain_is_what_the_bound_leaves(
+def test_longest_chain_follows_from_max_staleness(
     recipe: str, steps: int, max_staleness: int
 ) -> None:
     # A step is a chain of three stages: it ends one after the step before, or three after the one
@@ -284,7 +284,7 @@ def dataflows(draw: st.DrawFn) -> Dataflow:
 
 
 @given(dataflows(), st.integers(1, 7), st.integers(0, 8))
-def test_nothing_is_made_of_versions_beyond_the_bound(
+def test_no_call_uses_a_version_beyond_max_staleness(
     flow: Dataflow, steps: int, max_staleness: int
 ) -> None:
     graph = flow.unroll_steps(steps, max_staleness)
@@ -303,7 +303,7 @@ def test_nothing_is_made_of_versions_beyond_the_bound(
 
 
 @given(dataflows(), st.integers(1, 5), st.integers(0, 5))
-def test_one_step_is_the_flow_and_a_looser_bound_only_takes_waits_away(
+def test_larger_max_staleness_only_removes_edges(
     flow: Dataflow, steps: int, max_staleness: int
 ) -> None:
     one = flow.unroll_steps(1, max_staleness)

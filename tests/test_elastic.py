@@ -51,7 +51,7 @@ async def come_go_and_die(stream: Stream) -> None:
 
 
 @given(plans)
-def test_whoever_joins_leaves_or_dies_every_prompt_is_trained_once_or_accounted_for(
+def test_elastic_generators_train_every_prompt_once_or_account_for_it(
     plan: Plan,
 ) -> None:
     stream = run_virtual(run_stream(plan, disturb=come_go_and_die))
@@ -91,7 +91,7 @@ def check_versions(stream: Stream) -> None:
 
 
 @given(slow_plans())
-def test_no_token_is_sampled_twice_when_generators_leave(plan: Plan) -> None:
+def test_leaving_generator_loses_no_sampled_token(plan: Plan) -> None:
     stream = run_virtual(run_stream(plan, disturb=come_and_go))
     check_accounts(stream)
     check_versions(stream)
@@ -118,7 +118,7 @@ def killing(deaths: list[tuple[float, str]]) -> Disturb:
 
 
 @given(slow_plans())
-def test_a_death_costs_no_more_sampling_than_what_came_after_the_last_note(plan: Plan) -> None:
+def test_death_costs_only_the_sampling_since_the_last_save(plan: Plan) -> None:
     plan = replace(plan, max_attempts=100)
     deaths: list[tuple[float, str]] = []
     stream = run_virtual(run_stream(plan, disturb=killing(deaths)))
@@ -133,7 +133,7 @@ def test_a_death_costs_no_more_sampling_than_what_came_after_the_last_note(plan:
             assert nearest - lost_at <= PARTIAL_SAVE_INTERVAL_S + CALLS_S
 
 
-def test_a_group_that_is_gone_on_with_is_begun_once() -> None:
+def test_resumed_group_is_started_once() -> None:
     stream = run_virtual(run_stream(replace(SLOW, seed=7), disturb=come_and_go))
     begun = {uid: count for uid, count in stream.disk.generated.items() if count > 1}
     redelivered = sum(outcome.queue_stats.counts["redelivered"] for outcome in stream.outcomes)
@@ -141,7 +141,7 @@ def test_a_group_that_is_gone_on_with_is_begun_once() -> None:
     assert len(begun) < len(stream.disk.generated)
 
 
-def test_short_groups_leave_no_notes() -> None:
+def test_short_groups_save_no_partial_rollouts() -> None:
     stream = run_virtual(run_stream(Plan(generate_s=(0.5, 1.9))))
     assert sum(shard.notes for shard in stream.shards) == 0
     stream = run_virtual(run_stream(Plan(generate_s=(3.0, 3.9))))
@@ -149,7 +149,7 @@ def test_short_groups_leave_no_notes() -> None:
     assert 0 < sum(shard.notes for shard in stream.shards) <= trained + stream.plan.groups_per_step
 
 
-def test_throughput_follows_generators_that_come_and_go() -> None:
+def test_throughput_follows_joining_and_leaving_generators() -> None:
     # Sampling is all that takes time: 18 groups a step, three at once in each generator.
     plan = Plan(
         steps=18,
@@ -181,7 +181,7 @@ def test_throughput_follows_generators_that_come_and_go() -> None:
     check_accounts(stream)
 
 
-def test_who_has_no_version_yet_takes_no_work_from_those_who_have() -> None:
+def test_generator_without_a_version_leases_no_work() -> None:
     plan = Plan(steps=30, generators=1, max_staleness=0, newcomer_pull_s=60.0, pull_s=0.0)
 
     async def scale(stream: Stream) -> None:
@@ -195,7 +195,7 @@ def test_who_has_no_version_yet_takes_no_work_from_those_who_have() -> None:
     assert stream.samplers[1].sampled, "it works once it has one"
 
 
-def test_who_leaves_before_it_has_a_version_leaves_at_once() -> None:
+def test_generator_without_a_version_leaves_at_once() -> None:
     plan = Plan(steps=10, generators=1, newcomer_pull_s=1000.0)
 
     async def scale(stream: Stream) -> None:

@@ -92,7 +92,7 @@ def manifest(version: int, probe: LogprobCheck | None = None) -> WeightManifest:
     return WeightManifest(version, (), (), probe)
 
 
-def test_a_version_that_cannot_be_verified_is_not_taken_and_tried_again() -> None:
+def test_unverifiable_version_is_not_loaded_and_retried() -> None:
     told: list[tuple[str, str, WeightFault]] = []
 
     async def scenario() -> None:
@@ -120,9 +120,7 @@ def test_a_version_that_cannot_be_verified_is_not_taken_and_tried_again() -> Non
 
 
 @pytest.mark.parametrize(("later_s", "most_tries"), [(0.03, 3), (60.0, 250)])
-def test_who_comes_too_late_for_a_version_is_there_when_the_next_one_is(
-    later_s: float, most_tries: int
-) -> None:
+def test_superseded_version_is_skipped_for_the_next(later_s: float, most_tries: int) -> None:
     async def scenario() -> None:
         registry, clock = WeightRegistry(keep_versions=2), asyncio.get_running_loop()
         engine, held, channel = Engine(), ServedVersion("generator-0"), Resident(registry)
@@ -142,7 +140,7 @@ def test_who_comes_too_late_for_a_version_is_there_when_the_next_one_is(
     run_virtual(scenario())
 
 
-def test_a_newer_version_takes_the_place_of_one_that_is_broken() -> None:
+def test_newer_version_replaces_a_corrupt_one() -> None:
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
         engine, held = Engine(), ServedVersion("generator-0")
@@ -158,7 +156,7 @@ def test_a_newer_version_takes_the_place_of_one_that_is_broken() -> None:
     run_virtual(scenario())
 
 
-def test_who_can_take_up_nothing_gives_up_after_so_many_tries() -> None:
+def test_follower_gives_up_after_max_pull_attempts() -> None:
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
         engine, held = Engine(), ServedVersion("generator-0")
@@ -172,7 +170,7 @@ def test_who_can_take_up_nothing_gives_up_after_so_many_tries() -> None:
     run_virtual(scenario())
 
 
-def test_an_older_version_is_refused() -> None:
+def test_older_version_is_refused() -> None:
     class Backwards(Channel):
         async def wait_for_newer(
             self, held: ReaderState, *, wait_s: float
@@ -182,14 +180,14 @@ def test_an_older_version_is_refused() -> None:
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
         engine, held = Engine(), ServedVersion("generator-0")
-        with pytest.raises(WeightsError, match="version 4 was offered, and 5 is held already"):
+        with pytest.raises(WeightsError, match="version 4 was offered, but 5 is served already"):
             await follow_weights(stage(), engine, Backwards(registry), held)
         assert engine.served == [5]
 
     run_virtual(scenario())
 
 
-def test_what_a_pull_took_is_reported_once() -> None:
+def test_pull_stats_are_reported_once() -> None:
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
         engine, held = Engine(), ServedVersion("generator-0")
@@ -217,7 +215,7 @@ def test_what_a_pull_took_is_reported_once() -> None:
     run_virtual(scenario())
 
 
-def test_what_was_copied_on_the_way_and_to_be_served_is_added_up() -> None:
+def test_copied_bytes_of_transfer_and_load_are_added() -> None:
     class Resident(Channel):
         async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
             return FetchedWeights({}, copied_bytes=12)
@@ -231,7 +229,7 @@ def test_what_was_copied_on_the_way_and_to_be_served_is_added_up() -> None:
     run_virtual(scenario())
 
 
-def test_who_differs_from_the_trainer_serves_no_version_and_ends() -> None:
+def test_follower_with_different_logprobs_serves_nothing_and_fails() -> None:
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
         engine, held = Engine(logprob=-3.0), ServedVersion("generator-0")
@@ -246,12 +244,12 @@ def test_who_differs_from_the_trainer_serves_no_version_and_ends() -> None:
     run_virtual(scenario())
 
 
-def test_the_newest_version_among_tokens() -> None:
+def test_newest_version_of_columns() -> None:
     assert find_newest_version({"policy_version": np.array([-1, 3, 4, -1, 3], np.int32)}) == 4
     assert find_newest_version({"greedy_ids": np.array([1], np.int32)}) == -1
 
 
-def test_what_is_begun_under_a_version_that_is_not_verified_is_not_told() -> None:
+def test_partial_rollouts_of_an_unverified_version_are_excluded() -> None:
     held = ServedVersion("generator-0", version=3)
 
     async def begun() -> Mapping[str, Mapping[str, Array]]:
@@ -268,7 +266,7 @@ def test_what_is_begun_under_a_version_that_is_not_verified_is_not_told() -> Non
     run_virtual(scenario())
 
 
-def test_a_fault_is_told_once_though_nothing_newer_comes() -> None:
+def test_fault_is_reported_once() -> None:
     told: list[tuple[str, str, WeightFault]] = []
 
     class Once(Channel):
@@ -293,7 +291,7 @@ def test_a_fault_is_told_once_though_nothing_newer_comes() -> None:
     assert told == [(LOAD_REFUSED, "generator-0", WeightFault(7, "version 7: checksum is wrong"))]
 
 
-def test_a_model_is_read_and_a_version_taken_up_while_nobody_else_computes() -> None:
+def test_publish_and_load_hold_the_device_lease() -> None:
     async def scenario() -> None:
         clock = asyncio.get_running_loop().time
         arbiter = DeviceArbiter(timeout_s=100.0)

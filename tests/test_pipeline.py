@@ -83,7 +83,7 @@ def expected_of_policy(plan: Plan, stream: Stream) -> list[tuple[str, int]]:
 
 
 @given(plans)
-def test_under_any_schedule_the_stream_keeps_its_promises(plan: Plan) -> None:
+def test_stream_guarantees_hold_under_any_schedule(plan: Plan) -> None:
     stream = run_virtual(run_stream(plan, disturb=watch_bounds))
     trained = uids(stream)
 
@@ -169,14 +169,14 @@ def step_s(plan: Plan) -> float:
     return (ends[-1] - ends[-3]) / 2
 
 
-def test_with_a_filter_reference_and_critic_compute_what_is_trained_and_no_more() -> None:
+def test_filter_reference_and_critic_compute_only_kept_groups() -> None:
     stream = run_virtual(run_stream(FILTERED))
     trained = set(uids(stream))
     assert stream.ledger.counts.filtered > 5 * len(trained)
     assert stream.disk.computed["reference"] == stream.disk.computed["value"] == trained
 
 
-def test_without_a_filter_stages_work_on_a_group_side_by_side() -> None:
+def test_without_filter_scorers_work_in_parallel() -> None:
     plan = replace(FILTERED, filter_rate=0.0, score_s=(2.0, 2.0), scorers=4, steps=1)
     stream = run_virtual(run_stream(plan))
     judged = min(span.start_s for span in spans(stream, "reward-0", "reward"))
@@ -185,7 +185,7 @@ def test_without_a_filter_stages_work_on_a_group_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_oversampling_fills_a_step_in_about_one_round_of_generation(staleness: int) -> None:
+def test_oversampling_fills_a_step_in_one_round_of_generation(staleness: int) -> None:
     plan = replace(FILTERED, max_staleness=staleness)
     alone = step_s(replace(plan, filter_rate=0.0))
     one_each = step_s(plan)
@@ -197,7 +197,7 @@ def test_oversampling_fills_a_step_in_about_one_round_of_generation(staleness: i
     assert by_share < 3.5 * alone, "once it has seen the first groups being filtered"
 
 
-def test_what_is_left_over_is_used_where_staleness_allows_or_dropped_and_comes_again() -> None:
+def test_surplus_is_trained_within_staleness_or_readmitted() -> None:
     # Nothing is filtered after all: of four prompts for each place three are too many.
     plan = replace(FILTERED, filter_rate=1e-9, oversample=4.0, critic=False)
     on_policy = run_virtual(run_stream(plan))
@@ -211,7 +211,7 @@ def test_what_is_left_over_is_used_where_staleness_allows_or_dropped_and_comes_a
     assert again, "the prompts of dropped groups come again"
 
 
-def test_what_is_too_much_is_given_up_before_it_is_done() -> None:
+def test_surplus_rollouts_are_cancelled_early() -> None:
     plan = replace(FILTERED, filter_rate=1e-9, oversample=8.0, steps=3, generate_s=(1.0, 60.0))
     stream = run_virtual(run_stream(replace(plan, critic=False, reference=False)))
     assert stream.step_ends[-1] < 3 * 30.0
@@ -225,7 +225,7 @@ def test_what_is_too_much_is_given_up_before_it_is_done() -> None:
     assert not stale
 
 
-def test_resumed_with_what_was_oversampled_in_flight_the_stream_keeps_its_promises() -> None:
+def test_resume_with_oversampled_groups_keeps_the_guarantees() -> None:
     plan = replace(FILTERED, oversample=6.0, steps=3, filter_rate=0.5)
 
     async def main() -> Stream:
@@ -249,7 +249,7 @@ def test_resumed_with_what_was_oversampled_in_flight_the_stream_keeps_its_promis
     assert counts.admitted == ended + counts.in_flight
 
 
-def test_where_every_second_version_is_published_two_steps_are_sampled_from_each() -> None:
+def test_publish_every_two_samples_two_steps_per_version() -> None:
     """Admission follows what is published: version 1 is made, and nothing is sampled from it."""
     plan = Plan(steps=6, groups_per_step=2, max_staleness=1, publish_every=2)
     stream = run_virtual(run_stream(plan))
@@ -261,16 +261,14 @@ def test_where_every_second_version_is_published_two_steps_are_sampled_from_each
 
 
 @given(plans)
-def test_the_same_seed_gives_the_same_steps(plan: Plan) -> None:
+def test_same_seed_gives_the_same_steps(plan: Plan) -> None:
     first, second = run_virtual(run_stream(plan)), run_virtual(run_stream(plan))
     assert uids(first) == uids(second)
     assert first.step_ends == second.step_ends
 
 
 @given(st.integers(0, 1000), st.integers(1, 3))
-def test_on_policy_placement_does_not_change_which_groups_a_step_trains(
-    seed: int, generators: int
-) -> None:
+def test_on_policy_steps_do_not_depend_on_placement(seed: int, generators: int) -> None:
     plan = Plan(seed=seed, max_staleness=0, generators=generators)
     pipelined = run_virtual(run_stream(plan))
     sequential = run_virtual(run_stream(Plan(**{**vars(plan), "one_at_a_time": True})))
@@ -281,7 +279,7 @@ def test_on_policy_placement_does_not_change_which_groups_a_step_trains(
     assert steps[0] == steps[1]
 
 
-def test_on_policy_training_overlaps_the_generation_of_its_own_step() -> None:
+def test_on_policy_training_overlaps_generation_of_the_same_step() -> None:
     plan = Plan(
         max_staleness=0,
         groups_per_step=12,
@@ -297,7 +295,7 @@ def test_on_policy_training_overlaps_the_generation_of_its_own_step() -> None:
     assert min(s.start_s for s in training) < last_generated
 
 
-def test_one_step_of_staleness_generates_the_next_step_while_this_one_trains() -> None:
+def test_staleness_one_generates_the_next_step_during_training() -> None:
     balanced: dict[str, Any] = {
         "generate_s": (4.0, 4.0),
         "train_s": 2.0,
@@ -309,7 +307,7 @@ def test_one_step_of_staleness_generates_the_next_step_while_this_one_trains() -
     assert fast.step_ends[-1] < 0.75 * slow.step_ends[-1]
 
 
-def test_one_at_a_time_no_two_stages_compute_at_once() -> None:
+def test_shared_pool_runs_one_stage_at_a_time() -> None:
     stream = run_virtual(run_stream(Plan(max_staleness=0, one_at_a_time=True, reference=True)))
     work = [
         span
@@ -341,9 +339,7 @@ def test_one_at_a_time_no_two_stages_compute_at_once() -> None:
         {"train_s": 2.0, "pace": UpdatePlan(True, 4, 1), "max_staleness": 1},
     ],
 )
-def test_a_phase_that_takes_longer_than_a_stall_is_none_if_it_gets_on(
-    long: dict[str, Any], on_stall: str
-) -> None:
+def test_long_phase_with_progress_is_no_stall(long: dict[str, Any], on_stall: str) -> None:
     # A step's rollouts, or its micro-batches, take more than 8 s altogether, and each of them less.
     shared: dict[str, Any] = {"one_at_a_time": True, "groups_per_step": 8, "generators": 1}
     plan = Plan(**{"max_staleness": 0, "stall_s": 8.0, "on_stall": on_stall, **shared, **long})
@@ -354,7 +350,7 @@ def test_a_phase_that_takes_longer_than_a_stall_is_none_if_it_gets_on(
     assert not stream.ledger.counts.dropped
 
 
-def test_a_group_that_cannot_be_scored_is_dropped_counted_and_replaced() -> None:
+def test_unscorable_group_is_dropped_counted_and_replaced() -> None:
     stream = run_virtual(run_stream(Plan(seed=3, fail_rate=0.5, max_attempts=1, steps=6)))
     counts = stream.ledger.counts
     assert counts.trained == 24
@@ -363,7 +359,7 @@ def test_a_group_that_cannot_be_scored_is_dropped_counted_and_replaced() -> None
 
 
 @pytest.mark.parametrize("readmits", [False, True])
-def test_a_reward_that_always_fails_ends_the_run_and_says_why(readmits: bool) -> None:
+def test_reward_that_always_fails_ends_the_run_with_the_reason(readmits: bool) -> None:
     told: list[str] = []
 
     async def watch(stream: Stream) -> None:
@@ -378,20 +374,20 @@ def test_a_reward_that_always_fails_ends_the_run_and_says_why(readmits: bool) ->
     assert 41 <= len(told) <= 42
 
 
-def test_what_fails_now_and_then_does_not_end_the_run_however_much_it_is_in_all() -> None:
+def test_occasional_failures_never_end_the_run() -> None:
     plan = Plan(seed=3, fail_rate=0.5, max_attempts=1, steps=30, max_dropped=20)
     counts = run_virtual(run_stream(plan)).ledger.counts
     assert counts.trained == 120
     assert counts.dropped > 3 * plan.max_dropped
 
 
-def test_stale_groups_do_not_end_the_run() -> None:
+def test_stale_drops_never_end_the_run() -> None:
     plan = Plan(seed=1, steps=8, max_staleness=1, depth=4, on_stale="drop", max_attempts=9)
     stream = run_virtual(run_stream(replace(plan, max_dropped=0)))
     assert dict(stream.ledger.counts.drops).keys() == {"stale"}
 
 
-def test_a_step_may_take_longer_than_any_call_waits_for_room() -> None:
+def test_step_may_take_longer_than_a_capacity_wait() -> None:
     # Groups so large that the step's own and those next to come fill the shard.
     plan = Plan(
         steps=2,
@@ -406,7 +402,7 @@ def test_a_step_may_take_longer_than_any_call_waits_for_room() -> None:
     assert len(stream.outcomes) == plan.steps
 
 
-def test_a_stall_names_the_groups_and_where_they_are() -> None:
+def test_stall_error_names_groups_and_holders() -> None:
     plan = Plan(score_s=(500.0, 500.0), stall_s=50.0, lease_s=1000.0)
     with pytest.raises(DeadlineError) as stall:
         run_virtual(run_stream(plan))
@@ -415,7 +411,7 @@ def test_a_stall_names_the_groups_and_where_they_are() -> None:
     assert re.search(r"held by reward-0 for \d+\.\d s \(reward, attempt 1\), admitted", message)
 
 
-def test_a_desk_counts_what_is_free_until_the_work_ends() -> None:
+def test_slots_are_counted_until_the_work_ends() -> None:
     async def main() -> int:
         desk = InFlightWork(ConcurrencyLimit(2))
         desk.add_task([experience("0:0:0"), experience("0:1:0")], asyncio.ensure_future(idle(3.0)))
@@ -427,7 +423,7 @@ def test_a_desk_counts_what_is_free_until_the_work_ends() -> None:
     assert run_virtual(main()) == 2
 
 
-def test_work_is_cancelled_once_all_its_leases_are_lost() -> None:
+def test_task_is_cancelled_once_all_its_leases_are_lost() -> None:
     async def main() -> list[bool]:
         desk = InFlightWork(ConcurrencyLimit(2))
         first, second = experience("0:0:0"), experience("0:1:0")
@@ -451,7 +447,7 @@ def experience(uid: str) -> Experience:
     return Experience(GroupLease(1, uid, "reward", 1, 0.0), 0)
 
 
-def test_sums_add_and_maxima_stay_maxima() -> None:
+def test_metric_sums_add_and_maxima_are_kept() -> None:
     total = {"tokens": 3.0, "length_max": 7.0}
     add_metric_sums(total, {"tokens": 4.0, "length_max": 5.0, "new": 1.0})
     assert total == {"tokens": 7.0, "length_max": 7.0, "new": 1.0}
@@ -464,7 +460,7 @@ def spans(stream: Stream, process: str, name: str | None = None) -> list:  # typ
     return [s for s in recorder.kept if name is None or s.name == name]  # type: ignore[attr-defined]
 
 
-def test_nothing_leaves_a_generator_that_a_version_made_which_was_not_proved(
+def test_generator_commits_nothing_of_an_unverified_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     left: list[int] = []
@@ -491,7 +487,7 @@ def test_nothing_leaves_a_generator_that_a_version_made_which_was_not_proved(
     assert max(left) == 2
 
 
-def test_the_tokens_that_were_sampled_are_counted_by_completion() -> None:
+def test_sampled_tokens_are_counted_per_completion() -> None:
     mask = np.array([0, 0, 1, 1, 1, 0, 0, 1], np.bool_)
     two: Columns = {"lengths": np.array([5, 3], np.int32), "loss_mask": mask}
     assert count_sampled_tokens(two) == [3, 1]
@@ -499,7 +495,7 @@ def test_the_tokens_that_were_sampled_are_counted_by_completion() -> None:
     assert count_sampled_tokens({"scores": np.zeros(2, np.float32)}) == []
 
 
-def test_spans_say_how_much_was_worked_on() -> None:
+def test_spans_record_the_amount_of_work() -> None:
     stream = run_virtual(run_stream(Plan(steps=2, groups_per_step=3, group_size=2)))
     spans = [span for one in stream.recorders.values() for span in one.drain_spans()]
     by_uid = {group.uid: group.info for step in stream.outcomes for group in step.groups}

@@ -2,7 +2,7 @@
 
 python examples/queue/standalone.py
 
-Half way a shard's process is killed with SIGKILL; every group arrives all the same, once.
+Half way the script kills a shard with SIGKILL; every group still arrives exactly once.
 """
 
 import asyncio
@@ -28,33 +28,33 @@ STAGES = {
     "train": StageSchema(needs=("scores",), produces=()),
 }
 NUM_GROUPS, GROUP_SIZE = 400, 4
-LONGEST_S = 60.0
+TIMEOUT_S = 60.0
 
 
 class Worker:
-    """Takes groups that are ready for a stage, computes, and puts the columns of the stage."""
+    """Leases groups that are ready for a stage, computes, and commits the columns of the stage."""
 
     def __init__(self, shards: list[RemoteShard], name: str) -> None:
         self.queue = ExperienceQueue(shards, name)
 
     @ray.method
     async def run(self, stage: str, compute: Callable[[Experience], Columns]) -> None:
-        """Without end.
+        """Process groups forever.
 
-        What takes longer than queue.lease_s must call `queue.renew_leases` meanwhile.
+        Work that takes longer than queue.lease_s must call `queue.renew_leases` meanwhile.
         """
         needs = STAGES[stage].needs
         while True:
-            taken = await self.queue.lease_groups(stage, max_groups=4, columns=needs, wait_s=1.0)
-            await self.queue.commit_columns([(group.lease, compute(group)) for group in taken])
+            groups = await self.queue.lease_groups(stage, max_groups=4, columns=needs, wait_s=1.0)
+            await self.queue.commit_columns([(group.lease, compute(group)) for group in groups])
 
 
-# By a call and with @ray.method, not @ray.remote above the class: so a type checker sees `remote`.
+# Called, not used as a decorator, so that type checkers see `remote` (with @ray.method above).
 WORKER = ray.remote(num_cpus=0)(Worker)
 
 
 def make_rollouts(group: Experience) -> Columns:
-    """A model would sample here: each rollout is the prompt's one token n, then n + i."""
+    """Stand in for a model: each rollout is the prompt's only token n, then n + i."""
     assert group.prompt is not None
     time.sleep(0.01)
     n = int(group.prompt.token_ids[0])
@@ -70,19 +70,19 @@ def make_rollouts(group: Experience) -> Columns:
 
 
 def score(group: Experience) -> Columns:
-    """A reward would judge here: the score of a rollout is its sampled token."""
+    """Stand in for a reward: the score of a rollout is its sampled token."""
     return {"scores": group.columns["token_ids"][1::2].astype(np.float32)}
 
 
 async def consume(queue: ExperienceQueue) -> tuple[dict[str, Array], int]:
-    """The scores of each group, and how many came once more; half way a shard is killed."""
+    """Return the scores of each group and the number of repeated grants; kill a shard half way."""
     received: dict[str, Array] = {}
     repeated, is_killed = 0, False
     while len(received) < NUM_GROUPS:
-        taken = await queue.lease_groups("train", max_groups=16, columns=("scores",), wait_s=1.0)
-        repeated += sum(group.uid in received for group in taken)
-        received.update((group.uid, group.columns["scores"].copy()) for group in taken)
-        await queue.remove_groups([group.uid for group in taken], version=0)
+        groups = await queue.lease_groups("train", max_groups=16, columns=("scores",), wait_s=1.0)
+        repeated += sum(group.uid in received for group in groups)
+        received.update((group.uid, group.columns["scores"].copy()) for group in groups)
+        await queue.remove_groups([group.uid for group in groups], version=0)
         if not is_killed and len(received) >= NUM_GROUPS / 2:
             print(f"{len(received)} groups have arrived; killed a shard, process {kill_a_shard()}")
             is_killed = True
@@ -90,15 +90,15 @@ async def consume(queue: ExperienceQueue) -> tuple[dict[str, Array], int]:
 
 
 def kill_a_shard() -> int:
-    """SIGKILL one of the shards' processes, whatever it is doing."""
-    mine = psutil.Process().children(recursive=True)
-    shard = next(p for p in mine if "ray::ShardActor" in " ".join(p.cmdline()))
+    """SIGKILL a shard's process and return its pid."""
+    processes = psutil.Process().children(recursive=True)
+    shard = next(p for p in processes if "ray::ShardActor" in " ".join(p.cmdline()))
     shard.kill()
     return shard.pid
 
 
 async def main(folder: Path) -> int:
-    """Put prompts in, let the others work, receive all; 0 if each came once and whole."""
+    """Admit prompts, start the workers, consume all groups; return 0 if all are correct."""
     shards = start_shards(
         STAGES, folder, bounds=ShardCapacity(NUM_GROUPS), config=QueueConfig(shards=2)
     )
@@ -110,8 +110,8 @@ async def main(folder: Path) -> int:
     prompts = [Prompt(uid, np.array([n], np.int32)) for n, uid in enumerate(uids)]
     await queue.admit_prompts(prompts, version=0)
     print(f"{NUM_GROUPS} prompts are in {len(shards)} shards, with journals in {folder}")
-    received, repeated = await asyncio.wait_for(consume(queue), LONGEST_S)
-    print(f"{len(received)} groups have arrived; {repeated} were handed out twice and passed over")
+    received, repeated = await asyncio.wait_for(consume(queue), TIMEOUT_S)
+    print(f"{len(received)} groups have arrived; {repeated} were leased twice and ignored")
     wanted = {uid: np.arange(n, n + GROUP_SIZE) for n, uid in enumerate(uids)}
     wrong = [uid for uid in wanted if not np.array_equal(received[uid], wanted[uid])]
     print(f"missing or wrong: {len(wrong)}")
@@ -119,7 +119,7 @@ async def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    # Of our own; `ray.init` connects to a cluster.
+    # A Ray instance of its own; `ray.init` would connect to a running cluster.
     with start_local_ray(1, 200 << 20), tempfile.TemporaryDirectory(prefix="queue-") as path:
         code = asyncio.run(main(Path(path)))
     sys.exit(code)

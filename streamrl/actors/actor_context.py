@@ -89,7 +89,9 @@ class ActorContext:
         leaving = asyncio.Event()
         # What is left over of a step need not be made to its end.
         hears_s = math.inf if self.config.filter.oversample_factor == 1 else RENEW_EVERY_S
-        queues = [ExperienceQueue(self.shards, process, hears_s=hears_s) for _ in calls]
+        queues = [
+            ExperienceQueue(self.shards, process, max_renew_interval_s=hears_s) for _ in calls
+        ]
         return [
             StageContext(call.stage, queue, lease, spans, leaving)
             for call, queue in zip(calls, queues, strict=True)
@@ -135,11 +137,11 @@ def make_arbiter(config: RunConfig, pulse: ProgressClock) -> DeviceArbiter:
     """What lends a run's slots, where its stages share some."""
     timeout_s = config.pipeline.stall_s
     if config.placement.is_sequential:
-        return DeviceArbiter(timeout_s=timeout_s, pulse=pulse)
+        return DeviceArbiter(timeout_s=timeout_s, progress_clock=pulse)
     # On policy there is nothing else to do before all rollouts of the step are there.
     slice_s = config.placement.slice_s if config.pipeline.max_staleness else math.inf
     return DeviceArbiter(
-        timeout_s=timeout_s, slice_s=slice_s, slots=map_phase_slots(config), pulse=pulse
+        timeout_s=timeout_s, slice_s=slice_s, slots=map_phase_slots(config), progress_clock=pulse
     )
 
 

@@ -216,7 +216,7 @@ class CoordinatorActor(PingableActor):
         evaluated = bool(self._eval_prompts) and config.evaluation.is_due(version, num_steps=steps)
         every, looked_at = config.weights.publish_every, version == steps or evaluated
         return is_publish_due(
-            role, version, every=every, reference=config.reference, looked_at=looked_at
+            role, version, every=every, reference=config.reference, forced=looked_at
         )
 
     async def run(self) -> RunResult:
@@ -243,7 +243,7 @@ class CoordinatorActor(PingableActor):
             await self._save_checkpoint()
         left = await self._queue.get_stats()
         await self._persistence.close()
-        counts = control.admission.ledger.check_balance(left.uids, booked=control.inserted_uids)
+        counts = control.admission.ledger.check_balance(left.uids, inserted=control.inserted_uids)
         return RunResult(control.admission.version, str(counts), interrupted, self._checkpoint)
 
     async def _run_stream(self, reporting: "asyncio.Task[None]") -> None:

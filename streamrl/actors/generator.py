@@ -75,7 +75,9 @@ class GeneratorActor(ReplicaActor):
                 else read_no_partials
             )
             loops.append(
-                generate_rollouts(stage, sample, held, places=places[stage.name], begun=begun)
+                generate_rollouts(
+                    stage, sample, held, limit=places[stage.name], read_partials=begun
+                )
             )
         if self._shared_weights is None:
             await self._run_loops(loops, generator)

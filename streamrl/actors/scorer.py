@@ -39,7 +39,7 @@ class ScorerActor(ReplicaActor):
         for stage, call in zip(self._stages, self._calls, strict=True):
             serving = ScoringLimits(call.needs, 2 * batch, batch)
             loops.append(
-                score_groups(stage, scorer.stages[stage.name], serving, held=self._held_version)
+                score_groups(stage, scorer.stages[stage.name], serving, served=self._held_version)
             )
         try:
             await self._run_loops(loops, scorer.follower)

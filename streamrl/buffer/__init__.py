@@ -1,4 +1,4 @@
-"""The experience queue: shards that own groups, the client stages use, admission and accounts."""
+"""Experience queue: shards that own groups, the client, admission control and the ledger."""
 
 from streamrl.buffer.admission.staleness_credits import AdmissionController
 from streamrl.buffer.assembly.step_assembler import StepAssembler

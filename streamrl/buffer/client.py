@@ -1,4 +1,4 @@
-"""The queue as its users see it: one object that routes to the shards, in each process."""
+"""Client of the experience queue: routes calls to the shard that owns a uid."""
 
 import asyncio
 import itertools
@@ -44,15 +44,14 @@ from streamrl.messages import (
 
 T = TypeVar("T")
 CAPACITY_WAIT_S = 600.0
-"""Longest that an admitted prompt waits for room in its shard, and one request for it, s."""
+"""Longest wait for capacity, of a prompt in total and of a single request to a shard, s."""
 LEASE_REQUEST_WAIT_S = 20.0
-"""How long a request for groups waits at a shard before it is made anew, s."""
+"""Time that a lease request waits at a shard before the client repeats it, s."""
 _ROLLOUT_COLUMN_NAMES = set(ROLLOUT_COLUMNS)
-"""Who puts these columns has generated the group, and says its facts."""
 
 
 class ShardProtocol(Protocol):
-    """What the client calls on a shard, wherever it lives. Blobs arrive as bytes."""
+    """Interface of a shard, local or remote. Blobs arrive as bytes."""
 
     async def admit_prompts(
         self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float
@@ -96,28 +95,32 @@ class ShardProtocol(Protocol):
 
     async def find_overdue(self, age_s: float) -> list[OverdueLease]: ...
 
-    async def requeue_overdue(self, found: Sequence[OverdueLease]) -> None: ...
+    async def requeue_overdue(self, overdue: Sequence[OverdueLease]) -> None: ...
 
     async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]: ...
 
 
 class ExperienceQueue:
-    """Sharded queue of experiences. A group lives in the shard its uid hashes to.
+    """Client of the sharded queue. A group lives in the shard that its uid hashes to.
 
-    A client belongs to one user, its leases' `holder`, on one event loop; any number of clients
-    share the shards. What a user takes it holds until it puts, fails or filters it, and should
-    renew meanwhile, every `hears_s` at least: by that it hears of work that is in vain. Guarantees:
-    docs/queue.md.
+    A client serves a single `holder` on a single event loop; any number of clients share the
+    shards. The holder keeps a group until it commits, fails or filters the group. Meanwhile the
+    holder must renew leases, at least every `max_renew_interval_s`: renewals report lost leases, so
+    that useless work can be cancelled. Guarantees: docs/queue.md.
     """
 
     def __init__(
-        self, shards: Sequence[ShardProtocol], holder: str, *, hears_s: float = math.inf
+        self,
+        shards: Sequence[ShardProtocol],
+        holder: str,
+        *,
+        max_renew_interval_s: float = math.inf,
     ) -> None:
         self.shards = shards
         self._holder = holder
-        self._max_renew_interval_s = hears_s
+        self._max_renew_interval_s = max_renew_interval_s
         self._requests: dict[tuple[str, int], asyncio.Future[list[LeaseGrant]]] = {}
-        # A successor of the same name must not be taken for this one.
+        # Request ids must differ from those of a restarted process with the same name.
         client = f"{holder}/{uuid.uuid4().hex[:8]}"
         self._request_ids = (f"{client}/{n}" for n in itertools.count())
         self._pending_grants: dict[str, deque[LeaseGrant]] = {}
@@ -127,7 +130,6 @@ class ExperienceQueue:
         self._lost_leases: dict[tuple[str, int], GroupLease] = {}
 
     def get_shard_index(self, uid: str) -> int:
-        """Index of the shard that owns `uid`; the same in every process."""
         return get_shard_index(uid, len(self.shards))
 
     async def admit_prompts(
@@ -138,16 +140,17 @@ class ExperienceQueue:
         wait_s: float = CAPACITY_WAIT_S,
         on_entered: Callable[[Collection[str]], None] = lambda uids: None,
     ) -> None:
-        """Put prompts in, admitted at `version`. Blocks while a shard is full.
+        """Insert prompts, admitted at `version`. Blocks while a shard is full.
 
-        `on_entered` is told of those that are in, as they come in. Raises DeadlineError if a shard
-        lets none in for `wait_s`; some may be in then. It may be infinite where somebody else's
-        wait for these groups has an end.
+        Calls `on_entered` with the inserted uids, batch by batch. Raises DeadlineError if a shard
+        admits none within `wait_s`; some prompts may be in the queue then. Pass an infinite
+        `wait_s` only if the consumer of these groups has a deadline.
         """
         entries = [_encode_entry(prompt, version) for prompt in prompts]
-        parts = self._route_entries([(entry[0], entry) for entry in entries])
+        by_shard = self._route_entries([(entry[0], entry) for entry in entries])
         await _gather_all(
-            _admit_entries(self.shards[i], p, wait_s, on_entered) for i, p in parts.items()
+            _admit_entries(self.shards[i], batch, wait_s, on_entered)
+            for i, batch in by_shard.items()
         )
 
     async def add_groups(
@@ -158,11 +161,11 @@ class ExperienceQueue:
         stage: str,
         wait_s: float = CAPACITY_WAIT_S,
     ) -> None:
-        """Put prompts in together with the columns that `stage` makes; blocks as `admit` does.
+        """Insert prompts together with the columns of `stage`; blocks like `admit_prompts`.
 
-        For groups that are made elsewhere. Once it returns they survive their maker and the shard;
-        until then the columns must not change. Raises ContractError for columns that are not those
-        the stage declared, or badly shaped.
+        For groups generated outside the stream. After the return, groups survive the death of this
+        process and of the shard; until then the columns must not change. Raises ContractError for
+        columns that differ from the declaration of `stage`.
         """
         entries = [
             (
@@ -171,8 +174,10 @@ class ExperienceQueue:
             )
             for prompt, columns in groups
         ]
-        parts = self._route_entries([(entry[0], (entry, commit)) for entry, commit in entries])
-        await _gather_all(_add_entries(self.shards[i], part, wait_s) for i, part in parts.items())
+        by_shard = self._route_entries([(entry[0], (entry, commit)) for entry, commit in entries])
+        await _gather_all(
+            _add_entries(self.shards[i], batch, wait_s) for i, batch in by_shard.items()
+        )
 
     async def lease_groups(
         self,
@@ -183,41 +188,42 @@ class ExperienceQueue:
         wait_s: float,
         max_tokens: int | None = None,
     ) -> list[Experience]:
-        """Lease groups that are ready for `stage`: at least one, or none after `wait_s`.
+        """Lease groups that are ready for `stage`: at least one, or [] after `wait_s`.
 
-        They come with the named columns; together they hold at most `max_tokens`, a single larger
-        group apart. Columns are read-only views of a whole answer or of an object in the store,
-        which stay as long as one of their columns does: copy what is to be kept. One request waits
-        at each shard and outlives the call, so that nobody asks twice for the same; what several
-        have answered is kept here for the next call. So each call renews what is held, if it is
-        time to. Raises ContractError for columns that are not among what the stage needs.
+        Together the groups have at most `max_tokens` tokens, except for a single larger group.
+        Columns are read-only views of a whole reply or object-store buffer, which stays alive as
+        long as any view: copy columns that you keep. Also renews active leases when renewal is
+        due. Raises ContractError for columns outside the stage's `needs`.
+
+        One request per shard stays pending across calls, so that repeated calls never lease twice;
+        grants from several shards wait in `_pending_grants` for the next call.
         """
         for name, most in (("max_groups", max_groups), ("max_tokens", max_tokens)):
             if most is not None and most < 1:
-                raise ContractError(f"stage {stage} takes {name}={most}: must be at least 1")
+                raise ContractError(f"stage {stage} requests {name}={most}: must be at least 1")
         pending = self._pending_grants.setdefault(stage, deque())
         deadline = _loop_time() + wait_s
         if not await self._renew_if_due(wait_s):
             return []
         if not pending:
-            wanted = LeaseRequest(stage, self._holder, max_groups, tuple(columns), max_tokens)
-            await self._await_grants(wanted, deadline - _loop_time())
-        taken: list[LeaseGrant] = []
+            request = LeaseRequest(stage, self._holder, max_groups, tuple(columns), max_tokens)
+            await self._await_grants(request, deadline - _loop_time())
+        grants: list[LeaseGrant] = []
         tokens = 0
-        while pending and len(taken) < max_groups:
+        while pending and len(grants) < max_groups:
             info = pending[0].info
             tokens += info.num_tokens if info else 0
-            if taken and max_tokens is not None and tokens > max_tokens:
+            if grants and max_tokens is not None and tokens > max_tokens:
                 break
-            taken.append(pending.popleft())
+            grants.append(pending.popleft())
         try:
-            return await self._open_grants(taken, columns)
+            return await self._open_grants(grants, columns)
         except BaseException:
-            pending.extendleft(reversed(taken))  # they are held, and must not be lost
+            pending.extendleft(reversed(grants))  # leases are active; do not lose them
             raise
 
     async def _renew_if_due(self, wait_s: float) -> bool:
-        """Renew what is held, if it is time to; whether that was done within `wait_s`."""
+        """Renew active leases if due; return whether that finished within `wait_s`."""
         if self._renewal is None and _loop_time() - self._renewed_at >= self.renew_interval_s:
             self._renewal = asyncio.ensure_future(self._renew_active())
         if self._renewal is not None:
@@ -231,22 +237,21 @@ class ExperienceQueue:
     async def _open_grants(
         self, grants: Sequence[LeaseGrant], columns: Sequence[str]
     ) -> list[Experience]:
-        """What was granted as the user sees it."""
-        found = [_decode_blobs(grant.blobs) for grant in grants]
-        # What an earlier call for other columns has asked for may have been answered since.
-        short = [
+        decoded = [_decode_blobs(grant.blobs) for grant in grants]
+        # A pending grant may answer an earlier call for fewer columns; read the missing columns.
+        incomplete = [
             grant.lease.uid
-            for grant, own in zip(grants, found, strict=True)
-            if not (grant.outcome or all(name in own for name in columns))
+            for grant, grant_columns in zip(grants, decoded, strict=True)
+            if not (grant.outcome or all(name in grant_columns for name in columns))
         ]
-        more = await self.read_columns(short, columns) if short else {}
+        reread = await self.read_columns(incomplete, columns) if incomplete else {}
         return [
-            _make_experience(grant, more.get(grant.lease.uid, own), columns)
-            for grant, own in zip(grants, found, strict=True)
+            _make_experience(grant, reread.get(grant.lease.uid, grant_columns), columns)
+            for grant, grant_columns in zip(grants, decoded, strict=True)
         ]
 
     async def _await_grants(self, wanted: LeaseRequest, wait_s: float) -> None:
-        """Wait until a shard has answered; put what came into the stage's pending groups."""
+        """Wait until a shard replies; append its grants to the stage's pending grants."""
         stage = wanted.stage
         share = -(-wanted.max_groups // len(self.shards))
         for i, shard in enumerate(self.shards):
@@ -255,26 +260,26 @@ class ExperienceQueue:
                 self._requests[stage, i] = asyncio.ensure_future(
                     self._request_grants(shard, request)
                 )
-        mine = {i: self._requests[stage, i] for i in range(len(self.shards))}
+        pending = {i: self._requests[stage, i] for i in range(len(self.shards))}
         done, _ = await asyncio.wait(
-            mine.values(), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
+            pending.values(), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
         )
-        # In the order of the shards, not of the set: what is taken follows from the schedule.
-        for i, asked in mine.items():
-            if asked in done:
+        # Iterate by shard index, not over the unordered set: the order of grants is reproducible.
+        for i, future in pending.items():
+            if future in done:
                 del self._requests[stage, i]
-                self._pending_grants[stage] += self._select_active(asked.result())
+                self._pending_grants[stage] += self._select_active(future.result())
 
     def cancel_requests(self) -> None:
-        """Ask for nothing any more: what a shard still grants is its to take back by `release`."""
-        for asked in self._requests.values():
-            asked.cancel()
+        """Cancel pending requests; shards requeue late grants on `release_holder`."""
+        for future in self._requests.values():
+            future.cancel()
         self._requests.clear()
 
     async def _request_grants(
         self, shard: ShardProtocol, request: LeaseRequest
     ) -> list[LeaseGrant]:
-        """What is granted is held from here on, also while nobody has come to fetch it."""
+        # Pending grants count as active leases: renewals must include them.
         grants = await shard.lease_groups(request, wait_s=LEASE_REQUEST_WAIT_S)
         if not self._active_leases:
             self._renewed_at = _loop_time()
@@ -282,129 +287,134 @@ class ExperienceQueue:
         return grants
 
     async def commit_columns(self, entries: Sequence[tuple[GroupLease, Columns]]) -> list[str]:
-        """Commit finished work; returns uids refused because their lease was no longer good.
+        """Commit finished work; return the uids refused because their lease was lost.
 
-        Once it returns, what was not refused survives the death of this process and of the shard;
-        until then the columns must not change. If a shard dies over the call, a commit it has
-        written is refused when it is repeated: it was accepted the first time. Raises ContractError
-        for columns that are not those the stage declared, or badly shaped.
+        After the return, accepted columns survive the death of this process and of the shard; until
+        then the columns must not change. If a shard dies during the call, a repeated commit is
+        refused where the first attempt was already written. Raises ContractError for columns that
+        differ from the stage's declaration in name, shape or dtype.
         """
         commits = [_make_commit(lease, columns) for lease, columns in entries]
-        parts = self._route_entries([(commit.lease.uid, commit) for commit in commits])
+        by_shard = self._route_entries([(commit.lease.uid, commit) for commit in commits])
         refused = await _gather_all(
-            self.shards[i].commit_columns(part) for i, part in parts.items()
+            self.shards[i].commit_columns(batch) for i, batch in by_shard.items()
         )
         self._forget_leases(lease for lease, _ in entries)
-        return [uid for part in refused for uid in part]
+        return [uid for uids in refused for uid in uids]
 
     async def save_partials(self, entries: Sequence[tuple[GroupLease, Columns]]) -> None:
-        """Leave what was begun of leased work with the queue, in the place of what it had of it.
+        """Save incomplete columns of leased work; each save replaces the previous save.
 
-        It is in `Experience.begun` of who is handed the group next, unless the shard died over it.
+        `Experience.partial_rollouts` passes them to the next holder, unless the shard dies first.
         """
-        parts = self._route_entries(
+        by_shard = self._route_entries(
             [(lease.uid, _make_commit(lease, columns)) for lease, columns in entries]
         )
-        await _gather_all(self.shards[i].save_partials(part) for i, part in parts.items())
+        await _gather_all(self.shards[i].save_partials(batch) for i, batch in by_shard.items())
 
     async def fail_groups(self, entries: Sequence[tuple[GroupLease, StreamError]]) -> None:
-        """Give groups back that could not be worked on, each with the error."""
-        parts = self._route_entries([(lease.uid, (lease, error)) for lease, error in entries])
-        await _gather_all(self.shards[i].fail_groups(part) for i, part in parts.items())
+        by_shard = self._route_entries([(lease.uid, (lease, error)) for lease, error in entries])
+        await _gather_all(self.shards[i].fail_groups(batch) for i, batch in by_shard.items())
         self._forget_leases(lease for lease, _ in entries)
 
     async def filter_groups(self, entries: Sequence[tuple[GroupLease, FilteredGroup]]) -> None:
-        """Take scored groups out of the stream, each for a reason."""
-        parts = self._route_entries([(lease.uid, (lease, why)) for lease, why in entries])
-        await _gather_all(self.shards[i].filter_groups(part) for i, part in parts.items())
+        by_shard = self._route_entries(
+            [(lease.uid, (lease, verdict)) for lease, verdict in entries]
+        )
+        await _gather_all(self.shards[i].filter_groups(batch) for i, batch in by_shard.items())
         self._forget_leases(lease for lease, _ in entries)
 
     async def renew_leases(self) -> list[GroupLease]:
-        """Keep all that is held; returns the leases that were lost, whose work is in vain."""
-        gone = await self._renew_active()
+        """Renew all active leases; return the leases lost since the last call."""
+        newly_lost = await self._renew_active()
         lost, self._lost_leases = self._lost_leases, {}
-        return [*lost.values(), *gone]
+        return [*lost.values(), *newly_lost]
 
     async def _renew_active(self) -> list[GroupLease]:
         self._renewed_at = _loop_time()
-        parts = self._route_entries([(lease.uid, lease) for lease in self._active_leases.values()])
-        lost = await _gather_all(self.shards[i].renew_leases(part) for i, part in parts.items())
-        gone = [lease for part in lost for lease in part]
-        self._forget_leases(gone)
+        by_shard = self._route_entries(
+            [(lease.uid, lease) for lease in self._active_leases.values()]
+        )
+        lost = await _gather_all(
+            self.shards[i].renew_leases(batch) for i, batch in by_shard.items()
+        )
+        newly_lost = [lease for leases in lost for lease in leases]
+        self._forget_leases(newly_lost)
         for pending in self._pending_grants.values():
-            kept = self._select_active(pending)
+            active = self._select_active(pending)
             pending.clear()
-            pending.extend(kept)
-        return gone
+            pending.extend(active)
+        return newly_lost
 
     @property
     def renew_interval_s(self) -> float:
-        """How often to renew what is held, s; infinite if nothing that can expire is."""
-        terms = (lease.expires_at - lease.granted_at for lease in self._active_leases.values())
+        """Interval between renewals, s: a third of the shortest lease; infinite without leases."""
+        durations = (lease.expires_at - lease.granted_at for lease in self._active_leases.values())
         return min(
-            min(terms, default=math.inf) / 3,
+            min(durations, default=math.inf) / 3,
             self._max_renew_interval_s if self._active_leases else math.inf,
         )
 
     async def read_columns(self, uids: Iterable[str], columns: Sequence[str]) -> dict[str, Columns]:
-        """Columns of groups by uid, without a lease: for the ranks that train a leased group."""
-        parts = self._route_entries([(uid, uid) for uid in uids])
-        found = await _gather_all(
-            self.shards[i].read_columns(part, columns) for i, part in parts.items()
+        """Read columns of groups without a lease: for ranks that train a leased group."""
+        by_shard = self._route_entries([(uid, uid) for uid in uids])
+        shard_blobs = await _gather_all(
+            self.shards[i].read_columns(batch, columns) for i, batch in by_shard.items()
         )
         return {
             uid: _select_columns(blobs, columns)
-            for part, groups in zip(parts.values(), found, strict=True)
-            for uid, blobs in zip(part, groups, strict=True)
+            for batch, groups in zip(by_shard.values(), shard_blobs, strict=True)
+            for uid, blobs in zip(batch, groups, strict=True)
         }
 
     async def find_uids_with(self, column: str) -> list[str]:
-        """The groups that have a column."""
-        parts = await _gather_all(shard.find_uids_with(column) for shard in self.shards)
-        return [uid for part in parts for uid in part]
+        shard_uids = await _gather_all(shard.find_uids_with(column) for shard in self.shards)
+        return [uid for uids in shard_uids for uid in uids]
 
     async def wait_for_finished(self, *, wait_s: float) -> list[FinishedGroup]:
-        """Groups that have ended and not left yet; none if there is none within `wait_s`."""
+        """Return groups that ended and are not yet removed; [] if none ends within `wait_s`."""
         return await _gather_first(shard.wait_for_finished(wait_s=wait_s) for shard in self.shards)
 
     async def remove_groups(self, uids: Sequence[str], version: int) -> None:
-        """These groups are trained or ended, and leave; `version` is trained from now on."""
-        parts = self._route_entries([(uid, uid) for uid in uids])
-        await _gather_all(self.shards[i].remove_groups(part, version) for i, part in parts.items())
+        """Remove trained or ended groups; `version` is in training from now on."""
+        by_shard = self._route_entries([(uid, uid) for uid in uids])
+        await _gather_all(
+            self.shards[i].remove_groups(batch, version) for i, batch in by_shard.items()
+        )
         self._forget_groups(uids)
 
     async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
-        """As `leave`, at the end of a step; returns its figures over all shards."""
-        parts = self._route_entries([(uid, uid) for uid in uids])
-        steps = (shard.end_step(parts.get(i, []), version) for i, shard in enumerate(self.shards))
-        figures = merge_stats(await _gather_all(steps))
+        """Remove groups like `remove_groups` and return the statistics of the step, all shards."""
+        by_shard = self._route_entries([(uid, uid) for uid in uids])
+        steps = (
+            shard.end_step(by_shard.get(i, []), version) for i, shard in enumerate(self.shards)
+        )
+        stats = merge_stats(await _gather_all(steps))
         self._forget_groups(uids)
-        return figures
+        return stats
 
     async def get_stats(self) -> ShardStats:
-        """The figures of the step under way over all shards, and what they hold."""
         return merge_stats(await _gather_all(shard.get_stats() for shard in self.shards))
 
     async def release_holder(self, holder: str, *, died: bool = True) -> int:
-        """A holder has died, or left: hand its work out again. Returns how many groups it had."""
+        """Requeue the work of a holder that died or left; return the number of its groups."""
         return sum(
             await _gather_all(shard.release_holder(holder, died=died) for shard in self.shards)
         )
 
     async def find_overdue(self, age_s: float) -> list[OverdueLease]:
-        """Work that one holder has had for over `age_s`."""
-        parts = await _gather_all(shard.find_overdue(age_s) for shard in self.shards)
-        return [one for part in parts for one in part]
+        shard_leases = await _gather_all(shard.find_overdue(age_s) for shard in self.shards)
+        return [lease for leases in shard_leases for lease in leases]
 
-    async def requeue_overdue(self, found: Sequence[OverdueLease]) -> None:
-        """Work that is overdue is handed out anew, if it is where it was."""
-        parts = self._route_entries([(one.uid, one) for one in found])
-        await _gather_all(self.shards[i].requeue_overdue(part) for i, part in parts.items())
+    async def requeue_overdue(self, overdue: Sequence[OverdueLease]) -> None:
+        """Requeue overdue work if the lease is still active."""
+        by_shard = self._route_entries([(lease.uid, lease) for lease in overdue])
+        await _gather_all(self.shards[i].requeue_overdue(batch) for i, batch in by_shard.items())
 
     async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
-        """Who holds these groups and for how long, for the message of a stall."""
-        parts = await _gather_all(shard.locate_groups(uids) for shard in self.shards)
-        return {uid: phrase for part in parts for uid, phrase in part.items()}
+        """Describe the holder of each group and the lease's age, for a stall message."""
+        shard_phrases = await _gather_all(shard.locate_groups(uids) for shard in self.shards)
+        return {uid: phrase for phrases in shard_phrases for uid, phrase in phrases.items()}
 
     def _select_active(self, grants: Iterable[LeaseGrant]) -> list[LeaseGrant]:
         return [grant for grant in grants if _lease_key(grant.lease) in self._active_leases]
@@ -419,31 +429,30 @@ class ExperienceQueue:
         self._forget_leases([lease for lease in self._active_leases.values() if lease.uid in gone])
 
     def _route_entries(self, entries: Sequence[tuple[str, T]]) -> Mapping[int, list[T]]:
-        parts: dict[int, list[T]] = {}
+        by_shard: dict[int, list[T]] = {}
         for uid, entry in entries:
-            parts.setdefault(self.get_shard_index(uid), []).append(entry)
-        return parts
+            by_shard.setdefault(self.get_shard_index(uid), []).append(entry)
+        return by_shard
 
 
 async def _gather_all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What several calls return. If one fails its error is raised, but not before all have ended:
-    a call that goes on alone would send what the caller believes to be its own again."""
-    answers = await asyncio.gather(*calls, return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-    return cast(list[T], answers)
+    # Wait for all calls before raising: a call left running could still deliver a grant or commit
+    # that the caller repeats after the error.
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return cast(list[T], results)
 
 
 async def _gather_first(calls: Iterable[Coroutine[Any, Any, list[T]]]) -> list[T]:
-    """What those of several calls return that are the first to do so; the others are given up."""
-    asked = [asyncio.ensure_future(call) for call in calls]
+    futures = [asyncio.ensure_future(call) for call in calls]
     try:
-        done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        return [item for reply in asked if reply in done for item in reply.result()]
+        done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        return [item for future in futures if future in done for item in future.result()]
     finally:
-        for reply in asked:
-            reply.cancel()
+        for future in futures:
+            future.cancel()
 
 
 async def _admit_entries(
@@ -473,14 +482,13 @@ async def _add_entries(
 async def _retry_until_capacity(
     wait_s: float, enter: Callable[..., Awaitable[list[str]]]
 ) -> list[str]:
-    """Ask for room again and again, as long as that may take."""
     deadline = asyncio.get_running_loop().time() + wait_s
     while True:
-        left_s = deadline - asyncio.get_running_loop().time()
+        remaining_s = deadline - asyncio.get_running_loop().time()
         try:
-            return await enter(wait_s=min(left_s, CAPACITY_WAIT_S))
+            return await enter(wait_s=min(remaining_s, CAPACITY_WAIT_S))
         except DeadlineError:
-            if left_s <= CAPACITY_WAIT_S:
+            if remaining_s <= CAPACITY_WAIT_S:
                 raise
 
 
@@ -502,12 +510,12 @@ def _make_commit(lease: GroupLease, columns: Columns) -> ColumnCommit:
     return ColumnCommit(lease, encode_columns(columns), sizes, info)
 
 
-def _make_experience(grant: LeaseGrant, found: Columns, columns: Sequence[str]) -> Experience:
+def _make_experience(grant: LeaseGrant, decoded: Columns, columns: Sequence[str]) -> Experience:
     return Experience(
         lease=grant.lease,
         admitted_version=grant.admitted_version,
         prompt=None if grant.prompt is None else decode_prompt(grant.prompt),
-        columns={} if grant.outcome else {name: found[name] for name in columns},
+        columns={} if grant.outcome else {name: decoded[name] for name in columns},
         info=grant.info,
         ready_version=grant.ready_version,
         outcome=grant.outcome,
@@ -516,16 +524,14 @@ def _make_experience(grant: LeaseGrant, found: Columns, columns: Sequence[str]) 
 
 
 def _decode_blobs(blobs: Sequence[Blob]) -> dict[str, Array]:
-    """The columns of some blobs."""
-    found: dict[str, Array] = {}
+    columns: dict[str, Array] = {}
     for blob in blobs:
-        found |= decode_columns(blob)
-    return found
+        columns |= decode_columns(blob)
+    return columns
 
 
-def _select_columns(blobs: Sequence[Blob], columns: Sequence[str]) -> Columns:
-    """The named columns among those of some blobs."""
-    found = _decode_blobs(blobs)
-    if missing := [name for name in columns if name not in found]:
-        raise ContractError(f"columns {missing} are not there, only {sorted(found)}")
-    return {name: found[name] for name in columns}
+def _select_columns(blobs: Sequence[Blob], names: Sequence[str]) -> Columns:
+    columns = _decode_blobs(blobs)
+    if missing := [name for name in names if name not in columns]:
+        raise ContractError(f"columns {missing} do not exist yet, only {sorted(columns)}")
+    return {name: columns[name] for name in names}

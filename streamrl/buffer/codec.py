@@ -1,9 +1,9 @@
-"""Columns as bytes: one blob per commit, encoded once by whoever computed them.
+"""Encode columns as bytes: one blob per commit, encoded once by the computing process.
 
-The blob is in the safetensors format, so that a journal's payloads can be read by anything that
-reads safetensors. The library copies every tensor twice to write it and once to read it; this is
-the hot path of the queue, hence the few lines here: one copy to write, none to read. A large blob
-stays in pieces, so that it is first copied when it is sent.
+The blob has the safetensors format, so that any safetensors reader can read a journal's payloads.
+The library copies every tensor twice on writing and once on reading. Encoding is the hot path of
+the queue, hence this version: one copy on writing, zero on reading. A large blob stays in pieces;
+sending makes the first copy.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from streamrl.messages import Array, Columns
 
 Buffer = bytes | bytearray | memoryview
 Blob = Buffer | tuple[Buffer, ...]
-"""Bytes, in one piece or in several that follow each other."""
+"""Bytes in one piece, or in consecutive pieces."""
 LARGE_BLOB_BYTES = 100 * 1024
-"""A blob of more than this comes in pieces: its header, and each column."""
+"""Size above which a blob comes in pieces: its header, then each column."""
 
 _DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "I8": np.dtype(np.int8),
@@ -32,8 +32,6 @@ _ALIGNMENT = 8
 
 
 class _TensorHeader(msgspec.Struct):
-    """A column's line in the header."""
-
     dtype: str
     shape: tuple[int]
     data_offsets: tuple[int, int]
@@ -44,13 +42,13 @@ _from_json = msgspec.json.Decoder(dict[str, _TensorHeader]).decode
 
 
 def encode_columns(columns: Columns) -> Blob:
-    """One safetensors blob of some columns [n]; the pieces of a large one are views of them.
+    """Encode flat columns as one safetensors blob; the pieces of a large blob are views of them.
 
-    Raises KeyError for a dtype no column may have.
+    Raises KeyError for an unsupported dtype.
     """
     header: dict[str, _TensorHeader] = {}
     offset = 0
-    # The widest first, so that every column starts at a multiple of its own item size.
+    # Widest dtype first: every column then starts at a multiple of its item size.
     ordered = sorted(columns.items(), key=lambda item: -item[1].itemsize)
     for name, column in ordered:
         end = offset + column.nbytes
@@ -65,33 +63,30 @@ def encode_columns(columns: Columns) -> Blob:
 
 
 def decode_columns(blob: Blob) -> dict[str, Array]:
-    """The columns of a blob: views of its bytes, which are not copied."""
+    """Decode a blob into columns that are views of its bytes."""
     first, *pieces = split_pieces(blob)
     start = _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES], "little")
     header = _from_json(first[_LENGTH_BYTES:start])
     if pieces:
         return {
-            name: np.frombuffer(piece, _DTYPES[place.dtype])
-            for (name, place), piece in zip(header.items(), pieces, strict=True)
+            name: np.frombuffer(piece, _DTYPES[tensor.dtype])
+            for (name, tensor), piece in zip(header.items(), pieces, strict=True)
         }
     return {
         name: np.frombuffer(
-            first, _DTYPES[place.dtype], place.shape[0], start + place.data_offsets[0]
+            first, _DTYPES[tensor.dtype], tensor.shape[0], start + tensor.data_offsets[0]
         )
-        for name, place in header.items()
+        for name, tensor in header.items()
     }
 
 
 def split_pieces(blob: Blob) -> tuple[Buffer, ...]:
-    """The pieces of a blob, or the blob as its only one."""
     return blob if isinstance(blob, tuple) else (blob,)
 
 
 def count_blob_bytes(blob: Blob) -> int:
-    """Bytes of a blob."""
     return sum(map(len, blob)) if isinstance(blob, tuple) else len(blob)
 
 
 def join_pieces(blob: Blob) -> bytes:
-    """A blob as bytes of its own."""
     return b"".join(split_pieces(blob))

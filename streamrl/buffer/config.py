@@ -1,4 +1,4 @@
-"""Settings of the experience queue, and what its shards may hold."""
+"""Settings of the experience queue and the capacity of its shards."""
 
 from dataclasses import dataclass, field
 
@@ -12,23 +12,23 @@ ON_FAILED_GROUP = ("replace", "readmit")
 class QueueConfig:
     """The experience queue.
 
-    shards: number of shard actors, spread over the nodes; each more costs every stage a message a
-        step and hands out smaller batches, so one is fastest until its process or its share of
-        the store is full.
-    capacity_groups: most groups in flight over all shards; null takes what the depth needs,
-        (pipeline.depth + 1) * pipeline.groups_per_step, times filter.oversample.
-    store_share: share of a node's object store that the shards on it may fill.
-    lease_s: how long a stage may be silent about a group before it is handed out again, s; a
-        stage that works renews its leases.
-    max_attempts: times a group is handed to one stage before it is dropped, and times a dropped
-        prompt may be admitted.
-    on_failed_group: what follows a dropped group: replace it by the next prompt, or readmit its
-        own prompt.
-    max_drop_rounds: the run ends with an error when more than this many steps' worth of groups
-        were dropped for one step; those that became too old (pipeline.on_stale) do not count.
-    hedge_s: age at which work is given to a second holder as well, the first commit wins, s; null
-        never.
-    journal: what makes accepted groups survive the death of their shard.
+    shards: number of shard actors, spread over the nodes. Each further shard costs every stage one
+        message per step and makes batches smaller, so a single shard is fastest until the shard's
+        process or share of the object store is full.
+    capacity_groups: most groups in flight over all shards; null derives
+        (pipeline.depth + 1) * pipeline.groups_per_step * filter.oversample.
+    store_share: fraction of a node's object store that its shards may fill.
+    lease_s: time without a renewal after which a leased group is handed out again, s; a working
+        stage renews its leases.
+    max_attempts: attempts of a stage at a group before the group is dropped, and admissions of a
+        dropped prompt.
+    on_failed_group: action after a drop: `replace` admits the next prompt, `readmit` the
+        same prompt.
+    max_drop_rounds: the run fails once more than this many steps' worth of groups were dropped
+        for one step; groups dropped as stale (pipeline.on_stale) do not count.
+    hedge_s: age at which work is leased to a second holder as well, s; the first commit wins;
+        null disables hedging.
+    journal: durability of accepted groups.
     """
 
     shards: int = 1
@@ -62,7 +62,7 @@ class QueueConfig:
 
 @dataclass(frozen=True)
 class StageSchema:
-    """Columns a stage needs to see a group and columns it puts."""
+    """Columns that a stage needs before it leases a group, and columns it commits."""
 
     needs: tuple[str, ...]
     produces: tuple[str, ...]
@@ -70,13 +70,12 @@ class StageSchema:
 
 @dataclass(frozen=True)
 class ShardCapacity:
-    """What one shard may hold. `reserved_group_bytes` are set aside for each group at its
-    admission.
+    """Limits of one shard. Admission reserves `reserved_group_bytes` for each group.
 
-    What is set aside is what makes a put never wait: only admission does. With
-    `reserved_group_bytes` the most a group can take, a shard never holds more than `num_bytes`;
-    with less, as much more as its groups turn out larger. Raises ConfigError for bounds that let no
-    group in.
+    The reservation makes admission the only operation that waits for capacity; a commit never
+    does. If `reserved_group_bytes` is the largest possible group, a shard never exceeds
+    `max_bytes`; with a smaller reservation, by the excess of its groups at most. Raises
+    ConfigError for limits that admit no group.
     """
 
     max_groups: int
@@ -85,9 +84,9 @@ class ShardCapacity:
 
     def __post_init__(self) -> None:
         if not self.max_groups >= 1:
-            raise ConfigError(f"a shard of at most groups={self.max_groups}: must be at least 1")
+            raise ConfigError(f"shard capacity max_groups={self.max_groups}: must be at least 1")
         if not self.max_bytes >= max(self.reserved_group_bytes, 1):
             raise ConfigError(
-                f"a shard of at most num_bytes={self.max_bytes:g}: must have room for one group"
-                f" of group_bytes={self.reserved_group_bytes}"
+                f"shard capacity max_bytes={self.max_bytes:g}: must hold one group of"
+                f" reserved_group_bytes={self.reserved_group_bytes}"
             )

@@ -1,10 +1,10 @@
-"""Time-weighted means of how many groups wait for each stage."""
+"""Time-weighted mean of the number of groups that wait for each stage."""
 
 from collections.abc import Iterable
 
 
 class DepthMeter:
-    """Integrates depth over time, so that a step's figure is not one instant's luck."""
+    """Integrates queue depth over time; a step's metric is a mean, not a sample."""
 
     def __init__(self, stages: Iterable[str], now: float) -> None:
         self._depths = dict.fromkeys(stages, 0)
@@ -13,13 +13,12 @@ class DepthMeter:
         self._window_start = now
 
     def observe_depth(self, stage: str, level: int, now: float) -> None:
-        """From `now` (s) on, `level` groups wait for `stage`."""
         self._depth_seconds[stage] += self._depths[stage] * (now - self._since[stage])
         self._depths[stage] = level
         self._since[stage] = now
 
     def compute_means(self, now: float) -> dict[str, float]:
-        """Mean depth per stage since the restart (the level itself if no time has passed)."""
+        """Return the mean depth per stage in the window (the current depth if it is empty)."""
         window = now - self._window_start
         means = {}
         for stage, level in list(self._depths.items()):
@@ -28,7 +27,6 @@ class DepthMeter:
         return means
 
     def restart_window(self, now: float) -> None:
-        """Means begin anew."""
         for stage, level in list(self._depths.items()):
             self.observe_depth(stage, level, now)
             self._depth_seconds[stage] = 0.0

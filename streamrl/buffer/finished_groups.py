@@ -1,4 +1,4 @@
-"""Groups of a shard that have ended, for whoever waits to hear of them."""
+"""Wait for groups of a shard that ended without training."""
 
 import asyncio
 from collections.abc import Collection
@@ -8,32 +8,32 @@ from streamrl.buffer.group import GroupState
 from streamrl.buffer.wire_types import FinishedGroup
 
 MIN_WAIT_S = 0.001
-"""Less is nothing to a clock."""
+"""Shortest timeout passed to asyncio; a shorter timeout may not advance a coarse clock."""
 
 
 class FinishedGroupNotifier:
-    """Lets some wait until a group has ended."""
-
     def __init__(self) -> None:
         self._wake_event = asyncio.Event()
 
     def notify_waiters(self) -> None:
-        """A group has ended, or had already."""
         self._wake_event.set()
 
     async def wait_for_finished(
         self, groups: Collection[GroupState], wait_s: float
     ) -> list[FinishedGroup]:
-        """Those of `groups`, which may change, that have ended; none if none has in `wait_s`."""
+        """Return those of `groups` that ended; [] if none ends within `wait_s`.
+
+        `groups` is a live view and may change during the wait.
+        """
         clock = asyncio.get_running_loop().time
         deadline = clock() + wait_s
         while True:
             self._wake_event.clear()
-            found = [
+            finished = [
                 FinishedGroup(g.uid, g.outcome, g.info) for g in groups if g.outcome is not None
             ]
-            left_s = deadline - clock()
-            if found or left_s <= 0:
-                return found
+            remaining_s = deadline - clock()
+            if finished or remaining_s <= 0:
+                return finished
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake_event.wait(), max(left_s, MIN_WAIT_S))
+                await asyncio.wait_for(self._wake_event.wait(), max(remaining_s, MIN_WAIT_S))

@@ -1,7 +1,8 @@
-"""The groups of a shard, and the transitions that change them.
+"""State of a shard's groups, and the transitions that change it.
 
-A transition is a record. The shard journals it and applies it; a restarted shard applies what it
-finds in the journal. One function says what a record does, so that the two cannot differ.
+Every transition is a journal record. A running shard journals and applies new records; a restarted
+shard reads and applies old records. Both use the same function per kind, so that the live state and
+the recovered state cannot differ.
 """
 
 import bisect
@@ -21,23 +22,20 @@ from streamrl.errors import ContractError
 from streamrl.messages import GroupInfo, GroupLease, GroupOutcome
 
 TOKENS_PER_INCARNATION = 1 << 40
-"""Lease tokens that one process of a shard may give."""
+"""Lease tokens available to one incarnation of a shard."""
 MAX_SEEN_UIDS = 100_000
-"""Admitted uids that are remembered, though they have left, lest a repeated call bring them back.
-"""
+"""Removed uids that are remembered, so that a retried admission does not insert them again."""
 
 
 @dataclass(frozen=True)
 class RecordLocation:
-    """Where a record lies on the disk."""
-
     folder: Path
     position: RecordPosition
 
 
 @dataclass(eq=False)
 class StageColumns:
-    """What one stage has committed. `data` is the blob or what stands for it in the store."""
+    """Columns committed by one stage. `data` is the blob or its reference in the object store."""
 
     column_names: tuple[str, ...]
     num_bytes: int
@@ -47,8 +45,6 @@ class StageColumns:
 
 @dataclass(eq=False)
 class ActiveLease:
-    """A lease that is out, and the request it was given to."""
-
     lease: GroupLease
     expires_at: float
     request_id: str = ""
@@ -56,11 +52,11 @@ class ActiveLease:
 
 @dataclass(eq=False)
 class GroupState:
-    """One group as its shard holds it. `committing_stages` are stages whose commit is being
-    journaled.
+    """One group in its shard.
 
-    `begun` is what a holder of a stage has made so far, in memory alone. `num_bytes` are those of
-    its columns, those of what is begun among them.
+    `committing_stages`: stages with a commit that is being journaled.
+    `partial_rollouts`: partial results per stage, in memory only.
+    `num_bytes`: size of the committed columns and the partial results.
     """
 
     uid: str
@@ -82,48 +78,43 @@ class GroupState:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether all its columns were found in a journal."""
+        """True if all columns were recovered from a journal."""
         return bool(self.stage_columns) and all(
-            part.location is not None for part in self.stage_columns.values()
+            columns.location is not None for columns in self.stage_columns.values()
         )
 
     def clear_progress(self) -> None:
-        """Forget what was made of it, and who is at work on it."""
         self.stage_columns.clear()
         self.partial_rollouts.clear()
         self.column_names.clear()
         self.leases.clear()
         self.num_bytes = 0
 
-    def save_partial(self, stage: str, part: StageColumns) -> None:
-        """Have this in the place of what was begun in a stage before."""
+    def save_partial(self, stage: str, columns: StageColumns) -> None:
         self.drop_partial(stage)
-        self.partial_rollouts[stage] = part
-        self.num_bytes += part.num_bytes
+        self.partial_rollouts[stage] = columns
+        self.num_bytes += columns.num_bytes
 
     def drop_partial(self, stage: str) -> None:
-        """The stage has its columns: what was begun of them is of no use any more."""
         if stage in self.partial_rollouts:
             self.num_bytes -= self.partial_rollouts.pop(stage).num_bytes
 
     def find_lease(self, stage: str, token: int) -> ActiveLease | None:
-        """The lease of a token, if it is still good."""
-        for held in self.leases.get(stage, ()):
-            if held.lease.token == token:
-                return held
+        for active in self.leases.get(stage, ()):
+            if active.lease.token == token:
+                return active
         return None
 
     def release_lease(self, stage: str, token: int) -> None:
-        """Take one lease back."""
-        left = [held for held in self.leases.get(stage, ()) if held.lease.token != token]
-        if left:
-            self.leases[stage] = left
+        remaining = [active for active in self.leases.get(stage, ()) if active.lease.token != token]
+        if remaining:
+            self.leases[stage] = remaining
         else:
             self.leases.pop(stage, None)
 
 
 class ReadyQueue:
-    """Groups that wait for one stage, in the order in which they were admitted."""
+    """Groups ready for one stage, in the order of their admission."""
 
     def __init__(self) -> None:
         self._groups: dict[int, GroupState] = {}
@@ -136,20 +127,17 @@ class ReadyQueue:
         return group.admission_order in self._groups
 
     def add_group(self, group: GroupState) -> None:
-        """Take a place among the others."""
         self._groups[group.admission_order] = group
         bisect.insort(self._orders, group.admission_order)
 
     def remove_group(self, group: GroupState) -> None:
-        """Leave the line, from wherever it stands."""
         del self._groups[group.admission_order]
         del self._orders[bisect.bisect_left(self._orders, group.admission_order)]
 
     def update_groups(
         self, groups: Iterable[GroupState], is_ready: Callable[[GroupState], bool]
     ) -> bool:
-        """Have those of `groups` in line that are ready, and no others; whether it is longer now,
-        or shorter."""
+        """Add newly ready groups, remove those no longer ready; True if the length changed."""
         before = len(self)
         for group in groups:
             if is_ready(group) != (group in self):
@@ -157,12 +145,10 @@ class ReadyQueue:
         return len(self) != before
 
     def peek_groups(self, count: int) -> list[GroupState]:
-        """At most so many from the head of the line; they stay in it."""
         return [self._groups[order] for order in self._orders[:count]]
 
 
 def make_admit_record(uid: str, prompt: bytes, version: int) -> JournalRecord:
-    """A prompt came in. Raises ContractError for what is no version."""
     return JournalRecord(
         {"kind": "admit", "uid": uid, "version": _validate_version(version)}, prompt
     )
@@ -171,7 +157,6 @@ def make_admit_record(uid: str, prompt: bytes, version: int) -> JournalRecord:
 def make_lease_record(
     stage: str, holder: str, *, request: str, grants: Sequence[tuple[str, int, int]]
 ) -> JournalRecord:
-    """Work of one stage was handed to one holder: uid, token and attempt of each group."""
     meta = {"kind": "lease", "stage": stage, "holder": holder, "request": request}
     return JournalRecord({**meta, "grants": list(grants)})
 
@@ -179,7 +164,7 @@ def make_lease_record(
 def make_commit_record(
     lease: GroupLease, blob: Blob, *, names: Iterable[str], info: GroupInfo | None, version: int
 ) -> JournalRecord:
-    """A stage's columns came in; `version` was being trained then. No `info` before rollouts."""
+    """Record of a commit; `version` is in training. `info` is None before the rollouts exist."""
     meta = {
         "kind": "put",
         "uid": lease.uid,
@@ -192,20 +177,19 @@ def make_commit_record(
 
 
 def make_nack_record(lease: GroupLease, *, failed: bool) -> JournalRecord:
-    """Work came back undone; `failed` counts against its attempts."""
     meta = {"kind": "back", "uid": lease.uid, "stage": lease.stage, "token": lease.token}
     return JournalRecord({**meta, "failed": failed})
 
 
-def make_finish_record(uid: str, how: GroupOutcome) -> JournalRecord:
-    """The group will not be trained; the coordinator is yet to hear of it."""
-    return JournalRecord({"kind": "end", "uid": uid, **asdict(how)})
+def make_finish_record(uid: str, outcome: GroupOutcome) -> JournalRecord:
+    """Record of a group that ends untrained; the coordinator has yet to remove it."""
+    return JournalRecord({"kind": "end", "uid": uid, **asdict(outcome)})
 
 
 def make_remove_record(uids: Sequence[str], version: int) -> JournalRecord:
-    """Groups left the queue: trained, or their end is on the books.
+    """Record of groups removed from the queue: trained, or their end is in the run log.
 
-    Raises ContractError for what is no version.
+    Raises ContractError for an invalid version.
     """
     return JournalRecord(
         {"kind": "leave", "uids": list(uids), "version": _validate_version(version)}
@@ -213,35 +197,36 @@ def make_remove_record(uids: Sequence[str], version: int) -> JournalRecord:
 
 
 def make_open_record(session: str, incarnation: int, *, forgets: bool = False) -> JournalRecord:
-    """A process took the shard over, the `incarnation`-th.
+    """Record of a new incarnation of the shard.
 
-    `forgets` is whether it found a damaged journal, and took back what was computed from columns
-    that are lost: who reads this journal again must do so at the same point.
+    `forgets` is true if the process found a damaged journal and discarded results computed from
+    lost columns (`ShardState.forget_incomplete`). A later replay must discard them at this point,
+    too.
     """
     meta = {"kind": "open", "session": session, "incarnation": incarnation}
     return JournalRecord({**meta, "forgets": forgets})
 
 
 def make_seal_record() -> JournalRecord:
-    """A snapshot ends here: one without has lost its end."""
+    """Record that ends a snapshot; a snapshot without it is truncated."""
     return JournalRecord({"kind": "seal"})
 
 
 def _validate_version(version: object) -> int:
-    # Whatever is in the journal is applied at every restart: nothing may be there that cannot be.
+    # Every restart applies the journal, so an invalid record would break the shard for good.
     if not isinstance(version, int) or isinstance(version, bool) or version < 0:
         raise ContractError(f"version {version!r}: must be a whole number, 0 or more")
     return version
 
 
 class ShardState:
-    """All groups of a shard by uid, and `retired_groups`: where to find those that have left.
+    """All groups of a shard by uid, and the location of the columns of removed ("retired") groups.
 
-    Retired are the groups that a journal has, for their step may have to be made again; what came
-    in since is not kept. `should_keep_retired` is on while a journal is read.
-    `incarnation` counts the processes that had the shard; `session` is the run of the last one.
-    `is_damaged` is whether records of the journal could not be read.
-    A uid comes in once in a session, the latest REMEMBERED at least.
+    `retired_groups` covers only groups recovered from the journal: their training step may be
+    replayed. `should_keep_retired` is true during recovery.
+    `incarnation` counts the processes that owned the shard; `session` is the run of the last owner.
+    `is_damaged` is true if records of the journal were unreadable.
+    A uid is admitted at most once per session, as far as the last MAX_SEEN_UIDS reach.
     """
 
     def __init__(self, stages: Mapping[str, StageSchema]) -> None:
@@ -274,39 +259,35 @@ class ShardState:
         }
 
     def apply_record(
-        self, record: JournalRecord, *, spot: RecordLocation | None = None, data: Any = None
+        self, record: JournalRecord, *, location: RecordLocation | None = None, data: Any = None
     ) -> list[GroupState]:
-        """Do what a record says; returns the groups it changed. What is unknown is passed over:
-        a lease or a commit of a group that has left since."""
-        return self._handlers[record.meta["kind"]](record, spot, data)
+        """Apply a record; return the changed groups. Records of removed groups have no effect."""
+        return self._handlers[record.meta["kind"]](record, location, data)
 
     def has_seen(self, uid: str) -> bool:
-        """Whether the group is here, or has come and gone in this session."""
         return uid in self.groups or uid in self._seen_uids
 
     def pop_excuse(self, lease: GroupLease) -> bool:
-        """Whether it took no fault for the work under a lease to become useless; told once."""
+        """Return True, once, if work under this lease became useless through no fault."""
         return self._excused_tokens.pop(lease.token, lease) is None
 
     def excuse_leases(self, leases: Iterable[ActiveLease]) -> None:
-        """Work under these leases is of no use any more, and whoever has them is not to blame."""
-        self._excused_tokens.update((held.lease.token, None) for held in leases)
+        """Do not count a later commit under these leases as refused."""
+        self._excused_tokens.update((active.lease.token, None) for active in leases)
         while len(self._excused_tokens) > MAX_SEEN_UIDS:
             self._excused_tokens.popitem(last=False)
 
     def _excuse_group(self, group: GroupState) -> None:
-        """The group ends or leaves while some may be at work on it."""
-        for stage, held in group.leases.items():
+        for stage, leases in group.leases.items():
             if stage != self.last_stage:
-                self.excuse_leases(held)
+                self.excuse_leases(leases)
 
     def find_leased_group(self, lease: GroupLease) -> GroupState | None:
-        """The group of a lease, if it is still good."""
         group = self.groups.get(lease.uid)
         return group if group and group.find_lease(lease.stage, lease.token) else None
 
     def is_ready(self, group: GroupState, stage: str) -> bool:
-        """Whether a stage may take the group. The last one is handed those that ended, too."""
+        """Return True if a stage may lease the group; ended groups go to the last stage."""
         is_taken = (
             stage in group.leases
             or stage in group.stage_columns
@@ -319,11 +300,10 @@ class ShardState:
         return group.column_names >= self._required_columns[stage]
 
     def is_complete(self, group: GroupState) -> bool:
-        """Whether no stage will add columns to it any more."""
         return group.outcome is not None or len(group.stage_columns) == self._num_producers
 
     def _apply_open(
-        self, record: JournalRecord, spot: RecordLocation | None, data: Any
+        self, record: JournalRecord, location: RecordLocation | None, data: Any
     ) -> list[GroupState]:
         self.incarnation = record.meta["incarnation"]
         if record.meta.get("forgets"):
@@ -336,13 +316,13 @@ class ShardState:
         return []
 
     def _apply_seal(
-        self, record: JournalRecord, spot: RecordLocation | None, data: Any
+        self, record: JournalRecord, location: RecordLocation | None, data: Any
     ) -> list[GroupState]:
         self.is_sealed = True
         return []
 
     def _apply_admit(
-        self, record: JournalRecord, spot: RecordLocation | None, data: Any
+        self, record: JournalRecord, location: RecordLocation | None, data: Any
     ) -> list[GroupState]:
         uid, version = record.meta["uid"], record.meta["version"]
         group = GroupState(
@@ -357,35 +337,36 @@ class ShardState:
         return [group]
 
     def _apply_lease(
-        self, record: JournalRecord, spot: RecordLocation | None, data: Any
+        self, record: JournalRecord, location: RecordLocation | None, data: Any
     ) -> list[GroupState]:
         stage, holder, now = record.meta["stage"], record.meta["holder"], self.clock()
-        # The coordinator's leases last until its groups leave: it does not work on them itself.
-        until = math.inf if stage == self.last_stage else now + self.lease_s
+        # Leases of the last stage never expire: the coordinator holds them until removal.
+        expires_at = math.inf if stage == self.last_stage else now + self.lease_s
         changed = []
         for uid, token, attempt in record.meta["grants"]:
-            # Also if the record that says so is damaged: no token is given twice.
+            # Tokens stay unique even if the "open" record of this incarnation is damaged.
             self.incarnation = max(self.incarnation, token // TOKENS_PER_INCARNATION)
             group = self.groups.get(uid)
             if group is not None:
-                lease = GroupLease(token, uid, stage, attempt, until, holder, now)
-                held = ActiveLease(lease, until, record.meta["request"])
-                group.leases.setdefault(stage, []).append(held)
+                lease = GroupLease(token, uid, stage, attempt, expires_at, holder, now)
+                active = ActiveLease(lease, expires_at, record.meta["request"])
+                group.leases.setdefault(stage, []).append(active)
                 changed.append(group)
         return changed
 
     def _apply_commit(
-        self, record: JournalRecord, spot: RecordLocation | None, data: Any
+        self, record: JournalRecord, location: RecordLocation | None, data: Any
     ) -> list[GroupState]:
         meta = record.meta
         group = self.groups.get(meta["uid"])
         if group is None or group.outcome is not None:
             return []
         group.info = group.info or msgspec.convert(meta["info"], GroupInfo | None)
-        part = StageColumns(tuple(meta["names"]), count_blob_bytes(record.payload), data, spot)
+        num_bytes = count_blob_bytes(record.payload)
+        columns = StageColumns(tuple(meta["names"]), num_bytes, data, location)
         group.drop_partial(meta["stage"])
-        group.stage_columns[meta["stage"]] = part
-        group.num_bytes += part.num_bytes
+        group.stage_columns[meta["stage"]] = columns
+        group.num_bytes += columns.num_bytes
         group.column_names.update(meta["names"])
         group.leases.pop(meta["stage"], None)
         self.version = max(self.version, meta["version"])
@@ -394,7 +375,7 @@ class ShardState:
         return [group]
 
     def _apply_nack(
-        self, record: JournalRecord, spot: RecordLocation | None, data: Any
+        self, record: JournalRecord, location: RecordLocation | None, data: Any
     ) -> list[GroupState]:
         stage = record.meta["stage"]
         group = self.groups.get(record.meta["uid"])
@@ -405,7 +386,7 @@ class ShardState:
         return [group]
 
     def _apply_finish(
-        self, record: JournalRecord, spot: RecordLocation | None, data: Any
+        self, record: JournalRecord, location: RecordLocation | None, data: Any
     ) -> list[GroupState]:
         group = self.groups.get(record.meta["uid"])
         if group is None or group.outcome is not None:
@@ -417,28 +398,27 @@ class ShardState:
         return [group]
 
     def _apply_remove(
-        self, record: JournalRecord, spot: RecordLocation | None, data: Any
+        self, record: JournalRecord, location: RecordLocation | None, data: Any
     ) -> list[GroupState]:
         self.version = max(self.version, record.meta["version"])
-        found = [self.groups.pop(uid) for uid in record.meta["uids"] if uid in self.groups]
-        for group in found:
+        removed = [self.groups.pop(uid) for uid in record.meta["uids"] if uid in self.groups]
+        for group in removed:
             self._excuse_group(group)
             if self.should_keep_retired or group.is_on_disk:
                 self.retired_groups[group.uid] = {
-                    s: _without_data(p) for s, p in group.stage_columns.items()
+                    stage: _without_data(columns) for stage, columns in group.stage_columns.items()
                 }
-        return found
+        return removed
 
     def order_by_version(self) -> None:
-        """Have groups of an earlier version stand before the others, as they were admitted."""
         groups = sorted(
-            self.groups.values(), key=lambda one: (one.admitted_version, one.admission_order)
+            self.groups.values(), key=lambda group: (group.admitted_version, group.admission_order)
         )
-        for place, group in enumerate(groups):
-            group.admission_order = place
+        for order, group in enumerate(groups):
+            group.admission_order = order
 
     def forget_incomplete(self) -> None:
-        """Take back what was computed from columns that a damaged journal has lost."""
+        """Discard results that were computed from columns lost in a damaged journal."""
         for group in self.groups.values():
             stages = {*group.stage_columns, *group.leases} if group.outcome is None else set()
             if any(not set(self.stages[stage].needs) <= group.column_names for stage in stages):
@@ -446,6 +426,5 @@ class ShardState:
                 group.info = group.ready_version = None
 
 
-def _without_data(part: StageColumns) -> StageColumns:
-    """A part without its columns in memory, if the disk has them."""
-    return part if part.location is None else replace(part, data=None)
+def _without_data(columns: StageColumns) -> StageColumns:
+    return columns if columns.location is None else replace(columns, data=None)

@@ -1,4 +1,4 @@
-"""The leases of a shard: who may work on what, until when, and who gets a second try."""
+"""Leases of a shard: grants, renewals, expiry and hedges."""
 
 import heapq
 import itertools
@@ -19,14 +19,15 @@ from streamrl.buffer.log.segment_file import JournalRecord
 from streamrl.messages import GroupLease
 
 MIN_COMPACT_SIZE = 1000
-"""Leases that are looked after before those that have ended are sorted out."""
+"""Size of the expiry heap below which it is not compacted."""
 
 
 @dataclass(frozen=True)
 class LeaseRequest:
-    """What a holder asks for. The same `id` again is the same request, and gets the same leases.
+    """Request of a holder for groups of a stage.
 
-    `max_tokens` bounds the tokens of the groups handed out together; one is always handed out.
+    A repeated `request_id` is a retry and gets the same leases. `max_tokens` bounds the tokens of
+    all granted groups together, except for a single larger group.
     """
 
     stage: str
@@ -39,8 +40,6 @@ class LeaseRequest:
 
 @dataclass(frozen=True)
 class OverdueLease:
-    """Work that one holder has had for long: a line of the stall watchdog. Age in s."""
-
     uid: str
     stage: str
     holder: str
@@ -50,59 +49,56 @@ class OverdueLease:
 
     @property
     def stall_key(self) -> tuple[str, str, int]:
-        """What tells one stall from another."""
+        """Identity of a stall, so that the watchdog reports it once."""
         return self.uid, self.stage, self.attempt
 
 
 class LeaseTable:
-    """Hands out the leases of a shard and knows when each ends. Times are s of the shard's clock.
+    """Grants the leases of a shard and tracks their expiry. Times: s of the shard's clock.
 
-    A lease ends when its time is up unless it is renewed; the token is what makes it good, and no
-    token is given twice, whatever process has the shard.
+    A lease ends when it expires without renewal. Validity depends on the token alone; a token is
+    never reused, not even by a later incarnation of the shard.
     """
 
-    def __init__(self, book: ShardState, *, lease_s: float, hedge_s: float | None) -> None:
-        book.lease_s = lease_s
-        self._state = book
+    def __init__(self, state: ShardState, *, lease_s: float, hedge_s: float | None) -> None:
+        state.lease_s = lease_s
+        self._state = state
         self._lease_s = lease_s
         self._hedge_s = hedge_s
-        self._tokens = itertools.count(book.incarnation * TOKENS_PER_INCARNATION + 1)
+        self._tokens = itertools.count(state.incarnation * TOKENS_PER_INCARNATION + 1)
         self._expiries: list[tuple[float, int, GroupLease]] = []
         self._compact_at = MIN_COMPACT_SIZE
         self._last_grants: dict[tuple[str, str], tuple[str, list[tuple[str, int]]]] = {}
-        found = [held for stage in book.stages for _, held in self._active_leases(stage)]
-        given: dict[tuple[str, str, str], list[ActiveLease]] = {}
-        for held in sorted(found, key=lambda held: held.lease.token):
-            self._restore_lease(held)
-            given.setdefault((held.lease.stage, held.lease.holder, held.request_id), []).append(
-                held
-            )
-        for leases in given.values():
+        recovered = [lease for stage in state.stages for _, lease in self._active_leases(stage)]
+        by_request: dict[tuple[str, str, str], list[ActiveLease]] = {}
+        for active in sorted(recovered, key=lambda active: active.lease.token):
+            self._restore_lease(active)
+            request = active.lease.stage, active.lease.holder, active.request_id
+            by_request.setdefault(request, []).append(active)
+        for leases in by_request.values():
             self.track_leases(leases)
 
-    def _restore_lease(self, held: ActiveLease) -> None:
-        """A lease that was out when the shard died: its holder has as long as a new one."""
+    def _restore_lease(self, active: ActiveLease) -> None:
         now = self._state.clock()
-        if held.lease.stage != self._state.last_stage:
-            held.expires_at = now + self._lease_s
-        held.lease = replace(held.lease, granted_at=now, expires_at=held.expires_at)
+        if active.lease.stage != self._state.last_stage:
+            active.expires_at = now + self._lease_s
+        active.lease = replace(active.lease, granted_at=now, expires_at=active.expires_at)
 
     def track_leases(self, leases: Sequence[ActiveLease]) -> None:
-        """Look after leases that one request was given just now."""
         first = leases[0]
-        # Who asks has one request at a time: the last is the only one it may repeat.
-        answer = first.request_id, [(held.lease.uid, held.lease.token) for held in leases]
-        self._last_grants[first.lease.stage, first.lease.holder] = answer
-        for held in leases:
-            self._track_expiry(held)
+        # A holder has one request per stage at a time, so only the last can be retried.
+        grants = [(active.lease.uid, active.lease.token) for active in leases]
+        self._last_grants[first.lease.stage, first.lease.holder] = first.request_id, grants
+        for active in leases:
+            self._track_expiry(active)
 
-    def _track_expiry(self, held: ActiveLease) -> None:
-        if held.expires_at == math.inf:
+    def _track_expiry(self, active: ActiveLease) -> None:
+        if active.expires_at == math.inf:
             return
-        heapq.heappush(self._expiries, (held.expires_at, held.lease.token, held.lease))
+        heapq.heappush(self._expiries, (active.expires_at, active.lease.token, active.lease))
         if len(self._expiries) > self._compact_at:
-            # Most have been settled long before their time.
-            self._expiries = [one for one in self._expiries if self._is_active(one[2])]
+            # Most leases settle long before expiry, but stay in the heap until this compaction.
+            self._expiries = [entry for entry in self._expiries if self._is_active(entry[2])]
             heapq.heapify(self._expiries)
             self._compact_at = MIN_COMPACT_SIZE + 2 * len(self._expiries)
 
@@ -113,110 +109,115 @@ class LeaseTable:
     def make_lease_record(
         self, groups: Sequence[GroupState], request: LeaseRequest
     ) -> JournalRecord:
-        """The record that leases `groups` to a request."""
+        """Build the journal record that leases `groups` to a request; draws new tokens."""
         stage = request.stage
         grants = [(g.uid, next(self._tokens), g.failures[stage] + 1) for g in groups]
         return make_lease_record(stage, request.holder, request=request.request_id, grants=grants)
 
     def find_by_request(self, request: LeaseRequest) -> list[tuple[GroupState, ActiveLease]]:
-        """The leases that this very request was given: its answer got lost."""
-        answered, tokens = self._last_grants.get((request.stage, request.holder), ("", []))
-        if not request.request_id or request.request_id != answered:
+        """Return the leases of a retried request; its reply was lost."""
+        request_id, tokens = self._last_grants.get((request.stage, request.holder), ("", []))
+        if not request.request_id or request.request_id != request_id:
             return []
-        found = ((self._state.groups.get(uid), token) for uid, token in tokens)
-        held = ((group, group.find_lease(request.stage, token)) for group, token in found if group)
-        return [(group, one) for group, one in held if one]
+        groups = ((self._state.groups.get(uid), token) for uid, token in tokens)
+        pairs = (
+            (group, group.find_lease(request.stage, token)) for group, token in groups if group
+        )
+        return [(group, active) for group, active in pairs if active]
 
     def find_hedgeable(self, request: LeaseRequest) -> list[GroupState]:
-        """Groups that one other holder has had for long enough to give them out once more."""
+        """Return groups that a single other holder has had for at least `hedge_s`."""
         if self._hedge_s is None:
             return []
         since = self._state.clock() - self._hedge_s
         slow = [
-            (held.lease.granted_at, group)
-            for group, held in self._active_leases(request.stage)
+            (active.lease.granted_at, group)
+            for group, active in self._active_leases(request.stage)
             if len(group.leases[request.stage]) == 1
-            and held.lease.holder != request.holder
-            and held.lease.granted_at <= since
+            and active.lease.holder != request.holder
+            and active.lease.granted_at <= since
         ]
         slow.sort(key=lambda pair: (pair[0], pair[1].admission_order))
         return [group for _, group in slow[: request.max_groups]]
 
     def renew_leases(self, leases: Sequence[GroupLease]) -> list[GroupLease]:
-        """Give leases their full time again; returns those that are no longer good."""
+        """Restart the term of each lease; return the leases that are no longer active."""
         lost = []
         for lease in leases:
             group = self._state.groups.get(lease.uid)
-            held = group.find_lease(lease.stage, lease.token) if group else None
-            if held is None:
+            active = group.find_lease(lease.stage, lease.token) if group else None
+            if active is None:
                 lost.append(lease)
             elif lease.stage != self._state.last_stage:
-                held.expires_at = self._state.clock() + self._lease_s
+                active.expires_at = self._state.clock() + self._lease_s
         return lost
 
     def pop_expired(self) -> Iterator[tuple[GroupState, GroupLease]]:
-        """The leases whose time is up; they are no longer looked after."""
         now = self._state.clock()
         while self._expiries and self._expiries[0][0] <= now:
             _, token, lease = heapq.heappop(self._expiries)
             group = self._state.groups.get(lease.uid)
-            held = group.find_lease(lease.stage, token) if group else None
-            if group is None or held is None:
+            active = group.find_lease(lease.stage, token) if group else None
+            if group is None or active is None:
                 continue
-            if held.expires_at > now:
-                self._track_expiry(held)
+            if active.expires_at > now:  # renewed since this entry was pushed
+                self._track_expiry(active)
             else:
                 yield group, lease
 
     def find_by_holder(self, holder: str) -> list[tuple[GroupState, GroupLease]]:
-        """The leases of one holder, in every stage."""
         return [
-            (group, held.lease)
+            (group, active.lease)
             for stage in self._state.stages
-            for group, held in self._active_leases(stage)
-            if held.lease.holder == holder
+            for group, active in self._active_leases(stage)
+            if active.lease.holder == holder
         ]
 
     def find_overdue(self, age_s: float) -> list[OverdueLease]:
-        """Work that was handed out longer than `age_s` ago, the last stage's apart."""
+        """Return leases granted more than `age_s` ago, except those of the last stage."""
         now = self._state.clock()
         leases = (
-            held.lease
+            active.lease
             for stage in self._state.stages
             if stage != self._state.last_stage
-            for _, held in self._active_leases(stage)
+            for _, active in self._active_leases(stage)
         )
         return [
             OverdueLease(
-                one.uid, one.stage, one.holder, one.attempt, now - one.granted_at, one.token
+                lease.uid,
+                lease.stage,
+                lease.holder,
+                lease.attempt,
+                now - lease.granted_at,
+                lease.token,
             )
-            for one in leases
-            if one.granted_at <= now - age_s
+            for lease in leases
+            if lease.granted_at <= now - age_s
         ]
 
     def select_active(
-        self, found: Sequence[OverdueLease]
+        self, leases: Sequence[OverdueLease]
     ) -> Iterator[tuple[OverdueLease, GroupState, GroupLease]]:
-        """Those of overdue work that are where they were, with their leases."""
-        for one in found:
-            group = self._state.groups.get(one.uid)
-            held = group.find_lease(one.stage, one.token) if group else None
-            if group and held:
-                yield one, group, held.lease
+        for overdue in leases:
+            group = self._state.groups.get(overdue.uid)
+            active = group.find_lease(overdue.stage, overdue.token) if group else None
+            if group and active:
+                yield overdue, group, active.lease
 
     def next_change_time(self, stage: str) -> float:
-        """When waiting for work of a stage is next worth another look."""
+        """Return the time of the next expiry or hedge, when a waiting request must look again."""
         expiry = self._expiries[0][0] if self._expiries else float("inf")
         if self._hedge_s is None:
             return expiry
         now = self._state.clock()
-        hedges = (held.lease.granted_at + self._hedge_s for _, held in self._active_leases(stage))
+        hedges = (
+            active.lease.granted_at + self._hedge_s for _, active in self._active_leases(stage)
+        )
         return min(expiry, min((at for at in hedges if at > now), default=float("inf")))
 
     def _active_leases(self, stage: str) -> list[tuple[GroupState, ActiveLease]]:
-        """All leases of a stage, in the order of their groups."""
         return [
-            (group, held)
+            (group, active)
             for group in self._state.groups.values()
-            for held in group.leases.get(stage, ())
+            for active in group.leases.get(stage, ())
         ]

@@ -1,9 +1,9 @@
-"""Prompts as bytes: msgpack of plain values, so that reading a journal executes nothing.
+"""Encode prompts as msgpack of plain values; reading a journal executes no code.
 
-What msgpack lacks and a data row may hold (whole numbers beyond 64 bits, decimals, dates, text that
-is no UTF-8) travels in extension types, and comes back as what it was; a tuple comes back as a
-list. Journals once held pickles: of these, only what streamrl itself wrote is read, by a reader
-that can call nothing else.
+Extension types carry the values of a data row that msgpack lacks: integers beyond 64 bits,
+decimals, dates, text that is not UTF-8. Decoding restores these values exactly; only tuples become
+lists. Journals of early versions hold pickles. The restricted unpickler here reads those that
+streamrl wrote, and can call nothing else.
 """
 
 import datetime
@@ -20,7 +20,7 @@ from streamrl.errors import JournalError
 from streamrl.messages import Prompt, prompt_from_parts
 
 _PICKLE_PREFIX = b"\x80"
-"""First byte of a pickle; msgpack has it for an empty map, which no prompt is."""
+"""First byte of a pickle. In msgpack it is an empty map, and a prompt is never that."""
 _MSGPACK_INTEGERS = range(-(1 << 63), 1 << 64)
 _EXTENSION_ENCODERS: Mapping[type, tuple[int, Callable[[Any], bytes]]] = {
     int: (1, lambda value: hex(value).encode()),
@@ -46,14 +46,14 @@ _EXTENSION_DECODERS: Mapping[int, Callable[[bytes], Any]] = {
 
 
 def encode_prompt(prompt: Prompt) -> bytes:
-    """Return a prompt as bytes. Raises TypeError naming a value that no data row may hold."""
+    """Encode a prompt. Raises TypeError naming the first value of an unsupported type."""
     rest = (prompt.messages, prompt.data_source, prompt.ground_truth, prompt.extra_info)
     parts = (prompt.uid, prompt.token_ids.tobytes(), *map(_to_plain, rest))
     return _to_msgpack((*parts, _to_plain(prompt.row_location), prompt.is_chat))
 
 
 def decode_prompt(data: bytes) -> Prompt:
-    """Return the prompt that `encode_prompt` made. Raises JournalError for any other bytes."""
+    """Decode a prompt. Raises JournalError for bytes that `encode_prompt` did not write."""
     if data[:1] == _PICKLE_PREFIX:
         return _unpickle_prompt(data)
     try:
@@ -64,7 +64,7 @@ def decode_prompt(data: bytes) -> Prompt:
 
 
 def _to_plain(value: Any) -> Any:
-    """A value with everything that msgpack would change, or refuse, in an extension type."""
+    """Convert a value to plain msgpack types, using extension types where msgpack is lossy."""
     kind = type(value)
     if (
         value is None
@@ -75,18 +75,18 @@ def _to_plain(value: Any) -> Any:
     if kind is str and _is_utf8(value):
         return value
     if isinstance(value, Mapping):
-        return {_to_plain(key): _to_plain(each) for key, each in value.items()}
+        return {_to_plain(key): _to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_to_plain(each) for each in value]
+        return [_to_plain(item) for item in value]
     if isinstance(value, np.ndarray | np.generic):
         return _to_plain(value.tolist())
     return _encode_extension(value)
 
 
 def _encode_extension(value: Any) -> msgspec.msgpack.Ext:
-    for known, (code, write) in _EXTENSION_ENCODERS.items():
-        if isinstance(value, known):
-            return msgspec.msgpack.Ext(code, write(value))
+    for base, (code, encode) in _EXTENSION_ENCODERS.items():
+        if isinstance(value, base):
+            return msgspec.msgpack.Ext(code, encode(value))
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     raise TypeError(f"{name} {value!r:.60}: no value of a data row")
@@ -115,7 +115,7 @@ _from_msgpack: Callable[[bytes], Sequence[Any]] = msgspec.msgpack.Decoder(
 
 
 class _PromptUnpickler(pickle.Unpickler):
-    """Reads pickles that streamrl has written: prompts, and dates or decimals in their rows."""
+    """Unpickler that can call only the types of prompts, dates and decimals."""
 
     _allowed_globals: Mapping[tuple[str, str], Any] = {
         ("streamrl.messages", "_prompt"): prompt_from_parts,
@@ -130,21 +130,20 @@ class _PromptUnpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a pickle may call; raises UnpicklingError for anything else."""
-        found = self._allowed_globals.get((module, name))
-        if found is None:
+        allowed = self._allowed_globals.get((module, name))
+        if allowed is None:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return found
+        return allowed
 
 
 def _unpickle_prompt(data: bytes) -> Prompt:
     try:
-        found = _PromptUnpickler(io.BytesIO(data)).load()
-    # There is nothing that a garbled pickle cannot raise.
+        prompt = _PromptUnpickler(io.BytesIO(data)).load()
+    # A corrupt pickle can raise any exception.
     except Exception as error:
         raise JournalError(
             f"a prompt in the journal is no prompt of streamrl's: {error}"
         ) from error
-    if not isinstance(found, Prompt):
-        raise JournalError(f"a prompt in the journal is a {type(found).__name__}")
-    return found
+    if not isinstance(prompt, Prompt):
+        raise JournalError(f"a prompt in the journal is a {type(prompt).__name__}")
+    return prompt

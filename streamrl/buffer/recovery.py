@@ -1,8 +1,9 @@
-"""What a journal says: the groups of a shard as they were, and a snapshot of them.
+"""Recover a shard's groups from its journal, and write snapshots of them.
 
-A shard's state is what its base holds (the snapshot in a checkpoint) followed by the segments of
-its journal from the base's cut on. A snapshot is the same computed up to a later cut, so it is made
-from files alone, beside the running shard.
+state of a shard = base (the snapshot in a checkpoint) + journal segments from the base's cut on
+
+A snapshot is the same computation up to a later cut. Writing a snapshot reads files only, so it can
+run beside the live shard.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ from streamrl.messages import GroupLease
 
 @dataclass(frozen=True)
 class SnapshotBase:
-    """What a journal continues: the folder of a snapshot, and the first segment behind it."""
+    """Start of a replay: folder of a snapshot, and the first journal segment after it."""
 
     folder: Path | None = None
     first_segment: int = 0
@@ -55,14 +56,13 @@ def recover_state(
     *,
     before: int | None = None,
 ) -> tuple[ShardState, list[CorruptRecord]]:
-    """The groups as the files have them, and the records that could not be read.
+    """Return the recovered groups and the unreadable records.
 
-    Without a `journal` they are those of the base; `before` is the cut up to which it is read. No
-    payload is loaded: see `load`. Raises JournalError if a file is missing or the snapshot is not
-    whole.
+    Reads the base, then the `journal`, if any, up to the cut `before`. Loads no payload; see
+    `load_columns`. Raises JournalError if a file is missing or the snapshot is truncated.
     """
-    book, corrupt = ShardState(stages), []
-    book.should_keep_retired = True
+    state, corrupt = ShardState(stages), []
+    state.should_keep_retired = True
     sources: list[tuple[Path, int, int | None]]
     sources = [(base.folder, 0, None)] if base.folder is not None else []
     if journal is not None:
@@ -75,32 +75,30 @@ def recover_state(
             else:
                 position, record = item
                 try:
-                    book.apply_record(record, spot=RecordLocation(folder, position))
+                    state.apply_record(record, location=RecordLocation(folder, position))
                 except (LookupError, TypeError, ValueError, AttributeError) as error:
-                    place = f"{segment_path(folder, position.segment)}, byte {position.offset}"
-                    raise JournalError(f"{place}: not a record of a shard: {error!r}") from error
-        if folder == base.folder and not book.is_sealed and not corrupt:
-            raise JournalError(f"{folder}: the snapshot has lost its end")
-    book.should_keep_retired = False
-    book.is_damaged = bool(corrupt)
-    if book.is_damaged:
-        book.forget_incomplete()
-    # Groups of several shards may have been dealt to this one, those of each in turn.
-    book.order_by_version()
-    return book, corrupt
+                    where = f"{segment_path(folder, position.segment)}, byte {position.offset}"
+                    raise JournalError(f"{where}: not a record of a shard: {error!r}") from error
+        if folder == base.folder and not state.is_sealed and not corrupt:
+            raise JournalError(f"{folder}: the snapshot is truncated: it has no final record")
+    state.should_keep_retired = False
+    state.is_damaged = bool(corrupt)
+    if state.is_damaged:
+        state.forget_incomplete()
+        # After a repartition, groups of several shards follow each other; merge them by version.
+    state.order_by_version()
+    return state, corrupt
 
 
-def load_columns(book: ShardState, store: Callable[[Blob], Any]) -> None:
-    """Bring the columns of the groups in the queue back into the store."""
-    for group in book.groups.values():
-        for part in group.stage_columns.values():
-            part.data = store(read_blob(part))
+def load_columns(state: ShardState, store: Callable[[Blob], Any]) -> None:
+    for group in state.groups.values():
+        for columns in group.stage_columns.values():
+            columns.data = store(read_blob(columns))
 
 
-def read_blob(part: StageColumns) -> Blob:
-    """The blob of a part, from the disk. Raises JournalError if it cannot be read."""
-    assert part.location is not None, "only what was recovered is on the disk"
-    return read_record(part.location.folder, part.location.position).payload
+def read_blob(columns: StageColumns) -> Blob:
+    assert columns.location is not None, "only recovered columns are on disk"
+    return read_record(columns.location.folder, columns.location.position).payload
 
 
 def write_snapshot(
@@ -110,42 +108,43 @@ def write_snapshot(
     *,
     before: int,
     out: Path,
-    known: Sequence[CorruptRecord] = (),
+    known_corrupt: Sequence[CorruptRecord] = (),
 ) -> None:
-    """Write the groups as they were at a cut into a folder that `recover_state` takes as a base.
+    """Write the groups as of the cut `before` to a folder that `recover_state` accepts as a base.
 
-    `known` are the damaged records without which the shard was opened. Raises JournalError for any
-    other: the shard may still have what the disk has lost. NoSpaceError if there is no room.
+    `known_corrupt` are the damaged records that the shard was opened without. A further damaged
+    record raises JournalError, because the live shard may still have the content. Raises
+    NoSpaceError if the disk is full.
     """
-    book, corrupt = recover_state(stages, journal, base, before=before)
-    for bad in corrupt:
-        if bad not in known:
-            raise JournalError(f"{bad.file}, byte {bad.position.offset}: {bad.reason}")
+    state, corrupt = recover_state(stages, journal, base, before=before)
+    for record in corrupt:
+        if record not in known_corrupt:
+            raise JournalError(f"{record.file}, byte {record.position.offset}: {record.reason}")
     with wrap_checkpoint_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        write_segment(out / SNAPSHOT_FILE, _state_records(book))
+        write_segment(out / SNAPSHOT_FILE, _state_records(state))
 
 
 SNAPSHOT_FILE = "00000000.journal"
 
 
-def _state_records(book: ShardState) -> Iterator[JournalRecord]:
-    """The transitions that lead to a book's state."""
-    yield make_open_record(book.session, book.incarnation)
-    yield make_remove_record([], book.version)
-    for group in sorted(book.groups.values(), key=lambda group: group.admission_order):
+def _state_records(state: ShardState) -> Iterator[JournalRecord]:
+    """Yield transitions that reproduce a state."""
+    yield make_open_record(state.session, state.incarnation)
+    yield make_remove_record([], state.version)
+    for group in sorted(state.groups.values(), key=lambda group: group.admission_order):
         yield make_admit_record(group.uid, group.prompt, group.admitted_version)
         yield from _group_records(group)
     yield make_seal_record()
 
 
 def _group_records(group: GroupState) -> Iterator[JournalRecord]:
-    for stage, part in group.stage_columns.items():
+    for stage, columns in group.stage_columns.items():
         assert group.info is not None
         lease = GroupLease(0, group.uid, stage, 0, 0.0)
         version = group.admitted_version if group.ready_version is None else group.ready_version
         yield make_commit_record(
-            lease, read_blob(part), names=part.column_names, info=group.info, version=version
+            lease, read_blob(columns), names=columns.column_names, info=group.info, version=version
         )
     for stage, count in group.failures.items():
         for _ in range(count):
@@ -153,7 +152,7 @@ def _group_records(group: GroupState) -> Iterator[JournalRecord]:
     if group.outcome is not None:
         yield make_finish_record(group.uid, group.outcome)
     for stage, leases in group.leases.items():
-        for held in leases:
-            lease = held.lease
+        for active in leases:
+            lease = active.lease
             grants = [(group.uid, lease.token, lease.attempt)]
-            yield make_lease_record(stage, lease.holder, request=held.request_id, grants=grants)
+            yield make_lease_record(stage, lease.holder, request=active.request_id, grants=grants)

@@ -1,8 +1,8 @@
-"""The groups of a run dealt to another number of shards.
+"""Repartition the groups of a run to another number of shards.
 
-What each shard has, its snapshot and its journal behind it, is read once and written as the
-journals of the new ones, record by record, each to the shard that its uid hashes to now. Nothing is
-computed anew, and steps that have to be made again find the columns they were made of.
+Every record of each shard's snapshot and journal is read once and written to the journal of the
+shard that its uid hashes to now. Nothing is computed again, and replayed training steps still find
+their columns.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,10 +27,10 @@ _SINGLE_UID_KINDS = ("admit", "put", "back", "end")
 def repartition_journals(
     sources: Sequence[tuple[Path, SnapshotBase]], targets: Sequence[Path]
 ) -> None:
-    """Write the journals `targets`, folders that are new, from shards' journals and their bases.
+    """Write journals to the new folders `targets` from the shards' journals and bases.
 
-    Raises JournalError for what cannot be read, and the system's errors. Records that are damaged
-    are left out, as a shard does that is opened; leases are void in the run that goes on.
+    Raises JournalError for unreadable files, and OSError. Leaves out damaged records, as opening a
+    shard does, and leases, which are void in a resumed run.
     """
     with ExitStack() as open_files:
         files = []
@@ -45,8 +45,8 @@ def repartition_journals(
                     is_damaged = True
                     continue
                 incarnation = max(incarnation, record.meta.get("incarnation", 0))
-                for place, part in _split_record(record, len(files)):
-                    files[place].write(part)
+                for shard, shard_record in _split_record(record, len(files)):
+                    files[shard].write(shard_record)
             if is_damaged:
                 for file in files:
                     file.write(make_open_record("", incarnation, forgets=True))
@@ -60,13 +60,13 @@ def _read_records(journal: Path, base: SnapshotBase) -> Iterator[JournalRecord |
 
 
 def _split_record(record: JournalRecord, count: int) -> Iterator[tuple[int, JournalRecord]]:
-    """What of a record each shard is to have."""
+    """Yield (shard index, part of the record that concerns this shard)."""
     meta = record.meta
     if meta["kind"] in _SINGLE_UID_KINDS:
         yield get_shard_index(meta["uid"], count), record
     elif meta["kind"] == "leave":
-        for place in range(count):
-            uids = [uid for uid in meta["uids"] if get_shard_index(uid, count) == place]
-            yield place, make_remove_record(uids, meta["version"])
+        for shard in range(count):
+            uids = [uid for uid in meta["uids"] if get_shard_index(uid, count) == shard]
+            yield shard, make_remove_record(uids, meta["version"])
     elif meta["kind"] == "open":
-        yield from ((place, record) for place in range(count))
+        yield from ((shard, record) for shard in range(count))

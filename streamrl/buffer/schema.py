@@ -1,4 +1,4 @@
-"""What the stages of a queue have declared, and whether callers keep to it."""
+"""Declared columns of the stages, checked on every lease request and commit."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,35 +9,40 @@ from streamrl.messages import ColumnAxis, GroupInfo, check_column_sizes, get_col
 
 
 class ColumnContract:
-    """The columns that each stage needs and makes. All methods raise ContractError."""
+    """Columns that each stage needs and produces. All methods raise ContractError."""
 
     def __init__(self, stages: Mapping[str, StageSchema]) -> None:
         self._required_columns = {stage: frozenset(ports.needs) for stage, ports in stages.items()}
         self._produced_columns = {
             stage: frozenset(ports.produces) for stage, ports in stages.items()
         }
-        everything = frozenset[str]().union(*self._produced_columns.values())
+        all_columns = frozenset[str]().union(*self._produced_columns.values())
         self._foreign_columns = {
-            stage: everything - own for stage, own in self._produced_columns.items()
+            stage: all_columns - produced for stage, produced in self._produced_columns.items()
         }
 
     def check_request(self, stage: str, columns: Sequence[str]) -> None:
-        """A stage takes no columns but those it needs."""
-        if alien := set(columns) - self._get_columns(self._required_columns, stage):
-            raise ContractError(f"stage {stage} takes {sorted(alien)}: not what it needs")
+        if undeclared := set(columns) - self._get_columns(self._required_columns, stage):
+            raise ContractError(
+                f"stage {stage} requests {sorted(undeclared)}: not among the columns it needs"
+            )
 
     def check_commit(self, commit: ColumnCommit, info: GroupInfo | None) -> None:
-        """A stage puts the columns it declared, and none of another's, in the group's sizes."""
+        """Check that a commit has all declared columns, no foreign ones, and the group's sizes."""
         stage, uid, names = commit.lease.stage, commit.lease.uid, commit.column_sizes.keys()
         if not names >= self._get_columns(self._produced_columns, stage):
             missing = sorted(self._produced_columns[stage] - names)
-            raise ContractError(f"stage {stage} put no {missing} for {uid}")
+            raise ContractError(f"stage {stage} committed {uid} without {missing}")
         if not names.isdisjoint(self._foreign_columns[stage]):
             foreign = sorted(names & self._foreign_columns[stage])
-            raise ContractError(f"stage {stage} put {foreign} for {uid}: not its own")
+            raise ContractError(
+                f"stage {stage} committed {foreign} for {uid}: another stage produces them"
+            )
         if info is None:
             if early := sorted(n for n in names if get_column_spec(n).axis is not ColumnAxis.GROUP):
-                raise ContractError(f"stage {stage} put {early} for {uid} before its rollouts")
+                raise ContractError(
+                    f"stage {stage} committed {early} for {uid} before its rollouts exist"
+                )
             return
         if not info.version_tokens:
             raise ContractError(f"group {uid}: no token of it was sampled (loss_mask)")
@@ -50,5 +55,5 @@ class ColumnContract:
 
     def _get_columns(self, columns: Mapping[str, frozenset[str]], stage: str) -> frozenset[str]:
         if stage not in columns:
-            raise ContractError(f"stage {stage}: this queue has {', '.join(columns)}")
+            raise ContractError(f"unknown stage {stage}: this queue has {', '.join(columns)}")
         return columns[stage]

@@ -1,9 +1,9 @@
-"""One shard of the experience queue: it owns its groups whole, hands out leases, takes commits.
+"""One shard of the experience queue: owns its groups, grants leases, accepts commits.
 
-A plain asyncio object on one event loop, told the stages and the columns they need; an actor hosts
-it. Columns are opaque blobs here: `store` turns one into whatever readers can resolve. What a
-transition does stands in group.py; here is decided which one comes next, and that it is in the
-journal before it is done wherever losing it would lose a group.
+`QueueShard` is a plain asyncio object on one event loop, hosted by an actor. A shard knows stages
+and column names, but no contents: columns are opaque blobs, which `store` turns into references
+that readers can resolve. group.py defines the effect of each transition. This module decides which
+transition comes next, and journals the transition first wherever a loss would lose a group.
 """
 
 import asyncio
@@ -32,64 +32,64 @@ from streamrl.messages import FilteredGroup, GroupInfo, GroupLease, GroupOutcome
 
 
 class QueueShard:
-    """Owner of some of the groups in flight. All methods run on one event loop.
+    """Owner of a part of the groups in flight. All methods run on the same event loop.
 
-    `book` holds the groups: none, or those a predecessor left. The stage that produces nothing is
-    the last one; it is handed the ended groups too, so that the coordinator hears of each.
-    `session` is the run: leases of another one are void.
+    `state` is empty or recovered from a predecessor. The last stage is the stage that produces no
+    columns; it also receives ended groups, so that the coordinator can account for each.
+    `session` identifies the run: leases of another session are void.
     """
 
     def __init__(
         self,
-        book: ShardState,
+        state: ShardState,
         config: QueueConfig,
         *,
-        bounds: ShardCapacity,
+        capacity: ShardCapacity,
         session: str = "",
         log: RecordLog | None = None,
         store: Callable[[Blob], Any] = join_pieces,
     ) -> None:
-        self._clock = book.clock = asyncio.get_running_loop().time
-        self._state = book
-        self._contract = ColumnContract(book.stages)
+        self._clock = state.clock = asyncio.get_running_loop().time
+        self._state = state
+        self._contract = ColumnContract(state.stages)
         self._config = config
         self._log = log or NullRecordLog()
         self._store = store
-        self._ready_queues = {stage: ReadyQueue() for stage in book.stages}
-        self._wake_events = {stage: asyncio.Event() for stage in book.stages}
+        self._ready_queues = {stage: ReadyQueue() for stage in state.stages}
+        self._wake_events = {stage: asyncio.Event() for stage in state.stages}
         self._finished_notifier = FinishedGroupNotifier()
         self._num_waiting: Counter[str] = Counter()
         self._release_counts: Counter[str] = Counter()
         self._latest_requests: dict[tuple[str, str], object] = {}
         self._capacity_limiter = CapacityLimiter(
-            book, bounds, clock=self._clock, enter=self._insert_groups
+            state, capacity, clock=self._clock, enter=self._insert_groups
         )
-        self._stats_recorder = ShardStatsRecorder(book, self._log, self._clock())
+        self._stats_recorder = ShardStatsRecorder(state, self._log, self._clock())
         opening = transitions.make_open_record(
-            session, book.incarnation + 1, forgets=book.is_damaged
+            session, state.incarnation + 1, forgets=state.is_damaged
         )
         self._is_open_durable = False
         self._log.append_nowait([opening])
-        book.apply_record(opening)
-        self._lease_table = LeaseTable(book, lease_s=config.lease_s, hedge_s=config.hedge_s)
-        for group in book.groups.values():
+        state.apply_record(opening)
+        self._lease_table = LeaseTable(state, lease_s=config.lease_s, hedge_s=config.hedge_s)
+        for group in state.groups.values():
             group.admitted_at = self._clock()
-        self._refresh_groups(book.groups.values())
+        self._refresh_groups(state.groups.values())
 
-    # What prompts, stages and ranks ask for.
+    # Calls of the stages and ranks.
 
     async def admit_prompts(
         self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float
     ) -> list[str]:
-        """Take in prompts: uid, encoded prompt, version. Returns the uids that are in.
+        """Admit prompts (uid, encoded prompt, version); return the uids that are in the shard.
 
-        Those are as many as there is room for, and one at least: DeadlineError says that there was
-        none within `wait_s`. A uid that was here before in this session is passed over.
+        Admits as many as fit, at least one. Raises DeadlineError if none fits within `wait_s`.
+        Uids already seen in this session count as admitted and are not inserted again.
         """
-        arrivals = [
+        admissions = [
             PendingAdmission(entry[0], [transitions.make_admit_record(*entry)]) for entry in entries
         ]
-        return await self._capacity_limiter.admit_groups(arrivals, self._clock() + wait_s)
+        return await self._capacity_limiter.admit_groups(admissions, self._clock() + wait_s)
 
     async def add_groups(
         self,
@@ -98,55 +98,60 @@ class QueueShard:
         *,
         wait_s: float,
     ) -> list[str]:
-        """Take in prompts with what one stage has made of them already; as `admit` and `put`."""
+        """Admit prompts together with the columns of one stage; waits like `admit_prompts`."""
         groups = {commit.lease.uid: self._state.groups.get(commit.lease.uid) for commit in commits}
         for commit in commits:
             self._contract.check_commit(commit, _get_group_info(commit, groups[commit.lease.uid]))
         if any(groups.values()):
-            # They came in by half when a predecessor was killed over it, or by an earlier call
-            # whose answer got lost: what that one wrote must be safe before this one answers.
-            half = [
+            # Retry of an insert: a predecessor died in the middle, or the reply was lost.
+            # Commit what is missing, and return only after the earlier records are durable.
+            uncommitted = [
                 commit
                 for commit in commits
                 if _start_commit(self._state, commit, groups[commit.lease.uid])
             ]
-            await self._accept_commits(half)
+            await self._accept_commits(uncommitted)
             await self._log.append([])
-        arrivals = [
+        admissions = [
             PendingAdmission(
-                e[0],
-                [transitions.make_admit_record(*e), _to_commit_record(self._state, commit)],
+                entry[0],
+                [transitions.make_admit_record(*entry), _to_commit_record(self._state, commit)],
                 commit.blob,
             )
-            for e, commit in zip(entries, commits, strict=True)
+            for entry, commit in zip(entries, commits, strict=True)
         ]
-        return await self._capacity_limiter.admit_groups(arrivals, self._clock() + wait_s)
+        return await self._capacity_limiter.admit_groups(admissions, self._clock() + wait_s)
 
-    async def _insert_groups(self, arrivals: Sequence[PendingAdmission]) -> None:
+    async def _insert_groups(self, admissions: Sequence[PendingAdmission]) -> None:
         data: list[Any] = []
-        for one in arrivals:
-            data += [None, self._store(one.blob)] if one.blob else [None]
-        await self._write_records([record for one in arrivals for record in one.records], data)
+        for admission in admissions:
+            data += [None, self._store(admission.blob)] if admission.blob else [None]
+        await self._write_records(
+            [record for admission in admissions for record in admission.records], data
+        )
 
     async def lease_groups(self, request: LeaseRequest, *, wait_s: float) -> list[LeaseGrant]:
-        """Lease groups that are ready for a stage, the earliest admitted first.
+        """Lease groups that are ready for a stage, earliest admission first.
 
-        No more than an equal share if others of the stage wait too; none if there is none within
-        `wait_s`.
+        Grants at most an equal share if other requests of the stage wait, too. Returns [] if no
+        group becomes ready within `wait_s`.
         """
         self._contract.check_request(request.stage, request.columns)
-        stage, deaths = request.stage, self._release_counts[request.holder]
+        stage, releases = request.stage, self._release_counts[request.holder]
         if not self._is_open_durable:
-            # Or a successor could give the tokens of this process again.
+            # The incarnation must be durable before the first grant; otherwise a successor would
+            # draw the same tokens.
             await self._log.append([])
             self._is_open_durable = True
         wanted = set(request.columns)
         repeated = self._lease_table.find_by_request(request)
         if repeated:
-            return [_make_grant(self._state, group, held.lease, wanted) for group, held in repeated]
+            return [
+                _make_grant(self._state, group, active.lease, wanted) for group, active in repeated
+            ]
         self._num_waiting[stage] += 1
         try:
-            chosen = await self._wait_for_groups(request, self._clock() + wait_s, deaths)
+            chosen = await self._wait_for_groups(request, self._clock() + wait_s, releases)
         finally:
             self._num_waiting[stage] -= 1
         if not chosen:
@@ -155,19 +160,22 @@ class QueueShard:
         attempts = [attempt for *_, attempt in record.meta["grants"]]
         self._stats_recorder.counts["redelivered"] += sum(attempt > 1 for attempt in attempts)
         self._post_records(record)
-        given = [(group, group.leases[stage][-1]) for group in chosen]
-        self._lease_table.track_leases([held for _, held in given])
-        return [_make_grant(self._state, group, held.lease, wanted) for group, held in given]
+        granted = [(group, group.leases[stage][-1]) for group in chosen]
+        self._lease_table.track_leases([active for _, active in granted])
+        return [_make_grant(self._state, group, active.lease, wanted) for group, active in granted]
 
     async def _wait_for_groups(
-        self, request: LeaseRequest, deadline: float, deaths: int
+        self, request: LeaseRequest, deadline: float, releases: int
     ) -> list[GroupState]:
         stage = request.stage
-        this = self._latest_requests[stage, request.holder] = object()
+        this_request = self._latest_requests[stage, request.holder] = object()
         while True:
-            is_last = not request.request_id or self._latest_requests[stage, request.holder] is this
-            if self._release_counts[request.holder] != deaths or not is_last:
-                return []  # nobody waits for the answer
+            is_latest = (
+                not request.request_id
+                or self._latest_requests[stage, request.holder] is this_request
+            )
+            if self._release_counts[request.holder] != releases or not is_latest:
+                return []  # the requester is gone or has sent a newer request
             self._expire_leases()
             ready = self._ready_queues[stage]
             if ready:
@@ -188,26 +196,26 @@ class QueueShard:
                 await asyncio.wait_for(self._wake_events[stage].wait(), max(pause, 0.001))
 
     async def commit_columns(self, commits: Sequence[ColumnCommit]) -> list[str]:
-        """Take finished work; returns the uids whose lease was no longer good.
+        """Commit finished work; return the uids without an active lease.
 
-        Returns once it is in the journal. Raises ContractError for columns that are not those the
-        stage declared, or badly shaped.
+        Returns once the commits are in the journal. Raises ContractError for columns that differ
+        from the declaration of the stage.
         """
         self._expire_leases()
-        # All are checked before the first is started: an error must not leave one half done.
+        # Check all commits before starting the first: an error must not leave a commit half done.
         for commit in commits:
             if group := self._state.find_leased_group(commit.lease):
                 self._contract.check_commit(commit, _get_group_info(commit, group))
-        good = [
-            c
-            for c in commits
-            if _start_commit(self._state, c, self._state.find_leased_group(c.lease))
+        accepted = [
+            commit
+            for commit in commits
+            if _start_commit(self._state, commit, self._state.find_leased_group(commit.lease))
         ]
-        await self._accept_commits(good)
-        accepted = {id(commit) for commit in good}
-        refused = [commit.lease for commit in commits if id(commit) not in accepted]
+        await self._accept_commits(accepted)
+        accepted_ids = {id(commit) for commit in accepted}
+        refused = [commit.lease for commit in commits if id(commit) not in accepted_ids]
         self._stats_recorder.counts["refused"] += sum(
-            not self._state.pop_excuse(one) for one in refused
+            not self._state.pop_excuse(lease) for lease in refused
         )
         return [lease.uid for lease in refused]
 
@@ -225,10 +233,10 @@ class QueueShard:
                 group.committing_stages.discard(commit.lease.stage)
 
     def save_partials(self, commits: Sequence[ColumnCommit]) -> None:
-        """Keep what was begun of leased work beside its group: who gets it next goes on from there.
+        """Save partial results of leased work; the next holder resumes from them.
 
-        Never in the journal: it is lost with the shard, and gone once the stage commits. What comes
-        with a lease that is no longer good is passed over. Raises ContractError as `put` does.
+        Kept in memory only: a partial result is lost if the shard dies, and discarded once the
+        stage commits. Ignores inactive leases. Raises ContractError like `commit_columns`.
         """
         self._expire_leases()
         for commit in commits:
@@ -238,90 +246,80 @@ class QueueShard:
                 self._capacity_limiter.update_reservation(group)
 
     def fail_groups(self, entries: Sequence[tuple[GroupLease, StreamError]]) -> None:
-        """Take work back undone: the group is handed out again, or at last ended."""
         for lease, error in entries:
             if group := self._state.find_leased_group(lease):
-                ended = GroupOutcome(error.cause, str(error))
-                self._nack_lease(group, lease, ended, is_final=error.is_final)
+                outcome = GroupOutcome(error.cause, str(error))
+                self._nack_lease(group, lease, outcome, is_final=error.is_final)
 
     def filter_groups(self, entries: Sequence[tuple[GroupLease, FilteredGroup]]) -> None:
-        """End groups that a predicate took out."""
         for lease, filtered in entries:
             if self._state.find_leased_group(lease) is not None:
-                how = GroupOutcome("filtered", filtered.reason, filtered=True)
-                self._post_records(transitions.make_finish_record(lease.uid, how))
+                outcome = GroupOutcome("filtered", filtered.reason, filtered=True)
+                self._post_records(transitions.make_finish_record(lease.uid, outcome))
 
     def renew_leases(self, leases: Sequence[GroupLease]) -> list[GroupLease]:
-        """Give leases their full time again; returns those that are no longer good."""
         self._expire_leases()
         return self._lease_table.renew_leases(leases)
 
     def read_columns(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Any]]:
-        """Blobs with these columns of each group; those that have left come from the journal."""
+        """Return the blobs that hold `columns`, per group; removed groups come from the journal."""
         wanted = set(columns)
         return [_read_blobs(self._state, uid, wanted) for uid in uids]
 
-    # What the coordinator asks for.
+    # Calls of the coordinator.
 
     def find_uids_with(self, column: str) -> list[str]:
-        """The groups that have a column."""
         return [group.uid for group in self._state.groups.values() if column in group.column_names]
 
     async def wait_for_finished(self, *, wait_s: float) -> list[FinishedGroup]:
-        """The groups that have ended and not left; none if there is none within `wait_s`."""
         return await self._finished_notifier.wait_for_finished(self._state.groups.values(), wait_s)
 
     async def remove_groups(self, uids: Sequence[str], version: int) -> None:
-        """These groups leave the queue; `version` is trained from now on. May be repeated.
+        """Remove groups; `version` is in training from now on. Idempotent.
 
-        Should a power cut bring one back, it is the coordinator's books that count.
+        The record is not fsynced: if a power cut brings a group back, the run log overrules it.
         """
         record = transitions.make_remove_record(uids, version)
         await self._log.append([record], sync=False)
         self._apply_records(record)
 
     async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
-        """As `leave`; returns the figures of the step that has ended. May be repeated."""
         await self.remove_groups(uids, version)
         return self._stats_recorder.end_step(version, self._clock())
 
     def get_stats(self) -> ShardStats:
-        """The figures of the step under way, and what the shard holds."""
         return self._stats_recorder.compute_stats(self._clock())
 
     def release_holder(self, holder: str, *, died: bool = True) -> int:
-        """Hand out again what a holder had that died, or left; returns how many groups."""
         self._release_counts[holder] += 1
         for wake in self._wake_events.values():
             wake.set()
-        lost, reason = self._lease_table.find_by_holder(holder), f"{holder} died over it"
-        for group, lease in lost:
+        leases = self._lease_table.find_by_holder(holder)
+        reason = f"{holder} died while holding the lease"
+        for group, lease in leases:
             if died:
                 self._nack_lease(group, lease, GroupOutcome(f"{lease.stage}_died", reason))
-            else:  # to leave is no attempt
+            else:  # leaving in good order does not count as an attempt
                 self._post_records(transitions.make_nack_record(lease, failed=False))
-        return len(lost)
+        return len(leases)
 
     def find_overdue(self, age_s: float) -> list[OverdueLease]:
-        """Work that one holder has had for over `age_s`."""
         return self._lease_table.find_overdue(age_s)
 
-    def requeue_overdue(self, found: Sequence[OverdueLease]) -> None:
-        """Work that is overdue is handed out anew."""
-        for one, group, lease in self._lease_table.select_active(found):
-            reason = f"{one.holder} had it for {one.age_s:.0f} s (pipeline.stall_s)"
-            self._nack_lease(group, lease, GroupOutcome(f"{one.stage}_stalled", reason))
+    def requeue_overdue(self, overdue: Sequence[OverdueLease]) -> None:
+        for stall, group, lease in self._lease_table.select_active(overdue):
+            reason = f"{stall.holder} held the lease for {stall.age_s:.0f} s (pipeline.stall_s)"
+            self._nack_lease(group, lease, GroupOutcome(f"{stall.stage}_stalled", reason))
 
     def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
-        """For each of `uids` held here, one phrase: which stages hold or await it, for how long."""
-        found = {uid: self._state.groups[uid] for uid in uids if uid in self._state.groups}
-        return {uid: _describe_group(self._state, group) for uid, group in found.items()}
+        groups = {uid: self._state.groups[uid] for uid in uids if uid in self._state.groups}
+        return {uid: _describe_group(self._state, group) for uid, group in groups.items()}
 
     def forget_retired(self) -> None:
-        """No step will be made again that trained a group of before a restart."""
+        """Discard columns of removed groups: the steps that trained them need no replay now."""
         self._state.retired_groups.clear()
 
-    # How a change spreads.
+    # Effects of a transition.
 
     async def _write_records(self, records: Sequence[JournalRecord], data: Sequence[Any]) -> None:
         await self._log.append(records)
@@ -337,7 +335,6 @@ class QueueShard:
         self._refresh_groups(dict.fromkeys(changed))
 
     def _refresh_groups(self, groups: Collection[GroupState]) -> None:
-        """Bring the ready lines and the bytes in line with groups that have just changed."""
         for stage, ready in self._ready_queues.items():
             if ready.update_groups(groups, partial(self._state.is_ready, stage=stage)):
                 self._stats_recorder.depth_meter.observe_depth(stage, len(ready), self._clock())
@@ -349,22 +346,21 @@ class QueueShard:
                 self._finished_notifier.notify_waiters()
 
     def _nack_lease(
-        self, group: GroupState, lease: GroupLease, how: GroupOutcome, *, is_final: bool = False
+        self, group: GroupState, lease: GroupLease, outcome: GroupOutcome, *, is_final: bool = False
     ) -> None:
         self._post_records(transitions.make_nack_record(lease, failed=True))
         is_held = lease.stage in group.leases or lease.stage in group.committing_stages
         if not is_held and (is_final or group.failures[lease.stage] >= self._config.max_attempts):
-            self._post_records(transitions.make_finish_record(lease.uid, how))
+            self._post_records(transitions.make_finish_record(lease.uid, outcome))
 
     def _expire_leases(self) -> None:
-        """Take back the leases whose time is up."""
         for group, lease in self._lease_table.pop_expired():
             reason = f"{lease.holder} was silent for {self._config.lease_s:g} s (queue.lease_s)"
             self._nack_lease(group, lease, GroupOutcome(f"{lease.stage}_lease_expired", reason))
 
 
-def _start_commit(book: ShardState, commit: ColumnCommit, group: GroupState | None) -> bool:
-    """Whether this work is still wanted; from here on no other commit for it is taken."""
+def _start_commit(state: ShardState, commit: ColumnCommit, group: GroupState | None) -> bool:
+    """Return True if the work is still wanted; then refuse every later commit of the stage."""
     stage = commit.lease.stage
     if (
         group is None
@@ -374,14 +370,14 @@ def _start_commit(book: ShardState, commit: ColumnCommit, group: GroupState | No
     ):
         return False
     group.committing_stages.add(stage)
-    held = group.leases.pop(stage, [])
-    # Whoever had it as well, by queue.hedge_s, is merely second.
-    book.excuse_leases(one for one in held if one.lease.token != commit.lease.token)
+    leases = group.leases.pop(stage, [])
+    # The slower holders of a hedged group (queue.hedge_s) have made no mistake.
+    state.excuse_leases(active for active in leases if active.lease.token != commit.lease.token)
     return True
 
 
 def _save_partial(group: GroupState, commit: ColumnCommit, store: Callable[[Blob], Any]) -> None:
-    """Of two holders of a hedged group the one that is further along is gone on from."""
+    """Keep the longer partial rollout of a hedged group."""
     stage, num_bytes = commit.lease.stage, count_blob_bytes(commit.blob)
     if stage not in group.partial_rollouts or group.partial_rollouts[stage].num_bytes <= num_bytes:
         group.save_partial(
@@ -390,64 +386,70 @@ def _save_partial(group: GroupState, commit: ColumnCommit, store: Callable[[Blob
 
 
 def _make_grant(
-    book: ShardState, group: GroupState, lease: GroupLease, wanted: set[str]
+    state: ShardState, group: GroupState, lease: GroupLease, wanted: set[str]
 ) -> LeaseGrant:
     blobs = [
-        part.data
-        for part in group.stage_columns.values()
-        if not wanted.isdisjoint(part.column_names)
+        columns.data
+        for columns in group.stage_columns.values()
+        if not wanted.isdisjoint(columns.column_names)
     ]
-    begun = group.partial_rollouts.get(lease.stage)
+    partial_rollouts = group.partial_rollouts.get(lease.stage)
     return LeaseGrant(
         lease=lease,
         admitted_version=group.admitted_version,
         info=group.info,
         ready_version=group.ready_version,
         outcome=group.outcome,
-        prompt=None if lease.stage == book.last_stage else group.prompt,
+        prompt=None if lease.stage == state.last_stage else group.prompt,
         blobs=tuple(blobs),
-        partial_rollouts=() if begun is None else (begun.data,),
+        partial_rollouts=() if partial_rollouts is None else (partial_rollouts.data,),
     )
 
 
 def _get_group_info(commit: ColumnCommit, group: GroupState | None) -> GroupInfo | None:
-    """The facts of a group: its own, or those that come with its rollouts."""
     return (group.info if group else None) or commit.info
 
 
-def _to_commit_record(book: ShardState, commit: ColumnCommit) -> JournalRecord:
-    info = _get_group_info(commit, book.groups.get(commit.lease.uid))
+def _to_commit_record(state: ShardState, commit: ColumnCommit) -> JournalRecord:
+    info = _get_group_info(commit, state.groups.get(commit.lease.uid))
     return transitions.make_commit_record(
-        commit.lease, commit.blob, names=commit.column_sizes, info=info, version=book.version
+        commit.lease, commit.blob, names=commit.column_sizes, info=info, version=state.version
     )
 
 
-def _describe_group(book: ShardState, group: GroupState) -> str:
-    now = book.clock()
-    held = [
-        f"{one.lease.holder} for {now - one.lease.granted_at:.1f} s"
-        f" ({one.lease.stage}, attempt {one.lease.attempt})"
-        for one in itertools.chain.from_iterable(group.leases.values())
+def _describe_group(state: ShardState, group: GroupState) -> str:
+    now = state.clock()
+    holders = [
+        f"{active.lease.holder} for {now - active.lease.granted_at:.1f} s"
+        f" ({active.lease.stage}, attempt {active.lease.attempt})"
+        for active in itertools.chain.from_iterable(group.leases.values())
     ]
-    waits = [stage for stage in book.stages if book.is_ready(group, stage)]
-    state = f"held by {', '.join(held)}" if held else f"ready for {', '.join(waits) or 'none'}"
-    return f"{state}, admitted {now - group.admitted_at:.1f} s ago"
+    stages = [stage for stage in state.stages if state.is_ready(group, stage)]
+    status = (
+        f"held by {', '.join(holders)}" if holders else f"ready for {', '.join(stages) or 'none'}"
+    )
+    return f"{status}, admitted {now - group.admitted_at:.1f} s ago"
 
 
-def _read_blobs(book: ShardState, uid: str, wanted: set[str]) -> Sequence[Any]:
-    """The blobs of a group, also of one that has left: from memory, or from the journal."""
-    group = book.groups.get(uid)
-    parts = group.stage_columns if group else book.retired_groups.get(uid)
-    if parts is None:
+def _read_blobs(state: ShardState, uid: str, wanted: set[str]) -> Sequence[Any]:
+    """Return the blobs of a present or removed group from memory or from the journal."""
+    group = state.groups.get(uid)
+    stage_columns = group.stage_columns if group else state.retired_groups.get(uid)
+    if stage_columns is None:
         raise StreamError(f"group {uid} is neither in the queue nor in its journal")
-    if lost := wanted.difference(*(part.column_names for part in parts.values())):
+    if lost := wanted.difference(*(columns.column_names for columns in stage_columns.values())):
         raise StreamError(f"group {uid}: no {sorted(lost)} are in the queue or in its journal")
-    found = [part for part in parts.values() if not wanted.isdisjoint(part.column_names)]
-    return tuple(join_pieces(read_blob(part)) if part.data is None else part.data for part in found)
+    selected = [
+        columns for columns in stage_columns.values() if not wanted.isdisjoint(columns.column_names)
+    ]
+    return tuple(
+        join_pieces(read_blob(columns)) if columns.data is None else columns.data
+        for columns in selected
+    )
 
 
 def _limit_tokens(groups: Sequence[GroupState], max_tokens: int | None) -> list[GroupState]:
-    """The first groups that hold at most `max_tokens` together, but one at least."""
+    """Return the longest prefix of at most `max_tokens` tokens, at least one group."""
     chosen: list[GroupState] = []
     total = 0
     for group in groups:

@@ -1,4 +1,4 @@
-"""A shard and its files: opened from what a predecessor left, snapshot beside its work."""
+"""Host of a shard and its files: opens the journal, writes snapshots beside the running shard."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from streamrl.errors import StreamError
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """Where a shard's journal is, and how to find the newest snapshot it continues."""
+    """Folder of a shard's journal, and a function that finds the newest snapshot before it."""
 
     journal_dir: Path
     find_snapshot: Callable[[], SnapshotBase] = SnapshotBase
@@ -27,8 +27,6 @@ class ShardFiles:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """All a shard is made from. Without `files` it forgets everything when it dies."""
-
     stages: Mapping[str, StageSchema]
     config: QueueConfig
     capacity: ShardCapacity
@@ -37,49 +35,47 @@ class ShardPlan:
 
 
 class ShardHost:
-    """Hosts one shard of a plan; needs a running loop. `store` is as in Shard."""
+    """Builds and owns one shard; needs a running event loop. `store` is as in QueueShard."""
 
     def __init__(self, plan: ShardPlan, store: Callable[[Blob], Any] = join_pieces) -> None:
         self._plan = plan
         self._journal: Journal | None = None
         self.corrupt_records: list[CorruptRecord] = []
-        book = ShardState(plan.stages)
+        state = ShardState(plan.stages)
         if plan.files is not None:
             base = plan.files.find_snapshot()
-            book, self.corrupt_records = recover_state(plan.stages, plan.files.journal_dir, base)
-            load_columns(book, store)
-            # Not below the cut of the snapshot, or what is written would not be read again.
+            state, self.corrupt_records = recover_state(plan.stages, plan.files.journal_dir, base)
+            load_columns(state, store)
+            # A lower segment would lie before the snapshot's cut and would never be replayed.
             first = max(base.first_segment, 1)
             self._journal = Journal(plan.files.journal_dir, plan.config.journal, first=first)
         self.shard = QueueShard(
-            book,
+            state,
             plan.config,
-            bounds=plan.capacity,
+            capacity=plan.capacity,
             session=plan.session,
             log=self._journal,
             store=store,
         )
 
     async def rotate_journal(self) -> int:
-        """Mark a moment: what happens from now on lies behind the cut that is returned."""
+        """Start a new journal segment; return its number, the cut for a snapshot."""
         return await self._require_journal().rotate()
 
     async def write_snapshot(self, cut: int, out: Path) -> None:
-        """Write the groups as they were at a cut; the shard works on meanwhile."""
         plan = self._plan
         self._require_journal()
         assert plan.files is not None
         base = plan.files.find_snapshot()
         write = partial(write_snapshot, plan.stages, plan.files.journal_dir, base)
-        await asyncio.to_thread(write, before=cut, out=out, known=self.corrupt_records)
+        await asyncio.to_thread(write, before=cut, out=out, known_corrupt=self.corrupt_records)
 
     def discard_before(self, cut: int) -> None:
-        """A checkpoint holds the snapshot of this cut: what lies before it is not needed."""
+        """Delete the journal before a cut; a durable checkpoint must hold the cut's snapshot."""
         self._require_journal().discard_before(cut)
         self.shard.forget_retired()
 
     async def close(self) -> None:
-        """Write what is left."""
         if self._journal is not None:
             await self._journal.close()
 
@@ -90,8 +86,8 @@ class ShardHost:
 
 
 def delete_segments_from(journal: Path, first: int) -> None:
-    """Remove the segments from `first` on: the run goes on from before them, another way."""
-    # The last first, so that a crash leaves no gap.
+    """Delete the segments from `first` on: a resumed run rewrites history from there."""
+    # Descending, so that a crash leaves no gap.
     for number in reversed(list_segments(journal)):
         if number >= first:
             segment_path(journal, number).unlink()

@@ -1,4 +1,4 @@
-"""What a shard reports of itself, step by step."""
+"""Statistics of a shard per training step."""
 
 import time
 from collections import Counter
@@ -10,23 +10,21 @@ from streamrl.buffer.log.journal import RecordLog
 from streamrl.buffer.wire_types import ShardStats
 
 LEASE_COUNTERS = ("redelivered", "hedged", "refused")
-"""Leases that are counted."""
 
 
 class ShardStatsRecorder:
-    """Counts leases and measures depths within a step of `book`'s shard; times are s."""
+    """Counts leases and measures queue depths within a training step; times in s."""
 
-    def __init__(self, book: ShardState, log: RecordLog, now: float) -> None:
-        self._state = book
+    def __init__(self, state: ShardState, log: RecordLog, now: float) -> None:
+        self._state = state
         self._log = log
-        self._version = book.version
+        self._version = state.version
         self._fsync_s = 0.0
         self._last_step_stats: ShardStats | None = None
         self.counts: Counter[str] = Counter()
-        self.depth_meter = DepthMeter(book.stages, now)
+        self.depth_meter = DepthMeter(state.stages, now)
 
     def compute_stats(self, now: float) -> ShardStats:
-        """The figures; depths and counts are those since the last step's end."""
         groups = self._state.groups.values()
         self._fsync_s += self._log.drain_fsync_s()
         return ShardStats(
@@ -41,7 +39,7 @@ class ShardStatsRecorder:
         )
 
     def end_step(self, version: int, now: float) -> ShardStats:
-        """The figures of the step whose end makes `version`, also if asked for them again."""
+        """End the step that makes `version`; a repeated call returns the same statistics."""
         if version > self._version:
             self._last_step_stats = self.compute_stats(now)
             self._version, self._fsync_s = version, 0.0

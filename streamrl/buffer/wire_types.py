@@ -1,4 +1,4 @@
-"""What a shard and its callers hand each other: leased groups, finished work, figures."""
+"""Messages between a shard and its clients: leased groups, commits, statistics."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ from streamrl.messages import GroupInfo, GroupLease, GroupOutcome
 
 
 class LeaseGrant(msgspec.Struct, frozen=True, eq=False):
-    """A leased group: what an Experience says of it, its encoded prompt, blobs with the columns.
+    """A leased group: fields of its `Experience`, encoded prompt, blobs of the requested columns.
 
-    `begun` is a blob, or none, of what an earlier holder had begun.
+    `partial_rollouts` holds at most one blob, saved by an earlier holder of the stage.
     """
 
     lease: GroupLease
@@ -28,8 +28,6 @@ class LeaseGrant(msgspec.Struct, frozen=True, eq=False):
 
 
 class ColumnCommit(msgspec.Struct, frozen=True, eq=False):
-    """Finished work: the blob, and the entries of each column in it."""
-
     lease: GroupLease
     blob: Blob
     column_sizes: Mapping[str, int]
@@ -37,9 +35,9 @@ class ColumnCommit(msgspec.Struct, frozen=True, eq=False):
 
 
 class FinishedGroup(msgspec.Struct, frozen=True):
-    """A group that will not be trained, and of which the coordinator is yet to hear.
+    """A group that ends untrained; the coordinator has not yet removed it from the queue.
 
-    `info` is there if it was generated.
+    `info` is None if the group ended before it was generated.
     """
 
     uid: str
@@ -49,11 +47,12 @@ class FinishedGroup(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ShardStats:
-    """What a shard reports: mean groups waiting per stage since the last step, and sizes.
+    """Statistics of one shard.
 
-    `counts` are redelivered, hedged and refused leases since the last step, of the last only those
-    that some fault is behind; `fsync_s` the time
-    spent in fsync since then; `cpu_s` its process's processor time since it began.
+    `depth`: time-weighted mean of ready groups per stage since the last step ended.
+    `counts`: redelivered, hedged and refused leases since then; refusals without a fault, such
+    as the slower of two hedges, are left out.
+    `fsync_s`: time spent in fsync since then. `cpu_s`: CPU time of the process since its start.
     """
 
     depth: Mapping[str, float]
@@ -66,20 +65,21 @@ class ShardStats:
     cpu_s: float = 0.0
 
 
-def merge_stats(parts: Sequence[ShardStats]) -> ShardStats:
-    """The figures of all shards as one."""
+def merge_stats(shard_stats: Sequence[ShardStats]) -> ShardStats:
     return ShardStats(
-        depth={s: sum(part.depth[s] for part in parts) for s in parts[0].depth},
-        num_bytes=sum(part.num_bytes for part in parts),
-        oldest_age_s=max(part.oldest_age_s for part in parts),
-        uids=tuple(uid for part in parts for uid in part.uids),
-        counts={name: sum(part.counts[name] for part in parts) for name in parts[0].counts},
-        journal_bytes=sum(part.journal_bytes for part in parts),
-        fsync_s=sum(part.fsync_s for part in parts),
-        cpu_s=sum(part.cpu_s for part in parts),
+        depth={s: sum(stats.depth[s] for stats in shard_stats) for s in shard_stats[0].depth},
+        num_bytes=sum(stats.num_bytes for stats in shard_stats),
+        oldest_age_s=max(stats.oldest_age_s for stats in shard_stats),
+        uids=tuple(uid for stats in shard_stats for uid in stats.uids),
+        counts={
+            name: sum(stats.counts[name] for stats in shard_stats) for name in shard_stats[0].counts
+        },
+        journal_bytes=sum(stats.journal_bytes for stats in shard_stats),
+        fsync_s=sum(stats.fsync_s for stats in shard_stats),
+        cpu_s=sum(stats.cpu_s for stats in shard_stats),
     )
 
 
 def get_shard_index(uid: str, count: int) -> int:
-    """Index of the shard, of so many, that owns a uid; the same in every process."""
+    """Return the index of the shard that owns a uid; equal in every process (CRC-32)."""
     return zlib.crc32(uid.encode()) % count

@@ -81,7 +81,7 @@ class SimulationScenario:
             version,
             every=self.run_options.publish_every,
             reference=self.reference_config,
-            looked_at=version == self.steps,
+            forced=version == self.steps,
         )
 
     @property

@@ -1,1 +1,1 @@
-"""One module per part of the stream that the loops of pipeline.py are made of."""
+"""Parts of the loops in pipeline.py: run state, stage workers, training steps, device leases."""

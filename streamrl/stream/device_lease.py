@@ -1,10 +1,10 @@
-"""The device lease: who may compute on a pool.
+"""Device lease: the right to compute on a pool of devices that several stages share.
 
-Where every stage has devices of its own the lease is free. Where stages share some they take turns:
-a device is in one phase at a time (generate, score, train, ...), all who work in that phase hold it
-together, and it goes to the phase that has waited longest once the last of them gives it back.
-Phases without a device in common go on side by side. A phase that can be suspended, as rollouts can
-between two tokens, is asked to give way once another has waited and it has had its slice.
+Stages with devices of their own get a lease that never blocks. Stages that share a device take
+turns: a device is in one phase at a time (generate, score, train, ...). All holders of that phase
+compute together; after the last release the device goes to the phase that has waited longest.
+Phases without a common device run side by side. A phase that can be suspended, such as generation
+between two tokens, is preempted at the end of its time slice if a conflicting phase waits.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from streamrl.errors import DeadlineError
 
 MIN_WAIT_S = 1e-3
 PREEMPTION_WAIT_S = 5.0
-"""How long a holder asks at once whether the pool is wanted, s."""
+"""Length of one preemption query of a holder, s."""
 
 
 class ProgressClock:
-    """When something last moved on devices that are shared; nowhere else does it beat.
+    """Time of the last progress on shared devices; never advances on dedicated devices.
 
-    Who waits there waits for the work of others, which may be long: what counts for a deadline is
-    the time in which nobody has finished a piece of theirs.
+    A waiter on a shared device may have to wait for long work of the holders. So a deadline counts
+    only the time in which no holder finishes a piece of work.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,6 @@ class ProgressClock:
         self._deadlines: dict[asyncio.Timeout, float] = {}
 
     def record_progress(self) -> None:
-        """A piece of work is done."""
         self.last_progress_at = asyncio.get_running_loop().time()
         for deadline, patience_s in self._deadlines.items():
             if not deadline.expired():
@@ -42,7 +41,7 @@ class ProgressClock:
 
     @asynccontextmanager
     async def progress_timeout(self, timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
-        """As asyncio.timeout, of the time in which nothing moves; none if that is infinite."""
+        """Like asyncio.timeout, but restarted by every progress; infinite `timeout_s`: none."""
         if timeout_s == math.inf:
             async with asyncio.timeout(None) as deadline:
                 yield deadline
@@ -56,21 +55,18 @@ class ProgressClock:
 
 
 class DedicatedDeviceLease:
-    """Every stage has a pool of its own: nobody waits."""
+    """Lease of a stage with devices of its own: never blocks."""
 
     @asynccontextmanager
     async def hold(self, stage: str) -> AsyncIterator[None]:
-        """Nothing to hold."""
         yield
 
     def report_progress(self) -> None:
-        """Nobody waits."""
+        pass
 
 
 @dataclass(eq=False)
 class PhaseRequest:
-    """One who waits for the pool, and what becomes true when it has it."""
-
     holder: str
     phase: str
     grant_future: "asyncio.Future[None]"
@@ -78,23 +74,24 @@ class PhaseRequest:
 
 @dataclass(eq=False)
 class PhaseGrant:
-    """A phase that has the pool: since when, and who works in it, each how often.
+    """An active phase: start and holders, with the number of grants of each.
 
-    Who was cancelled while it waited may get the pool beside its next try.
+    A holder has two grants if an acquire was cancelled and then granted beside its retry.
     """
 
     started_at: float
     holders: Counter[str] = field(default_factory=Counter)
     has_waiters: bool = False
-    """Whether others wait for it."""
+    """True if conflicting requests wait."""
 
 
 class DeviceArbiter:
-    """Lends a pool to phases, those that have a device in common one at a time.
+    """Grants a pool to phases; phases with a common device exclude each other.
 
-    timeout_s: longest wait in which nothing moves, as `pulse` has it. slice_s: how long a phase
-    keeps the pool, at least, before those who can give way are asked to; meanwhile others may join
-    it. slots: the devices of each phase; one that is not there needs all of them.
+    timeout_s: longest wait without progress, as `progress_clock` measures it.
+    slice_s: time for which a phase keeps the pool before suspendable holders are preempted;
+        until then further holders may join it.
+    slots: devices of each phase; a phase without an entry needs all devices.
     """
 
     def __init__(
@@ -103,115 +100,112 @@ class DeviceArbiter:
         timeout_s: float,
         slice_s: float = 0.0,
         slots: Mapping[str, Collection[int]] | None = None,
-        pulse: ProgressClock | None = None,
+        progress_clock: ProgressClock | None = None,
     ) -> None:
         self._timeout_s = timeout_s
         self._slice_s = slice_s
-        self._slots = {phase: frozenset(each) for phase, each in (slots or {}).items()}
+        self._slots = {phase: frozenset(devices) for phase, devices in (slots or {}).items()}
         self._grants: dict[str, PhaseGrant] = {}
         self._requests: dict[PhaseRequest, None] = {}
         self._num_waiting: Counter[str] = Counter()
-        """How many wait, by phase."""
+        """Number of waiting requests by phase."""
         self._conflicts: dict[tuple[str, str], bool] = {}
         self._preemption_events: dict[str, asyncio.Event] = {}
-        """Set for a holder that asks whether it is to give way, once it should look again."""
-        self._progress_clock = pulse or ProgressClock()
+        """Event that makes a holder's `wait_for_preemption` check again, by holder."""
+        self._progress_clock = progress_clock or ProgressClock()
 
     async def acquire(self, holder: str, phase: str = "") -> None:
-        """Wait for the pool, for the holder's own phase if none is named.
+        """Wait until the phase, by default named like its holder, is granted.
 
-        Raises DeadlineError naming who has it and for how long. It also ends if the holder dies
-        meanwhile: then without the pool, which nobody would give back.
+        Raises DeadlineError naming the current holders and their times. Also returns if
+        `remove_holder` declares this holder dead, without a grant, which nobody would release.
         """
-        waiter = PhaseRequest(holder, phase or holder, asyncio.get_running_loop().create_future())
-        self._requests[waiter] = None
-        self._num_waiting[waiter.phase] += 1
+        request = PhaseRequest(holder, phase or holder, asyncio.get_running_loop().create_future())
+        self._requests[request] = None
+        self._num_waiting[request.phase] += 1
         self._grant_and_notify()
         try:
-            await self._wait_for_grant(waiter)
+            await self._wait_for_grant(request)
         finally:
-            if waiter in self._requests:
-                self._remove_request(waiter)
+            if request in self._requests:
+                self._remove_request(request)
                 self._notify_holders()
 
-    async def _wait_for_grant(self, waiter: PhaseRequest) -> None:
+    async def _wait_for_grant(self, request: PhaseRequest) -> None:
         now = asyncio.get_running_loop().time
         since = now()
         try:
             async with self._progress_clock.progress_timeout(self._timeout_s):
-                await asyncio.shield(waiter.grant_future)
+                await asyncio.shield(request.grant_future)
         except TimeoutError:
-            if waiter.grant_future.done():  # at the last moment
+            if request.grant_future.done():  # granted at the moment of the timeout
                 return
             raise DeadlineError(
-                f"{waiter.holder} waited {now() - since:.0f} s for the device lease;"
-                f" {self._describe_conflicts(waiter.phase)}"
+                f"{request.holder} waited {now() - since:.0f} s for the device lease;"
+                f" {self._describe_conflicts(request.phase)}"
             ) from None
 
     async def release(self, holder: str) -> None:
-        """Give the pool back."""
         phase = self._find_phase(holder)
         assert phase is not None, (holder, self._grants)
         self._release_grant(phase, holder, 1)
         self._grant_and_notify()
 
     def report_progress(self, holder: str) -> None:
-        """A holder has done a piece of its work, and goes on."""
         self._progress_clock.record_progress()
 
     def remove_holder(self, holder: str) -> None:
-        """A holder has died: if it had the pool or is about to, the next in line has it."""
-        for waiter in [waiter for waiter in self._requests if waiter.holder == holder]:
-            self._remove_request(waiter)
-            waiter.grant_future.set_result(None)
+        """Release all grants of a dead holder and drop its requests."""
+        for request in [request for request in self._requests if request.holder == holder]:
+            self._remove_request(request)
+            request.grant_future.set_result(None)
         while phase := self._find_phase(holder):
             self._release_grant(phase, holder, self._grants[phase].holders[holder])
         self._grant_and_notify()
 
     async def wait_for_preemption(self, holder: str, wait_s: float = PREEMPTION_WAIT_S) -> bool:
-        """Wait until this holder should give way, as it has had its slice and others wait.
+        """Wait until the holder must yield: its slice is over and a conflicting phase waits.
 
-        False if that does not come within `wait_s`, or it has not got the pool.
+        Returns False after `wait_s`, or if the holder has no grant.
         """
         clock = asyncio.get_running_loop()
-        until = clock.time() + wait_s
+        deadline = clock.time() + wait_s
         while phase := self._find_phase(holder):
             now = clock.time()
-            others = self._has_conflicting_request(phase)
-            left_s = self._grants[phase].started_at + self._slice_s - now
-            if others and left_s <= 0:
+            is_wanted = self._has_conflicting_request(phase)
+            slice_left_s = self._grants[phase].started_at + self._slice_s - now
+            if is_wanted and slice_left_s <= 0:
                 return True
-            if now >= until:
+            if now >= deadline:
                 return False
-            # Never so short that the clock does not move on.
-            wait = max(MIN_WAIT_S, min(until - now, left_s if others else until - now))
-            asked = self._preemption_events.setdefault(holder, asyncio.Event())
+            # At least MIN_WAIT_S, so that the clock advances.
+            left_s = deadline - now
+            wait = max(MIN_WAIT_S, min(left_s, slice_left_s if is_wanted else left_s))
+            event = self._preemption_events.setdefault(holder, asyncio.Event())
             try:
-                await asyncio.wait_for(asked.wait(), wait)
+                await asyncio.wait_for(event.wait(), wait)
             except TimeoutError:
                 continue
         return False
 
     def _find_phase(self, holder: str) -> str | None:
-        return next((phase for phase, turn in self._grants.items() if holder in turn.holders), None)
+        return next((p for p, grant in self._grants.items() if holder in grant.holders), None)
 
     def _has_conflict(self, phase: str, other: str) -> bool:
-        """Whether two phases cannot go on side by side."""
         if (phase, other) not in self._conflicts:
-            mine, theirs = self._slots.get(phase), self._slots.get(other)
-            shares = mine is None or theirs is None or bool(mine & theirs)
+            devices, other_devices = self._slots.get(phase), self._slots.get(other)
+            shares = devices is None or other_devices is None or bool(devices & other_devices)
             self._conflicts[phase, other] = phase != other and shares
         return self._conflicts[phase, other]
 
     def _has_conflicting_request(self, phase: str) -> bool:
         return any(self._has_conflict(phase, other) for other in self._num_waiting)
 
-    def _remove_request(self, waiter: PhaseRequest) -> None:
-        """It does not wait any more."""
-        del self._requests[waiter]
-        self._num_waiting[waiter.phase] -= 1
-        if not self._num_waiting[waiter.phase]:
-            del self._num_waiting[waiter.phase]
+    def _remove_request(self, request: PhaseRequest) -> None:
+        del self._requests[request]
+        self._num_waiting[request.phase] -= 1
+        if not self._num_waiting[request.phase]:
+            del self._num_waiting[request.phase]
 
     def _release_grant(self, phase: str, holder: str, times: int) -> None:
         self._progress_clock.record_progress()
@@ -224,7 +218,6 @@ class DeviceArbiter:
             del self._grants[phase]
 
     def _wake_holder(self, holder: str) -> None:
-        """Whoever asks for this holder looks again."""
         if holder in self._preemption_events:
             self._preemption_events.pop(holder).set()
 
@@ -233,57 +226,56 @@ class DeviceArbiter:
         self._notify_holders()
 
     def _notify_holders(self) -> None:
-        """Have the holders of a phase look again if others wait for it now who did not before."""
-        for phase, turn in self._grants.items():
+        for phase, grant in self._grants.items():
             is_wanted = self._has_conflicting_request(phase)
-            if is_wanted and not turn.has_waiters:
-                for holder in turn.holders:
+            if is_wanted and not grant.has_waiters:
+                for holder in grant.holders:
                     self._wake_holder(holder)
-            turn.has_waiters = is_wanted
+            grant.has_waiters = is_wanted
 
     def _grant_requests(self) -> None:
-        """Let in whom no phase stands against, neither one that has the pool nor one that waited
-        longer, and those who may join a phase that has it."""
+        """Grant every request whose phase conflicts with no active phase and no earlier request.
+
+        Requests of an active phase join it while its slice lasts.
+
+        Example: A and B conflict, C conflicts with neither. A is active and its slice is over.
+        Requests in order B, A, C: B must wait for A; the second A must wait behind B; C is granted.
+        """
         now = asyncio.get_running_loop().time()
-        before: set[str] = set()
-        for waiter in list(self._requests):
-            phase = waiter.phase
-            # What kept out one of its phase keeps out all who came later.
-            if phase in before:
+        blocked: set[str] = set()
+        for request in list(self._requests):
+            phase = request.phase
+            if phase in blocked:  # an earlier request of the same phase has to wait
                 continue
             joins = phase in self._grants and not self._is_slice_over(phase, now)
-            # Who joins late must not keep out one who has waited longer, so those count as well.
+            # Check blocked phases, too: a request must not overtake earlier requests.
             if joins or not any(
-                self._has_conflict(phase, other) for other in (*self._grants, *before)
+                self._has_conflict(phase, other) for other in (*self._grants, *blocked)
             ):
-                turn = self._grants.setdefault(phase, PhaseGrant(now))
-                self._remove_request(waiter)
-                turn.holders[waiter.holder] += 1
-                waiter.grant_future.set_result(None)
+                grant = self._grants.setdefault(phase, PhaseGrant(now))
+                self._remove_request(request)
+                grant.holders[request.holder] += 1
+                request.grant_future.set_result(None)
             else:
-                before.add(phase)
+                blocked.add(phase)
 
     def _is_slice_over(self, phase: str, now: float) -> bool:
-        """Whether nobody may join a phase any more: it had its slice, and others wait."""
         return (
             self._has_conflicting_request(phase)
             and now - self._grants[phase].started_at >= self._slice_s
         )
 
     def _describe_conflicts(self, phase: str) -> str:
-        """Who has what a phase waits for, and for how long."""
         now = asyncio.get_running_loop().time()
-        told = [
-            f"{', '.join(sorted(turn.holders))} has held it for {now - turn.started_at:.0f} s"
-            for other, turn in self._grants.items()
+        conflicts = [
+            f"{', '.join(sorted(grant.holders))} has held it for {now - grant.started_at:.0f} s"
+            for other, grant in self._grants.items()
             if self._has_conflict(phase, other)
         ]
-        return "; ".join(told) or "it is kept for others who have waited longer"
+        return "; ".join(conflicts) or "it is reserved for holders that have waited longer"
 
 
 class ArbiterProtocol(Protocol):
-    """An arbiter, here or in another process."""
-
     async def acquire(self, holder: str, phase: str) -> None: ...
 
     async def release(self, holder: str) -> None: ...
@@ -294,23 +286,22 @@ class ArbiterProtocol(Protocol):
 
 
 class SuspendableWork(Protocol):
-    """Work that can stand still while others have the pool."""
+    """Work that can pause while a different phase has the pool."""
 
     async def suspend(self) -> None:
-        """Compute nothing from now on; what was begun stays as it is."""
+        """Stop computing; keep all state."""
         ...
 
-    async def resume(self) -> None:
-        """Go on."""
-        ...
+    async def resume(self) -> None: ...
 
 
 class SharedDeviceLease:
-    """One holder's share in an arbiter. Work of the same holder runs together under one lease.
+    """Lease of a holder on a shared pool. Concurrent work of the holder shares a single grant.
 
-    A generator's groups are one holder: it keeps the pool until the last of them is done, or, where
-    its work is `suspendable`, until the pool is wanted; then all of it stands still until it has
-    the pool again. phase: what it holds the pool for, with others of the same; its own if empty.
+    Example: all groups of a generator belong to one holder, which keeps the pool until the last
+    group is finished. With `suspendable` work the holder can be preempted; the work then pauses
+    until the pool is granted again.
+    phase: requested phase, which other holders may share; "" means a phase of the holder's name.
     """
 
     def __init__(
@@ -334,7 +325,6 @@ class SharedDeviceLease:
 
     @asynccontextmanager
     async def hold(self, stage: str) -> AsyncIterator[None]:
-        """Hold the pool for a piece of work of `stage`."""
         async with self._lock:
             if not self._is_held:
                 await self._acquire_pool()
@@ -343,26 +333,30 @@ class SharedDeviceLease:
             yield
         finally:
             self._num_users -= 1
-            watching = self._preemption_task
+            preemption_task = self._preemption_task
             if not self._num_users and self._is_held and not self._is_yielding:
                 await self._release_pool()
             else:
                 self.report_progress()
-        if watching is not None and watching.done() and not watching.cancelled():
-            # What giving way has failed of is the failure of the work that was to give way.
-            watching.result()
+        if (
+            preemption_task is not None
+            and preemption_task.done()
+            and not preemption_task.cancelled()
+        ):
+            # If suspending failed, raise that error from the work that was being suspended.
+            preemption_task.result()
 
     def report_progress(self) -> None:
-        """A piece of work is done, and others wait for all of it."""
+        """Report progress to the arbiter while still holding the lease."""
         self._arbiter.report_progress(self._holder)
 
     async def _acquire_pool(self) -> None:
-        """Take the pool. Work that is cancelled while it waits gives it back once it comes."""
-        asked = asyncio.ensure_future(self._arbiter.acquire(self._holder, self._phase))
+        """Acquire the pool. If cancelled while waiting, release the grant once it arrives."""
+        acquiring = asyncio.ensure_future(self._arbiter.acquire(self._holder, self._phase))
         try:
-            await asyncio.shield(asked)
+            await asyncio.shield(acquiring)
         except asyncio.CancelledError:
-            asked.add_done_callback(self._release_late_grant)
+            acquiring.add_done_callback(self._release_late_grant)
             raise
         self._is_held = True
         if self._suspendable is None:
@@ -386,7 +380,7 @@ class SharedDeviceLease:
         await self._arbiter.release(self._holder)
 
     async def _watch_preemption(self, work: SuspendableWork) -> None:
-        """Give way each time the pool is wanted, as long as there is work."""
+        """Suspend the work and release the pool at each preemption, while work remains."""
         while self._is_held:
             if not await self._arbiter.wait_for_preemption(self._holder):
                 await asyncio.sleep(0)
@@ -401,14 +395,14 @@ class SharedDeviceLease:
                     await self._arbiter.release(self._holder)
                     await self._reacquire_pool()
                 finally:
-                    # Also if it fails: the pool goes back with the last of the work.
+                    # Also after an error: `hold` releases the pool with the last piece of work.
                     self._is_yielding = False
 
     async def _reacquire_pool(self) -> None:
-        """Take the pool again, if there still is what it was taken for.
+        """Acquire the pool again if work remains.
 
-        However long that takes: nobody would have the work go on else, and who holds the pool
-        meanwhile has deadlines of its own.
+        Retries without a deadline: otherwise nothing would resume the work, and the current holders
+        of the pool have deadlines of their own.
         """
         while self._num_users and not self._is_held:
             with suppress(DeadlineError):
@@ -417,6 +411,6 @@ class SharedDeviceLease:
             self._is_held = False
             await self._arbiter.release(self._holder)
 
-    def _release_late_grant(self, asked: "asyncio.Future[None]") -> None:
-        if not asked.cancelled() and asked.exception() is None:
+    def _release_late_grant(self, acquiring: "asyncio.Future[None]") -> None:
+        if not acquiring.cancelled() and acquiring.exception() is None:
             self._release_task = asyncio.ensure_future(self._arbiter.release(self._holder))

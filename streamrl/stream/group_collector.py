@@ -1,4 +1,4 @@
-"""The groups of one step, taken from the queue as they come, also while others are trained."""
+"""Collect the groups of one training step from the queue while the trainers are busy."""
 
 import asyncio
 import math
@@ -14,20 +14,20 @@ from streamrl.stream.stage_worker import POLL_WAIT_S
 
 
 class GroupCollector:
-    """Offers the assembler what the queue has, until the step of the current version is whole.
+    """Feeds ready groups to the assembler until the step of the current version is complete.
 
-    Whoever trains may be busy, or wait for its devices, for long: a group that is filtered
-    meanwhile is booked at once, so that another one is sampled in its place, also for later steps
-    once this one is whole. What is open when it is left stays in the queue, or with the assembler.
+    Runs beside training: the trainers may be busy, or wait for their devices, for long. Filtered
+    groups are logged at once, so that replacements are sampled, also after this step is complete,
+    for later steps. On exit, groups that did not enter the step stay in the queue or the assembler.
     """
 
-    def __init__(self, stage: StageContext, control: RunState, config: PipelineConfig) -> None:
-        self._stage, self._run_state, self._config = stage, control, config
+    def __init__(self, stage: StageContext, run_state: RunState, config: PipelineConfig) -> None:
+        self._stage, self._run_state, self._config = stage, run_state, config
         self._loop = asyncio.get_running_loop()
         self._has_new_groups = False
-        """Something has, since somebody last asked."""
+        """True if groups arrived since the last `wait_for_groups`."""
         self._waiting_since = math.inf
-        """Since when somebody waits for groups."""
+        """Start of the current `wait_for_groups`, event loop time."""
         self._waiter: asyncio.Future[None] | None = None
         self._is_taking = self._is_closing = False
 
@@ -43,19 +43,20 @@ class GroupCollector:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # What is being booked is booked to its end, unless whoever trains is cancelled.
+        # Let a log entry in progress finish, unless the training loop itself is cancelled.
         self._is_closing = True
         if self._is_taking or isinstance(error, asyncio.CancelledError):
             self._task.cancel()
         await asyncio.wait([self._task])
-        if not self._task.cancelled() and (wrong := self._task.exception()) and error is None:
-            raise wrong
+        if not self._task.cancelled() and (failure := self._task.exception()) and error is None:
+            raise failure
 
     async def wait_for_groups(self) -> bool:
-        """Wait until something has come that may enter the step; False if the run is stopping.
+        """Wait until a group may enter the step; return False if the run is stopping.
 
-        Raises DeadlineError naming the groups the step waits for, and where they are, once that
-        takes longer than `on_stall` allows, and FilterError or DropError as `RunState.end` does.
+        Raises DeadlineError naming the missing groups and their holders after the time that
+        `on_stall` allows. Raises FilterLimitError and DropLimitError like
+        `RunState.check_step_limits`.
         """
         if not (self._has_new_groups or self._task.done() or self._num_drawable):
             self._waiting_since, self._waiter = self._loop.time(), self._loop.create_future()
@@ -77,60 +78,58 @@ class GroupCollector:
 
     @property
     def _is_step_complete(self) -> bool:
-        """Whether what is there fills the step."""
         assembler = self._run_state.assembler
         missing = self._config.groups_per_step - assembler.num_drawn
         return assembler.num_ready >= missing and self._num_drawable == missing
 
     async def _collect_groups(self) -> None:
-        control, stage = self._run_state, self._stage
-        while not (self._is_step_complete or self._is_closing or control.stop_requested.is_set()):
+        run_state, stage = self._run_state, self._stage
+        while not (self._is_step_complete or self._is_closing or run_state.stop_requested.is_set()):
             self._is_taking = True
-            # All there are: the assembler keeps those that must wait for a later step.
-            found = await stage.queue.lease_groups(
+            # Lease everything: the assembler keeps groups that must wait for a later step.
+            experiences = await stage.queue.lease_groups(
                 stage.name, max_groups=sys.maxsize, columns=(), wait_s=POLL_WAIT_S
             )
             self._is_taking = False
-            ready = [experience for experience in found if experience.outcome is None]
-            control.offer_groups(ready)
+            ready = [experience for experience in experiences if experience.outcome is None]
+            run_state.offer_groups(ready)
             ended = await self._record_finished(
-                {e.uid: (e.outcome, e.info) for e in found if e.outcome}
+                {e.uid: (e.outcome, e.info) for e in experiences if e.outcome}
             )
-            control.check_step_limits(ended)
-            await drop_late_groups(stage, control)
-            control.publisher.check_failures()
-            # The end of a group with an earlier deadline frees its place for one that is there.
+            run_state.check_step_limits(ended)
+            await drop_late_groups(stage, run_state)
+            run_state.publisher.check_failures()
+            # The end of a group with an earlier deadline may free a place for a ready one.
             if ready or (ended and self._num_drawable):
                 self._notify_waiter()
             await self._check_stall()
         if self._is_step_complete:
-            await drop_late_groups(stage, control, is_whole=True)
-        while not (self._is_closing or control.stop_requested.is_set()):
+            await drop_late_groups(stage, run_state, is_full=True)
+        while not (self._is_closing or run_state.stop_requested.is_set()):
             self._is_taking = True
-            farewells = await stage.queue.wait_for_finished(wait_s=POLL_WAIT_S)
+            finished = await stage.queue.wait_for_finished(wait_s=POLL_WAIT_S)
             self._is_taking = False
-            # However many there are: this step has what it needs.
-            await self._record_finished({one.uid: (one.outcome, one.info) for one in farewells})
+            # No check_step_limits here: this step is complete.
+            await self._record_finished({g.uid: (g.outcome, g.info) for g in finished})
 
     async def _record_finished(
-        self, found: Mapping[str, tuple[GroupOutcome, GroupInfo | None]]
+        self, outcomes: Mapping[str, tuple[GroupOutcome, GroupInfo | None]]
     ) -> Mapping[str, GroupOutcome]:
-        """Book groups that have ended, but for those that are on the books already."""
+        """Log ended groups that are still in flight by the ledger; return their outcomes."""
         in_flight = self._run_state.admission.ledger.in_flight
-        ended = {uid: how for uid, (how, _) in found.items() if uid in in_flight}
+        ended = {uid: outcome for uid, (outcome, _) in outcomes.items() if uid in in_flight}
         if ended:
-            infos = {uid: info for uid, (_, info) in found.items()}
+            infos = {uid: info for uid, (_, info) in outcomes.items()}
             await self._run_state.finish_groups(self._stage.queue, ended, infos)
         return ended
 
     async def _check_stall(self) -> None:
-        """Raise DeadlineError once somebody has waited in vain for too long."""
-        # Time for every attempt to be found stalled and taken back, and once as much again.
+        # Twice the time for every attempt to stall and be requeued.
         attempts = 1 if self._config.on_stall == "abort" else 2 * self._run_state.max_attempts
         patience_s = self._config.stall_s * attempts
-        waits = not self._has_new_groups
+        is_waiting = not self._has_new_groups
         if (
-            waits
+            is_waiting
             and self._loop.time()
             > max(self._waiting_since, self._run_state.progress_clock.last_progress_at) + patience_s
         ):
@@ -140,26 +139,28 @@ class GroupCollector:
 
 
 async def drop_late_groups(
-    stage: StageContext, control: RunState, *, is_whole: bool = False
+    stage: StageContext, run_state: RunState, *, is_full: bool = False
 ) -> None:
-    """End the groups that no step can train any more, or none but this one, which is whole."""
-    late = control.remove_late_groups(is_whole=is_whole)
+    """End the groups that no step can train any more; `is_full`: no step but the current one."""
+    late = run_state.remove_late_groups(is_full=is_full)
     if late:
-        await control.finish_groups(stage.queue, late)
+        await run_state.finish_groups(stage.queue, late)
 
 
 async def make_stall_error(
-    stage: StageContext, control: RunState, groups_per_step: int, waited_s: float
+    stage: StageContext, run_state: RunState, groups_per_step: int, waited_s: float
 ) -> DeadlineError:
-    """The error that says what the step of the current version waits for, and where it is."""
-    version = control.admission.version
-    uids = control.assembler.pending_uids
-    places = await stage.queue.locate_groups(uids[:8])
-    counts = dict(control.admission.ledger.counts.drops)
+    version = run_state.admission.version
+    uids = run_state.assembler.pending_uids
+    locations = await stage.queue.locate_groups(uids[:8])
+    counts = dict(run_state.admission.ledger.counts.drops)
     drops = f"; dropped so far: {counts}" if counts else ""
-    first = "; ".join(f"{uid}: {place}" for uid, place in places.items()) or "no prompt admitted"
+    first = (
+        "; ".join(f"{uid}: {location}" for uid, location in locations.items())
+        or "no prompt admitted"
+    )
     return DeadlineError(
         f"stage {stage.name} got no group for {waited_s:g} s at version {version}: its step has"
-        f" {control.assembler.num_drawn} of {groups_per_step} groups, and {len(uids)} that were"
+        f" {run_state.assembler.num_drawn} of {groups_per_step} groups, and {len(uids)} that were"
         f" admitted are not ready ({first}){drops}"
     )

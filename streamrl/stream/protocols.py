@@ -1,4 +1,4 @@
-"""What the loops call: engines, remote proxies and test fakes all have these faces."""
+"""Interfaces that the loops call; engines, remote proxies and test fakes implement them."""
 
 import asyncio
 import math
@@ -19,73 +19,71 @@ from streamrl.weights.version_registry import ReaderState
 
 
 class FollowerProtocol(Protocol):
-    """Holds a model that another trains."""
-
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
-        """Go over to another version. Raises WeightsError if it cannot, and keeps the old one."""
+        """Load another version. Raises WeightsError and keeps the old version on failure."""
         ...
 
     async def compute_logprobs(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
-        """The logprob of each token, float32 [T], of sequences, int32 [T]; 0 for the first.
+        """Return the logprob of each token, float32 [T], per sequence int32 [T]; 0 for the first.
 
-        None if the model has no say in that.
+        Returns None if the model computes no logprobs, such as a critic.
         """
         ...
 
 
 FinishedCallback = Callable[[], None]
-"""Called for each completion that is finished, on the event loop, before all of them are."""
+"""Called on the event loop for each finished completion, before the whole group is finished."""
 SampleFunction = Callable[[Prompt, Columns | None, FinishedCallback], Awaitable[Columns]]
-"""What a generate stage makes of a prompt: its columns. New weights may come while it does.
+"""Samples the columns of a prompt; weights may be updated in place meanwhile.
 
-It goes on from what another has begun of them, if that is given: columns of partial rollouts.
+The second argument holds partial rollouts to resume from, or None.
 """
 ReadPartialRollouts = Callable[[], Awaitable[Mapping[str, Columns]]]
-"""What has been begun: by uid, the groups under way of which a completion token exists."""
+"""Returns the partial rollouts of all running groups with at least one sampled token, by uid."""
 
 
 class TrainerProtocol(Protocol):
-    """All ranks that train one model as one; a round has `dp_size` micro-batches."""
+    """All ranks of a trained model as a single object; a round has `dp_size` micro-batches."""
 
     dp_size: int
     update_plan: UpdatePlan
 
-    def begin_step(self, version: int, dials: Mapping[str, float]) -> None:
-        """Train the step of this version, with these in the place of settings of their names."""
+    def begin_step(self, version: int, adaptive_params: Mapping[str, float]) -> None:
+        """Start the step of `version`; adaptive parameters override the settings of their names."""
         ...
 
     def is_frozen(self, version: int) -> bool:
-        """Whether it leaves the step of this version out."""
+        """Return True if the step of `version` does not train this model (critic warm-up)."""
         ...
 
-    async def plan_step(self, uids: Sequence[str], turns: Sequence[ScheduledRound]) -> None:
-        """Told the groups of a step, all of them, and the turns to come, before they are made."""
+    async def plan_step(self, uids: Sequence[str], rounds: Sequence[ScheduledRound]) -> None:
+        """Announce all groups of a step and its remaining rounds before they run."""
         ...
 
-    async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
-        """Forward and backward of one micro-batch per share; sums to be added over the update."""
+    async def train_round(self, micro_batches: Round, *, epoch: int) -> Mapping[str, float]:
+        """Run forward and backward of one micro-batch per rank; return sums for the update."""
         ...
 
     async def apply_update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Optimizer update from the gradients so far, and what it reports (gradient norm, ...).
+        """Run the optimizer on the accumulated gradients; return metrics (gradient norm, ...).
 
-        `sums` are those of all its micro-batches: they say what it is normalised by.
+        `sums` are added over all micro-batches of the update and include the loss denominators.
         """
         ...
 
     async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        """Publish the model as it is to those who follow it now, `readers`, and to others later.
+        """Publish the current model to its followers `readers`; later followers may fetch it, too.
 
-        It may train on meanwhile, but not update.
+        Training may continue meanwhile, but updates may not.
         """
         ...
 
 
 @dataclass(frozen=True)
 class FetchedWeights:
-    """The tensors of a version, what came over for them, and why they took a detour if they did.
+    """Tensors of a version, bytes transferred for them, and the reason for a fallback transport.
 
-    copied_bytes: that were copied on their way without leaving a process; NaN if nobody knows.
+    copied_bytes: bytes copied within processes on the way; NaN if unknown.
     """
 
     tensors: Mapping[str, Any]
@@ -95,68 +93,56 @@ class FetchedWeights:
 
 
 class WeightChannel(Protocol):
-    """The readers' end of weight sync."""
-
     async def wait_for_newer(
-        self, held: ReaderState, *, wait_s: float
+        self, state: ReaderState, *, wait_s: float
     ) -> WeightManifest | None: ...
 
     async def fetch_weights(self, manifest: WeightManifest) -> "FetchedWeights":
-        """Its tensors, verified. Raises WeightsError if they cannot be had, or are not whole."""
+        """Fetch and verify the tensors of a version. Raises WeightsError on failure."""
         ...
 
 
 class ClosableWeightChannel(WeightChannel, Protocol):
-    """A channel that may be left."""
-
     async def close(self) -> None: ...
 
 
 class PromptSource(Protocol):
-    """Where prompts come from, without end."""
-
     async def prefetch_prompts(self, count: int) -> None:
-        """Have the next `count` at hand, so that drawing them takes no time."""
+        """Load the next `count` prompts ahead of time, so that drawing them does not block."""
         ...
 
     def draw_prompts(self, count: int) -> list[Prompt]: ...
 
     def get_prompt(self, uid: str) -> Prompt:
-        """The prompt of a uid that was drawn, now or before a resume."""
+        """Return the prompt of a uid that was drawn, now or before a resume."""
         ...
 
     def retry_prompt(self, uid: str) -> Prompt:
-        """The prompt of a uid again, as its next attempt."""
+        """Return the prompt of a uid under the uid of its next attempt."""
         ...
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """Where it stands, for a checkpoint."""
-        ...
+    def state_dict(self) -> Mapping[str, Any]: ...
 
 
 class DeviceLease(Protocol):
-    """The right to compute on a pool. Free where every stage has a pool of its own."""
+    """Right to compute on a pool. Never blocks where every stage has devices of its own."""
 
     def hold(self, stage: str) -> AbstractAsyncContextManager[None]: ...
 
-    def report_progress(self) -> None:
-        """A part of what it is held for is done."""
-        ...
+    def report_progress(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class TrainStepResult:
-    """What a trainer made of a step: the sums of its micro-batches, and what its updates report."""
-
     metric_sums: Mapping[str, float]
     update_metrics: Sequence[Mapping[str, float]]
 
 
 @dataclass
 class FilterTally:
-    """What a filter took out within a step: groups, their tokens, and how many were sampled.
+    """Filtered groups of a step: number, tokens, sampled tokens.
 
-    `oversample` is how many prompts were admitted for each place at its end.
+    `oversample` is the oversampling factor at the end of the step.
     """
 
     num_groups: int = 0
@@ -165,7 +151,6 @@ class FilterTally:
     oversample: float = 1.0
 
     def add_group(self, info: GroupInfo | None) -> None:
-        """One more group, with what is known of it."""
         self.num_groups += 1
         if info is not None:
             self.num_tokens += info.num_tokens
@@ -174,11 +159,10 @@ class FilterTally:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A finished step of `version`; `made` is by the role that was trained, under `dials`.
+    """Result of the step of `version`: per trained role, under these adaptive parameters.
 
-    Times are epoch s.
-
-    `queue` and `ledger` are as of its end, when the ledger was checked against the queue.
+    `started_at` and `ended_at` are Unix times, s. `queue_stats` and `ledger_counts` are as of the
+    end of the step, when the ledger was checked against the queue.
     """
 
     version: int
@@ -194,21 +178,16 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StageContext:
-    """A stage's place in the stream, given to its loop."""
-
     name: str
     queue: ExperienceQueue
     device_lease: DeviceLease
     spans: SpanRecorder
     leave_requested: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the stage is to take nothing more and to leave the run."""
+    """Set once the stage must lease nothing more and leave the run."""
 
     @asynccontextmanager
     async def record_compute(self, **facts: SpanArgValue) -> AsyncIterator[dict[str, SpanArgValue]]:
-        """Hold the pool and record a span: what a stage does inside counts as busy.
-
-        Gives the span's facts, for more to be added.
-        """
+        """Hold the device lease and record a busy span; yield its facts for additions."""
         async with self.device_lease.hold(self.name):
-            with self.spans.record_span(self.name, **facts) as known:
-                yield known
+            with self.spans.record_span(self.name, **facts) as span_facts:
+                yield span_facts

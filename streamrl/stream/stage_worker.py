@@ -1,7 +1,7 @@
-"""How a stage works off the queue: take, compute, commit what came of it, keep what is held.
+"""Serve a stage: lease groups, compute, commit the results, renew the leases meanwhile.
 
-The same for every stage that adds columns: generation and all scorers. Where a group takes long,
-what has been made of it so far is left with the queue now and then: it survives its maker.
+Generation and all scorers run this loop. Long-running stages also save partial rollouts in the
+queue, which survive the death of the process.
 """
 
 import asyncio
@@ -17,25 +17,25 @@ from streamrl.messages import Columns, Experience, FilteredGroup, GroupLease
 from streamrl.stream.protocols import ReadPartialRollouts, StageContext
 
 StageResult = Columns | FilteredGroup | StreamError
-"""What a stage makes of a group: columns, a reason to leave it out, or an error to be counted."""
+"""Result for a group: columns, a filter verdict, or an error that counts as a failed attempt."""
 ComputeFunction = Callable[[Sequence[Experience]], Awaitable[Sequence[StageResult]]]
 
 POLL_WAIT_S = 1.0
-"""Length of one wait in a loop, s: a loop looks up this often to see whether the run has ended."""
+"""Length of a single wait in a loop, s; between waits a loop checks whether the run has ended."""
 IDLE_RENEW_INTERVAL_S = 0.25
-"""How often a stage that holds nothing looks whether it has something to renew, s."""
+"""Interval at which a stage without leases checks for new leases, s."""
 PARTIAL_SAVE_INTERVAL_S = 2.0
-"""How much of its work on a group a stage may lose by its death, s."""
+"""Interval between saves of partial rollouts, s: work that the death of a process may lose."""
 COMMIT_BATCH_DELAY_S = 0.003
-"""How long a result waits for others to be committed with it, s: a message costs about as much."""
+"""Delay to batch results into one commit, s; a message costs about as much."""
 
 
 @dataclass(eq=False, slots=True)
 class ConcurrencyLimit:
-    """How much a stage may have under way: each completion of a group, or the group, has a place.
+    """Slots of a stage: one per completion of a group, or one per group.
 
-    A group more is begun while one is `free_slots`: there are less than none while some wait for
-    one.
+    A new group starts while any slot is free, even if it needs more: `free_slots` is negative while
+    completions wait for a slot in the engine.
     """
 
     free_slots: int
@@ -43,156 +43,151 @@ class ConcurrencyLimit:
 
     @property
     def available_groups(self) -> int:
-        """How many groups more may be begun."""
         return max(0, -(-self.free_slots // self.slots_per_group))
 
 
 def split_slots(
     count: int, stages: Iterable[str], *, group_size: int
 ) -> dict[str, ConcurrencyLimit]:
-    """Those of stages that sample side by side: of each prompt a group, or a greedy completion.
+    """Divide slots among stages that sample in parallel: groups and greedy completions.
 
-    Each stage has its part of them, one at least: none is ahead of the others for long.
+    Stages get slots in proportion to their completions per prompt, at least one, so that no stage
+    runs far ahead.
+
+    Example: count=36, group_size=8, stages generate and greedy: 32 slots and 4 slots.
     """
     completions = {stage: 1 if stage == GREEDY_CALL.stage else group_size for stage in stages}
-    whole = sum(completions.values())
+    per_prompt = sum(completions.values())
     return {
-        stage: ConcurrencyLimit(max(1, count * per_group // whole), per_group)
+        stage: ConcurrencyLimit(max(1, count * per_group // per_prompt), per_group)
         for stage, per_group in completions.items()
     }
 
 
 async def read_no_partials() -> Mapping[str, Columns]:
-    """What a stage has begun that makes its columns in one go."""
     return {}
 
 
 async def serve_stage(
     stage: StageContext,
     compute: ComputeFunction,
-    desk: "InFlightWork",
+    in_flight: "InFlightWork",
     *,
     columns: Sequence[str],
     batch: int,
-    notes: "PartialRolloutSaver | None" = None,
+    partial_saver: "PartialRolloutSaver | None" = None,
 ) -> None:
-    """Take groups, compute, put the results: as many as `desk` has room for, `batch` to a call.
+    """Lease groups, compute in calls of `batch` groups, commit; limited by `in_flight`.
 
-    Ends once the stage is to leave: what is finished is committed then, and what is begun lies with
-    the queue. The leases are still held; the queue's `release` gives them back.
+    Returns after `stage.leave_requested`: finished work is committed, partial rollouts are saved.
+    Leases stay active; the caller releases them with `queue.release_holder`.
     """
     queue = stage.queue
-    notes = notes or PartialRolloutSaver(queue, read_no_partials)
+    partial_saver = partial_saver or PartialRolloutSaver(queue, read_no_partials)
     async with asyncio.TaskGroup() as tasks:
-        outbox = CommitBatcher(queue, desk)
+        committer = CommitBatcher(queue, in_flight)
 
         async def work(experiences: Sequence[Experience]) -> None:
             results = await compute(experiences)
             for experience, result in zip(experiences, results, strict=True):
-                outbox.add_result(experience.lease, result)
+                committer.add_result(experience.lease, result)
 
-        async def take_on() -> None:
+        async def lease_work() -> None:
             while True:
-                most, name = await desk.wait_for_slots(), stage.name
-                taken = await queue.lease_groups(
-                    name, max_groups=most, columns=columns, wait_s=POLL_WAIT_S
+                max_groups, name = await in_flight.wait_for_slots(), stage.name
+                experiences = await queue.lease_groups(
+                    name, max_groups=max_groups, columns=columns, wait_s=POLL_WAIT_S
                 )
-                for chunk in split_batches(taken, batch):
-                    desk.add_task(chunk, tasks.create_task(work(chunk)))
+                for chunk in split_batches(experiences, batch):
+                    in_flight.add_task(chunk, tasks.create_task(work(chunk)))
 
         loops = (
-            outbox.commit_results(),
-            renew_leases(queue, desk),
-            notes.save_periodically(),
-            take_on(),
+            committer.commit_results(),
+            renew_leases(queue, in_flight),
+            partial_saver.save_periodically(),
+            lease_work(),
         )
-        *others, taking = [tasks.create_task(loop) for loop in loops]
+        *other_loops, leasing = [tasks.create_task(loop) for loop in loops]
         await stage.leave_requested.wait()
-        taking.cancel()
+        leasing.cancel()
         queue.cancel_requests()
-        begun = await notes.read_partials()
-        # At once, or it would go on from what it has told already.
-        desk.cancel_tasks()
-        await queue.save_partials(begun)
-        await outbox.wait_until_empty()
-        for task in others:
+        partials = await partial_saver.read_partials()
+        # Cancel before the next await: otherwise work would continue past the saved state.
+        in_flight.cancel_tasks()
+        await queue.save_partials(partials)
+        await committer.wait_until_empty()
+        for task in other_loops:
             task.cancel()
 
 
-async def renew_leases(queue: ExperienceQueue, desk: "InFlightWork") -> None:
-    """Renew what is held, without end. Work whose lease was lost is in vain, and cancelled."""
+async def renew_leases(queue: ExperienceQueue, in_flight: "InFlightWork") -> None:
+    """Renew active leases forever; cancel work that has lost its lease."""
     while True:
-        every_s = queue.renew_interval_s
-        await asyncio.sleep(IDLE_RENEW_INTERVAL_S if math.isinf(every_s) else every_s)
+        interval_s = queue.renew_interval_s
+        await asyncio.sleep(IDLE_RENEW_INTERVAL_S if math.isinf(interval_s) else interval_s)
         for lease in await queue.renew_leases():
-            desk.abandon_lease(lease)
+            in_flight.abandon_lease(lease)
 
 
 @dataclass
 class _InFlightTask:
-    """What a task works on, and the places it has."""
-
     leases: set[GroupLease]
     num_slots: int
 
 
 class InFlightWork:
-    """The work a stage has under way, and how much more it may take on."""
-
-    def __init__(self, places: ConcurrencyLimit) -> None:
-        self._limit = places
+    def __init__(self, limit: ConcurrencyLimit) -> None:
+        self._limit = limit
         self._tasks: dict[asyncio.Task[None], _InFlightTask] = {}
         self._slots_freed = asyncio.Event()
 
     @property
     def is_empty(self) -> bool:
-        """Whether the stage works on nothing."""
         return not self._tasks
 
     async def wait_for_slots(self) -> int:
-        """How many groups more, waiting for one: bounded by the deadlines of the work at hand."""
+        """Wait until a group may start; return how many may. Deadlines of the work bound it."""
         while not self._limit.available_groups:
             self._slots_freed.clear()
             await self._slots_freed.wait()
         return self._limit.available_groups
 
     def add_task(self, experiences: Sequence[Experience], task: asyncio.Task[None]) -> None:
-        """A task works on these groups until it ends, however that may be."""
-        places = len(experiences) * self._limit.slots_per_group
-        self._limit.free_slots -= places
-        self._tasks[task] = _InFlightTask({experience.lease for experience in experiences}, places)
+        """Track a task that works on these groups; its slots are freed when it ends."""
+        slots = len(experiences) * self._limit.slots_per_group
+        self._limit.free_slots -= slots
+        self._tasks[task] = _InFlightTask({experience.lease for experience in experiences}, slots)
         task.add_done_callback(self._finish_task)
 
     def _finish_task(self, task: asyncio.Task[None]) -> None:
         work = self._tasks.pop(task)
-        places, work.num_slots = work.num_slots, 0
-        self._release_slots(places)
+        slots, work.num_slots = work.num_slots, 0
+        self._release_slots(slots)
 
-    def _release_slots(self, places: int) -> None:
-        self._limit.free_slots += places
+    def _release_slots(self, count: int) -> None:
+        self._limit.free_slots += count
         self._slots_freed.set()
 
     def make_slot_releaser(self) -> Callable[[], None]:
-        """To be called for each completion that the calling task has finished: its place is free.
+        """Return a function that the current task calls for each finished completion.
 
-        Those that are left come back with its end.
+        Each call frees one slot. Remaining slots are released when the task ends.
         """
         work = self._tasks[asyncio.current_task()]  # type: ignore[index]
 
-        def clear() -> None:
+        def release_slot() -> None:
             if work.num_slots:
                 work.num_slots -= 1
                 self._release_slots(1)
 
-        return clear
+        return release_slot
 
     def cancel_tasks(self) -> None:
-        """End all work."""
         for task in self._tasks:
             task.cancel()
 
     def abandon_lease(self, lease: GroupLease) -> None:
-        """This lease is void; the task ends once all of its leases are."""
+        """Drop a lost lease; cancel its task once all leases of the task are lost."""
         for task, work in self._tasks.items():
             work.leases.discard(lease)
             if not work.leases:
@@ -200,22 +195,20 @@ class InFlightWork:
 
 
 class CommitBatcher:
-    """Commits results, those that are finished close together in one commit."""
+    """Commits results; results that finish close together share a commit."""
 
-    def __init__(self, queue: ExperienceQueue, desk: InFlightWork) -> None:
+    def __init__(self, queue: ExperienceQueue, in_flight: InFlightWork) -> None:
         self._queue = queue
-        self._in_flight = desk
+        self._in_flight = in_flight
         self._results: asyncio.Queue[tuple[GroupLease, StageResult]] = asyncio.Queue()
 
     def add_result(self, lease: GroupLease, result: StageResult) -> None:
-        """Hand in the result of a leased group."""
         self._results.put_nowait((lease, result))
 
     async def commit_results(self) -> None:
-        """Put, filter and fail what was posted, without end. The queue refuses what is late."""
         while True:
             batch = [await self._results.get()]
-            # The work that this came of may be at its end, though its places are not free yet.
+            # Let the finished task end first, so that its slots are free.
             await asyncio.sleep(0)
             if not self._in_flight.is_empty:
                 await asyncio.sleep(COMMIT_BATCH_DELAY_S)
@@ -234,33 +227,30 @@ class CommitBatcher:
                 self._results.task_done()
 
     async def wait_until_empty(self) -> None:
-        """Wait until all that was posted is with the queue."""
         await self._results.join()
 
 
 @dataclass
 class _SaveSchedule:
-    """Since when a group is worked on, and when its next note is due, s of the loop's clock."""
-
     started_at: float
     due_at: float
 
 
 class PartialRolloutSaver:
-    """Leaves with the queue what a stage has made so far of each group it works on.
+    """Saves the partial rollouts of running groups in the queue.
 
-    Every PROGRESS_S from when work on the group began: groups that take less cost nothing. `begun`
-    says, by uid, what there is.
+    Saves every PARTIAL_SAVE_INTERVAL_S from the start of a group, so that shorter groups cost
+    nothing.
     """
 
-    def __init__(self, queue: ExperienceQueue, begun: ReadPartialRollouts) -> None:
+    def __init__(self, queue: ExperienceQueue, read_partials: ReadPartialRollouts) -> None:
         self._queue = queue
-        self._read_partial_rollouts = begun
+        self._read_partial_rollouts = read_partials
         self._schedules: dict[GroupLease, _SaveSchedule] = {}
 
     @contextmanager
     def track_lease(self, lease: GroupLease) -> Iterator[None]:
-        """Meanwhile this group is worked on."""
+        """Save partial rollouts of this lease's group while the context is active."""
         now = asyncio.get_running_loop().time()
         self._schedules[lease] = _SaveSchedule(now, now + PARTIAL_SAVE_INTERVAL_S)
         try:
@@ -269,46 +259,45 @@ class PartialRolloutSaver:
             del self._schedules[lease]
 
     async def save_periodically(self) -> None:
-        """Note what is due, without end."""
         clock = asyncio.get_running_loop().time
         while True:
-            # What begins meanwhile is due later than the end of this sleep.
-            first = min((pace.due_at for pace in self._schedules.values()), default=math.inf)
+            # Work that starts during this sleep is due only after it.
+            first = min((s.due_at for s in self._schedules.values()), default=math.inf)
             await asyncio.sleep(min(first - clock(), PARTIAL_SAVE_INTERVAL_S))
             due = self._select_due(clock())
             if due:
-                found = await self.read_partials()
+                partials = await self.read_partials()
                 await self._queue.save_partials(
-                    [(lease, told) for lease, told in found if lease in due]
+                    [(lease, columns) for lease, columns in partials if lease in due]
                 )
 
     def _select_due(self, now: float) -> set[GroupLease]:
-        """What is to be noted now: those that were noted before come along if they soon are due."""
-        if all(pace.due_at > now for pace in self._schedules.values()):
+        """Reschedule and return due leases, and those due soon except for first saves."""
+        if all(schedule.due_at > now for schedule in self._schedules.values()):
             return set()
-        chosen = set()
-        for lease, pace in self._schedules.items():
-            is_first = pace.due_at <= pace.started_at + PARTIAL_SAVE_INTERVAL_S
-            if pace.due_at <= now or (
-                not is_first and pace.due_at <= now + PARTIAL_SAVE_INTERVAL_S / 2
+        due = set()
+        for lease, schedule in self._schedules.items():
+            is_first = schedule.due_at <= schedule.started_at + PARTIAL_SAVE_INTERVAL_S
+            if schedule.due_at <= now or (
+                not is_first and schedule.due_at <= now + PARTIAL_SAVE_INTERVAL_S / 2
             ):
-                pace.due_at = now + PARTIAL_SAVE_INTERVAL_S
-                chosen.add(lease)
-        return chosen
+                schedule.due_at = now + PARTIAL_SAVE_INTERVAL_S
+                due.add(lease)
+        return due
 
     async def read_partials(self) -> list[tuple[GroupLease, Columns]]:
-        """What has been begun of all that is worked on."""
         if not self._schedules:
             return []
-        found = await self._read_partial_rollouts()
-        return [(lease, found[lease.uid]) for lease in self._schedules if lease.uid in found]
+        partials = await self._read_partial_rollouts()
+        return [(lease, partials[lease.uid]) for lease in self._schedules if lease.uid in partials]
 
 
-def split_batches(taken: Sequence[Experience], size: int) -> list[Sequence[Experience]]:
-    """Groups that are worked on together: at most `size`, and each that failed before by itself.
+def split_batches(experiences: Sequence[Experience], size: int) -> list[Sequence[Experience]]:
+    """Split groups into batches of at most `size`; retried groups form batches of one.
 
-    One that never ends, or ends its process, must not take the same others along each time.
+    A group that hangs or crashes the process must not take the same groups along each time.
     """
-    alone = [[one] for one in taken if one.lease.attempt > 1]
-    fresh = [one for one in taken if one.lease.attempt == 1]
-    return [*alone, *(fresh[i : i + size] for i in range(0, len(fresh), size))]
+    retried = [[e] for e in experiences if e.lease.attempt > 1]
+    first_attempts = [e for e in experiences if e.lease.attempt == 1]
+    batches = (first_attempts[i : i + size] for i in range(0, len(first_attempts), size))
+    return [*retried, *batches]

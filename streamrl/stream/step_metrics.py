@@ -1,4 +1,4 @@
-"""A finished step as one row of the metrics contract. Pure: facts in, numbers out."""
+"""Compute the metrics of a finished step. Pure: facts in, one row of metrics out."""
 
 import math
 from collections import Counter
@@ -19,14 +19,14 @@ TRAINED_METRICS = tuple(
     for metric in METRICS
     if metric.name.startswith(("loss/", "policy/", "critic/", "cost_critic/", "correction/"))
 )
-"""Of models that are trained: a run need not have each of them in every step."""
+"""Metrics of trained models; NaN in steps that do not train the model."""
 
 
 @dataclass(frozen=True)
 class StageActivity:
-    """What the processes of one stage did: their spans, and how many processes there are.
+    """Spans and number of processes of one stage.
 
-    Several stages of one `role` are served by the same processes.
+    Several stages of one `role` share the same processes.
     """
 
     kind: str
@@ -36,16 +36,16 @@ class StageActivity:
 
     @property
     def max_processes(self) -> int:
-        """With those that have left within the step."""
+        """Number of processes, including those that left during the step."""
         return max(self.num_processes, len({span.process for span in self.spans}))
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """All that is known of a finished step.
+    """Inputs of the metrics of a finished step.
 
-    sums: of its micro-batches, added over ranks. metrics: those that are ready as they are.
-    activity: per stage, within the window [start_s, end_s] since the step before.
+    metric_sums: sums over micro-batches and ranks. metrics: finished values, copied to the row.
+    activity: per stage, within [start_s, end_s], the window since the previous step.
     """
 
     version: int
@@ -62,7 +62,7 @@ class StepFacts:
 
 
 def compute_step_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
-    """The row of a step: every name of the contract; NaN where a step has nothing to measure."""
+    """Return every metric of the contract (telemetry/metric_names.py); NaN without a value."""
     row: dict[str, float | Histogram] = {
         **dict.fromkeys(TRAINED_METRICS, NAN),
     }
@@ -81,8 +81,8 @@ def _reward_metrics(sums: Mapping[str, float]) -> dict[str, float | Histogram]:
     for name, value in sums.items():
         if name.startswith(("reward/", "cost/")) and name.endswith("_sum"):
             component = name.removesuffix("_sum")
-            said = count - sums.get(f"{component}_absent", 0.0)
-            row[component] = value / said if said else NAN
+            num_scored = count - sums.get(f"{component}_absent", 0.0)
+            row[component] = value / num_scored if num_scored else NAN
     row["cost/mean"] = sums["cost_sum"] / count if "cost_sum" in sums else NAN
     mean = sums["score_sum"] / count
     variance = max(sums["score_squared_sum"] / count - mean**2, 0.0)
@@ -138,9 +138,10 @@ def _queue_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
 
 
 def _filter_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
-    """What the filter took, and the time that went into it: by its share of the tokens.
+    """Compute the filter's metrics; its time is prorated by tokens.
 
-    Spans do not say it: groups are sampled side by side, and scored in batches.
+    Spans cannot tell: groups are sampled concurrently and scored in batches. Example: if filtered
+    groups have 30 % of the sampled tokens, 30 % of the generation time counts as filtered.
     """
     tally, infos = facts.filter_tally, [group.info for group in facts.groups]
     sampled = sum(info.num_loss_tokens for info in infos) + tally.num_sampled_tokens
@@ -182,20 +183,18 @@ def _time_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
 
 
 def _merge_by_role(activity: Mapping[str, StageActivity]) -> list[StageActivity]:
-    """What the processes of each role did in all their stages together."""
-    found: dict[str, StageActivity] = {}
-    for one in activity.values():
-        before = found.get(one.role)
-        spans = [*before.spans, *one.spans] if before else one.spans
-        found[one.role] = replace(one, spans=spans)
-    return list(found.values())
+    merged: dict[str, StageActivity] = {}
+    for stage_activity in activity.values():
+        earlier = merged.get(stage_activity.role)
+        spans = [*earlier.spans, *stage_activity.spans] if earlier else stage_activity.spans
+        merged[stage_activity.role] = replace(stage_activity, spans=spans)
+    return list(merged.values())
 
 
 def _sum_busy_s(activity: StageActivity, facts: StepFacts) -> float:
-    """Busy seconds in the step, added over the stage's processes."""
     by_process: dict[str, list[Span]] = {}
     for span in activity.spans:
         by_process.setdefault(span.process, []).append(span)
     return sum(
-        compute_busy_s(own, start=facts.start_s, end=facts.end_s) for own in by_process.values()
+        compute_busy_s(spans, start=facts.start_s, end=facts.end_s) for spans in by_process.values()
     )

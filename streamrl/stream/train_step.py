@@ -1,4 +1,4 @@
-"""One optimizer step: its groups are collected, trained as they come, and booked."""
+"""Run one training step: collect its groups, train them as they arrive, log it, publish."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ from streamrl.stream.run_state import PipelineConfig, RunState
 
 @dataclass(frozen=True)
 class ReadyRounds:
-    """Turns that may be made now, by role; `uids` of all groups of the step once they are known."""
+    """Rounds that can be trained now, by role; `uids` lists all groups of the step once known."""
 
     rounds_by_role: Mapping[str, Sequence[ScheduledRound]]
     uids: Sequence[str] = ()
@@ -30,84 +30,85 @@ class ReadyRounds:
 
 async def train_step(
     stage: StageContext,
-    control: RunState,
+    run_state: RunState,
     trainers: Mapping[str, TrainerProtocol],
     config: PipelineConfig,
 ) -> StepResult | None:
-    """One step of the current version, on all `trainers` by role; None if the run is stopping.
+    """Run the step of the current version on all `trainers`; None if the run is stopping.
 
-    A step that is on the books already, made after the last checkpoint by a trainer that is no
-    more, is made again from the same micro-batches.
+    A step in the run log that a dead trainer made after the last checkpoint is replayed from the
+    same micro-batches.
     """
-    version, started_at = control.admission.version, time.time()
-    recorded = control.run_log.steps_to_replay.get(version)
-    dials = control.adaptive_params.state_dict()
+    version, started_at = run_state.admission.version, time.time()
+    recorded = run_state.run_log.steps_to_replay.get(version)
+    adaptive_params = run_state.adaptive_params.state_dict()
     for trainer in trainers.values():
-        trainer.begin_step(version, dials)
-    makers = {
-        role: RoundRunner(trainer, control, stage.device_lease)
+        trainer.begin_step(version, adaptive_params)
+    runners = {
+        role: RoundRunner(trainer, run_state, stage.device_lease)
         for role, trainer in trainers.items()
     }
-    active = {role: one for role, one in makers.items() if not trainers[role].is_frozen(version)}
-    schedules = {role: _make_scheduler(trainers[role], config) for role in active}
-    gathering = GroupCollector(stage, control, config)
-    shares = {role: trainer.dp_size for role, trainer in trainers.items()}
-    parts = (
-        replay_step(recorded, shares)
+    active = {
+        role: runner for role, runner in runners.items() if not trainers[role].is_frozen(version)
+    }
+    schedulers = {role: _make_scheduler(trainers[role], config) for role in active}
+    collector = GroupCollector(stage, run_state, config)
+    dp_sizes = {role: trainer.dp_size for role, trainer in trainers.items()}
+    ready_rounds = (
+        replay_step(recorded, dp_sizes)
         if recorded
-        else assemble_rounds(gathering, control, schedules)
+        else assemble_rounds(collector, run_state, schedulers)
     )
     async with AsyncExitStack() as until_published:
-        async with nullcontext() if recorded else gathering, aclosing(parts):
-            async for part in parts:
+        async with nullcontext() if recorded else collector, aclosing(ready_rounds):
+            async for ready in ready_rounds:
                 async with stage.record_compute(version=version):
-                    work = (maker.run_rounds(role, part) for role, maker in active.items())
+                    work = (runner.run_rounds(role, ready) for role, runner in active.items())
                     await asyncio.gather(*work)
-                    if all(maker.is_done for maker in active.values()):
-                        # Who has the devices next may keep them long, and generators wait for this.
+                    if all(runner.is_done for runner in active.values()):
+                        # Keep the devices until the weights are read: generators wait for the new
+                        # version, and the next holder may compute for long.
                         await until_published.enter_async_context(
                             stage.device_lease.hold("publish")
                         )
-                if control.should_abandon_step():
+                if run_state.should_abandon_step():
                     break
-        if not all(maker.is_done for maker in active.values()):
+        if not all(runner.is_done for runner in active.values()):
             return None
-        programs = {role: schedule.step_schedule for role, schedule in schedules.items()}
-        step = recorded or TrainedStep(version, control.assembler.finish_step(), programs)
-        made = {role: maker.result for role, maker in makers.items()}
-        await control.run_log.record_step(step)
-        control.oversampling.remove_groups(group.uid for group in step.groups)
-        control.has_partial_update = False
-        # Nobody samples from a version before the step that made it is on the books.
-        awaited = version + 1 in control.admission.ledger.in_flight.values()
-        published = await control.publisher.begin_publish(version + 1, awaited=awaited)
+        schedules = {role: scheduler.step_schedule for role, scheduler in schedulers.items()}
+        step = recorded or TrainedStep(version, run_state.assembler.finish_step(), schedules)
+        results = {role: runner.result for role, runner in runners.items()}
+        await run_state.run_log.record_step(step)
+        run_state.oversampling.remove_groups(group.uid for group in step.groups)
+        run_state.has_partial_update = False
+        # Log first: no generator may sample from a version that a crash could still lose.
+        awaited = version + 1 in run_state.admission.ledger.in_flight.values()
+        published = await run_state.publisher.begin_publish(version + 1, awaited=awaited)
     rollouts = sum(len(group.info.lengths) for group in step.groups)
-    control.adaptive_params.update_after_step(made[POLICY].metric_sums, num_rollouts=rollouts)
-    control.admission.advance_version(version + 1, published=published)
-    filtered = control.reset_step_counts()
-    booked = control.inserted_uids
-    figures = await stage.queue.end_step([group.uid for group in step.groups], version + 1)
-    counts = control.admission.ledger.check_balance(figures.uids, booked=booked)
+    run_state.adaptive_params.update_after_step(results[POLICY].metric_sums, num_rollouts=rollouts)
+    run_state.admission.advance_version(version + 1, published=published)
+    filter_tally = run_state.reset_step_counts()
+    inserted = run_state.inserted_uids
+    stats = await stage.queue.end_step([group.uid for group in step.groups], version + 1)
+    counts = run_state.admission.ledger.check_balance(stats.uids, inserted=inserted)
     return StepResult(
         version,
         step.groups,
-        made,
-        dials,
-        figures,
+        results,
+        adaptive_params,
+        stats,
         counts,
         started_at,
         time.time(),
-        filtered,
+        filter_tally,
     )
 
 
 class RoundRunner:
-    """Makes the turns of a step on one trainer, and remembers what came of them."""
-
-    def __init__(self, trainer: TrainerProtocol, control: RunState, lease: DeviceLease) -> None:
+    def __init__(self, trainer: TrainerProtocol, run_state: RunState, lease: DeviceLease) -> None:
         self._trainer = trainer
         self._lease = lease
-        self._run_state = control
+        self._run_state = run_state
         self._metric_sums: dict[str, float] = {}
         self._since_update: dict[str, float] = {}
         self._update_metrics: list[Mapping[str, float]] = []
@@ -115,36 +116,38 @@ class RoundRunner:
 
     @property
     def result(self) -> TrainStepResult:
-        """All of it."""
         return TrainStepResult(self._metric_sums, self._update_metrics)
 
-    async def run_rounds(self, role: str, part: ReadyRounds) -> None:
-        """One turn after the other; none any more once the run leaves the step."""
-        turns = part.rounds_by_role[role]
-        if part.uids:
-            await self._trainer.plan_step(part.uids, turns)
+    async def run_rounds(self, role: str, ready: ReadyRounds) -> None:
+        """Run the scheduled rounds in order; stop when the step is abandoned."""
+        rounds = ready.rounds_by_role[role]
+        if ready.uids:
+            await self._trainer.plan_step(ready.uids, rounds)
         clock = asyncio.get_running_loop().time
-        began = clock()
-        for i, turn in enumerate(turns):
-            needs_s = (clock() - began) / max(i, 1) * (len(turns) - i)
+        started = clock()
+        for i, scheduled in enumerate(rounds):
+            # Extrapolated from the rounds so far.
+            needs_s = (clock() - started) / max(i, 1) * (len(rounds) - i)
             if self._run_state.should_abandon_step(needs_s=needs_s):
                 return
-            sums = await self._trainer.train_round(turn.micro_batches, epoch=turn.epoch)
+            sums = await self._trainer.train_round(scheduled.micro_batches, epoch=scheduled.epoch)
             self._lease.report_progress()
             add_metric_sums(self._metric_sums, sums)
             add_metric_sums(self._since_update, sums)
-            if turn.is_last_of_update:
-                # What is being published must not change; a reference reads the policy, too.
+            if scheduled.is_last_of_update:
+                # Parameters must not change during publishing; an EMA reference reads the
+                # policy's parameters, too.
                 await self._run_state.publisher.wait_until_published()
-            # An update ends the step, or it is the beginning of what then has to be ended.
+            # The last update finishes the step. Every earlier update obliges the run to finish the
+            # step, so check before updating.
             if self._run_state.is_step_abandoned or (
-                not turn.is_last_of_step and self._run_state.should_abandon_step()
+                not scheduled.is_last_of_step and self._run_state.should_abandon_step()
             ):
                 return
-            if turn.is_last_of_update:
+            if scheduled.is_last_of_update:
                 self._run_state.publisher.mark_changed(role)
                 await self._apply_update()
-                self.is_done = turn.is_last_of_step
+                self.is_done = scheduled.is_last_of_step
 
     async def _apply_update(self) -> None:
         sums, self._since_update = self._since_update, {}
@@ -160,37 +163,39 @@ def _make_scheduler(trainer: TrainerProtocol, config: PipelineConfig) -> StepSch
     )
 
 
-async def replay_step(step: TrainedStep, shares: Mapping[str, int]) -> AsyncGenerator[ReadyRounds]:
-    """A step that is made again, in one part, on as many ranks as there are now."""
-    turns = {
-        role: list(program.redistribute_rounds(shares[role]).iter_rounds())
-        for role, program in step.schedules.items()
+async def replay_step(
+    step: TrainedStep, dp_sizes: Mapping[str, int]
+) -> AsyncGenerator[ReadyRounds]:
+    """Yield all rounds of a logged step, redistributed to the current number of ranks."""
+    rounds = {
+        role: list(schedule.redistribute_rounds(dp_sizes[role]).iter_rounds())
+        for role, schedule in step.schedules.items()
     }
-    yield ReadyRounds(turns, [group.uid for group in step.groups])
+    yield ReadyRounds(rounds, [group.uid for group in step.groups])
 
 
 async def assemble_rounds(
-    gathering: GroupCollector, control: RunState, schedules: Mapping[str, StepScheduler]
+    collector: GroupCollector, run_state: RunState, schedulers: Mapping[str, StepScheduler]
 ) -> AsyncGenerator[ReadyRounds]:
-    """The next step as its groups come; not all of it if the run is stopping."""
-    version, uids = control.admission.version, list[str]()
-    while not control.assembler.is_complete:
-        if not await gathering.wait_for_groups():
+    """Yield the rounds of the next step as its groups arrive; ends early if the run stops."""
+    version, uids = run_state.admission.version, list[str]()
+    while not run_state.assembler.is_complete:
+        if not await collector.wait_for_groups():
             return
-        for group in control.assembler.draw_groups(version):
+        for group in run_state.assembler.draw_groups(version):
             assert group.info is not None
             uids.append(group.uid)
-            for schedule in schedules.values():
-                schedule.add_group(group.uid, group.info.lengths)
-        complete = control.assembler.is_complete
-        turns = {role: one.take_rounds(complete=complete) for role, one in schedules.items()}
-        if any(turns.values()):
-            yield ReadyRounds(turns, uids if complete else ())
+            for scheduler in schedulers.values():
+                scheduler.add_group(group.uid, group.info.lengths)
+        complete = run_state.assembler.is_complete
+        rounds = {role: s.take_rounds(complete=complete) for role, s in schedulers.items()}
+        if any(rounds.values()):
+            yield ReadyRounds(rounds, uids if complete else ())
 
 
-def add_metric_sums(total: dict[str, float], part: Mapping[str, float]) -> None:
-    """Add metric sums in place; names that end in _max keep the larger value."""
-    for name, value in part.items():
+def add_metric_sums(total: dict[str, float], sums: Mapping[str, float]) -> None:
+    """Add metric sums in place; for names that end in _max keep the maximum."""
+    for name, value in sums.items():
         if name.endswith("_max"):
             total[name] = max(total.get(name, value), value)
         else:

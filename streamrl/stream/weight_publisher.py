@@ -1,4 +1,4 @@
-"""Versions on their way out of the trainers, beside the step that follows them."""
+"""Publish versions to followers while the next step is training."""
 
 import asyncio
 import time
@@ -14,37 +14,35 @@ from streamrl.weights import WeightManifest
 from streamrl.weights.version_registry import WeightFault, WeightRegistry
 
 PUBLISH_ATTEMPTS = 5
-"""So many times in a row a version is tried to be published before the run ends."""
+"""Consecutive failed attempts to publish a version before the run ends."""
 RETRY_S = 0.5
-"""Time before the second try, which is doubled for each one after it, s."""
+"""Delay before the first retry, s; doubles with each retry."""
 
 
 class WeightSource(Protocol):
-    """Has a model to publish: a trainer, as a rule."""
-
     async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        """Send it off as it is. Raises WeightsError if it cannot be sent; asked again, it can."""
+        """Publish the current model. Raises WeightsError on failure; a retry may succeed."""
         ...
 
 
 def is_publish_due(
-    role: str, version: int, *, every: int, reference: ReferenceConfig, looked_at: bool
+    role: str, version: int, *, every: int, reference: ReferenceConfig, forced: bool
 ) -> bool:
-    """Whether those who follow a role get a version: every so many, and what is looked at.
+    """Return True if followers of a role get this version: every `every` versions, or if `forced`.
 
-    A reference that moves has a pace of its own.
+    An EMA reference follows its own schedule.
     """
     if role == EMA_REFERENCE:
         return reference.is_updated_at(version)
-    return version % every == 0 or looked_at
+    return version % every == 0 or forced
 
 
 class WeightPublisher:
-    """Publishes what was trained, and offers it to those who follow; by role.
+    """Publishes trained models to their followers, by role.
 
-    A version is packed while the next step begins. What must not change meanwhile, the parameters,
-    is left alone by whoever calls `settle` before an update. What cannot be sent, as on a disk that
-    is full, is tried again: PUBLISH_ATTEMPTS times in all.
+    A version is packed while the next step starts. Parameters must not change meanwhile, so callers
+    await `wait_until_published` before an update. A failed publish, for example on a full disk, is
+    retried up to PUBLISH_ATTEMPTS attempts.
     """
 
     def __init__(
@@ -56,9 +54,11 @@ class WeightPublisher:
         lease: DeviceLease | None = None,
         on_fault: Callable[[str, WeightFault], None] = lambda role, fault: None,
     ) -> None:
-        """`due` is whether those who follow a role get a version, or go on with the last one.
+        """Create a publisher.
 
-        `lease` is the trainers', held to read a model. `on_fault` is told of every try that failed.
+        due(role, version): whether followers of a role get a version or keep the last one.
+        lease: the trainers' device lease, held to read a model.
+        on_fault(role, fault): called for every failed attempt.
         """
         self._sources = sources
         self.registries = registries
@@ -72,30 +72,29 @@ class WeightPublisher:
     async def begin_publish(
         self, version: int, *, first: bool = False, awaited: bool = False
     ) -> bool:
-        """Publish the models as they are now as `version`, once the version before is out.
+        """Start publishing the current models as `version`, once the previous version is out.
 
-        Whoever has the devices to read them may let go of them then: they are held here as well.
-        Returns whether the policy is among those that are published; at first all are. One that is
-        `awaited`, as by groups that were admitted at it before a resume, is published whether it is
-        due or not.
+        The caller may release the devices after the return: this publisher holds them by then.
+        Returns True if the policy is published. `first` publishes all roles; `awaited` publishes a
+        version that is not due, for example for groups admitted at it before a resume.
         """
         await self.wait_until_published()
         self._version = version
         self._changed_roles.clear()
-        # A reference moves when it is published, and who follows it knows when that is due.
-        asked = {role for role in self._sources if awaited and role != EMA_REFERENCE}
-        roles = [r for r in self._sources if first or r in asked or self._is_due(r, version)]
+        # Publishing moves an EMA reference, so `awaited` must not publish it off schedule.
+        forced = {role for role in self._sources if awaited and role != EMA_REFERENCE}
+        roles = [r for r in self._sources if first or r in forced or self._is_due(r, version)]
         self._publish_tasks = {
             role: asyncio.create_task(self._publish_role(role, version)) for role in roles
         }
-        # Each task comes to where it holds the devices, if they are there.
+        # Let each task run until it holds the device lease, if that is free.
         await asyncio.sleep(0)
         return POLICY in roles
 
     def resend_version(self, role: str, version: int) -> None:
-        """Those who follow a role cannot verify a version: send it again, if the model still is it.
+        """Publish a version again for followers that cannot verify it, if the model is unchanged.
 
-        Those who hold it already do not hear of that.
+        Followers that serve it already are not affected.
         """
         source = POLICY if role == EMA_REFERENCE else role
         is_newest = version == self._version == self.registries[role].version
@@ -103,7 +102,7 @@ class WeightPublisher:
             self._publish_tasks[role] = asyncio.create_task(self._publish_role(role, version))
 
     def mark_changed(self, role: str) -> None:
-        """The model of a role is about to be updated: what was published of it is all there is."""
+        """Note that a model is about to be updated: its last version cannot be sent again."""
         self._changed_roles.add(role)
 
     async def _publish_role(self, role: str, version: int) -> None:
@@ -124,18 +123,18 @@ class WeightPublisher:
         registry.add_manifest(manifest, publish_s=time.perf_counter() - started)
 
     async def wait_until_published(self) -> None:
-        """Wait until all that was begun is offered; raises what it failed of.
+        """Wait until all started publications are available; raise their errors.
 
-        The trainers' own deadlines bound the wait.
+        The trainers' deadlines bound the wait.
         """
         tasks: list[asyncio.Task[None]] = []
-        # One may be sent again meanwhile.
+        # resend_version may start another task meanwhile.
         while tasks != list(self._publish_tasks.values()):
             tasks = list(self._publish_tasks.values())
             await asyncio.gather(*tasks)
 
     def check_failures(self) -> None:
-        """Raise what has failed so far: those who wait for a version would wait in vain."""
+        """Raise the error of a failed publication, so that no follower waits in vain."""
         for task in self._publish_tasks.values():
             if task.done() and not task.cancelled():
                 task.result()

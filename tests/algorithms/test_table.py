@@ -313,7 +313,7 @@ STUCK = variant("stuck", "x", params={"knob": 1.0}, dials={"knob": stuck})
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nobodys", "stage train needs column foo: nobody makes it"),
+        ("nobodys", "stage train needs column foo: no stage produces it"),
         ("unknown", "algorithm unknown: defaults have clip_hihg; a row may set clip_low"),
         ("wrong", "algorithm.loss_aggregation=tokenmean: must be one of token-mean"),
         ("untaught", "algorithm untaught: derived has no returns for the critic to learn"),

@@ -1,4 +1,4 @@
-"""A queue under test over shards in the same process, and its users."""
+"""A queue client under test, over shards in the same process."""
 
 from streamrl.buffer import ExperienceQueue, QueueConfig, ShardCapacity
 from streamrl.messages import Columns, Experience
@@ -24,18 +24,18 @@ def queue_of(count: int) -> ExperienceQueue:
 async def take_all(
     queue: ExperienceQueue, stage: str, columns: tuple[str, ...] = (), *, max_groups: int = 3
 ) -> list[Experience]:
-    taken: list[Experience] = []
-    while found := await queue.lease_groups(
+    groups: list[Experience] = []
+    while batch := await queue.lease_groups(
         stage, max_groups=max_groups, columns=columns, wait_s=1.0
     ):
-        assert len(found) <= max_groups
-        taken += found
-    return taken
+        assert len(batch) <= max_groups
+        groups += batch
+    return groups
 
 
 async def do(queue: ExperienceQueue, stage: str, columns: Columns) -> None:
-    taken = await take_all(queue, stage)
-    assert await queue.commit_columns([(one.lease, columns) for one in taken]) == []
+    groups = await take_all(queue, stage)
+    assert await queue.commit_columns([(group.lease, columns) for group in groups]) == []
 
 
 async def finish(queue: ExperienceQueue) -> None:

@@ -1,4 +1,4 @@
-"""What tests of the journal share."""
+"""Fixtures of the journal tests."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def fsyncs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of what was fsynced, in order."""
+    """Names of fsynced files and folders, in order."""
     fsync, names = os.fsync, []
 
     def watched(descriptor: int) -> None:

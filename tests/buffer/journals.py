@@ -1,4 +1,4 @@
-"""Journals under test, and notes to put into them."""
+"""Journals under test, and records to write to them."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ def note(i: int, payload: Blob = b"payload") -> JournalRecord:
 
 
 def numbers(folder: Path, **bounds: Any) -> list[int | None]:
-    """The notes as they are replayed; None for a corrupt one."""
+    """Return the replayed notes; None for a corrupt record."""
     return [
         None if isinstance(item, CorruptRecord) else item[1].meta["i"]
         for item in replay_segments(folder, **bounds)
@@ -32,12 +32,12 @@ def numbers(folder: Path, **bounds: Any) -> list[int | None]:
 def intact(
     items: Iterable[tuple[RecordPosition, JournalRecord] | CorruptRecord],
 ) -> list[tuple[RecordPosition, JournalRecord]]:
-    """Fail if one of the records is corrupt."""
-    found = []
+    """Assert that no record is corrupt."""
+    records = []
     for item in items:
         assert not isinstance(item, CorruptRecord), item
-        found.append(item)
-    return found
+        records.append(item)
+    return records
 
 
 def opened(folder: Path, **config: Any) -> Journal:
@@ -45,14 +45,14 @@ def opened(folder: Path, **config: Any) -> Journal:
 
 
 async def written(folder: Path, *rounds: range, **config: Any) -> list[RecordPosition]:
-    """A journal with one segment per round."""
-    journal, places = opened(folder, **config), []
+    """Write a journal with one segment per round; return the positions."""
+    journal, positions = opened(folder, **config), []
     for n, notes in enumerate(rounds):
         if n:
             await journal.rotate()
-        places += await journal.append([note(i) for i in notes])
+        positions += await journal.append([note(i) for i in notes])
     await journal.close()
-    return places
+    return positions
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Random lives of a shard: all that may be asked of one, in any order, much of it at once."""
+"""Random schedules of calls to a shard, many of them concurrent."""
 
 import asyncio
 import random
@@ -38,14 +38,14 @@ moves = st.lists(
     min_size=25,
     max_size=100,
 )
-"""What happens, and the seed of what is left open."""
+"""Moves, each with the seed of its random choices."""
 
 
 class Life:
-    """Asks a shard for what a schedule says, waiting only now and then for the answers.
+    """Runs a schedule against a shard, waiting for replies only now and then.
 
-    `accepted` has what the shard has acknowledged: columns by uid and stage; `gone` are the uids
-    that have left, `tokens` what each of those that were given is for.
+    `accepted`: acknowledged columns by uid and stage. `gone`: removed uids. `tokens`: the work that
+    each lease token was granted for.
     """
 
     def __init__(self, shard: QueueShard) -> None:
@@ -54,25 +54,25 @@ class Life:
         self.admitted: set[str] = set()
         self.accepted: dict[tuple[str, str], Columns] = {}
         self.gone: set[str] = set()
-        self.held: dict[int, Experience] = {}
+        self.leased: dict[int, Experience] = {}
         self.tokens: dict[int, tuple[str, str, str]] = {}
         self.version = 0
-        self._asked: list[asyncio.Future[None]] = []
+        self._calls: list[asyncio.Future[None]] = []
 
     async def live(self, moves: Sequence[tuple[str, int]]) -> None:
-        """Make these moves one after the other."""
+        """Start the moves in order."""
         for move, seed in moves:
             rng = random.Random(seed)
-            self._asked.append(asyncio.ensure_future(self._move(move, rng)))
+            self._calls.append(asyncio.ensure_future(self._move(move, rng)))
             if rng.random() < 0.5:
                 await self.settle()
             else:
                 await asyncio.sleep(0)
 
     async def settle(self) -> None:
-        """Wait for all answers."""
-        await asyncio.gather(*self._asked)
-        self._asked.clear()
+        """Wait for all replies."""
+        await asyncio.gather(*self._calls)
+        self._calls.clear()
 
     async def _move(self, move: str, rng: random.Random) -> None:
         act: Mapping[str, Callable[[random.Random], Awaitable[None]]] = {
@@ -86,7 +86,7 @@ class Life:
         }
         if move in act:
             await act[move](rng)
-        elif self.held:
+        elif self.leased:
             self._at_once(move, rng)
 
     async def _admit(self, rng: random.Random) -> None:
@@ -107,33 +107,33 @@ class Life:
         for stage in rng.sample(list(STAGES), len(STAGES)):
             holder = "coordinator" if stage == "train" else rng.choice(HOLDERS)
             request = f"{holder}/{rng.randrange(4)}" if rng.random() < 0.3 else ""
-            found = await take(self.shard, stage, max_groups=most, holder=holder, request=request)
-            for one in found:
-                work = (one.uid, stage, holder)
-                assert self.tokens.setdefault(one.lease.token, work) == work
-                self.held[one.lease.token] = one
-            if found:
+            groups = await take(self.shard, stage, max_groups=most, holder=holder, request=request)
+            for group in groups:
+                work = (group.uid, stage, holder)
+                assert self.tokens.setdefault(group.lease.token, work) == work
+                self.leased[group.lease.token] = group
+            if groups:
                 return
 
     async def _put(self, rng: random.Random) -> None:
-        work = [one for one in self.held.values() if one.lease.stage != "train"]
+        work = [group for group in self.leased.values() if group.lease.stage != "train"]
         chosen = rng.sample(work, min(rng.randint(1, 3), len(work)))
-        entries = [(one.lease, made(one.lease, rng)) for one in chosen]
+        entries = [(group.lease, made(group.lease, rng)) for group in chosen]
         refused = await put(self.shard, *entries)
         for lease, columns in entries:
             if lease.uid not in refused:
                 self.accepted[lease.uid, lease.stage] = columns
-            self.held.pop(lease.token, None)
+            self.leased.pop(lease.token, None)
 
     async def _train(self, rng: random.Random) -> None:
-        """The coordinator takes what is ready or has ended out of the queue."""
-        done = [one.uid for one in self.held.values() if one.lease.stage == "train"]
+        """Remove ready or ended groups, like the coordinator."""
+        done = [group.uid for group in self.leased.values() if group.lease.stage == "train"]
         chosen = rng.sample(done, min(rng.randint(1, 3), len(done)))
         self.version += 1
         await self._go(chosen)
 
     async def _leave(self, rng: random.Random) -> None:
-        """A restarted coordinator does not know of a group."""
+        """Remove a group unknown to a restarted coordinator."""
         await self._go(rng.sample(self.uids, min(1, len(self.uids))))
 
     async def _go(self, uids: Sequence[str]) -> None:
@@ -144,13 +144,13 @@ class Life:
         await asyncio.sleep(rng.choice([0.001, 0.1, 3.0, 6.0, 11.0]))
 
     def _at_once(self, move: str, rng: random.Random) -> None:
-        one = rng.choice(list(self.held.values())).lease
+        lease = rng.choice(list(self.leased.values())).lease
         if move == "fail":
-            self.shard.fail_groups([(one, DeadlineError("no verdict"))])
+            self.shard.fail_groups([(lease, DeadlineError("no verdict"))])
         elif move == "filter":
-            self.shard.filter_groups([(one, FilteredGroup("all rewards are equal"))])
+            self.shard.filter_groups([(lease, FilteredGroup("all rewards are equal"))])
         elif move == "renew":
-            self.shard.renew_leases([held.lease for held in self.held.values()])
+            self.shard.renew_leases([group.lease for group in self.leased.values()])
         elif move == "release":
             self.shard.release_holder(rng.choice(HOLDERS))
         else:
@@ -159,7 +159,7 @@ class Life:
 
 
 def made(lease: GroupLease, rng: random.Random) -> Columns:
-    """Columns that tell one commit from another."""
+    """Return columns that differ between commits."""
     if lease.stage == "generate":
         columns = rollouts()
         columns["generator_logprobs"] = np.full(10, -rng.random(), np.float32)
@@ -169,27 +169,25 @@ def made(lease: GroupLease, rng: random.Random) -> Columns:
 
 
 def facts(
-    book: ShardState, blob_of: Callable[[Any], bytes], *, leases: bool = True
+    state: ShardState, blob_of: Callable[[Any], bytes], *, leases: bool = True
 ) -> dict[str, Any]:
-    """All of a book that must not be lost. `blob_of` gives the bytes of a part."""
-    groups = sorted(book.groups.values(), key=lambda group: group.admission_order)
+    """Return everything durable of a shard state; `blob_of` returns the bytes of columns."""
+    groups = sorted(state.groups.values(), key=lambda group: group.admission_order)
     return {
-        "version": book.version,
+        "version": state.version,
         "groups": [_facts(group, blob_of, leases) for group in groups],
     }
 
 
 def _facts(group: GroupState, blob_of: Callable[[Any], bytes], leases: bool) -> tuple[Any, ...]:
-    held = sorted(
-        (one.lease.token, stage, one.lease.holder, one.lease.attempt, one.request_id)
-        for stage, several in group.leases.items()
-        for one in several
+    active = sorted(
+        (a.lease.token, stage, a.lease.holder, a.lease.attempt, a.request_id)
+        for stage, leases_of_stage in group.leases.items()
+        for a in leases_of_stage
     )
-    begun = (group.uid, group.prompt, group.admitted_version, group.outcome)
-    common = (*begun, Counter(group.failures), held if leases else [])
+    basics = (group.uid, group.prompt, group.admitted_version, group.outcome)
+    common = (*basics, Counter(group.failures), active if leases else [])
     if group.outcome is not None:
         return common
-    parts = {
-        stage: (part.column_names, blob_of(part)) for stage, part in group.stage_columns.items()
-    }
-    return (*common, group.info, group.ready_version, parts)
+    columns = {stage: (c.column_names, blob_of(c)) for stage, c in group.stage_columns.items()}
+    return (*common, group.info, group.ready_version, columns)

@@ -1,4 +1,4 @@
-"""A shard under test: its stages, what they make of a group, and a user who asks for it."""
+"""A shard under test: stages, their columns, and calls as the client makes them."""
 
 import pickle
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -49,19 +49,19 @@ def prompt(uid: str) -> Prompt:
 
 
 def rollouts(version: int = 0) -> dict[str, Any]:
-    """Two rollouts of two tokens and three sampled ones: 10 tokens, 6 in the loss."""
-    one = Rollout.from_single_turn(
+    """Two rollouts of two prompt tokens and three sampled ones: 10 tokens, 6 in the loss."""
+    rollout = Rollout.from_single_turn(
         np.array([1, 2], np.int32),
         [5, 6, 7],
         logprobs=[-1.0, -2.0, -3.0],
         versions=[version] * 3,
         finish_reason=FinishReason.STOP,
     )
-    return rollouts_to_columns([one, one])
+    return rollouts_to_columns([rollout, rollout])
 
 
 WORK: Mapping[str, Columns] = {"generate": rollouts(), "reward": SCORES, "reference": REFERENCE}
-"""What each stage that adds columns makes of a group."""
+"""Columns that each producing stage commits."""
 
 
 def make_shard(
@@ -72,10 +72,10 @@ def make_shard(
     session: str = "",
     **settings: Any,
 ) -> QueueShard:
-    """A shard on the running loop; `settings` are those of the queue."""
+    """Make a shard on the running loop; `settings` are fields of QueueConfig."""
     config = QueueConfig(**{**QUICK, **settings})
     book = ShardState(STAGES) if book is None else book
-    return QueueShard(book, config, bounds=bounds, session=session, log=log)
+    return QueueShard(book, config, capacity=bounds, session=session, log=log)
 
 
 def on_shard(test: Callable[[QueueShard], Awaitable[None]], **facts: Any) -> None:
@@ -88,16 +88,16 @@ def on_shard(test: Callable[[QueueShard], Awaitable[None]], **facts: Any) -> Non
 
 
 def entry(uid: str, version: int = 0) -> tuple[str, bytes, int]:
-    """An admission, as a shard is told of it."""
+    """Return the entry of an `admit_prompts` call."""
     return uid, pickle.dumps(prompt(uid)), version
 
 
 async def admit(shard: QueueShard, *uids: str, version: int = 0, wait_s: float = 1.0) -> None:
-    """Part by part until all are in, as the client does."""
+    """Retry until all are in, like the client."""
     waiting = [entry(uid, version) for uid in uids]
     while waiting:
         entered = await shard.admit_prompts(waiting, wait_s=wait_s)
-        waiting = [one for one in waiting if one[0] not in entered]
+        waiting = [item for item in waiting if item[0] not in entered]
 
 
 async def take(
@@ -111,12 +111,12 @@ async def take(
     max_tokens: int | None = None,
     request: str = "",
 ) -> list[Experience]:
-    """Lease groups and open them, as the client does."""
-    wanted = LeaseRequest(stage, holder, max_groups, tuple(columns), max_tokens, request)
-    found = []
-    for grant in await shard.lease_groups(wanted, wait_s=wait_s):
+    """Lease groups and decode them, like the client."""
+    lease_request = LeaseRequest(stage, holder, max_groups, tuple(columns), max_tokens, request)
+    experiences = []
+    for grant in await shard.lease_groups(lease_request, wait_s=wait_s):
         columns_of = {n: c for blob in grant.blobs for n, c in decode_columns(blob).items()}
-        found.append(
+        experiences.append(
             Experience(
                 lease=grant.lease,
                 admitted_version=grant.admitted_version,
@@ -127,7 +127,7 @@ async def take(
                 columns={name: columns_of[name] for name in columns if name in columns_of},
             )
         )
-    return found
+    return experiences
 
 
 def commit(lease: GroupLease, columns: Columns) -> ColumnCommit:
@@ -140,12 +140,12 @@ async def put(shard: QueueShard, *entries: tuple[GroupLease, Columns]) -> list[s
 
 
 async def do(shard: QueueShard, *stages: str, max_groups: int = 10) -> None:
-    """Let stages work off what is ready for them, one stage after the other."""
+    """Let each stage in turn process its ready groups."""
     for stage in stages:
-        taken = await take(shard, stage, max_groups=max_groups)
-        assert await put(shard, *((one.lease, WORK[stage]) for one in taken)) == []
+        groups = await take(shard, stage, max_groups=max_groups)
+        assert await put(shard, *((group.lease, WORK[stage]) for group in groups)) == []
 
 
 async def finish(shard: QueueShard, *, max_groups: int = 10) -> None:
-    """All stages that add columns."""
+    """Run all producing stages."""
     await do(shard, *WORK, max_groups=max_groups)

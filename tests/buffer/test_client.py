@@ -1,4 +1,4 @@
-"""The queue over several shards: where groups are, how they end, who died."""
+"""Queue client over several shards: location of groups, their ends, dead holders."""
 
 import asyncio
 import math
@@ -18,7 +18,7 @@ from tests.buffer.shards import prompt, rollouts
 
 
 def large(value: int) -> Columns:
-    """Rollouts of one long completion, whose blob is not in one piece."""
+    """Rollouts of one long completion; their blob comes in pieces."""
     tokens = LARGE_BLOB_BYTES // 4
     return {
         "token_ids": np.full(tokens, value, np.int32),
@@ -30,7 +30,7 @@ def large(value: int) -> Columns:
     }
 
 
-def test_large_columns_outlive_the_shard_that_took_them() -> None:
+def test_large_columns_survive_a_shard_restart() -> None:
     async def main() -> None:
         (shard,) = shards = local_shards(1)
         queue = ExperienceQueue(shards, "me")
@@ -45,20 +45,21 @@ def test_large_columns_outlive_the_shard_that_took_them() -> None:
     run_virtual(main())
 
 
-def test_a_put_that_one_shard_refuses_ends_when_it_has_ended_at_the_others() -> None:
+def test_failed_commit_waits_for_all_shards_before_raising() -> None:
     async def main() -> None:
         shards = local_shards(2)
         queue = ExperienceQueue(shards, "me")
         await queue.admit_prompts([prompt(uid) for uid in UIDS[:8]], 0)
         leases = {
-            queue.get_shard_index(one.uid): one.lease for one in await take_all(queue, "generate")
+            queue.get_shard_index(group.uid): group.lease
+            for group in await take_all(queue, "generate")
         }
         shards[1].log.write_s = 5.0
         columns = large(7)
         bad = {**large(7), "lengths": np.array([3], np.int32)}
         with pytest.raises(ContractError, match="token_ids"):
             await queue.commit_columns([(leases[0], bad), (leases[1], columns)])
-        # From here on they are the caller's again.
+        # From here on the caller may change the columns.
         columns["token_ids"][:] = 99
         shards[1].log.write_s = 0.0
         shards[1].kill()
@@ -69,11 +70,11 @@ def test_a_put_that_one_shard_refuses_ends_when_it_has_ended_at_the_others() -> 
     run_virtual(main())
 
 
-def test_room_may_be_waited_for_longer_than_one_call_takes() -> None:
+def test_admission_waits_for_capacity_over_several_requests() -> None:
     async def main() -> None:
         queue = ExperienceQueue(local_shards(1, capacity=1), "me")
         await queue.admit_prompts([prompt("a")], 0)
-        with pytest.raises(DeadlineError, match="waited for room in a full shard"):
+        with pytest.raises(DeadlineError, match="waited for capacity in a full shard"):
             await queue.admit_prompts([prompt("b")], 0, wait_s=50.0)
         assert asyncio.get_running_loop().time() == pytest.approx(50.0, abs=1.0)
         waiting = asyncio.create_task(queue.admit_prompts([prompt("b")], 0, wait_s=math.inf))
@@ -85,54 +86,56 @@ def test_room_may_be_waited_for_longer_than_one_call_takes() -> None:
     run_virtual(main())
 
 
-# Where groups are.
+# Location of groups
 
 
-def test_a_group_lives_in_the_shard_its_uid_hashes_to_in_every_process() -> None:
+def test_shard_index_is_equal_in_every_process() -> None:
     async def main() -> None:
         shards = local_shards(3)
-        one, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
-        await one.admit_prompts([prompt(uid) for uid in UIDS], 0)
-        places = [one.get_shard_index(uid) for uid in UIDS]
-        assert places == [other.get_shard_index(uid) for uid in UIDS]
-        assert places == [zlib.crc32(uid.encode()) % 3 for uid in UIDS]
+        first_queue, second_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
+        await first_queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
+        indices = [first_queue.get_shard_index(uid) for uid in UIDS]
+        assert indices == [second_queue.get_shard_index(uid) for uid in UIDS]
+        assert indices == [zlib.crc32(uid.encode()) % 3 for uid in UIDS]
         for i, shard in enumerate(shards):
-            mine = {uid for uid, place in zip(UIDS, places, strict=True) if place == i}
-            assert set((await shard.get_stats()).uids) == mine != set()
+            shard_uids = {uid for uid, index in zip(UIDS, indices, strict=True) if index == i}
+            assert set((await shard.get_stats()).uids) == shard_uids != set()
 
     run_virtual(main())
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_every_group_is_taken_once_wherever_it_lives(shards: int) -> None:
+def test_every_group_is_leased_once_from_any_shard(shards: int) -> None:
     async def main() -> None:
         queue = queue_of(shards)
         await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
-        taken = [experience.uid for experience in await take_all(queue, "generate")]
-        assert sorted(taken) == sorted(UIDS)
+        leased = [experience.uid for experience in await take_all(queue, "generate")]
+        assert sorted(leased) == sorted(UIDS)
 
     run_virtual(main())
 
 
-def test_a_full_shard_blocks_the_others_only_until_its_deadline() -> None:
+def test_full_shard_blocks_admission_until_its_deadline() -> None:
     async def main() -> None:
         queue = ExperienceQueue(local_shards(2, capacity=1), "me")
-        with pytest.raises(DeadlineError, match="waited for room in a full shard"):
+        with pytest.raises(DeadlineError, match="waited for capacity in a full shard"):
             await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
         assert len((await queue.get_stats()).uids) == 2
 
     run_virtual(main())
 
 
-def test_columns_are_read_back_by_uid() -> None:
+def test_read_columns_by_uid() -> None:
     async def main() -> None:
         queue, uids = queue_of(2), UIDS[:6]
         await queue.admit_prompts([prompt(uid) for uid in uids], 0)
         await do(queue, "generate", rollouts(version=3))
-        found = await queue.read_columns(uids, ("policy_version", "lengths"))
-        assert set(found) == set(uids)
-        assert all(columns["lengths"].tolist() == [5, 5] for columns in found.values())
-        assert all(columns.keys() == {"policy_version", "lengths"} for columns in found.values())
+        columns_by_uid = await queue.read_columns(uids, ("policy_version", "lengths"))
+        assert set(columns_by_uid) == set(uids)
+        assert all(columns["lengths"].tolist() == [5, 5] for columns in columns_by_uid.values())
+        assert all(
+            columns.keys() == {"policy_version", "lengths"} for columns in columns_by_uid.values()
+        )
         stats = await queue.end_step([], 1)
         assert set(stats.uids) == set(uids)
         assert stats.depth["reward"] >= 0
@@ -140,18 +143,18 @@ def test_columns_are_read_back_by_uid() -> None:
     run_virtual(main())
 
 
-def test_columns_of_several_stages_are_read_as_one() -> None:
+def test_read_columns_of_several_stages() -> None:
     async def main() -> None:
         queue = queue_of(2)
         await queue.admit_prompts([prompt("0:0:0")], 0)
         await finish(queue)
-        found = await queue.read_columns(["0:0:0"], ("scores", "lengths", "ref_logprobs"))
-        assert [len(column) for column in found["0:0:0"].values()] == [2, 2, 10]
+        columns_by_uid = await queue.read_columns(["0:0:0"], ("scores", "lengths", "ref_logprobs"))
+        assert [len(column) for column in columns_by_uid["0:0:0"].values()] == [2, 2, 10]
 
     run_virtual(main())
 
 
-def test_the_figures_of_all_shards_are_added_up() -> None:
+def test_stats_are_summed_over_shards() -> None:
     async def main() -> None:
         queue = queue_of(3)
         await queue.admit_prompts([prompt(uid) for uid in UIDS], 0)
@@ -165,24 +168,24 @@ def test_the_figures_of_all_shards_are_added_up() -> None:
     run_virtual(main())
 
 
-def test_groups_come_in_with_what_was_made_of_them_elsewhere() -> None:
+def test_add_groups_inserts_prompts_with_columns() -> None:
     async def main() -> None:
         queue = queue_of(2)
-        made = [(prompt(uid), rollouts(version=2)) for uid in UIDS]
-        await queue.add_groups(made, 2, stage="generate")
+        new_groups = [(prompt(uid), rollouts(version=2)) for uid in UIDS]
+        await queue.add_groups(new_groups, 2, stage="generate")
         assert not await take_all(queue, "generate")
-        taken = await take_all(queue, "reward", ("policy_version",))
-        assert sorted(one.uid for one in taken) == sorted(UIDS)
-        assert all(one.columns["policy_version"].max() == 2 for one in taken)
-        assert all(one.prompt is not None and one.prompt.uid == one.uid for one in taken)
+        leased = await take_all(queue, "reward", ("policy_version",))
+        assert sorted(group.uid for group in leased) == sorted(UIDS)
+        assert all(group.columns["policy_version"].max() == 2 for group in leased)
+        assert all(group.prompt is not None and group.prompt.uid == group.uid for group in leased)
 
     run_virtual(main())
 
 
-# How groups end.
+# Ends of groups
 
 
-def test_ended_groups_reach_the_coordinator_with_their_reasons_and_no_columns() -> None:
+def test_ended_groups_reach_the_last_stage_with_reason_and_without_columns() -> None:
     async def main() -> None:
         queue = queue_of(2)
         await queue.admit_prompts([prompt(uid) for uid in UIDS[:2]], 0)
@@ -192,7 +195,7 @@ def test_ended_groups_reach_the_coordinator_with_their_reasons_and_no_columns() 
         await queue.fail_groups([(failed.lease, DeadlineError("no verdict"))])
         (again,) = await take_all(queue, "reward")
         await queue.fail_groups([(again.lease, DeadlineError("no verdict"))])
-        ended = {one.uid: one for one in await take_all(queue, "train", ("scores",))}
+        ended = {group.uid: group for group in await take_all(queue, "train", ("scores",))}
         assert ended[filtered.uid].outcome == GroupOutcome(
             "filtered", "all 2 rewards are 1", filtered=True
         )
@@ -202,55 +205,59 @@ def test_ended_groups_reach_the_coordinator_with_their_reasons_and_no_columns() 
     run_virtual(main())
 
 
-def test_refused_commits_are_named() -> None:
+def test_refused_commits_return_their_uids() -> None:
     async def main() -> None:
         queue = queue_of(3)
         await queue.admit_prompts([prompt(uid) for uid in UIDS[:6]], 0)
-        taken = await take_all(queue, "generate")
-        entries = [(one.lease, rollouts()) for one in taken]
+        leased = await take_all(queue, "generate")
+        entries = [(group.lease, rollouts()) for group in leased]
         assert await queue.commit_columns(entries[:4]) == []
-        assert sorted(await queue.commit_columns(entries)) == sorted(one.uid for one in taken[:4])
+        assert sorted(await queue.commit_columns(entries)) == sorted(
+            group.uid for group in leased[:4]
+        )
 
     run_virtual(main())
 
 
-# Death and stalls.
+# Dead holders and stalls
 
 
-def test_the_work_of_a_dead_holder_is_free_in_every_shard() -> None:
+def test_release_holder_requeues_in_every_shard() -> None:
     async def main() -> None:
         shards = local_shards(3)
         dead, alive = ExperienceQueue(shards, "worker-0"), ExperienceQueue(shards, "worker-1")
         await alive.admit_prompts([prompt(uid) for uid in UIDS], 0)
-        mine = await take_all(dead, "generate")
-        assert len(mine) == 20
+        dead_groups = await take_all(dead, "generate")
+        assert len(dead_groups) == 20
         assert await alive.release_holder("worker-0") == 20
         assert len(await take_all(alive, "generate")) == 20
 
     run_virtual(main())
 
 
-def test_slow_work_is_named_and_where_groups_are_can_be_asked() -> None:
+def test_find_overdue_and_locate_groups_cover_all_shards() -> None:
     async def main() -> None:
         shards = local_shards(3)
         slow, watcher = ExperienceQueue(shards, "worker-0"), ExperienceQueue(shards, "coordinator")
         await watcher.admit_prompts([prompt(uid) for uid in UIDS[:5]], 0)
-        taken = await take_all(slow, "generate")
+        leased = await take_all(slow, "generate")
         await asyncio.sleep(5.0)
-        found = await watcher.find_overdue(4.0)
-        assert sorted(one.uid for one in found) == sorted(one.uid for one in taken)
-        assert all(isinstance(one, OverdueLease) and one.holder == "worker-0" for one in found)
-        places = await watcher.locate_groups([*UIDS[:2], "0:99:0"])
-        assert places.keys() == set(UIDS[:2])
-        assert all("held by worker-0 for 6." in place for place in places.values())
-        await watcher.requeue_overdue(found)
+        overdue = await watcher.find_overdue(4.0)
+        assert sorted(lease.uid for lease in overdue) == sorted(group.uid for group in leased)
+        assert all(
+            isinstance(lease, OverdueLease) and lease.holder == "worker-0" for lease in overdue
+        )
+        locations = await watcher.locate_groups([*UIDS[:2], "0:99:0"])
+        assert locations.keys() == set(UIDS[:2])
+        assert all("held by worker-0 for 6." in phrase for phrase in locations.values())
+        await watcher.requeue_overdue(overdue)
         assert len(await slow.renew_leases()) == 5
 
     run_virtual(main())
 
 
 @pytest.mark.parametrize("version", [None, "0", 1.5, True, -1, np.int64(1)])
-def test_what_is_no_version_is_refused_and_leaves_no_trace(version: object) -> None:
+def test_invalid_version_raises_and_changes_nothing(version: object) -> None:
     async def main() -> None:
         (shard,) = local_shards(1)
         queue = ExperienceQueue([shard], "me")

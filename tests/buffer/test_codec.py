@@ -1,4 +1,4 @@
-"""Columns as bytes: what is read is what was written, and the format is safetensors."""
+"""Columns as safetensors blobs: round trips and views."""
 
 import numpy as np
 import pytest
@@ -34,18 +34,18 @@ def same(found: Columns, wanted: Columns) -> None:
 
 
 @given(columns)
-def test_what_is_read_is_what_was_written(written: Columns) -> None:
+def test_columns_round_trip(written: Columns) -> None:
     same(decode_columns(encode_columns(written)), written)
 
 
 @given(columns)
-def test_the_safetensors_library_reads_our_blobs_and_we_read_its(written: Columns) -> None:
+def test_blobs_are_compatible_with_safetensors(written: Columns) -> None:
     same(safetensors.numpy.load(join_pieces(encode_columns(written))), written)
     same(decode_columns(safetensors.numpy.save(dict(written))), written)
 
 
 @given(columns)
-def test_every_column_begins_at_a_multiple_of_its_item_size(written: Columns) -> None:
+def test_columns_are_aligned_to_their_item_size(written: Columns) -> None:
     blob = join_pieces(encode_columns(written))
     start = np.frombuffer(blob, np.uint8).__array_interface__["data"][0]
     for column in decode_columns(blob).values():
@@ -62,7 +62,7 @@ LARGE = {
 }
 
 
-def test_a_large_blob_is_not_put_together_until_it_is_sent() -> None:
+def test_large_blob_stays_in_pieces() -> None:
     blob = encode_columns(LARGE)
     assert isinstance(blob, tuple)
     same(decode_columns(blob), LARGE)
@@ -73,11 +73,11 @@ def test_a_large_blob_is_not_put_together_until_it_is_sent() -> None:
     same(safetensors.numpy.load(whole), LARGE)
 
 
-def test_a_small_blob_is_in_one_piece() -> None:
+def test_small_blob_is_one_piece() -> None:
     assert isinstance(encode_columns(rollouts()), bytes)
 
 
-def test_columns_are_views_of_the_blob_and_of_nothing_else() -> None:
+def test_decoded_columns_are_views_of_the_blob() -> None:
     blob = bytearray(join_pieces(encode_columns(rollouts())))
     found = decode_columns(blob)
     for column in found.values():
@@ -87,21 +87,21 @@ def test_columns_are_views_of_the_blob_and_of_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("buffer", [bytes, bytearray, memoryview])
-def test_any_buffer_is_read(buffer) -> None:  # type: ignore[no-untyped-def]
+def test_any_buffer_type_is_decoded(buffer) -> None:  # type: ignore[no-untyped-def]
     same(decode_columns(buffer(encode_columns(rollouts()))), rollouts())
 
 
-def test_views_of_bytes_that_belong_to_others_cannot_be_written_to() -> None:
+def test_views_of_foreign_bytes_are_read_only() -> None:
     assert not any(
         column.flags.writeable for column in decode_columns(encode_columns(rollouts())).values()
     )
 
 
-def test_a_column_that_is_a_slice_with_gaps_is_written_as_it_looks() -> None:
+def test_strided_column_is_encoded_contiguously() -> None:
     gaps = {"lengths": np.arange(10, dtype=np.int32)[::3]}
     assert decode_columns(encode_columns(gaps))["lengths"].tolist() == [0, 3, 6, 9]
 
 
-def test_a_dtype_no_column_may_have_is_an_error() -> None:
+def test_unsupported_dtype_raises() -> None:
     with pytest.raises(KeyError, match="float64"):
         encode_columns({"scores": np.zeros(2)})

@@ -1,4 +1,4 @@
-"""What a shard takes: from whom, when, and how often."""
+"""Commits of a shard: accepted once, refused without an active lease."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -32,10 +32,10 @@ from tests.buffer.shards import (
 )
 from tests.fake_shards import MemoryLog
 
-# Commits.
+# Commits
 
 
-def test_late_and_duplicate_commits_are_refused_by_their_token() -> None:
+def test_late_and_duplicate_commits_are_refused() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (slow,) = await take(shard, "generate")
@@ -50,11 +50,11 @@ def test_late_and_duplicate_commits_are_refused_by_their_token() -> None:
     on_shard(test)
 
 
-def test_work_on_a_group_that_ended_meanwhile_is_refused_and_is_nobodys_fault() -> None:
+def test_commit_for_an_ended_group_is_refused_but_not_counted() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
-        (one,) = await take(shard, "generate")
-        await put(shard, (one.lease, rollouts()))
+        (group,) = await take(shard, "generate")
+        await put(shard, (group.lease, rollouts()))
         (judged,), (referred,) = await take(shard, "reward"), await take(shard, "reference")
         shard.filter_groups([(judged.lease, FilteredGroup("not worth it"))])
         assert await put(shard, (referred.lease, REFERENCE)) == ["a"]
@@ -65,7 +65,7 @@ def test_work_on_a_group_that_ended_meanwhile_is_refused_and_is_nobodys_fault() 
     on_shard(test)
 
 
-def test_work_on_a_group_that_left_meanwhile_is_refused_and_is_nobodys_fault() -> None:
+def test_commit_for_a_removed_group_is_refused_but_not_counted() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", "b")
         first, second = await take(shard, "generate")
@@ -77,21 +77,21 @@ def test_work_on_a_group_that_left_meanwhile_is_refused_and_is_nobodys_fault() -
     on_shard(test)
 
 
-def test_who_waits_for_ended_groups_is_told_of_them_until_they_leave() -> None:
+def test_wait_for_finished_reports_groups_until_removal() -> None:
     async def test(shard: QueueShard) -> None:
         clock = asyncio.get_running_loop().time
         await admit(shard, "a", "b")
         assert await shard.wait_for_finished(wait_s=2.0) == []
         assert clock() == pytest.approx(2.0, abs=0.1)
-        generated = [(one.lease, rollouts()) for one in await take(shard, "generate")]
+        generated = [(group.lease, rollouts()) for group in await take(shard, "generate")]
         await put(shard, *generated)
         first, _ = await take(shard, "reward")
         waiting = asyncio.create_task(shard.wait_for_finished(wait_s=60.0))
         await asyncio.sleep(1.0)
         shard.filter_groups([(first.lease, FilteredGroup("not worth it"))])
         began = clock()
-        for told in (await waiting, await shard.wait_for_finished(wait_s=60.0)):
-            (farewell,) = told
+        for finished in (await waiting, await shard.wait_for_finished(wait_s=60.0)):
+            (farewell,) = finished
             assert (farewell.uid, farewell.outcome.reason) == ("a", "not worth it")
             assert farewell.info is not None and farewell.info.num_loss_tokens > 0
         assert clock() == pytest.approx(began, abs=0.1)
@@ -101,10 +101,10 @@ def test_who_waits_for_ended_groups_is_told_of_them_until_they_leave() -> None:
     on_shard(test)
 
 
-def test_the_groups_that_have_a_column_are_those_that_a_filter_has_kept() -> None:
+def test_find_uids_with_returns_groups_that_have_the_column() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", "b", "c")
-        await put(shard, *((one.lease, rollouts()) for one in await take(shard, "generate")))
+        await put(shard, *((group.lease, rollouts()) for group in await take(shard, "generate")))
         first, second, _ = await take(shard, "reward")
         assert shard.find_uids_with("scores") == []
         await put(shard, (first.lease, SCORES))
@@ -114,11 +114,11 @@ def test_the_groups_that_have_a_column_are_those_that_a_filter_has_kept() -> Non
     on_shard(test)
 
 
-def test_of_a_commit_that_comes_twice_at_once_one_is_taken() -> None:
+def test_concurrent_duplicate_commits_are_accepted_once() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
-        (one,) = await take(shard, "generate")
-        generated = (one.lease, rollouts())
+        (group,) = await take(shard, "generate")
+        generated = (group.lease, rollouts())
         assert await put(shard, generated, generated) == ["a"]
         (scoring,) = await take(shard, "reward")
         scored = (scoring.lease, SCORES)
@@ -128,15 +128,15 @@ def test_of_a_commit_that_comes_twice_at_once_one_is_taken() -> None:
     on_shard(test)
 
 
-def test_while_a_commit_is_being_written_its_work_is_nobody_elses() -> None:
+def test_group_is_not_granted_while_its_commit_is_written() -> None:
     async def main() -> None:
         shard = make_shard(log=MemoryLog(write_s=30.0), hedge_s=1.0)
         await admit(shard, "a", wait_s=100.0)
-        (one,) = await take(shard, "generate")
-        writing = asyncio.create_task(put(shard, (one.lease, rollouts())))
+        (group,) = await take(shard, "generate")
+        writing = asyncio.create_task(put(shard, (group.lease, rollouts())))
         await asyncio.sleep(1.0)
         assert not await take(shard, "generate", holder="you", wait_s=15.0)
-        assert shard.renew_leases([one.lease]) == [one.lease]
+        assert shard.renew_leases([group.lease]) == [group.lease]
         assert not await take(shard, "reward"), "what is not yet safe is not handed on"
         assert await writing == []
         scoring, reference = await take(shard, "reward"), await take(shard, "reference")
@@ -149,18 +149,20 @@ def test_while_a_commit_is_being_written_its_work_is_nobody_elses() -> None:
     run_virtual(main())
 
 
-def test_a_commit_is_for_nothing_if_its_group_ends_or_leaves_while_it_is_written() -> None:
+def test_commit_is_void_if_its_group_ends_while_it_is_written() -> None:
     async def main() -> None:
         shard = make_shard(log=MemoryLog(write_s=3.0), max_attempts=1)
         await admit(shard, *"ab", wait_s=10.0)
         await do(shard, "generate")
         references = await take(shard, "reference")
         ending, leaving = await take(shard, "reward")
-        left = asyncio.create_task(shard.remove_groups(["b"], 1))
-        writing = asyncio.create_task(put(shard, *((one.lease, REFERENCE) for one in references)))
+        removing = asyncio.create_task(shard.remove_groups(["b"], 1))
+        writing = asyncio.create_task(
+            put(shard, *((group.lease, REFERENCE) for group in references))
+        )
         await asyncio.sleep(1.0)
         shard.fail_groups([(ending.lease, DeadlineError("no verdict"))])
-        await left
+        await removing
         await writing
         assert leaving.uid == "b" and shard.get_stats().uids == ("a",)
         (ended,) = await take(shard, "train")
@@ -173,14 +175,12 @@ def test_a_commit_is_for_nothing_if_its_group_ends_or_leaves_while_it_is_written
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({}, "stage reward put no \\['scores'\\] for a"),
+        ({}, "stage reward committed a without \\['scores'\\]"),
         ({"scores": np.ones(3, np.float32)}, r"scores: float32\[3\], wanted float32\[2\]"),
         ({"scores": np.ones(2, np.int64)}, "scores: int64, wanted float32"),
     ],
 )
-def test_columns_that_are_not_as_declared_are_refused(
-    columns: Mapping[str, Any], message: str
-) -> None:
+def test_commit_with_undeclared_columns_raises(columns: Mapping[str, Any], message: str) -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -191,32 +191,32 @@ def test_columns_that_are_not_as_declared_are_refused(
     on_shard(test)
 
 
-def test_a_bad_commit_leaves_the_good_ones_beside_it_to_be_made_again() -> None:
+def test_invalid_commit_leaves_valid_commits_of_the_call_retryable() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await do(shard, "generate")
         good, bad = await take(shard, "reward")
-        with pytest.raises(ValueError, match="for b"):
+        with pytest.raises(ValueError, match="committed b without"):
             await put(shard, (good.lease, SCORES), (bad.lease, {}))
         assert await put(shard, (good.lease, SCORES), (bad.lease, SCORES)) == []
 
     on_shard(test)
 
 
-def test_columns_beyond_those_declared_are_kept() -> None:
+def test_extra_columns_are_kept() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
         (scoring,) = await take(shard, "reward")
-        more = {**SCORES, "reward/exact": np.zeros(2, np.float32)}
-        await put(shard, (scoring.lease, more))
+        extra_columns = {**SCORES, "reward/exact": np.zeros(2, np.float32)}
+        await put(shard, (scoring.lease, extra_columns))
         (blobs,) = shard.read_columns(["a"], ["reward/exact"])
         assert len(blobs) == 1
 
     on_shard(test)
 
 
-def test_an_error_of_the_journal_reaches_whoever_commits() -> None:
+def test_journal_error_reaches_the_committer() -> None:
     class FullDisk(MemoryLog):
         async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:
             if any(record.meta["kind"] == "put" for record in records):
@@ -226,22 +226,22 @@ def test_an_error_of_the_journal_reaches_whoever_commits() -> None:
     async def main() -> None:
         shard = make_shard(log=FullDisk())
         await admit(shard, "a")
-        (one,) = await take(shard, "generate")
+        (group,) = await take(shard, "generate")
         with pytest.raises(JournalError, match="no space left"):
-            await put(shard, (one.lease, rollouts()))
+            await put(shard, (group.lease, rollouts()))
         assert not await take(shard, "reward")
 
     run_virtual(main())
 
 
-# Groups that are made elsewhere.
+# Groups generated elsewhere
 
 
 def made(uid: str, columns: Columns) -> ColumnCommit:
     return commit(GroupLease(0, uid, "generate", 0, 0.0), columns)
 
 
-def test_a_group_comes_in_with_what_a_stage_has_made_of_it() -> None:
+def test_add_groups_makes_columns_available() -> None:
     async def test(shard: QueueShard) -> None:
         for _ in range(2):
             await shard.add_groups([entry("a", 2)], [made("a", rollouts(version=2))], wait_s=1.0)
@@ -256,34 +256,34 @@ def test_a_group_comes_in_with_what_a_stage_has_made_of_it() -> None:
     on_shard(test)
 
 
-def test_a_group_whose_prompt_alone_got_into_the_journal_is_completed() -> None:
+def test_add_groups_completes_a_group_with_only_its_prompt_journaled() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await shard.add_groups([entry("a")], [made("a", rollouts())], wait_s=1.0)
         assert not await take(shard, "generate")
-        assert [one.uid for one in await take(shard, "reward")] == ["a"]
+        assert [group.uid for group in await take(shard, "reward")] == ["a"]
 
     on_shard(test)
 
 
-def test_a_group_that_came_in_by_half_is_completed_once_whoever_else_is_at_it() -> None:
+def test_half_inserted_group_is_completed_once() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", "b")
         await asyncio.gather(
             *(shard.add_groups([entry("a")], [made("a", rollouts())], wait_s=1.0) for _ in range(2))
         )
         assert shard.get_stats().num_bytes == len(encode_columns(rollouts()))
-        (lease,) = (one.lease for one in await take(shard, "generate"))
+        (lease,) = (group.lease for group in await take(shard, "generate"))
         late = shard.add_groups([entry("b")], [made("b", rollouts(version=9))], wait_s=1.0)
         refused, _ = await asyncio.gather(put(shard, (lease, rollouts(version=1))), late)
         assert refused == []
         scoring = await take(shard, "reward", ("policy_version",))
-        assert [one.columns["policy_version"].max() for one in scoring] == [0, 1]
+        assert [group.columns["policy_version"].max() for group in scoring] == [0, 1]
 
     on_shard(test, log=MemoryLog())
 
 
-def test_a_call_made_again_is_answered_once_what_the_first_one_wrote_is_safe() -> None:
+def test_retried_add_groups_returns_after_the_first_write_is_durable() -> None:
     log = MemoryLog(write_s=0.1)
 
     async def test(shard: QueueShard) -> None:
@@ -299,7 +299,7 @@ def test_a_call_made_again_is_answered_once_what_the_first_one_wrote_is_safe() -
     on_shard(test, log=log)
 
 
-def test_bad_columns_for_a_group_that_came_in_by_half_are_not_written() -> None:
+def test_invalid_columns_for_a_half_inserted_group_are_not_written() -> None:
     log = MemoryLog()
 
     async def test(shard: QueueShard) -> None:
@@ -313,45 +313,47 @@ def test_bad_columns_for_a_group_that_came_in_by_half_are_not_written() -> None:
     on_shard(test, log=log)
 
 
-def test_a_stage_that_does_not_keep_to_what_it_declared_is_told_so() -> None:
+def test_contract_violations_raise_with_stage_and_columns() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
-        with pytest.raises(ContractError, match="stage nope: this queue has generate, reward"):
+        with pytest.raises(
+            ContractError, match="unknown stage nope: this queue has generate, reward"
+        ):
             await take(shard, "nope")
-        with pytest.raises(ContractError, match=r"stage generate takes \['scores'\]: not what"):
+        with pytest.raises(ContractError, match=r"stage generate requests \['scores'\]: not among"):
             await take(shard, "generate", ("scores",))
         with pytest.raises(ContractError, match="before its rollouts"):
             await shard.add_groups(
                 [entry("b")], [commit(GroupLease(0, "b", "reward", 0, 0), SCORES)], wait_s=1
             )
-        (one,) = await take(shard, "generate")
-        with pytest.raises(ContractError, match=r"stage generate put \['scores'\] for a: not its"):
-            await put(shard, (one.lease, {**rollouts(), **SCORES}))
+        (group,) = await take(shard, "generate")
+        with pytest.raises(ContractError, match=r"generate committed \['scores'\] for a: another"):
+            await put(shard, (group.lease, {**rollouts(), **SCORES}))
         unsampled = {**rollouts(), "loss_mask": np.zeros(10, np.bool_)}
         with pytest.raises(ContractError, match="group a: no token of it was sampled"):
-            await put(shard, (one.lease, unsampled))
+            await put(shard, (group.lease, unsampled))
         unversioned = {**rollouts(), "policy_version": np.full(10, -1, np.int32)}
         with pytest.raises(ContractError, match="group a: a sampled token has no policy_version"):
-            await put(shard, (one.lease, unversioned))
+            await put(shard, (group.lease, unversioned))
         negative = {**rollouts(), "lengths": np.array([12, -2], np.int32)}
         with pytest.raises(ContractError, match="group a: a rollout of -2 tokens"):
-            await put(shard, (one.lease, negative))
+            await put(shard, (group.lease, negative))
         none = {**rollouts(), "lengths": np.zeros(0, np.int32)}
         with pytest.raises(ContractError, match="group a: a rollout of 0 tokens"):
-            await put(shard, (one.lease, none))
+            await put(shard, (group.lease, none))
         uneven = {**rollouts(), "loss_mask": np.ones(9, np.bool_)}
         with pytest.raises(ContractError, match=r"policy_version\[10\], loss_mask\[9\]"):
-            await put(shard, (one.lease, uneven))
+            await put(shard, (group.lease, uneven))
         for name in ("foo", 7):
             with pytest.raises(ContractError, match=f"column {name}: there is no such column"):
-                more: dict[Any, Any] = {name: np.zeros(2, np.float32)}
-                await put(shard, (one.lease, {**rollouts(), **more}))
-        assert await put(shard, (one.lease, rollouts())) == []
+                extra_columns: dict[Any, Any] = {name: np.zeros(2, np.float32)}
+                await put(shard, (group.lease, {**rollouts(), **extra_columns}))
+        assert await put(shard, (group.lease, rollouts())) == []
 
     on_shard(test)
 
 
-def test_of_groups_with_bad_columns_none_comes_in() -> None:
+def test_add_groups_with_invalid_columns_inserts_nothing() -> None:
     async def test(shard: QueueShard) -> None:
         columns = {**rollouts(), "loss_mask": np.ones(3, np.bool_)}
         bad = replace(made("b", rollouts()), column_sizes=measure_columns(columns))
@@ -364,7 +366,7 @@ def test_of_groups_with_bad_columns_none_comes_in() -> None:
     on_shard(test)
 
 
-def test_what_is_of_the_group_itself_may_come_before_its_rollouts() -> None:
+def test_group_columns_may_be_committed_before_rollouts() -> None:
     greedy: Columns = {"greedy_ids": np.array([7, 8], np.int32)}
     baseline: Columns = {"baseline_scores": np.ones(2, np.float32)}
 

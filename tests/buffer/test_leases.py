@@ -1,4 +1,4 @@
-"""Who may work on what, until when, and who gets a second try."""
+"""Leases of a shard: expiry, renewal, hedges, restarts."""
 
 import asyncio
 import gc
@@ -29,10 +29,10 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-# Expiry and renewal. lease_s is 10, max_attempts 2.
+# Expiry and renewal; lease_s is 10, max_attempts 2
 
 
-def test_whoever_waits_for_work_is_woken_by_an_expired_lease() -> None:
+def test_expired_lease_wakes_waiting_requests() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await take(shard, "generate")
@@ -43,10 +43,10 @@ def test_whoever_waits_for_work_is_woken_by_an_expired_lease() -> None:
     on_shard(test)
 
 
-def test_a_lease_that_is_renewed_is_kept_and_one_that_is_not_is_lost() -> None:
+def test_renewed_lease_is_kept_and_expired_lease_is_lost() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
-        kept, lost = (one.lease for one in await take(shard, "generate", holder="generator-0"))
+        kept, lost = (group.lease for group in await take(shard, "generate", holder="generator-0"))
         for _ in range(5):
             await asyncio.sleep(6.0)
             shard.renew_leases([kept])
@@ -57,22 +57,22 @@ def test_a_lease_that_is_renewed_is_kept_and_one_that_is_not_is_lost() -> None:
     on_shard(test)
 
 
-def test_a_renewed_lease_ends_its_full_time_after_the_last_renewal() -> None:
+def test_renewal_restarts_the_full_term() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
-        (one,) = await take(shard, "generate")
+        (group,) = await take(shard, "generate")
         await asyncio.sleep(7.0)
-        shard.renew_leases([one.lease])
+        shard.renew_leases([group.lease])
         await take(shard, "generate", wait_s=60.0)
         assert now() == pytest.approx(17.0, abs=0.1)
 
     on_shard(test)
 
 
-def test_renewing_what_has_ended_or_left_says_that_it_is_lost() -> None:
+def test_renewal_reports_ended_and_removed_groups_as_lost() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"abc")
-        leases = [one.lease for one in await take(shard, "generate")]
+        leases = [group.lease for group in await take(shard, "generate")]
         await put(shard, (leases[0], rollouts()))
         await shard.remove_groups(["b"], 0)
         shard.fail_groups([(leases[2], DeadlineError("no"))])
@@ -81,12 +81,12 @@ def test_renewing_what_has_ended_or_left_says_that_it_is_lost() -> None:
     on_shard(test)
 
 
-def test_a_holder_that_is_silent_too_often_ends_the_group_with_the_cause() -> None:
+def test_group_is_dropped_after_too_many_expired_leases() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         for attempt in (1, 2):
-            (one,) = await take(shard, "generate", wait_s=60.0, holder="generator-0")
-            assert one.lease.attempt == attempt
+            (group,) = await take(shard, "generate", wait_s=60.0, holder="generator-0")
+            assert group.lease.attempt == attempt
         (ended,) = await take(shard, "train", wait_s=60.0)
         assert now() == pytest.approx(20.0, abs=0.1)
         assert ended.outcome == GroupOutcome(
@@ -96,7 +96,7 @@ def test_a_holder_that_is_silent_too_often_ends_the_group_with_the_cause() -> No
     on_shard(test)
 
 
-def test_failures_and_expiries_count_together() -> None:
+def test_failures_and_expiries_count_as_attempts_alike() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -109,14 +109,14 @@ def test_failures_and_expiries_count_together() -> None:
     on_shard(test)
 
 
-def test_a_commit_wins_over_the_expiry_of_its_lease_if_it_comes_first() -> None:
+def test_commit_before_expiry_is_accepted() -> None:
     async def main() -> None:
         shard = make_shard(log=MemoryLog(write_s=5.0))
         await admit(shard, "a", wait_s=10.0)
-        (one,) = await take(shard, "generate")
+        (group,) = await take(shard, "generate")
         await asyncio.sleep(9.0)
-        writing = asyncio.create_task(put(shard, (one.lease, rollouts())))
-        # The lease's time is up at 10 s, the commit is safe at 14 s.
+        writing = asyncio.create_task(put(shard, (group.lease, rollouts())))
+        # The lease expires at 10 s; the commit is durable at 14 s.
         assert not await take(shard, "generate", wait_s=3.0)
         assert await writing == []
         assert shard.get_stats().counts["redelivered"] == 0
@@ -124,18 +124,18 @@ def test_a_commit_wins_over_the_expiry_of_its_lease_if_it_comes_first() -> None:
     run_virtual(main())
 
 
-def test_a_commit_after_the_expiry_of_its_lease_is_refused_though_nobody_else_has_it() -> None:
+def test_commit_after_expiry_is_refused_even_without_another_holder() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
-        (one,) = await take(shard, "generate")
+        (group,) = await take(shard, "generate")
         await asyncio.sleep(10.0)
-        assert await put(shard, (one.lease, rollouts())) == ["a"]
+        assert await put(shard, (group.lease, rollouts())) == ["a"]
         assert len(await take(shard, "generate")) == 1
 
     on_shard(test)
 
 
-def test_leases_that_are_settled_are_let_go_long_before_their_time() -> None:
+def test_settled_leases_are_compacted_before_expiry() -> None:
     async def test(shard: QueueShard) -> None:
         uids = [f"0:{i}:0" for i in range(MIN_COMPACT_SIZE + 1)]
         await admit(shard, *uids)
@@ -148,7 +148,7 @@ def test_leases_that_are_settled_are_let_go_long_before_their_time() -> None:
     on_shard(test, bounds=ShardCapacity(2 * MIN_COMPACT_SIZE), lease_s=1e6)
 
 
-def test_the_coordinators_leases_last_until_its_groups_leave() -> None:
+def test_coordinator_leases_last_until_removal() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate", "reward", "reference")
@@ -163,10 +163,10 @@ def test_the_coordinators_leases_last_until_its_groups_leave() -> None:
     on_shard(test)
 
 
-# Hedging: a second holder for slow work.
+# Hedging: a second holder for slow work
 
 
-def test_slow_work_is_given_to_a_second_holder_and_the_first_commit_wins() -> None:
+def test_hedge_gives_slow_work_to_a_second_holder_and_first_commit_wins() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (slow,) = await take(shard, "generate", holder="generator-0")
@@ -182,7 +182,7 @@ def test_slow_work_is_given_to_a_second_holder_and_the_first_commit_wins() -> No
     on_shard(test, hedge_s=4.0)
 
 
-def test_there_is_no_third_holder_and_never_the_same_one_twice() -> None:
+def test_hedge_never_adds_a_third_or_the_same_holder() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await take(shard, "generate", holder="generator-0")
@@ -194,7 +194,7 @@ def test_there_is_no_third_holder_and_never_the_same_one_twice() -> None:
     on_shard(test, hedge_s=4.0)
 
 
-def test_without_hedging_slow_work_stays_where_it_is() -> None:
+def test_no_hedge_without_hedge_s() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await take(shard, "generate", holder="generator-0")
@@ -203,19 +203,19 @@ def test_without_hedging_slow_work_stays_where_it_is() -> None:
     on_shard(test)
 
 
-def test_work_nobody_has_goes_before_slow_work() -> None:
+def test_unleased_work_goes_before_hedges() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await take(shard, "generate", holder="generator-0")
         await asyncio.sleep(5.0)
         await admit(shard, "b")
-        taken = [await take(shard, "generate", holder="generator-1") for _ in range(2)]
-        assert [one.uid for (one,) in taken] == ["b", "a"]
+        granted = [await take(shard, "generate", holder="generator-1") for _ in range(2)]
+        assert [group.uid for (group,) in granted] == ["b", "a"]
 
     on_shard(test, hedge_s=4.0)
 
 
-def test_the_slowest_is_hedged_first_and_only_what_is_handed_out_is_counted() -> None:
+def test_slowest_work_is_hedged_first_and_only_granted_hedges_count() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await do(shard, "generate")
@@ -224,14 +224,14 @@ def test_the_slowest_is_hedged_first_and_only_what_is_handed_out_is_counted() ->
         await take(shard, "reward", holder="reward-0")
         await asyncio.sleep(5.0)
         # Each group has 10 tokens.
-        (one,) = await take(shard, "reward", holder="reward-1", max_tokens=10)
-        assert one.uid == "a"
+        (group,) = await take(shard, "reward", holder="reward-1", max_tokens=10)
+        assert group.uid == "a"
         assert shard.get_stats().counts["hedged"] == 1
 
     on_shard(test, hedge_s=4.0)
 
 
-def test_a_group_is_handed_out_again_only_once_both_holders_have_failed() -> None:
+def test_hedged_group_is_requeued_after_both_holders_failed() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (slow,) = await take(shard, "generate", holder="generator-0")
@@ -244,24 +244,24 @@ def test_a_group_is_handed_out_again_only_once_both_holders_have_failed() -> Non
     on_shard(test, hedge_s=4.0, max_attempts=1)
 
 
-def test_both_holders_failing_ends_the_group_with_the_last_cause() -> None:
+def test_hedged_group_is_dropped_with_the_last_cause() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (slow,) = await take(shard, "generate", holder="generator-0")
         await asyncio.sleep(5.0)
         (quick,) = await take(shard, "generate", holder="generator-1")
-        for one, text in ((quick, "second"), (slow, "first")):
-            shard.fail_groups([(one.lease, DeadlineError(text))])
+        for group, text in ((quick, "second"), (slow, "first")):
+            shard.fail_groups([(group.lease, DeadlineError(text))])
         (ended,) = await take(shard, "train")
         assert ended.outcome == GroupOutcome("deadline", "first")
 
     on_shard(test, hedge_s=4.0, max_attempts=2)
 
 
-# Holders that die, work that stalls.
+# Dead holders and stalls
 
 
-def test_what_a_dead_holder_had_is_handed_out_again_in_every_stage() -> None:
+def test_release_requeues_work_of_a_dead_holder_in_every_stage() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"abc")
         await do(shard, "generate", max_groups=1)
@@ -279,7 +279,7 @@ def test_what_a_dead_holder_had_is_handed_out_again_in_every_stage() -> None:
     on_shard(test)
 
 
-def test_what_a_dead_holder_still_waited_for_goes_to_others() -> None:
+def test_pending_request_of_a_dead_holder_gets_nothing() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await take(shard, "generate", holder="worker-0")
@@ -296,19 +296,21 @@ def test_what_a_dead_holder_still_waited_for_goes_to_others() -> None:
     on_shard(test)
 
 
-def test_a_group_whose_holders_die_over_it_ends_with_the_cause() -> None:
+def test_group_is_dropped_after_its_holders_died_too_often() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         for i in range(2):
             await take(shard, "generate", holder=f"generator-{i}")
             shard.release_holder(f"generator-{i}")
         (ended,) = await take(shard, "train")
-        assert ended.outcome == GroupOutcome("generate_died", "generator-1 died over it")
+        assert ended.outcome == GroupOutcome(
+            "generate_died", "generator-1 died while holding the lease"
+        )
 
     on_shard(test)
 
 
-def test_work_that_takes_long_is_named_however_often_it_is_renewed() -> None:
+def test_overdue_work_is_found_even_if_renewed() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         (slow,) = await take(shard, "generate", holder="generator-0", max_groups=1)
@@ -316,59 +318,59 @@ def test_work_that_takes_long_is_named_however_often_it_is_renewed() -> None:
             await asyncio.sleep(6.0)
             shard.renew_leases([slow.lease])
         await take(shard, "generate", holder="generator-1")
-        found = shard.find_overdue(20.0)
-        assert found == [OverdueLease("a", "generate", "generator-0", 1, 24.0)]
-        assert found[0].stall_key == ("a", "generate", 1)
+        overdue = shard.find_overdue(20.0)
+        assert overdue == [OverdueLease("a", "generate", "generator-0", 1, 24.0)]
+        assert overdue[0].stall_key == ("a", "generate", 1)
         assert shard.renew_leases([slow.lease]) == [], "it was only named"
 
     on_shard(test)
 
 
-def test_stalled_work_can_be_taken_back() -> None:
+def test_overdue_work_can_be_requeued() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         for attempt in (1, 2):
             (slow,) = await take(shard, "generate", holder="generator-0")
             await asyncio.sleep(9.0)
-            (found,) = shard.find_overdue(8.0)
-            assert found.attempt == attempt
+            (overdue,) = shard.find_overdue(8.0)
+            assert overdue.attempt == attempt
             for _ in range(2):
-                shard.requeue_overdue([found])
+                shard.requeue_overdue([overdue])
             assert shard.renew_leases([slow.lease]) == [slow.lease]
         (ended,) = await take(shard, "train")
         assert ended.outcome == GroupOutcome(
-            "generate_stalled", "generator-0 had it for 9 s (pipeline.stall_s)"
+            "generate_stalled", "generator-0 held the lease for 9 s (pipeline.stall_s)"
         )
 
     on_shard(test)
 
 
-# A shard that is started again.
+# Restarted shards
 
 
-def test_no_token_is_given_twice_whatever_process_has_the_shard() -> None:
+def test_lease_tokens_are_unique_across_incarnations() -> None:
     async def main() -> None:
         log, tokens = MemoryLog(), list[int]()
         for _ in range(5):
             shard = make_shard(log=log, book=recover(STAGES, log), session="run")
             await admit(shard, *"abc")
-            taken = await take(shard, "generate", max_groups=1, holder="generator-0")
-            tokens += [one.lease.token for one in taken]
-            # Killed before what was only posted is on the disk.
+            granted = await take(shard, "generate", max_groups=1, holder="generator-0")
+            tokens += [group.lease.token for group in granted]
+            # Killed before records of append_nowait are on disk.
             log = log.crash()
         assert len(tokens) == 5 and len(set(tokens)) == 5
 
     run_virtual(main())
 
 
-def test_no_token_is_given_twice_though_the_record_of_who_had_the_shard_is_lost() -> None:
+def test_lease_tokens_are_unique_even_if_the_open_record_is_damaged() -> None:
     async def main() -> None:
         log, tokens = MemoryLog(), list[int]()
         for life in range(3):
             shard = make_shard(log=log, book=recover(STAGES, log), session="run")
             await admit(shard, f"{life}")
-            (one,) = await take(shard, "generate")
-            tokens.append(one.lease.token)
+            (group,) = await take(shard, "generate")
+            tokens.append(group.lease.token)
             await log.append([])
             if life == 1:
                 (lost,) = (r for r in log.records if r.meta.get("incarnation") == 2)
@@ -378,7 +380,7 @@ def test_no_token_is_given_twice_though_the_record_of_who_had_the_shard_is_lost(
     run_virtual(main())
 
 
-def test_leases_of_the_same_run_are_good_after_a_restart_for_their_full_time() -> None:
+def test_restart_keeps_leases_of_the_same_session_with_full_term() -> None:
     async def main() -> None:
         log = MemoryLog()
         shard = make_shard(log=log, session="run", hedge_s=8.0)
@@ -400,7 +402,7 @@ def test_leases_of_the_same_run_are_good_after_a_restart_for_their_full_time() -
     run_virtual(main())
 
 
-def test_a_lease_whose_holder_did_not_outlive_the_shard_expires() -> None:
+def test_recovered_lease_of_a_dead_holder_expires() -> None:
     async def main() -> None:
         log = MemoryLog()
         shard = make_shard(log=log, session="run")
@@ -416,7 +418,7 @@ def test_a_lease_whose_holder_did_not_outlive_the_shard_expires() -> None:
     run_virtual(main())
 
 
-def test_leases_of_another_run_are_void() -> None:
+def test_leases_of_another_session_are_void() -> None:
     async def main() -> None:
         log = MemoryLog()
         shard = make_shard(log=log, session="run")

@@ -1,4 +1,4 @@
-"""Prompts as bytes: what a row may hold comes back, and reading executes nothing."""
+"""Prompts as bytes: row values round-trip, and reading executes no code."""
 
 import datetime
 import os
@@ -26,31 +26,31 @@ VALUES = [
 
 def prompt(value: Any) -> Prompt:
     extra = {"value": value}
-    said = [{"role": "user", "content": "1+1"}]
-    return Prompt("0:1:0", np.array([1, 2], np.int32), said, "set", value, extra, "rows:3", False)
+    chat = [{"role": "user", "content": "1+1"}]
+    return Prompt("0:1:0", np.array([1, 2], np.int32), chat, "set", value, extra, "rows:3", False)
 
 
-def fields(found: Prompt) -> list[Any]:
-    return [found.token_ids.tolist(), *(getattr(found, name) for name in NAMES)]
+def fields(decoded: Prompt) -> list[Any]:
+    return [decoded.token_ids.tolist(), *(getattr(decoded, name) for name in NAMES)]
 
 
 NAMES = [name for name in Prompt.__struct_fields__ if name != "token_ids"]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_prompt_comes_back_with_all_its_row_held(value: Any) -> None:
-    found = decode_prompt(encode_prompt(prompt(value)))
-    assert fields(found) == fields(prompt(value))
-    assert type(found.ground_truth) is type(value)
-    assert found.token_ids.dtype == np.int32
+def test_prompt_with_any_row_value_round_trips(value: Any) -> None:
+    decoded = decode_prompt(encode_prompt(prompt(value)))
+    assert fields(decoded) == fields(prompt(value))
+    assert type(decoded.ground_truth) is type(value)
+    assert decoded.token_ids.dtype == np.int32
 
 
-def test_numbers_of_numpy_and_tuples_become_plain_ones() -> None:
-    found = decode_prompt(encode_prompt(prompt((np.float32(0.5), np.array([1, 2])))))
-    assert found.ground_truth == [0.5, [1, 2]]
+def test_numpy_numbers_and_tuples_become_plain_values() -> None:
+    decoded = decode_prompt(encode_prompt(prompt((np.float32(0.5), np.array([1, 2])))))
+    assert decoded.ground_truth == [0.5, [1, 2]]
 
 
-def test_what_no_row_holds_is_named() -> None:
+def test_unsupported_value_raises_with_its_type() -> None:
     with pytest.raises(TypeError, match=r"builtins\.object"):
         encode_prompt(prompt(object()))
 
@@ -63,7 +63,7 @@ class Hostile:
         return os.system, (f"touch {self._path}",)
 
 
-def test_a_hostile_journal_executes_nothing(tmp_path: Path) -> None:
+def test_hostile_pickle_executes_nothing(tmp_path: Path) -> None:
     hostile = pickle.dumps(prompt(Hostile(tmp_path / "ran")))
     for data in (hostile, pickle.dumps(Hostile(tmp_path / "ran"))):
         with pytest.raises(JournalError, match=r"no prompt of streamrl.s: it asks for "):
@@ -72,12 +72,12 @@ def test_a_hostile_journal_executes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"\xc1", b"\x90", b"\x98" + b"\x01" * 8, b"[" * 9])
-def test_bytes_that_are_no_prompt_are_one_error(data: bytes) -> None:
+def test_invalid_prompt_bytes_raise_journal_error(data: bytes) -> None:
     with pytest.raises(JournalError):
         decode_prompt(data)
 
 
-def test_a_prompt_that_an_older_streamrl_pickled_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickled_prompt_of_an_earlier_version_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def _prompt(uid: str, tokens: bytes, *rest: Any) -> Prompt:
         return messages.prompt_from_parts(uid, tokens, *rest)
 

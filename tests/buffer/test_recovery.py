@@ -1,4 +1,4 @@
-"""What a journal says is what was: whatever happened, and wherever it was cut."""
+"""Recovery: a journal restores the shard's state after any failure and from any cut."""
 
 import asyncio
 import selectors
@@ -43,51 +43,51 @@ from tests.fake_shards import MemoryLog
 TIGHT: dict[str, Any] = {"hedge_s": 5.0, "bounds": ShardCapacity(1000)}
 
 
-def in_memory(part: StageColumns) -> bytes:
-    return join_pieces(part.data)
+def in_memory(stage_columns: StageColumns) -> bytes:
+    return join_pieces(stage_columns.data)
 
 
-def on_disk(part: StageColumns) -> bytes:
-    return join_pieces(read_blob(part))
+def on_disk(stage_columns: StageColumns) -> bytes:
+    return join_pieces(read_blob(stage_columns))
 
 
-# In memory, on a virtual clock: posts are lost when the shard is killed.
+# In memory, on a virtual clock: a kill loses records of append_nowait
 
 
 @given(moves)
-def test_the_log_gives_back_what_the_shard_had(schedule: list[tuple[str, int]]) -> None:
+def test_recovery_restores_the_shard_state(schedule: list[tuple[str, int]]) -> None:
     async def main() -> None:
-        log, book = MemoryLog(), ShardState(STAGES)
-        shard = make_shard(book=book, log=log, session="run", **TIGHT)
+        log, state = MemoryLog(), ShardState(STAGES)
+        shard = make_shard(book=state, log=log, session="run", **TIGHT)
         life = Life(shard)
         await life.live(schedule)
         await life.settle()
         await log.append([])
-        found = fake_shards.recover(STAGES, log)
-        assert facts(found, in_memory) == facts(book, in_memory)
-        # The same run goes on with its leases, another one without.
-        make_shard(book=found, session="run", **TIGHT)
-        assert facts(found, in_memory) == facts(book, in_memory)
-        make_shard(book=found, session="other", **TIGHT)
-        assert not any(group.leases for group in found.groups.values())
-        assert facts(found, in_memory, leases=False) == facts(book, in_memory, leases=False)
+        recovered = fake_shards.recover(STAGES, log)
+        assert facts(recovered, in_memory) == facts(state, in_memory)
+        # The same session keeps its leases; another one loses them.
+        make_shard(book=recovered, session="run", **TIGHT)
+        assert facts(recovered, in_memory) == facts(state, in_memory)
+        make_shard(book=recovered, session="other", **TIGHT)
+        assert not any(group.leases for group in recovered.groups.values())
+        assert facts(recovered, in_memory, leases=False) == facts(state, in_memory, leases=False)
 
     run_virtual(main())
 
 
 @given(st.lists(moves, min_size=1, max_size=3))
-def test_whenever_it_is_killed_nothing_accepted_is_lost_and_a_token_means_one_thing(
+def test_kill_at_any_time_loses_nothing_accepted_and_tokens_stay_unique(
     lives: list[list[tuple[str, int]]],
 ) -> None:
     async def main() -> None:
         log, uids, gone = MemoryLog(), list[str](), set[str]()
         tokens: dict[int, tuple[str, str, str]] = {}
         for schedule in lives:
-            book = fake_shards.recover(STAGES, log)
-            life = Life(make_shard(book=book, log=log, session="run", **TIGHT))
+            state = fake_shards.recover(STAGES, log)
+            life = Life(make_shard(book=state, log=log, session="run", **TIGHT))
             life.uids, life.tokens, life.gone = uids, tokens, gone
             await life.live(schedule)
-            # Killed: what is under way ends here, what was only posted may be lost.
+            # Kill: running calls end here, and records of append_nowait may be lost.
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
                 task.cancel()
             log = log.crash()
@@ -96,10 +96,10 @@ def test_whenever_it_is_killed_nothing_accepted_is_lost_and_a_token_means_one_th
     run_virtual(main())
 
 
-def check_kept(life: Life, found: ShardState) -> None:
-    assert life.admitted <= found.groups.keys() | life.gone
+def check_kept(life: Life, recovered: ShardState) -> None:
+    assert life.admitted <= recovered.groups.keys() | life.gone
     for (uid, stage), columns in life.accepted.items():
-        group = found.groups.get(uid)
+        group = recovered.groups.get(uid)
         if uid in life.gone or group is None or group.outcome is not None:
             assert uid in life.gone or group is not None
             continue
@@ -107,11 +107,11 @@ def check_kept(life: Life, found: ShardState) -> None:
         assert all((kept[name] == column).all() for name, column in columns.items())
 
 
-# On the disk, whose thread is real.
+# On disk, with a real thread
 
 
 class ImpatientSelector(selectors.SelectSelector):
-    """Waits a moment for the disk, then sets the loop's clock to the next timer."""
+    """Waits briefly for the disk, then advances the loop's clock to the next timer."""
 
     ahead = 0.0
 
@@ -123,7 +123,7 @@ class ImpatientSelector(selectors.SelectSelector):
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """A loop on which threads take the time they take, and nobody else waits."""
+    """An event loop in which only threads take real time."""
 
     def __init__(self) -> None:
         self._impatient = ImpatientSelector()
@@ -139,7 +139,7 @@ def journal_of(folder: Path, **config: Any) -> Journal:
 
 
 @given(moves, moves, moves)
-def test_a_snapshot_and_what_came_after_its_cut_give_back_what_the_shard_had(
+def test_snapshot_and_later_segments_restore_the_shard_state(
     tmp_path_factory: pytest.TempPathFactory,
     before: list[tuple[str, int]],
     between: list[tuple[str, int]],
@@ -148,29 +148,29 @@ def test_a_snapshot_and_what_came_after_its_cut_give_back_what_the_shard_had(
     folder = tmp_path_factory.mktemp("journal")
 
     async def main() -> None:
-        log, book = journal_of(folder), ShardState(STAGES)
-        life = Life(make_shard(book=book, log=log, session="run", **TIGHT))
+        log, state = journal_of(folder), ShardState(STAGES)
+        life = Life(make_shard(book=state, log=log, session="run", **TIGHT))
         base = SnapshotBase()
         for i, schedule in enumerate((before, between, after)):
             await life.live(schedule)
             if i < 2:
-                # Much is under way at the cut, and more comes before the snapshot is written.
+                # Calls are running at the cut, and more follow before the snapshot is written.
                 cut = await log.rotate()
                 await life.live(after[:5])
                 write_snapshot(STAGES, folder, base, before=cut, out=folder / f"snapshot-{i}")
                 base = SnapshotBase(folder / f"snapshot-{i}", cut)
         await life.settle()
         await log.append([])
-        wanted = facts(book, in_memory)
-        for found, corrupt in (
+        wanted = facts(state, in_memory)
+        for recovered, corrupt in (
             recover_state(STAGES, folder, SnapshotBase()),
             recover_state(STAGES, folder, base),
         ):
             assert not corrupt
-            assert facts(found, on_disk) == wanted
-            load_columns(found, join_pieces)
-            assert facts(found, in_memory) == wanted
-            assert not life.tokens or (found.session, found.incarnation) == ("run", 1)
+            assert facts(recovered, on_disk) == wanted
+            load_columns(recovered, join_pieces)
+            assert facts(recovered, in_memory) == wanted
+            assert not life.tokens or (recovered.session, recovered.incarnation) == ("run", 1)
         await log.close()
 
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
@@ -178,23 +178,23 @@ def test_a_snapshot_and_what_came_after_its_cut_give_back_what_the_shard_had(
 
 
 async def lived(journal: RecordLog) -> QueueShard:
-    """A shard whose journal has one group at every place: see the uids."""
+    """A shard whose journal has one group in every state; see the uids."""
     shard = make_shard(log=journal, session="run", lease_s=1000.0)
     await admit(shard, "trained", version=3)
     await finish(shard)
     await shard.remove_groups(["trained"], 4)
     await admit(shard, "ended", version=4)
     for _ in range(MAX_ATTEMPTS):
-        (one,) = await take(shard, "generate")
+        (experience,) = await take(shard, "generate")
         shard.release_holder("me")
     await admit(shard, "whole", version=4)
     await finish(shard)
-    assert {one.uid for one in await take(shard, "train")} == {"ended", "whole"}
+    assert {experience.uid for experience in await take(shard, "train")} == {"ended", "whole"}
     await admit(shard, "scored", version=4)
     await do(shard, "generate", "reward")
     await admit(shard, "leased", version=4)
-    (one,) = await take(shard, "generate", holder="generator-0", request="generator-0/7")
-    assert one.uid == "leased"
+    (experience,) = await take(shard, "generate", holder="generator-0", request="generator-0/7")
+    assert experience.uid == "leased"
     await admit(shard, "fresh", version=4)
     return shard
 
@@ -205,33 +205,33 @@ async def closed(folder: Path, **config: Any) -> None:
     await journal.close()
 
 
-async def test_every_state_of_a_group_comes_back(tmp_path: Path) -> None:
+async def test_recovery_restores_every_group_state(tmp_path: Path) -> None:
     await closed(tmp_path)
-    book, corrupt = recover_state(STAGES, tmp_path, SnapshotBase())
+    state, corrupt = recover_state(STAGES, tmp_path, SnapshotBase())
     assert not corrupt
-    assert list(book.groups) == ["ended", "whole", "scored", "leased", "fresh"]
-    assert book.version == 4
-    ended = book.groups["ended"]
-    assert ended.outcome == GroupOutcome("generate_died", "me died over it")
+    assert list(state.groups) == ["ended", "whole", "scored", "leased", "fresh"]
+    assert state.version == 4
+    ended = state.groups["ended"]
+    assert ended.outcome == GroupOutcome("generate_died", "me died while holding the lease")
     assert ended.failures["generate"] == 2
     assert not ended.stage_columns
-    assert book.groups["whole"].ready_version == 4
-    assert [stage for stage in STAGES if book.groups["whole"].leases.get(stage)] == ["train"]
-    assert book.groups["scored"].stage_columns.keys() == {"generate", "reward"}
-    (held,) = book.groups["leased"].leases["generate"]
-    assert (held.lease.holder, held.lease.attempt, held.request_id) == (
+    assert state.groups["whole"].ready_version == 4
+    assert [stage for stage in STAGES if state.groups["whole"].leases.get(stage)] == ["train"]
+    assert state.groups["scored"].stage_columns.keys() == {"generate", "reward"}
+    (active,) = state.groups["leased"].leases["generate"]
+    assert (active.lease.holder, active.lease.attempt, active.request_id) == (
         "generator-0",
         1,
         "generator-0/7",
     )
-    assert not book.groups["fresh"].leases
+    assert not state.groups["fresh"].leases
 
 
-async def test_recovery_loads_no_columns_until_it_is_told_where_to(tmp_path: Path) -> None:
+async def test_recovery_loads_columns_only_on_request(tmp_path: Path) -> None:
     await closed(tmp_path)
-    book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     assert all(
-        p.data is None for group in book.groups.values() for p in group.stage_columns.values()
+        p.data is None for group in state.groups.values() for p in group.stage_columns.values()
     )
     stored: list[bytes] = []
 
@@ -239,73 +239,73 @@ async def test_recovery_loads_no_columns_until_it_is_told_where_to(tmp_path: Pat
         stored.append(join_pieces(blob))
         return len(stored)
 
-    load_columns(book, store)
+    load_columns(state, store)
     assert len(stored) == 5
-    assert book.groups["scored"].stage_columns["reward"].data == 5
+    assert state.groups["scored"].stage_columns["reward"].data == 5
 
 
-async def test_groups_that_have_left_can_be_read_after_a_restart(tmp_path: Path) -> None:
+async def test_removed_groups_are_readable_after_a_restart(tmp_path: Path) -> None:
     await closed(tmp_path)
-    book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
-    load_columns(book, join_pieces)
-    shard = make_shard(book=book, session="next")
+    state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    load_columns(state, join_pieces)
+    shard = make_shard(book=state, session="next")
     for uid in ("trained", "whole"):
         (blobs,) = shard.read_columns([uid], ["token_ids", "scores"])
-        found = {name: column for blob in blobs for name, column in decode_columns(blob).items()}
-        assert found["token_ids"].tolist() == rollouts()["token_ids"].tolist()
-        assert found["scores"].tolist() == [1.0, 1.0]
+        columns = {name: column for blob in blobs for name, column in decode_columns(blob).items()}
+        assert columns["token_ids"].tolist() == rollouts()["token_ids"].tolist()
+        assert columns["scores"].tolist() == [1.0, 1.0]
 
 
-async def test_a_group_the_books_have_trained_can_be_read_though_it_leaves_only_now(
+async def test_trained_group_is_readable_if_removed_after_the_restart(
     tmp_path: Path,
 ) -> None:
     await closed(tmp_path)
-    book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
-    load_columns(book, join_pieces)
-    shard = make_shard(book=book, session="next")
-    # The coordinator died between booking the step and telling the shard.
+    state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    load_columns(state, join_pieces)
+    shard = make_shard(book=state, session="next")
+    # The coordinator died between logging the step and telling the shard.
     await shard.remove_groups(["whole"], 5)
     (blobs,) = shard.read_columns(["whole"], ["scores", "ref_logprobs"])
     assert [list(decode_columns(blob)) for blob in blobs] == [["scores"], ["ref_logprobs"]]
-    assert all(part.data is None for part in book.retired_groups["whole"].values()), (
-        "memory is free"
-    )
+    assert all(
+        stage_columns.data is None for stage_columns in state.retired_groups["whole"].values()
+    ), "memory is free"
     await admit(shard, "new", version=5)
     await finish(shard)
     await shard.remove_groups(["new"], 6)
-    assert "new" not in book.retired_groups, "its step is made by a trainer that lives"
+    assert "new" not in state.retired_groups, "its step is made by a trainer that lives"
 
 
-async def test_after_a_checkpoint_those_that_have_left_are_forgotten(tmp_path: Path) -> None:
+async def test_checkpoint_forgets_removed_groups(tmp_path: Path) -> None:
     await closed(tmp_path)
-    book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
-    shard = make_shard(book=book, session="next")
+    state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    shard = make_shard(book=state, session="next")
     shard.forget_retired()
-    assert not book.retired_groups
+    assert not state.retired_groups
 
 
-async def test_a_snapshot_has_what_is_in_flight_and_no_more(tmp_path: Path) -> None:
+async def test_snapshot_has_only_groups_in_flight(tmp_path: Path) -> None:
     await closed(tmp_path)
     end = list_segments(tmp_path)[-1] + 1
     write_snapshot(STAGES, tmp_path, SnapshotBase(), before=end, out=tmp_path / "out")
-    whole, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    intact_state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
     alone, corrupt = recover_state(STAGES, tmp_path / "none", SnapshotBase(tmp_path / "out", end))
     assert not corrupt and not alone.retired_groups
-    assert facts(alone, on_disk) == facts(whole, on_disk)
+    assert facts(alone, on_disk) == facts(intact_state, on_disk)
     assert (alone.session, alone.incarnation) == ("run", 1)
 
 
-async def test_a_snapshot_that_has_lost_its_end_is_refused(tmp_path: Path) -> None:
+async def test_truncated_snapshot_raises(tmp_path: Path) -> None:
     await closed(tmp_path)
     end = list_segments(tmp_path)[-1] + 1
     write_snapshot(STAGES, tmp_path, SnapshotBase(), before=end, out=tmp_path / "out")
     file = segment_path(tmp_path / "out", 0)
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(JournalError, match="out: the snapshot has lost its end"):
+    with pytest.raises(JournalError, match="out: the snapshot is truncated"):
         recover_state(STAGES, tmp_path, SnapshotBase(tmp_path / "out", end))
 
 
-async def test_a_journal_that_lacks_its_beginning_is_refused(tmp_path: Path) -> None:
+async def test_journal_without_its_first_segments_raises(tmp_path: Path) -> None:
     log = journal_of(tmp_path)
     shard = make_shard(log=log)
     await admit(shard, "a")
@@ -317,71 +317,73 @@ async def test_a_journal_that_lacks_its_beginning_is_refused(tmp_path: Path) -> 
         recover_state(STAGES, tmp_path, SnapshotBase())
 
 
-# A journal that has been damaged.
+# Damaged journals
 
 
 def damage(folder: Path, kind: str, uid: str, **facts: Any) -> CorruptRecord:
-    """Flip a byte in the one record of a kind and a uid; what recovery says of it."""
+    """Flip a byte in the only record of a kind and uid; return the recovered state and reports."""
     from streamrl.buffer.log.segment_file import replay_segments
 
     def fits(record: Any) -> bool:
         meta = record.meta
         return meta["kind"] == kind and meta["uid"] == uid and facts.items() <= meta.items()
 
-    (position,) = (place for place, record in intact(replay_segments(folder)) if fits(record))
+    (position,) = (at for at, record in intact(replay_segments(folder)) if fits(record))
     path = segment_path(folder, position.segment)
     content = bytearray(path.read_bytes())
     content[position.offset + position.size - 1] ^= 0x01
     path.write_bytes(content)
-    _, (found,) = recover_state(STAGES, folder, SnapshotBase())
-    assert found.position == position
-    return found
+    _, (report,) = recover_state(STAGES, folder, SnapshotBase())
+    assert report.position == position
+    return report
 
 
-async def test_a_damaged_record_is_named_and_the_other_groups_are_unharmed(tmp_path: Path) -> None:
+async def test_damaged_record_is_reported_and_other_groups_recover(tmp_path: Path) -> None:
     await closed(tmp_path)
-    whole, _ = recover_state(STAGES, tmp_path, SnapshotBase())
-    found = damage(tmp_path, "put", "scored", stage="reward")
-    assert found.file == segment_path(tmp_path, 1)
-    assert found.reason == "the record does not match its checksum"
-    book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
-    scored = book.groups.pop("scored")
+    intact_state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    report = damage(tmp_path, "put", "scored", stage="reward")
+    assert report.file == segment_path(tmp_path, 1)
+    assert report.reason == "the record does not match its checksum"
+    state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    scored = state.groups.pop("scored")
     assert scored.stage_columns.keys() == {"generate"}, "it is scored again"
-    del whole.groups["scored"]
-    assert facts(book, on_disk) == facts(whole, on_disk)
+    del intact_state.groups["scored"]
+    assert facts(state, on_disk) == facts(intact_state, on_disk)
 
 
-async def test_what_was_computed_from_lost_columns_is_lost_with_them(tmp_path: Path) -> None:
+async def test_results_computed_from_lost_columns_are_discarded(tmp_path: Path) -> None:
     await closed(tmp_path)
     damage(tmp_path, "put", "scored", stage="generate")
-    book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
-    scored = book.groups["scored"]
+    state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    scored = state.groups["scored"]
     assert not scored.stage_columns and scored.info is None, (
         "the scores are of rollouts that are no more"
     )
-    load_columns(book, join_pieces)
-    shard = make_shard(book=book, session="run")
-    (again,) = [one for one in await take(shard, "generate") if one.uid == "scored"]
+    load_columns(state, join_pieces)
+    shard = make_shard(book=state, session="run")
+    (again,) = [
+        experience for experience in await take(shard, "generate") if experience.uid == "scored"
+    ]
     assert await put(shard, (again.lease, rollouts(version=4))) == []
     assert len(await take(shard, "reward")) == 1
 
 
-async def test_a_lease_on_lost_columns_is_void(tmp_path: Path) -> None:
+async def test_lease_on_lost_columns_is_void(tmp_path: Path) -> None:
     journal = journal_of(tmp_path)
     shard = await lived(journal)
-    (held,) = await take(shard, "reference")
+    (active,) = await take(shard, "reference")
     await journal.close()
-    damage(tmp_path, "put", held.uid, stage="generate")
-    book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
-    assert not book.groups[held.uid].leases
-    shard = make_shard(book=book, session="run")
-    assert shard.renew_leases([held.lease]) == [held.lease]
+    damage(tmp_path, "put", active.uid, stage="generate")
+    state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    assert not state.groups[active.uid].leases
+    shard = make_shard(book=state, session="run")
+    assert shard.renew_leases([active.lease]) == [active.lease]
 
 
-async def test_a_group_whose_admission_is_lost_is_not_there_and_harms_nobody(
+async def test_group_with_a_lost_admission_is_absent(
     tmp_path: Path,
 ) -> None:
     await closed(tmp_path)
     damage(tmp_path, "admit", "whole")
-    book, _ = recover_state(STAGES, tmp_path, SnapshotBase())
-    assert list(book.groups) == ["ended", "scored", "leased", "fresh"]
+    state, _ = recover_state(STAGES, tmp_path, SnapshotBase())
+    assert list(state.groups) == ["ended", "scored", "leased", "fresh"]

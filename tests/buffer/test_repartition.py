@@ -1,4 +1,4 @@
-"""Groups dealt to another number of shards: what was accepted is where it hashes to."""
+"""Repartition: accepted groups are in the shard that their uid hashes to now."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ UIDS = [f"0:{i}:0" for i in range(12)]
 
 
 async def live(journal: Path, base: Path, uids: list[str]) -> SnapshotBase:
-    """A shard: some groups in a snapshot, then a commit, a departure and an end behind it."""
+    """A shard with some groups in a snapshot, and a commit, a removal and an end after it."""
     log = Journal(journal, JournalConfig(fsync_s=None))
     shard: QueueShard = make_shard(log=log, session="run", bounds=ShardCapacity(100))
     for i, uid in enumerate(uids):
@@ -41,61 +41,65 @@ async def live(journal: Path, base: Path, uids: list[str]) -> SnapshotBase:
     return SnapshotBase(base, cut)
 
 
-def _columns(parts: Mapping[str, StageColumns]) -> Iterator[tuple[str, bytes]]:
-    yield from ((stage, join_pieces(read_blob(part))) for stage, part in parts.items())
+def _columns(stage_columns: Mapping[str, StageColumns]) -> Iterator[tuple[str, bytes]]:
+    yield from (
+        (stage, join_pieces(read_blob(columns))) for stage, columns in stage_columns.items()
+    )
 
 
-def facts(book: ShardState) -> dict[str, Any]:
-    """All that matters of the groups, those that left among them."""
+def facts(state: ShardState) -> dict[str, Any]:
+    """Return everything relevant of the groups, removed ones included."""
     here = {
         uid: (
             *(group.prompt, group.admitted_version, group.outcome, group.ready_version),
             *_columns(group.stage_columns),
         )
-        for uid, group in book.groups.items()
+        for uid, group in state.groups.items()
     }
-    gone = {uid: tuple(_columns(parts)) for uid, parts in book.retired_groups.items()}
-    return {**here, **{f"left {uid}": parts for uid, parts in gone.items()}}
+    gone = {
+        uid: tuple(_columns(stage_columns)) for uid, stage_columns in state.retired_groups.items()
+    }
+    return {**here, **{f"left {uid}": stage_columns for uid, stage_columns in gone.items()}}
 
 
 @pytest.mark.parametrize(("was", "now"), [(2, 3), (3, 1), (1, 2)])
-def test_every_group_is_where_it_hashes_to(tmp_path: Path, was: int, now: int) -> None:
+def test_repartition_puts_every_group_where_it_hashes(tmp_path: Path, was: int, now: int) -> None:
     before: dict[str, Any] = {}
     sources = []
-    for place in range(was):
-        mine = [uid for uid in UIDS if get_shard_index(uid, was) == place]
-        journal = tmp_path / f"shard-{place}"
-        base = asyncio.run(live(journal, tmp_path / f"queue-{place}", mine))
+    for index in range(was):
+        shard_uids = [uid for uid in UIDS if get_shard_index(uid, was) == index]
+        journal = tmp_path / f"shard-{index}"
+        base = asyncio.run(live(journal, tmp_path / f"queue-{index}", shard_uids))
         sources.append((journal, base))
         before |= facts(recover_state(STAGES, journal, base)[0])
-    targets = [tmp_path / f"shard-{place}.1" for place in range(now)]
+    targets = [tmp_path / f"shard-{index}.1" for index in range(now)]
     repartition_journals(sources, targets)
     after: dict[str, Any] = {}
-    for place, target in enumerate(targets):
-        book, corrupt = recover_state(STAGES, target, SnapshotBase())
+    for index, target in enumerate(targets):
+        state, corrupt = recover_state(STAGES, target, SnapshotBase())
         assert not corrupt
-        assert {get_shard_index(uid, now) for uid in (*book.groups, *book.retired_groups)} <= {
-            place
+        assert {get_shard_index(uid, now) for uid in (*state.groups, *state.retired_groups)} <= {
+            index
         }
-        assert not any(group.leases for group in book.groups.values())
+        assert not any(group.leases for group in state.groups.values())
         versions = [
             g.admitted_version
-            for g in sorted(book.groups.values(), key=lambda g: g.admission_order)
+            for g in sorted(state.groups.values(), key=lambda g: g.admission_order)
         ]
         assert versions == sorted(versions), "who was admitted first is served first"
-        after |= facts(book)
+        after |= facts(state)
     assert after == before
     assert any(name.startswith("left") for name in after)
 
 
-def test_a_damaged_record_is_left_out_as_it_is_of_a_shard(tmp_path: Path) -> None:
+def test_repartition_skips_damaged_records(tmp_path: Path) -> None:
     base = asyncio.run(live(tmp_path / "shard-0", tmp_path / "queue", UIDS))
     path = segment_path(tmp_path / "shard-0", base.first_segment)
     data = bytearray(path.read_bytes())
-    data[80] ^= 1  # in the first record behind the cut, the commit
+    data[80] ^= 1  # in the first record after the cut, the commit
     path.write_bytes(data)
     alone, corrupt = recover_state(STAGES, tmp_path / "shard-0", base)
     assert len(corrupt) == 1
     repartition_journals([(tmp_path / "shard-0", base)], [tmp_path / "a", tmp_path / "b"])
-    books = [recover_state(STAGES, tmp_path / name, SnapshotBase())[0] for name in ("a", "b")]
-    assert facts(books[0]) | facts(books[1]) == facts(alone)
+    states = [recover_state(STAGES, tmp_path / name, SnapshotBase())[0] for name in ("a", "b")]
+    assert facts(states[0]) | facts(states[1]) == facts(alone)

@@ -1,4 +1,4 @@
-"""A shard: readiness, who gets what, how groups end, and what it reports."""
+"""A shard: readiness, grants, ends of groups, statistics."""
 
 import asyncio
 import gc
@@ -26,10 +26,10 @@ from tests.buffer.shards import (
 )
 from tests.fake_shards import MemoryLog
 
-# Readiness.
+# Readiness
 
 
-def test_a_stage_sees_a_group_once_its_columns_are_there() -> None:
+def test_group_is_ready_once_required_columns_exist() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", version=3)
         assert not await take(shard, "reward")
@@ -44,7 +44,7 @@ def test_a_stage_sees_a_group_once_its_columns_are_there() -> None:
     on_shard(test)
 
 
-def test_scorers_work_on_the_same_group_side_by_side() -> None:
+def test_scorers_lease_the_same_group_in_parallel() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -64,7 +64,7 @@ def test_scorers_work_on_the_same_group_side_by_side() -> None:
     on_shard(test)
 
 
-def test_a_stage_is_given_the_blobs_of_the_columns_it_asks_for_and_no_others() -> None:
+def test_grant_has_only_the_blobs_of_requested_columns() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await finish(shard)
@@ -74,7 +74,7 @@ def test_a_stage_is_given_the_blobs_of_the_columns_it_asks_for_and_no_others() -
     on_shard(test)
 
 
-def test_a_leased_group_is_not_handed_out_twice() -> None:
+def test_leased_group_is_not_granted_again() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         assert len(await take(shard, "generate")) == 1
@@ -83,7 +83,7 @@ def test_a_leased_group_is_not_handed_out_twice() -> None:
     on_shard(test)
 
 
-def test_the_earliest_admitted_goes_first() -> None:
+def test_earliest_admission_is_granted_first() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "c", "a", "b")
         assert [g.uid for g in await take(shard, "generate", max_groups=2)] == ["c", "a"]
@@ -91,7 +91,7 @@ def test_the_earliest_admitted_goes_first() -> None:
     on_shard(test)
 
 
-def test_a_group_remembers_the_version_being_trained_when_it_became_ready() -> None:
+def test_ready_version_is_the_version_in_training() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", "b", version=4)
         await finish(shard, max_groups=1)
@@ -103,10 +103,10 @@ def test_a_group_remembers_the_version_being_trained_when_it_became_ready() -> N
     on_shard(test)
 
 
-# Who gets what.
+# Grants
 
 
-def test_those_who_wait_share_what_comes() -> None:
+def test_waiting_requests_share_ready_groups() -> None:
     async def test(shard: QueueShard) -> None:
         waiting = [
             asyncio.create_task(take(shard, "generate", wait_s=60.0, holder=f"generator-{i}"))
@@ -114,9 +114,9 @@ def test_those_who_wait_share_what_comes() -> None:
         ]
         await asyncio.sleep(1.0)
         await admit(shard, *"abcdefg")
-        taken = await asyncio.gather(*waiting)
-        assert [len(groups) for groups in taken] == [3, 2, 2]
-        assert [g.lease.holder for groups in taken for g in groups][2:4] == [
+        batches = await asyncio.gather(*waiting)
+        assert [len(groups) for groups in batches] == [3, 2, 2]
+        assert [g.lease.holder for groups in batches for g in groups][2:4] == [
             "generator-0",
             "generator-1",
         ]
@@ -124,7 +124,7 @@ def test_those_who_wait_share_what_comes() -> None:
     on_shard(test)
 
 
-def test_whoever_does_not_wait_any_more_has_no_share() -> None:
+def test_ended_requests_get_no_share() -> None:
     async def test(shard: QueueShard) -> None:
         gone = asyncio.create_task(take(shard, "generate", wait_s=60.0, holder="generator-0"))
         late = asyncio.create_task(take(shard, "generate", wait_s=60.0, holder="generator-1"))
@@ -138,21 +138,21 @@ def test_whoever_does_not_wait_any_more_has_no_share() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "taken"), [(None, 4), (40, 4), (39, 3), (20, 2), (19, 1), (1, 1)]
+    ("max_tokens", "num_groups"), [(None, 4), (40, 4), (39, 3), (20, 2), (19, 1), (1, 1)]
 )
-def test_groups_handed_out_together_hold_so_many_tokens_or_are_one(
-    max_tokens: int | None, taken: int
+def test_max_tokens_bounds_a_grant_except_a_single_group(
+    max_tokens: int | None, num_groups: int
 ) -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"abcd")
         await do(shard, "generate")
         # Each group has 10 tokens.
-        assert len(await take(shard, "reward", max_tokens=max_tokens)) == taken
+        assert len(await take(shard, "reward", max_tokens=max_tokens)) == num_groups
 
     on_shard(test)
 
 
-def test_waiting_for_work_ends_at_its_deadline() -> None:
+def test_lease_request_ends_at_its_deadline() -> None:
     async def test(shard: QueueShard) -> None:
         assert await take(shard, "train", wait_s=7.0) == []
         assert asyncio.get_running_loop().time() == pytest.approx(7.0, abs=0.1)
@@ -160,7 +160,7 @@ def test_waiting_for_work_ends_at_its_deadline() -> None:
     on_shard(test)
 
 
-def test_the_same_request_again_is_given_the_same_leases() -> None:
+def test_retried_request_gets_the_same_leases() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"abc")
         first = await take(shard, "generate", max_groups=2, request="me/0")
@@ -170,14 +170,14 @@ def test_the_same_request_again_is_given_the_same_leases() -> None:
         (other,) = await take(shard, "generate", holder="you", request="me/0")
         assert other.uid == "c"
         await put(shard, (first[0].lease, rollouts()))
-        left = await take(shard, "generate", max_groups=2, request="me/0")
-        assert [g.lease for g in left] == [first[1].lease]
+        remaining = await take(shard, "generate", max_groups=2, request="me/0")
+        assert [g.lease for g in remaining] == [first[1].lease]
         assert not await take(shard, "generate", max_groups=2, request="me/1")
 
     on_shard(test)
 
 
-def test_a_request_made_again_while_it_waits_is_answered_once() -> None:
+def test_request_retried_while_waiting_is_granted_once() -> None:
     async def test(shard: QueueShard) -> None:
         lost = asyncio.create_task(take(shard, "generate", wait_s=20.0, request="me/0"))
         await asyncio.sleep(1.0)
@@ -185,25 +185,25 @@ def test_a_request_made_again_while_it_waits_is_answered_once() -> None:
         await asyncio.sleep(1.0)
         await admit(shard, "a", "b")
         assert await lost == []
-        assert [one.uid for one in await again] == ["a", "b"]
+        assert [group.uid for group in await again] == ["a", "b"]
 
     on_shard(test)
 
 
-def test_a_request_made_again_while_the_shard_opens_is_given_the_same_leases() -> None:
+def test_request_retried_while_the_shard_opens_gets_the_same_leases() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
-        asked = (take(shard, "generate", wait_s=5.0, request="me/0") for _ in range(2))
-        first, again = await asyncio.gather(*asked)
-        assert [one.lease for one in first] == [one.lease for one in again] != []
+        requests = (take(shard, "generate", wait_s=5.0, request="me/0") for _ in range(2))
+        first, again = await asyncio.gather(*requests)
+        assert [group.lease for group in first] == [group.lease for group in again] != []
 
     on_shard(test, log=MemoryLog())
 
 
-# Groups that end.
+# Ends of groups
 
 
-def test_a_group_that_fails_too_often_goes_to_the_coordinator_as_dropped() -> None:
+def test_group_is_dropped_after_max_attempts() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -221,7 +221,7 @@ def test_a_group_that_fails_too_often_goes_to_the_coordinator_as_dropped() -> No
     on_shard(test)
 
 
-def test_a_group_whose_failure_is_final_is_dropped_at_once() -> None:
+def test_final_failure_drops_the_group_at_once() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -233,13 +233,13 @@ def test_a_group_whose_failure_is_final_is_dropped_at_once() -> None:
     on_shard(test)
 
 
-def test_failures_of_one_stage_are_not_those_of_another() -> None:
+def test_attempts_count_per_stage() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
         for stage in ("reward", "reference"):
-            (one,) = await take(shard, stage)
-            shard.fail_groups([(one.lease, DeadlineError("no verdict"))])
+            (group,) = await take(shard, stage)
+            shard.fail_groups([(group.lease, DeadlineError("no verdict"))])
         await do(shard, "reward", "reference")
         (training,) = await take(shard, "train")
         assert training.outcome is None
@@ -247,7 +247,7 @@ def test_failures_of_one_stage_are_not_those_of_another() -> None:
     on_shard(test)
 
 
-def test_a_filtered_group_goes_to_the_coordinator_with_the_reason() -> None:
+def test_filtered_group_reaches_the_coordinator_with_its_reason() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
@@ -262,7 +262,7 @@ def test_a_filtered_group_goes_to_the_coordinator_with_the_reason() -> None:
     on_shard(test)
 
 
-def test_whose_lease_is_void_can_neither_fail_nor_filter_a_group() -> None:
+def test_inactive_lease_can_neither_fail_nor_filter_a_group() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         (slow,) = await take(shard, "generate")
@@ -276,10 +276,10 @@ def test_whose_lease_is_void_can_neither_fail_nor_filter_a_group() -> None:
     on_shard(test)
 
 
-# What it reports and gives away.
+# Statistics and reads
 
 
-def test_depth_is_the_mean_over_time_not_the_moment() -> None:
+def test_depth_is_a_time_weighted_mean() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await asyncio.sleep(3.0)
@@ -293,7 +293,7 @@ def test_depth_is_the_mean_over_time_not_the_moment() -> None:
     on_shard(test)
 
 
-def test_figures_are_those_since_the_last_step_whatever_leaves_within_it() -> None:
+def test_stats_cover_the_time_since_the_last_step() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         (late, _) = await take(shard, "generate")
@@ -301,7 +301,7 @@ def test_figures_are_those_since_the_last_step_whatever_leaves_within_it() -> No
         await put(shard, (late.lease, rollouts()))
         await take(shard, "generate")
         for _ in range(2):
-            # A group that ended leaves in the middle of the step.
+            # An ended group is removed in the middle of the step.
             await shard.remove_groups(["b"], 0)
             figures = shard.get_stats()
             assert figures.counts == {"redelivered": 2, "hedged": 0, "refused": 1}
@@ -317,7 +317,7 @@ def test_figures_are_those_since_the_last_step_whatever_leaves_within_it() -> No
     on_shard(test)
 
 
-def test_the_size_is_that_of_the_columns_and_the_age_that_of_the_oldest() -> None:
+def test_stats_have_column_bytes_and_oldest_age() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await asyncio.sleep(2.0)
@@ -331,7 +331,7 @@ def test_the_size_is_that_of_the_columns_and_the_age_that_of_the_oldest() -> Non
     on_shard(test)
 
 
-def test_where_a_group_is_can_be_asked() -> None:
+def test_locate_groups_describes_holders_and_waiting_stages() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await take(shard, "generate", max_groups=1, holder="generator-0")
@@ -344,12 +344,12 @@ def test_where_a_group_is_can_be_asked() -> None:
     on_shard(test)
 
 
-def test_columns_are_read_without_a_lease() -> None:
+def test_columns_can_be_read_without_a_lease() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await finish(shard)
-        found = shard.read_columns(["b", "a"], ["scores", "ref_logprobs"])
-        assert [len(blobs) for blobs in found] == [2, 2]
+        blobs_by_group = shard.read_columns(["b", "a"], ["scores", "ref_logprobs"])
+        assert [len(blobs) for blobs in blobs_by_group] == [2, 2]
         with pytest.raises(StreamError, match=r"group b: no \['loss', 'mask'\] are in the queue"):
             shard.read_columns(["b"], ["mask", "scores", "loss"])
         await shard.remove_groups(["a"], 1)
@@ -359,7 +359,7 @@ def test_columns_are_read_without_a_lease() -> None:
     on_shard(test)
 
 
-def test_leaving_may_be_repeated_and_versions_only_grow() -> None:
+def test_remove_groups_is_idempotent_and_versions_only_grow() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", version=3)
         await finish(shard)
@@ -387,30 +387,30 @@ def test_leaving_may_be_repeated_and_versions_only_grow() -> None:
         ("hedge_s", 0.0),
     ],
 )
-def test_impossible_queue_settings_are_refused(key: str, value: Any) -> None:
+def test_invalid_queue_settings_raise(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"queue\.{key}={value}: must be"):
         QueueConfig(**{key: value})
 
 
-def test_a_shard_forgets_the_groups_that_have_left() -> None:
+def test_shard_forgets_removed_groups() -> None:
     async def test(shard: QueueShard) -> None:
-        left = []
+        remaining = []
         for uid in ("a", "b", "c"):
             await admit(shard, uid)
             await finish(shard)
-            (one,) = await take(shard, "train")
-            left.append(weakref.ref(one.lease))
+            (group,) = await take(shard, "train")
+            remaining.append(weakref.ref(group.lease))
             await shard.remove_groups([uid], 1)
-            del one
+            del group
         await asyncio.sleep(11.0)
         assert not await take(shard, "train")
         gc.collect()
-        assert [lease() for lease in left] == [None] * 3
+        assert [lease() for lease in remaining] == [None] * 3
 
     on_shard(test)
 
 
-def test_prompts_are_opaque_to_the_shard() -> None:
+def test_shard_does_not_decode_prompts() -> None:
     async def test(shard: QueueShard) -> None:
         await shard.admit_prompts([("a", b"not a pickle", 0)], wait_s=1.0)
         (grant,) = await shard.lease_groups(LeaseRequest("generate", "me", 1), wait_s=0.0)

@@ -1,4 +1,4 @@
-"""A shard and its files: killed, opened anew, snapshot, cut back."""
+"""A shard and its files: kills, restarts, snapshots, rewinds."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -39,12 +39,12 @@ def plan(
 
 
 def lives(*parts: Callable[[], Awaitable[None]]) -> None:
-    """Each in an event loop of its own, as in a process of its own: all that lasts is on the disk.
+    """Run each part in an event loop of its own, like a process: only the disk persists.
 
     Nothing is closed in between.
     """
-    for part in parts:
-        asyncio.run(part())  # type: ignore[arg-type]
+    for process_run in parts:
+        asyncio.run(process_run())  # type: ignore[arg-type]
 
 
 def columns(keeper: ShardHost, uid: str, *names: str) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def columns(keeper: ShardHost, uid: str, *names: str) -> dict[str, Any]:
 
 
 async def checkpoint(keeper: ShardHost, run_dir: Path, version: int) -> None:
-    """As the coordinator makes one."""
+    """Make a checkpoint like the coordinator."""
     cut = await keeper.rotate_journal()
     writer = CheckpointWriter(run_dir, version)
     await keeper.write_snapshot(cut, writer.queue_dir / "shard-0")
@@ -63,12 +63,12 @@ async def checkpoint(keeper: ShardHost, run_dir: Path, version: int) -> None:
     keeper.discard_before(cut)
 
 
-def test_what_was_accepted_is_there_after_a_kill(tmp_path: Path) -> None:
+def test_accepted_columns_survive_a_kill(tmp_path: Path) -> None:
     async def first() -> None:
         keeper = ShardHost(plan(tmp_path))
         await admit(keeper.shard, "a", "b", version=3)
-        (one,) = await take(keeper.shard, "generate", max_groups=1)
-        assert await put(keeper.shard, (one.lease, rollouts(version=3))) == []
+        (group,) = await take(keeper.shard, "generate", max_groups=1)
+        assert await put(keeper.shard, (group.lease, rollouts(version=3))) == []
 
     async def second() -> None:
         keeper = ShardHost(plan(tmp_path, session="resumed"))
@@ -88,14 +88,14 @@ def test_what_was_accepted_is_there_after_a_kill(tmp_path: Path) -> None:
     lives(first, second)
 
 
-def test_what_came_before_the_rollouts_is_there_after_a_kill(tmp_path: Path) -> None:
+def test_columns_committed_before_rollouts_survive_a_kill(tmp_path: Path) -> None:
     greedy = {"greedy_ids": np.array([7, 8], np.int32)}
 
     async def first() -> None:
         keeper = ShardHost(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
         await admit(keeper.shard, "a")
-        (one,) = await take(keeper.shard, "greedy")
-        assert await put(keeper.shard, (one.lease, greedy)) == []
+        (group,) = await take(keeper.shard, "greedy")
+        assert await put(keeper.shard, (group.lease, greedy)) == []
 
     async def second() -> None:
         keeper = ShardHost(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
@@ -114,7 +114,7 @@ def test_what_came_before_the_rollouts_is_there_after_a_kill(tmp_path: Path) -> 
     lives(first, second, third)
 
 
-def test_a_shard_that_dies_again_and_again_goes_on(tmp_path: Path) -> None:
+def test_shard_recovers_from_repeated_deaths(tmp_path: Path) -> None:
     async def life() -> None:
         keeper = ShardHost(plan(tmp_path))
         seen = len(keeper.shard.get_stats().uids)
@@ -130,7 +130,7 @@ def test_a_shard_that_dies_again_and_again_goes_on(tmp_path: Path) -> None:
     lives(*[life] * 5, last)
 
 
-def test_columns_go_where_the_host_keeps_them_before_and_after_a_restart(tmp_path: Path) -> None:
+def test_store_is_used_before_and_after_a_restart(tmp_path: Path) -> None:
     store: dict[int, bytes] = {}
 
     def keep(blob: Any) -> int:
@@ -140,8 +140,8 @@ def test_columns_go_where_the_host_keeps_them_before_and_after_a_restart(tmp_pat
     async def first() -> None:
         keeper = ShardHost(plan(tmp_path), keep)
         await admit(keeper.shard, "a")
-        (one,) = await take(keeper.shard, "generate")
-        await put(keeper.shard, (one.lease, rollouts()))
+        (group,) = await take(keeper.shard, "generate")
+        await put(keeper.shard, (group.lease, rollouts()))
         assert keeper.shard.read_columns(["a"], ["lengths"]) == [(0,)]
 
     async def second() -> None:
@@ -153,7 +153,7 @@ def test_columns_go_where_the_host_keeps_them_before_and_after_a_restart(tmp_pat
     lives(first, second)
 
 
-def test_a_checkpoint_takes_the_place_of_the_journal_before_its_cut(tmp_path: Path) -> None:
+def test_checkpoint_replaces_the_journal_before_its_cut(tmp_path: Path) -> None:
     async def first() -> None:
         keeper = ShardHost(plan(tmp_path))
         await admit(keeper.shard, "trained", "ready", "fresh")
@@ -185,7 +185,7 @@ def test_a_checkpoint_takes_the_place_of_the_journal_before_its_cut(tmp_path: Pa
     lives(first, second, third)
 
 
-def test_a_death_between_cut_and_checkpoint_loses_nothing(tmp_path: Path) -> None:
+def test_death_between_cut_and_checkpoint_loses_nothing(tmp_path: Path) -> None:
     async def first() -> None:
         keeper = ShardHost(plan(tmp_path))
         await admit(keeper.shard, "a")
@@ -203,7 +203,7 @@ def test_a_death_between_cut_and_checkpoint_loses_nothing(tmp_path: Path) -> Non
     lives(first, second)
 
 
-def test_what_is_written_while_a_snapshot_is_made_lies_behind_it(tmp_path: Path) -> None:
+def test_records_during_a_snapshot_lie_after_its_cut(tmp_path: Path) -> None:
     async def main() -> None:
         keeper = ShardHost(plan(tmp_path))
         await admit(keeper.shard, "a")
@@ -226,7 +226,7 @@ def test_what_is_written_while_a_snapshot_is_made_lies_behind_it(tmp_path: Path)
     lives(main, later)
 
 
-def test_a_run_that_goes_back_to_an_older_checkpoint_keeps_what_it_makes_from_there(
+def test_rewound_run_keeps_its_new_records(
     tmp_path: Path,
 ) -> None:
     async def first() -> None:
@@ -253,7 +253,7 @@ def test_a_run_that_goes_back_to_an_older_checkpoint_keeps_what_it_makes_from_th
     lives(first, back, again)
 
 
-def test_segments_are_forgotten_from_the_end_so_that_a_crash_leaves_no_gap(
+def test_segments_are_deleted_from_the_end_so_that_a_crash_leaves_no_gap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in (3, 4, 5, 6):
@@ -274,7 +274,7 @@ def test_segments_are_forgotten_from_the_end_so_that_a_crash_leaves_no_gap(
     assert list_segments(tmp_path) == [3]
 
 
-def test_damage_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_damage_is_reported_and_the_shard_continues(tmp_path: Path) -> None:
     async def first() -> None:
         keeper = ShardHost(plan(tmp_path))
         await admit(keeper.shard, "a")
@@ -289,21 +289,21 @@ def test_damage_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
         keeper = ShardHost(plan(tmp_path, session="resumed"))
         (bad,) = keeper.corrupt_records
         assert (bad.file, bad.reason) == (path, "the record does not match its checksum")
-        assert {one.uid for one in await take(keeper.shard, "generate")} == {"a", "b"}
+        assert {group.uid for group in await take(keeper.shard, "generate")} == {"a", "b"}
         await keeper.close()
 
     lives(first, second)
 
 
 def spoil(run_dir: Path, segment: int, text: bytes) -> None:
-    """Damage the first record of a segment that has this text in it."""
+    """Damage the first record of a segment that contains this text."""
     path = segment_path(run_dir / "journal", segment)
     content = path.read_bytes()
     assert text in content
     path.write_bytes(content.replace(text, text[:-1] + b"?", 1))
 
 
-def test_the_next_checkpoint_heals_a_damaged_journal(tmp_path: Path) -> None:
+def test_next_checkpoint_leaves_damage_behind(tmp_path: Path) -> None:
     async def first() -> None:
         keeper = ShardHost(plan(tmp_path))
         await admit(keeper.shard, "a", "b")
@@ -320,14 +320,14 @@ def test_the_next_checkpoint_heals_a_damaged_journal(tmp_path: Path) -> None:
     async def third() -> None:
         keeper = ShardHost(plan(tmp_path, session="resumed again"))
         assert not keeper.corrupt_records
-        assert [one.uid for one in await take(keeper.shard, "reward")] == ["a"]
-        assert [one.uid for one in await take(keeper.shard, "generate")] == ["b", "c"]
+        assert [group.uid for group in await take(keeper.shard, "reward")] == ["a"]
+        assert [group.uid for group in await take(keeper.shard, "generate")] == ["b", "c"]
         await keeper.close()
 
     lives(first, second, third)
 
 
-def test_damage_found_at_a_checkpoint_only_stops_it(tmp_path: Path) -> None:
+def test_damage_first_found_by_a_snapshot_raises(tmp_path: Path) -> None:
     async def main() -> None:
         keeper = ShardHost(plan(tmp_path))
         await admit(keeper.shard, "a")
@@ -341,7 +341,7 @@ def test_damage_found_at_a_checkpoint_only_stops_it(tmp_path: Path) -> None:
     lives(main)
 
 
-def test_scores_of_lost_rollouts_never_come_back_to_their_successors(tmp_path: Path) -> None:
+def test_scores_of_lost_rollouts_are_not_attached_to_new_rollouts(tmp_path: Path) -> None:
     async def first() -> None:
         keeper = ShardHost(plan(tmp_path))
         await admit(keeper.shard, "a")
@@ -362,13 +362,13 @@ def test_scores_of_lost_rollouts_never_come_back_to_their_successors(tmp_path: P
     async def fourth() -> None:
         keeper = ShardHost(plan(tmp_path, session="resumed"))
         assert not keeper.corrupt_records
-        assert [one.uid for one in await take(keeper.shard, "train")] == ["a"]
+        assert [group.uid for group in await take(keeper.shard, "train")] == ["a"]
         await keeper.close()
 
     lives(first, second, third, fourth)
 
 
-def test_a_process_that_was_given_up_for_dead_cannot_go_on_writing(tmp_path: Path) -> None:
+def test_fenced_process_cannot_write(tmp_path: Path) -> None:
     async def main() -> None:
         first, second = ShardHost(plan(tmp_path)), ShardHost(plan(tmp_path))
         await admit(second.shard, "a")
@@ -382,7 +382,7 @@ def test_a_process_that_was_given_up_for_dead_cannot_go_on_writing(tmp_path: Pat
     lives(main)
 
 
-def test_without_a_journal_a_shard_works_and_has_nothing_to_cut(tmp_path: Path) -> None:
+def test_shard_without_journal_works_but_cannot_rotate(tmp_path: Path) -> None:
     async def main() -> None:
         keeper = ShardHost(plan(tmp_path, enabled=False))
         await admit(keeper.shard, "a")

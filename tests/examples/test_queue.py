@@ -27,7 +27,7 @@ def test_every_group_arrives_once_though_a_shard_is_killed() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"killed a shard, process \d+", done.stdout)
-    assert re.search(r"^400 groups have arrived; \d+ were handed out twice", done.stdout, re.M)
+    assert re.search(r"^400 groups have arrived; \d+ were leased twice", done.stdout, re.M)
     assert "missing or wrong: 0\n" in done.stdout
     _, left = psutil.wait_procs(marked(mark), timeout=30.0)
     assert not left, "processes were left behind"

@@ -1,4 +1,4 @@
-"""The device lease: one holder at a time, in turn, with a deadline."""
+"""Device lease: one holder at a time, in turn, with a deadline."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -11,7 +11,7 @@ from streamrl.simulator.replicas.virtual_loop import run_virtual
 from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
 
 
-def test_holders_take_turns_and_never_overlap() -> None:
+def test_holders_take_turns_without_overlap() -> None:
     async def main() -> list[str]:
         arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
 
@@ -28,7 +28,7 @@ def test_holders_take_turns_and_never_overlap() -> None:
     assert run_virtual(main()) == ["a in", "a out", "b in", "b out", "c in", "c out"]
 
 
-def test_work_of_one_holder_runs_together() -> None:
+def test_work_of_a_holder_runs_concurrently() -> None:
     async def main() -> float:
         lease = SharedDeviceLease(DeviceArbiter(timeout_s=100.0), "generator-0")
 
@@ -42,26 +42,26 @@ def test_work_of_one_holder_runs_together() -> None:
     assert run_virtual(main()) == pytest.approx(5.0)
 
 
-def test_the_pool_is_kept_until_the_last_piece_of_work_is_done() -> None:
+def test_pool_is_held_until_the_last_work_ends() -> None:
     async def main() -> float:
         arbiter = DeviceArbiter(timeout_s=100.0)
-        mine = SharedDeviceLease(arbiter, "generator-0")
+        generator_lease = SharedDeviceLease(arbiter, "generator-0")
 
         async def work(seconds: float) -> None:
-            async with mine.hold("generate"):
+            async with generator_lease.hold("generate"):
                 await asyncio.sleep(seconds)
 
         running = asyncio.gather(work(1.0), work(7.0))
         await asyncio.sleep(0.5)
         async with SharedDeviceLease(arbiter, "trainer").hold("train"):
-            got = asyncio.get_running_loop().time()
+            acquired_at = asyncio.get_running_loop().time()
         await running
-        return got
+        return acquired_at
 
     assert run_virtual(main()) == pytest.approx(7.0)
 
 
-def test_waiting_for_the_pool_names_who_has_it() -> None:
+def test_lease_deadline_names_the_holder() -> None:
     async def main() -> None:
         arbiter = DeviceArbiter(timeout_s=3.0)
         await arbiter.acquire("generator-0")
@@ -71,7 +71,7 @@ def test_waiting_for_the_pool_names_who_has_it() -> None:
     run_virtual(main())
 
 
-def test_who_waits_for_the_pool_waits_as_long_as_its_holder_gets_on() -> None:
+def test_lease_deadline_restarts_with_progress() -> None:
     async def main() -> None:
         arbiter = DeviceArbiter(timeout_s=3.0)
         trainer = SharedDeviceLease(arbiter, "trainer")
@@ -93,7 +93,7 @@ def test_who_waits_for_the_pool_waits_as_long_as_its_holder_gets_on() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_pool_that_comes_with_the_deadline_is_had_or_not_and_never_lost(order: int) -> None:
+def test_grant_at_the_deadline_is_never_lost(order: int) -> None:
     async def main() -> None:
         arbiter = DeviceArbiter(timeout_s=3.0)
         await arbiter.acquire("trainer")
@@ -113,7 +113,7 @@ def test_a_pool_that_comes_with_the_deadline_is_had_or_not_and_never_lost(order:
     run_virtual(main())
 
 
-def test_one_of_several_pieces_of_work_that_ends_is_progress() -> None:
+def test_end_of_one_piece_of_work_is_progress() -> None:
     async def main() -> None:
         arbiter = DeviceArbiter(timeout_s=3.0)
         lease = SharedDeviceLease(arbiter, "generator-0")
@@ -131,7 +131,7 @@ def test_one_of_several_pieces_of_work_that_ends_is_progress() -> None:
     run_virtual(main())
 
 
-def test_the_pool_comes_back_when_the_work_fails() -> None:
+def test_failed_work_releases_the_pool() -> None:
     async def main() -> None:
         arbiter = DeviceArbiter(timeout_s=3.0)
         with pytest.raises(RuntimeError, match="boom"):
@@ -143,7 +143,7 @@ def test_the_pool_comes_back_when_the_work_fails() -> None:
     run_virtual(main())
 
 
-def test_a_holder_that_dies_while_it_waits_does_not_get_the_pool() -> None:
+def test_dead_waiter_gets_no_grant() -> None:
     async def main() -> list[str]:
         arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
         await arbiter.acquire("trainer")
@@ -167,7 +167,7 @@ def test_a_holder_that_dies_while_it_waits_does_not_get_the_pool() -> None:
     assert run_virtual(main()) == ["reward-0", "generator-0"]
 
 
-def test_the_pool_of_a_holder_that_died_goes_to_the_next_in_line() -> None:
+def test_pool_of_a_dead_holder_goes_to_the_next_waiter() -> None:
     async def main() -> float:
         arbiter = DeviceArbiter(timeout_s=100.0)
         await arbiter.acquire("generator-0")
@@ -184,7 +184,7 @@ def test_the_pool_of_a_holder_that_died_goes_to_the_next_in_line() -> None:
 
 
 class RemoteArbiter:
-    """An arbiter in another process: to stop waiting for its answer does not take the ask back."""
+    """An arbiter in another process: cancelling a wait does not cancel the request."""
 
     def __init__(self, arbiter: DeviceArbiter) -> None:
         self._arbiter = arbiter
@@ -208,13 +208,13 @@ class RemoteArbiter:
         await asyncio.shield(task)
 
 
-def test_work_that_is_cancelled_while_it_waits_for_the_pool_gives_it_back() -> None:
+def test_work_cancelled_while_waiting_releases_a_late_grant() -> None:
     async def main() -> list[str]:
         arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
-        mine = SharedDeviceLease(RemoteArbiter(arbiter), "generator-0")
+        generator_lease = SharedDeviceLease(RemoteArbiter(arbiter), "generator-0")
 
         async def work(name: str) -> None:
-            async with mine.hold("generate"):
+            async with generator_lease.hold("generate"):
                 log.append(name)
 
         await arbiter.acquire("trainer")

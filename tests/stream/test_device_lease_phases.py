@@ -1,4 +1,4 @@
-"""Phases of the device lease: who works in one holds it together, and gives way to others."""
+"""Phases of the device lease: holders of a phase share it, and phases preempt each other."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
 
 
 class Decoding:
-    """Rollouts that take so long of computing time, and count what was computed meanwhile."""
+    """Rollouts that need so much computing time and count the time they computed."""
 
     def __init__(self) -> None:
         self._may_go = asyncio.Event()
@@ -33,7 +33,7 @@ class Decoding:
             self.computing -= 1
 
 
-def test_a_phase_is_held_by_all_who_work_in_it() -> None:
+def test_holders_of_a_phase_share_the_pool() -> None:
     async def main() -> float:
         arbiter = DeviceArbiter(timeout_s=100.0, slice_s=60.0)
 
@@ -45,7 +45,7 @@ def test_a_phase_is_held_by_all_who_work_in_it() -> None:
         await asyncio.gather(
             work("generator-0", "generate", 0.0),
             work("trainer", "train", 1.0),
-            # It joins the phase, though another waits: its slice is not over.
+            # Joins the phase although another waits: its slice is not over.
             work("generator-1", "generate", 2.0),
         )
         return asyncio.get_running_loop().time()
@@ -53,39 +53,43 @@ def test_a_phase_is_held_by_all_who_work_in_it() -> None:
     assert run_virtual(main()) == pytest.approx(2.0 + 5.0 + 5.0)
 
 
-def test_rollouts_give_way_after_their_slice_and_go_on_where_they_were() -> None:
+def test_rollouts_are_preempted_after_their_slice_and_resume() -> None:
     async def main() -> tuple[float, float]:
         arbiter, decoding = DeviceArbiter(timeout_s=100.0, slice_s=2.0), Decoding()
-        mine = SharedDeviceLease(arbiter, "generator-0", "generate", suspendable=decoding)
+        generator_lease = SharedDeviceLease(
+            arbiter, "generator-0", "generate", suspendable=decoding
+        )
         clock = asyncio.get_running_loop().time
 
         async def generate() -> None:
-            async with mine.hold("generate"):
+            async with generator_lease.hold("generate"):
                 await decoding.work(6.0)
 
         running = asyncio.create_task(generate())
         await asyncio.sleep(0.5)
         async with SharedDeviceLease(arbiter, "trainer").hold("train"):
-            got = clock()
+            acquired_at = clock()
             await asyncio.sleep(0.2)
             assert not decoding.computing
             await asyncio.sleep(2.8)
         await running
         await arbiter.acquire("trainer")
-        return got, clock()
+        return acquired_at, clock()
 
-    got, ended = run_virtual(main())
-    assert got == pytest.approx(2.0)
+    acquired_at, ended = run_virtual(main())
+    assert acquired_at == pytest.approx(2.0)
     assert ended == pytest.approx(6.0 + 3.0, abs=0.2)
 
 
-def test_rollouts_that_gave_way_go_on_however_late_the_pool_comes_back() -> None:
+def test_preempted_rollouts_resume_however_late() -> None:
     async def main() -> float:
         arbiter, decoding = DeviceArbiter(timeout_s=10.0, slice_s=2.0), Decoding()
-        mine = SharedDeviceLease(arbiter, "generator-0", "generate", suspendable=decoding)
+        generator_lease = SharedDeviceLease(
+            arbiter, "generator-0", "generate", suspendable=decoding
+        )
 
         async def generate() -> None:
-            async with mine.hold("generate"):
+            async with generator_lease.hold("generate"):
                 await decoding.work(6.0)
 
         running = asyncio.create_task(generate())
@@ -97,15 +101,15 @@ def test_rollouts_that_gave_way_go_on_however_late_the_pool_comes_back() -> None
     assert run_virtual(main()) == pytest.approx(6.0 + 35.0, abs=0.2)
 
 
-def test_what_cannot_be_suspended_keeps_the_pool_until_it_is_done() -> None:
+def test_unsuspendable_work_keeps_the_pool_until_finished() -> None:
     async def main() -> float:
         arbiter = DeviceArbiter(timeout_s=100.0, slice_s=2.0)
         running = asyncio.create_task(_held(SharedDeviceLease(arbiter, "trainer"), 8.0))
         await asyncio.sleep(0.5)
         async with SharedDeviceLease(arbiter, "generator-0").hold("generate"):
-            got = asyncio.get_running_loop().time()
+            acquired_at = asyncio.get_running_loop().time()
         await running
-        return got
+        return acquired_at
 
     assert run_virtual(main()) == pytest.approx(8.0)
 
@@ -123,7 +127,7 @@ PIECES = st.lists(
 
 
 @given(PIECES, PIECES, st.floats(0.1, 5.0))
-def test_whoever_comes_when_phases_never_overlap_and_nobody_starves(
+def test_conflicting_phases_never_overlap_and_none_starves(
     rollouts: list[tuple[str, float, float]],
     steps: list[tuple[str, float, float]],
     slice_s: float,
@@ -145,22 +149,22 @@ def test_whoever_comes_when_phases_never_overlap_and_nobody_starves(
 
         async def train(at: float, seconds: float) -> None:
             await asyncio.sleep(at)
-            asked = clock()
+            waiting = clock()
             async with trainer.hold("train"):
-                # What is computing now is at the end of a token.
+                # A token boundary.
                 await asyncio.sleep(0.11)
-                assert not any(one.computing for one in decoding.values())
-                waited = clock() - asked
+                assert not any(rollout.computing for rollout in decoding.values())
+                waited = clock() - waiting
                 assert waited <= slice_s + 1.0 + sum(seconds for _, _, seconds in steps)
                 await asyncio.sleep(seconds)
-                assert not any(one.computing for one in decoding.values())
+                assert not any(rollout.computing for rollout in decoding.values())
 
         async with asyncio.TaskGroup() as tasks:
             for name, at, seconds in rollouts:
                 tasks.create_task(generate(name, at, seconds))
             for _, at, seconds in steps:
                 tasks.create_task(train(at, seconds))
-        # All of it has been given back.
+        # Everything has been released.
         await arbiter.acquire("somebody")
 
     run_virtual(main())
@@ -169,7 +173,7 @@ def test_whoever_comes_when_phases_never_overlap_and_nobody_starves(
 PARTS = {"reference": {0}, "reward": {1}, "train": {0, 1}, "evaluate": {2}}
 
 
-def test_phases_without_a_device_in_common_go_on_side_by_side() -> None:
+def test_phases_without_a_common_device_run_in_parallel() -> None:
     async def main() -> dict[str, tuple[float, float]]:
         arbiter, clock = (
             DeviceArbiter(timeout_s=100.0, slots=PARTS),
@@ -179,9 +183,9 @@ def test_phases_without_a_device_in_common_go_on_side_by_side() -> None:
 
         async def work(phase: str) -> None:
             async with SharedDeviceLease(arbiter, f"{phase}-0", phase).hold(phase):
-                begun = clock()
+                started_at = clock()
                 await asyncio.sleep(5.0)
-                times[phase] = (begun, clock())
+                times[phase] = (started_at, clock())
 
         await asyncio.gather(*(work(phase) for phase in PARTS))
         return times
@@ -191,7 +195,7 @@ def test_phases_without_a_device_in_common_go_on_side_by_side() -> None:
     assert times["train"] == (5.0, 10.0)
 
 
-def test_who_needs_several_devices_is_not_kept_out_by_those_that_need_one() -> None:
+def test_phase_on_many_devices_is_not_starved_by_single_device_phases() -> None:
     async def main() -> float:
         arbiter, clock = (
             DeviceArbiter(timeout_s=100.0, slots=PARTS),
@@ -208,14 +212,14 @@ def test_who_needs_several_devices_is_not_kept_out_by_those_that_need_one() -> N
         scoring += [asyncio.create_task(score("reward", 2.0))]
         await asyncio.sleep(3.0)
         async with SharedDeviceLease(arbiter, "trainer", "train").hold("train"):
-            got = clock()
+            acquired_at = clock()
         await asyncio.gather(*scoring)
-        return got
+        return acquired_at
 
     assert run_virtual(main()) == pytest.approx(6.0)
 
 
-def test_a_deadline_names_only_those_who_stand_in_the_way() -> None:
+def test_deadline_names_only_conflicting_holders() -> None:
     async def main() -> None:
         arbiter = DeviceArbiter(timeout_s=3.0, slots=PARTS)
         await arbiter.acquire("reference-0", "reference")
@@ -238,7 +242,7 @@ def test_a_deadline_names_only_those_who_stand_in_the_way() -> None:
     ),
     st.sampled_from([0.0, 1.0, float("inf")]),
 )
-def test_no_device_is_ever_in_two_phases_and_everyone_has_a_turn(
+def test_no_device_is_in_two_phases_and_every_phase_gets_a_turn(
     slots: dict[str, set[int]], pieces: list[tuple[str, int, float, float]], slice_s: float
 ) -> None:
     async def main() -> None:
@@ -268,35 +272,35 @@ def test_no_device_is_ever_in_two_phases_and_everyone_has_a_turn(
     run_virtual(main())
 
 
-def test_a_holder_is_asked_to_give_way_for_each_rival_that_comes() -> None:
-    """Also if the one before gave up."""
+def test_holder_is_preempted_for_each_conflicting_request() -> None:
+    """Also if the previous request was given up."""
 
     async def main() -> tuple[bool, float]:
         arbiter, clock = DeviceArbiter(timeout_s=100.0, slice_s=2.0), asyncio.get_running_loop()
         await arbiter.acquire("a")
-        asked = asyncio.create_task(arbiter.wait_for_preemption("a", wait_s=50.0))
+        waiting = asyncio.create_task(arbiter.wait_for_preemption("a", wait_s=50.0))
         rival = asyncio.create_task(arbiter.acquire("b"))
         await asyncio.sleep(1.0)
         rival.cancel()
         await asyncio.sleep(4.0)
-        assert not asked.done()
+        assert not waiting.done()
         rival = asyncio.create_task(arbiter.acquire("c"))
-        found, at = await asked, clock.time()
+        preempted, at = await waiting, clock.time()
         await arbiter.release("a")
         await rival
-        return found, at
+        return preempted, at
 
     assert run_virtual(main()) == (True, 5.0)
 
 
-def test_a_holder_that_gives_the_pool_back_is_asked_no_more() -> None:
+def test_released_holder_is_not_preempted() -> None:
     async def main() -> float:
         arbiter, clock = DeviceArbiter(timeout_s=100.0), asyncio.get_running_loop()
         await arbiter.acquire("a")
-        asked = asyncio.create_task(arbiter.wait_for_preemption("a", wait_s=50.0))
+        waiting = asyncio.create_task(arbiter.wait_for_preemption("a", wait_s=50.0))
         await asyncio.sleep(3.0)
         await arbiter.release("a")
-        assert not await asked
+        assert not await waiting
         return clock.time()
 
     assert run_virtual(main()) == 3.0

@@ -1,4 +1,4 @@
-"""A step's groups are gathered while others are trained, and while the trainer has no devices."""
+"""Groups of a step are collected during training and while the trainer waits for its devices."""
 
 import asyncio
 import math
@@ -29,38 +29,38 @@ FILTERING = Plan(
     micro_batch_tokens=20,
     train_s=10.0,
 )
-"""A group is a micro-batch that takes as long as it takes to sample some."""
+"""Each group is one micro-batch; training it takes as long as sampling several groups."""
 
 
-def test_what_is_filtered_while_others_are_trained_is_booked_at_once() -> None:
-    booked: list[float] = []
+def test_groups_filtered_during_training_are_logged_at_once() -> None:
+    logged_at: list[float] = []
 
     async def watch(stream: Stream) -> None:
         clock = asyncio.get_running_loop().time
-        stream.control.on_group_finished = lambda uid, how: booked.append(clock())
+        stream.control.on_group_finished = lambda uid, how: logged_at.append(clock())
         await asyncio.Event().wait()
 
     stream = run_virtual(run_stream(FILTERING, disturb=watch))
     scorers = [r for process, r in stream.recorders.items() if process.startswith("reward")]
     scored = [span.end_s for recorder in scorers for span in recorder.drain_spans()]
-    assert len(booked) > 6
-    late = [at - max(end for end in scored if end <= at) for at in booked]
+    assert len(logged_at) > 6
+    late = [at - max(end for end in scored if end <= at) for at in logged_at]
     assert max(late) < 0.1
 
 
-def test_too_much_that_is_filtered_ends_the_run_also_if_it_comes_while_others_are_trained() -> None:
+def test_filter_limit_during_training_ends_the_run() -> None:
     plan = Plan(**{**vars(FILTERING), "max_filtered": 3, "filter_rate": 0.8})
     with pytest.raises(FilterLimitError, match="step 0 has filtered"):
         run_virtual(run_stream(plan))
 
 
-def test_too_much_that_is_filtered_ends_a_run_with_that_also_if_it_is_stopped_then() -> None:
+def test_filter_limit_is_raised_even_if_the_run_is_stopped() -> None:
     plan = Plan(**{**vars(FILTERING), "max_filtered": 3, "filter_rate": 0.8})
 
     async def stop(stream: Stream) -> None:
         while stream.control.filter_tally.num_groups <= 3:
             await asyncio.sleep(0.1)
-        # A part is being trained, and goes on for some seconds.
+        # Some rounds are still training for a few seconds.
         await asyncio.sleep(3.0)
         stream.control.request_stop()
         await asyncio.Event().wait()
@@ -75,8 +75,8 @@ def ready(number: int, ended: GroupOutcome | None = None) -> Experience:
     return Experience(lease, 0, info=info, ready_version=0, outcome=ended)
 
 
-def test_what_goes_wrong_while_the_last_groups_are_trained_is_not_passed_over() -> None:
-    """The last group is drawn while a filtered one that came with it is still being booked."""
+def test_error_during_the_last_groups_is_raised() -> None:
+    """The last group is drawn while a filtered group of the same call is still being logged."""
     assembler = StepAssembler(max_staleness=0, groups_per_step=2)
     for number in range(3):
         assembler.admit_group(f"0:{number}:0", 0)
@@ -89,11 +89,11 @@ def test_what_goes_wrong_while_the_last_groups_are_trained_is_not_passed_over() 
         answers = iter(coming)
 
         async def lease_groups(self, stage: str, **settings: Any) -> list[Experience]:
-            found, after_s = next(self.answers)
+            groups, after_s = next(self.answers)
             await asyncio.sleep(after_s)
-            return found
+            return groups
 
-    async def end(queue: Any, ended: Any, infos: Any) -> None:
+    async def finish_groups(queue: Any, ended: Any, infos: Any) -> None:
         await asyncio.sleep(20.0)
         raise LedgerError("0:2:0 was never admitted")
 
@@ -107,17 +107,17 @@ def test_what_goes_wrong_while_the_last_groups_are_trained_is_not_passed_over() 
         check_step_limits=lambda ended: None,
         stop_requested=asyncio.Event(),
         publisher=SimpleNamespace(check_failures=lambda: None),
-        pulse=SimpleNamespace(at=0.0),
+        progress_clock=SimpleNamespace(last_progress_at=0.0),
         max_attempts=1,
-        finish_groups=end,
+        finish_groups=finish_groups,
     )
 
     async def train() -> None:
         stage: Any = SimpleNamespace(name="train", queue=Queue())
         config = PipelineConfig(groups_per_step=2)
-        async with GroupCollector(stage, cast(Any, control), config) as gathering:
+        async with GroupCollector(stage, cast(Any, control), config) as collector:
             for _ in range(2):
-                assert await gathering.wait_for_groups()
+                assert await collector.wait_for_groups()
                 assembler.draw_groups(0)
                 await asyncio.sleep(10.0)
             assert assembler.is_complete

@@ -1,4 +1,4 @@
-"""The coordinator's books: what is admitted, what comes again, and what may not be asked for."""
+"""RunState: admissions, readmissions, limits."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
@@ -40,8 +40,8 @@ STALE = GroupOutcome("stale", "tokens beyond pipeline.max_staleness")
 FILTERED = GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)
 
 
-class Entrance:
-    """The queue as the control sees it: who went in, at which version, and who left."""
+class FakeQueue:
+    """A fake queue that records inserted prompts with their versions, and removed uids."""
 
     def __init__(self) -> None:
         self.entered: list[tuple[str, int]] = []
@@ -68,13 +68,13 @@ class Entrance:
         self.left += uids
 
 
-def control_of(
+def make_run_state(
     *,
     log: MemoryLog | None = None,
     oversampling: OversamplingController | None = None,
     **settings: Any,
 ) -> RunState:
-    """Two steps of three groups in flight, or of more if they are oversampled."""
+    """Two steps of three groups in flight, or more with oversampling."""
     admission = AdmissionController(
         Ledger(debug=True),
         depth=1,
@@ -100,122 +100,124 @@ def uids(count: int) -> list[str]:
     return [f"0:{i}:0" for i in range(count)]
 
 
-# What comes again.
+# Readmission
 
 
-def ended(*ends: dict[str, GroupOutcome], **settings: Any) -> tuple[RunState, Entrance]:
-    """A control that filled the queue, and of whose groups some then ended, call by call."""
+def ended(*ends: dict[str, GroupOutcome], **settings: Any) -> tuple[RunState, FakeQueue]:
+    """A run state that filled the queue; then groups end, one call per dict."""
 
-    async def main() -> tuple[RunState, Entrance]:
-        control, entrance = control_of(**settings), Entrance()
-        await control.admit_prompts(entrance)  # type: ignore[arg-type]
+    async def main() -> tuple[RunState, FakeQueue]:
+        run_state, fake_queue = make_run_state(**settings), FakeQueue()
+        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
         for one in ends:
-            await control.finish_groups(entrance, one)  # type: ignore[arg-type]
-            control.check_step_limits(one)
-            await control.admit_prompts(entrance)  # type: ignore[arg-type]
-        return control, entrance
+            await run_state.finish_groups(fake_queue, one)  # type: ignore[arg-type]
+            run_state.check_step_limits(one)
+            await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+        return run_state, fake_queue
 
     return run_virtual(main())
 
 
-def test_what_ended_is_booked_told_and_leaves() -> None:
-    told: list[tuple[str, GroupOutcome]] = []
+def test_ended_group_is_logged_reported_and_removed() -> None:
+    reported: list[tuple[str, GroupOutcome]] = []
     ends = {"0:1:0": FAILED, "0:2:0": FILTERED}
-    control, entrance = ended(ends, on_group_finished=lambda uid, how: told.append((uid, how)))
-    assert told == list(ends.items())
-    assert entrance.left == ["0:1:0", "0:2:0"]
-    counts = control.admission.ledger.counts
+    run_state, fake_queue = ended(
+        ends, on_group_finished=lambda uid, how: reported.append((uid, how))
+    )
+    assert reported == list(ends.items())
+    assert fake_queue.left == ["0:1:0", "0:2:0"]
+    counts = run_state.admission.ledger.counts
     assert (counts.filtered, counts.dropped, counts.in_flight) == (1, 1, 6)
-    assert set(control.assembler.pending_uids) == set(control.admission.ledger.in_flight)
-    assert control.inserted_uids == set(control.admission.ledger.in_flight)
+    assert set(run_state.assembler.pending_uids) == set(run_state.admission.ledger.in_flight)
+    assert run_state.inserted_uids == set(run_state.admission.ledger.in_flight)
 
 
-def test_a_failed_group_is_replaced_by_the_next_prompt() -> None:
-    _, entrance = ended({"0:1:0": FAILED})
-    assert entrance.entered[6:] == [("0:6:0", 0)]
+def test_failed_group_is_replaced_by_the_next_prompt() -> None:
+    _, fake_queue = ended({"0:1:0": FAILED})
+    assert fake_queue.entered[6:] == [("0:6:0", 0)]
 
 
-def test_a_failed_group_whose_prompt_is_to_come_again_comes_again_in_its_place() -> None:
-    control, entrance = ended({"0:1:0": FAILED}, should_readmit_failed=True)
-    assert entrance.entered[6:] == [("0:1:1", 0)]
-    assert control.admission.num_credits == 0
+def test_failed_group_is_readmitted_with_readmit() -> None:
+    run_state, fake_queue = ended({"0:1:0": FAILED}, should_readmit_failed=True)
+    assert fake_queue.entered[6:] == [("0:1:1", 0)]
+    assert run_state.admission.num_credits == 0
 
 
-def test_a_stale_group_comes_again_whatever_is_done_with_failed_ones() -> None:
-    _, entrance = ended({"0:1:0": STALE, "0:2:0": FAILED})
-    assert entrance.entered[6:] == [("0:1:1", 0), ("0:6:0", 0)]
+def test_stale_group_is_always_readmitted() -> None:
+    _, fake_queue = ended({"0:1:0": STALE, "0:2:0": FAILED})
+    assert fake_queue.entered[6:] == [("0:1:1", 0), ("0:6:0", 0)]
 
 
-def test_a_filtered_group_never_comes_again() -> None:
-    _, entrance = ended({"0:1:0": FILTERED}, should_readmit_failed=True)
-    assert entrance.entered[6:] == [("0:6:0", 0)]
+def test_filtered_group_is_never_readmitted() -> None:
+    _, fake_queue = ended({"0:1:0": FILTERED}, should_readmit_failed=True)
+    assert fake_queue.entered[6:] == [("0:6:0", 0)]
 
 
-def test_a_prompt_comes_again_as_often_as_it_may_and_is_then_replaced() -> None:
+def test_prompt_is_readmitted_up_to_max_attempts_then_replaced() -> None:
     ends = [{f"0:1:{attempt}": how} for attempt, how in enumerate((FAILED, STALE, FAILED))]
-    _, entrance = ended(*ends, should_readmit_failed=True, max_attempts=3)
-    assert [uid for uid, _ in entrance.entered[6:]] == ["0:1:1", "0:1:2", "0:6:0"]
+    _, fake_queue = ended(*ends, should_readmit_failed=True, max_attempts=3)
+    assert [uid for uid, _ in fake_queue.entered[6:]] == ["0:1:1", "0:1:2", "0:6:0"]
 
 
-def test_with_one_attempt_nothing_comes_again() -> None:
-    _, entrance = ended({"0:1:0": STALE}, should_readmit_failed=True, max_attempts=1)
-    assert entrance.entered[6:] == [("0:6:0", 0)]
+def test_single_attempt_means_no_readmission() -> None:
+    _, fake_queue = ended({"0:1:0": STALE}, should_readmit_failed=True, max_attempts=1)
+    assert fake_queue.entered[6:] == [("0:6:0", 0)]
 
 
-def test_what_comes_again_enters_at_the_version_it_was_booked_at() -> None:
+def test_readmitted_prompt_is_inserted_at_its_logged_version() -> None:
     async def main() -> list[tuple[str, int]]:
-        control, entrance = control_of(should_readmit_failed=True), Entrance()
-        await control.admit_prompts(entrance)  # type: ignore[arg-type]
-        await control.finish_groups(entrance, {"0:1:0": FAILED})  # type: ignore[arg-type]
-        control.admission.advance_version(1)
-        await control.finish_groups(entrance, {"0:2:0": FAILED})  # type: ignore[arg-type]
-        assert control.pending_inserts == {"0:1:1", "0:2:1"}
-        await control.admit_prompts(entrance)  # type: ignore[arg-type]
-        assert not control.pending_inserts
-        return entrance.entered[6:]
+        run_state, fake_queue = make_run_state(should_readmit_failed=True), FakeQueue()
+        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+        await run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
+        run_state.admission.advance_version(1)
+        await run_state.finish_groups(fake_queue, {"0:2:0": FAILED})  # type: ignore[arg-type]
+        assert run_state.pending_inserts == {"0:1:1", "0:2:1"}
+        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+        assert not run_state.pending_inserts
+        return fake_queue.entered[6:]
 
     assert run_virtual(main()) == [("0:1:1", 0), ("0:2:1", 1)]
 
 
-def test_no_crash_comes_between_an_end_and_the_admission_that_follows_it() -> None:
+def test_end_and_readmission_are_logged_together() -> None:
     log = MemoryLog()
     ended({"0:1:0": FAILED}, should_readmit_failed=True, log=log)
     kinds = [(record.meta["kind"], record.meta.get("uids")) for record in log.records]
     assert kinds == [("admit", uids(6)), ("end", None), ("admit", ["0:1:1"])]
 
 
-def test_a_returning_prompt_enters_though_there_is_no_credit() -> None:
+def test_readmitted_prompt_needs_no_credit() -> None:
     async def main() -> float:
-        control, entrance = control_of(should_readmit_failed=True), Entrance()
-        admitting = asyncio.create_task(admit_prompts(control, entrance))  # type: ignore[arg-type]
+        run_state, fake_queue = make_run_state(should_readmit_failed=True), FakeQueue()
+        admitting = asyncio.create_task(admit_prompts(run_state, fake_queue))  # type: ignore[arg-type]
         await asyncio.sleep(10.05)
-        await control.finish_groups(entrance, {"0:1:0": FAILED})  # type: ignore[arg-type]
+        await run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
         ended_at = asyncio.get_running_loop().time()
-        while len(entrance.entered) < 7:
+        while len(fake_queue.entered) < 7:
             await asyncio.sleep(0.01)
-        control.stop_requested.set()
+        run_state.stop_requested.set()
         await admitting
-        assert entrance.entered[6] == ("0:1:1", 0)
+        assert fake_queue.entered[6] == ("0:1:1", 0)
         return asyncio.get_running_loop().time() - ended_at
 
     assert run_virtual(main()) < 1.5
 
 
-def test_whoever_trains_does_not_wait_for_the_room_that_training_makes() -> None:
+def test_training_does_not_wait_for_capacity() -> None:
     async def main() -> None:
-        # Room for four groups while six may be in flight: the shard is bounded in bytes.
+        # Capacity for four groups while six may be in flight: the shard is bounded in bytes.
         bounds = ShardCapacity(100, max_bytes=4000, reserved_group_bytes=1000)
         shard = LocalShard(STAGES, QueueConfig(max_attempts=1), bounds, log=MemoryLog())
-        control, queue = (
-            control_of(should_readmit_failed=True),
+        run_state, queue = (
+            make_run_state(should_readmit_failed=True),
             ExperienceQueue([shard], "coordinator"),
         )
-        admitting = asyncio.create_task(admit_prompts(control, queue))
+        admitting = asyncio.create_task(admit_prompts(run_state, queue))
         await asyncio.sleep(5.0)
         assert len((await queue.get_stats()).uids) == 4
         started = asyncio.get_running_loop().time()
-        # The place of this one goes to the fifth prompt, which has waited for it.
-        await control.finish_groups(queue, {"0:1:0": FAILED})
+        # Its capacity goes to the fifth prompt, which has waited for it.
+        await run_state.finish_groups(queue, {"0:1:0": FAILED})
         assert asyncio.get_running_loop().time() - started < 0.1
         await asyncio.sleep(1.0)
         assert len((await queue.get_stats()).uids) == 4
@@ -228,7 +230,7 @@ def test_whoever_trains_does_not_wait_for_the_room_that_training_makes() -> None
 
 
 async def watch_credit(stream: Stream) -> None:
-    """Nothing is ever admitted beyond the credit."""
+    """Admissions never exceed the credits."""
     plan, admission = stream.plan, stream.control.admission
     lead = plan.max_staleness if plan.depth is None else plan.depth
     while True:
@@ -251,155 +253,153 @@ async def watch_credit(stream: Stream) -> None:
         shards=st.integers(1, 2),
     )
 )
-def test_under_any_schedule_what_comes_again_spends_the_credit_it_gave_back(plan: Plan) -> None:
+def test_readmissions_spend_only_refunded_credits_under_any_schedule(plan: Plan) -> None:
     stream = run_virtual(run_stream(plan, disturb=watch_credit))
     assert stream.ledger.counts.in_flight == 0
 
 
 class LateLog(MemoryLog):
-    """Says of what it has written that it is written a second later."""
+    """Returns from every write a second late."""
 
     async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:
         await super().append(records, sync=sync)
         await asyncio.sleep(1.0)
 
 
-def test_whoever_books_sees_what_the_log_has_of_an_end_in_the_ledger() -> None:
+def test_log_and_ledger_agree_whenever_the_lock_is_free() -> None:
     async def main() -> None:
         log = LateLog()
-        control, entrance = control_of(log=log), Entrance()
-        await control.admit_prompts(entrance)  # type: ignore[arg-type]
+        run_state, fake_queue = make_run_state(log=log), FakeQueue()
+        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
         ending = asyncio.create_task(
-            control.finish_groups(entrance, {"0:1:0": FAILED})  # type: ignore[arg-type]
+            run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
         )
         await asyncio.sleep(0.5)
         assert log.records[-1].meta["kind"] == "end"
-        async with control.run_log_lock:
-            assert "0:1:0" not in control.admission.ledger.in_flight
+        async with run_state.run_log_lock:
+            assert "0:1:0" not in run_state.admission.ledger.in_flight
         await ending
 
     run_virtual(main())
 
 
-def test_what_the_books_do_not_have_in_flight_leaves_the_queue_and_what_is_missing_returns() -> (
-    None
-):
+def test_reconcile_removes_unknown_groups_and_inserts_missing_ones() -> None:
     async def main() -> None:
         shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
-        control, queue = control_of(), ExperienceQueue([shard], "coordinator")
-        await control.run_log.record_admissions(uids(3), 0)
-        # One of the three has got in, and one that the books have let go.
+        run_state, queue = make_run_state(), ExperienceQueue([shard], "coordinator")
+        await run_state.run_log.record_admissions(uids(3), 0)
+        # One of the three was inserted, and so was one that the log no longer has in flight.
         await queue.admit_prompts([FakePrompts.get_prompt(uid) for uid in ("0:1:0", "0:7:0")], 0)
-        await control.reconcile_queue(queue)
+        await run_state.reconcile_queue(queue)
         assert (await queue.get_stats()).uids == ("0:1:0",)
-        assert [prompt.uid for prompt in control.prompts_to_insert] == ["0:0:0", "0:2:0"]
+        assert [prompt.uid for prompt in run_state.prompts_to_insert] == ["0:0:0", "0:2:0"]
 
     run_virtual(main())
 
 
-# More is admitted than there are places.
+# Oversampling
 
 
-async def oversampled(factor: float | None) -> tuple[RunState, Entrance]:
-    """A control that has filled the queue, where a filter is known to take some."""
-    control, entrance = (
-        control_of(oversampling=OversamplingController(factor, groups_per_step=3)),
-        Entrance(),
+async def oversampled(factor: float | None) -> tuple[RunState, FakeQueue]:
+    """A run state that filled the queue, with a filter known to reject some groups."""
+    run_state, fake_queue = (
+        make_run_state(oversampling=OversamplingController(factor, groups_per_step=3)),
+        FakeQueue(),
     )
-    await control.admit_prompts(entrance)  # type: ignore[arg-type]
-    return control, entrance
+    await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+    return run_state, fake_queue
 
 
-def test_undecided_groups_spend_a_part_of_a_credit_and_those_that_are_kept_a_whole_one() -> None:
+def test_oversampling_undecided_group_spends_a_fraction_of_a_credit() -> None:
     async def main() -> None:
-        control, entrance = await oversampled(4.0)
-        assert len(entrance.entered) == 24, "four for each of the six places"
-        entrance.kept = ["0:0:0"]
-        await control.admit_prompts(entrance)  # type: ignore[arg-type]
+        run_state, fake_queue = await oversampled(4.0)
+        assert len(fake_queue.entered) == 24, "four for each of the six places"
+        fake_queue.kept = ["0:0:0"]
+        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
         # Five places are left: twenty undecided groups are enough, and there are 23.
-        assert len(entrance.entered) == 24
-        await control.finish_groups(entrance, dict.fromkeys(uids(5)[1:], FILTERED))  # type: ignore[arg-type]
-        await control.admit_prompts(entrance)  # type: ignore[arg-type]
-        assert len(entrance.entered) == 25, "of 19 there is one missing"
+        assert len(fake_queue.entered) == 24
+        await run_state.finish_groups(fake_queue, dict.fromkeys(uids(5)[1:], FILTERED))  # type: ignore[arg-type]
+        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+        assert len(fake_queue.entered) == 25, "of 19 there is one missing"
 
     run_virtual(main())
 
 
-def test_by_what_was_filtered_lately_there_are_as_many_as_it_takes_for_one_to_be_kept() -> None:
+def test_oversampling_auto_follows_the_recent_keep_rate() -> None:
     async def main() -> None:
-        control, entrance = await oversampled(None)
-        assert len(entrance.entered) == 6, "nothing is known yet"
-        await control.finish_groups(entrance, dict.fromkeys(uids(6), FILTERED))  # type: ignore[arg-type]
-        await control.admit_prompts(entrance)  # type: ignore[arg-type]
-        assert len(entrance.entered) == 6 + 15, "2.5 for each place, as if four of ten were kept"
+        run_state, fake_queue = await oversampled(None)
+        assert len(fake_queue.entered) == 6, "nothing is known yet"
+        await run_state.finish_groups(fake_queue, dict.fromkeys(uids(6), FILTERED))  # type: ignore[arg-type]
+        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+        assert len(fake_queue.entered) == 6 + 15, "2.5 for each place, as if four of ten were kept"
 
     run_virtual(main())
 
 
-def test_surplus_prompts_come_again_before_others_once_there_are_credits() -> None:
+def test_surplus_prompts_are_readmitted_first() -> None:
     async def main() -> None:
-        control, entrance = await oversampled(4.0)
+        run_state, fake_queue = await oversampled(4.0)
         for version in (1, 2):
-            control.admission.advance_version(version)
-        entrance.kept = [f"0:{n}:0" for n in range(14, 24)]
-        control.keep_groups(entrance.kept)
-        late = control.remove_late_groups()
+            run_state.admission.advance_version(version)
+        fake_queue.kept = [f"0:{n}:0" for n in range(14, 24)]
+        run_state.keep_groups(fake_queue.kept)
+        late = run_state.remove_late_groups()
         assert len(late) == 24, "all were due at the step of version 1"
-        await control.finish_groups(entrance, {u: late[u] for u in uids(14)})  # type: ignore[arg-type]
-        assert dict(control.admission.ledger.counts.drops) == {"surplus": 14}
-        control.check_step_limits(late)  # nobody is to blame
-        assert not control.prompts_to_insert
-        await control.admit_prompts(entrance)  # type: ignore[arg-type]
-        # Twelve may have been claimed while version 2 is the newest, and ten are kept.
-        assert entrance.entered[24:] == [(f"0:{n}:1", 2) for n in range(8)]
+        await run_state.finish_groups(fake_queue, {u: late[u] for u in uids(14)})  # type: ignore[arg-type]
+        assert dict(run_state.admission.ledger.counts.drops) == {"surplus": 14}
+        run_state.check_step_limits(late)  # nobody is to blame
+        assert not run_state.prompts_to_insert
+        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
+        # Twelve may have been admitted while version 2 is the newest, and ten are kept.
+        assert fake_queue.entered[24:] == [(f"0:{n}:1", 2) for n in range(8)]
         filtered = dict.fromkeys([f"0:{n}:1" for n in range(8)], FILTERED)
-        await control.finish_groups(entrance, filtered)  # type: ignore[arg-type]
-        await control.admit_prompts(entrance)  # type: ignore[arg-type]
+        await run_state.finish_groups(fake_queue, filtered)  # type: ignore[arg-type]
+        await run_state.admit_prompts(fake_queue)  # type: ignore[arg-type]
         again = [f"0:{n}:1" for n in range(8, 14)]
-        assert [uid for uid, _ in entrance.entered[32:]] == [*again, "0:24:0", "0:25:0"]
+        assert [uid for uid, _ in fake_queue.entered[32:]] == [*again, "0:24:0", "0:25:0"]
 
     run_virtual(main())
 
 
-def test_where_each_group_has_a_place_one_that_is_too_old_is_an_error() -> None:
+def test_late_group_is_an_error_without_oversampling() -> None:
     async def main() -> None:
-        control, _ = await oversampled(1.0)
+        run_state, _ = await oversampled(1.0)
         for version in (1, 2):
-            control.admission.advance_version(version)
-        assert control.remove_late_groups() == {}
+            run_state.admission.advance_version(version)
+        assert run_state.remove_late_groups() == {}
         info = GroupInfo((4,), 2, ((0, 2),))
         lease = GroupLease(1, "0:0:0", "train", 1, float("inf"))
-        control.offer_groups([Experience(lease, 0, info=info, ready_version=0)])
+        run_state.offer_groups([Experience(lease, 0, info=info, ready_version=0)])
         with pytest.raises(StaleGroupError):
-            control.assembler.draw_groups(2)
+            run_state.assembler.draw_groups(2)
 
     run_virtual(main())
 
 
-# Too much is filtered.
+# Filter limit
 
 
-def test_a_step_that_filters_too_much_ends_the_run_and_says_why() -> None:
+def test_step_that_filters_too_much_raises_with_reasons() -> None:
     message = r"^step 0 has filtered 3 groups, more than 2 \(filter.max_filter_rounds\): all 2 rew"
     with pytest.raises(FilterLimitError, match=message):
         ended(dict.fromkeys(uids(2), FILTERED), {"0:2:0": FILTERED}, max_filtered=2)
 
 
-def test_groups_that_failed_are_not_filtered() -> None:
-    control, _ = ended(dict.fromkeys(uids(6), FAILED), max_filtered=2)
-    assert control.filter_tally.num_groups == 0
+def test_failed_groups_do_not_count_as_filtered() -> None:
+    run_state, _ = ended(dict.fromkeys(uids(6), FAILED), max_filtered=2)
+    assert run_state.filter_tally.num_groups == 0
 
 
-def test_a_filter_error_names_the_first_reasons_once_each() -> None:
+def test_filter_error_lists_the_first_distinct_reasons() -> None:
     reasons = [GroupOutcome("filtered", f"reason {i % 5}", filtered=True) for i in range(6)]
     with pytest.raises(FilterLimitError, match=r": reason 0; reason 1; reason 2$"):
         ended(dict(zip(uids(6), reasons, strict=True)), max_filtered=1)
 
 
-# Too much is dropped.
+# Drop limit
 
 
-def test_a_step_that_drops_too_much_ends_the_run_and_says_why() -> None:
+def test_step_that_drops_too_much_raises_with_the_main_cause() -> None:
     message = (
         r"^step 0 has dropped 3 groups, more than 2 \(queue.max_drop_rounds\), 2 of them as"
         r" reward_error; the last: no result in 30 s$"
@@ -409,52 +409,52 @@ def test_a_step_that_drops_too_much_ends_the_run_and_says_why() -> None:
         ended(dict.fromkeys(uids(2), FAILED), {"0:2:0": late}, max_dropped=2)
 
 
-def test_a_step_may_drop_as_much_as_is_allowed() -> None:
-    control, _ = ended(dict.fromkeys(uids(2), FAILED), max_dropped=2)
-    assert control.drop_counts == {"reward_error": 2}
+def test_step_may_drop_up_to_the_limit() -> None:
+    run_state, _ = ended(dict.fromkeys(uids(2), FAILED), max_dropped=2)
+    assert run_state.drop_counts == {"reward_error": 2}
 
 
-def test_groups_that_were_filtered_or_came_too_late_are_not_counted_as_dropped() -> None:
-    control, _ = ended({"0:0:0": FILTERED, "0:1:0": STALE, "0:2:0": FILTERED}, max_dropped=0)
-    assert not control.drop_counts
+def test_filtered_and_late_groups_do_not_count_as_dropped() -> None:
+    run_state, _ = ended({"0:0:0": FILTERED, "0:1:0": STALE, "0:2:0": FILTERED}, max_dropped=0)
+    assert not run_state.drop_counts
 
 
-def test_prompts_that_fail_each_time_they_come_again_end_the_run() -> None:
+def test_repeatedly_failing_prompts_end_the_run() -> None:
     ends = [{f"0:1:{attempt}": FAILED} for attempt in range(3)]
     with pytest.raises(DropLimitError, match="has dropped 3 groups"):
         ended(*ends, should_readmit_failed=True, max_attempts=100, max_dropped=2)
 
 
-def test_what_was_in_flight_at_a_resume_may_have_failed_before_and_does_not_count() -> None:
+def test_resumed_groups_do_not_count_as_dropped() -> None:
     async def main() -> RunState:
         shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
-        control, queue = control_of(max_dropped=0), ExperienceQueue([shard], "coordinator")
-        await control.run_log.record_admissions(
-            [prompt.uid for prompt in control.prompt_source.draw_prompts(2)], 0
+        run_state, queue = make_run_state(max_dropped=0), ExperienceQueue([shard], "coordinator")
+        await run_state.run_log.record_admissions(
+            [prompt.uid for prompt in run_state.prompt_source.draw_prompts(2)], 0
         )
-        await control.reconcile_queue(queue)
-        await control.admit_prompts(queue)
+        await run_state.reconcile_queue(queue)
+        await run_state.admit_prompts(queue)
         for ends in (dict.fromkeys(uids(2), FAILED), {"0:3:0": FAILED}):
-            await control.finish_groups(queue, ends)
+            await run_state.finish_groups(queue, ends)
             if "0:3:0" not in ends:
-                control.check_step_limits(ends)
+                run_state.check_step_limits(ends)
         with pytest.raises(DropLimitError, match="step 0 has dropped 1 groups"):
-            control.check_step_limits({"0:3:0": FAILED})
-        return control
+            run_state.check_step_limits({"0:3:0": FAILED})
+        return run_state
 
     assert run_virtual(main()).drop_counts == {"reward_error": 1}
 
 
-# Settings.
+# Settings
 
 
-def test_generation_may_be_ahead_by_the_bound_or_by_less() -> None:
+def test_depth_defaults_to_max_staleness() -> None:
     assert PipelineConfig(max_staleness=3).max_steps_ahead == 3
     assert PipelineConfig(max_staleness=3, depth=1).max_steps_ahead == 1
     assert PipelineConfig(max_staleness=3, depth=0).max_steps_ahead == 0
 
 
-def test_more_depth_than_the_bound_is_refused_with_the_arithmetic_unless_stale_is_dropped() -> None:
+def test_depth_above_max_staleness_raises_unless_on_stale_is_drop() -> None:
     message = (
         r"^pipeline.depth=2: \(2 \+ 1\) \* 8 groups in flight, but only"
         r" \(pipeline.max_staleness 1 \+ 1\) \* 8 of them can be trained before they are too old;"
@@ -480,6 +480,6 @@ def test_more_depth_than_the_bound_is_refused_with_the_arithmetic_unless_stale_i
         ("on_stall", "sleep", "must be one of abort, redeliver, warn"),
     ],
 )
-def test_impossible_settings_are_refused(key: str, value: Any, rule: str) -> None:
+def test_invalid_pipeline_settings_raise(key: str, value: Any, rule: str) -> None:
     with pytest.raises(ConfigError, match=rf"^pipeline\.{key}={value}: {rule}$"):
         PipelineConfig(**{key: value})

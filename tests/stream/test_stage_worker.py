@@ -1,4 +1,4 @@
-"""How a stage works off the queue: what it takes on, commits, keeps and gives up."""
+"""Stage worker: leases, commits, renewals, cancellation."""
 
 import asyncio
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def shards_with(uids: Sequence[str], *, lease_s: float = 10.0, **settings: float
 
 
 class Sampler:
-    """A generate stage that takes its time, and says what came of each group."""
+    """A slow generate stage that returns the outcome of each group."""
 
     def __init__(self, *, seconds: float = 1.0, **results: StageResult) -> None:
         self.started: list[str] = []
@@ -60,11 +60,11 @@ class Sampler:
 async def serving(
     shard: LocalShard, sampler: Sampler, *, slots: int = 2, batch: int = 1, holder: str = "me"
 ) -> "asyncio.Task[None]":
-    place = StageContext(
+    stage = StageContext(
         "generate", ExperienceQueue([shard], holder), DedicatedDeviceLease(), SpanRecorder(holder)
     )
     return asyncio.create_task(
-        serve_stage(place, sampler, InFlightWork(ConcurrencyLimit(slots)), columns=(), batch=batch)
+        serve_stage(stage, sampler, InFlightWork(ConcurrencyLimit(slots)), columns=(), batch=batch)
     )
 
 
@@ -75,9 +75,7 @@ async def admitted(shard: LocalShard, uids: Sequence[str]) -> ExperienceQueue:
 
 
 @pytest.mark.parametrize(("slots", "batch"), [(1, 1), (3, 1), (4, 2), (9, 9)])
-def test_a_stage_works_on_so_many_groups_at_once_and_commits_them_all(
-    slots: int, batch: int
-) -> None:
+def test_stage_respects_its_concurrency_limit_and_commits_all(slots: int, batch: int) -> None:
     async def main() -> None:
         shard, sampler = shards_with(UIDS), Sampler()
         queue = await admitted(shard, UIDS)
@@ -86,13 +84,13 @@ def test_a_stage_works_on_so_many_groups_at_once_and_commits_them_all(
         loop.cancel()
         assert sorted(sampler.finished) == UIDS
         assert sampler.most_at_once == min(slots, len(UIDS))
-        found = await queue.read_columns(UIDS, ("lengths",))
-        assert all(columns["lengths"].tolist() == [5, 5] for columns in found.values())
+        limits = await queue.read_columns(UIDS, ("lengths",))
+        assert all(columns["lengths"].tolist() == [5, 5] for columns in limits.values())
 
     run_virtual(main())
 
 
-def test_results_are_committed_filtered_or_failed_by_what_they_are() -> None:
+def test_results_are_committed_filtered_or_failed_by_type() -> None:
     async def main() -> None:
         shard = shards_with(UIDS, max_attempts=1)
         sampler = Sampler(uid_1=FilteredGroup("not worth it"), uid_2=RewardError("no verdict"))
@@ -101,7 +99,7 @@ def test_results_are_committed_filtered_or_failed_by_what_they_are() -> None:
         await asyncio.sleep(5.0)
         loop.cancel()
         ended = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-        causes = {one.uid: one.outcome.cause for one in ended if one.outcome}
+        causes = {group.uid: group.outcome.cause for group in ended if group.outcome}
         assert causes == {"0:1:0": "filtered", "0:2:0": "reward_error"}
         assert (await queue.read_columns(["0:0:0"], ("lengths",)))["0:0:0"]["lengths"].tolist() == [
             5,
@@ -111,30 +109,32 @@ def test_results_are_committed_filtered_or_failed_by_what_they_are() -> None:
     run_virtual(main())
 
 
-def test_a_stage_that_leaves_commits_what_is_finished_and_takes_nothing_more() -> None:
+def test_leaving_stage_commits_finished_work_and_leases_nothing() -> None:
     async def main() -> None:
         shard, sampler = shards_with(UIDS), Sampler(seconds=10.0)
         queue = await admitted(shard, UIDS)
-        place = StageContext(
+        stage = StageContext(
             "generate", ExperienceQueue([shard], "me"), DedicatedDeviceLease(), SpanRecorder("me")
         )
         loop = asyncio.create_task(
-            serve_stage(place, sampler, InFlightWork(ConcurrencyLimit(2)), columns=(), batch=1)
+            serve_stage(stage, sampler, InFlightWork(ConcurrencyLimit(2)), columns=(), batch=1)
         )
         await asyncio.sleep(15.0)
-        place.leave_requested.set()
+        stage.leave_requested.set()
         await loop
         assert await queue.release_holder("me", died=False) == 2
         assert sampler.started == UIDS[:4] and sorted(sampler.finished) == UIDS[:2]
         await asyncio.sleep(30.0)
         other = ExperienceQueue([shard], "you")
-        left = await other.lease_groups("generate", max_groups=9, columns=(), wait_s=1.0)
-        assert [(one.uid, one.lease.attempt) for one in left] == [(uid, 1) for uid in UIDS[2:]]
+        remaining = await other.lease_groups("generate", max_groups=9, columns=(), wait_s=1.0)
+        assert [(group.uid, group.lease.attempt) for group in remaining] == [
+            (uid, 1) for uid in UIDS[2:]
+        ]
 
     run_virtual(main())
 
 
-def test_slow_work_is_kept_by_renewing() -> None:
+def test_slow_work_is_kept_by_renewals() -> None:
     async def main() -> None:
         shard, sampler = shards_with(UIDS, lease_s=4.0), Sampler(seconds=60.0)
         await admitted(shard, UIDS[:1])
@@ -150,7 +150,7 @@ def test_slow_work_is_kept_by_renewing() -> None:
     run_virtual(main())
 
 
-def test_work_that_was_lost_is_cancelled_and_its_slot_is_free_for_other_work() -> None:
+def test_lost_work_is_cancelled_and_frees_its_slot() -> None:
     async def main() -> None:
         shard, sampler = shards_with(UIDS), Sampler(seconds=30.0)
         queue = await admitted(shard, UIDS[:1])
@@ -166,13 +166,13 @@ def test_work_that_was_lost_is_cancelled_and_its_slot_is_free_for_other_work() -
     run_virtual(main())
 
 
-def test_a_group_that_was_lost_and_taken_again_by_the_same_holder_is_worked_on() -> None:
+def test_group_lost_and_leased_again_by_the_same_holder_is_processed() -> None:
     async def main() -> None:
         shard, sampler = shards_with(UIDS, max_attempts=9), Sampler(seconds=3.0)
         queue = await admitted(shard, UIDS[:1])
         loop = await serving(shard, sampler)
         await asyncio.sleep(1.0)
-        # Taken back as stalled: the same holder gets it again before it hears of the loss.
+        # Requeued as stalled: the same holder leases it again before it learns of the loss.
         await queue.requeue_overdue(await queue.find_overdue(0.5))
         await asyncio.sleep(30.0)
         loop.cancel()
@@ -185,7 +185,7 @@ def test_a_group_that_was_lost_and_taken_again_by_the_same_holder_is_worked_on()
     run_virtual(main())
 
 
-def test_an_error_of_the_work_itself_ends_the_loop() -> None:
+def test_error_of_the_compute_function_ends_the_loop() -> None:
     class Broken(Sampler):
         async def __call__(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
             raise KeyError("lengths")
@@ -200,65 +200,67 @@ def test_an_error_of_the_work_itself_ends_the_loop() -> None:
     run_virtual(main())
 
 
-# The desk.
+# Slots
 
 
 def experience(uid: str, token: int = 1, *, attempt: int = 1) -> Experience:
     return Experience(GroupLease(token, uid, "reward", attempt, 0.0), 0)
 
 
-def test_room_is_what_is_free_and_waited_for_if_there_is_none() -> None:
+def test_wait_for_slots_waits_until_a_slot_is_free() -> None:
     async def main() -> None:
-        desk = InFlightWork(ConcurrencyLimit(3))
-        assert (await desk.wait_for_slots(), desk.is_empty) == (3, True)
-        desk.add_task([experience("a"), experience("b")], asyncio.ensure_future(asyncio.sleep(5.0)))
-        assert (await desk.wait_for_slots(), desk.is_empty) == (1, False)
-        desk.add_task([experience("c")], asyncio.ensure_future(asyncio.sleep(3.0)))
-        assert (await desk.wait_for_slots(), asyncio.get_running_loop().time()) == (1, 3.0)
+        in_flight = InFlightWork(ConcurrencyLimit(3))
+        assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (3, True)
+        in_flight.add_task(
+            [experience("a"), experience("b")], asyncio.ensure_future(asyncio.sleep(5.0))
+        )
+        assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (1, False)
+        in_flight.add_task([experience("c")], asyncio.ensure_future(asyncio.sleep(3.0)))
+        assert (await in_flight.wait_for_slots(), asyncio.get_running_loop().time()) == (1, 3.0)
 
     run_virtual(main())
 
 
-def test_a_group_is_begun_while_a_place_is_free_and_gives_its_own_back_one_by_one() -> None:
+def test_group_starts_while_any_slot_is_free_and_releases_slots_one_by_one() -> None:
     async def main() -> None:
-        desk = InFlightWork(ConcurrencyLimit(6, slots_per_group=4))
-        assert await desk.wait_for_slots() == 2
+        in_flight = InFlightWork(ConcurrencyLimit(6, slots_per_group=4))
+        assert await in_flight.wait_for_slots() == 2
 
         async def work() -> None:
-            clear = desk.make_slot_releaser()
+            clear = in_flight.make_slot_releaser()
             for _ in range(3):
                 await asyncio.sleep(1.0)
                 clear()
             await asyncio.sleep(1.0)
 
         for uid in "ab":
-            desk.add_task([experience(uid)], asyncio.ensure_future(work()))
-        # Two wait for a place: as many have to end before there is one, and one more.
-        assert (await desk.wait_for_slots(), asyncio.get_running_loop().time()) == (1, 2.0)
+            in_flight.add_task([experience(uid)], asyncio.ensure_future(work()))
+        # Two completions wait for a slot: three must end before one is free.
+        assert (await in_flight.wait_for_slots(), asyncio.get_running_loop().time()) == (1, 2.0)
         await asyncio.sleep(1.5)
-        assert (await desk.wait_for_slots(), desk.is_empty) == (1, False)
+        assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (1, False)
         await asyncio.sleep(1.0)
-        assert (await desk.wait_for_slots(), desk.is_empty) == (2, True)
+        assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (2, True)
 
     run_virtual(main())
 
 
-def test_what_ends_early_gives_all_its_places_back_once() -> None:
+def test_task_that_ends_early_releases_all_slots_once() -> None:
     async def main() -> int:
-        desk = InFlightWork(ConcurrencyLimit(4, slots_per_group=4))
+        in_flight = InFlightWork(ConcurrencyLimit(4, slots_per_group=4))
 
         async def work() -> None:
-            clear = desk.make_slot_releaser()
+            clear = in_flight.make_slot_releaser()
             for _ in range(9):
                 clear()
             raise RewardError("no")
 
         task = asyncio.ensure_future(work())
-        desk.add_task([experience("a")], task)
+        in_flight.add_task([experience("a")], task)
         await asyncio.wait([task])
         await asyncio.sleep(0)
-        desk.add_task([experience("b")], asyncio.ensure_future(asyncio.sleep(9.0)))
-        waiting = asyncio.create_task(desk.wait_for_slots())
+        in_flight.add_task([experience("b")], asyncio.ensure_future(asyncio.sleep(9.0)))
+        waiting = asyncio.create_task(in_flight.wait_for_slots())
         await asyncio.sleep(8.0)
         assert not waiting.done()
         return await waiting
@@ -267,38 +269,38 @@ def test_what_ends_early_gives_all_its_places_back_once() -> None:
 
 
 @given(st.integers(1, 600), st.integers(1, 32), st.booleans())
-def test_stages_that_sample_side_by_side_share_places_as_their_completions_are(
+def test_split_slots_is_proportional_to_completions(
     count: int, group_size: int, greedy: bool
 ) -> None:
     completions = {"generate": group_size, **({"greedy": 1} if greedy else {})}
-    found = split_slots(count, completions, group_size=group_size)
-    assert {name: places.slots_per_group for name, places in found.items()} == completions
-    assert all(places.available_groups >= 1 for places in found.values())
-    assert sum(places.free_slots for places in found.values()) <= max(count, len(found))
-    whole = sum(completions.values())
-    for name, places in found.items():
+    limits = split_slots(count, completions, group_size=group_size)
+    assert {name: limit.slots_per_group for name, limit in limits.items()} == completions
+    assert all(limit.available_groups >= 1 for limit in limits.values())
+    assert sum(limit.free_slots for limit in limits.values()) <= max(count, len(limits))
+    total = sum(completions.values())
+    for name, limit in limits.items():
         assert (
-            places.free_slots == 1
-            or 0 <= count * completions[name] - places.free_slots * whole < whole
+            limit.free_slots == 1
+            or 0 <= count * completions[name] - limit.free_slots * total < total
         )
 
 
-def test_a_void_lease_ends_the_work_on_it_and_not_that_on_a_later_one() -> None:
+def test_lost_lease_cancels_only_its_own_task() -> None:
     async def main() -> list[bool]:
-        desk = InFlightWork(ConcurrencyLimit(2))
+        in_flight = InFlightWork(ConcurrencyLimit(2))
         tasks = [asyncio.ensure_future(asyncio.sleep(100.0)) for _ in range(2)]
         for token, task in enumerate(tasks):
-            desk.add_task([experience("a", token)], task)
-        desk.abandon_lease(experience("a", 0).lease)
+            in_flight.add_task([experience("a", token)], task)
+        in_flight.abandon_lease(experience("a", 0).lease)
         await asyncio.sleep(1.0)
         return [task.cancelled() for task in tasks]
 
     assert run_virtual(main()) == [True, False]
 
 
-def test_chunks_are_in_order_and_no_larger_than_asked() -> None:
+def test_batches_keep_order_and_size() -> None:
     items = [experience(uid) for uid in "abcde"]
-    assert [[one.uid for one in chunk] for chunk in split_batches(items, 2)] == [
+    assert [[group.uid for group in chunk] for chunk in split_batches(items, 2)] == [
         ["a", "b"],
         ["c", "d"],
         ["e"],
@@ -306,9 +308,9 @@ def test_chunks_are_in_order_and_no_larger_than_asked() -> None:
     assert split_batches([], 2) == []
 
 
-def test_what_failed_before_is_worked_on_by_itself() -> None:
+def test_retried_groups_form_batches_of_one() -> None:
     items = [experience(uid, attempt=1 + (uid in "bd")) for uid in "abcde"]
-    assert [[one.uid for one in chunk] for chunk in split_batches(items, 2)] == [
+    assert [[group.uid for group in chunk] for chunk in split_batches(items, 2)] == [
         ["b"],
         ["d"],
         ["a", "c"],

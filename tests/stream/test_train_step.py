@@ -1,4 +1,4 @@
-"""One optimizer step: collected, trained, booked, and made again if its maker died."""
+"""One training step: collected, trained, logged, replayed after a crash."""
 
 import asyncio
 import re
@@ -27,8 +27,8 @@ def trained(stream: Stream) -> list[list[str]]:
     return [[group.uid for group in outcome.groups] for outcome in stream.outcomes]
 
 
-def test_the_figures_of_a_step_count_everything_since_the_step_before() -> None:
-    # Groups end, and leave, in the middle of the steps.
+def test_step_stats_cover_the_time_since_the_previous_step() -> None:
+    # Groups end and are removed in the middle of the steps.
     stream = run_virtual(run_stream(Plan(seed=3, fail_rate=0.4, max_attempts=2, steps=6)))
     assert stream.ledger.counts.dropped
     attempts = [
@@ -42,7 +42,7 @@ def test_the_figures_of_a_step_count_everything_since_the_step_before() -> None:
     assert reported == sum(attempt > 1 for attempt in attempts)
 
 
-def test_a_step_is_checked_against_the_queue_and_says_what_is_in_it() -> None:
+def test_step_is_checked_against_the_queue() -> None:
     stream = run_virtual(run_stream(Plan(steps=3)))
     for outcome in stream.outcomes:
         assert outcome.ledger_counts.trained == 4 * (outcome.version + 1)
@@ -50,7 +50,7 @@ def test_a_step_is_checked_against_the_queue_and_says_what_is_in_it() -> None:
         assert outcome.results_by_role[POLICY].metric_sums["rollouts"] == 8
 
 
-def test_steps_made_after_the_last_checkpoint_are_made_again_as_they_were() -> None:
+def test_steps_after_the_last_checkpoint_are_replayed_identically() -> None:
     plan = Plan(seed=5, steps=6, train_s=1.0)
 
     async def main() -> tuple[Stream, Stream]:
@@ -76,33 +76,37 @@ def test_steps_made_after_the_last_checkpoint_are_made_again_as_they_were() -> N
     assert second.ledger.counts.trained == 24
 
 
-def test_what_is_made_again_comes_in_the_rounds_it_was_made_in() -> None:
+def test_replay_uses_the_recorded_rounds() -> None:
     stream = run_virtual(run_stream(Plan(steps=1, world_size=2)))
     (step,) = [r for r in stream.disk.books.records if r.meta["kind"] == "step"]
     recorded = TrainedStep.from_record(step)
 
     async def main() -> list[ReadyRounds]:
-        return [part async for part in replay_step(recorded, {POLICY: 2})]
+        return [ready async for ready in replay_step(recorded, {POLICY: 2})]
 
-    (part,) = run_virtual(main())
-    assert part.uids == [group.uid for group in recorded.groups]
-    turns = part.rounds_by_role[POLICY]
-    assert turns == list(recorded.schedules[POLICY].iter_rounds())
-    picks = sorted(pick for turn in turns for rank in turn.micro_batches for pick in rank)
+    (ready,) = run_virtual(main())
+    assert ready.uids == [group.uid for group in recorded.groups]
+    rounds = ready.rounds_by_role[POLICY]
+    assert rounds == list(recorded.schedules[POLICY].iter_rounds())
+    picks = sorted(
+        pick for scheduled in rounds for rank in scheduled.micro_batches for pick in rank
+    )
     assert picks == sorted(stream.trainer.trained[0])
-    assert [turn.is_last_of_step for turn in turns] == [False] * (len(turns) - 1) + [True]
+    assert [scheduled.is_last_of_step for scheduled in rounds] == [False] * (len(rounds) - 1) + [
+        True
+    ]
 
 
-def test_a_step_of_several_updates_goes_through_all_groups_in_each_epoch() -> None:
+def test_every_epoch_of_a_step_trains_all_groups() -> None:
     plan = Plan(steps=2, pace=UpdatePlan(requires_full_step=True, num_epochs=3, num_mini_batches=2))
     stream = run_virtual(run_stream(plan))
     for outcome in stream.outcomes:
-        made = outcome.results_by_role[POLICY]
-        assert len(made.update_metrics) == 6
-        assert made.metric_sums["rollouts"] == 3 * 8
+        result = outcome.results_by_role[POLICY]
+        assert len(result.update_metrics) == 6
+        assert result.metric_sums["rollouts"] == 3 * 8
 
 
-def test_a_run_that_stops_between_two_updates_says_that_its_models_are_of_no_version() -> None:
+def test_stop_between_two_updates_leaves_a_partial_update() -> None:
     async def stop(stream: Stream) -> None:
         while not stream.trainer.num_updates:
             await asyncio.sleep(0.01)
@@ -118,7 +122,7 @@ def test_a_run_that_stops_between_two_updates_says_that_its_models_are_of_no_ver
 
 
 @pytest.mark.parametrize(("train_s", "ends"), [(0.3, True), (3.0, False)])
-def test_a_run_that_is_stopped_between_two_updates_ends_the_step_if_there_is_time(
+def test_stop_between_two_updates_finishes_the_step_within_the_grace_period(
     train_s: float, ends: bool
 ) -> None:
     async def stop(stream: Stream) -> None:
@@ -141,7 +145,7 @@ def test_a_run_that_is_stopped_between_two_updates_ends_the_step_if_there_is_tim
         [UpdatePlan(), UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)]
     ),
 )
-def test_whenever_it_is_stopped_a_run_with_short_steps_is_of_one_version(
+def test_stop_at_any_time_leaves_short_steps_complete(
     seed: int, stop_s: float, train_s: float, pace: UpdatePlan
 ) -> None:
     async def stop(stream: Stream) -> None:
@@ -160,18 +164,18 @@ def test_whenever_it_is_stopped_a_run_with_short_steps_is_of_one_version(
 
 @pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("train_s", [0.3, 2.0, 4.0])
-def test_a_run_that_is_stopped_before_its_first_update_makes_none(
+def test_stop_before_the_first_update_makes_none(
     train_s: float, critic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def stop(stream: Stream) -> None:
-        begun, train_round = asyncio.Event(), stream.trainer.train_round
+        training_started, train_round = asyncio.Event(), stream.trainer.train_round
 
         async def noted(work: Round, *, epoch: int) -> Mapping[str, float]:
-            begun.set()
+            training_started.set()
             return await train_round(work, epoch=epoch)
 
         monkeypatch.setattr(stream.trainer, "train_round", noted)
-        await begun.wait()
+        await training_started.wait()
         await asyncio.sleep(0.1)
         stream.control.request_stop()
 
@@ -184,7 +188,7 @@ def test_a_run_that_is_stopped_before_its_first_update_makes_none(
 
 
 @pytest.mark.parametrize("train_s", [1.0, 2.0, 3.0, 4.0])
-def test_a_step_that_cannot_be_ended_in_time_is_left_at_once(train_s: float) -> None:
+def test_step_that_cannot_finish_in_time_is_abandoned_at_once(train_s: float) -> None:
     took: list[float] = []
 
     async def main() -> Stream:
@@ -202,11 +206,11 @@ def test_a_step_that_cannot_be_ended_in_time_is_left_at_once(train_s: float) -> 
 
     stream = run_virtual(main())
     assert stream.control.has_partial_update and not stream.outcomes
-    # What the trainers were at: a round and an update of the slower one.
+    # Work in progress: a round and an update of the slower trainer.
     assert took[1] - took[0] < 4 * train_s + POLL_WAIT_S + 0.1
 
 
-def test_a_run_that_stops_before_an_update_is_not_torn() -> None:
+def test_stop_before_an_update_leaves_no_partial_update() -> None:
     async def stop(stream: Stream) -> None:
         while not stream.trainer.gradient:
             await asyncio.sleep(0.01)
@@ -218,7 +222,7 @@ def test_a_run_that_stops_before_an_update_is_not_torn() -> None:
     assert not stream.control.has_partial_update
 
 
-def test_depth_beyond_the_bound_drops_what_is_stale_and_admits_its_prompt_anew() -> None:
+def test_depth_above_max_staleness_drops_stale_groups_and_readmits_their_prompts() -> None:
     plan = Plan(seed=1, steps=8, max_staleness=1, depth=4, on_stale="drop", max_attempts=9)
     stream = run_virtual(run_stream(plan))
     causes = dict(stream.ledger.counts.drops)
@@ -238,7 +242,7 @@ def test_depth_beyond_the_bound_drops_what_is_stale_and_admits_its_prompt_anew()
     assert max(ages) <= 1
 
 
-def test_a_stall_under_another_policy_lasts_twice_as_long_as_all_attempts() -> None:
+def test_stall_without_abort_lasts_twice_the_time_of_all_attempts() -> None:
     async def main(on_stall: str) -> tuple[str, float]:
         plan = Plan(
             generate_s=(1e6, 1e6), stall_s=50.0, lease_s=1e7, on_stall=on_stall, max_attempts=3
@@ -253,9 +257,9 @@ def test_a_stall_under_another_policy_lasts_twice_as_long_as_all_attempts() -> N
     assert "got no group for 300 s" in text and 300 <= seconds < 303
 
 
-def test_a_stall_says_what_the_step_has_and_how_many_groups_are_not_ready() -> None:
+def test_stall_error_counts_groups_of_the_step_and_missing_ones() -> None:
     async def never_again(stream: Stream) -> None:
-        """Nobody generates any more, once the step has a part of its groups."""
+        """Stop generation once the step has some of its groups."""
         while not stream.control.assembler.num_drawn:
             await asyncio.sleep(0.01)
         for name, tasks in stream.loops.items():
@@ -265,16 +269,16 @@ def test_a_stall_says_what_the_step_has_and_how_many_groups_are_not_ready() -> N
     plan = Plan(max_staleness=1, steps=9, groups_per_step=6, stall_s=50.0, lease_s=1e6)
     with pytest.raises(DeadlineError) as stall:
         run_virtual(run_stream(plan, disturb=never_again))
-    found = re.search(r"its step has (\d+) of 6 groups, and (\d+) that were", str(stall.value))
-    assert found is not None, stall.value
-    has, lacking = map(int, found.groups())
-    # All of this step and of the next are admitted.
+    match = re.search(r"its step has (\d+) of 6 groups, and (\d+) that were", str(stall.value))
+    assert match is not None, stall.value
+    has, lacking = map(int, match.groups())
+    # All groups of this step and the next are admitted.
     assert 0 < has < 6 and has + lacking == 12
 
 
-def test_stalled_work_is_reported_once_and_handed_out_again_if_so_wished() -> None:
+def test_stall_is_reported_once_and_redelivered_if_configured() -> None:
     async def slow_once(stream: Stream) -> None:
-        """The first generator to work never finishes what it has."""
+        """The first generator never finishes its work."""
         await asyncio.sleep(2.0)
         for task in stream.loops["generator-0"]:
             task.cancel()
@@ -287,7 +291,7 @@ def test_stalled_work_is_reported_once_and_handed_out_again_if_so_wished() -> No
     assert {one.holder for one in stream.stalls} == {"generator-0"}
 
 
-def test_a_run_that_is_stopping_leaves_its_step_unfinished() -> None:
+def test_stopping_run_leaves_its_step_unfinished() -> None:
     async def stop(stream: Stream) -> None:
         await asyncio.sleep(6.0)
         stream.control.request_stop()
@@ -299,13 +303,13 @@ def test_a_run_that_is_stopping_leaves_its_step_unfinished() -> None:
     assert counts.in_flight > 0
 
 
-def test_sums_add_and_maxima_stay_maxima_also_below_zero() -> None:
+def test_metric_sums_add_and_negative_maxima_are_kept() -> None:
     total: dict[str, float] = {}
-    for part in ({"a": 1.0, "b_max": -3.0}, {"a": 2.0, "b_max": -5.0}):
-        add_metric_sums(total, part)
+    for ready in ({"a": 1.0, "b_max": -3.0}, {"a": 2.0, "b_max": -5.0}):
+        add_metric_sums(total, ready)
     assert total == {"a": 3.0, "b_max": -3.0}
 
 
-def test_the_default_settings_are_possible() -> None:
+def test_default_pipeline_settings_are_valid() -> None:
     config = PipelineConfig()
     assert (config.on_stale, config.on_stall, config.max_steps_ahead) == ("wait", "abort", 1)

@@ -1,4 +1,4 @@
-"""Versions on their way out: beside other work, tried again, sent again, waited for."""
+"""Publishing versions: concurrency, retries, resends, waits."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
 
 class Source:
-    """Publishes after a while; version 3 as often without success as `failures` says."""
+    """Publishes after a delay; version 3 fails `failures` times."""
 
     def __init__(self, publish_s: float, *, failures: int = 0) -> None:
         self.publish_s = publish_s
@@ -34,74 +34,74 @@ class Source:
         return WeightManifest(version, (), ())
 
 
-def test_a_reference_has_a_pace_of_its_own_and_is_not_looked_at() -> None:
+def test_ema_reference_follows_its_own_publish_schedule() -> None:
     def due(role: str) -> list[int]:
         reference = ReferenceConfig(every=3)
         return [
             version
             for version in range(8)
-            if is_publish_due(role, version, every=2, reference=reference, looked_at=version == 7)
+            if is_publish_due(role, version, every=2, reference=reference, forced=version == 7)
         ]
 
     assert due(POLICY) == [0, 2, 4, 6, 7]
     assert due(EMA_REFERENCE) == [3, 6]
 
 
-def test_versions_are_published_beside_others_and_one_at_a_time() -> None:
+def test_roles_publish_in_parallel_and_versions_in_order() -> None:
     async def scenario() -> None:
         clock = asyncio.get_running_loop().time
         sources = {"policy": Source(2.0), "critic": Source(5.0)}
         registries = {role: WeightRegistry(keep_versions=2) for role in sources}
-        publishing = WeightPublisher(
+        publisher = WeightPublisher(
             sources, registries, due=lambda role, version: role == "policy" or version % 2 == 0
         )
-        assert await publishing.begin_publish(0, first=True)
+        assert await publisher.begin_publish(0, first=True)
         assert clock() == 0.0, "it is published beside what follows"
         await asyncio.sleep(2.5)
         assert registries["policy"].version == 0 and registries["critic"].version == -1
-        assert await publishing.begin_publish(1)
+        assert await publisher.begin_publish(1)
         assert clock() == 5.0, "the version before is out"
-        await publishing.wait_until_published()
+        await publisher.wait_until_published()
         assert clock() == 7.0 and registries["critic"].version == 0
 
     run_virtual(scenario())
 
 
 @pytest.mark.parametrize("failures", [1, PUBLISH_ATTEMPTS - 1, PUBLISH_ATTEMPTS])
-def test_what_cannot_be_sent_is_tried_again_some_times_and_told_of(failures: int) -> None:
-    told: list[tuple[str, WeightFault]] = []
+def test_failed_publish_is_retried_and_reported(failures: int) -> None:
+    faults: list[tuple[str, WeightFault]] = []
 
     async def scenario() -> None:
         source, registry = Source(2.0, failures=failures), WeightRegistry(keep_versions=2)
-        publishing = WeightPublisher(
-            {"policy": source}, {"policy": registry}, on_fault=lambda *one: told.append(one)
+        publisher = WeightPublisher(
+            {"policy": source}, {"policy": registry}, on_fault=lambda *one: faults.append(one)
         )
-        await publishing.begin_publish(3)
-        publishing.check_failures()
+        await publisher.begin_publish(3)
+        publisher.check_failures()
         if failures < PUBLISH_ATTEMPTS:
-            await publishing.wait_until_published()
+            await publisher.wait_until_published()
             assert registry.version == 3
         else:
             with pytest.raises(WeightsError, match="the disk is full"):
-                await publishing.wait_until_published()
+                await publisher.wait_until_published()
             with pytest.raises(WeightsError, match="the disk is full"):
-                publishing.check_failures()
+                publisher.check_failures()
         assert registry.drain_stats().num_faults == failures
         assert len(source.versions) == min(failures + 1, PUBLISH_ATTEMPTS)
 
     run_virtual(scenario())
     once = ("policy", WeightFault(3, "the disk is full"))
-    assert told == [once] * min(failures, PUBLISH_ATTEMPTS - 1)
+    assert faults == [once] * min(failures, PUBLISH_ATTEMPTS - 1)
 
 
-def test_a_version_somebody_waits_for_is_published_though_it_is_not_due() -> None:
+def test_awaited_version_is_published_though_not_due() -> None:
     async def scenario() -> None:
         sources = {role: Source(0.0) for role in ("policy", "critic", EMA_REFERENCE)}
         registries = {role: WeightRegistry(keep_versions=2) for role in sources}
-        publishing = WeightPublisher(sources, registries, due=lambda role, version: False)
-        assert not await publishing.begin_publish(4)
-        assert await publishing.begin_publish(5, awaited=True)
-        await publishing.wait_until_published()
+        publisher = WeightPublisher(sources, registries, due=lambda role, version: False)
+        assert not await publisher.begin_publish(4)
+        assert await publisher.begin_publish(5, awaited=True)
+        await publisher.wait_until_published()
         assert {role: source.versions for role, source in sources.items()} == {
             "policy": [5],
             "critic": [5],
@@ -111,45 +111,43 @@ def test_a_version_somebody_waits_for_is_published_though_it_is_not_due() -> Non
     run_virtual(scenario())
 
 
-def test_a_version_that_is_damaged_where_it_lies_is_sent_again_while_the_model_still_is_it() -> (
-    None
-):
+def test_corrupt_version_is_resent_while_the_model_is_unchanged() -> None:
     async def scenario() -> None:
         sources = {role: Source(1.0) for role in ("policy", EMA_REFERENCE)}
         registries = {role: WeightRegistry(keep_versions=2) for role in sources}
-        publishing = WeightPublisher(sources, registries, due=lambda role, version: version != 6)
-        await publishing.begin_publish(4)
-        publishing.resend_version("policy", 4)  # it is still on its way
-        await publishing.wait_until_published()
-        publishing.resend_version("policy", 4)
-        publishing.resend_version(EMA_REFERENCE, 4)
-        publishing.resend_version("policy", 3)
+        publisher = WeightPublisher(sources, registries, due=lambda role, version: version != 6)
+        await publisher.begin_publish(4)
+        publisher.resend_version("policy", 4)  # it is still on its way
+        await publisher.wait_until_published()
+        publisher.resend_version("policy", 4)
+        publisher.resend_version(EMA_REFERENCE, 4)
+        publisher.resend_version("policy", 3)
         began = asyncio.get_running_loop().time()
-        await publishing.wait_until_published()
+        await publisher.wait_until_published()
         assert asyncio.get_running_loop().time() == began + 1.0, "nothing updates meanwhile"
         assert sources["policy"].versions == sources[EMA_REFERENCE].versions == [4, 4]
-        publishing.mark_changed("policy")
+        publisher.mark_changed("policy")
         for role in sources:
-            publishing.resend_version(role, 4)
-        await publishing.begin_publish(5)
-        await publishing.wait_until_published()
-        await publishing.begin_publish(6)
-        publishing.resend_version("policy", 5)  # the model is 6
-        await publishing.wait_until_published()
+            publisher.resend_version(role, 4)
+        await publisher.begin_publish(5)
+        await publisher.wait_until_published()
+        await publisher.begin_publish(6)
+        publisher.resend_version("policy", 5)  # the model is 6
+        await publisher.wait_until_published()
         assert sources["policy"].versions == [4, 4, 5]
 
     run_virtual(scenario())
 
 
-def test_one_that_is_sent_again_while_others_are_waited_for_is_waited_for_too() -> None:
+def test_wait_until_published_includes_resent_versions() -> None:
     async def scenario() -> None:
         sources = {"policy": Source(1.0), "critic": Source(5.0)}
         registries = {role: WeightRegistry(keep_versions=2) for role in sources}
-        publishing = WeightPublisher(sources, registries)
-        await publishing.begin_publish(0)
-        settling = asyncio.create_task(publishing.wait_until_published())
+        publisher = WeightPublisher(sources, registries)
+        await publisher.begin_publish(0)
+        settling = asyncio.create_task(publisher.wait_until_published())
         await asyncio.sleep(4.5)
-        publishing.resend_version("policy", 0)
+        publisher.resend_version("policy", 0)
         await asyncio.sleep(0.75)
         assert not settling.done()
         await settling

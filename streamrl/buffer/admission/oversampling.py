@@ -1,22 +1,22 @@
-"""How many prompts are admitted for each place of a step, where a filter takes groups out."""
+"""Oversampling factor: prompts admitted per trained group while a filter rejects some."""
 
 from collections import deque
 from collections.abc import Iterable
 
 MAX_FACTOR = 32.0
-"""Most prompts that are admitted for a place: the filter takes 97 %."""
+"""Largest factor: the filter rejects 97 % of the groups."""
 MIN_VERDICTS = 256
-"""So many of the last verdicts count, or those on some steps' groups if these are more."""
+"""Smallest window of filter decisions; WINDOW_STEPS steps' worth if that is more."""
 WINDOW_STEPS = 8
 PRIOR_KEPT = 4
-"""Groups that count as kept before any were: a few verdicts say little."""
+"""Pseudo-count of kept groups, so that the first few decisions move the factor little."""
 
 
 class OversamplingController:
-    """The undecided groups there may be for each place that nobody has yet, and who has one.
+    """Number of undecided groups to keep in flight per open place of a step.
 
-    A group is undecided from its admission until the filter has kept it or taken it out. `fixed` is
-    their number for a place, at least 1; None takes as many as it took lately for one to be kept.
+    A group is undecided between its admission and the filter's decision. `fixed` sets the factor
+    (>= 1); None estimates it from recent decisions: decided groups / kept groups.
     """
 
     def __init__(self, fixed: float | None = 1.0, *, groups_per_step: int = 1) -> None:
@@ -29,25 +29,23 @@ class OversamplingController:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether there may be more undecided groups than places."""
         return self._fixed_factor != 1.0
 
     @property
     def factor(self) -> float:
-        """Undecided groups for a place."""
         if self._fixed_factor is not None:
             return self._fixed_factor
+        # Example: 26 of the last 256 decisions kept the group: (256 + 4) / (26 + 4) = 8.7.
         return min(
             MAX_FACTOR, (len(self._verdicts) + PRIOR_KEPT) / (self._num_kept_lately + PRIOR_KEPT)
         )
 
     @property
     def num_kept(self) -> int:
-        """Groups in flight that the filter has kept."""
         return len(self._kept_uids)
 
     def mark_kept(self, uid: str) -> bool:
-        """The filter has kept a group in flight; whether that is news."""
+        """Record that the filter kept a group; False if that was recorded before."""
         if uid in self._kept_uids:
             return False
         self._kept_uids.add(uid)
@@ -55,11 +53,9 @@ class OversamplingController:
         return True
 
     def count_filtered(self) -> None:
-        """The filter has taken a group out."""
         self._record_verdict(is_kept=False)
 
     def remove_groups(self, uids: Iterable[str]) -> None:
-        """These groups are in flight no more."""
         self._kept_uids.difference_update(uids)
 
     def _record_verdict(self, *, is_kept: bool) -> None:

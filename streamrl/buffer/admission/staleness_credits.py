@@ -1,4 +1,4 @@
-"""Admission by credit: the rule that bounds staleness before anything is generated."""
+"""Admission by staleness credits: the rule that bounds staleness before generation starts."""
 
 import asyncio
 import math
@@ -14,19 +14,22 @@ from streamrl.messages import ColumnAxis, get_column_spec
 
 
 def compute_credit_limit(version: int, *, depth: int, groups_per_step: int) -> int:
-    """How many groups may ever have been claimed while `version` is the newest.
+    """Return how many groups may have been admitted in total while `version` is the newest.
 
-    A group admitted as number n (from 0) is trained in step n // groups_per_step; admitting it
-    only once version >= that step - depth keeps generation at most `depth` steps ahead, and with
-    depth <= max_staleness its tokens within the bound.
+    Group number n (from 0) is trained in step n // groups_per_step. Admitting it only once
+    version >= that step - depth keeps generation at most `depth` steps ahead; with
+    depth <= max_staleness its tokens stay within the bound.
+
+    Example: depth=1, groups_per_step=4. At version 0 at most 8 groups are admitted (steps 0 and 1),
+    at version 1 at most 12.
     """
     return (depth + version + 1) * groups_per_step
 
 
 def check_capacity(capacity_groups: int, *, depth: int, groups_per_step: int) -> None:
-    """Raise ConfigError if the queue cannot hold what the depth keeps in flight.
+    """Raise ConfigError if the queue cannot hold the groups that the depth keeps in flight.
 
-    With fewer places the trainer would wait for groups that are never admitted: a deadlock.
+    A smaller queue deadlocks: the trainer waits for groups that are never admitted.
     """
     needed = (depth + 1) * groups_per_step
     if capacity_groups < needed:
@@ -37,15 +40,15 @@ def check_capacity(capacity_groups: int, *, depth: int, groups_per_step: int) ->
 
 
 BLOB_OVERHEAD_BYTES = 2048
-"""What names and types of a stage's columns take beside the columns themselves, at most."""
+"""Upper bound of a safetensors header per stage: names and dtypes of its columns."""
 
 
 def max_group_bytes(
     dataflow: Dataflow, components: Sequence[str], *, rollouts: int, tokens: int
 ) -> int:
-    """Most bytes the columns of one group can take in the queue.
+    """Return the largest size of one group's columns in the queue, bytes.
 
-    components: columns of the rewards by themselves. tokens: of its longest rollout.
+    components: reward component columns. rollouts: per group. tokens: of the longest rollout.
     """
     entries = {
         ColumnAxis.TOKEN: rollouts * tokens,
@@ -63,8 +66,8 @@ def check_shard_bytes(
 ) -> None:
     """Raise ConfigError if a shard cannot hold one step's groups at their largest.
 
-    All groups of a step may hash to one shard, and none leaves before the step is trained: a shard
-    with less room could wait for a step that waits for it.
+    All groups of a step may hash to the same shard, and no group leaves before the step is
+    trained. A smaller shard deadlocks: the step waits for groups that wait for capacity.
     """
     needed = groups_per_step * group_bytes
     if shard_bytes < needed:
@@ -76,11 +79,11 @@ def check_shard_bytes(
 
 
 class AdmissionController:
-    """Counts credits against the ledger and lets the admitting loop wait for one.
+    """Counts staleness credits against the ledger; the admission loop waits here for a credit.
 
-    A group that was trained, or that the filter has kept, has spent a credit; for each credit that
-    is left there may be as many undecided groups as `oversampling` says: one, unless more are asked
-    for. `total_groups` ends the run: no prompt is admitted that no step will train.
+    Each group that was trained, or kept by the filter, has spent a credit. For each unspent credit
+    `oversampling.factor` undecided groups may be in flight (1 without oversampling). After
+    `total_groups` admission stops: every admitted prompt has a step that trains it.
     """
 
     def __init__(  # noqa: PLR0913
@@ -107,11 +110,13 @@ class AdmissionController:
 
     @property
     def num_credits(self) -> int:
-        """Groups that may be admitted now."""
         per_step, in_flight = self.groups_per_step, len(self.ledger.in_flight)
         limit = compute_credit_limit(
             self.published_version, depth=self._depth, groups_per_step=per_step
         )
+        # Credits not spent by trained or kept groups, times the factor, minus the undecided groups
+        # that already use them. Example: limit 8, 3 trained, 1 kept, 2 undecided, factor 2:
+        # missing = 8 - 4 = 4, credit = 4 * 2 - 2 = 6.
         undecided = in_flight - self.oversampling.num_kept
         missing = min(limit, self._total_groups) - (self.ledger.num_credits_spent - undecided)
         credit = math.floor(missing * self.oversampling.factor) - undecided
@@ -119,11 +124,10 @@ class AdmissionController:
 
     @property
     def is_finished(self) -> bool:
-        """True once the run has made all its steps."""
         return self.version * self.groups_per_step >= self._total_groups
 
     async def wait_for_credit(self, wait_s: float) -> int:
-        """The credit, waiting up to `wait_s` for one; 0 if none came."""
+        """Return the available credits, waiting up to `wait_s` for one; 0 on timeout."""
         self._credit_changed.clear()
         if not self.num_credits:
             try:
@@ -133,7 +137,7 @@ class AdmissionController:
         return self.num_credits
 
     def advance_version(self, version: int, *, published: bool = True) -> None:
-        """A step was made. If its version is published there are credits for what it samples."""
+        """Count a finished step; its credits become available once its version is published."""
         assert version == self.version + 1, (version, self.version)
         self.version = version
         if published:
@@ -141,5 +145,5 @@ class AdmissionController:
         self._credit_changed.set()
 
     def refund_credit(self) -> None:
-        """A group was dropped or filtered: whoever waits for a credit looks again."""
+        """Wake the admission loop after a drop or a filtered group."""
         self._credit_changed.set()

@@ -1,8 +1,8 @@
-"""How a step is worked off: which rounds, in which order, and after which the optimizer updates.
+"""Schedule of a training step: its rounds in order, and the updates between them.
 
-Pure: lengths in, turns out. With one update per step a round may be made as soon as it is full.
-With several, groups are dealt to the updates once all are there, and by their uids alone: when a
-group came has no say in which update it is part of.
+Pure: lengths in, schedule out. With a single update per step, full rounds can be trained at once.
+With several updates, groups are assigned to updates once all groups are ready, by a hash of
+their uids: the order of arrival does not decide which update trains a group.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ from streamrl.buffer.assembly.packing import MicroBatch, MicroBatchPacker, Round
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """How a trainer takes a step.
+    """How a trainer divides a step into updates.
 
-    whole_steps: nothing is trained before all groups of the step are there.
-    epochs: how often each rollout is trained. mini_batches: updates per epoch.
+    requires_full_step: training starts only when all groups of the step are ready.
+    num_epochs: passes over the rollouts of a step. num_mini_batches: updates per epoch.
     """
 
     requires_full_step: bool = False
@@ -30,8 +30,6 @@ class UpdatePlan:
 
 @dataclass(frozen=True)
 class ScheduledRound:
-    """A round, and what follows it: nothing, an update, or the update that ends the step."""
-
     micro_batches: Round
     epoch: int = 0
     is_last_of_update: bool = False
@@ -40,49 +38,51 @@ class ScheduledRound:
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """All turns of a step, written short: the rounds of every update, gone through `epochs` times.
+    """All rounds of a step in compact form: rounds per update, repeated for `num_epochs`.
 
-    A rollout stays with its rank through all epochs.
+    A rollout stays on its rank through all epochs.
     """
 
     update_rounds: tuple[tuple[Round, ...], ...]
     num_epochs: int = 1
 
     def iter_rounds(self) -> Iterator[ScheduledRound]:
-        """One after the other."""
         last = (self.num_epochs - 1, len(self.update_rounds) - 1)
         for epoch in range(self.num_epochs):
             for i, rounds in enumerate(self.update_rounds):
-                for j, work in enumerate(rounds):
+                for j, micro_batches in enumerate(rounds):
                     ends = j == len(rounds) - 1
-                    yield ScheduledRound(work, epoch, ends, ends and (epoch, i) == last)
+                    yield ScheduledRound(micro_batches, epoch, ends, ends and (epoch, i) == last)
 
-    def redistribute_rounds(self, num_shares: int) -> "StepSchedule":
-        """The same micro-batches in the same order, dealt to another number of ranks.
+    def redistribute_rounds(self, dp_size: int) -> "StepSchedule":
+        """Assign the same micro-batches, in the same order, to `dp_size` ranks.
 
-        A sum over ranks and rounds, which an update divides once, stays what it was but for
-        rounding.
+        An update sums over ranks and rounds and divides once, so results change by rounding only.
         """
         return StepSchedule(
-            tuple(_redistribute_rounds(rounds, num_shares) for rounds in self.update_rounds),
+            tuple(_redistribute_rounds(rounds, dp_size) for rounds in self.update_rounds),
             self.num_epochs,
         )
 
 
-def _redistribute_rounds(rounds: Sequence[Round], num_shares: int) -> tuple[Round, ...]:
-    if all(len(work) == num_shares for work in rounds):
+def _redistribute_rounds(rounds: Sequence[Round], dp_size: int) -> tuple[Round, ...]:
+    if all(len(micro_batches) == dp_size for micro_batches in rounds):
         return tuple(rounds)
-    parts: list[MicroBatch] = [picks for work in rounds for picks in work if picks] or [()]
-    parts += [()] * (-len(parts) % num_shares)
-    starts = range(0, len(parts), num_shares)
-    return tuple(tuple(parts[start : start + num_shares]) for start in starts)
+    work: list[MicroBatch] = [
+        picks for micro_batches in rounds for picks in micro_batches if picks
+    ] or [()]
+    work += [()] * (-len(work) % dp_size)
+    starts = range(0, len(work), dp_size)
+    return tuple(tuple(work[start : start + dp_size]) for start in starts)
 
 
 class StepScheduler:
-    """The turns of one step for one trainer, as its groups come."""
+    """Builds the schedule of a step for a trainer while groups arrive."""
 
-    def __init__(self, pace: UpdatePlan, *, world_size: int, micro_batch_tokens: int) -> None:
-        self._update_plan = pace
+    def __init__(
+        self, update_plan: UpdatePlan, *, world_size: int, micro_batch_tokens: int
+    ) -> None:
+        self._update_plan = update_plan
         self._group_lengths: dict[str, Sequence[int]] = {}
         self._packer = MicroBatchPacker(
             world_size=world_size, micro_batch_tokens=micro_batch_tokens
@@ -90,14 +90,13 @@ class StepScheduler:
         self._update_rounds: list[tuple[Round, ...]] = [()]
 
     def add_group(self, uid: str, lengths: Sequence[int]) -> None:
-        """A group is there; `lengths` are the tokens of its rollouts. Raises as `pack` does."""
         if self._update_plan.requires_full_step:
             self._group_lengths[uid] = lengths
         else:
             self._packer.add_group(uid, lengths)
 
     def take_rounds(self, *, complete: bool) -> list[ScheduledRound]:
-        """What may be trained now and was not handed out yet; `complete`: no group will follow."""
+        """Return rounds that can be trained now; `complete` means that all groups were added."""
         if self._update_plan.requires_full_step:
             if complete:
                 self._update_rounds = [
@@ -108,15 +107,14 @@ class StepScheduler:
         self._update_rounds = [(*self._update_rounds[0], *rounds)]
         last = len(rounds) - 1
         ends = [complete and i == last for i in range(len(rounds))]
-        return [ScheduledRound(work, 0, end, end) for work, end in zip(rounds, ends, strict=True)]
+        return [ScheduledRound(r, 0, end, end) for r, end in zip(rounds, ends, strict=True)]
 
     @property
     def step_schedule(self) -> StepSchedule:
-        """All that was handed out, to be made again."""
+        """All rounds returned so far, for a replay of the step."""
         return StepSchedule(tuple(self._update_rounds), self._update_plan.num_epochs)
 
     def _split_mini_batches(self) -> list[list[str]]:
-        """The uids of each update, shuffled by a hash of theirs."""
         order = sorted(self._group_lengths, key=lambda uid: hashlib.blake2b(uid.encode()).digest())
         return [
             order[i :: self._update_plan.num_mini_batches]

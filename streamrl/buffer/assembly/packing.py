@@ -1,8 +1,12 @@
-"""Which rollouts share a micro-batch, and which rank gets it.
+"""Sequence packing: assign rollouts to micro-batches and micro-batches to ranks.
 
-Pure: lengths in, plans out. A micro-batch is padded to its longest rollout, so what is bounded is
-rows times the longest, and rollouts of like length go together. All ranks take part in every round,
-because their collectives pair up; one for which nothing is left gets an empty micro-batch.
+Pure: lengths in, plans out. A micro-batch is padded to its longest rollout, so its cost is
+rows * longest, and rollouts of similar length go together. All ranks take part in every round
+because their collectives pair up; a rank without work gets an empty micro-batch.
+
+Example: lengths 9, 8, 4, 4, 3 with micro_batch_tokens=12 and two ranks. Sorted and cut, each row
+padded to the first: [9], [8], [4, 4, 3]. Three micro-batches do not divide into two ranks, so the
+largest is halved: [4, 3] and [4]. Rounds: ([9], [8]), ([4], [4, 3]).
 """
 
 import heapq
@@ -11,26 +15,26 @@ from itertools import pairwise
 from operator import itemgetter
 
 RolloutIndex = tuple[str, int]
-"""A rollout: the uid of its group and its index in it."""
+"""(uid of the group, index of the rollout in it)."""
 MicroBatch = tuple[RolloutIndex, ...]
 Round = tuple[MicroBatch, ...]
-"""One micro-batch per rank."""
+"""One micro-batch per rank, trained at the same time."""
 
 
 _SizedRollout = tuple[int, str, int]
-"""A rollout by its tokens, prompt included, as a negative number, its group's uid and its index in
-it: in order, the longest come first. A plain tuple, as they are sorted by the thousand.
+"""(-tokens with prompt, uid, index): sorts longest first. A plain tuple, because thousands are
+sorted.
 """
 
 
 def pack_rollouts(
     rollouts: Sequence[tuple[str, int, int]], *, world_size: int, micro_batch_tokens: int
 ) -> list[Round]:
-    """Rounds that hold every rollout (uid, index, length) exactly once.
+    """Pack all rollouts (uid, index, length) into rounds; each appears exactly once.
 
-    Every micro-batch is at most `micro_batch_tokens` with its padding, ranks differ by no more than
-    that in what they get, and none is idle in a round while another has rows to give away. Raises
-    ValueError if a single rollout is longer than that.
+    Every micro-batch has at most `micro_batch_tokens` with padding. Padded loads of the ranks
+    differ by at most as much. No rank is idle in a round while a different rank has two rows.
+    Raises ValueError if a single rollout is longer than `micro_batch_tokens`.
     """
     packer = MicroBatchPacker(world_size=world_size, micro_batch_tokens=micro_batch_tokens)
     for uid, index, length in rollouts:
@@ -48,13 +52,12 @@ class MicroBatchPacker:
         self._rank_loads = [0] * world_size
 
     def add_group(self, uid: str, lengths: Sequence[int]) -> None:
-        """A group is ready; `lengths` are the tokens of its rollouts. Raises as `pack` does."""
+        """Add a group with rollouts of `lengths` tokens. Raises ValueError like `pack_rollouts`."""
         if max(lengths, default=0) > self._max_tokens:
             self._check_length(uid, *max(enumerate(lengths), key=itemgetter(1)))
         self._pending_rollouts += [(-length, uid, index) for index, length in enumerate(lengths)]
 
     def add_rollout(self, uid: str, index: int, length: int) -> None:
-        """One rollout is ready."""
         self._check_length(uid, index, length)
         self._pending_rollouts.append((-length, uid, index))
 
@@ -66,13 +69,13 @@ class MicroBatchPacker:
             )
 
     def take_rounds(self, *, final: bool) -> list[Round]:
-        """Rounds to run now, which are then out of the packer.
+        """Remove and return the rounds that can run now.
 
-        Before the end of a step only rounds in which no micro-batch could take another rollout of
-        its longest one's length, which leaves each more than half full. With `final` all that is
-        left.
+        Before the end of a step only rounds of full micro-batches can run. A micro-batch is full if
+        a further rollout as long as the longest would exceed the budget, so full micro-batches are
+        more than half full. `final` returns all remaining rollouts.
         """
-        # Most were in order before, which costs next to nothing.
+        # Mostly sorted already, which timsort handles in near-linear time.
         self._pending_rollouts.sort()
         cuts = _find_cuts(self._pending_rollouts, self._max_tokens)
         if not final:
@@ -90,7 +93,7 @@ class MicroBatchPacker:
 
 
 def _find_cuts(rollouts: Sequence[_SizedRollout], budget: int) -> list[int]:
-    """Where to cut rollouts, longest first, into runs that fit when padded to their first."""
+    """Cut rollouts, longest first, into runs that fit `budget` when padded to their first."""
     cuts = [0]
     while cuts[-1] < len(rollouts):
         length = -rollouts[cuts[-1]][0]
@@ -100,40 +103,42 @@ def _find_cuts(rollouts: Sequence[_SizedRollout], budget: int) -> list[int]:
 
 
 def _is_full(rows: Sequence[_SizedRollout], budget: int) -> bool:
-    """Whether another one as long as the longest would be too much."""
     return (len(rows) + 1) * -rows[0][0] > budget
 
 
 def _split_largest(bins: list[list[_SizedRollout]], world_size: int) -> list[list[_SizedRollout]]:
-    """Halve the largest micro-batches until every rank has one in every round, or none is left."""
+    """Halve the largest micro-batches until their number is a multiple of the ranks.
+
+    Stops early if only single rollouts are left.
+    """
     heap = [(-_count_padded_tokens(rows), i, rows) for i, rows in enumerate(bins) if len(rows) > 1]
     heapq.heapify(heap)
     halved: set[int] = set()
-    made = list(bins)
-    while heap and (len(made) - len(halved)) % world_size:
+    split = list(bins)
+    while heap and (len(split) - len(halved)) % world_size:
         _, i, rows = heapq.heappop(heap)
         halved.add(i)
         for half in (rows[::2], rows[1::2]):
             if len(half) > 1:
-                heapq.heappush(heap, (-_count_padded_tokens(half), len(made), half))
-            made.append(half)
-    return [rows for i, rows in enumerate(made) if i not in halved]
+                heapq.heappush(heap, (-_count_padded_tokens(half), len(split), half))
+            split.append(half)
+    return [rows for i, rows in enumerate(split) if i not in halved]
 
 
 def _assign_ranks(bins: list[list[_SizedRollout]], loads: list[int]) -> list[Round]:
-    """One micro-batch to each rank in turn, the largest to the rank that has had least.
+    """Assign one micro-batch per rank and round: the largest to the least loaded rank.
 
-    `loads` are the padded tokens of the ranks so far; they are brought up to date.
+    `loads` are the padded tokens of each rank so far; updated in place.
     """
     bins = sorted(bins, key=_count_padded_tokens, reverse=True)
     rounds: list[Round] = []
     for start in range(0, len(bins), len(loads)):
-        dealt: list[MicroBatch] = [()] * len(loads)
+        micro_batches: list[MicroBatch] = [()] * len(loads)
         ranks = sorted(range(len(loads)), key=loads.__getitem__)
         for rank, rows in zip(ranks, bins[start : start + len(loads)], strict=False):
-            dealt[rank] = tuple([(uid, index) for _, uid, index in rows])
+            micro_batches[rank] = tuple([(uid, index) for _, uid, index in rows])
             loads[rank] += _count_padded_tokens(rows)
-        rounds.append(tuple(dealt))
+        rounds.append(tuple(micro_batches))
     return rounds
 
 

@@ -1,4 +1,4 @@
-"""Step assembly: which ready groups enter the step of a version. Pure bookkeeping, no waiting."""
+"""Step assembly: choose the ready groups that enter each training step. Pure bookkeeping."""
 
 import bisect
 import math
@@ -12,20 +12,25 @@ from streamrl.messages import Experience
 
 
 class StepAssembler:
-    """Fills steps of `groups_per_step` groups in free order, within the staleness bound.
+    """Fills steps of `groups_per_step` groups, out of order but within the staleness bound.
 
-    A group admitted at version a has a deadline: the step of version a + max_staleness. A ready
-    group enters a step as soon as the groups with earlier deadlines, ready or not, still fit into
-    the places that are left until then; the earliest deadline goes first. To look only at what is
-    due now would not do: newcomers could crowd the groups of one deadline into their last step.
-    The credits see to it that all groups fit when they are admitted.
+    Deadlines: a group admitted at version a must enter the step of version a + max_staleness or an
+    earlier one. The rule is earliest deadline first with reservations: a ready group may enter if
+    all groups with earlier deadlines, ready or not, still fit into the remaining places up to their
+    deadlines. Considering only groups due in the current step is not enough: newcomers could push
+    all groups of a deadline into the last possible step, which may be too small. Credits guarantee
+    that all groups fit at admission.
 
-    Where more are admitted, as a filter takes most of them out (`oversampling`), one that is not
-    decided yet has such a part of a place kept as it stands for. More may stay than have places:
-    those that the bound leaves no step are `late`.
+    Example: groups_per_step=2, max_staleness=2. a, b, c were admitted at version 0 (deadline: step
+    2), d and e at version 1. In step 1 only d and e are ready. d may enter: one place of step 1 and
+    two of step 2 remain for a, b and c. e must wait.
 
-    With `drops_stale` no place is kept: what is ready enters, the oldest tokens first, and a group
-    that is beyond the bound by then is `late`.
+    With `oversampling`, an undecided group reserves only the fraction 1 / factor of a place, the
+    estimated probability that the filter keeps it. More groups than places may survive; groups left
+    without a step within the bound are late.
+
+    With `drops_stale` nothing is reserved: ready groups enter, oldest tokens first, and a group
+    beyond the bound is late.
     """
 
     def __init__(
@@ -42,36 +47,33 @@ class StepAssembler:
         self._oversampling = oversampling or OversamplingController()
         self._pending: dict[str, int] = {}
         self._undecided: dict[str, int] = {}
-        """Of those that are pending, the ones that the filter has not kept yet."""
+        """Pending groups that the filter has not kept yet: uid -> admitted version."""
         self._ready: dict[str, Experience] = {}
-        # Kept up to date, not made anew: a step of a thousand groups looks a thousand times.
+        # Maintained incrementally: a step of 1000 groups calls find_drawable 1000 times.
         self._ready_by_deadline: list[Experience] = []
-        """What is ready, the earliest deadline first."""
+        """Ready groups, earliest deadline first."""
         self._num_by_version: Counter[int] = Counter()
-        """Groups, ready or not, by the version they were admitted at."""
+        """Number of groups, ready or not, by admitted version."""
         self._num_undecided_by_version: Counter[int] = Counter()
-        """The undecided ones among them, likewise."""
+        """Number of undecided groups by admitted version."""
         self._step_groups: list[Experience] = []
 
     def admit_group(self, uid: str, version: int) -> None:
-        """A prompt was admitted at `version`; its group will be ready some day."""
         self._pending[uid] = self._undecided[uid] = version
         self._num_by_version[version] += 1
         self._num_undecided_by_version[version] += 1
 
     def keep_group(self, uid: str) -> None:
-        """The filter has kept the group: a whole place is kept for it."""
         if uid in self._undecided:
             self._num_undecided_by_version[self._undecided.pop(uid)] -= 1
 
     def drop_group(self, uid: str) -> None:
-        """The group will never be trained."""
         self.keep_group(uid)
         if uid in self._pending:
             self._num_by_version[self._pending.pop(uid)] -= 1
 
     def offer_groups(self, experiences: Iterable[Experience]) -> None:
-        """Groups that are ready to be trained. One that was offered before is passed over."""
+        """Add groups that are ready for training; ignore groups offered before."""
         for experience in experiences:
             if experience.uid in self._pending:
                 self.keep_group(experience.uid)
@@ -81,21 +83,21 @@ class StepAssembler:
                 bisect.insort(self._ready_by_deadline, experience, key=_get_admitted_version)
 
     def remove_late_groups(
-        self, version: int, *, absent: Collection[str] = (), is_whole: bool = False
+        self, version: int, *, absent: Collection[str] = (), is_full: bool = False
     ) -> list[str]:
-        """The groups that no step can train from that of `version` on: they are for others to drop.
+        """Remove and return groups that no step from that of `version` on can train.
 
-        Those that are ready with a token beyond the bound; and, unless they may still turn out to
-        be fresh (`drops_stale`), those that are not ready and were due at an earlier step, but for
-        those that are `absent`. With `is_whole` from the step behind it on: what is drawable fills
-        that of `version`.
+        Late groups: ready groups with a token beyond the bound, and, without `drops_stale`, pending
+        groups whose deadline has passed (the caller drops these). Uids in `absent` are exempt. With
+        `is_full` the drawable groups fill the step of `version`, so that lateness counts from the
+        step after it.
         """
-        spared = {e.uid for e in self.find_drawable(version)} if is_whole else set()
-        oldest = version + is_whole - self._max_staleness
+        exempt = {e.uid for e in self.find_drawable(version)} if is_full else set()
+        oldest = version + is_full - self._max_staleness
         stale = [
             experience
             for uid, experience in self._ready.items()
-            if self._min_version(experience) < oldest and uid not in spared
+            if self._min_version(experience) < oldest and uid not in exempt
         ]
         self._remove_ready(stale)
         overdue = [
@@ -106,7 +108,7 @@ class StepAssembler:
         return [*(experience.uid for experience in stale), *overdue]
 
     def _remove_ready(self, chosen: Sequence[Experience]) -> None:
-        """Of those that are ready; who enters is first in the line, unless the oldest tokens go."""
+        """Remove ready groups; usually a prefix of the deadline order (not with `drops_stale`)."""
         if not chosen:
             return
         for experience in chosen:
@@ -127,26 +129,23 @@ class StepAssembler:
 
     @property
     def is_complete(self) -> bool:
-        """True if the step has all its groups."""
         return len(self._step_groups) == self._groups_per_step
 
     @property
     def num_drawn(self) -> int:
-        """Groups the step has so far."""
         return len(self._step_groups)
 
     @property
     def num_ready(self) -> int:
-        """Groups that have not entered the step, though they are ready."""
         return len(self._ready)
 
     @property
     def pending_uids(self) -> list[str]:
-        """Uids that are not ready yet, the earliest deadline first."""
+        """Uids of groups that are not ready yet, earliest deadline first."""
         return sorted(self._pending, key=self._pending.__getitem__)
 
     def find_drawable(self, version: int) -> list[Experience]:
-        """The ready groups that may enter the step of `version`, the earliest deadline first."""
+        """Return the ready groups that may enter the step of `version`, earliest deadline first."""
         places = self._groups_per_step - len(self._step_groups)
         if self.should_drop_stale:
             oldest = sorted(
@@ -154,39 +153,45 @@ class StepAssembler:
             )
             return oldest[:places]
         chosen: list[Experience] = []
-        taken: Counter[int] = Counter()
+        drawn_by_version: Counter[int] = Counter()
         for experience in self._ready_by_deadline:
-            left = places - 1 - len(chosen)
-            # Where one does not fit, those with the same deadline or a later one do not, either.
-            if left < 0 or not self._can_others_fit(experience, version, left, taken):
+            places_left = places - 1 - len(chosen)
+            # If a group does not fit, no group with the same or a later deadline fits either.
+            if places_left < 0 or not self._can_others_fit(
+                experience, version, places_left, drawn_by_version
+            ):
                 break
             chosen.append(experience)
-            taken[experience.admitted_version] += 1
+            drawn_by_version[experience.admitted_version] += 1
         return chosen
 
     def _can_others_fit(
-        self, chosen: Experience, version: int, places: int, taken: Counter[int]
+        self, chosen: Experience, version: int, places: int, drawn_by_version: Counter[int]
     ) -> bool:
-        """Whether all groups with a deadline before `chosen`'s fit if it takes a place now.
+        """Return True if all groups with deadlines before `chosen`'s fit after it takes a place.
 
-        `taken` counts those that have a place already by the version they were admitted at.
+        Checks every deadline d before that of `chosen`: groups due up to d must not outnumber the
+        places up to d. `places` are left in this step; `drawn_by_version` counts groups chosen
+        before this one, by admitted version.
         """
-        first, doubt = version - self._max_staleness, 1 - 1 / self._oversampling.factor
+        first, reject_rate = version - self._max_staleness, 1 - 1 / self._oversampling.factor
         for admitted in range(first, chosen.admitted_version):
-            due = sum(n - taken[at] for at, n in self._num_by_version.items() if at <= admitted)
-            if doubt:
-                doubtful = sum(
+            due = sum(
+                n - drawn_by_version[at] for at, n in self._num_by_version.items() if at <= admitted
+            )
+            if reject_rate:
+                undecided = sum(
                     n for at, n in self._num_undecided_by_version.items() if at <= admitted
                 )
-                due = math.floor(due - doubt * doubtful)
+                due = math.floor(due - reject_rate * undecided)
             if due > places + (admitted - first) * self._groups_per_step:
                 return False
         return True
 
     def draw_groups(self, version: int) -> list[Experience]:
-        """Let the drawable groups enter the step.
+        """Move the drawable groups into the step and return them.
 
-        Raises StaleGroupError if one of them holds a token beyond the bound.
+        Raises StaleGroupError if a group has a token beyond the staleness bound.
         """
         drawn = self.find_drawable(version)
         for experience in drawn:
@@ -213,10 +218,9 @@ class StepAssembler:
             )
 
     def finish_step(self) -> tuple[TrainedGroup, ...]:
-        """The groups of the complete step; the next step starts empty."""
         assert self.is_complete
-        entered, self._step_groups = self._step_groups, []
-        return tuple(_to_trained_group(experience) for experience in entered)
+        groups, self._step_groups = self._step_groups, []
+        return tuple(_to_trained_group(experience) for experience in groups)
 
 
 def _get_admitted_version(experience: Experience) -> int:

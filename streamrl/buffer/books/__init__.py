@@ -1,1 +1,1 @@
-"""The ledger of a run, its log, and the audit of both."""
+"""Ledger of a run, run log, and the audit that recomputes the ledger from the log."""

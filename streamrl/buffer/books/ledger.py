@@ -1,4 +1,4 @@
-"""The accounts of a run: where every admitted prompt is, by uid."""
+"""Ledger of a run: the state of every admitted prompt, by uid."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from streamrl.errors import LedgerError
 
 @dataclass(frozen=True)
 class LedgerCounts:
-    """The five numbers of the conservation law, in groups, and the drops by cause."""
+    """The counts of the invariant admitted = trained + filtered + dropped + in flight."""
 
     admitted: int
     trained: int
@@ -27,12 +27,11 @@ class LedgerCounts:
 
 
 class Ledger:
-    """Every prompt uid is in one state: in flight until it is trained, filtered or dropped.
+    """State of every prompt uid: in flight, then trained, filtered or dropped.
 
-    Raises LedgerError at the transition that would admit a uid twice or end one that is not in
-    flight, which is how training a group twice would show. `in_flight` has the version each was
-    admitted at. With `debug` every uid that has ended is kept, too, and the law is counted anew at
-    every transition.
+    Raises LedgerError on admitting a uid twice and on ending a uid that is not in flight; training
+    a group twice would show up here. `in_flight` maps uids to the version at admission. `debug`
+    keeps ended uids, too, and recounts the invariant at every transition.
     """
 
     def __init__(self, *, debug: bool = False) -> None:
@@ -44,7 +43,6 @@ class Ledger:
         self._drop_counts: Counter[str] = Counter()
 
     def mark_admitted(self, uid: str, version: int) -> None:
-        """A prompt enters the stream at `version`."""
         if uid in self.in_flight:
             raise LedgerError(f"prompt {uid} is admitted, but it is in flight already")
         if self._outcomes is not None and uid in self._outcomes:
@@ -54,43 +52,41 @@ class Ledger:
         self._check_outcomes()
 
     def mark_trained(self, uid: str) -> None:
-        """Its group was part of an optimizer step."""
         self._mark_finished(uid, "trained")
         self._num_trained += 1
         self._check_outcomes()
 
     def mark_filtered(self, uid: str) -> None:
-        """A predicate took its scored group out."""
         self._mark_finished(uid, "filtered")
         self._num_filtered += 1
         self._check_outcomes()
 
     def mark_dropped(self, uid: str, cause: str) -> None:
-        """Its group was given up, for a cause that is counted."""
         self._mark_finished(uid, f"dropped ({cause})")
         self._drop_counts[cause] += 1
         self._check_outcomes()
 
-    def _mark_finished(self, uid: str, how: str) -> None:
+    def _mark_finished(self, uid: str, outcome: str) -> None:
         if uid not in self.in_flight:
-            raise LedgerError(f"prompt {uid} is {how}, but it is not in flight")
+            raise LedgerError(f"prompt {uid} is {outcome}, but it is not in flight")
         del self.in_flight[uid]
         if self._outcomes is not None:
-            self._outcomes[uid] = how
+            self._outcomes[uid] = outcome
 
     def _check_outcomes(self) -> None:
         if self._outcomes is None:
             return
-        how = Counter(state.partition(" ")[0] for state in self._outcomes.values())
-        found = (how["trained"], how["filtered"], how["dropped"])
-        booked = (self._num_trained, self._num_filtered, self._drop_counts.total())
-        total = sum(found) + len(self.in_flight)
-        if found != booked or total != self._num_admitted:
-            raise LedgerError(f"the uids do not add up: {found} of {total}, booked {self.counts}")
+        outcomes = Counter(state.partition(" ")[0] for state in self._outcomes.values())
+        recounted = (outcomes["trained"], outcomes["filtered"], outcomes["dropped"])
+        counted = (self._num_trained, self._num_filtered, self._drop_counts.total())
+        total = sum(recounted) + len(self.in_flight)
+        if recounted != counted or total != self._num_admitted:
+            raise LedgerError(
+                f"the uids do not add up: {recounted} of {total}, ledger: {self.counts}"
+            )
 
     @property
     def counts(self) -> LedgerCounts:
-        """The numbers as they stand."""
         return LedgerCounts(
             admitted=self._num_admitted,
             trained=self._num_trained,
@@ -102,29 +98,29 @@ class Ledger:
 
     @property
     def num_credits_spent(self) -> int:
-        """Groups that were or still may be trained: what a credit was spent on and not returned."""
+        """Groups that were trained or still can be: credits spent and not refunded."""
         return self._num_admitted - self._num_filtered - self._drop_counts.total()
 
     def check_balance(
-        self, held: Iterable[str], *, booked: Iterable[str] | None = None
+        self, shard_uids: Iterable[str], *, inserted: Iterable[str] | None = None
     ) -> LedgerCounts:
-        """Check the conservation law against the uids the shards hold; returns the counts.
+        """Check the invariant against the uids in the shards; return the counts.
 
-        `booked` are the uids that must be among them, by default all in flight: those that were in
-        a shard when it was asked. Raises LedgerError naming the uids that only one side knows.
+        `inserted` are the uids in flight that must be in a shard, by default all; prompts
+        that are being inserted are not there yet. Raises LedgerError naming uids that are missing
+        on either side.
         """
-        counts, held = self.counts, set(held)
-        ended = counts.trained + counts.filtered + counts.dropped
-        if counts.admitted != ended + counts.in_flight:
+        counts, shard_uids = self.counts, set(shard_uids)
+        finished = counts.trained + counts.filtered + counts.dropped
+        if counts.admitted != finished + counts.in_flight:
             raise LedgerError(f"the ledger does not balance: {counts}")
-        lost = sorted(set(self.in_flight if booked is None else booked) - held)
-        unknown = sorted(held - self.in_flight.keys())
+        lost = sorted(set(self.in_flight if inserted is None else inserted) - shard_uids)
+        unknown = sorted(shard_uids - self.in_flight.keys())
         if lost or unknown:
             raise LedgerError(f"lost from the queue: {lost[:5]}; ended but in it: {unknown[:5]}")
         return counts
 
     def state_dict(self) -> dict[str, object]:
-        """JSON-able state for a checkpoint."""
         return {
             "in_flight": dict(self.in_flight),
             "admitted": self._num_admitted,
@@ -136,7 +132,7 @@ class Ledger:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], *, debug: bool = False) -> "Ledger":
-        """Inverse of `state_dict`; `debug` goes on only with a state that was written with it."""
+        """Restore from `state_dict`; `debug` needs a state that was written with `debug`."""
         ledger = cls(debug=debug and "ended" in state)
         if ledger._outcomes is not None:
             ledger._outcomes = dict(state["ended"])

@@ -1,4 +1,4 @@
-"""What a log of the books adds up to. It believes nothing: what does not add up is named."""
+"""Ledger audit: recompute every count from the run log and report inconsistent uids."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from streamrl.messages import parse_uid
 
 @dataclass
 class LedgerAudit:
-    """What became of every uid: how often it was admitted, and every way in which it ended."""
+    """Admissions and outcomes of every uid, as the run log has them."""
 
     admitted: Counter[str] = field(default_factory=Counter)
     outcomes: dict[str, list[str]] = field(default_factory=dict)
@@ -24,12 +24,10 @@ class LedgerAudit:
 
     @property
     def in_flight(self) -> list[str]:
-        """Uids that were admitted and have not ended, in the order of their admission."""
         return [uid for uid in self.admitted if uid not in self.outcomes]
 
     @property
     def counts(self) -> LedgerCounts:
-        """The numbers of the conservation law, each counted by itself."""
         return LedgerCounts(
             admitted=self.admitted.total(),
             trained=len(self.trained),
@@ -41,19 +39,20 @@ class LedgerAudit:
 
     @property
     def counts_by_epoch(self) -> dict[int, dict[str, int]]:
-        """Per epoch of the data, how many of its uids are where."""
-        parts = ("trained", "filtered", "dropped", "in_flight")
-        counted = {part: Counter(parse_uid(u)[0] for u in getattr(self, part)) for part in parts}
+        outcomes = ("trained", "filtered", "dropped", "in_flight")
+        counted = {name: Counter(parse_uid(u)[0] for u in getattr(self, name)) for name in outcomes}
         epochs = sorted(set().union(*counted.values()))
-        return {epoch: {part: counted[part][epoch] for part in parts} for epoch in epochs}
+        return {epoch: {name: counted[name][epoch] for name in outcomes} for epoch in epochs}
 
     @property
     def problems(self) -> list[str]:
-        """Uids that were not admitted once or ended more than once, with what the log has."""
-        odd = [uid for uid in {**self.admitted, **self.outcomes} if self._is_inconsistent(uid)]
+        """Uids not admitted exactly once, or ended more than once, with the log entries."""
+        inconsistent = [
+            uid for uid in {**self.admitted, **self.outcomes} if self._is_inconsistent(uid)
+        ]
         return [
             f"{uid}: admitted {self.admitted[uid]} times, {', '.join(self.outcomes.get(uid, ()))}"
-            for uid in odd
+            for uid in inconsistent
         ]
 
     def _is_inconsistent(self, uid: str) -> bool:
@@ -61,25 +60,24 @@ class LedgerAudit:
 
 
 def audit_run_log(entries: Iterable[Mapping[str, Any]]) -> LedgerAudit:
-    """Add up a log, entry by entry as `run_log.read_history` gives it."""
-    account = LedgerAudit()
+    audit = LedgerAudit()
 
-    def end(uids: Sequence[str], how: str, where: list[str]) -> None:
-        where.extend(uids)
+    def record_outcome(uids: Sequence[str], outcome: str, finished: list[str]) -> None:
+        finished.extend(uids)
         for uid in uids:
-            account.outcomes.setdefault(uid, []).append(how)
+            audit.outcomes.setdefault(uid, []).append(outcome)
 
     for entry in entries:
         if entry["kind"] == "open":
-            account.num_starts += 1
+            audit.num_starts += 1
         elif entry["kind"] == "admit":
-            account.admitted.update(entry["uids"])
+            audit.admitted.update(entry["uids"])
         elif entry["kind"] == "step":
-            account.num_steps += 1
-            end(entry["uids"], f"trained at version {entry['version']}", account.trained)
+            audit.num_steps += 1
+            record_outcome(entry["uids"], f"trained at version {entry['version']}", audit.trained)
         elif entry["filtered"]:
-            end([entry["uid"]], "filtered", account.filtered)
+            record_outcome([entry["uid"]], "filtered", audit.filtered)
         else:
-            account.drop_causes[entry["cause"]] += 1
-            end([entry["uid"]], f"dropped ({entry['cause']})", account.dropped)
-    return account
+            audit.drop_causes[entry["cause"]] += 1
+            record_outcome([entry["uid"]], f"dropped ({entry['cause']})", audit.dropped)
+    return audit

@@ -1,8 +1,8 @@
-"""The books of a run: the ledger, and the log from which a crash is made good.
+"""Run log: the ledger and the log from which a crashed run recovers.
 
-The log holds every admission, every end and every step that was made, the latter with all it takes
-to make it again: the micro-batches in their order. It is never cut, so that it also tells the
-history of a uid.
+The log records every admission, every end of a group and every training step, a step with its
+micro-batches in order, so that it can be replayed exactly. The log is never truncated; it also
+holds the history of every uid.
 """
 
 import time
@@ -29,16 +29,16 @@ from streamrl.errors import JournalError
 from streamrl.messages import GroupInfo, GroupOutcome, parse_uid
 
 _EncodedSchedule = list[list[list[list[tuple[int, int]]]]]
-"""Of a program: per update, round and rank the rollouts, as place of the group and index."""
+"""Per update, round and rank: rollouts as (index of the group in the step, index in the group)."""
 _EncodedStep = tuple[list[tuple[int, GroupInfo]], dict[str, tuple[int, _EncodedSchedule]]]
 _decode_step = msgspec.json.Decoder(_EncodedStep).decode
 MAX_STEP_BYTES = 1 << 30
-"""Most of a step in the log, which has some 20 bytes a rollout."""
+"""Limit for decompressing a step (about 20 bytes per rollout), against a malicious log."""
 
 
 @dataclass(frozen=True)
 class TrainedGroup:
-    """A group as a step trained it. `ready_version` was being trained when it became ready."""
+    """A group as a step trained it; `ready_version` was in training when it became ready."""
 
     uid: str
     info: GroupInfo
@@ -47,28 +47,28 @@ class TrainedGroup:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """The step of `version` as it was made, `schedules` by the role that is trained."""
+    """The step of `version` as trained; `schedules` maps the trained role to its schedule."""
 
     version: int
     groups: tuple[TrainedGroup, ...]
     schedules: Mapping[str, StepSchedule]
 
     def to_record(self) -> JournalRecord:
-        """As the log has it: the uids in plain sight, the rest packed."""
-        places = {group.uid: i for i, group in enumerate(self.groups)}
-        programs = {
-            role: (program.num_epochs, _encode_schedule(program, places))
-            for role, program in self.schedules.items()
+        """Encode as a log record: uids in plain JSON, the schedules compressed."""
+        group_indices = {group.uid: i for i, group in enumerate(self.groups)}
+        schedules = {
+            role: (schedule.num_epochs, _encode_schedule(schedule, group_indices))
+            for role, schedule in self.schedules.items()
         }
         groups = [(group.ready_version, group.info) for group in self.groups]
-        packed = zlib.compress(msgspec.json.encode((groups, programs)))
-        return JournalRecord(_make_entry("step", version=self.version, uids=list(places)), packed)
+        packed = zlib.compress(msgspec.json.encode((groups, schedules)))
+        entry = _make_entry("step", version=self.version, uids=list(group_indices))
+        return JournalRecord(entry, packed)
 
     @classmethod
     def from_record(cls, record: JournalRecord) -> "TrainedStep":
-        """Inverse of `to_record`."""
         uids = record.meta["uids"]
-        groups, programs = _decode_step(_decompress_step(join_pieces(record.payload)))
+        groups, schedules = _decode_step(_decompress_step(join_pieces(record.payload)))
         return cls(
             version=record.meta["version"],
             groups=tuple(
@@ -79,24 +79,26 @@ class TrainedStep:
                 role: StepSchedule(
                     tuple(_decode_rounds(rounds, uids) for rounds in updates), epochs
                 )
-                for role, (epochs, updates) in programs.items()
+                for role, (epochs, updates) in schedules.items()
             },
         )
 
 
 def _decompress_step(data: bytes) -> bytes:
-    """Decompress; raises ValueError for more than a step can be, as of a file made to be that."""
-    inflating = zlib.decompressobj()
-    found = inflating.decompress(data, MAX_STEP_BYTES)
-    if inflating.unconsumed_tail or not inflating.eof:
-        raise ValueError("a step that is cut off, or larger than any step can be")
-    return found
+    decompressor = zlib.decompressobj()
+    step = decompressor.decompress(data, MAX_STEP_BYTES)
+    if decompressor.unconsumed_tail or not decompressor.eof:
+        raise ValueError("a step that is truncated, or larger than any step can be")
+    return step
 
 
-def _encode_schedule(program: StepSchedule, places: Mapping[str, int]) -> _EncodedSchedule:
+def _encode_schedule(schedule: StepSchedule, group_indices: Mapping[str, int]) -> _EncodedSchedule:
     return [
-        [[[(places[uid], index) for uid, index in picks] for picks in work] for work in rounds]
-        for rounds in program.update_rounds
+        [
+            [[(group_indices[uid], index) for uid, index in picks] for picks in micro_batches]
+            for micro_batches in rounds
+        ]
+        for rounds in schedule.update_rounds
     ]
 
 
@@ -104,7 +106,8 @@ def _decode_rounds(
     rounds: list[list[list[tuple[int, int]]]], uids: Sequence[str]
 ) -> tuple[Round, ...]:
     return tuple(
-        tuple(tuple((uids[i], index) for i, index in picks) for picks in work) for work in rounds
+        tuple(tuple((uids[i], index) for i, index in picks) for picks in micro_batches)
+        for micro_batches in rounds
     )
 
 
@@ -114,10 +117,10 @@ def _make_entry(kind: str, **facts: Any) -> dict[str, Any]:
 
 @dataclass
 class RunLog:
-    """The ledger and its log. A change is in the log before the stream acts on it.
+    """The ledger and its durable log. Every change is logged before it takes effect.
 
-    `steps` were made by a predecessor that died after its last checkpoint, by version: they are
-    made again as they were.
+    `steps_to_replay` (by version) were trained by a predecessor after its last checkpoint; this
+    process trains them again with the same schedules.
     """
 
     ledger: Ledger
@@ -125,11 +128,9 @@ class RunLog:
     steps_to_replay: dict[int, TrainedStep] = field(default_factory=dict)
 
     async def record_start(self, version: int) -> None:
-        """A process took the books over; the trainer is at `version`."""
         await self.record_log.append([JournalRecord(_make_entry("open", version=version))])
 
     async def record_admissions(self, uids: Sequence[str], version: int) -> None:
-        """Prompts enter the stream at `version`."""
         for uid in uids:
             self.ledger.mark_admitted(uid, version)
         await self.record_log.append(
@@ -137,41 +138,44 @@ class RunLog:
         )
 
     async def record_step(self, step: TrainedStep) -> None:
-        """A step was made; it is on the books from here on, unless it was made again."""
+        """Log a trained step; a replayed step is in the log already."""
         if self.steps_to_replay.pop(step.version, None) is None:
             await self.record_log.append([step.to_record()])
             for group in step.groups:
                 self.ledger.mark_trained(group.uid)
 
     async def record_finished(
-        self, ended: Mapping[str, GroupOutcome], *, again: Sequence[str] = (), version: int = 0
+        self, ended: Mapping[str, GroupOutcome], *, readmitted: Sequence[str] = (), version: int = 0
     ) -> None:
-        """Groups ended untrained; `again` are the uids some of their prompts enter anew under.
+        """Log groups that ended untrained, and `readmitted`: new uids of some of their prompts.
 
-        Both at once: no crash comes between the end of the one and the admission of the other.
+        One append for both: a crash cannot separate the end of a group from its readmission.
         """
         records = [
-            JournalRecord(_make_entry("end", uid=uid, **asdict(how))) for uid, how in ended.items()
+            JournalRecord(_make_entry("end", uid=uid, **asdict(outcome)))
+            for uid, outcome in ended.items()
         ]
-        if again:
-            records.append(JournalRecord(_make_entry("admit", version=version, uids=list(again))))
+        if readmitted:
+            records.append(
+                JournalRecord(_make_entry("admit", version=version, uids=list(readmitted)))
+            )
         await self.record_log.append(records)
-        for uid, how in ended.items():
-            _mark_finished(self.ledger, uid, how)
-        for uid in again:
+        for uid, outcome in ended.items():
+            _mark_finished(self.ledger, uid, outcome)
+        for uid in readmitted:
             self.ledger.mark_admitted(uid, version)
 
 
-def _mark_finished(ledger: Ledger, uid: str, how: GroupOutcome) -> None:
-    if how.filtered:
+def _mark_finished(ledger: Ledger, uid: str, outcome: GroupOutcome) -> None:
+    if outcome.filtered:
         ledger.mark_filtered(uid)
     else:
-        ledger.mark_dropped(uid, how.cause)
+        ledger.mark_dropped(uid, outcome.cause)
 
 
 @dataclass(frozen=True)
 class RecoveredRunLog:
-    """What state and log together say: the ledger, steps to make again, prompts drawn since."""
+    """State recovered from checkpoint and log: ledger, steps to replay, prompts drawn since."""
 
     ledger: Ledger
     steps_to_replay: dict[int, TrainedStep]
@@ -181,9 +185,9 @@ class RecoveredRunLog:
 def recover_run_log(
     records: Iterable[JournalRecord], state: Mapping[str, Any] | None, *, debug: bool = False
 ) -> RecoveredRunLog:
-    """The books as they were: a checkpoint's ledger, and what the log has behind its cut.
+    """Apply the log after a checkpoint's cut to the checkpoint's ledger.
 
-    Raises LedgerError if they contradict each other, JournalError for an entry that says nothing.
+    Raises LedgerError if they contradict each other, JournalError for an invalid entry.
     """
     ledger = Ledger(debug=debug) if state is None else Ledger.from_state(state, debug=debug)
     steps: dict[int, TrainedStep] = {}
@@ -203,12 +207,12 @@ def recover_run_log(
             elif meta["kind"] == "end":
                 _mark_finished(ledger, meta["uid"], _parse_outcome(meta))
         except (LookupError, TypeError, ValueError, AttributeError, zlib.error) as error:
-            raise JournalError(f"the books: an entry cannot be used: {error!r}") from error
+            raise JournalError(f"run log: an entry cannot be used: {error!r}") from error
     return RecoveredRunLog(ledger, steps, tuple(drawn))
 
 
 def read_history(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Every entry of a log in order: kind, time (epoch s), version or cause, uid or uids."""
+    """Yield every entry in order: kind, time (Unix time, s), version or cause, uid or uids."""
     for record in read_log(folder):
         yield record.meta
 
@@ -218,7 +222,7 @@ def _parse_outcome(meta: Mapping[str, Any]) -> GroupOutcome:
 
 
 def read_log(folder: Path, *, first: int = 0) -> Iterator[JournalRecord]:
-    """The entries of a log from segment `first` on; JournalError names one that is not readable."""
+    """Yield log records from segment `first` on. Raises JournalError naming a damaged record."""
     check_first_segment(folder, first)
     for item in replay_segments(folder, first=first):
         if isinstance(item, CorruptRecord):

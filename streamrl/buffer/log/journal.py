@@ -1,7 +1,7 @@
-"""The durable log of one owner: records in numbered segment files, accepted in group commits.
+"""Durable log with a single owner: numbered segment files, written in group commits.
 
-What is written and synced in one go is all that came while the last such commit was under way; it
-happens in a thread, so that a slow disk never stops the owner.
+Group commit: all records that arrive during a write and its fsync form the next write. Writing
+happens in a thread, so that a slow disk never blocks the owner's event loop.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ from streamrl.files.atomic_write import NO_SPACE
 
 _ClockFunction = Callable[[], float]
 MAX_POST_DELAY_S = 0.05
-"""Longest that records nobody waits for are kept back to go out with others, s."""
+"""Longest delay of `append_nowait` records, which share the next write, s."""
 _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 SEGMENT_MB = 64
-"""Size after which a journal begins a new file, MB; less if it may not grow as large."""
+"""Size after which a journal starts a new segment, MB, unless `max_mb` is smaller."""
 
 
 @dataclass
@@ -45,9 +45,9 @@ class JournalConfig:
     """The journals of the experience queue.
 
     enabled: whether accepted groups survive the death of their shard.
-    fsync_s: longest time between two fsyncs, s; 0 syncs every group commit, null leaves it to the
-        system (survives a killed process, not a power cut).
-    max_mb: a checkpoint is taken early once the journals have grown by this since the last, MB.
+    fsync_s: longest time between two fsyncs, s; 0 syncs every group commit; null never syncs (data
+        survives a killed process, not a power cut).
+    max_mb: growth of the journals since the last checkpoint that triggers an early checkpoint, MB.
     """
 
     enabled: bool = True
@@ -62,12 +62,10 @@ class JournalConfig:
 
     @property
     def segment_bytes(self) -> int:
-        """Size after which a new file is begun."""
         return min(SEGMENT_MB, self.max_mb) << 20
 
 
 def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
-    """Write the buffers one after the other; a system call may take fewer bytes than given."""
     first = 0
     while first < len(buffers):
         written = os.writev(descriptor, buffers[first : first + _MAX_BUFFERS])
@@ -79,7 +77,7 @@ def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
 
 
 class RecordLog(Protocol):
-    """Where transitions are kept: a journal, or nothing."""
+    """Interface of a log of transitions: `Journal`, or `NullRecordLog` without durability."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -87,32 +85,29 @@ class RecordLog(Protocol):
     def drain_fsync_s(self) -> float: ...
 
     async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> object:
-        """Returns once they are safe; without `sync` from the death of the process only."""
+        """Return once records are durable; without `sync` they survive only a process death."""
         ...
 
     def append_nowait(self, records: Sequence[JournalRecord]) -> None:
-        """They will be safe soon: to lose one costs work, not a group."""
+        """Append without waiting; for records whose loss costs work but no group."""
         ...
 
 
 class NullRecordLog:
-    """For a queue that need not survive its shards."""
-
     num_bytes = 0
 
     def drain_fsync_s(self) -> float:
-        """Nothing is synced."""
         return 0.0
 
     async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:
-        """Nothing to wait for."""
+        pass
 
     def append_nowait(self, records: Sequence[JournalRecord]) -> None:
-        """Nothing to do."""
+        pass
 
 
 class _JournalWriter:
-    """The files of a journal; only one thread uses it at a time."""
+    """Writes the files of a journal. Not thread-safe."""
 
     def __init__(
         self, folder: Path, config: JournalConfig, clock: _ClockFunction, first: int
@@ -122,13 +117,13 @@ class _JournalWriter:
         self.descriptor, self._end_offset = -1, 0
         self._can_sync = self._fsync_s is not None
         self.is_dirty, self.synced_at, self.fsync_total_s = False, clock(), 0.0
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        missing_dirs = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        for path in made if self._can_sync else ():
+        for path in missing_dirs if self._can_sync else ():
             fsync_path(path.parent)
         present = list_segments(folder)
         if present and self._can_sync:
-            # Its writer may have died before its fsync, yet what it wrote is replayed and built on.
+            # The last writer may have died before its fsync, but replay builds on its records.
             fsync_path(segment_path(folder, present[-1]))
         self.segment = max([first - 1, *present])
         self._begin_segment()
@@ -136,54 +131,55 @@ class _JournalWriter:
     def commit_records(
         self, frames: Sequence[EncodedRecord], *, sync: bool, cut: bool
     ) -> list[RecordPosition]:
-        """Write, fsync, begin a new segment: the places of the records, then that of the next.
+        """Write, fsync and optionally rotate; return the records' positions and the next free one.
 
-        Where there is no room for a new one, the last place lies behind the records. Raises
-        JournalError; the writer must not be used any more then.
+        If the disk has no space for a new segment, the last position stays in the old segment.
+        After a JournalError the writer must not be used again.
         """
         try:
             if segment_path(self._folder, self.segment + 1).exists():
-                # A process that was given up for dead and lives on must not go on writing.
+                # Fences a process that was presumed dead: its successor owns the journal now.
                 raise FileExistsError(errno.EEXIST, "another process has taken this journal over")
             if self._end_offset >= self._max_segment_bytes:
                 self._sync_segment()
                 self._begin_segment()
-            places = self._write_records(frames)
+            positions = self._write_records(frames)
             if sync or cut:
                 self._sync_segment()
-            self._end_offset = places[-1].offset
+            self._end_offset = positions[-1].offset
             if cut and self._end_offset and self._try_begin_segment():
-                places[-1] = RecordPosition(self.segment, 0, 0)
+                positions[-1] = RecordPosition(self.segment, 0, 0)
         except OSError as error:
             raise JournalError(self._truncate_tail(error)) from error
-        return places
+        return positions
 
     def _write_records(self, frames: Sequence[EncodedRecord]) -> list[RecordPosition]:
-        places, buffers, offset = [], [], self._end_offset
+        positions, buffers, offset = [], [], self._end_offset
         for frame in frames:
             meta, pieces = frame
             head = encode_header(frame, offset) + meta
-            places.append(
+            positions.append(
                 RecordPosition(self.segment, offset, len(head) + count_blob_bytes(pieces))
             )
             buffers += [memoryview(head), *pieces]
-            offset += places[-1].size
+            offset += positions[-1].size
         self.is_dirty |= bool(frames)
         _write_all(self.descriptor, buffers)
-        return [*places, RecordPosition(self.segment, offset, 0)]
+        return [*positions, RecordPosition(self.segment, offset, 0)]
 
     def _sync_segment(self) -> None:
         if not (self._can_sync and self.is_dirty):
             return
-        began = self._clock()
-        # The system may drop what it failed to write: a second fsync would succeed all the same.
+        started = self._clock()
+        # After a failed fsync Linux may drop the dirty pages, and a second fsync would succeed
+        # without them. So no fsync is tried again once one has failed.
         self._can_sync = False
         os.fsync(self.descriptor)
-        self._can_sync, self.is_dirty, self.synced_at = True, False, began
-        self.fsync_total_s += self._clock() - began
+        self._can_sync, self.is_dirty, self.synced_at = True, False, started
+        self.fsync_total_s += self._clock() - started
 
     def _try_begin_segment(self) -> bool:
-        """Begin a new segment; False where there is no room: all goes on in the one that is."""
+        """Start a new segment; without space keep the current segment and return False."""
         try:
             self._begin_segment()
         except OSError as error:
@@ -194,7 +190,7 @@ class _JournalWriter:
 
     def _begin_segment(self) -> None:
         path = segment_path(self._folder, self.segment + 1)
-        # Exclusive: if somebody else writes into this folder, the later one must not go on.
+        # O_EXCL fences two writers of the same folder: the later writer fails here.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             if self._can_sync:
@@ -209,13 +205,13 @@ class _JournalWriter:
         self.descriptor, self._end_offset, self.is_dirty = descriptor, 0, False
 
     def _truncate_tail(self, error: OSError) -> str:
-        """Cut off what was not accepted; what there is to say."""
+        """Truncate records that were not accepted; return the error message."""
         with contextlib.suppress(OSError):
             os.ftruncate(self.descriptor, self._end_offset)
             self._sync_segment()
         lost = self._fsync_s and not self._can_sync
-        safe = "fsynced" if lost else "accepted"
-        return f"journal {self.path}: {error.strerror or error}; what was {safe} before is safe"
+        durable = "fsynced" if lost else "accepted"
+        return f"journal {self.path}: {error.strerror or error}; what was {durable} before is safe"
 
 
 _PositionsFuture = asyncio.Future[list[RecordPosition]]
@@ -223,9 +219,9 @@ _PositionsFuture = asyncio.Future[list[RecordPosition]]
 
 @dataclass(frozen=True, eq=False)
 class _PendingAppend:
-    """Records that came in one call; with `cut` a new segment begins behind them.
+    """Records of an append call; with `should_rotate` a new segment starts after these records.
 
-    `sync` is whether they want an fsync: True at once, None as the policy says, False not at all.
+    `sync`: True fsyncs at once, None when `fsync_s` is due, False not at all.
     """
 
     frames: list[EncodedRecord]
@@ -235,12 +231,13 @@ class _PendingAppend:
 
 
 class Journal:
-    """The log as its owner writes it, on one event loop; the disk is waited for in a thread.
+    """Log for a single owner on an event loop; a thread waits for the disk.
 
-    Group commit: what comes while a write is under way goes out together in the next. A new
-    journal begins a segment above all present and not below `first`: the torn end of a killed
-    predecessor stays what it is. Payloads must not change until they are written. Every method
-    raises JournalError once a write or an fsync has failed, since the order would be broken.
+    Group commit: records that arrive during a write go out together in the next write. A new
+    journal starts a segment above all existing segments and not below `first`, so that a torn end
+    left by a killed predecessor stays the end of its segment. Payloads must not change until they
+    are written. Once a write or fsync has failed, every method raises JournalError, because later
+    records would break the order.
     """
 
     def __init__(
@@ -266,52 +263,49 @@ class Journal:
 
     @property
     def segment(self) -> int:
-        """Number of the segment now written."""
         return self._writer.segment
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all segments present."""
         return sum(self._segment_sizes.values())
 
     def drain_fsync_s(self) -> float:
-        """Seconds spent in fsync since the last call."""
         before, self._drained_s = self._drained_s, self._writer.fsync_total_s
         return self._drained_s - before
 
     async def append(
         self, records: Sequence[JournalRecord], *, sync: bool = True
     ) -> list[RecordPosition]:
-        """Returns where the records are once they are as durable as `fsync_s` says.
+        """Return the records' positions once they are as durable as `fsync_s` requires.
 
-        Without `sync` once they are written, which survives the death of the process. They stay in
-        the order of the calls, and so do the waiters. A cancelled call may still have been written.
+        Without `sync`, return once they are written, which survives a process death. Records and
+        waiters keep the order of the calls. A cancelled call may still have been written.
         """
         return await self._submit_records(records, sync=None if sync else False)
 
     def append_nowait(self, records: Sequence[JournalRecord]) -> None:
-        """The same without waiting: written with the next records, or POST_S later.
+        """Append without waiting: written with the next records, after MAX_POST_DELAY_S at most.
 
-        A failure is raised by the next call.
+        The next call raises a failure.
         """
-        # Nobody waits: a cancelled waiter is passed over.
+        # _finish_commit skips cancelled futures.
         self._submit_records(records, sync=False, delay_s=MAX_POST_DELAY_S).cancel()
 
     async def rotate(self) -> int:
-        """The segment that begins with the next record; all so far are written, in lower ones.
+        """Start a new segment and return the number; earlier records lie in lower segments.
 
-        Raises NoSpaceError where there is no room for one: the journal goes on in the one it has.
+        Raises NoSpaceError if the disk is full; the journal then continues in the current segment.
         """
-        place = (await self._submit_records([], sync=None, cut=True))[-1]
-        if place.offset:
-            path = segment_path(self._folder, place.segment + 1)
-            raise NoSpaceError(f"journal {path} cannot be begun: {os.strerror(errno.ENOSPC)}")
-        return place.segment
+        position = (await self._submit_records([], sync=None, cut=True))[-1]
+        if position.offset:
+            path = segment_path(self._folder, position.segment + 1)
+            raise NoSpaceError(f"journal {path} cannot be created: {os.strerror(errno.ENOSPC)}")
+        return position.segment
 
     def discard_before(self, segment: int) -> None:
-        """Remove the files of lower segments. Raises JournalError if one stays."""
+        """Delete lower segments. Raises JournalError if a file cannot be deleted."""
         assert segment <= self.segment, (segment, self.segment)
-        # The lowest first, so that a crash leaves no gap.
+        # Ascending, so that a crash leaves no gap.
         for number in sorted(n for n in self._segment_sizes if n < segment):
             path = segment_path(self._folder, number)
             with wrap_journal_errors(path):
@@ -319,7 +313,6 @@ class Journal:
             del self._segment_sizes[number]
 
     async def close(self) -> None:
-        """Write and fsync what there is; the journal must not be used any more."""
         last = self._submit_records([], sync=True)
         self._is_closed = True
         await last
@@ -339,12 +332,12 @@ class Journal:
         loop = asyncio.get_running_loop()
         job = _PendingAppend(frames, loop.create_future(), sync, cut)
         self._pending_appends.append(job)
-        # Not at once: what else comes in this turn of the loop goes out with it.
+        # Deferred, so that records appended in this iteration of the event loop share the write.
         loop.call_later(delay_s, self._start_commit)
         return job.future
 
     def _start_commit(self) -> None:
-        """Give the thread what waits, up to the first cut."""
+        """Hand pending appends to the thread, up to the first that rotates."""
         if self._is_busy or not self._pending_appends:
             return
         cuts = (index for index, job in enumerate(self._pending_appends, 1) if job.should_rotate)
@@ -367,13 +360,13 @@ class Journal:
             self._fail_pending(error, jobs)
             return
         self._segment_sizes.update(
-            (place.segment, place.offset + place.size) for place in done.result()
+            (position.segment, position.offset + position.size) for position in done.result()
         )
-        places = iter(done.result())
+        positions = iter(done.result())
         for job in jobs:
-            mine = list(islice(places, len(job.frames) + job.should_rotate))
+            job_positions = list(islice(positions, len(job.frames) + job.should_rotate))
             if not job.future.done():
-                job.future.set_result(mine)
+                job.future.set_result(job_positions)
         loop = asyncio.get_running_loop()
         if self._is_closed and not self._pending_appends:
             self._close_segment()
@@ -381,17 +374,17 @@ class Journal:
             self._sync_timer = loop.call_later(
                 max(0.0, self._sync_due_in_s()), self._run_overdue_sync
             )
-        # Behind the waiters: what they append next goes out with what waits already.
+        # After the waiters have run: records they append next share the write.
         loop.call_soon(self._start_commit)
 
     def _fail_pending(self, error: BaseException, jobs: list[_PendingAppend]) -> None:
-        # Anything else than a JournalError is a bug, yet nobody must wait for ever.
+        # Any exception but a JournalError is a bug, but waiters must not hang.
         self._failure = str(error) if isinstance(error, JournalError) else repr(error)
         for job in (*jobs, *self._pending_appends):
             if not job.future.done():
-                refusal = JournalError(self._failure)
-                refusal.__cause__ = error
-                job.future.set_exception(refusal)
+                failure = JournalError(self._failure)
+                failure.__cause__ = error
+                job.future.set_exception(failure)
         self._pending_appends.clear()
         self._close_segment()
 
@@ -400,13 +393,11 @@ class Journal:
         return any(job.sync or (job.sync is None and is_due) for job in jobs)
 
     def _sync_due_in_s(self) -> float:
-        """Seconds until the next fsync is due."""
         if self._fsync_s is None:
             return float("inf")
         return self._writer.synced_at + self._fsync_s - self._clock()
 
     def _run_overdue_sync(self) -> None:
-        """The time is over without a commit that would have brought the fsync."""
         self._sync_timer = None
         if not (self._is_closed or self._failure):
             self._submit_records([], sync=None).cancel()

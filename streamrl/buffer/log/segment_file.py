@@ -1,8 +1,12 @@
-"""Segment files: records one after the other, each with its checksums, that are only appended to.
+"""Segment files: append-only sequences of checksummed records.
 
-A record is a header of 32 bytes (magic, format, bytes of meta and of payload, checksum of these
-with meta and payload, checksum of the header), the meta as JSON, the payload. Checksums are seeded
-with the record's offset, so that a journal inside a payload is never taken for records.
+Layout of a record: header of 32 bytes, meta as JSON, payload.
+
+    magic 6 | format 2 | meta bytes 4 | payload bytes 8 | xxh3_64 of fields, meta, payload 8 |
+    xxh32 of the header so far 4
+
+Checksums are seeded with the record's offset, so that records inside a payload (a journal stored as
+data) are never mistaken for records of the file.
 """
 
 import json
@@ -35,7 +39,7 @@ EncodedRecord = tuple[bytes, tuple[memoryview, ...]]
 
 @dataclass(frozen=True)
 class RecordPosition:
-    """Where a record is: segment, offset in its file and size of the whole record, bytes."""
+    """Position of a record: segment number, byte offset in the file, size in bytes."""
 
     segment: int
     offset: int
@@ -43,9 +47,9 @@ class RecordPosition:
 
 
 class JournalRecord(msgspec.Struct, frozen=True):
-    """What is kept: JSON-able facts with a "kind", and bytes.
+    """JSON-serializable facts with a "kind", and a payload of bytes.
 
-    Read back, tuples are lists, structs are dicts, and the bytes are in one piece.
+    After reading back, tuples are lists, structs are dicts, and the payload is one piece.
     """
 
     meta: Mapping[str, Any]
@@ -54,7 +58,7 @@ class JournalRecord(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class CorruptRecord:
-    """A record that fails its checksum though intact ones follow; its size as far as known."""
+    """A record that fails its checksum although intact records follow; size as far as known."""
 
     position: RecordPosition
     file: Path
@@ -62,14 +66,13 @@ class CorruptRecord:
 
 
 def encode_record(record: JournalRecord) -> EncodedRecord:
-    """Meta and the pieces of the payload as bytes. Raises TypeError if they cannot be."""
+    """Encode meta and payload pieces as bytes. Raises TypeError for unsupported values."""
     assert "kind" in record.meta, record.meta
     meta = _to_json(dict(record.meta)).encode()
     return meta, tuple(memoryview(piece).cast("B") for piece in split_pieces(record.payload))
 
 
 def encode_header(frame: EncodedRecord, offset: int) -> bytes:
-    """The header of a record that begins at this byte of its file."""
     meta, pieces = frame
     fields = _HEADER_STRUCT.pack(MAGIC, FORMAT_VERSION, len(meta), count_blob_bytes(pieces))
     head = fields + _compute_body_checksum(fields, meta, pieces, offset)
@@ -90,18 +93,17 @@ def _compute_body_checksum(
 
 
 def segment_path(folder: Path, number: int) -> Path:
-    """The file of a segment."""
     return folder / f"{number:08d}.journal"
 
 
 def list_segments(folder: Path) -> list[int]:
-    """Numbers of the segments in a folder, in order; none if there is no such folder."""
+    """Return the segment numbers in a folder, ascending; [] if the folder does not exist."""
     paths = folder.glob("*.journal")
     return sorted(int(path.stem) for path in paths if path.stem.isdecimal())
 
 
 def check_first_segment(folder: Path, first: int) -> None:
-    """Raise JournalError if segments from `first` on have been there and are not any more."""
+    """Raise JournalError if segments from `first` on existed once and are missing now."""
     present = list_segments(folder)
     if present and present[0] > max(first, 1):
         raise JournalError(f"{folder}: segments {max(first, 1)} to {present[0] - 1} are missing")
@@ -110,9 +112,10 @@ def check_first_segment(folder: Path, first: int) -> None:
 def replay_segments(
     folder: Path, *, first: int = 0, before: int | None = None
 ) -> Iterator[tuple[RecordPosition, JournalRecord] | CorruptRecord]:
-    """Every record of the segments with first <= number < before, in order; see `read_segment`.
+    """Yield every record of the segments with first <= number < before, in order.
 
-    Raises JournalError if a segment between two others is missing, or a file cannot be read.
+    Raises JournalError if a segment in between is missing or a file is unreadable. See
+    `read_segment` for torn and damaged records.
     """
     present = list_segments(folder)
     if not present:
@@ -127,17 +130,17 @@ def replay_segments(
 
 
 def read_segment(path: Path) -> Iterator[tuple[RecordPosition, JournalRecord] | CorruptRecord]:
-    """Every record of one file, in order. Raises JournalError if it cannot be read.
+    """Yield every record of one file in order. Raises JournalError if the file is unreadable.
 
-    A record that was not written to its end, with nothing intact behind it, is the torn end that a
-    killed writer or a power cut leaves: it is left out. The file stays as it is.
+    Skips a torn end: an incomplete last record, with nothing intact after it, as a killed writer or
+    a power cut leaves. Yields a CorruptRecord for any other damage. Does not change the file.
     """
     number = int(path.stem) if path.stem.isdecimal() else 0
     with wrap_journal_errors(path), open_regular_file(path) as file:
         end, offset = os.fstat(file.fileno()).st_size, 0
         while offset < end:
-            size, found = _read_record_at(file, offset, end)
-            if isinstance(found, str):
+            size, record = _read_record_at(file, offset, end)
+            if isinstance(record, str):
                 following = _find_next_record(file, offset + (size or 1), end)
                 is_torn = (
                     _is_unwritten(file, offset + size) if size else _is_partial_header(file, offset)
@@ -145,24 +148,23 @@ def read_segment(path: Path) -> Iterator[tuple[RecordPosition, JournalRecord] | 
                 if following is None and is_torn:
                     return
                 size = size or (following or end) - offset
-                yield CorruptRecord(RecordPosition(number, offset, size), path, found)
+                yield CorruptRecord(RecordPosition(number, offset, size), path, record)
             else:
-                yield RecordPosition(number, offset, size), found
+                yield RecordPosition(number, offset, size), record
             offset += size
 
 
 def read_record(folder: Path, position: RecordPosition) -> JournalRecord:
-    """One record. Raises JournalError naming file and offset if it is not there and intact."""
     path = segment_path(folder, position.segment)
     with wrap_journal_errors(path), open_regular_file(path) as file:
-        _, found = _read_record_at(file, position.offset, os.fstat(file.fileno()).st_size)
-    if isinstance(found, str):
-        raise JournalError(f"journal {path}, byte {position.offset}: {found}")
-    return found
+        _, record = _read_record_at(file, position.offset, os.fstat(file.fileno()).st_size)
+    if isinstance(record, str):
+        raise JournalError(f"journal {path}, byte {position.offset}: {record}")
+    return record
 
 
 def _read_record_at(file: BinaryIO, offset: int, end: int) -> tuple[int, JournalRecord | str]:
-    """The record at `offset` of a file of `end` bytes, or why there is none; its size or 0."""
+    """Return (size, record) at `offset`, or (size if known else 0, reason) for a damaged record."""
     file.seek(offset)
     header = file.read(_HEADER_BYTES)
     head, check = header[:_CHECKED_HEADER_BYTES], header[_CHECKED_HEADER_BYTES:]
@@ -175,36 +177,36 @@ def _read_record_at(file: BinaryIO, offset: int, end: int) -> tuple[int, Journal
         )
     size = _HEADER_BYTES + meta_bytes + payload_bytes
     if offset + size > end:
-        return 0, "the record is cut off"
+        return 0, "the record is truncated"
     meta, payload = file.read(meta_bytes), file.read(payload_bytes)
     fields, check = head[: _HEADER_STRUCT.size], head[_HEADER_STRUCT.size :]
     if check != _compute_body_checksum(fields, meta, (payload,), offset):
         return size, "the record does not match its checksum"
     try:
-        read = parse_json(meta)
+        fields_json = parse_json(meta)
     except ValueError as error:
         return size, f"the record cannot be read: {error}"
-    if not isinstance(read, dict) or not isinstance(read.get("kind"), str):
-        return size, "the record says nothing of its kind"
-    return size, JournalRecord(read, payload)
+    if not isinstance(fields_json, dict) or not isinstance(fields_json.get("kind"), str):
+        return size, "the record has no kind"
+    return size, JournalRecord(fields_json, payload)
 
 
 def _is_unwritten(file: BinaryIO, end: int) -> bool:
-    """Whether the last sector before `end` is zero: a file system had room for it but no data."""
+    """Return True if the last sector before `end` is zero: space was allocated but not written."""
     start = (end - 1) // _SECTOR_BYTES * _SECTOR_BYTES
     file.seek(start)
     return not any(file.read(end - start))
 
 
 def _is_partial_header(file: BinaryIO, offset: int) -> bool:
-    """Whether a record begins here as one does, as far as it was written; a disk may give zeros."""
+    """Return True if `offset` has a prefix of the magic, possibly followed by unwritten zeros."""
     file.seek(offset)
     head = file.read(len(MAGIC)).rstrip(b"\0")
     return MAGIC.startswith(head)
 
 
 def _find_next_record(file: BinaryIO, offset: int, end: int) -> int | None:
-    """Where the first intact record at or behind `offset` begins."""
+    """Return the offset of the first intact record at or after `offset`."""
     while offset < end:
         file.seek(offset)
         chunk = file.read(_SEARCH_BYTES)
@@ -213,20 +215,19 @@ def _find_next_record(file: BinaryIO, offset: int, end: int) -> int | None:
             if isinstance(_read_record_at(file, offset + at, end)[1], JournalRecord):
                 return offset + at
             at = chunk.find(MAGIC, at + 1)
-        # The chunks overlap: a magic may lie across their border.
+        # Chunks overlap, because the magic may cross their border.
         offset += max(1, len(chunk) - len(MAGIC) + 1)
     return None
 
 
 def wrap_journal_errors(path: Path) -> AbstractContextManager[None]:
-    """The system's errors as JournalError naming the file."""
     return wrap_os_errors(f"journal {path}", JournalError)
 
 
 class SegmentWriter:
-    """One segment file that is written at once, over what is there. A context: it is fsynced.
+    """Writes one segment file, replacing an existing file; fsyncs on leaving the context.
 
-    Raises the system's errors.
+    Raises OSError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -237,7 +238,6 @@ class SegmentWriter:
         return self
 
     def write(self, record: JournalRecord) -> None:
-        """Append a record."""
         frame = encode_record(record)
         meta, pieces = frame
         self._offset += self._file.write(
@@ -254,14 +254,12 @@ class SegmentWriter:
 
 
 def write_segment(path: Path, records: Iterable[JournalRecord]) -> None:
-    """Write one file, replacing what is there, and fsync it. Raises the system's errors."""
     with SegmentWriter(path) as file:
         for record in records:
             file.write(record)
 
 
 def fsync_path(path: Path) -> None:
-    """Have the disk hold what a file, or a directory, has now."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -70,10 +70,10 @@ def saved(run_dir: Path, shard: Shard) -> Any:
 async def test_nothing_is_left_of_a_checkpoint_that_a_journal_refuses(
     tmp_path: Path, where: str, kind: type[StreamError]
 ) -> None:
-    refusal = kind("00000002.journal cannot be begun: No space left on device")
+    refusal = kind("00000002.journal cannot be created: No space left on device")
     shard = Shard(**{where: refusal})
     durability, save = saved(tmp_path, shard)
-    with pytest.raises(kind, match="cannot be begun"):
+    with pytest.raises(kind, match="cannot be created"):
         await save()
     assert list((tmp_path / "checkpoints").iterdir()) == [] and shard.discarded == []
     is_put_off = not durability.is_due(3 + NO_SPACE_RETRY_STEPS - 1, 1 << 30)

@@ -1,4 +1,4 @@
-"""A shard holds so many groups and bytes: admission waits, and nothing else ever does."""
+"""Capacity of a shard in groups and bytes: only admission waits for it."""
 
 import asyncio
 import math
@@ -26,10 +26,10 @@ from tests.buffer.shards import (
 from tests.fake_shards import MemoryLog, recover
 
 WHOLE_BYTES = sum(len(encode_columns(columns)) for columns in WORK.values())
-"""What the columns of a finished group take."""
+"""Bytes of the columns of a finished group."""
 
 
-def test_a_full_shard_blocks_until_a_group_leaves() -> None:
+def test_full_shard_blocks_admission_until_a_removal() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
@@ -44,11 +44,11 @@ def test_a_full_shard_blocks_until_a_group_leaves() -> None:
     on_shard(test, bounds=ShardCapacity(1))
 
 
-def test_a_group_that_has_ended_keeps_its_place_until_it_leaves() -> None:
+def test_ended_group_occupies_capacity_until_removal() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
-        (one,) = await take(shard, "generate")
-        shard.fail_groups([(one.lease, DeadlineError("no"))])
+        (experience,) = await take(shard, "generate")
+        shard.fail_groups([(experience.lease, DeadlineError("no"))])
         blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
         await asyncio.sleep(5.0)
         assert not blocked.done()
@@ -58,7 +58,7 @@ def test_a_group_that_has_ended_keeps_its_place_until_it_leaves() -> None:
     on_shard(test, bounds=ShardCapacity(1), max_attempts=1)
 
 
-def test_what_has_room_comes_in_and_the_rest_is_for_another_call() -> None:
+def test_admission_inserts_as_many_as_fit() -> None:
     async def test(shard: QueueShard) -> None:
         entries = [entry(uid) for uid in "abc"]
         assert await shard.admit_prompts(entries, wait_s=60.0) == ["a", "b"]
@@ -75,7 +75,7 @@ def test_what_has_room_comes_in_and_the_rest_is_for_another_call() -> None:
 @pytest.mark.parametrize(
     "bounds", [ShardCapacity(2), ShardCapacity(9, max_bytes=2999, reserved_group_bytes=1000)]
 )
-def test_those_on_their_way_into_the_journal_have_a_place_already(bounds: ShardCapacity) -> None:
+def test_admissions_being_journaled_occupy_capacity(bounds: ShardCapacity) -> None:
     async def main() -> None:
         shard = make_shard(bounds=bounds, log=MemoryLog(write_s=1.0))
         entering = [asyncio.create_task(admit(shard, uid, wait_s=5.0)) for uid in "abc"]
@@ -86,18 +86,18 @@ def test_those_on_their_way_into_the_journal_have_a_place_already(bounds: ShardC
     run_virtual(main())
 
 
-def test_a_repeated_admission_is_passed_over() -> None:
+def test_repeated_admission_is_ignored() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a", version=3)
-        (one,) = await take(shard, "generate")
+        (experience,) = await take(shard, "generate")
         await admit(shard, "a", version=3)
         assert not await take(shard, "generate"), "the first one stands, with its lease"
-        assert shard.renew_leases([one.lease]) == []
+        assert shard.renew_leases([experience.lease]) == []
 
     on_shard(test, bounds=ShardCapacity(1))
 
 
-def test_an_admission_repeated_while_the_first_one_waits_comes_in_once() -> None:
+def test_admission_retried_while_waiting_is_inserted_once() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "x")
         both = [asyncio.create_task(admit(shard, "a", wait_s=60.0)) for _ in range(2)]
@@ -110,7 +110,7 @@ def test_an_admission_repeated_while_the_first_one_waits_comes_in_once() -> None
     on_shard(test, bounds=ShardCapacity(1))
 
 
-def test_an_admission_made_again_after_its_group_has_left_does_not_bring_it_back() -> None:
+def test_admission_retried_after_removal_does_not_bring_the_group_back() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         waiting = asyncio.create_task(shard.admit_prompts([entry("b")], wait_s=60.0))
@@ -125,9 +125,9 @@ def test_an_admission_made_again_after_its_group_has_left_does_not_bring_it_back
     on_shard(test, bounds=ShardCapacity(1))
 
 
-def test_what_was_admitted_is_remembered_over_the_death_of_the_shard_but_not_of_the_run() -> None:
+def test_seen_uids_survive_a_shard_restart_but_not_a_new_session() -> None:
     async def main() -> None:
-        log, left = MemoryLog(), {}
+        log, removed = MemoryLog(), {}
         shard = make_shard(log=log, session="first")
         await take(shard, "generate")
         await admit(shard, "a")
@@ -135,13 +135,13 @@ def test_what_was_admitted_is_remembered_over_the_death_of_the_shard_but_not_of_
         for session in ("first", "second"):
             successor = make_shard(book=recover(STAGES, log), session=session)
             assert await successor.admit_prompts([entry("a")], wait_s=1.0) == ["a"]
-            left[session] = successor.get_stats().uids
-        assert left == {"first": (), "second": ("a",)}
+            removed[session] = successor.get_stats().uids
+        assert removed == {"first": (), "second": ("a",)}
 
     run_virtual(main())
 
 
-def test_no_more_uids_are_remembered_than_a_repeated_call_can_name(
+def test_seen_uids_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(group, "MAX_SEEN_UIDS", 2)
@@ -156,7 +156,7 @@ def test_no_more_uids_are_remembered_than_a_repeated_call_can_name(
     on_shard(test)
 
 
-def test_whoever_gives_up_while_it_is_written_leaves_nothing_behind() -> None:
+def test_cancelled_admission_releases_its_reservation() -> None:
     async def main() -> None:
         shard = make_shard(bounds=ShardCapacity(1), log=MemoryLog(write_s=1.0))
         dying = asyncio.create_task(admit(shard, "a", wait_s=5.0))
@@ -169,7 +169,7 @@ def test_whoever_gives_up_while_it_is_written_leaves_nothing_behind() -> None:
     run_virtual(main())
 
 
-def test_waiting_for_room_has_a_deadline_that_names_what_is_in_the_way() -> None:
+def test_capacity_deadline_names_the_groups_in_the_shard() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         message = r"prompt b waited .* full shard: it holds 1 of 1 groups .*; the first are \['a'\]"
@@ -180,7 +180,7 @@ def test_waiting_for_room_has_a_deadline_that_names_what_is_in_the_way() -> None
     on_shard(test, bounds=ShardCapacity(1))
 
 
-def test_bytes_are_set_aside_for_each_group_at_its_admission() -> None:
+def test_admission_reserves_bytes_per_group() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         message = r"it holds 2 of 10 groups and 2000 of 2999 bytes; the first are \['a', 'b'\]"
@@ -190,7 +190,7 @@ def test_bytes_are_set_aside_for_each_group_at_its_admission() -> None:
     on_shard(test, bounds=ShardCapacity(10, max_bytes=2999, reserved_group_bytes=1000))
 
 
-def test_a_group_that_is_whole_gives_back_what_it_did_not_need() -> None:
+def test_complete_group_releases_unused_reservation() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         blocked = asyncio.create_task(admit(shard, "c", wait_s=60.0))
@@ -205,15 +205,15 @@ def test_a_group_that_is_whole_gives_back_what_it_did_not_need() -> None:
     on_shard(test, bounds=bounds)
 
 
-def test_a_group_that_ends_gives_its_bytes_back() -> None:
+def test_ended_group_releases_its_bytes() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "a")
         await do(shard, "generate")
-        (one,) = await take(shard, "reward")
+        (experience,) = await take(shard, "reward")
         blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
         await asyncio.sleep(1.0)
         assert not blocked.done()
-        shard.fail_groups([(one.lease, DeadlineError("no"))])
+        shard.fail_groups([(experience.lease, DeadlineError("no"))])
         await blocked
 
     on_shard(
@@ -221,7 +221,7 @@ def test_a_group_that_ends_gives_its_bytes_back() -> None:
     )
 
 
-def test_a_commit_never_waits_and_never_goes_beyond_the_bytes_set_aside() -> None:
+def test_commit_never_waits_and_stays_within_reservations() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"abc")
         await finish(shard)
@@ -233,7 +233,7 @@ def test_a_commit_never_waits_and_never_goes_beyond_the_bytes_set_aside() -> Non
     )
 
 
-def test_without_a_largest_group_the_bytes_that_are_there_count() -> None:
+def test_without_reservation_actual_bytes_count() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, *"ab")
         await finish(shard)
@@ -245,7 +245,7 @@ def test_without_a_largest_group_the_bytes_that_are_there_count() -> None:
     on_shard(test, bounds=ShardCapacity(10, max_bytes=2 * WHOLE_BYTES))
 
 
-def test_what_comes_with_columns_is_charged_with_them_before_it_is_in() -> None:
+def test_add_groups_reserves_its_column_bytes_before_insertion() -> None:
     async def test(shard: QueueShard) -> None:
         size = len(encode_columns(WORK["generate"]))
         entries = [entry(uid) for uid in "abcde"]
@@ -266,7 +266,7 @@ def test_what_comes_with_columns_is_charged_with_them_before_it_is_in() -> None:
     on_shard(test, bounds=ShardCapacity(100, 3 * size + 1), log=MemoryLog())
 
 
-def test_a_group_larger_than_its_shard_may_be_comes_in_alone() -> None:
+def test_group_larger_than_the_shard_enters_an_empty_one() -> None:
     async def test(shard: QueueShard) -> None:
         entries = [entry(uid) for uid in "ab"]
         commits = [commit(GroupLease(0, uid, "generate", 0, 0.0), WORK["generate"]) for uid in "ab"]
@@ -280,12 +280,12 @@ def test_a_group_larger_than_its_shard_may_be_comes_in_alone() -> None:
 @pytest.mark.parametrize(
     ("bounds", "words"),
     [
-        ((0,), "groups=0"),
-        ((10, 500, 600), "num_bytes=500"),
-        ((10, 0), "num_bytes=0"),
-        ((10, math.nan), "num_bytes=nan"),
+        ((0,), "max_groups=0"),
+        ((10, 500, 600), "max_bytes=500"),
+        ((10, 0), "max_bytes=0"),
+        ((10, math.nan), "max_bytes=nan"),
     ],
 )
-def test_bounds_that_let_nothing_in_are_refused(bounds: tuple[Any, ...], words: str) -> None:
+def test_capacity_that_admits_no_group_raises(bounds: tuple[Any, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ShardCapacity(*bounds)

@@ -1,4 +1,4 @@
-"""Credits: how far generation may run ahead."""
+"""Staleness credits: how far generation may run ahead."""
 
 import asyncio
 from typing import Any
@@ -29,7 +29,7 @@ def make(
     )
 
 
-def test_on_policy_admits_exactly_one_step_of_groups() -> None:
+def test_depth_zero_admits_exactly_one_step() -> None:
     ledger = Ledger()
     admission = make(ledger, depth=0, capacity=4)
     assert admission.num_credits == 4
@@ -38,11 +38,11 @@ def test_on_policy_admits_exactly_one_step_of_groups() -> None:
     assert admission.num_credits == 0
 
 
-def test_one_step_of_depth_admits_one_step_more() -> None:
+def test_depth_one_admits_two_steps() -> None:
     assert make(Ledger(), depth=1).num_credits == 8
 
 
-def test_a_new_version_brings_credits_for_one_step() -> None:
+def test_new_version_brings_credits_for_one_step() -> None:
     ledger = Ledger()
     admission = make(ledger)
     for i in range(8):
@@ -54,8 +54,8 @@ def test_a_new_version_brings_credits_for_one_step() -> None:
     assert admission.num_credits == 4
 
 
-def test_a_version_that_is_made_and_not_published_brings_no_credits() -> None:
-    """Version 0 would sample for step 2, with a bound of one: two versions behind."""
+def test_unpublished_version_brings_no_credits() -> None:
+    """Otherwise version 0 would sample for step 2: two versions behind, with a bound of 1."""
     ledger = Ledger()
     admission = make(ledger, depth=1)
     for i in range(8):
@@ -70,7 +70,7 @@ def test_a_version_that_is_made_and_not_published_brings_no_credits() -> None:
     assert admission.num_credits == 8, "two steps were made, both have their credits now"
 
 
-def test_a_dropped_group_returns_its_credit() -> None:
+def test_dropped_group_refunds_its_credit() -> None:
     ledger = Ledger()
     admission = make(ledger)
     for i in range(8):
@@ -79,13 +79,13 @@ def test_a_dropped_group_returns_its_credit() -> None:
     assert admission.num_credits == 1
 
 
-def test_no_prompt_is_admitted_that_no_step_will_train() -> None:
+def test_admission_stops_at_total_groups() -> None:
     ledger = Ledger()
     admission = make(ledger, steps=1)
     assert admission.num_credits == 4
 
 
-def test_waiting_for_credit_ends_when_a_version_is_published() -> None:
+def test_wait_for_credit_ends_with_a_published_version() -> None:
     async def main() -> int:
         ledger = Ledger()
         admission = make(ledger)
@@ -102,7 +102,7 @@ def test_waiting_for_credit_ends_when_a_version_is_published() -> None:
     assert run_virtual(main()) == 4
 
 
-def test_waiting_for_credit_gives_up_at_its_deadline() -> None:
+def test_wait_for_credit_times_out() -> None:
     async def main() -> int:
         ledger = Ledger()
         admission = make(ledger)
@@ -113,7 +113,7 @@ def test_waiting_for_credit_gives_up_at_its_deadline() -> None:
     assert run_virtual(main()) == 0
 
 
-def test_a_returned_credit_wakes_whoever_waits_for_one() -> None:
+def test_refunded_credit_wakes_the_admission_loop() -> None:
     async def main() -> float:
         ledger = Ledger()
         admission = make(ledger)
@@ -129,7 +129,7 @@ def test_a_returned_credit_wakes_whoever_waits_for_one() -> None:
     assert run_virtual(main()) == 5.0
 
 
-def test_what_is_in_flight_never_exceeds_the_capacity() -> None:
+def test_groups_in_flight_never_exceed_capacity() -> None:
     ledger = Ledger()
     admission = make(ledger, depth=0, capacity=5)
     for i in range(4):
@@ -138,7 +138,7 @@ def test_what_is_in_flight_never_exceeds_the_capacity() -> None:
     assert admission.num_credits == 1, "the step's groups are not yet booked as trained"
 
 
-def test_a_resumed_run_goes_on_at_its_version() -> None:
+def test_resumed_run_continues_at_its_version() -> None:
     ledger = Ledger()
     for i in range(12):
         ledger.mark_admitted(str(i), i // 4)
@@ -150,14 +150,14 @@ def test_a_resumed_run_goes_on_at_its_version() -> None:
     assert (admission.num_credits, admission.is_finished) == (4, False)
 
 
-def test_a_queue_that_would_deadlock_is_refused_with_the_arithmetic() -> None:
+def test_capacity_that_would_deadlock_raises_with_the_calculation() -> None:
     message = r"capacity_groups=7: must be at least 8 = \(pipeline.depth 1 \+ 1\) \* .*step 4$"
     with pytest.raises(ConfigError, match=message):
         check_capacity(7, depth=1, groups_per_step=4)
     check_capacity(8, depth=1, groups_per_step=4)
 
 
-def test_a_shard_too_small_for_a_step_is_refused_with_the_arithmetic() -> None:
+def test_shard_too_small_for_a_step_raises_with_the_calculation() -> None:
     message = (
         r"^queue.store_share=0.5: 8.00 MB for a shard, must be at least 10.00 MB"
         r" = pipeline.groups_per_step 4 \* 2.50 MB, the largest group$"
@@ -173,7 +173,7 @@ def test_a_shard_too_small_for_a_step_is_refused_with_the_arithmetic() -> None:
 
 
 @given(st.integers(0, 8), st.integers(1, 64), st.integers(0, 100))
-def test_the_last_credit_of_a_version_is_trained_depth_steps_later(
+def test_last_credit_of_a_version_is_trained_depth_steps_later(
     depth: int, groups: int, version: int
 ) -> None:
     last = compute_credit_limit(version, depth=depth, groups_per_step=groups) - 1

@@ -1,4 +1,4 @@
-"""The turns of a step: which rounds, in which order, and where the optimizer updates."""
+"""Schedule of a step: rounds, their order, and the optimizer updates between them."""
 
 import pytest
 from hypothesis import given
@@ -18,27 +18,27 @@ def schedule_of(pace: UpdatePlan, *, world_size: int = 1, tokens: int = 12) -> S
     return StepScheduler(pace, world_size=world_size, micro_batch_tokens=tokens)
 
 
-def picked(turns: list[ScheduledRound]) -> list[tuple[str, int]]:
-    return [pick for turn in turns for picks in turn.micro_batches for pick in picks]
+def picked(all_rounds: list[ScheduledRound]) -> list[tuple[str, int]]:
+    return [pick for r in all_rounds for picks in r.micro_batches for pick in picks]
 
 
 EVERYTHING = sorted((uid, i) for uid, lengths in GROUPS.items() for i in range(len(lengths)))
 
 
-def test_one_update_streams_full_rounds_as_their_groups_come():
+def test_single_update_streams_full_rounds():
     schedule = schedule_of(UpdatePlan())
-    turns = []
+    all_rounds = []
     for i, (uid, lengths) in enumerate(GROUPS.items()):
         schedule.add_group(uid, lengths)
-        turns.append(schedule.take_rounds(complete=i == 3))
-    assert any(turns[:3]), "nothing was trained before the step was complete"
-    made = [turn for part in turns for turn in part]
-    assert sorted(picked(made)) == EVERYTHING
-    assert [turn.is_last_of_step for turn in made] == [False] * (len(made) - 1) + [True]
-    assert list(schedule.step_schedule.iter_rounds()) == made
+        all_rounds.append(schedule.take_rounds(complete=i == 3))
+    assert any(all_rounds[:3]), "nothing was trained before the step was complete"
+    flat_rounds = [r for batch in all_rounds for r in batch]
+    assert sorted(picked(flat_rounds)) == EVERYTHING
+    assert [r.is_last_of_step for r in flat_rounds] == [False] * (len(flat_rounds) - 1) + [True]
+    assert list(schedule.step_schedule.iter_rounds()) == flat_rounds
 
 
-def test_whole_steps_wait_for_all_groups():
+def test_full_step_plan_waits_for_all_groups():
     schedule = schedule_of(UpdatePlan(requires_full_step=True))
     schedule.add_group("a", GROUPS["a"])
     assert schedule.take_rounds(complete=False) == []
@@ -57,30 +57,29 @@ def test_whole_steps_wait_for_all_groups():
     world_size=st.integers(1, 3),
     order=st.permutations(list(GROUPS)),
 )
-def test_every_epoch_goes_through_all_rollouts_once_in_as_many_updates(
-    epochs, mini_batches, world_size, order
-):
+def test_every_epoch_trains_each_rollout_once(epochs, mini_batches, world_size, order):
     pace = UpdatePlan(requires_full_step=True, num_epochs=epochs, num_mini_batches=mini_batches)
     schedule = schedule_of(pace, world_size=world_size)
     for uid in order:
         schedule.add_group(uid, GROUPS[uid])
-    turns = schedule.take_rounds(complete=True)
+    all_rounds = schedule.take_rounds(complete=True)
     for epoch in range(epochs):
-        own = [turn for turn in turns if turn.epoch == epoch]
-        assert sorted(picked(own)) == EVERYTHING
-        assert sum(turn.is_last_of_update for turn in own) == mini_batches
-    assert [turn.is_last_of_step for turn in turns] == [False] * (len(turns) - 1) + [True]
-    assert all(len(turn.micro_batches) == world_size for turn in turns)
-    # A rank meets the same rollouts in every epoch: it has noted things about them.
+        of_epoch = [r for r in all_rounds if r.epoch == epoch]
+        assert sorted(picked(of_epoch)) == EVERYTHING
+        assert sum(r.is_last_of_update for r in of_epoch) == mini_batches
+    assert [r.is_last_of_step for r in all_rounds] == [False] * (len(all_rounds) - 1) + [True]
+    assert all(len(r.micro_batches) == world_size for r in all_rounds)
+    # Ranks keep precomputed values of their rollouts, so a rollout must stay on its rank.
     for rank in range(world_size):
         seen = [
-            {p for t in turns if t.epoch == e for p in t.micro_batches[rank]} for e in range(epochs)
+            {p for t in all_rounds if t.epoch == e for p in t.micro_batches[rank]}
+            for e in range(epochs)
         ]
         assert all(one == seen[0] for one in seen)
 
 
 @given(order=st.permutations(list(GROUPS)))
-def test_when_a_group_came_has_no_say_in_which_update_it_is_part_of(order):
+def test_mini_batches_do_not_depend_on_order_of_arrival(order):
     def updates(uids):
         schedule = schedule_of(UpdatePlan(requires_full_step=True, num_mini_batches=2))
         for uid in uids:
@@ -94,30 +93,44 @@ def test_when_a_group_came_has_no_say_in_which_update_it_is_part_of(order):
     assert updates(order) == updates(list(GROUPS))
 
 
-def test_a_program_by_hand():
+def test_schedule_worked_example():
     one, two, three = ((("a", 0),),), ((("a", 1),),), ((("b", 0),),)
-    turns = list(StepSchedule(((one, two), (three,)), num_epochs=2).iter_rounds())
-    assert [turn.micro_batches for turn in turns] == [one, two, three, one, two, three]
-    assert [turn.epoch for turn in turns] == [0, 0, 0, 1, 1, 1]
-    assert [turn.is_last_of_update for turn in turns] == [False, True, True, False, True, True]
-    assert [turn.is_last_of_step for turn in turns] == [False] * 5 + [True]
+    all_rounds = list(StepSchedule(((one, two), (three,)), num_epochs=2).iter_rounds())
+    assert [r.micro_batches for r in all_rounds] == [
+        one,
+        two,
+        three,
+        one,
+        two,
+        three,
+    ]
+    assert [r.epoch for r in all_rounds] == [0, 0, 0, 1, 1, 1]
+    assert [r.is_last_of_update for r in all_rounds] == [
+        False,
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert [r.is_last_of_step for r in all_rounds] == [False] * 5 + [True]
 
 
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 4])
-def test_a_program_goes_to_other_ranks_micro_batch_by_micro_batch(num_shares):
+def test_schedule_is_redistributed_by_micro_batch(num_shares):
     a, b, c, d = (((name, 0),) for name in "abcd")
-    program = StepSchedule((((a, b), (c, ())), ((d, ()),)), num_epochs=2)
-    dealt = program.redistribute_rounds(num_shares)
+    step_schedule = StepSchedule((((a, b), (c, ())), ((d, ()),)), num_epochs=2)
+    dealt = step_schedule.redistribute_rounds(num_shares)
     assert dealt.num_epochs == 2
-    for before, after in zip(program.update_rounds, dealt.update_rounds, strict=True):
+    for before, after in zip(step_schedule.update_rounds, dealt.update_rounds, strict=True):
         assert {len(work) for work in after} == {num_shares}
         kept = [[picks for work in rounds for picks in work if picks] for rounds in (before, after)]
         assert kept[0] == kept[1], "each once, in their order"
         assert all(any(work) for work in after), "no round is for nobody"
-    assert program.redistribute_rounds(2) == program
+    assert step_schedule.redistribute_rounds(2) == step_schedule
 
 
-def test_a_rollout_that_fits_no_micro_batch_is_refused():
+def test_rollout_larger_than_a_micro_batch_raises():
     schedule = schedule_of(UpdatePlan(), tokens=6)
     with pytest.raises(ValueError, match="rollout 1 of d has 7 tokens; a micro-batch holds 6"):
         schedule.add_group("d", GROUPS["d"])

@@ -1,4 +1,4 @@
-"""Every rollout once, nothing over the bound, no rank left behind."""
+"""Packing: every rollout once, no micro-batch over the budget, balanced ranks."""
 
 import pytest
 from hypothesis import given
@@ -30,16 +30,14 @@ def check(rounds: list[Round], rollouts: list[tuple[str, int, int]], world_size:
 
 
 @given(LENGTHS, WORLD)
-def test_every_rollout_once_within_the_bound_and_balanced(lengths, world_size):
+def test_packing_has_every_rollout_once_within_the_budget_and_balanced(lengths, world_size):
     rollouts = named(lengths)
     rounds = pack_rollouts(rollouts, world_size=world_size, micro_batch_tokens=BUDGET)
     check(rounds, rollouts, world_size)
 
 
 @given(LENGTHS, WORLD)
-def test_a_rank_is_idle_only_when_every_micro_batch_of_the_step_is_a_single_rollout(
-    lengths, world_size
-):
+def test_rank_is_idle_only_if_every_micro_batch_is_a_single_rollout(lengths, world_size):
     rounds = pack_rollouts(named(lengths), world_size=world_size, micro_batch_tokens=BUDGET)
     micro_batches = [picks for work in rounds for picks in work]
     if not all(micro_batches):
@@ -47,7 +45,7 @@ def test_a_rank_is_idle_only_when_every_micro_batch_of_the_step_is_a_single_roll
 
 
 @given(LENGTHS, WORLD, st.randoms())
-def test_the_plan_does_not_depend_on_the_order_of_arrival(lengths, world_size, random):
+def test_packing_does_not_depend_on_order_of_arrival(lengths, world_size, random):
     rollouts = named(lengths)
     plan = pack_rollouts(rollouts, world_size=world_size, micro_batch_tokens=BUDGET)
     random.shuffle(rollouts)
@@ -55,7 +53,7 @@ def test_the_plan_does_not_depend_on_the_order_of_arrival(lengths, world_size, r
 
 
 @given(st.lists(st.lists(st.integers(1, BUDGET), min_size=1, max_size=6), max_size=12), WORLD)
-def test_a_stream_loses_nothing_and_its_early_rounds_are_well_filled(groups, world_size):
+def test_streamed_packing_is_complete_and_early_rounds_are_well_filled(groups, world_size):
     packer = MicroBatchPacker(world_size=world_size, micro_batch_tokens=BUDGET)
     rollouts = [(f"g{g}", i, n) for g, group in enumerate(groups) for i, n in enumerate(group)]
     size = {(uid, index): length for uid, index, length in rollouts}
@@ -68,24 +66,24 @@ def test_a_stream_loses_nothing_and_its_early_rounds_are_well_filled(groups, wor
     assert packer.take_rounds(final=True) == []
 
 
-def test_a_plan_by_hand():
+def test_packing_worked_example():
     rollouts = [("a", 0, 10), ("a", 1, 6), ("b", 0, 10), ("b", 1, 5), ("b", 2, 5)]
     plan = pack_rollouts(rollouts, world_size=2, micro_batch_tokens=20)
     # 10 + 10, then 6 padded with 5 + 5: 20 against 18.
     assert plan == [((("a", 0), ("b", 0)), (("a", 1), ("b", 1), ("b", 2)))]
 
 
-def test_one_micro_batch_for_two_ranks_is_shared_between_them():
+def test_single_micro_batch_is_split_between_two_ranks():
     plan = pack_rollouts([("a", 0, 4), ("a", 1, 3)], world_size=2, micro_batch_tokens=20)
     assert plan == [((("a", 0),), (("a", 1),))]
 
 
-def test_a_single_rollout_leaves_the_other_ranks_an_empty_micro_batch():
+def test_single_rollout_gives_other_ranks_an_empty_micro_batch():
     plan = pack_rollouts([("a", 0, 4)], world_size=3, micro_batch_tokens=20)
     assert plan == [((("a", 0),), (), ())]
 
 
-def test_a_stream_waits_until_every_rank_has_a_full_micro_batch():
+def test_streamed_packing_waits_for_a_full_micro_batch_per_rank():
     packer = MicroBatchPacker(world_size=2, micro_batch_tokens=20)
     packer.add_group("a", [10, 10, 10])
     assert packer.take_rounds(final=False) == []
@@ -94,7 +92,7 @@ def test_a_stream_waits_until_every_rank_has_a_full_micro_batch():
     assert packer.take_rounds(final=False) == []
 
 
-def test_a_rollout_over_the_bound_is_refused():
+def test_rollout_over_the_token_budget_raises():
     with pytest.raises(
         ValueError, match="rollout 1 of 3:7:0 has 21 tokens; a micro-batch holds 20"
     ):

@@ -1,4 +1,4 @@
-"""Which groups enter a step."""
+"""Choice of the groups that enter a step."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def uids(groups: list[Experience]) -> list[str]:
     return [g.uid for g in groups]
 
 
-def test_groups_enter_in_any_order_while_there_is_room() -> None:
+def test_groups_enter_out_of_order_while_places_are_free() -> None:
     steps = assembler(1, 2, a=0, b=0, c=1, d=1)
     steps.offer_groups([group("d", 1)])
     assert uids(steps.draw_groups(0)) == ["d"]
@@ -41,7 +41,7 @@ def test_groups_enter_in_any_order_while_there_is_room() -> None:
     assert steps.is_complete
 
 
-def test_a_group_that_would_be_too_old_next_time_keeps_its_place() -> None:
+def test_group_due_in_this_step_keeps_its_place() -> None:
     steps = assembler(1, 2, a=0, b=0, c=1, d=1)
     steps.offer_groups([group("c", 1), group("d", 1)])
     assert steps.pending_uids == ["a", "b"]
@@ -54,35 +54,35 @@ def test_a_group_that_would_be_too_old_next_time_keeps_its_place() -> None:
     assert uids(steps.draw_groups(2)) == ["c", "d"]
 
 
-def test_the_oldest_ready_group_goes_first() -> None:
+def test_earliest_deadline_enters_first() -> None:
     steps = assembler(2, 1, a=1, b=0)
     steps.offer_groups([group("a", 1), group("b", 0)])
     assert uids(steps.draw_groups(1)) == ["b"]
 
 
-def test_a_dropped_group_frees_the_place_that_was_kept_for_it() -> None:
+def test_dropped_group_frees_its_reserved_place() -> None:
     steps = assembler(0, 1, a=0)
     steps.drop_group("a")
     assert steps.pending_uids == []
 
 
-def test_newcomers_do_not_crowd_older_groups_into_their_last_step() -> None:
+def test_newer_groups_do_not_push_older_ones_beyond_their_deadline() -> None:
     steps = assembler(2, 1, b=0, c=0, d=1)
-    # b and c have the steps of versions 1 and 2 left, one place each: d cannot have the first.
+    # b and c have the steps of versions 1 and 2 left, one place each, so d cannot enter step 1.
     steps.offer_groups([group("d", 1)])
     assert uids(steps.draw_groups(1)) == []
     steps.offer_groups([group("b", 0)])
     assert uids(steps.draw_groups(1)) == ["b"]
 
 
-def test_a_token_beyond_the_bound_is_an_error_that_names_the_group() -> None:
+def test_stale_token_raises_with_the_group() -> None:
     steps = assembler(1, 1, a=1)
     steps.offer_groups([group("a", 1, sampled=0)])
     with pytest.raises(StaleGroupError, match="group a was sampled by version 0: 2 behind"):
         steps.draw_groups(2)
 
 
-def test_a_group_that_is_offered_again_is_passed_over() -> None:
+def test_group_offered_twice_is_ignored() -> None:
     steps = assembler(1, 2, a=0)
     for _ in range(2):
         steps.offer_groups([group("a", 0)])
@@ -92,7 +92,7 @@ def test_a_group_that_is_offered_again_is_passed_over() -> None:
     steps.drop_group("unknown")
 
 
-def test_a_finished_step_says_what_it_trained_and_the_next_one_is_empty() -> None:
+def test_finish_step_returns_its_groups_and_starts_an_empty_step() -> None:
     steps = assembler(1, 2, a=0, b=1)
     steps.offer_groups([group("b", 1), group("a", 0)])
     steps.draw_groups(1)
@@ -102,23 +102,23 @@ def test_a_finished_step_says_what_it_trained_and_the_next_one_is_empty() -> Non
     assert not steps.is_complete
 
 
-# on_stale: drop.
+# on_stale: drop
 
 
-def test_dropping_what_is_stale_keeps_no_place_for_it() -> None:
+def test_drop_stale_reserves_no_places() -> None:
     steps = assembler(1, 2, drops_stale=True, a=0, b=0, c=1, d=1)
     steps.offer_groups([group("c", 1), group("d", 1)])
     assert uids(steps.draw_groups(1)) == ["c", "d"], "a and b would be due now"
     assert steps.pending_uids == ["a", "b"]
 
 
-def test_the_oldest_tokens_go_first_and_not_the_oldest_admission() -> None:
+def test_drop_stale_takes_oldest_tokens_first() -> None:
     steps = assembler(3, 1, drops_stale=True, a=0, b=1)
     steps.offer_groups([group("a", 0, sampled=2), group("b", 1, sampled=1)])
     assert uids(steps.draw_groups(2)) == ["b"]
 
 
-def test_what_has_become_too_old_is_given_up_and_nothing_else() -> None:
+def test_drop_stale_drops_only_groups_beyond_the_bound() -> None:
     steps = assembler(1, 2, drops_stale=True, a=0, b=0, c=1)
     steps.offer_groups([group("a", 0), group("b", 0, sampled=1), group("c", 1)])
     assert steps.remove_late_groups(1) == []
@@ -127,12 +127,12 @@ def test_what_has_become_too_old_is_given_up_and_nothing_else() -> None:
     assert sorted(uids(steps.draw_groups(2))) == ["b", "c"]
 
 
-def test_what_is_not_ready_may_still_turn_out_to_be_fresh_and_is_waited_for() -> None:
+def test_drop_stale_waits_for_pending_groups() -> None:
     steps = assembler(1, 2, drops_stale=True, a=0)
     assert steps.remove_late_groups(99) == []
 
 
-# More are admitted than have places.
+# Oversampling: more groups are admitted than have places.
 
 
 def oversampled(
@@ -148,8 +148,8 @@ def oversampled(
     return made
 
 
-def test_what_is_undecided_keeps_its_part_of_a_place_and_what_is_kept_a_whole_one() -> None:
-    # Of three admitted for each place one is kept, as far as one knows.
+def test_undecided_group_reserves_a_fraction_and_kept_group_a_whole_place() -> None:
+    # The estimated keep rate is one of three.
     steps = oversampled(3.0, 1, 2, a=0, b=0, c=0, d=1, e=1)
     steps.offer_groups([group("d", 1), group("e", 1)])
     assert uids(steps.draw_groups(1)) == ["d"], "one place is for the one of a, b and c"
@@ -161,15 +161,15 @@ def test_what_is_undecided_keeps_its_part_of_a_place_and_what_is_kept_a_whole_on
     assert uids(steps.draw_groups(1)) == ["b"]
 
 
-def test_once_a_step_is_whole_what_was_due_at_it_is_late_and_what_fills_it_is_not() -> None:
+def test_full_step_makes_due_groups_late_except_those_that_fill_it() -> None:
     steps = oversampled(4.0, 0, 1, a=0, b=0, c=0, d=1)
     steps.offer_groups([group("a", 0), group("b", 0)])
     assert steps.remove_late_groups(0) == []
-    assert steps.remove_late_groups(0, is_whole=True, absent=["d"]) == ["b", "c"]
+    assert steps.remove_late_groups(0, is_full=True, absent=["d"]) == ["b", "c"]
     assert uids(steps.draw_groups(0)) == ["a"]
 
 
-def test_those_that_are_due_no_more_are_late_whether_they_are_ready_or_not() -> None:
+def test_groups_past_their_deadline_are_late_ready_or_not() -> None:
     steps = oversampled(4.0, 1, 1, a=0, b=0, c=0, d=0, e=1)
     steps.offer_groups([group("a", 0), group("b", 0), group("c", 0, sampled=1)])
     assert steps.remove_late_groups(1) == []

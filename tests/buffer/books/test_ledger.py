@@ -1,4 +1,4 @@
-"""The conservation law."""
+"""The invariant admitted = trained + filtered + dropped + in flight."""
 
 import json
 
@@ -17,17 +17,17 @@ def with_admitted(*uids: str, debug: bool = False) -> Ledger:
     return ledger
 
 
-def test_every_prompt_is_in_one_state() -> None:
+def test_ledger_counts_every_prompt_in_one_state() -> None:
     ledger = with_admitted(*"abcd")
     ledger.mark_trained("a")
     ledger.mark_filtered("b")
     ledger.mark_dropped("c", "deadline")
-    counts = ledger.check_balance(held=["d"])
+    counts = ledger.check_balance(["d"])
     assert str(counts) == "admitted 4 = trained 1 + filtered 1 + dropped 1 + in flight 1"
     assert counts.drops == (("deadline", 1),)
 
 
-def test_the_version_of_an_admission_is_kept_while_it_is_in_flight() -> None:
+def test_ledger_keeps_the_admitted_version_while_in_flight() -> None:
     ledger = Ledger()
     ledger.mark_admitted("a", 3)
     ledger.mark_admitted("b", 4)
@@ -35,36 +35,36 @@ def test_the_version_of_an_admission_is_kept_while_it_is_in_flight() -> None:
     assert ledger.in_flight == {"b": 4}
 
 
-def test_training_a_group_twice_is_an_error() -> None:
+def test_training_a_group_twice_raises() -> None:
     ledger = with_admitted("a")
     ledger.mark_trained("a")
     with pytest.raises(LedgerError, match="prompt a is trained, but it is not in flight"):
         ledger.mark_trained("a")
 
 
-def test_admitting_a_prompt_twice_is_an_error() -> None:
+def test_admitting_a_prompt_twice_raises() -> None:
     ledger = with_admitted("a")
     with pytest.raises(LedgerError, match="in flight already"):
         ledger.mark_admitted("a", 1)
 
 
-def test_a_group_the_queue_lost_is_named() -> None:
+def test_group_lost_by_the_queue_is_named() -> None:
     with pytest.raises(LedgerError, match=r"lost from the queue: \['b'\]"):
-        with_admitted("a", "b").check_balance(held=["a"])
+        with_admitted("a", "b").check_balance(["a"])
 
 
-def test_a_group_the_queue_kept_too_long_is_named() -> None:
+def test_group_left_in_the_queue_is_named() -> None:
     ledger = with_admitted("a")
     ledger.mark_trained("a")
     with pytest.raises(LedgerError, match=r"ended but in it: \['a'\]"):
-        ledger.check_balance(held=["a"])
+        ledger.check_balance(["a"])
 
 
-def test_a_prompt_on_its_way_into_a_shard_is_not_missed() -> None:
-    with_admitted("a", "b").check_balance(held=["a"], booked=["a"])
+def test_pending_insert_is_not_missing() -> None:
+    with_admitted("a", "b").check_balance(["a"], inserted=["a"])
 
 
-def test_what_ended_gives_its_credit_back_unless_it_was_trained() -> None:
+def test_ended_groups_refund_their_credit_unless_trained() -> None:
     ledger = with_admitted(*"abcd")
     ledger.mark_trained("a")
     ledger.mark_filtered("b")
@@ -72,7 +72,7 @@ def test_what_ended_gives_its_credit_back_unless_it_was_trained() -> None:
     assert ledger.num_credits_spent == 2
 
 
-# Uid by uid (run.debug).
+# Uid by uid (run.debug)
 
 
 @pytest.mark.parametrize(
@@ -83,28 +83,28 @@ def test_what_ended_gives_its_credit_back_unless_it_was_trained() -> None:
         (lambda ledger: ledger.mark_dropped("a", "stale"), r"dropped \(stale\)"),
     ],
 )
-def test_admitting_what_has_ended_is_named_with_its_end(end, how: str) -> None:  # type: ignore[no-untyped-def]
+def test_debug_ledger_names_the_outcome_of_a_readmitted_uid(end, how: str) -> None:  # type: ignore[no-untyped-def]
     ledger = with_admitted("a", debug=True)
     end(ledger)
     with pytest.raises(LedgerError, match=f"prompt a is admitted, but it was {how} before"):
         ledger.mark_admitted("a", 1)
 
 
-def test_without_debug_what_has_ended_is_not_kept() -> None:
+def test_ledger_without_debug_forgets_ended_uids() -> None:
     ledger = with_admitted("a")
     ledger.mark_trained("a")
     ledger.mark_admitted("a", 1)
     assert "ended" not in ledger.state_dict()
 
 
-def test_numbers_that_do_not_fit_the_uids_are_found_at_the_next_transition() -> None:
+def test_debug_ledger_finds_wrong_counts_at_the_next_transition() -> None:
     ledger = with_admitted("a", "b", debug=True)
     ledger._num_trained += 1
     with pytest.raises(LedgerError, match="the uids do not add up"):
         ledger.mark_trained("a")
 
 
-def test_debug_goes_on_after_a_checkpoint_that_was_written_with_it() -> None:
+def test_debug_ledger_resumes_from_a_debug_checkpoint() -> None:
     ledger = with_admitted("a", "b", debug=True)
     ledger.mark_trained("a")
     state = json.loads(json.dumps(ledger.state_dict()))
@@ -113,7 +113,7 @@ def test_debug_goes_on_after_a_checkpoint_that_was_written_with_it() -> None:
     Ledger.from_state(state).mark_admitted("a", 1)
 
 
-def test_debug_cannot_begin_in_the_middle_of_a_run() -> None:
+def test_debug_needs_a_debug_checkpoint() -> None:
     ledger = with_admitted("a", "b")
     ledger.mark_trained("a")
     restored = Ledger.from_state(ledger.state_dict(), debug=True)
@@ -126,7 +126,7 @@ def test_debug_cannot_begin_in_the_middle_of_a_run() -> None:
     st.randoms(),
     st.booleans(),
 )
-def test_any_history_balances_and_survives_a_checkpoint(
+def test_any_history_balances_and_round_trips(
     moves: list[str], random: object, debug: bool
 ) -> None:
     ledger, serial = Ledger(debug=debug), 0
@@ -141,7 +141,7 @@ def test_any_history_balances_and_survives_a_checkpoint(
                 "filter": ledger.mark_filtered,
                 "drop": lambda u: ledger.mark_dropped(u, "x"),
             }[move](uid)
-    counts = ledger.check_balance(held=list(ledger.in_flight))
+    counts = ledger.check_balance(list(ledger.in_flight))
     restored = Ledger.from_state(json.loads(json.dumps(ledger.state_dict())), debug=debug)
     assert restored.counts == counts
     assert list(restored.in_flight.items()) == list(ledger.in_flight.items())

@@ -1,4 +1,4 @@
-"""The books: what a crash leaves is what they said."""
+"""Run log: recovery restores the state before the crash."""
 
 import asyncio
 import json
@@ -36,18 +36,18 @@ def trained(uid: str, version: int = 0) -> TrainedGroup:
 
 
 def step(version: int, *uids: str) -> TrainedStep:
-    """Two ranks, a round per group: each rank has one rollout of it."""
+    """Schedule for two ranks with one round per group: each rank has one rollout of it."""
     groups = tuple(trained(uid, version) for uid in uids)
     rounds = tuple((((uid, 0),), ((uid, 1),)) for uid in uids)
     return TrainedStep(version, groups, {"policy": StepSchedule((rounds,))})
 
 
 def travelled(record: JournalRecord) -> JournalRecord:
-    """As a journal gives it back."""
+    """Return the record as a journal reads it back."""
     return JournalRecord(json.loads(json.dumps(dict(record.meta))), join_pieces(record.payload))
 
 
-# Steps.
+# Steps
 
 infos = st.builds(
     GroupInfo,
@@ -65,79 +65,81 @@ def steps(draw: st.DrawFn) -> TrainedStep:
     groups = tuple(TrainedGroup(uid, draw(infos), draw(st.integers(0, 9))) for uid in uids)
     picks = st.lists(st.tuples(st.sampled_from(uids), st.integers(0, 7)), max_size=3).map(tuple)
     rounds = st.lists(st.lists(picks, max_size=2).map(tuple), max_size=3).map(tuple)
-    program = st.builds(StepSchedule, st.lists(rounds, max_size=3).map(tuple), st.integers(1, 3))
-    programs = st.dictionaries(st.sampled_from(["policy", "critic"]), program)
-    return TrainedStep(draw(st.integers(0, 1000)), groups, draw(programs))
+    step_schedule = st.builds(
+        StepSchedule, st.lists(rounds, max_size=3).map(tuple), st.integers(1, 3)
+    )
+    schedules = st.dictionaries(st.sampled_from(["policy", "critic"]), step_schedule)
+    return TrainedStep(draw(st.integers(0, 1000)), groups, draw(schedules))
 
 
 @given(steps())
-def test_a_step_is_in_the_log_with_all_it_takes_to_make_it_again(made: TrainedStep) -> None:
-    assert TrainedStep.from_record(travelled(made.to_record())) == made
+def test_step_record_has_the_whole_schedule(trained_step: TrainedStep) -> None:
+    assert TrainedStep.from_record(travelled(trained_step.to_record())) == trained_step
 
 
-def test_the_uids_of_a_step_stand_in_plain_sight() -> None:
+def test_step_record_has_plain_uids() -> None:
     meta = step(3, "0:1:0", "0:2:0").to_record().meta
     assert (meta["kind"], meta["version"], meta["uids"]) == ("step", 3, ["0:1:0", "0:2:0"])
 
 
-# Recovery.
+# Recovery
 
 MOVES = ["admit", "admit", "admit", "step", "filter", "drop", "again", "checkpoint"]
 
 
 @given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 99)), max_size=40))
-def test_after_any_sequence_the_log_gives_the_live_ledger(schedule: list[tuple[str, int]]) -> None:
+def test_recovered_ledger_equals_the_live_ledger(schedule: list[tuple[str, int]]) -> None:
     async def main() -> None:
         log = MemoryLog()
-        books = RunLog(Ledger(debug=True), log)
-        made: dict[int, TrainedStep] = {}
+        run_log = RunLog(Ledger(debug=True), log)
+        trained_steps: dict[int, TrainedStep] = {}
         drawn: list[str] = []
         state, cut, serial = None, 0, 0
         for move, seed in schedule:
-            rng, in_flight = random.Random(seed), sorted(books.ledger.in_flight)
+            rng, in_flight = random.Random(seed), sorted(run_log.ledger.in_flight)
             if move == "admit":
                 uids = [f"0:{serial + i}:0" for i in range(rng.randint(1, 4))]
                 serial += len(uids)
                 drawn += uids
-                await books.record_admissions(uids, seed)
+                await run_log.record_admissions(uids, seed)
             elif move == "checkpoint":
-                state, cut = json.loads(json.dumps(books.ledger.state_dict())), len(log.records)
-                made, drawn = {}, []
+                state, cut = json.loads(json.dumps(run_log.ledger.state_dict())), len(log.records)
+                trained_steps, drawn = {}, []
             elif not in_flight:
                 continue
             elif move == "step":
                 uids = rng.sample(in_flight, min(2, len(in_flight)))
-                version = max(made, default=seed) + 1
-                made[version] = step(version, *uids)
-                await books.record_step(made[version])
+                version = max(trained_steps, default=seed) + 1
+                trained_steps[version] = step(version, *uids)
+                await run_log.record_step(trained_steps[version])
             elif move == "again":
                 uid = rng.choice(in_flight)
                 epoch, index, attempt = parse_uid(uid)
                 again = make_uid(epoch, index, attempt + 1)
-                await books.record_finished({uid: DROPPED}, again=[again], version=seed)
+                await run_log.record_finished({uid: DROPPED}, readmitted=[again], version=seed)
             else:
                 uids = rng.sample(in_flight, min(rng.randint(1, 2), len(in_flight)))
-                await books.record_finished(
+                await run_log.record_finished(
                     dict.fromkeys(uids, FILTERED if move == "filter" else DROPPED)
                 )
-        found = recover_run_log([travelled(r) for r in log.records[cut:]], state, debug=True)
-        assert found.ledger.state_dict() == books.ledger.state_dict()
-        assert found.steps_to_replay == made
-        assert found.drawn_uids == tuple(drawn), "retries are not drawn from the data"
+        recovered = recover_run_log([travelled(r) for r in log.records[cut:]], state, debug=True)
+        assert recovered.ledger.state_dict() == run_log.ledger.state_dict()
+        assert recovered.steps_to_replay == trained_steps
+        assert recovered.drawn_uids == tuple(drawn), "retries are not drawn from the data"
 
     run_virtual(main())
 
 
-def test_a_step_that_is_made_again_is_not_booked_again() -> None:
+def test_replayed_step_is_not_logged_again() -> None:
     async def main() -> None:
         log = MemoryLog()
-        books = RunLog(Ledger(debug=True), log)
-        await books.record_admissions(["0:0:0", "0:1:0"], 0)
-        await books.record_step(step(0, "0:0:0"))
-        found = recover_run_log(log.records, None, debug=True)
-        again = RunLog(found.ledger, log.crash(), found.steps_to_replay)
+        run_log = RunLog(Ledger(debug=True), log)
+        await run_log.record_admissions(["0:0:0", "0:1:0"], 0)
+        await run_log.record_step(step(0, "0:0:0"))
+        recovered = recover_run_log(log.records, None, debug=True)
+        again = RunLog(recovered.ledger, log.crash(), recovered.steps_to_replay)
         before = len(log.records)
-        await again.record_step(found.steps_to_replay[0])
+        await again.record_step(recovered.steps_to_replay[0])
         assert len(log.records) == before and again.ledger.counts.trained == 1
         assert not again.steps_to_replay
         await again.record_step(step(1, "0:1:0"))
@@ -146,42 +148,42 @@ def test_a_step_that_is_made_again_is_not_booked_again() -> None:
     run_virtual(main())
 
 
-def test_a_step_is_in_the_log_before_the_ledger_has_it() -> None:
+def test_step_is_logged_before_the_ledger_changes() -> None:
     async def main() -> None:
         log = MemoryLog(write_s=5.0)
-        books = RunLog(Ledger(), log)
-        await books.record_admissions(["0:0:0"], 0)
-        training = asyncio.create_task(books.record_step(step(0, "0:0:0")))
+        run_log = RunLog(Ledger(), log)
+        await run_log.record_admissions(["0:0:0"], 0)
+        training = asyncio.create_task(run_log.record_step(step(0, "0:0:0")))
         await asyncio.sleep(1.0)
-        assert books.ledger.counts.trained == 0
+        assert run_log.ledger.counts.trained == 0
         await training
-        assert books.ledger.counts.trained == 1
+        assert run_log.ledger.counts.trained == 1
 
     run_virtual(main())
 
 
-def test_books_that_contradict_each_other_are_named() -> None:
+def test_contradicting_log_and_ledger_raise() -> None:
     with pytest.raises(LedgerError, match="prompt 0:0:0 is trained, but it is not in flight"):
         recover_run_log([step(0, "0:0:0").to_record()], None)
 
 
-# On the disk.
+# On disk
 
 
 async def written(folder: Path) -> RunLog:
     journal = Journal(folder, JournalConfig())
-    books = RunLog(Ledger(), journal)
-    await books.record_start(0)
-    await books.record_admissions(["0:0:0", "0:1:0", "0:2:0"], 0)
+    run_log = RunLog(Ledger(), journal)
+    await run_log.record_start(0)
+    await run_log.record_admissions(["0:0:0", "0:1:0", "0:2:0"], 0)
     await journal.rotate()
-    await books.record_step(step(0, "0:0:0"))
-    await books.record_finished({"0:1:0": DROPPED}, again=["0:1:1"], version=1)
-    await books.record_finished({"0:2:0": FILTERED})
+    await run_log.record_step(step(0, "0:0:0"))
+    await run_log.record_finished({"0:1:0": DROPPED}, readmitted=["0:1:1"], version=1)
+    await run_log.record_finished({"0:2:0": FILTERED})
     await journal.close()
-    return books
+    return run_log
 
 
-def test_the_history_of_a_run_can_be_read(tmp_path: Path) -> None:
+def test_history_yields_all_entries(tmp_path: Path) -> None:
     asyncio.run(written(tmp_path))
     entries = list(read_history(tmp_path))
     assert [entry["kind"] for entry in entries] == ["open", "admit", "step", "end", "admit", "end"]
@@ -194,17 +196,17 @@ def tells_of(entry: Any, prompt: str) -> bool:
     return any(uid.startswith(prompt) for uid in (*entry.get("uids", ()), entry.get("uid", "")))
 
 
-def test_the_log_is_read_from_the_cut_of_a_checkpoint_on(tmp_path: Path) -> None:
+def test_log_is_read_from_a_cut(tmp_path: Path) -> None:
     live = asyncio.run(written(tmp_path))
     state = Ledger()
     for uid in ("0:0:0", "0:1:0", "0:2:0"):
         state.mark_admitted(uid, 0)
-    found = recover_run_log(read_log(tmp_path, first=2), state.state_dict())
-    assert found.ledger.state_dict() == live.ledger.state_dict()
-    assert found.drawn_uids == ()
+    recovered = recover_run_log(read_log(tmp_path, first=2), state.state_dict())
+    assert recovered.ledger.state_dict() == live.ledger.state_dict()
+    assert recovered.drawn_uids == ()
 
 
-def test_a_log_that_is_damaged_is_refused_with_the_place(tmp_path: Path) -> None:
+def test_damaged_log_raises_with_file_and_offset(tmp_path: Path) -> None:
     asyncio.run(written(tmp_path))
     path = segment_path(tmp_path, 2)
     path.write_bytes(path.read_bytes().replace(b"deadline", b"reward_errer"))

@@ -1,4 +1,4 @@
-"""The journal: what was accepted is there again, whatever happened to its writer."""
+"""Journal: accepted records survive every failure of their writer."""
 
 import asyncio
 import errno
@@ -27,21 +27,23 @@ from tests.buffer.journals import eventually, intact, note, numbers, opened, wri
 ROOT = Path(__file__).resolve().parents[3]
 
 
-# Commits.
+# Commits
 
 
-async def test_appends_that_come_together_share_fsyncs(tmp_path: Path, fsyncs: list[str]) -> None:
+async def test_group_commit_shares_fsyncs(tmp_path: Path, fsyncs: list[str]) -> None:
     journal = opened(tmp_path)
-    places = await asyncio.gather(*(journal.append([note(i)]) for i in range(200)))
+    positions = await asyncio.gather(*(journal.append([note(i)]) for i in range(200)))
     assert fsyncs.count("00000001.journal") <= 3
-    assert [read_record(tmp_path, place).meta["i"] for [place] in places] == list(range(200))
+    assert [read_record(tmp_path, position).meta["i"] for [position] in positions] == list(
+        range(200)
+    )
     assert journal.drain_fsync_s() > 0
     assert journal.drain_fsync_s() == 0
     await journal.close()
 
 
 class SlowDisk:
-    """An fsync that lasts until it is let go, and then may fail."""
+    """An fsync that blocks until released and then may fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began, self.go, self.error = threading.Event(), threading.Event(), ""
@@ -57,7 +59,7 @@ class SlowDisk:
         self._fsync(descriptor)
 
 
-async def test_what_comes_during_an_fsync_goes_out_with_the_next_and_the_loop_goes_on(
+async def test_appends_during_an_fsync_join_the_next_commit_without_blocking_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = opened(tmp_path)
@@ -75,7 +77,7 @@ async def test_what_comes_during_an_fsync_goes_out_with_the_next_and_the_loop_go
     assert numbers(tmp_path) == list(range(20))
 
 
-async def test_those_behind_a_failed_commit_are_refused_too(
+async def test_pending_appends_fail_after_a_failed_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mishaps: list[object] = []
@@ -94,7 +96,7 @@ async def test_those_behind_a_failed_commit_are_refused_too(
     assert (disk.calls, mishaps, numbers(tmp_path)) == (1, [], [])
 
 
-async def test_an_append_returns_after_the_fsync_of_file_and_folder(
+async def test_append_returns_after_fsync_of_file_and_folder(
     tmp_path: Path, fsyncs: list[str]
 ) -> None:
     journal = opened(tmp_path / "new" / "folder")
@@ -106,7 +108,7 @@ async def test_an_append_returns_after_the_fsync_of_file_and_folder(
     await journal.close()
 
 
-async def test_calls_keep_their_order_and_so_do_the_waiters(tmp_path: Path) -> None:
+async def test_appends_and_waiters_keep_their_order(tmp_path: Path) -> None:
     journal, woken = opened(tmp_path), []
 
     async def owner(start: int) -> None:
@@ -118,24 +120,26 @@ async def test_calls_keep_their_order_and_so_do_the_waiters(tmp_path: Path) -> N
 
     await asyncio.gather(*(owner(start) for start in range(0, 400, 40)))
     await journal.close()
-    found = [record.meta["i"] for _, record in intact(replay_segments(tmp_path))]
-    assert sorted(found) == list(range(400))
+    numbers_read = [record.meta["i"] for _, record in intact(replay_segments(tmp_path))]
+    assert sorted(numbers_read) == list(range(400))
     for start in range(0, 400, 40):
-        assert [i for i in found if start <= i < start + 40] == list(range(start, start + 40))
-    assert woken == [i for i in found if i % 4 == 2]
+        assert [i for i in numbers_read if start <= i < start + 40] == list(
+            range(start, start + 40)
+        )
+    assert woken == [i for i in numbers_read if i % 4 == 2]
 
 
-async def test_a_cancelled_append_harms_nobody(tmp_path: Path) -> None:
+async def test_cancelled_append_does_not_affect_others(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     cancelled = asyncio.ensure_future(journal.append([note(0)]))
     await asyncio.sleep(0)
     cancelled.cancel()
-    [place] = await journal.append([note(1)])
+    [position] = await journal.append([note(1)])
     await journal.close()
-    assert read_record(tmp_path, place).meta["i"] == 1
+    assert read_record(tmp_path, position).meta["i"] == 1
 
 
-async def test_a_closed_journal_is_not_used_again(tmp_path: Path) -> None:
+async def test_closed_journal_rejects_appends(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     journal.append_nowait([note(0)])
     await journal.close()
@@ -144,7 +148,7 @@ async def test_a_closed_journal_is_not_used_again(tmp_path: Path) -> None:
     assert numbers(tmp_path) == [0]
 
 
-# When the disk fails.
+# Disk failures
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +162,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fsync_s", [0.0, 5.0, None])
-async def test_a_full_disk_is_said_clearly_and_to_everybody(
+async def test_full_disk_fails_all_waiters_with_a_clear_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync_s: float | None
 ) -> None:
     journal = opened(tmp_path, fsync_s=fsync_s)
@@ -184,7 +188,7 @@ async def test_a_full_disk_is_said_clearly_and_to_everybody(
 
 
 @pytest.mark.parametrize("refused", ["open", "fsync"])
-async def test_a_segment_for_which_there_is_no_room_is_begun_later(
+async def test_rotate_on_a_full_disk_can_be_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
     journal = opened(tmp_path)
@@ -199,7 +203,7 @@ async def test_a_segment_for_which_there_is_no_room_is_begun_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, refused, refuse)
-        with pytest.raises(NoSpaceError, match=r"2\.journal cannot be begun: No space left"):
+        with pytest.raises(NoSpaceError, match=r"2\.journal cannot be created: No space left"):
             await journal.rotate()
         assert os.listdir(tmp_path) == ["00000001.journal"]
         await journal.append([note(1)])
@@ -209,7 +213,7 @@ async def test_a_segment_for_which_there_is_no_room_is_begun_later(
     assert numbers(tmp_path) == [0, 1, 2]
 
 
-async def test_a_failed_post_is_raised_by_what_comes_next(
+async def test_failed_append_nowait_raises_in_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = opened(tmp_path)
@@ -220,7 +224,7 @@ async def test_a_failed_post_is_raised_by_what_comes_next(
 
 
 @pytest.mark.parametrize(("fsync_s", "safe"), [(0.0, "accepted"), (1000.0, "fsynced")])
-async def test_a_failed_fsync_is_not_tried_again(
+async def test_failed_fsync_is_not_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync_s: float, safe: str
 ) -> None:
     journal = opened(tmp_path, fsync_s=fsync_s)
@@ -242,7 +246,7 @@ async def test_a_failed_fsync_is_not_tried_again(
     assert numbers(tmp_path) == [0]
 
 
-async def test_a_bug_in_the_writer_leaves_nobody_waiting(
+async def test_unexpected_writer_error_fails_all_waiters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = opened(tmp_path)
@@ -273,7 +277,7 @@ asyncio.run(main())
 """
 
 
-def test_a_disk_that_takes_half_a_record_keeps_the_whole_ones(tmp_path: Path) -> None:
+def test_partial_write_keeps_complete_records(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", SMALL_DISK, tmp_path],
         cwd=ROOT,
@@ -310,7 +314,7 @@ asyncio.run(main())
 
 
 def killed(folder: Path, fsync_s: str, lines: int) -> Iterator[tuple[str, int]]:
-    """Run the endless writer until it acknowledged some records; all it acknowledged."""
+    """Run the endless writer until it has acknowledged some records; return all acknowledged."""
     command = [sys.executable, "-c", ENDLESS, str(folder), fsync_s]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -323,7 +327,7 @@ def killed(folder: Path, fsync_s: str, lines: int) -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("fsync_s", ["0", "0.05", ""])
-def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, fsync_s: str) -> None:
+def test_acknowledged_records_survive_kill_9(tmp_path: Path, fsync_s: str) -> None:
     acknowledged = [*killed(tmp_path, fsync_s, 150), *killed(tmp_path, fsync_s, 77)]
     replayed: dict[str, list[int]] = {}
     for item in replay_segments(tmp_path):
@@ -335,11 +339,11 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, fsync_s: str) -> 
     assert all(order == list(range(len(order))) for order in replayed.values())
 
 
-# When to fsync.
+# Time of the fsyncs
 
 
 class Clock:
-    """Time that passes only when told."""
+    """A clock that advances only when set."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -348,14 +352,14 @@ class Clock:
         return self.now
 
 
-async def test_null_leaves_it_to_the_system(tmp_path: Path, fsyncs: list[str]) -> None:
+async def test_fsync_s_null_never_fsyncs(tmp_path: Path, fsyncs: list[str]) -> None:
     await written(tmp_path / "new", range(3), range(3, 6), fsync_s=None)
     await written(tmp_path / "new", range(6, 9), fsync_s=None)
     assert fsyncs == []
     assert numbers(tmp_path / "new") == list(range(9))
 
 
-async def test_the_time_between_two_fsyncs_is_kept(tmp_path: Path, fsyncs: list[str]) -> None:
+async def test_fsync_s_bounds_the_time_between_fsyncs(tmp_path: Path, fsyncs: list[str]) -> None:
     clock = Clock()
     journal = Journal(tmp_path, JournalConfig(fsync_s=5.0), clock=clock)
     at = []
@@ -368,7 +372,7 @@ async def test_the_time_between_two_fsyncs_is_kept(tmp_path: Path, fsyncs: list[
     await journal.close()
 
 
-async def test_what_waits_is_fsynced_in_time_though_nothing_follows(
+async def test_overdue_fsync_runs_without_further_appends(
     tmp_path: Path, fsyncs: list[str]
 ) -> None:
     journal = opened(tmp_path, fsync_s=0.1)
@@ -386,7 +390,7 @@ async def test_what_waits_is_fsynced_in_time_though_nothing_follows(
 
 
 @pytest.mark.parametrize("end", [Journal.rotate, Journal.close])
-async def test_a_cut_and_the_end_do_not_wait_for_the_time(
+async def test_rotate_and_close_fsync_at_once(
     tmp_path: Path, fsyncs: list[str], end: Callable[[Journal], Any]
 ) -> None:
     journal = opened(tmp_path, fsync_s=1000.0)
@@ -398,13 +402,13 @@ async def test_a_cut_and_the_end_do_not_wait_for_the_time(
         await journal.close()
 
 
-def test_a_written_file_is_fsynced_with_its_name(tmp_path: Path, fsyncs: list[str]) -> None:
+def test_write_segment_fsyncs_file_and_folder(tmp_path: Path, fsyncs: list[str]) -> None:
     write_segment(tmp_path / "00000000.journal", [note(0)])
     assert fsyncs == ["00000000.journal", tmp_path.name]
     assert numbers(tmp_path) == [0]
 
 
-# Settings.
+# Settings
 
 
 @pytest.mark.parametrize(
@@ -415,6 +419,6 @@ def test_a_written_file_is_fsynced_with_its_name(tmp_path: Path, fsyncs: list[st
         ("max_mb", 0, "must be at least 1 MB"),
     ],
 )
-def test_bad_numbers_are_named(key: str, value: Any, rule: str) -> None:
+def test_invalid_journal_settings_are_named(key: str, value: Any, rule: str) -> None:
     with pytest.raises(ConfigError, match=rf"^queue\.journal\.{key}={value}: {rule}$"):
         JournalConfig(**{key: value})

@@ -1,4 +1,4 @@
-"""Segment files: what is in them, what damage costs, and which are there."""
+"""Segment files: content, cost of damage, numbering."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ from streamrl.buffer.log.segment_file import (
 from streamrl.errors import JournalError
 from tests.buffer.journals import intact, note, numbers, opened, written
 
-# Records.
+# Records
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ from tests.buffer.journals import intact, note, numbers, opened, written
     ],
     ids=["empty", "bytes", "bytearray", "slice", "array", "wide", "large", "pieces"],
 )
-async def test_a_record_is_read_back_as_it_was(tmp_path: Path, payload: Blob) -> None:
+async def test_record_round_trips(tmp_path: Path, payload: Blob) -> None:
     journal = opened(tmp_path)
     meta = {
         "kind": "put",
@@ -53,14 +53,14 @@ async def test_a_record_is_read_back_as_it_was(tmp_path: Path, payload: Blob) ->
         "text": "h\u00e9 \ud800",
         "x": [1, 2.5, None, {"y": True}],
     }
-    places = await journal.append([note(0), JournalRecord(meta, payload), note(2)])
+    positions = await journal.append([note(0), JournalRecord(meta, payload), note(2)])
     await journal.close()
     items = intact(replay_segments(tmp_path))
-    assert [place for place, _ in items] == places
+    assert [position for position, _ in items] == positions
     assert items[1][1].meta == meta
     assert items[1][1].payload == join_pieces(payload)
-    assert read_record(tmp_path, places[1]).payload == join_pieces(payload)
-    assert places[2].offset == places[1].offset + places[1].size
+    assert read_record(tmp_path, positions[1]).payload == join_pieces(payload)
+    assert positions[2].offset == positions[1].offset + positions[1].size
 
 
 JSON = st.recursive(
@@ -71,7 +71,7 @@ JSON = st.recursive(
 
 
 @given(st.lists(st.tuples(st.dictionaries(st.text(), JSON), st.binary(max_size=300)), max_size=8))
-def test_a_written_file_holds_its_records(
+def test_write_segment_writes_all_records(
     tmp_path_factory: pytest.TempPathFactory, content: list[tuple[dict[str, Any], bytes]]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "snapshot.journal"
@@ -80,7 +80,7 @@ def test_a_written_file_holds_its_records(
     assert [record for _, record in intact(read_segment(path))] == records
 
 
-async def test_what_cannot_be_json_is_refused_with_all_of_its_call(tmp_path: Path) -> None:
+async def test_append_with_an_unserializable_record_writes_nothing(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     with pytest.raises(TypeError):
         await journal.append([note(0), JournalRecord({"kind": "bad", "x": object()})])
@@ -89,7 +89,7 @@ async def test_what_cannot_be_json_is_refused_with_all_of_its_call(tmp_path: Pat
     assert numbers(tmp_path) == [1]
 
 
-async def test_more_buffers_than_one_system_call_takes_and_calls_that_take_less_than_given(
+async def test_writev_limits_and_short_writes_are_handled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writev = os.writev
@@ -103,10 +103,10 @@ async def test_more_buffers_than_one_system_call_takes_and_calls_that_take_less_
     assert numbers(tmp_path) == list(range(3000))
 
 
-# Damage.
+# Damage
 
 
-async def test_a_file_cut_at_any_byte_of_its_last_record_has_the_earlier_ones(
+async def test_replay_skips_a_last_record_truncated_at_any_byte(
     tmp_path: Path,
 ) -> None:
     last = (await written(tmp_path, range(4)))[-1]
@@ -117,8 +117,8 @@ async def test_a_file_cut_at_any_byte_of_its_last_record_has_the_earlier_ones(
         assert numbers(tmp_path) == [0, 1, 2], size
 
 
-async def test_a_last_record_without_its_last_sectors_is_left_out(tmp_path: Path) -> None:
-    # As a file system leaves it that had the length on the disk, but not yet the data.
+async def test_replay_skips_a_last_record_with_unwritten_sectors(tmp_path: Path) -> None:
+    # A file system may persist the file's length before its data.
     journal = opened(tmp_path)
     await journal.append([note(0), note(1, os.urandom(5000))])
     await journal.close()
@@ -130,62 +130,64 @@ async def test_a_last_record_without_its_last_sectors_is_left_out(tmp_path: Path
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-async def test_what_never_was_a_record_is_no_torn_end(tmp_path: Path, kept: int) -> None:
-    places = await written(tmp_path, range(2))
+async def test_garbage_at_the_end_is_corrupt_and_not_torn(tmp_path: Path, kept: int) -> None:
+    positions = await written(tmp_path, range(2))
     path = segment_path(tmp_path, 1)
     content = path.read_bytes()
-    start = places[kept].offset
+    start = positions[kept].offset
     path.write_bytes(content[:start] + b"\x01" + os.urandom(len(content) - start - 1))
     (corrupt,) = [item for item in replay_segments(tmp_path) if isinstance(item, CorruptRecord)]
     assert (corrupt.position.offset, corrupt.position.size) == (start, len(content) - start)
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-async def test_a_flipped_byte_costs_its_record_and_no_other(tmp_path: Path, bad: int) -> None:
-    places = await written(tmp_path, range(4))
+async def test_flipped_byte_corrupts_only_its_own_record(tmp_path: Path, bad: int) -> None:
+    positions = await written(tmp_path, range(4))
     path = segment_path(tmp_path, 1)
     content = path.read_bytes()
-    for offset in range(places[bad].offset, places[bad].offset + places[bad].size):
+    for offset in range(positions[bad].offset, positions[bad].offset + positions[bad].size):
         damaged = bytearray(content)
         damaged[offset] ^= 0x41
         path.write_bytes(damaged)
         items = list(replay_segments(tmp_path))
         [corrupt] = [item for item in items if isinstance(item, CorruptRecord)]
-        assert (corrupt.position, corrupt.file) == (places[bad], path)
+        assert (corrupt.position, corrupt.file) == (positions[bad], path)
         assert "checksum" in corrupt.reason
         assert numbers(tmp_path) == [None if i == bad else i for i in range(4)]
-        with pytest.raises(JournalError, match=rf"{path}, byte {places[bad].offset}: .*checksum"):
-            read_record(tmp_path, places[bad])
+        with pytest.raises(
+            JournalError, match=rf"{path}, byte {positions[bad].offset}: .*checksum"
+        ):
+            read_record(tmp_path, positions[bad])
 
 
-async def test_a_flipped_byte_in_the_last_record_is_not_taken_for_a_torn_end(
+async def test_flipped_byte_in_the_last_record_is_corrupt_and_not_torn(
     tmp_path: Path,
 ) -> None:
-    place = (await written(tmp_path, range(4)))[-1]
+    position = (await written(tmp_path, range(4)))[-1]
     path = segment_path(tmp_path, 1)
     content = path.read_bytes()
-    for offset in range(place.offset + 32, place.offset + place.size):
+    for offset in range(position.offset + 32, position.offset + position.size):
         damaged = bytearray(content)
         damaged[offset] ^= 0x41
         path.write_bytes(damaged)
         assert numbers(tmp_path) == [0, 1, 2, None]
 
 
-async def test_every_bad_record_of_a_row_is_named(tmp_path: Path) -> None:
-    places = await written(tmp_path, range(5))
+async def test_consecutive_corrupt_records_are_all_reported(tmp_path: Path) -> None:
+    positions = await written(tmp_path, range(5))
     path = segment_path(tmp_path, 1)
     damaged = bytearray(path.read_bytes())
     for i in (1, 2):
-        damaged[places[i].offset + places[i].size - 1] ^= 1
+        damaged[positions[i].offset + positions[i].size - 1] ^= 1
     path.write_bytes(damaged)
     assert numbers(tmp_path) == [0, None, None, 3, 4]
 
 
-async def test_the_next_record_is_found_however_far_away_it_is(
+async def test_replay_finds_the_next_record_at_any_distance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = opened(tmp_path)
-    places = await journal.append([note(0, segment_file.MAGIC * 50), note(1)])
+    positions = await journal.append([note(0, segment_file.MAGIC * 50), note(1)])
     await journal.close()
     path = segment_path(tmp_path, 1)
     damaged = bytearray(path.read_bytes())
@@ -193,14 +195,14 @@ async def test_the_next_record_is_found_however_far_away_it_is(
     path.write_bytes(damaged)
     for chunk in range(len(segment_file.MAGIC), 40):
         monkeypatch.setattr(segment_file, "_SEARCH_BYTES", chunk)
-        bad, *rest = replay_segments(tmp_path)
-        ((place, record),) = intact(rest)
+        bad, *later = replay_segments(tmp_path)
+        ((position, record),) = intact(later)
         assert isinstance(bad, CorruptRecord)
-        assert bad.position == places[0]
-        assert (place, record.meta["i"]) == (places[1], 1)
+        assert bad.position == positions[0]
+        assert (position, record.meta["i"]) == (positions[1], 1)
 
 
-async def test_a_journal_inside_a_payload_is_not_taken_for_records(tmp_path: Path) -> None:
+async def test_records_inside_a_payload_are_not_replayed(tmp_path: Path) -> None:
     inner = tmp_path / "inner"
     await written(inner, range(3))
     journal = opened(tmp_path)
@@ -211,7 +213,7 @@ async def test_a_journal_inside_a_payload_is_not_taken_for_records(tmp_path: Pat
     assert numbers(tmp_path) == [None, 11]
 
 
-async def test_a_format_of_the_future_is_named(
+async def test_unknown_format_version_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segment_file, "FORMAT_VERSION", 2)
@@ -221,7 +223,7 @@ async def test_a_format_of_the_future_is_named(
         numbers(tmp_path)
 
 
-def test_a_record_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_reading_a_missing_record_names_file_and_offset(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=r"00000007\.journal: No such file"):
         read_record(tmp_path, RecordPosition(7, 0, 10))
     write_segment(segment_path(tmp_path, 7), [note(0)])
@@ -229,10 +231,10 @@ def test_a_record_that_is_not_there_is_named(tmp_path: Path) -> None:
         read_record(tmp_path, RecordPosition(7, 5000, 10))
 
 
-# Segments.
+# Segments
 
 
-async def test_a_cut_parts_what_came_before_from_what_came_after(tmp_path: Path) -> None:
+async def test_rotate_separates_earlier_from_later_records(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     for i in range(0, 40, 2):
         journal.append_nowait([note(i)])
@@ -243,7 +245,7 @@ async def test_a_cut_parts_what_came_before_from_what_came_after(tmp_path: Path)
     await journal.close()
 
 
-async def test_a_cut_behind_nothing_is_the_segment_already_begun(tmp_path: Path) -> None:
+async def test_rotate_of_an_empty_segment_keeps_it(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     assert [await journal.rotate(), await journal.rotate()] == [1, 1]
     await journal.append([note(0)])
@@ -252,7 +254,7 @@ async def test_a_cut_behind_nothing_is_the_segment_already_begun(tmp_path: Path)
     assert list_segments(tmp_path) == [1, 2]
 
 
-async def test_full_segments_are_followed_by_new_ones(tmp_path: Path) -> None:
+async def test_full_segment_is_followed_by_a_new_one(tmp_path: Path) -> None:
     journal = opened(tmp_path, max_mb=1)
     for i in range(6):
         await journal.append([note(i, bytes(400_000))])
@@ -263,7 +265,7 @@ async def test_full_segments_are_followed_by_new_ones(tmp_path: Path) -> None:
     assert numbers(tmp_path) == list(range(6))
 
 
-async def test_a_full_segment_is_fsynced_before_it_is_left(
+async def test_full_segment_is_fsynced_before_the_next_starts(
     tmp_path: Path, fsyncs: list[str]
 ) -> None:
     journal = opened(tmp_path, max_mb=1, fsync_s=1000.0)
@@ -274,7 +276,7 @@ async def test_a_full_segment_is_fsynced_before_it_is_left(
     await journal.close()
 
 
-async def test_lower_segments_are_removed_and_the_bytes_counted(tmp_path: Path) -> None:
+async def test_discard_before_removes_lower_segments_and_their_bytes(tmp_path: Path) -> None:
     await written(tmp_path, range(3), range(3, 6))
     journal = opened(tmp_path)
     await journal.append([note(6)])
@@ -287,7 +289,7 @@ async def test_lower_segments_are_removed_and_the_bytes_counted(tmp_path: Path) 
     assert numbers(tmp_path) == [6]
 
 
-async def test_numbers_are_not_used_again_when_all_files_were_discarded(tmp_path: Path) -> None:
+async def test_segment_numbers_are_not_reused_after_discard(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     await journal.append([note(0)])
     journal.discard_before(await journal.rotate())
@@ -300,7 +302,7 @@ async def test_numbers_are_not_used_again_when_all_files_were_discarded(tmp_path
     await journal.close()
 
 
-async def test_a_replay_has_the_segments_asked_for(tmp_path: Path) -> None:
+async def test_replay_reads_the_requested_segments(tmp_path: Path) -> None:
     await written(tmp_path, range(2), range(2, 4), range(4, 6))
     assert numbers(tmp_path, first=2) == [2, 3, 4, 5]
     assert numbers(tmp_path, before=3) == [0, 1, 2, 3]
@@ -311,7 +313,7 @@ async def test_a_replay_has_the_segments_asked_for(tmp_path: Path) -> None:
     assert numbers(tmp_path / "missing") == []
 
 
-async def test_a_missing_segment_is_named(tmp_path: Path) -> None:
+async def test_missing_segment_raises_with_its_number(tmp_path: Path) -> None:
     await written(tmp_path, *(range(i, i + 1) for i in range(5)))
     for number in (2, 4):
         segment_path(tmp_path, number).unlink()
@@ -322,7 +324,7 @@ async def test_a_missing_segment_is_named(tmp_path: Path) -> None:
     assert numbers(tmp_path, first=5) == [4]
 
 
-async def test_a_successor_begins_a_segment_and_leaves_the_torn_end(
+async def test_successor_starts_a_new_segment_after_a_torn_end(
     tmp_path: Path, fsyncs: list[str]
 ) -> None:
     await written(tmp_path, range(3), fsync_s=None)
@@ -338,7 +340,7 @@ async def test_a_successor_begins_a_segment_and_leaves_the_torn_end(
     assert numbers(tmp_path) == [0, 1, 3, 4]
 
 
-async def test_a_writer_that_was_given_up_for_dead_does_not_go_on(tmp_path: Path) -> None:
+async def test_fenced_writer_cannot_append(tmp_path: Path) -> None:
     first, second = opened(tmp_path), opened(tmp_path)
     with pytest.raises(JournalError, match=r"00000001\.journal: another process has taken this"):
         await first.append([note(0)])
@@ -347,13 +349,13 @@ async def test_a_writer_that_was_given_up_for_dead_does_not_go_on(tmp_path: Path
     assert numbers(tmp_path) == [1]
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_uncreatable_folder_raises_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(JournalError, match=f"journal {tmp_path}/file/folder: "):
         opened(tmp_path / "file" / "folder")
 
 
-async def test_the_file_can_be_read_without_this_code(tmp_path: Path) -> None:
+async def test_segment_format_is_readable_without_streamrl(tmp_path: Path) -> None:
     await written(tmp_path, range(1))
     content = segment_path(tmp_path, 1).read_bytes()
     meta_bytes = int.from_bytes(content[8:12], "little")

@@ -1,4 +1,4 @@
-"""What a holder had begun of a group when it went: kept beside the group for the next one."""
+"""Partial rollouts of a holder that is gone: kept beside the group for the next holder."""
 
 import asyncio
 
@@ -15,31 +15,31 @@ from tests.buffer.shards import WITH_A_GREEDY_ONE, admit, commit, on_shard, roll
 
 
 def partial(tokens: int) -> Columns:
-    """Two rollouts of a prompt of two tokens, as far as that."""
-    one = Rollout.from_single_turn(
+    """Two rollouts of a two-token prompt with so many sampled tokens."""
+    rollout = Rollout.from_single_turn(
         np.array([1, 2], np.int32),
         [5] * tokens,
         logprobs=[-1.0] * tokens,
         versions=[0] * tokens,
         finish_reason=FinishReason.ABORT,
     )
-    return rollouts_to_columns([one, one])
+    return rollouts_to_columns([rollout, rollout])
 
 
 async def leased(shard: QueueShard, holder: str = "a", stage: str = "generate") -> GroupLease:
-    (one,) = await take(shard, stage, holder=holder)
-    return one.lease
+    (group,) = await take(shard, stage, holder=holder)
+    return group.lease
 
 
 async def begun(shard: QueueShard, holder: str, stage: str = "generate") -> tuple[GroupLease, int]:
-    """The next lease, and how many tokens of each rollout come with it."""
+    """Lease again; return the lease and the tokens of each partial rollout."""
     (grant,) = await shard.lease_groups(LeaseRequest(stage, holder, 1), wait_s=0.0)
-    found = [decode_columns(blob)["lengths"] for blob in grant.partial_rollouts]
-    return grant.lease, int(found[0][0]) - 2 if found else 0
+    lengths = [decode_columns(blob)["lengths"] for blob in grant.partial_rollouts]
+    return grant.lease, int(lengths[0][0]) - 2 if lengths else 0
 
 
 @pytest.mark.parametrize("died", [True, False])
-def test_the_next_holder_is_handed_the_last_note(died: bool) -> None:
+def test_next_holder_gets_the_last_partial_rollouts(died: bool) -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         lease = await leased(shard)
@@ -52,7 +52,7 @@ def test_the_next_holder_is_handed_the_last_note(died: bool) -> None:
     on_shard(test)
 
 
-def test_a_note_counts_in_bytes_and_goes_with_the_commit() -> None:
+def test_partial_rollouts_count_as_bytes_until_the_commit() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         lease = await leased(shard)
@@ -68,7 +68,7 @@ def test_a_note_counts_in_bytes_and_goes_with_the_commit() -> None:
     on_shard(test)
 
 
-def test_a_note_that_comes_after_its_lease_is_passed_over() -> None:
+def test_partial_rollouts_without_an_active_lease_are_ignored() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         late = await leased(shard)
@@ -83,7 +83,7 @@ def test_a_note_that_comes_after_its_lease_is_passed_over() -> None:
     on_shard(test)
 
 
-def test_of_two_holders_the_one_that_is_further_along_counts() -> None:
+def test_longer_partial_rollouts_of_a_hedge_are_kept() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         first = await leased(shard)
@@ -98,12 +98,12 @@ def test_of_two_holders_the_one_that_is_further_along_counts() -> None:
     on_shard(test, hedge_s=1.0, max_attempts=9)
 
 
-def test_a_note_is_its_stages_own() -> None:
+def test_partial_rollouts_are_kept_per_stage() -> None:
     async def test(shard: QueueShard) -> None:
         await admit(shard, "0:0:0")
         lease, other = await leased(shard), await leased(shard, stage="greedy")
         shard.save_partials([commit(lease, partial(3))])
-        with pytest.raises(ContractError, match="stage greedy put no"):
+        with pytest.raises(ContractError, match=r"stage greedy committed .* without"):
             shard.save_partials([commit(other, partial(3))])
         shard.release_holder("a")
         assert (await begun(shard, "b", "greedy"))[1] == 0

@@ -1,4 +1,4 @@
-"""A holder that fails to give way keeps nobody else from the pool."""
+"""A holder that fails to suspend blocks no other holder."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
 
 
 class Stuck:
-    """Work that fails to stand still, or to go on, as an engine does whose step does not end."""
+    """Work that fails to suspend or resume, like an engine whose step hangs."""
 
     def __init__(self, fails: str) -> None:
         self._fails = fails
@@ -29,7 +29,7 @@ class Stuck:
 
 
 @pytest.mark.parametrize("fails", ["suspend", "resume"])
-def test_work_that_fails_to_give_way_says_so_and_gives_the_pool_back(fails: str) -> None:
+def test_failed_suspend_raises_and_releases_the_pool(fails: str) -> None:
     async def main() -> None:
         arbiter = DeviceArbiter(timeout_s=20.0, slice_s=0.0)
         generator = SharedDeviceLease(arbiter, "generator-0", suspendable=Stuck(fails))
