@@ -235,7 +235,7 @@ async def test_so_many_groups_are_judged_at_once_and_no_more():
         at_once.append(at_once[-1] - 1)
         return (number,)
 
-    await score_concurrently(judge, range(20), most=4, tell=told.append)
+    await score_concurrently(judge, range(20), max_concurrent=4, on_scored=told.append)
     assert max(at_once) == 4
     assert sorted(told) == list(range(20))
 
