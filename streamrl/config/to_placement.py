@@ -108,8 +108,8 @@ def apply_placement(
 ) -> RunConfig:
     """Return the same run with this placement; inverse of `build_run_placement` up to numbering.
 
-    kv_cache_bytes: KV cache per generator device, unless the config sets a size; by default the engine
-    decides. Raises ConfigError, naming the call or devices, if streamrl cannot run the
+    kv_cache_bytes: KV cache per generator device, unless the config sets a size; by default the
+    engine decides. Raises ConfigError, naming the call or devices, if streamrl cannot run the
     placement.
     """
     stages = {
