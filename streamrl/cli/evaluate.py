@@ -174,7 +174,7 @@ async def _evaluate_files(
         max_new_tokens=subject.generator.max_new_tokens,
     )
     limits = PromptLimits(limit, load_vocab_size(model), subject.data.on_long_prompt)
-    loaded = load_prompts(files, tokenizer, limits, most=config.limit)
+    loaded = load_prompts(files, tokenizer, limits, max_prompts=config.limit)
     for note in await rewards.run_preflight():
         print(f"streamrl: {note}", file=sys.stderr)
     for file in loaded.files:

@@ -103,7 +103,9 @@ def prepare_run(config: RunConfig) -> PreparedRun:
         config.model.path,
         limit=limit,
         on_long=on_long,
-        room=None if has_prompt_limit else config.pipeline.micro_batch_tokens - max_new_tokens,
+        max_sampled_tokens=None
+        if has_prompt_limit
+        else config.pipeline.micro_batch_tokens - max_new_tokens,
         inspect=inspect,
     )
     evaluation = load_prompt_files(
@@ -111,7 +113,7 @@ def prepare_run(config: RunConfig) -> PreparedRun:
         config.model.path,
         limit=limit,
         on_long=on_long,
-        most=config.evaluation.limit,
+        max_prompts=config.evaluation.limit,
     )
     inspect(evaluation.prompts)
     if config.data.pretrain:

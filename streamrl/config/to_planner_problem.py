@@ -162,7 +162,7 @@ def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:
             model,
             limit=limit,
             on_long=data.on_long_prompt,
-            most=config.evaluation.limit,
+            max_prompts=config.evaluation.limit,
         )
     except ConfigError as error:
         raise ConfigError(f"{error}; give the prompt length with --prompt-tokens N") from None
