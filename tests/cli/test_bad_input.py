@@ -75,7 +75,7 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         (["trainer.attention=fast"], ["trainer.attention=fast", "eager, sdpa, flex, flash"]),
         (["weights.bucket_mb=65536"], ["weights.bucket_mb=65536", "at most 4096"]),
         (["weights.probe_limit=0"], ["weights.probe_limit=0", "above 0"]),
-        (["reference.every=2"], ["reference.every=2", "has no reference"]),
+        (["reference.every=2"], ["reference.every=2", "uses no reference"]),
         (["reference.every=-1"], ["reference.every=-1", "0 or more"]),
         (["reference.decay=0.5"], ["reference.decay=0.5", "reference.every=0"]),
         (["reference.every=1", "reference.decay=1"], ["reference.decay=1", "below 1"]),
@@ -132,7 +132,7 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         ),
         (
             ["placement.mode=colocated", "weights.transport=disk"],
-            ["weights.transport=disk: in a colocated run weights do not travel"],
+            ["weights.transport=disk: in a colocated run weights need no transport"],
         ),
         (
             ["placement.mode=colocated", "generator.replicas=3"],
@@ -151,7 +151,7 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
                 *("placement.mode=colocated", "trainer.world_size=4", "generator.replicas=4"),
                 "generator.tensor_parallel=2",
             ],
-            ["generator.replicas=4: in a colocated run every team of generator.tensor_parallel=2"],
+            ["generator.replicas=4: in a colocated run every group of generator.tensor_parallel=2"],
         ),
         (
             [
@@ -162,7 +162,7 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         ),
         (
             ["placement.mode=shadow", "generator.tensor_parallel=2"],
-            ["generator.tensor_parallel=2: needs devices of its own", "placement.mode=shadow"],
+            ["generator.tensor_parallel=2: needs dedicated devices", "placement.mode=shadow"],
         ),
         (["generator.tensor_parallel=3"], ["must divide the model's num_attention_heads=2"]),
         (["placement.slice_s=0"], ["placement.slice_s=0.0: must be above 0"]),
@@ -231,7 +231,7 @@ def test_long_prompts_can_be_skipped_but_not_all_of_them(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:
     path = rows(tmp_path, row("1+" * 100 + "1"))
-    assert "all 1 prompts are longer" in refused(f"data.train={path}", "data.on_long_prompt=skip")
+    assert "all 1 prompts exceed" in refused(f"data.train={path}", "data.on_long_prompt=skip")
 
 
 def test_a_row_the_reward_cannot_judge_is_named(
@@ -268,7 +268,7 @@ def test_a_run_directory_that_exists_is_not_touched(
     (tmp_path / "taken" / "precious").write_text("data")
     words = ["train", str(toy / "recipe.yaml"), f"run.dir={tmp_path}", "run.name=taken"]
     assert main(words) == 2
-    assert "exists: --resume it, name another" in capsys.readouterr().err
+    assert "exists: --resume it, choose another" in capsys.readouterr().err
     assert (tmp_path / "taken" / "precious").read_text() == "data"
 
 
@@ -286,7 +286,7 @@ def test_overwrite_does_not_remove_what_the_new_run_reads(
     }
     for key, pair in goes_with.items():
         assert main([*words, "run.overwrite=true", f"{key}={model}", *pair]) == 2
-        assert f"{key}={model}: lies in the run that" in capsys.readouterr().err
+        assert f"{key}={model}: lies inside the run that" in capsys.readouterr().err
     assert (model / "model.safetensors").is_file()
 
 
@@ -297,18 +297,18 @@ def test_overwrite_replaces_runs_and_nothing_else(
     (tmp_path / "papers" / "precious").write_text("data")
     words = ["train", str(toy / "recipe.yaml"), f"run.dir={tmp_path}", "run.name=papers"]
     assert main([*words, "run.overwrite=true"]) == 2
-    assert "is no run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
     assert (tmp_path / "papers" / "precious").read_text() == "data"
 
 
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        ("pipeline.groups_per_step=8", "a resumed run keeps its 4"),
-        ("pipeline.max_staleness=0", "it may only grow"),
-        ("trainer.lora_rank=4", "trainer.lora_rank=4: a resumed run keeps its 0"),
-        ("algorithm.mini_batches=2", "algorithm.mini_batches=2: a resumed run keeps its 1"),
-        ("queue.journal.enabled=false", "a resumed run keeps its True"),
+        ("pipeline.groups_per_step=8", "a resumed run must keep 4"),
+        ("pipeline.max_staleness=0", "the bound may only grow"),
+        ("trainer.lora_rank=4", "trainer.lora_rank=4: a resumed run must keep 0"),
+        ("algorithm.mini_batches=2", "algorithm.mini_batches=2: a resumed run must keep 1"),
+        ("queue.journal.enabled=false", "a resumed run must keep True"),
         ("run.seed=5", "cannot resume the data stream"),
     ],
 )
@@ -330,13 +330,13 @@ def test_a_resume_that_would_mean_another_run_is_refused_and_nothing_is_cut(
 @pytest.mark.parametrize(
     ("began", "override", "part"),
     [
-        ("ppo", "critic.trainer.lora_rank=4", "lora_rank=4: a resumed run keeps its 0"),
-        ("ppo", "critic.warmup_alone=2", "critic.warmup_alone=2: a resumed run keeps its 0"),
-        ("ppo", "algorithm.kl_coef=0.5", "algorithm.kl_coef=0.5: a resumed run goes on with what"),
+        ("ppo", "critic.trainer.lora_rank=4", "lora_rank=4: a resumed run must keep 0"),
+        ("ppo", "critic.warmup_alone=2", "critic.warmup_alone=2: a resumed run must keep 0"),
+        ("ppo", "algorithm.kl_coef=0.5", "algorithm.kl_coef=0.5: this value adapts during training"),
         (
             "safe_rlhf",
             "algorithm.params.lagrange=2",
-            "algorithm.params.lagrange=2.0: a resumed run goes on with what",
+            "algorithm.params.lagrange=2.0: this value adapts during training",
         ),
     ],
 )
@@ -362,7 +362,7 @@ def test_a_resume_keeps_its_critic_and_what_follows_the_steps(
     ("was", "now", "part"),
     [
         (2, 0, "reference.every=0: the reference of"),
-        (0, 2, "reference.every=2: {checkpoint} has no reference that moves"),
+        (0, 2, "reference.every=2: {checkpoint} has no moving reference"),
     ],
 )
 def test_a_resume_keeps_a_reference_that_moves_or_one_that_does_not(
@@ -406,7 +406,7 @@ def test_whoever_comes_to_a_live_run_is_told_so_and_nothing_is_touched(
     assert f"{run_dir} is in use: its run is alive, since " in line and "\n" not in line
     assert f"pid {os.getpid()};" in line
     # A live run cannot be forked either.
-    assert ("name another run" in line) == (how in ("new", "overwrite"))
+    assert ("choose another run.name" in line) == (how in ("new", "overwrite"))
     assert sorted(tmp_path.rglob("*")) == before
     lock.release()
 
@@ -423,15 +423,15 @@ def test_a_state_of_the_old_form_keeps_its_layout(
     (save_checkpoint(run_dir, {}) / "trainer" / "rank_0.pt").touch()
     assert main(["train", "--resume", str(run_dir), override]) == 2
     line = capsys.readouterr().err.strip()
-    assert f"{override}: " in line and "is of an old form" in line and "\n" not in line
+    assert f"{override}: " in line and "has an old format" in line and "\n" not in line
 
 
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["run.dir={run}"], "lie in each other"),
+        (["run.dir={run}"], "must not contain each other"),
         (["run.name=taken"], "taken exists: --resume it"),
-        (["run.name=new", "algorithm.group_size=3"], "algorithm.group_size=3: a resumed run keeps"),
+        (["run.name=new", "algorithm.group_size=3"], "algorithm.group_size=3: a resumed run must keep"),
     ],
 )
 def test_a_fork_that_cannot_be_is_refused(
@@ -505,8 +505,8 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_cut(
         (["train", "--resume", "nowhere"], "no such directory"),
         (["evaluate", "nowhere", "--data", "x.jsonl"], "neither a model directory"),
         (["scale"], "RUN"),
-        (["scale", "nowhere"], "say what is wanted"),
-        (["scale", "nowhere", "--generators", "2"], "nowhere: no run: no such directory"),
+        (["scale", "nowhere"], "name a role to scale"),
+        (["scale", "nowhere", "--generators", "2"], "nowhere: not a run: no such directory"),
         (["scale", "nowhere", "--generators", "0"], "--generators 0: must be 1 or more"),
         (["scale", "nowhere", "--trainers", "2"], "--trainers"),
         (["dance"], "invalid choice"),

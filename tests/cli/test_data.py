@@ -45,7 +45,7 @@ def test_a_good_file_is_described_and_the_code_is_0(toy: Path, check: Callable[.
     code, text = check(toy / "rows.jsonl", "--model", toy / "model")
     assert code == 0
     assert text.splitlines() == [
-        f"{toy}/rows.jsonl: 100 rows, of which a run uses 100",
+        f"{toy}/rows.jsonl: 100 rows, 100 of them usable",
         "  sources          toy 100",
         "  prompts          4 to 4 tokens, median 4, 95 % up to 4 (limit 127)",
     ]
@@ -54,7 +54,7 @@ def test_a_good_file_is_described_and_the_code_is_0(toy: Path, check: Callable[.
 def test_every_bad_row_is_named_and_the_code_is_2(toy, messy, check) -> None:
     code, text = check(messy, "--model", toy / "model")
     assert code == 2
-    assert f"{messy}: 6 rows, of which a run uses 3" in text
+    assert f"{messy}: 6 rows, 3 of them usable" in text
     assert "sources          sums 2, more 1" in text
     assert "no ground truth  1" in text and "duplicates       1" in text
     named = [
@@ -87,7 +87,7 @@ def test_json_has_the_same_figures(toy, messy, check) -> None:
 
 def test_a_recipe_says_what_is_checked_and_how(toy, messy, check) -> None:
     code, text = check("--config", toy / "recipe.yaml")
-    assert (code, text.count("100 rows, of which a run uses 100")) == (0, 2)
+    assert (code, text.count("100 rows, 100 of them usable")) == (0, 2)
     assert "(limit 122)" in text
     code, text = check(messy, "--config", toy / "recipe.yaml")
     assert code == 2 and "limit is 122" in text
@@ -109,7 +109,7 @@ def test_a_filter_and_a_template_of_the_users_own_are_given_by_argument(toy, tmp
     path.write_text(f"{row('1+1')}\n{row('12')}\n")
     words = (path, "--model", toy / "model")
     code, text = check(*words, "--filter", f"{tmp_path}/mine.py:keep")
-    assert code == 0 and "2 rows, of which a run uses 1" in text and "filtered         1" in text
+    assert code == 0 and "2 rows, 1 of them usable" in text and "filtered         1" in text
     code, text = check(*words, "--template", tmp_path / "bad.jinja")
     assert (code, len(text.splitlines())) == (2, 1)
     assert f"template={tmp_path}/bad.jinja:1: TemplateSyntaxError: " in text
@@ -152,7 +152,7 @@ def test_a_data_file_that_never_ends_is_one_line(toy, tmp_path, capsys, command,
         (["rows.jsonl"], "--model or --config"),
         (["nowhere.jsonl", "--model", "{toy}/model"], "nowhere.jsonl: cannot be read"),
         (["{toy}/rows.jsonl", "--model", "{toy}"], r"model\.path=.*: config\.json: "),
-        (["--config", "{toy}/recipe.yaml", "--split", "x"], "--split=x: .* none is named"),
+        (["--config", "{toy}/recipe.yaml", "--split", "x"], "--split=x .* no file is named"),
         (["{toy}/rows.jsonl", "--model", "{toy}/model", "--on-long-prompt", "cut"], "skip"),
         (["{toy}/rows.jsonl", "--model", "{toy}/model", "--max-prompt-tokens", "0"], "1 or more"),
     ],

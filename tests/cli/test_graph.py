@@ -79,8 +79,8 @@ def test_what_the_graph_does_not_show_is_a_note(capsys) -> None:
     words = ["weights.publish_every=2", "algorithm.kl_coef=0.1", "reference.every=5"]
     notes = [line for line in said(capsys, GRPO, *words).splitlines() if line.startswith("note")]
     assert notes == [
-        "note: weights.publish_every=2: only one in 2 versions is published",
-        "note: reference.every=5: it only moves at one in 5 versions",
+        "note: weights.publish_every=2: publishes only one in 2 versions",
+        "note: reference.every=5: the reference moves only at one in 5 versions",
     ]
 
 
@@ -89,7 +89,7 @@ def test_a_column_nobody_reads_is_a_note(capsys, monkeypatch) -> None:
     flow = load_config(Path(GRPO)).dataflow
     wider = property(lambda config: Dataflow([*flow.calls, extra]))
     monkeypatch.setattr("streamrl.config.run_config.RunConfig.dataflow", wider)
-    assert said(capsys, GRPO).endswith("\nnote: extra produces answers, which no stage needs\n")
+    assert said(capsys, GRPO).endswith("\nnote: extra produces answers, which no stage requires\n")
 
 
 def test_a_run_directory_is_as_good_as_its_config(capsys, tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def _extent(text: ET.Element) -> tuple[float, float, float, float]:
         (["a" * 300], f"config {'a' * 300}: File name too long"),
         (["nowhere.yaml"], "config nowhere.yaml: No such file or directory"),
         ([GRPO, "trainer.lrr=1"], f"{GRPO}: unknown key trainer.lrr=1; the nearest key is "),
-        ([GRPO, "nonsense"], "'nonsense': an override is written key=value"),
+        ([GRPO, "nonsense"], "'nonsense': write an override as key=value"),
         ([GRPO, "--steps", "0"], "--steps 0: must be from 1 to 100"),
         ([GRPO, "--steps", "101"], "--steps 101: must be from 1 to 100"),
         ([GRPO, "--svg", "{tmp}/none/a.svg"], "--svg {tmp}/none/a.svg: No such file or directory"),

@@ -117,9 +117,9 @@ def test_the_bound_is_the_configs_own_and_others_are_shown_beside_it(
         played = row["simulated"]
         gain = played["tokens_per_s"] / mine["tokens_per_s"] - 1
         assert (
-            f"--max-staleness {row['max_staleness']}: {gain:+.0%} tokens/s, of tokens that are"
-            f" {played['staleness_mean']:.2f} versions old (at most {played['staleness_max']}),"
-            f" not {mine['staleness_mean']:.2f}"
+            f"--max-staleness {row['max_staleness']}: {gain:+.0%} tokens/s, with tokens"
+            f" {played['staleness_mean']:.2f} versions old (at most {played['staleness_max']})"
+            f" instead of {mine['staleness_mean']:.2f}"
         ) in said
 
 
@@ -253,7 +253,7 @@ def test_devices_that_get_nothing_and_what_the_run_costs_are_told(
     assert found["best"]["run_hours"] == pytest.approx(hours)
     assert found["best"]["run_device_hours"] == pytest.approx(8 * hours)
     said = run(capsys, "plan", *TINY, "--cluster", "8xH100", *few)[1]
-    assert f"devices {', '.join(found['unused'])} get nothing: {len(spare)} of 8\n" in said
+    assert f"devices {', '.join(found['unused'])} are unused: {len(spare)} of 8\n" in said
     assert f"run.steps=3600: {hours:.3g} h, {8 * hours:.3g} GPU-hours\n" in said
 
 
@@ -287,7 +287,7 @@ def test_what_would_make_it_fit_is_told_and_does(
     words += ["--max-staleness", "0", "pipeline.groups_per_step=8"]
     code, out = run(capsys, *words)
     assert code == 1
-    assert "\nit would fit with any one of:\n" in out
+    assert "\nany one of these would let it fit:\n" in out
     code, out = run(capsys, *words, "--json")
     found = json.loads(out)
     assert code == 1 and found["best"] is None
@@ -363,7 +363,7 @@ def test_wrong_input_is_one_line(
         ("[[1]]", "[1]: must be whole tokens"),
         ("1 2 x", "'x': must be whole tokens"),
         ("[0]", "0: must be whole tokens, at least 1"),
-        ("[]", "must be one length or more"),
+        ("[]", "must contain at least one length"),
         ("[1,", "Expecting value"),
         ("[" + "9" * 400 + "]", "must be whole tokens"),
         ("3 13", "13 tokens: must be at most generator.max_new_tokens=12"),
@@ -422,9 +422,9 @@ def test_a_placement_is_no_further_ahead_than_can_be_planned(
         (["--max-staleness", "0,99"], "--max-staleness 0,99: must be numbers from 0 to 64"),
         (["--proposals", "-1"], "--proposals -1"),
         (["-o", "plan.txt"], "-o plan.txt: must end in .yaml or .json"),
-        (["-o", "plan.yaml", "--svg", "plan.yaml"], "-o, --svg plan.yaml: must be two files"),
-        (["-o", "plan.json", "--svg", "./tests/../plan.json"], "json: must be two files"),
-        (["--model", "llama-7b"], "--model llama-7b: --model qwen2.5-1.5b is given, too"),
+        (["-o", "plan.yaml", "--svg", "plan.yaml"], "-o, --svg plan.yaml: must be two different files"),
+        (["-o", "plan.json", "--svg", "./tests/../plan.json"], "json: must be two different files"),
+        (["--model", "llama-7b"], "--model llama-7b: --model qwen2.5-1.5b names the same role"),
     ],
 )
 def test_wrong_options_of_plan(
@@ -477,7 +477,7 @@ def test_unlike_devices_are_no_setting_of_a_run(
     words = [GRPO, *STEP, "--cluster", "2xH100,2xA100", *SIZES, "--proposals", "20"]
     words += ["--max-staleness", "0"]
     out = tmp_path / "plan.yaml"
-    assert "which of unlike devices" in refusal(capsys, "plan", *words, "-o", str(out))
+    assert "cannot choose between unlike devices" in refusal(capsys, "plan", *words, "-o", str(out))
     assert run(capsys, "plan", *words, "-o", str(tmp_path / "plan.json"))[0] == 0
 
 

@@ -44,7 +44,7 @@ def test_a_huge_file_is_refused_by_its_size(
     path = tmp_path / "huge.yaml"
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    assert "MiB: must be at most that" in refused(capsys, option, path)
+    assert "the file exceeds the limit of" in refused(capsys, option, path)
 
 
 @pytest.mark.parametrize("option", list(OPTIONS))
@@ -76,7 +76,7 @@ def test_what_would_take_hours_is_refused_before_it_begins(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     factors = "pipeline.groups_per_step=10000000, algorithm.group_size=8: about"
-    rule = "h to simulate: must be at most 1 h\n"
+    rule = "h to simulate; the limit is 1 h\n"
     error = refusal(capsys, "plan", *SMALL, HUGE)
     assert f" {factors} " in error and error.endswith(rule)
     error = refusal(capsys, "simulate", *SMALL[:-2], HUGE, "--steps", "2")

@@ -157,7 +157,7 @@ def test_a_uid_that_was_trained_twice_is_named(report: Report, tmp_path: Path) -
     keep_books(tmp_path, work)
     code, text = report()
     assert code == 1
-    assert "which does not add up" in text and "not each uid exactly once" in text
+    assert "which does not balance" in text and "not each uid exactly once" in text
     assert "problem     0:0:0: admitted 1 times, trained at version 3, trained at version 4" in text
     assert "problem     0:7:0: admitted 0 times, trained at version 4" in text
     assert "0:1:0:" not in text
@@ -187,13 +187,13 @@ def test_the_history_of_a_uid_has_the_log_the_events_and_its_later_attempts(
         "0:2:0  admitted at version 0",
         "0:2:0  dropped (reward_error): the verifier is down",
         "0:2:1  admitted at version 0",
-        "0:2:1  the run goes on from version 0",
+        "0:2:1  the run resumes from version 0",
         "0:2:1  trained at version 1: step 2",
         "0:2:0  event drop: cause=reward_error",
     ]
     assert "0:2:0" not in report("--uid", "0:2:1")[1], "earlier attempts are another uid's history"
     last = report("--uid", "0:0:0")[1].splitlines()[-1]
-    assert last.endswith("0:0:0  the run goes on from version 0, and its step is made again")
+    assert last.endswith("0:0:0  the run resumes from version 0, and its step is repeated")
     found = json.loads(report("--uid", "0:3:0", "--json")[1])
     assert [(e["source"], e["kind"]) for e in found["history"]] == [
         (RUN_LOG_FOLDER, "admit"),

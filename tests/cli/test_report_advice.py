@@ -36,7 +36,7 @@ def test_text_says_what_bounds_it_and_what_each_other_way_would_give(
     assert "bound by    " in text and "groups wait for it" in text
     assert "one more generator" in text and "generator.replicas=2" in text
     assert "staleness up to 2" in text
-    assert "may be as far off" in text and "2 cores" in text
+    assert "may have the same error" in text and "2 cores" in text
 
 
 def test_of_a_stage_whose_queue_is_not_known_it_is_not_said_how_many_wait(
@@ -66,15 +66,15 @@ def test_json_says_the_same_for_scripts(run_dir: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        ([], "name a RUN for what bounds it, or --ledger RUN"),
-        (["{run}", "--ledger", "{run}"], "name a RUN for what bounds it, or --ledger RUN"),
-        (["{run}", "--uid", "0:1:0"], "--uid goes with --ledger RUN"),
-        (["--ledger", "{run}", "--cluster", "8xH100"], "--cluster goes with RUN --what-if"),
-        (["{run}", "--cluster", "8xH100"], "--cluster goes with RUN --what-if"),
-        (["--ledger", "{run}", "--what-if"], "--what-if goes with RUN"),
+        ([], "name a RUN to find its bottleneck, or --ledger RUN"),
+        (["{run}", "--ledger", "{run}"], "name a RUN to find its bottleneck, or --ledger RUN"),
+        (["{run}", "--uid", "0:1:0"], "--uid needs --ledger RUN"),
+        (["--ledger", "{run}", "--cluster", "8xH100"], "--cluster needs RUN --what-if"),
+        (["{run}", "--cluster", "8xH100"], "--cluster needs RUN --what-if"),
+        (["--ledger", "{run}", "--what-if"], "--what-if needs RUN"),
         (["nowhere"], "no such directory"),
-        (["{run}/config.yaml"], "config.yaml: no run: not a directory"),
-        (["--ledger", "{run}/config.yaml"], "config.yaml: no run: not a directory"),
+        (["{run}/config.yaml"], "config.yaml: not a run: not a directory"),
+        (["--ledger", "{run}/config.yaml"], "config.yaml: not a run: not a directory"),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(

@@ -124,7 +124,7 @@ def test_markdown_keeps_to_its_columns(capsys):
 
 
 def test_a_kind_of_an_installed_package_is_listed_and_runs_by_its_name(capsys, package):
-    assert "brevity: of an installed package (terse:judge)\n" in said(capsys)
+    assert "brevity: from an installed package (terse:judge)\n" in said(capsys)
     rows, outs = package / "rows.jsonl", package / "outs.jsonl"
     rows.write_text('{"prompt": "Say it."}\n')
     outs.write_text('{"index": 0, "completion": "short"}\n')
@@ -143,7 +143,7 @@ def test_a_kind_that_streamrl_has_itself_hides_another_and_says_so(capsys, tmp_p
     assert main(["rewards", "exact", "--path", str(path)]) == 0
     out, error = capsys.readouterr()
     assert out.startswith(f"exact: {REWARD_KINDS['exact'].summary}")
-    assert error == f"streamrl: exact: {path}: hidden by streamrl's own kind of that name\n"
+    assert error == f"streamrl: exact: {path}: hidden by streamrl's built-in kind of the same name\n"
 
 
 def test_a_full_disk_behind_the_output_is_one_line():

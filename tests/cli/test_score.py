@@ -149,7 +149,7 @@ def test_what_cannot_be_scored_has_no_score_and_the_rest_has(score, reward_file)
     assert re.fullmatch(
         r"reward f, .*rows.jsonl line 2 \(uid 0:1:0\): no result in 2 s", late["error"]
     )
-    assert "not scored             reward_timeout 1; the first: reward f, " in error
+    assert "not scored             reward_timeout 1; first: reward f, " in error
     assert "scorer/killed/timeout  1 processes" in error
     code, lines, _ = score("--reward", reward, completions=[(0, "5"), (0, "nothing")])
     assert code == 1
@@ -246,8 +246,8 @@ async def test_so_many_groups_are_judged_at_once_and_no_more():
         ("", "--completions {}: holds no completions"),
         ("\n\n", "--completions {}: holds no completions"),
         ('{"index": 0, "completion": "5"}\n{"index": ', "{} line 2: not JSON: Expecting value"),
-        ('\n["5"]', "{} line 2: must be a JSON object, is list"),
-        ("null", "{} line 1: must be a JSON object, is null"),
+        ('\n["5"]', "{} line 2: expected a JSON object, got list"),
+        ("null", "{} line 1: expected a JSON object, got null"),
         ('{"index": 0, "text": "5"}', "{} line 1: no key 'completion'; the keys are: index, text"),
         ('{"completion": "5"}', "{} line 1: no key 'index'; the keys are: completion"),
         ("{}", "{} line 1: no key 'index'; the keys are: -"),
@@ -345,16 +345,16 @@ def test_a_file_imports_what_lies_beside_it_and_says_nothing_among_the_lines(rew
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "score: name a --reward (`streamrl rewards` lists them), or a --config"),
+        ([], "score: give --reward (see `streamrl rewards`) or --config"),
         (["--reward", "exakt"], "rewards[0].kind=exakt: must be one of exact, numeric,"),
-        (["--reward", "no.py"], "--reward=no.py: must be written as file.py:function"),
+        (["--reward", "no.py"], "--reward=no.py: write it as file.py:function"),
         (["--reward", "no.py:f"], "rewards[0].path="),
         (["--reward", "{kind: exact"], "'rewards=[{kind: exact]': while parsing a flow"),
         (["--reward", "{kind: regex}"], "rewards[0].pattern: missing"),
         (["--reward", "exact", "--reward", "exact"], "rewards.name=exact: given 2 times"),
         (["--config", "no.yaml"], "config no.yaml: No such file or directory"),
         (["--reward", "exact", "scorer.timeout=1"], "score: unknown key scorer.timeout=1;"),
-        (["--reward", "exact", "scorer.timeout_s"], "'scorer.timeout_s': an override is written"),
+        (["--reward", "exact", "scorer.timeout_s"], "'scorer.timeout_s': write an override"),
     ],
 )
 def test_bad_settings_are_one_line(score, words, line):

@@ -202,7 +202,7 @@ def test_a_policy_that_is_never_trained_is_noted(
 ) -> None:
     overrides = ["algorithm.name=ppo", "critic.warmup_alone=3"]
     config = load_config(write_toy(tmp_path) / "recipe.yaml", overrides)
-    assert "critic.warmup_alone=3: the policy is trained in none of" in prepare_run(config).notes[0]
+    assert "critic.warmup_alone=3: the policy is frozen in all" in prepare_run(config).notes[0]
     assert not any("warmup_alone" in note for note in run[1].notes)
 
 

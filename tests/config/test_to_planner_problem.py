@@ -129,7 +129,7 @@ def test_a_model_that_nobody_can_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="--model critic=llama-7b: the run has models of"):
         build_planner_problem(recipe("grpo"), cluster, PlannerRequest(20, SIZES))
     nowhere = recipe("grpo", "model.path=no/where")
-    with pytest.raises(ConfigError, match="--model policy=NAME takes another"):
+    with pytest.raises(ConfigError, match="choose another with streamrl plan --model policy=NAME"):
         build_planner_problem(nowhere, cluster, PlannerRequest(20))
 
 
@@ -207,10 +207,10 @@ def _grpo(generate: tuple[str, str], train: tuple[str, str]) -> Placement:
 @pytest.mark.parametrize(
     ("placement", "said"),
     [
-        (_grpo(("0-3", "1-1-4"), ("4-7", "2-1-2")), "without pipeline stages"),
-        (_grpo(("0-3", "1-1-4"), ("4-7", "1-2-2")), "ZeRO 1 does not go with tensor parallelism"),
+        (_grpo(("0-3", "1-1-4"), ("4-7", "2-1-2")), "does not support pipeline parallelism"),
+        (_grpo(("0-3", "1-1-4"), ("4-7", "1-2-2")), "ZeRO 1 does not support tensor parallelism"),
         # A generator that shares devices is split over ranks of the trainer, or not at all.
-        (_grpo(("0-3", "1-2-2"), ("0-1", "1-1-2")), "no pools of roles have these devices"),
+        (_grpo(("0-3", "1-2-2"), ("0-1", "1-1-2")), "no placement mode or pools of roles give these devices"),
     ],
 )
 def test_what_streamrl_does_not_run_is_refused_by_name(placement: Placement, said: str) -> None:

@@ -149,7 +149,7 @@ def test_a_path_that_is_no_model_directory_is_refused_by_name(load, tmp_path):
     for path, words in (
         (tmp_path / "none", "does not exist"),
         (file, "is not a directory"),
-        (tmp_path, "it has no config.json"),
+        (tmp_path, "config.json is missing"),
     ):
         with pytest.raises(ConfigError, match=words) as caught:
             load(str(path))
@@ -227,7 +227,7 @@ def test_a_row_whose_text_the_tokenizer_does_not_keep_is_named(
     rows = list(load_rows(write_rows({"prompt": "abc"}, {"prompt": text})))
     with pytest.raises(ConfigError) as caught:
         render_prompts(tokenizer, rows)
-    assert "line 2: the model's tokenizer does not keep the text" in str(caught.value)
+    assert "line 2: the model's tokenizer changes the text" in str(caught.value)
     assert lost in str(caught.value)
 
 
@@ -237,7 +237,7 @@ def test_a_tokenizer_that_writes_other_characters_does_not_keep_the_text(tokeniz
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     render_prompts(tokenizer, list(load_rows(write_rows({"prompt": "re\u0301sume\u0301"}))))
     tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
-    with pytest.raises(ConfigError, match="does not keep the text: '5² = ' comes back as '52 = '"):
+    with pytest.raises(ConfigError, match="changes the text: '5² = ' decodes to '52 = '"):
         render_prompts(tokenizer, list(load_rows(write_rows({"prompt": "5² = "}))))
 
 
@@ -251,7 +251,7 @@ def test_a_tokenizer_that_loses_what_the_template_writes_does_not_keep_the_text(
     tokenizer.chat_template = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}{% endfor %}"
     render_prompts(tokenizer, list(load_rows(write_rows({"prompt": chat}))))
     tokenizer.chat_template = tokenizer.chat_template.replace("role }} ", "role }}\n")
-    with pytest.raises(ConfigError, match=r"'user\\na' comes back as 'user a'"):
+    with pytest.raises(ConfigError, match=r"'user\\na' decodes to 'user a'"):
         render_prompts(tokenizer, list(load_rows(write_rows({"prompt": chat}))))
 
 
@@ -315,8 +315,8 @@ def test_a_template_gets_arguments_of_the_setting_and_of_the_row_and_tools(token
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("enable_thinkin", "reads no such argument; it reads enable_thinking: name one of these"),
-        ("tools", "is set by the rows"),
+        ("enable_thinkin", "uses no such argument; it uses enable_thinking: name one of these"),
+        ("tools", "reserved; set from the row"),
     ],
 )
 def test_an_argument_that_a_template_does_not_read_is_refused(tokenizer, name, words):
@@ -382,12 +382,12 @@ def test_however_a_template_reads_its_tools_they_are_known_to_be_read(
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"tools": TOOLS}, r"tools: .* does not read them; remove them from the row, or name"),
+        ({"tools": TOOLS}, r"tools: .* does not use them; remove them from the row, or choose"),
         (
             {"chat_template_kwargs": {"enable_thinkin": False}},
-            r"chat_template_kwargs.enable_thinkin: .* reads no such argument; it reads .*remove it",
+            r"chat_template_kwargs.enable_thinkin: .* uses no such argument; it uses .*remove it",
         ),
-        ({"chat_template_kwargs": {"tools": TOOLS}}, r"chat_template_kwargs.tools: is set by the"),
+        ({"chat_template_kwargs": {"tools": TOOLS}}, r"chat_template_kwargs.tools: reserved; set from the"),
     ],
 )
 def test_what_a_row_gives_to_a_template_that_does_not_read_it_makes_a_bad_row(

@@ -49,7 +49,7 @@ def test_a_file_may_say_what_others_do_not():
         ({"path": "a", "weight": True}, "data.train.weight=True: must be a number above 0"),
         (["a", {"path": "b", "weight": 1}], "data.train[0].weight: missing; give all files"),
         ({"path": "a", "name": "x/y"}, "data.train.name='x/y': must be one word"),
-        ({"path": "a", "filter": "keep.py"}, "data.train.filter=keep.py: must be written as file"),
+        ({"path": "a", "filter": "keep.py"}, "data.train.filter=keep.py: write it as file"),
     ],
 )
 def test_an_impossible_entry_is_refused_with_its_place(train, words):
@@ -63,7 +63,7 @@ def test_files_of_an_evaluation_have_names_of_their_own_and_no_weight():
     assert [file.name for file in DataConfig(eval=files).eval_files] == ["test", "code"]
     with pytest.raises(ConfigError, match=r"data.eval\[1\].name=test: data.eval\[0\] is called"):
         DataConfig(eval=["math/test.jsonl", "code/test.jsonl"])
-    with pytest.raises(ConfigError, match=r"data.eval\[0\].weight=2: all of each file is eval"):
+    with pytest.raises(ConfigError, match=r"data.eval\[0\].weight=2: evaluation uses every row"):
         DataConfig(eval=[{"path": "a", "weight": 2}])
 
 
@@ -160,7 +160,7 @@ def test_a_filter_takes_rows_out_and_they_are_counted(tokenizer, write_rows, kee
     train = {"path": rows, "filter": f"{keep}:short"}
     found = loaded(tokenizer, train)  # the long row is left out before its length matters
     assert [prompt.uid for prompt in found.prompts] == ["0:0:0", "0:2:0"]
-    assert found.files[0].notes == [f"{rows}: 1 prompts left out by {keep}:short"]
+    assert found.files[0].notes == [f"{rows}: 1 prompts filtered by {keep}:short"]
 
 
 @pytest.mark.parametrize(
@@ -168,10 +168,10 @@ def test_a_filter_takes_rows_out_and_they_are_counted(tokenizer, write_rows, kee
     [
         ("fails", "{rows} line 1: filter: fails at {keep}:9: KeyError: 'level'"),
         ("says_yes", "{rows} line 1: filter: says_yes in {keep} returned 'yes', not True or False"),
-        ("none", "{rows}: no prompt is left: 1 filtered, 0 too long"),
+        ("none", "{rows}: no usable prompt: 1 filtered, 0 too long"),
         (
             "absent",
-            "data.train.filter={keep}:absent: not in {keep}, which has short, none, fails,"
+            "data.train.filter={keep}:absent: not in {keep}; its functions are short, none, fails,"
             " says_yes",
         ),
     ],

@@ -23,9 +23,9 @@ def test_texts_are_read_from_either_format(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "texts.jsonl: holds no rows"),
+        ("", "texts.jsonl: contains no rows"),
         ('{"text": "a"}\n{"words": "b"}', r"texts.jsonl line 2: column 'text' must be text"),
-        ('{"text": ""}', r"line 1: column 'text' must be text, and not empty"),
+        ('{"text": ""}', r"line 1: column 'text' must be non-empty text"),
         ("[1]", r"line 1: column 'text' must be text"),
         ("{", "line 1: not JSON"),
     ],

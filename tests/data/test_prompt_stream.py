@@ -88,7 +88,7 @@ def test_resuming_with_other_weights_is_refused():
     state = stream_of(prompts(4), seed=1, mix=[(2, 0.5), (2, 0.5)]).state_dict()
     for mix in ([(2, 0.4), (2, 0.6)], [(1, 0.5), (3, 0.5)], []):
         stream = stream_of(prompts(4), seed=1, mix=mix)
-        with pytest.raises(ConfigError, match=r"each file of data.train .* was .* now"):
+        with pytest.raises(ConfigError, match=r"each file in data.train .* was .* now"):
             stream.load_state_dict(state)
 
 
@@ -213,7 +213,7 @@ def test_a_place_is_read_as_older_checkpoints_have_it():
 def test_a_place_that_is_none_of_the_data_is_refused(drawn):
     state = stream_of(prompts(5), seed=1).state_dict()
     state["drawn"] = drawn
-    with pytest.raises(ValueError, match="prompts drawn of 1 files"):
+    with pytest.raises(ValueError, match="rows drawn from 1 files"):
         stream_of(prompts(5), seed=1).load_state_dict(state)
 
 
@@ -277,10 +277,10 @@ def test_a_bad_row_is_told_with_its_place_and_counted_by_what_became_of_it():
 def test_a_stream_of_which_too_many_rows_are_bad_ends_with_the_last_of_them():
     fates = dict.fromkeys(range(0, 3000, 2), RowStatus.BAD)
     stream = stream_of(prompts(3000), seed=0, shuffle=False, fates=fates, max_bad_share=0.1)
-    with pytest.raises(DataError, match=r"101 of the last 201 rows cannot be used, .*row 200"):
+    with pytest.raises(DataError, match=r"101 of the last 201 rows are unusable, .*row 200"):
         stream.draw_prompts(3000)
     everything = stream_of(prompts(3), seed=0, fates=dict.fromkeys(range(3), RowStatus.FILTERED))
-    with pytest.raises(DataError, match="none of its 3 rows gives a prompt"):
+    with pytest.raises(DataError, match="none of its 3 rows yields a prompt"):
         next(everything)
 
 

@@ -63,7 +63,7 @@ def test_longer_prompts_can_be_cut_to_their_last_tokens(tokenizer, write_rows):
 
 def test_a_file_of_long_prompts_only_is_refused(tokenizer, write_rows):
     path = write_rows({"prompt": "x" * 18}, {"prompt": "y" * 18})
-    with pytest.raises(ConfigError, match="all 2 prompts are longer than 20 tokens"):
+    with pytest.raises(ConfigError, match="all 2 prompts exceed 20 tokens"):
         load(path, tokenizer=tokenizer, on_long="skip")
 
 
@@ -101,7 +101,7 @@ def test_the_limit_is_what_the_completion_leaves():
     assert config.compute_prompt_limit(model_tokens=100, max_new_tokens=30) == 70
     with pytest.raises(ConfigError, match=r"data.max_prompt_tokens=70: must be at most 69: "):
         config.compute_prompt_limit(model_tokens=99, max_new_tokens=30)
-    with pytest.raises(ConfigError, match=r"generator.max_new_tokens=99: no room is left"):
+    with pytest.raises(ConfigError, match=r"generator.max_new_tokens=99: no tokens are left"):
         config.compute_prompt_limit(model_tokens=99, max_new_tokens=99)
 
 

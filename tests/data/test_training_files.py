@@ -26,7 +26,7 @@ WHOLE, FRAME = 20, 3
 
 @pytest.fixture(autouse=True)
 def few_are_examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, rows in (("FIRST", 5), ("SPREAD", 4), ("LONGEST", 2)):
+    for name, rows in (("NUM_FIRST_ROWS", 5), ("NUM_SPREAD_ROWS", 4), ("NUM_LONGEST_ROWS", 2)):
         monkeypatch.setattr(training_files, name, rows)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
@@ -45,7 +45,7 @@ def open_rows(
         )
         found.append(prompts)
         first = int(prompts.indices[-1]) + 1
-    return classify_training_files(found, **{"whole": WHOLE, **settings})
+    return classify_training_files(found, **{"max_full_rows": WHOLE, **settings})
 
 
 def stream_of(data: TrainingFiles, *, seed: int = 1, **settings: Any) -> PromptStream:
@@ -61,7 +61,7 @@ def test_rows_of_a_large_file_come_in_the_order_of_one_that_was_examined_whole(
 ):
     path = write_rows(*numbered(50))
     large = open_rows(path, tokenizer=tokenizer)
-    whole = open_rows(path, tokenizer=tokenizer, whole=50)
+    whole = open_rows(path, tokenizer=tokenizer, max_full_rows=50)
     assert (large.is_fully_classified, whole.is_fully_classified) == (False, True)
     drawn, wanted = stream_of(large).draw_prompts(120), stream_of(whole).draw_prompts(120)
     assert [prompt.uid for prompt in drawn] == [prompt.uid for prompt in wanted]
@@ -201,9 +201,9 @@ def test_the_longest_rows_are_examined_and_tell_how_long_prompts_may_be(
         data = open_rows(path, tokenizer=tokenizer)
         assert data.files[0].max_prompt_tokens == 20
         assert data.max_prompt_tokens == 25
-        assert open_rows(path, tokenizer=tokenizer, room=22).max_prompt_tokens == 22
-        assert open_rows(path, tokenizer=tokenizer, room=3).max_prompt_tokens == 20
-        assert open_rows(path, tokenizer=tokenizer, room=None).max_prompt_tokens == 50
+        assert open_rows(path, tokenizer=tokenizer, max_sampled_tokens=22).max_prompt_tokens == 22
+        assert open_rows(path, tokenizer=tokenizer, max_sampled_tokens=3).max_prompt_tokens == 20
+        assert open_rows(path, tokenizer=tokenizer, max_sampled_tokens=None).max_prompt_tokens == 50
     # The longest say nothing of the others.
     assert data.mean_prompt_tokens == (5 * 4 + 3 * 5) / 8
     chat = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
@@ -221,7 +221,7 @@ def test_a_filter_that_takes_every_examined_row_is_asked_about_the_others(
     data = open_rows({"path": path, "filter": f"{keep}:late"}, tokenizer=tokenizer)
     assert [one.ground_truth for one in stream_of(data).draw_prompts(2)] == ["30", "30"]
     keep.write_text("def late(prompt): return False\n")
-    with pytest.raises(ConfigError, match="no prompt is left: 50 filtered"):
+    with pytest.raises(ConfigError, match="no usable prompt: 50 filtered"):
         open_rows({"path": path, "filter": f"{keep}:late"}, tokenizer=tokenizer)
 
 
@@ -253,12 +253,12 @@ def test_a_checkpoint_of_a_stream_whose_rows_were_all_examined_goes_on_row_for_r
     for index in (10, 20, 30):
         rows[index]["prompt"] = "x" * 60
     path = write_rows(*rows)
-    before = stream_of(open_rows(path, tokenizer=tokenizer, whole=50, on_long="skip"))
+    before = stream_of(open_rows(path, tokenizer=tokenizer, max_full_rows=50, on_long="skip"))
     before.draw_prompts(33)
     state = before.state_dict()
     del state["given"]
     assert is_full_fingerprint(state["fingerprint"]) and state["num_prompts"] == 47
-    now = stream_of(open_rows(path, tokenizer=tokenizer, on_long="skip", room=None))
+    now = stream_of(open_rows(path, tokenizer=tokenizer, on_long="skip", max_sampled_tokens=None))
     now.load_state_dict(state)
     wanted = [one.uid for one in before.draw_prompts(60)]
     assert [one.uid for one in now.draw_prompts(60)] == wanted
@@ -270,7 +270,7 @@ def test_a_file_that_changes_under_a_run_ends_it_with_its_name(tokenizer, write_
     path = write_rows(*numbered(50))
     stream = stream_of(open_rows(path, tokenizer=tokenizer))
     Path(path).write_text("{}\n" * 5000)
-    with pytest.raises(DataError, match=f"{path}: has changed since"):
+    with pytest.raises(DataError, match=f"{path}: the file has changed since"):
         stream.draw_prompts(1)
 
 

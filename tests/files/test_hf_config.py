@@ -103,7 +103,7 @@ def test_gemma_3_gives_its_positions_scaled() -> None:
         ('{"eos', "not a valid JSON file"),
         ('{"eos_token_id": "x"}', "eos_token_id='x': must be token ids"),
         ('{"eos_token_id": [4, -5]}', "must be token ids"),
-        ('{"eos_token_id": 10000000}', "must be token ids, of which the model has"),
+        ('{"eos_token_id": 10000000}', "must be token ids below"),
     ],
 )
 def test_defaults_of_generation_that_cannot_be_used_are_refused(
@@ -170,7 +170,7 @@ def with_code(changed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("read", [lambda path: read_model_length(path, limit=None), load_skeleton])
 def test_code_of_a_directory_is_refused_without_a_question(with_code: Path, read: Any) -> None:
-    with pytest.raises(ConfigError, match=r"model.trust_remote_code=true runs that") as caught:
+    with pytest.raises(ConfigError, match=r"model.trust_remote_code=true runs the code") as caught:
         read(str(with_code))
     assert "\n" not in str(caught.value)
 
@@ -179,7 +179,7 @@ def test_code_of_a_tokenizer_is_refused_without_a_question(with_code: Path) -> N
     settings = {"auto_map": {"AutoTokenizer": ["tokenization_mine.Mine", None]}}
     (with_code / "config.json").write_text(json.dumps({**MINE, "auto_map": {}}))
     (with_code / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match=r"model.trust_remote_code=true runs that"):
+    with pytest.raises(ConfigError, match=r"model.trust_remote_code=true runs the code"):
         load_tokenizer(str(with_code))
 
 

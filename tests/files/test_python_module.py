@@ -16,7 +16,7 @@ def test_an_import_that_hangs_is_ended_with_the_line_where_it_did(tmp_path, monk
     path.write_text("import time\n\ntime.sleep(600)\n")
     with pytest.raises(ConfigError) as caught:
         import_file(str(path), setting="rewards.path")
-    words = "TimeoutError: not imported in 1 s"
+    words = "TimeoutError: import took longer than 1 s"
     assert str(caught.value) == f"rewards.path={path}:3: {words}"
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
@@ -25,7 +25,7 @@ def test_a_file_that_is_no_program_is_not_read_whole(tmp_path):
     path = tmp_path / "reward.py"
     path.touch()
     os.truncate(path, 10 << 30)
-    with pytest.raises(ConfigError, match=r"^filter.path=.*reward.py: more than 64 MiB"):
+    with pytest.raises(ConfigError, match=r"^filter.path=.*reward.py: exceeds the limit of 64 MiB"):
         import_file(str(path), setting="filter.path")
 
 

@@ -181,7 +181,7 @@ def test_a_run_of_one_process_per_rank_has_as_many_generators_as_ranks() -> None
         ),
         (
             {"mode": "mixed", "pools": [{"policy": 1, "cost": 1}]},
-            r"placement.pools\[0\].cost: ppo has none here; its roles are generator, reward",
+            r"placement.pools\[0\].cost: ppo has no such role here; the roles are generator, reward",
         ),
     ],
 )

@@ -46,7 +46,7 @@ def test_a_name_that_no_file_can_have_names_no_run(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = refusal(capsys, *command, "x" * 400)
-    assert error.endswith(": no run: no such directory\n")
+    assert error.endswith(": not a run: no such directory\n")
 
 
 def test_a_model_of_a_name_that_no_file_can_have_is_one_line(

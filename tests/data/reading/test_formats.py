@@ -74,8 +74,8 @@ def test_shards_with_other_columns_are_one_file_unless_the_same_column_is_of_ano
     with pytest.raises(ConfigError) as caught:
         list(load_rows(str(tmp_path / "rows")))
     assert str(caught.value) == (
-        f"{tmp_path / 'rows'}: column 'answer' has other types in its files: int64 in a.parquet,"
-        " string in c.parquet; write all with the same type, or name each file as an entry of its"
+        f"{tmp_path / 'rows'}: column 'answer' has different types in its files: int64 in a.parquet,"
+        " string in c.parquet; write all files with the same type, or list each file as a"
         " own"
     )
 
@@ -154,7 +154,7 @@ def test_shards_of_which_a_column_would_get_other_values_are_refused_in_one_line
     write_column(tmp_path / "b.parquet", other, second)
     with pytest.raises(ConfigError) as caught:
         list(load_rows(str(tmp_path)))
-    said = f"{tmp_path}: column 'x' has other types in its files: {one} in a.parquet, {other} in b"
+    said = f"{tmp_path}: column 'x' has different types in its files: {one} in a.parquet, {other} in b"
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
 
@@ -168,7 +168,7 @@ def test_a_split_is_taken_by_name(tmp_path, wanted):
     for name in ("both", "shards"):
         assert facts(tmp_path / name, "train") == wanted
         assert facts(tmp_path / name, "test") == wanted[:2]
-        for split, words in (("", "split: missing"), ("tset", "split=tset: there is no such")):
+        for split, words in (("", "split: missing"), ("tset", "split=tset: no such")):
             with pytest.raises(ConfigError, match=rf"{words}.*the splits are test, train"):
                 facts(tmp_path / name, split)
 
@@ -192,8 +192,8 @@ def test_a_split_of_what_has_none_is_refused(tmp_path):
     shard(tmp_path / "shards" / "a.parquet", ROWS)
     shard(tmp_path / "shards" / "file.parquet", ROWS)
     for name, words in (
-        ("one", "it has no splits"),
-        ("shards/file.parquet", "it has no splits"),
+        ("one", "the data has no splits"),
+        ("shards/file.parquet", "the data has no splits"),
         ("shards", "the splits are none"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -201,7 +201,7 @@ def test_a_split_of_what_has_none_is_refused(tmp_path):
 
 
 def test_a_directory_that_holds_no_data_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="neither a Hugging Face dataset on disk nor"):
+    with pytest.raises(ConfigError, match="neither a Hugging Face dataset nor"):
         facts(tmp_path)
     (tmp_path / "dataset_info.json").write_text("{")
     with pytest.raises(ConfigError, match=rf"^{tmp_path}: cannot be read") as caught:
@@ -338,9 +338,9 @@ def test_a_dataset_that_says_nothing_of_itself_is_refused_in_one_line(tmp_path, 
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ({"_data_files": [{"filename": "../fifo"}]}, "'../fifo' must lie in the same folder"),
-        ({"_data_files": [{"filename": "/dev/zero"}]}, "'/dev/zero' must lie in the same folder"),
-        ({"_data_files": [{"filename": ".."}]}, "'..' must lie in the same folder"),
+        ({"_data_files": [{"filename": "../fifo"}]}, "'../fifo' must be a file in the same folder"),
+        ({"_data_files": [{"filename": "/dev/zero"}]}, "'/dev/zero' must be a file in the same folder"),
+        ({"_data_files": [{"filename": ".."}]}, "'..' must be a file in the same folder"),
         ({"_data_files": [{"filename": "fifo"}]}, "one/fifo: not a regular file"),
         ({"_data_files": [{"filename": "link"}]}, "one/link: not a regular file"),
         ({"_data_files": [{"filename": "gone"}]}, "one/gone: no such file"),
@@ -367,5 +367,5 @@ def test_a_split_that_lies_elsewhere_is_refused(tmp_path, saved):
     shutil.copytree(saved / "one", tmp_path / "one")
     (tmp_path / "several" / "dataset_dict.json").write_text('{"splits": ["../one", ".."]}')
     for split in ("../one", ".."):
-        with pytest.raises(ConfigError, match="must lie in the same folder"):
+        with pytest.raises(ConfigError, match="must be a file in the same folder"):
             facts(tmp_path / "several", split)

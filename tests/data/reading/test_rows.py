@@ -132,42 +132,42 @@ def test_rows_come_one_at_a_time(tmp_path):
         ("{", "line 2: not JSON: Expecting"),
         ('{"prompt": "a"} {"prompt": "b"}', "line 2: not JSON: Extra data"),
         ("[" * 100_000, "line 2: not JSON:"),
-        ('{"prompt": "a", "prompt": "b"}', "line 2: key 'prompt': must be there once"),
+        ('{"prompt": "a", "prompt": "b"}', "line 2: key 'prompt': must occur only once"),
         (
             '{"prompt": "a", "x": ' + "[" * 200 + "]" * 200 + "}",
             "line 2: not JSON: nested more than",
         ),
-        ("[1]", "line 2: must be a JSON object, is list"),
-        ("null", "line 2: must be a JSON object, is null or missing"),
+        ("[1]", "line 2: must be a JSON object, got list"),
+        ("null", "line 2: must be a JSON object, got null or missing"),
         ('{"question": "x", "answer": 1}', "no column 'prompt' (data.prompt_key); the columns are"),
         ("{}", "the columns are: none"),
-        ('{"prompt": null}', "prompt must be text or a list of chat messages, is null or missing"),
+        ('{"prompt": null}', "prompt must be text or a list of chat messages, got null or missing"),
         ('{"prompt": []}', "is an empty list"),
         ('{"prompt": 5}', "is int"),
-        ('{"prompt": ["hello"]}', "message 1 of prompt must be an object, is str"),
+        ('{"prompt": ["hello"]}', "message 1 of prompt must be an object, got str"),
         ('{"prompt": [{"role": "user"}]}', "content of message 1 of prompt must be text"),
         (
             '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}',
-            "content of message 1 of prompt has a part of type image, must be text",
+            "content of message 1 of prompt has a part of type image; only text is supported",
         ),
         ('{"prompt": "\\ud800"}', "content of message 1 of prompt is not valid Unicode"),
-        ('{"prompt": "a", "data_source": 3}', "data_source must be text, is int"),
-        ('{"prompt": "a", "extra_info": 3}', "extra_info must be an object, is int"),
-        ('{"prompt": "a", "extra_info": "x"}', "extra_info is text, must be JSON: Expecting"),
-        ('{"prompt": "a", "extra_info": "[1]"}', "extra_info must be an object, is list"),
-        ('{"prompt": "a", "reward_model": "5"}', "reward_model must be an object, is int"),
-        ('{"prompt": "a", "tools": "[1]"}', "tools must be a list of objects, is list"),
+        ('{"prompt": "a", "data_source": 3}', "data_source must be text, got int"),
+        ('{"prompt": "a", "extra_info": 3}', "extra_info must be an object, got int"),
+        ('{"prompt": "a", "extra_info": "x"}', "extra_info is text, which must be JSON: Expecting"),
+        ('{"prompt": "a", "extra_info": "[1]"}', "extra_info must be an object, got list"),
+        ('{"prompt": "a", "reward_model": "5"}', "reward_model must be an object, got int"),
+        ('{"prompt": "a", "tools": "[1]"}', "tools must be a list of objects, got list"),
         (
             '{"prompt": "a", "chat_template_kwargs": "{\\"a\\": 1, \\"a\\": 2}"}',
-            "chat_template_kwargs is text, must be JSON: key 'a': must be there once",
+            "chat_template_kwargs is text, which must be JSON: key 'a': must occur only once",
         ),
         (
             json.dumps({"prompt": "a", "extra_info": '{"a": ' + "[" * 200 + "]" * 200 + "}"}),
-            "extra_info is text, must be JSON: nested more than",
+            "extra_info is text, which must be JSON: nested more than",
         ),
         (
             '{"prompt": "a", "ground_truth": 1, "reward_model": {"ground_truth": 2}}',
-            "give it once",
+            "keep one",
         ),
     ],
 )
@@ -243,13 +243,13 @@ def test_parquet_is_parquet_in_capitals_too(tmp_path):
 def test_an_empty_file_is_refused(tmp_path, text):
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
-    assert refusal(path).endswith("holds no rows")
+    assert refusal(path).endswith("contains no rows")
 
 
 def test_an_empty_parquet_file_is_refused(tmp_path):
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
-    assert refusal(path).endswith("holds no rows")
+    assert refusal(path).endswith("contains no rows")
 
 
 def test_rows_pickle(write_rows):
@@ -270,7 +270,7 @@ def test_csv_has_text_alone_and_rows_that_fit_its_header(tmp_path):
     path.write_text("prompt,ground_truth\na,1\nb\n")
     assert refusal(path).endswith("row 2: has 1 fields, the header has 2")
     path.write_text("prompt,prompt\na,b\n")
-    assert refusal(path).endswith("column 'prompt': must be there once")
+    assert refusal(path).endswith("column 'prompt': must occur only once")
 
 
 def write_cells(path, *rows):
@@ -345,18 +345,18 @@ def test_a_cell_of_messages_that_are_no_json_or_no_messages_is_refused(tmp_path)
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('[{"prompt": "a"}', "row 2: the array breaks off"),
+        ('[{"prompt": "a"}', "row 2: the array is truncated"),
         ('[{"prompt": "a"}, {"prompt"', "row 2: not JSON: "),
         ('[{"prompt": "a"} {"prompt": "b"}]', "byte '{' where ',' must be"),
         ("[", "row 1: "),
-        ("[]", "holds no rows"),
+        ("[]", "contains no rows"),
         ("[" * 100_000, "row 1: not JSON: nested too deeply"),
-        ('[{"prompt": "a"}, ]', "row 2: a comma stands before the array's end"),
+        ('[{"prompt": "a"}, ]', "row 2: a comma precedes the end of the array"),
         ("[,]", "row 1: not JSON: "),
-        ('[{"prompt": "a"}]\n[{"prompt": "b"}]', "byte '[' behind the end of the array"),
-        ('[{"prompt": "a"}] garbage', "byte 'g' behind the end of the array"),
-        ('[{"prompt": "a"}]' + " " * 50 + "]", "byte ']' behind the end of the array"),
-        ('[] {"prompt": "a"}', "byte '{' behind the end of the array"),
+        ('[{"prompt": "a"}]\n[{"prompt": "b"}]', "byte '[' after the end of the array"),
+        ('[{"prompt": "a"}] garbage', "byte 'g' after the end of the array"),
+        ('[{"prompt": "a"}]' + " " * 50 + "]", "byte ']' after the end of the array"),
+        ('[] {"prompt": "a"}', "byte '{' after the end of the array"),
     ],
 )
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])

@@ -173,12 +173,12 @@ def test_expert_ranks_divide_those_of_a_stage() -> None:
 
 def test_a_run_has_no_expert_parallelism() -> None:
     placement = Placement({"train": assigned("1-1-8", 8), "generate": assigned("1-1-8", 1, 8)})
-    with pytest.raises(ConfigError, match="streamrl has no expert parallelism") as refused:
+    with pytest.raises(ConfigError, match="streamrl does not support expert parallelism") as refused:
         apply_placement(load_config(CONFIG), placement)
     assert "\n" not in str(refused.value)
     costs = RunnablePlacementCosts(CostModel(problem()), GRPO)
     assert math.isinf(costs.call_duration_s("train", placement.assignments["train"]))
-    assert "no expert parallelism" in costs.explain_infeasible(placement)
+    assert "not support expert parallelism" in costs.explain_infeasible(placement)
 
 
 def test_only_models_with_experts_are_tried_with_expert_ranks() -> None:

@@ -246,18 +246,18 @@ def refused(path, **options):
 def test_a_directory_that_is_no_such_model_is_refused_before_anything_is_loaded(path, tmp_path):
     assert "path=/nowhere: does not exist" in refused("/nowhere")
     (tmp_path / "empty").mkdir()
-    assert "has no config.json" in refused(tmp_path / "empty")
+    assert "config.json is missing" in refused(tmp_path / "empty")
     write_model(tmp_path / "policy")
     message = "Qwen2ForCausalLM without a classification head (its files lack score.weight)"
     assert message in refused(tmp_path / "policy")
     headless = copied(path, tmp_path / "headless")
     (headless / "model.safetensors").unlink()
-    assert "holds no .safetensors file" in refused(headless)
+    assert "contains no .safetensors file" in refused(headless)
     (headless / "model.safetensors").write_bytes(b"\xff" * 64)
     assert "model.safetensors: " in refused(headless)
     shutil.copytree(path, tmp_path / "unspoken")
     (tmp_path / "unspoken/tokenizer.json").unlink()
-    assert "holds no tokenizer" in refused(tmp_path / "unspoken")
+    assert "contains no tokenizer" in refused(tmp_path / "unspoken")
     other = copied(path, tmp_path / "other", num_labels=2, id2label={"0": "a", "1": "b"})
     message = "score.weight has shape (1, 64), config.json says (2, 64)"
     assert message in refused(other, label="a")
