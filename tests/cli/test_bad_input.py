@@ -1,4 +1,4 @@
-"""What a user gets for bad input: one line with the rule, exit code 2, and nothing written."""
+"""Bad input is refused with one line, exit code 2, and no file written."""
 
 import json
 import os
@@ -178,7 +178,7 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         (["generator.replicas=100000"], ["GiB of memory", "100000 generator (generator.replicas)"]),
     ],
 )
-def test_an_impossible_run_is_refused_before_anything_is_written(
+def test_an_invalid_config_is_refused_before_any_file_is_written(
     refused: Callable[..., str], overrides: list[str], parts: list[str]
 ) -> None:
     line = refused(*overrides)
@@ -201,11 +201,11 @@ def row(content: str, **changes: object) -> dict[str, object]:
     }
 
 
-def test_an_empty_data_set_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_an_empty_data_file_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "rows.jsonl" in refused(f"data.train={rows(tmp_path)}")
 
 
-def test_a_filter_that_is_not_there_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_missing_filter_file_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
     path = rows(tmp_path, row("1+1"))
     line = refused(f"data.eval={{path: {path}, filter: 'no.py:keep'}}")
     assert "no.py" in line and "no such file" in line
@@ -219,7 +219,7 @@ def test_a_missing_column_is_named_with_its_row(
     assert "prompt" in line and "2" in line
 
 
-def test_a_prompt_longer_than_the_model_allows_is_named_by_row(
+def test_a_prompt_longer_than_the_limit_is_named_by_row(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:
     path = rows(tmp_path, row("1+1"), row("1+" * 100 + "1"))
@@ -227,14 +227,14 @@ def test_a_prompt_longer_than_the_model_allows_is_named_by_row(
     assert "rows.jsonl" in line and "2" in line and "202 tokens" in line
 
 
-def test_long_prompts_can_be_skipped_but_not_all_of_them(
+def test_long_prompts_can_be_skipped_unless_none_is_left(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:
     path = rows(tmp_path, row("1+" * 100 + "1"))
     assert "all 1 prompts exceed" in refused(f"data.train={path}", "data.on_long_prompt=skip")
 
 
-def test_a_row_the_reward_cannot_judge_is_named(
+def test_a_row_that_the_reward_cannot_judge_is_named(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:
     path = rows(tmp_path, row("1+1"), row("2+2", reward_model={"style": "rule"}))
@@ -242,14 +242,16 @@ def test_a_row_the_reward_cannot_judge_is_named(
     assert "ground_truth" in line and "line 2" in line
 
 
-def test_a_damaged_model_is_named(refused: Callable[..., str], toy: Path, tmp_path: Path) -> None:
+def test_a_damaged_model_directory_is_named(
+    refused: Callable[..., str], toy: Path, tmp_path: Path
+) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(toy / "model", broken)
     (broken / "model.safetensors").write_bytes(b"nothing")
     assert "model.safetensors" in refused(f"model.path={broken}")
 
 
-def test_a_model_that_transformers_cannot_configure_is_named(
+def test_a_config_that_transformers_refuses_is_named(
     refused: Callable[..., str], toy: Path, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
@@ -261,7 +263,7 @@ def test_a_model_that_transformers_cannot_configure_is_named(
         assert "max_position_embeddings" in refused(f"model.path={broken}")
 
 
-def test_a_run_directory_that_exists_is_not_touched(
+def test_an_existing_run_directory_is_left_unchanged(
     toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "taken").mkdir()
@@ -272,7 +274,7 @@ def test_a_run_directory_that_exists_is_not_touched(
     assert (tmp_path / "taken" / "precious").read_text() == "data"
 
 
-def test_overwrite_does_not_remove_what_the_new_run_reads(
+def test_overwrite_refuses_to_remove_inputs_of_the_new_run(
     toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tmp_path / "old" / "checkpoints" / "step_000003" / "model"
@@ -290,7 +292,7 @@ def test_overwrite_does_not_remove_what_the_new_run_reads(
     assert (model / "model.safetensors").is_file()
 
 
-def test_overwrite_replaces_runs_and_nothing_else(
+def test_overwrite_replaces_only_run_directories(
     toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "papers").mkdir()
@@ -312,7 +314,7 @@ def test_overwrite_replaces_runs_and_nothing_else(
         ("run.seed=5", "cannot resume the data stream"),
     ],
 )
-def test_a_resume_that_would_mean_another_run_is_refused_and_nothing_is_cut(
+def test_a_resume_with_incompatible_settings_is_refused_and_changes_no_file(
     toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, part: str
 ) -> None:
     run_dir, config = tmp_path / "run", load_config(toy / "recipe.yaml")
@@ -332,7 +334,11 @@ def test_a_resume_that_would_mean_another_run_is_refused_and_nothing_is_cut(
     [
         ("ppo", "critic.trainer.lora_rank=4", "lora_rank=4: a resumed run must keep 0"),
         ("ppo", "critic.warmup_alone=2", "critic.warmup_alone=2: a resumed run must keep 0"),
-        ("ppo", "algorithm.kl_coef=0.5", "algorithm.kl_coef=0.5: this value adapts during training"),
+        (
+            "ppo",
+            "algorithm.kl_coef=0.5",
+            "algorithm.kl_coef=0.5: this value adapts during training",
+        ),
         (
             "safe_rlhf",
             "algorithm.params.lagrange=2",
@@ -340,7 +346,7 @@ def test_a_resume_that_would_mean_another_run_is_refused_and_nothing_is_cut(
         ),
     ],
 )
-def test_a_resume_keeps_its_critic_and_what_follows_the_steps(
+def test_a_resume_keeps_its_critic_and_adaptive_parameters(
     toy: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -365,7 +371,7 @@ def test_a_resume_keeps_its_critic_and_what_follows_the_steps(
         (0, 2, "reference.every=2: {checkpoint} has no moving reference"),
     ],
 )
-def test_a_resume_keeps_a_reference_that_moves_or_one_that_does_not(
+def test_a_resume_keeps_a_fixed_or_an_ema_reference(
     toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], was: int, now: int, part: str
 ) -> None:
     chosen = ["algorithm.kl_coef=0.1", f"reference.every={was}"]
@@ -383,7 +389,7 @@ def test_a_resume_keeps_a_reference_that_moves_or_one_that_does_not(
 
 
 @pytest.mark.parametrize("how", ["resume", "checkpoint", "fork", "new", "overwrite"])
-def test_whoever_comes_to_a_live_run_is_told_so_and_nothing_is_touched(
+def test_a_live_run_directory_is_refused_and_left_unchanged(
     toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
     config = load_config(toy / "recipe.yaml", [f"run.dir={tmp_path}", "run.name=live"])
@@ -414,7 +420,7 @@ def test_whoever_comes_to_a_live_run_is_told_so_and_nothing_is_touched(
 @pytest.mark.parametrize(
     "override", ["trainer.world_size=2", "trainer.zero_stage=3", "trainer.backend=torch"]
 )
-def test_a_state_of_the_old_form_keeps_its_layout(
+def test_an_old_checkpoint_format_keeps_its_layout_on_resume(
     toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str
 ) -> None:
     run_dir = tmp_path / "run"
@@ -431,10 +437,13 @@ def test_a_state_of_the_old_form_keeps_its_layout(
     [
         (["run.dir={run}"], "must not contain each other"),
         (["run.name=taken"], "taken exists: --resume it"),
-        (["run.name=new", "algorithm.group_size=3"], "algorithm.group_size=3: a resumed run must keep"),
+        (
+            ["run.name=new", "algorithm.group_size=3"],
+            "algorithm.group_size=3: a resumed run must keep",
+        ),
     ],
 )
-def test_a_fork_that_cannot_be_is_refused(
+def test_an_impossible_fork_is_refused(
     toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str
 ) -> None:
     run_dir = tmp_path / "run"
@@ -475,7 +484,7 @@ def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] 
         ({}, "trainer/ is missing or empty"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_and_nothing_is_cut(
+def test_a_damaged_checkpoint_is_refused_and_changes_no_file(
     toy: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -513,7 +522,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_cut(
         ([], "COMMAND"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(
+def test_a_bad_command_line_is_a_one_line_error(
     words: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
@@ -525,7 +534,7 @@ def test_a_wrong_command_line_is_one_line(
     assert part in error and "\n" not in error
 
 
-def test_resuming_from_what_is_no_checkpoint_is_refused(
+def test_resuming_from_a_path_without_checkpoint_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "--resume", str(tmp_path)]) == 2
@@ -534,7 +543,7 @@ def test_resuming_from_what_is_no_checkpoint_is_refused(
 
 
 @pytest.mark.parametrize("command", [[], ["train"], ["scale"], ["evaluate"], ["doctor"]])
-def test_help_is_everywhere(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main([*command, "--help"])
     assert stop.value.code == 0

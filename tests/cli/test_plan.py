@@ -1,4 +1,4 @@
-"""`streamrl plan` and `streamrl simulate`: what they print and write, and what they refuse."""
+"""`streamrl plan` and `streamrl simulate`: console output, written files, refusals."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return found.err
 
 
-def test_a_plan_has_a_row_for_each_bound_that_gains_and_the_best_one_in_full(
+def test_a_plan_lists_every_gaining_bound_and_details_the_best(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     code, out = run(capsys, "plan", *SMALL, "--max-staleness", "0,1")
@@ -58,7 +58,7 @@ def test_a_plan_has_a_row_for_each_bound_that_gains_and_the_best_one_in_full(
     assert [line.split()[0] for line in lines[best + 1 :]] == ["generate", "train", "run.steps=80:"]
 
 
-def test_what_comes_next_by_the_schedule_is_played_too_and_may_win(
+def test_runners_up_of_the_schedule_are_simulated_and_may_win(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["plan", GRPO, "--cluster", "4xA100", "--model", "qwen2.5-3b", "--json"]
@@ -74,7 +74,7 @@ def test_what_comes_next_by_the_schedule_is_played_too_and_may_win(
     assert played != alone
 
 
-def test_a_bound_without_a_row_is_told_with_the_reason(
+def test_a_bound_without_a_row_is_reported_with_the_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fits = CostModel.explain_infeasible
@@ -98,7 +98,7 @@ def test_a_bound_without_a_row_is_told_with_the_reason(
 
 
 @pytest.mark.slow
-def test_the_bound_is_the_configs_own_and_others_are_shown_beside_it(
+def test_the_default_plan_uses_the_configs_bound_and_compares_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, own = tmp_path / "plan.yaml", 3
@@ -129,7 +129,7 @@ def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -
     assert first == again
 
 
-def test_what_is_planned_is_written_as_the_config_of_a_run_that_is_so_placed(
+def test_the_plan_is_written_as_a_config_with_its_placement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, picture = tmp_path / "plan.yaml", tmp_path / "plan.svg"
@@ -152,7 +152,7 @@ def test_what_is_planned_is_written_as_the_config_of_a_run_that_is_so_placed(
     assert json.loads(out)["step_s"] == pytest.approx(planned["simulated"]["step_s"], rel=0.02)
 
 
-def test_a_placement_goes_from_plan_to_simulate_as_it_is(
+def test_a_written_placement_can_be_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     placement, folder = tmp_path / "plan.json", tmp_path / "simulated"
@@ -171,7 +171,7 @@ def test_a_placement_goes_from_plan_to_simulate_as_it_is(
     assert "already holds a run" in refusal(capsys, "simulate", *words)
 
 
-def test_who_says_no_steps_has_enough_of_them_to_be_counted(
+def test_the_default_number_of_steps_covers_the_warm_up(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["simulate", *SMALL[:-2], "--json"]
@@ -181,7 +181,7 @@ def test_who_says_no_steps_has_enough_of_them_to_be_counted(
 
 
 @pytest.mark.slow
-def test_a_set_slice_changes_what_is_planned_and_what_is_simulated(
+def test_placement_slice_s_changes_plan_and_simulation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shared = ["placement.mode=mixed", "placement.pools=[{generator: 1, reference: 1}]"]
@@ -201,7 +201,7 @@ def test_a_set_slice_changes_what_is_planned_and_what_is_simulated(
     assert plans[0] != plans[1]
 
 
-def test_a_plan_is_as_far_ahead_as_its_bound_whatever_the_run_was(
+def test_a_plan_ignores_the_runs_own_depth(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["plan", *TINY, "--max-staleness", "0,1", "--json", "pipeline.max_staleness=2"]
@@ -209,7 +209,7 @@ def test_a_plan_is_as_far_ahead_as_its_bound_whatever_the_run_was(
     assert plain == deep
 
 
-def test_nodes_that_die_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_node_failures_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", *SMALL[:-2], "--steps", "10", "--json"]
     whole = json.loads(run(capsys, *words)[1])
     dying = json.loads(run(capsys, *words, "--mttf-h", "0.01", "--restart-s", "30")[1])
@@ -218,7 +218,7 @@ def test_nodes_that_die_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert dying["step_ends_s"][-1] > whole["step_ends_s"][-1]
 
 
-def test_a_step_trains_for_as_long_as_it_does_in_the_simulator(
+def test_the_predicted_training_time_matches_the_simulator(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # On one device all take turns.
@@ -233,7 +233,7 @@ def test_a_step_trains_for_as_long_as_it_does_in_the_simulator(
         assert found[0] == pytest.approx(found[1], rel=0.05)
 
 
-def test_devices_that_get_nothing_and_what_the_run_costs_are_told(
+def test_unused_devices_and_run_cost_are_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     few = ["pipeline.groups_per_step=1", "algorithm.group_size=2", "run.steps=3600"]
@@ -265,7 +265,7 @@ SHARED_CRITIC = [
 ]
 
 
-def test_scoring_takes_the_runs_own_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_scoring_uses_the_runs_micro_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", *SHARED_CRITIC, "--cluster", "2x8xH100", "pipeline.micro_batch_tokens=8192"]
     code, out = run(capsys, *words, "trainer.gradient_checkpointing=true")
     assert code == 0, out
@@ -279,7 +279,7 @@ def test_scoring_takes_the_runs_own_micro_batches(capsys: pytest.CaptureFixture[
         ("2xH100", ["generator.kv_cache_mb=70000"]),
     ],
 )
-def test_what_would_make_it_fit_is_told_and_does(
+def test_suggested_fixes_let_the_run_fit(
     cluster: str, settings: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["plan", GRPO, "--cluster", cluster, "--model", "qwen2.5-1.5b", "--proposals", "0"]
@@ -296,7 +296,7 @@ def test_what_would_make_it_fit_is_told_and_does(
         assert run(capsys, *words, *more)[0] == 0, remedy
 
 
-def test_what_fits_nowhere_is_told_with_the_arithmetic(
+def test_a_run_that_fits_nowhere_is_reported_with_the_arithmetic(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = [GRPO, *STEP, "--cluster", "1xV100", "--model", "llama-70b", "--prompt-tokens", "9"]
@@ -346,7 +346,7 @@ def test_what_fits_nowhere_is_told_with_the_arithmetic(
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "simulate"])
-def test_wrong_input_is_one_line(
+def test_bad_input_is_a_one_line_error(
     command: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usual = {"--model": "qwen2.5-1.5b", "--prompt-tokens": "20"}
@@ -369,7 +369,7 @@ def test_wrong_input_is_one_line(
         ("3 13", "13 tokens: must be at most generator.max_new_tokens=12"),
     ],
 )
-def test_a_file_of_lengths_that_are_none_is_one_line(
+def test_a_malformed_lengths_file_is_a_one_line_error(
     tmp_path: Path, content: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "lengths"
@@ -379,7 +379,7 @@ def test_a_file_of_lengths_that_are_none_is_one_line(
     assert f"--lengths {path}: " in error and said in error
 
 
-def test_whole_lengths_may_be_written_with_a_point() -> None:
+def test_integer_lengths_may_have_a_decimal_point() -> None:
     assert read_lengths("fixed:1e3", 1000).max_tokens == 1000
 
 
@@ -392,7 +392,7 @@ def test_whole_lengths_may_be_written_with_a_point() -> None:
         ("{", ": Expecting property name"),
     ],
 )
-def test_a_file_that_is_no_placement_is_one_line(
+def test_a_malformed_placement_file_is_a_one_line_error(
     tmp_path: Path, content: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "plan.json"
@@ -401,7 +401,7 @@ def test_a_file_that_is_no_placement_is_one_line(
     assert f"--placement {path}{said}" in error
 
 
-def test_a_placement_is_no_further_ahead_than_can_be_planned(
+def test_a_placement_with_too_large_a_bound_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "plan.json"
@@ -422,12 +422,15 @@ def test_a_placement_is_no_further_ahead_than_can_be_planned(
         (["--max-staleness", "0,99"], "--max-staleness 0,99: must be numbers from 0 to 64"),
         (["--proposals", "-1"], "--proposals -1"),
         (["-o", "plan.txt"], "-o plan.txt: must end in .yaml or .json"),
-        (["-o", "plan.yaml", "--svg", "plan.yaml"], "-o, --svg plan.yaml: must be two different files"),
+        (
+            ["-o", "plan.yaml", "--svg", "plan.yaml"],
+            "-o, --svg plan.yaml: must be two different files",
+        ),
         (["-o", "plan.json", "--svg", "./tests/../plan.json"], "json: must be two different files"),
         (["--model", "llama-7b"], "--model llama-7b: --model qwen2.5-1.5b names the same role"),
     ],
 )
-def test_wrong_options_of_plan(
+def test_bad_options_of_plan_are_refused(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in refusal(capsys, "plan", *SMALL, *words)
@@ -454,13 +457,13 @@ def test_wrong_options_of_plan(
         (["generator.replicas=9"], "the cluster has 8"),
     ],
 )
-def test_wrong_options_of_simulate(
+def test_bad_options_of_simulate_are_refused(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in refusal(capsys, "simulate", *SMALL[:-2], *words)
 
 
-def test_an_output_that_cannot_be_is_refused(
+def test_an_unwritable_output_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nowhere = str(tmp_path / "no" / "plan.yaml")
@@ -471,7 +474,7 @@ def test_an_output_that_cannot_be_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_unlike_devices_are_no_setting_of_a_run(
+def test_a_plan_on_unlike_devices_cannot_be_written_as_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [GRPO, *STEP, "--cluster", "2xH100,2xA100", *SIZES, "--proposals", "20"]
@@ -485,7 +488,7 @@ def test_unlike_devices_are_no_setting_of_a_run(
 @pytest.mark.parametrize(
     ("recipe", "cluster"), [("grpo_arithmetic", "6xA100"), ("remax_arithmetic", "2x6xA100")]
 )
-def test_nodes_of_six_are_planned(
+def test_nodes_with_six_devices_can_be_planned(
     recipe: str, cluster: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(CONFIGS / f"{recipe}.yaml"), "--cluster", cluster, "--model", "qwen2.5-1.5b"]
@@ -493,7 +496,7 @@ def test_nodes_of_six_are_planned(
     assert run(capsys, "plan", *words)[0] == 0
 
 
-def test_what_is_filtered_is_said_and_takes_longer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_filtered_groups_are_reported_and_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
     dapo = str(CONFIGS / "dapo_arithmetic.yaml")
     words = [dapo, *STEP, "--cluster", "8xH100", *SIZES, "--proposals", "0"]
     found = []
@@ -508,7 +511,7 @@ def test_what_is_filtered_is_said_and_takes_longer(capsys: pytest.CaptureFixture
     assert "filtered=1" in refusal(capsys, "plan", *words, "--filtered", "1")
 
 
-def test_weights_in_bfloat16_are_never_split_over_ranks_that_keep_no_master_weights(
+def test_bfloat16_weights_are_never_split_without_master_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dapo, plan = str(CONFIGS / "dapo_qwen2.5_32b_math.yaml"), tmp_path / "plan.yaml"

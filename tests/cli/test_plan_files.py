@@ -1,4 +1,4 @@
-"""Files and numbers that `streamrl plan` and `streamrl simulate` read: all of them are bounded."""
+"""Files and numbers that `streamrl plan` and `streamrl simulate` read are bounded."""
 
 import os
 from pathlib import Path
@@ -28,7 +28,7 @@ def refused(capsys: pytest.CaptureFixture[str], option: str, path: Path | str) -
 
 
 @pytest.mark.parametrize("option", list(OPTIONS))
-def test_what_may_never_end_is_not_read(
+def test_an_endless_file_is_not_read(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pipe = tmp_path / "pipe"
@@ -38,7 +38,7 @@ def test_what_may_never_end_is_not_read(
 
 
 @pytest.mark.parametrize("option", list(OPTIONS))
-def test_a_huge_file_is_refused_by_its_size(
+def test_a_huge_file_is_refused_by_size(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "huge.yaml"
@@ -48,7 +48,7 @@ def test_a_huge_file_is_refused_by_its_size(
 
 
 @pytest.mark.parametrize("option", list(OPTIONS))
-def test_what_is_nested_without_end_is_refused(
+def test_deep_nesting_is_refused(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "deep.yaml"
@@ -58,7 +58,7 @@ def test_what_is_nested_without_end_is_refused(
 
 
 @pytest.mark.parametrize("option", ["--constants", "--cluster", "--placement"])
-def test_a_directory_is_no_file(
+def test_a_directory_is_refused_as_a_file(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refused(capsys, option, tmp_path) == "is a directory\n"
@@ -72,7 +72,7 @@ def test_proposals_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
 HUGE = "pipeline.groups_per_step=10000000"
 
 
-def test_what_would_take_hours_is_refused_before_it_begins(
+def test_a_simulation_of_hours_is_refused_before_it_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     factors = "pipeline.groups_per_step=10000000, algorithm.group_size=8: about"
@@ -95,7 +95,7 @@ def test_what_would_take_hours_is_refused_before_it_begins(
     assert "pipeline.groups_per_step=64, algorithm.group_size=8: about" in error
 
 
-def test_what_can_be_no_folder_is_told_before_anything_is_simulated(
+def test_an_unwritable_output_folder_is_refused_before_simulating(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file"
@@ -125,7 +125,7 @@ LONG = "x" * 300
         ("simulate", "{tmp}/none/" + "below/" * 1000, "File name too long"),
     ],
 )
-def test_what_can_never_be_written_is_told_before_anything_is_read(
+def test_an_unwritable_output_file_is_refused_before_reading(
     command: str, path: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "folder.yaml").mkdir()
@@ -136,13 +136,13 @@ def test_what_can_never_be_written_is_told_before_anything_is_read(
 
 
 @pytest.mark.parametrize("path", ["deep/er/plan", "plan"])
-def test_what_can_be_written_is_not_there_before_it_is(tmp_path: Path, path: str) -> None:
+def test_checking_an_output_leaves_no_file(tmp_path: Path, path: str) -> None:
     check_output_dir("-o", tmp_path / path)
     check_output_file("-o", tmp_path / "plan.yaml")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_is_in_the_way_before_anything_is_simulated(
+def test_an_existing_run_as_output_is_refused_before_simulating(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.jsonl").touch()
@@ -150,7 +150,7 @@ def test_a_run_is_in_the_way_before_anything_is_simulated(
     assert f"{tmp_path} already holds a run" in refusal(capsys, *words)
 
 
-def test_generation_is_no_further_ahead_than_can_be_planned(
+def test_a_depth_beyond_the_planners_limit_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     ahead = ["pipeline.depth=65", "pipeline.on_stale=drop", "queue.capacity_groups=100000"]

@@ -1,4 +1,4 @@
-"""`streamrl report`: what it says of runs that finished, died, go on, or have damaged books."""
+"""`streamrl report --ledger`: runs that finished, died, resumed, or have a damaged run log."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ def step(version: int, *uids: str) -> TrainedStep:
     return TrainedStep(version, groups, {"policy": program})
 
 
-def keep_books(run_dir: Path, work: Callable[[RunLog], Awaitable[None]]) -> None:
+def write_run_log(run_dir: Path, work: Callable[[RunLog], Awaitable[None]]) -> None:
     """The log that some work leaves in a run directory, as one process writes it."""
 
     async def write() -> None:
@@ -69,8 +69,8 @@ def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
 Report = Callable[..., tuple[int, str]]
 
 
-def test_the_law_the_drops_and_the_epochs_are_printed(report: Report, tmp_path: Path) -> None:
-    keep_books(tmp_path, four_groups)
+def test_the_ledger_with_drops_and_epochs_is_printed(report: Report, tmp_path: Path) -> None:
+    write_run_log(tmp_path, four_groups)
     code, text = report()
     assert code == 0
     assert "1 steps, 1 starts" in text
@@ -81,12 +81,12 @@ def test_the_law_the_drops_and_the_epochs_are_printed(report: Report, tmp_path: 
     assert "trained     2 uids, each exactly once\n" in text
 
 
-def test_scripts_get_the_same_as_json(report: Report, tmp_path: Path) -> None:
+def test_json_contains_the_same_ledger(report: Report, tmp_path: Path) -> None:
     async def more(books: RunLog) -> None:
         await four_groups(books)
         await books.record_admissions([uid(0, epoch=1)], 1)
 
-    keep_books(tmp_path, more)
+    write_run_log(tmp_path, more)
     found = json.loads(report("--json")[1])
     assert found["ledger"] == {
         "admitted": 6,
@@ -105,10 +105,8 @@ def test_scripts_get_the_same_as_json(report: Report, tmp_path: Path) -> None:
     assert found["problems"] == []
 
 
-def test_a_killed_run_is_read_up_to_its_torn_end_and_left_as_it_is(
-    report: Report, tmp_path: Path
-) -> None:
-    keep_books(tmp_path, four_groups)
+def test_a_torn_log_end_is_ignored_and_left_unchanged(report: Report, tmp_path: Path) -> None:
+    write_run_log(tmp_path, four_groups)
     folder = get_journal_dir(tmp_path, RUN_LOG_FOLDER)
     path = segment_path(folder, list_segments(folder)[-1])
     whole = path.read_bytes()
@@ -128,13 +126,13 @@ def test_a_killed_run_is_read_up_to_its_torn_end_and_left_as_it_is(
             books.ledger.mark_admitted(name, 0)
         await again(books)
 
-    keep_books(tmp_path, resumed)
+    write_run_log(tmp_path, resumed)
     code, text = report()
     assert code == 0
     assert "2 starts" in text and "trained 3" in text and "in flight 0" in text
 
 
-def test_a_log_is_read_while_it_is_written(report: Report, tmp_path: Path) -> None:
+def test_the_run_log_of_an_active_run_can_be_read(report: Report, tmp_path: Path) -> None:
     seen = []
 
     async def work(books: RunLog) -> None:
@@ -142,19 +140,19 @@ def test_a_log_is_read_while_it_is_written(report: Report, tmp_path: Path) -> No
         seen.append(report("--json"))
         await books.record_step(step(1, uid(2, 1)))
 
-    keep_books(tmp_path, work)
+    write_run_log(tmp_path, work)
     code, text = seen[0]
     assert code == 0 and json.loads(text)["ledger"]["in_flight"] == 1
     assert json.loads(report("--json")[1])["ledger"]["in_flight"] == 0
 
 
-def test_a_uid_that_was_trained_twice_is_named(report: Report, tmp_path: Path) -> None:
+def test_a_uid_trained_twice_is_reported(report: Report, tmp_path: Path) -> None:
     async def work(books: RunLog) -> None:
         await books.record_admissions([uid(0), uid(1)], 0)
         await books.record_log.append([step(3, uid(0), uid(1)).to_record()])
         await books.record_log.append([step(4, uid(0), uid(7)).to_record()])
 
-    keep_books(tmp_path, work)
+    write_run_log(tmp_path, work)
     code, text = report()
     assert code == 1
     assert "which does not balance" in text and "not each uid exactly once" in text
@@ -163,7 +161,7 @@ def test_a_uid_that_was_trained_twice_is_named(report: Report, tmp_path: Path) -
     assert "0:1:0:" not in text
 
 
-def test_the_history_of_a_uid_has_the_log_the_events_and_its_later_attempts(
+def test_the_history_of_a_uid_merges_log_events_and_later_attempts(
     report: Report, tmp_path: Path
 ) -> None:
     async def work(books: RunLog) -> None:
@@ -171,7 +169,7 @@ def test_the_history_of_a_uid_has_the_log_the_events_and_its_later_attempts(
         await books.record_start(0)
         await books.record_step(step(1, uid(2, 1)))
 
-    keep_books(tmp_path, work)
+    write_run_log(tmp_path, work)
     events: list[dict[str, Any]] = [
         {"time": 5.0, "event": "stall", "uids": "0:1:0 0:2:0", "holder": "generator-0"},
         {"time": 9e9, "event": "drop", "uid": "0:2:0", "cause": "reward_error"},
@@ -207,17 +205,17 @@ def test_the_history_of_a_uid_has_the_log_the_events_and_its_later_attempts(
     ("given", "nearest"),
     [("0:2:7", "0:2:1"), ("0:9:0", "0:3:0"), ("4:1:0", "0:1:0"), ("0:1", "0:1:0"), ("x", "0:0:0")],
 )
-def test_an_unknown_uid_is_answered_with_the_nearest(
+def test_an_unknown_uid_suggests_the_nearest(
     report: Report, tmp_path: Path, given: str, nearest: str
 ) -> None:
-    keep_books(tmp_path, four_groups)
+    write_run_log(tmp_path, four_groups)
     code, text = report("--uid", given)
     assert code == 2
     assert text.count("\n") == 1
     assert f"--uid {given}: not in the log" in text and f"the nearest is {nearest}" in text
 
 
-def test_what_is_no_run_with_books_is_refused_in_one_line(report: Report, tmp_path: Path) -> None:
+def test_a_directory_without_run_log_is_refused_in_one_line(report: Report, tmp_path: Path) -> None:
     code, text = report()
     assert code == 2 and "no run: holds no config.yaml" in text
     (tmp_path / "config.yaml").touch()
@@ -227,8 +225,8 @@ def test_what_is_no_run_with_books_is_refused_in_one_line(report: Report, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"], "nothing is made"
 
 
-def test_books_with_a_damaged_entry_in_the_middle_are_named(report: Report, tmp_path: Path) -> None:
-    keep_books(tmp_path, four_groups)
+def test_a_damaged_entry_in_the_run_log_is_reported(report: Report, tmp_path: Path) -> None:
+    write_run_log(tmp_path, four_groups)
     path = segment_path(get_journal_dir(tmp_path, RUN_LOG_FOLDER), 1)
     damaged = bytearray(path.read_bytes())
     damaged[40] ^= 1
@@ -238,7 +236,7 @@ def test_books_with_a_damaged_entry_in_the_middle_are_named(report: Report, tmp_
     assert f"{path}, byte 0" in text and text.count("\n") == 1
 
 
-def test_help_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_describes_the_ledger_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["report", "--help"])
     assert stop.value.code == 0

@@ -1,4 +1,4 @@
-"""`streamrl report RUN`: what bounds a run and what would help, as text and JSON."""
+"""`streamrl report RUN`: bottleneck and advice as text and JSON."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(folder / "run", config, play(config))
 
 
-def test_what_bounds_a_run_is_told_without_a_simulation(
+def test_the_bottleneck_is_reported_without_a_simulation(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(run_dir)]) == 0
@@ -28,7 +28,7 @@ def test_what_bounds_a_run_is_told_without_a_simulation(
     assert "options" not in json.loads(capsys.readouterr().out)
 
 
-def test_text_says_what_bounds_it_and_what_each_other_way_would_give(
+def test_what_if_lists_the_effect_of_each_option(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(run_dir), "--what-if"]) == 0
@@ -39,7 +39,7 @@ def test_text_says_what_bounds_it_and_what_each_other_way_would_give(
     assert "may have the same error" in text and "2 cores" in text
 
 
-def test_of_a_stage_whose_queue_is_not_known_it_is_not_said_how_many_wait(
+def test_a_stage_without_queue_depth_omits_the_waiting_groups(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = shutil.copytree(run_dir, tmp_path / "run")
@@ -52,7 +52,9 @@ def test_of_a_stage_whose_queue_is_not_known_it_is_not_said_how_many_wait(
     assert "waiting" not in found["train"] and "waiting" in found["reward"]
 
 
-def test_json_says_the_same_for_scripts(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_contains_bottleneck_and_options(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(run_dir), "--what-if", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["bound_by"] in found["stages"]
@@ -77,7 +79,7 @@ def test_json_says_the_same_for_scripts(run_dir: Path, capsys: pytest.CaptureFix
         (["--ledger", "{run}/config.yaml"], "config.yaml: not a run: not a directory"),
     ],
 )
-def test_wrong_input_is_one_line_and_code_2(
+def test_bad_input_is_a_one_line_error(
     run_dir: Path, words: list[str], rule: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", *(word.format(run=run_dir) for word in words)]) == 2
@@ -85,7 +87,7 @@ def test_wrong_input_is_one_line_and_code_2(
     assert rule in error and error.count("\n") == 1
 
 
-def test_a_run_that_is_too_short_is_one_line(
+def test_a_run_that_is_too_short_is_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = recipe(tmp_path)

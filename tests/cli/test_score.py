@@ -1,4 +1,4 @@
-"""`streamrl score`: what a run would say of completions that are there already."""
+"""`streamrl score`: existing completions get the scores that a run would give."""
 
 import asyncio
 import json
@@ -90,7 +90,7 @@ def experience(row, completions):
     return Experience(lease, 0, prompt=prompt, columns=rollouts_to_columns(rollouts))
 
 
-async def test_it_says_what_the_scorer_of_a_run_says(score):
+async def test_scores_equal_the_scorer_of_a_run(score):
     rewards = [
         RewardConfig("exact", weight=0.25, gate=True),
         RewardConfig("regex", "dot", options={"pattern": r"\."}),
@@ -112,7 +112,7 @@ async def test_it_says_what_the_scorer_of_a_run_says(score):
         }
 
 
-def test_lines_come_in_the_order_of_the_file_and_an_index_is_a_group(score, reward_file):
+def test_output_lines_keep_file_order_and_an_index_is_a_group(score, reward_file):
     path = reward_file("""
         print("said while it is imported")
         def place(completions, ground_truth):
@@ -132,7 +132,7 @@ def test_lines_come_in_the_order_of_the_file_and_an_index_is_a_group(score, rewa
     }
 
 
-def test_what_cannot_be_scored_has_no_score_and_the_rest_has(score, reward_file):
+def test_a_failed_group_has_no_score_and_others_do(score, reward_file):
     path = reward_file("""
         import time
         def f(solution_str, ground_truth):
@@ -157,7 +157,7 @@ def test_what_cannot_be_scored_has_no_score_and_the_rest_has(score, reward_file)
     assert "returned None for completion 1" in lines[0]["error"]
 
 
-def test_a_recipe_and_a_run_bring_their_rewards_and_settings(score, reward_file, tmp_path):
+def test_a_recipe_or_run_provides_rewards_and_settings(score, reward_file, tmp_path):
     path = reward_file("def both(rewards): return 10 * rewards['exact'] + rewards['numeric']")
     recipe = tmp_path / "config.yaml"
     recipe.write_text(
@@ -174,7 +174,7 @@ def test_a_recipe_and_a_run_bring_their_rewards_and_settings(score, reward_file,
     assert [line["score"] for line in lines] == [4.0, 4.0, 0.0, 3.0]
 
 
-def test_a_recipe_with_costs_has_them_on_every_line_and_in_the_summary(score, tmp_path):
+def test_costs_of_a_recipe_are_on_every_line_and_in_the_summary(score, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "model: {path: .}\ndata: {train: .}\nalgorithm: {name: safe_rlhf}\n"
@@ -189,7 +189,7 @@ def test_a_recipe_with_costs_has_them_on_every_line_and_in_the_summary(score, tm
     assert re.search(r"cost +mean .*\ncost/long +mean ", said)
 
 
-def test_the_summary_counts_by_verdict_component_and_source(score):
+def test_the_summary_counts_by_outcome_component_and_source(score):
     _, _, error = score("--reward", "exact", "--reward", "{kind: numeric, weight: 0.5}")
     rows = dict(line.split("  ", 1) for line in error.splitlines())
     said = {name: text.strip() for name, text in rows.items()}
@@ -214,18 +214,18 @@ def test_the_summary_counts_by_verdict_component_and_source(score):
         ("not_judged wrong pass", "wrong"),
     ],
 )
-def test_the_verdict_of_a_completion_is_of_what_counts(said, verdict):
+def test_the_verdict_depends_on_weighted_components(said, verdict):
     configs = [RewardConfig("a"), RewardConfig("b", weight=0, gate=True), RewardConfig("c", "", 0)]
     assert combine_verdicts(dict(zip("abc", said.split(), strict=True)), configs) == verdict
 
 
-def test_where_nothing_counts_all_must_pass():
+def test_without_weighted_components_all_must_pass():
     configs = [RewardConfig("a", weight=0.0)]
     assert combine_verdicts({"a": "wrong"}, configs) == "wrong"
     assert combine_verdicts({"a": "pass"}, configs) == "pass"
 
 
-async def test_so_many_groups_are_judged_at_once_and_no_more():
+async def test_the_number_of_concurrent_groups_is_bounded():
     at_once = [0]
     told: list[int] = []
 
@@ -258,7 +258,7 @@ async def test_so_many_groups_are_judged_at_once_and_no_more():
         ('{"index": -1, "completion": ""}', "{} line 1: index=-1: "),
     ],
 )
-def test_bad_completions_are_one_line_with_their_number(tmp_path, capsys, lines, words):
+def test_a_bad_completion_line_is_named_by_number(tmp_path, capsys, lines, words):
     path, rows = tmp_path / "outs.jsonl", write(tmp_path / "rows.jsonl", ROWS)
     path.write_text(lines)
     assert main(["score", str(rows), "--completions", str(path), "--reward", "exact"]) == 2
@@ -268,7 +268,7 @@ def test_bad_completions_are_one_line_with_their_number(tmp_path, capsys, lines,
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "directory"])
-def test_completions_are_a_regular_file(tmp_path, capsys, kind):
+def test_completions_must_be_a_regular_file(tmp_path, capsys, kind):
     path, rows = tmp_path / "outs.jsonl", write(tmp_path / "rows.jsonl", ROWS)
     if kind == "fifo":
         os.mkfifo(path)
@@ -282,7 +282,7 @@ def test_completions_are_a_regular_file(tmp_path, capsys, kind):
     assert error.startswith(f"streamrl: --completions {path}: cannot be read: ")
 
 
-def test_a_reward_of_one_task_says_nothing_of_the_rows_of_another(score, reward_file):
+def test_a_reward_may_skip_rows_of_other_tasks(score, reward_file):
     """As TRL's rewards do, and verl's give further numbers."""
     path = reward_file("""
         def sums(completions, data_source, ground_truth, **columns):
@@ -312,15 +312,13 @@ def test_a_reward_of_one_task_says_nothing_of_the_rows_of_another(score, reward_
         ("1 / 0", r"rewards\[0\].path=.*my_reward.py:1: ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_file_that_ends_its_process_while_it_is_imported_ends_no_other(
-    score, reward_file, source, line
-):
+def test_a_reward_file_that_exits_on_import_is_an_error(score, reward_file, source, line):
     code, lines, error = score("--reward", f"{reward_file(source)}:f")
     assert (code, lines) == (2, [])
     assert re.fullmatch(rf"streamrl: {line}\n", error)
 
 
-def test_a_file_imports_what_lies_beside_it_and_says_nothing_among_the_lines(reward_file, tmp_path):
+def test_a_reward_file_imports_neighbors_and_its_prints_go_to_stderr(reward_file, tmp_path):
     (tmp_path / "beside.py").write_text("import os\nos.write(1, b'noise')\nvalue = 0.5\n")
     # What hides a library in the working directory is no library of the workers.
     (tmp_path / "psutil.py").write_text("raise ImportError\n")
@@ -357,15 +355,13 @@ def test_a_file_imports_what_lies_beside_it_and_says_nothing_among_the_lines(rew
         (["--reward", "exact", "scorer.timeout_s"], "'scorer.timeout_s': write an override"),
     ],
 )
-def test_bad_settings_are_one_line(score, words, line):
+def test_bad_settings_are_a_one_line_error(score, words, line):
     code, lines, error = score(*words)
     assert (code, lines, error.count("\n")) == (2, [], 1)
     assert error.startswith(f"streamrl: {line}")
 
 
-def test_a_row_that_a_reward_cannot_judge_and_files_that_are_missing_are_named(
-    score, tmp_path, capsys
-):
+def test_unjudgeable_rows_and_missing_files_are_named(score, tmp_path, capsys):
     bad = write(tmp_path / "bad.jsonl", [*ROWS, {"prompt": "?", "ground_truth": "many"}])
     outs = write(tmp_path / "outs.jsonl", [{"index": 2, "completion": "5"}])
     words = ["--reward", "numeric", "--completions"]
@@ -379,7 +375,7 @@ def test_a_row_that_a_reward_cannot_judge_and_files_that_are_missing_are_named(
         assert "none.jsonl: cannot be read: No such file or directory" in error
 
 
-def test_blank_lines_count_in_the_number_of_a_row(tmp_path, capsys):
+def test_blank_lines_count_in_row_numbers(tmp_path, capsys):
     rows = write(tmp_path / "rows.jsonl", [{"prompt": "?", "ground_truth": "5"}])
     rows.write_text("\n\n" + rows.read_text())
     for index, code in ((2, 0), (0, 2)):
@@ -387,7 +383,7 @@ def test_blank_lines_count_in_the_number_of_a_row(tmp_path, capsys):
         assert main(["score", str(rows), "--completions", str(outs), "--reward", "exact"]) == code
 
 
-def test_rows_are_read_by_other_columns_as_said_or_as_the_recipe_says(tmp_path, capsys):
+def test_column_options_override_the_recipe(tmp_path, capsys):
     rows = write(tmp_path / "rows.jsonl", [{"question": "2+3=", "answer": "5"}])
     outs = write(tmp_path / "outs.jsonl", [{"index": 0, "completion": "5"}])
     recipe = tmp_path / "recipe.yaml"
@@ -400,7 +396,7 @@ def test_rows_are_read_by_other_columns_as_said_or_as_the_recipe_says(tmp_path, 
         assert json.loads(capsys.readouterr().out)["verdict"] == "pass"
 
 
-def test_only_overrides_may_stand_behind_the_options(score, capsys):
+def test_only_overrides_may_follow_the_options(score, capsys):
     with pytest.raises(SystemExit, match="2"):
         score("--reward", "exact", "scorer.timeout_s=5", "--count", "3")
     line = "streamrl: unrecognized arguments: --count 3 (see streamrl --help)\n"
@@ -408,7 +404,7 @@ def test_only_overrides_may_stand_behind_the_options(score, capsys):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_in_a_moment_with_what_was_judged_and_leaves_no_process(tmp_path, reward_file):
+def test_ctrl_c_prints_finished_lines_and_leaves_no_process(tmp_path, reward_file):
     path = reward_file("""
         import os, subprocess, time
         def f(prompt, completion):

@@ -1,4 +1,4 @@
-"""Between a run's config and the planner: what is planned is what runs."""
+"""Conversion between a config, a planner problem and a placement."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def recipe(name: str, *overrides: str) -> RunConfig:
     return load_config(CONFIGS / f"{name}_arithmetic.yaml", overrides)
 
 
-def test_a_problem_has_the_work_of_a_step_and_the_models_that_are_named() -> None:
+def test_a_problem_has_the_workload_and_the_named_models() -> None:
     cluster = Cluster.from_text("8xA100")
     problem = build_planner_problem(recipe("ppo"), cluster, PlannerRequest(20, SIZES))
     assert problem.workload.num_rollouts == 256
@@ -64,7 +64,7 @@ def test_a_problem_has_the_work_of_a_step_and_the_models_that_are_named() -> Non
     )
 
 
-def test_what_lora_trains_is_planned_as_adapters_on_whole_layers() -> None:
+def test_lora_is_planned_as_adapters_on_frozen_layers() -> None:
     config = recipe("ppo", "trainer.lora_rank=16", "critic.trainer={lora_rank: 0}")
     problem = build_planner_problem(config, Cluster.from_text("8xA100"), PlannerRequest(20, SIZES))
     models = problem.models
@@ -76,14 +76,14 @@ def test_what_lora_trains_is_planned_as_adapters_on_whole_layers() -> None:
     assert rules(calls["policy"], RankGrid(1, 1, 4)) and rules(calls["critic"], RankGrid(1, 2, 2))
 
 
-def test_more_rollouts_at_once_than_a_constant_may_be_are_told_by_the_setting() -> None:
+def test_too_many_concurrent_rollouts_for_the_planner_name_the_setting() -> None:
     many = recipe("grpo", "generator.max_concurrent_rollouts=2000000")
     with pytest.raises(ConfigError, match=r"^generator\.max_concurrent_rollouts=2000000: must"):
         build_run_constants(many, CostConstants(), on_gpu=True)
     assert build_run_constants(recipe("grpo"), CostConstants(), on_gpu=True).max_running == 512
 
 
-def test_micro_batches_caches_and_the_longest_rollout_are_the_runs_own() -> None:
+def test_micro_batches_kv_cache_and_longest_rollout_come_from_the_run() -> None:
     own = ["pipeline.micro_batch_tokens=8192", "generator.kv_cache_mb=3"]
     judged = "rewards=[{kind: model, path: some/judge, batch_tokens: 100}]"
     named = {**SIZES, "reward": "qwen2.5-0.5b"}
@@ -95,7 +95,7 @@ def test_micro_batches_caches_and_the_longest_rollout_are_the_runs_own() -> None
     assert problem.workload.max_rollout_tokens == 30 + 12
 
 
-def test_what_train_cannot_split_is_not_planned_so() -> None:
+def test_split_rules_exclude_layouts_that_training_cannot_run() -> None:
     config, cluster = recipe("grpo"), Cluster.from_text("8xH100")
     calls = {call.kind: call for call in config.dataflow.calls}
     for model, ranks, trains, serves in (
@@ -114,7 +114,7 @@ def test_what_train_cannot_split_is_not_planned_so() -> None:
         assert bool(rules(calls[CallKind.GENERATE], RankGrid(1, ranks, 1))) == serves, model
 
 
-def test_a_run_of_several_nodes_joins_their_ray_and_one_of_its_own_has_room_for_a_step() -> None:
+def test_configure_for_cluster_joins_ray_or_sizes_the_object_store() -> None:
     config = recipe("grpo", "pipeline.groups_per_step=4096")
     near = configure_for_cluster(config, Cluster.from_text("8xH100"), longest_tokens=30_000)
     assert near.placement.address == "" and near.placement.object_store_mb > 20_000
@@ -124,7 +124,7 @@ def test_a_run_of_several_nodes_joins_their_ray_and_one_of_its_own_has_room_for_
     assert configure_for_cluster(told, Cluster.from_text("2x8xH100"), longest_tokens=30_000) == told
 
 
-def test_a_model_that_nobody_can_size_is_refused() -> None:
+def test_a_model_of_unknown_size_is_refused() -> None:
     cluster = Cluster.from_text("8xA100")
     with pytest.raises(ConfigError, match="--model critic=llama-7b: the run has models of"):
         build_planner_problem(recipe("grpo"), cluster, PlannerRequest(20, SIZES))
@@ -136,7 +136,7 @@ def test_a_model_that_nobody_can_size_is_refused() -> None:
 ROLES = ("policy", "critic", "reference")
 
 
-def test_a_device_of_thousands_is_no_part_of_a_pool() -> None:
+def test_a_pool_share_below_the_minimum_is_not_configurable() -> None:
     dataflow = recipe("grpo").dataflow
     meshes = {"generate": ("0-0", "1-1-1"), "train": ("0-1023", "1-1-1024")}
     assert find_pools(dataflow, placement_from_meshes(meshes)) is not None
@@ -174,7 +174,7 @@ def test_a_device_of_thousands_is_no_part_of_a_pool() -> None:
         ),
     ],
 )
-def test_a_run_is_placed_as_its_own_placement_says(name: str, overrides: tuple[str, ...]) -> None:
+def test_apply_placement_inverts_build_run_placement(name: str, overrides: tuple[str, ...]) -> None:
     config = recipe(name, *overrides)
     placement = build_run_placement(config, ROLES)
     again = apply_placement(recipe(name), placement)
@@ -184,7 +184,7 @@ def test_a_run_is_placed_as_its_own_placement_says(name: str, overrides: tuple[s
     assert build_run_placement(again, ROLES) == placement
 
 
-def test_ratios_become_pools_of_roles() -> None:
+def test_overlapping_roles_become_mixed_pools() -> None:
     pools = [{"policy": 1.0, "generator": 1.0}, {"critic": 1.0, "reference": 0.5, "value": 0.5}]
     placement = placement_from_ratios(recipe("ppo").dataflow, pools, [4, 2])
     config = apply_placement(recipe("ppo"), placement)
@@ -210,10 +210,13 @@ def _grpo(generate: tuple[str, str], train: tuple[str, str]) -> Placement:
         (_grpo(("0-3", "1-1-4"), ("4-7", "2-1-2")), "does not support pipeline parallelism"),
         (_grpo(("0-3", "1-1-4"), ("4-7", "1-2-2")), "ZeRO 1 does not support tensor parallelism"),
         # A generator that shares devices is split over ranks of the trainer, or not at all.
-        (_grpo(("0-3", "1-2-2"), ("0-1", "1-1-2")), "no placement mode or pools of roles give these devices"),
+        (
+            _grpo(("0-3", "1-2-2"), ("0-1", "1-1-2")),
+            "no placement mode or pools of roles give these devices",
+        ),
     ],
 )
-def test_what_streamrl_does_not_run_is_refused_by_name(placement: Placement, said: str) -> None:
+def test_an_unsupported_placement_names_the_call(placement: Placement, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         apply_placement(recipe("grpo"), placement)
     assert said in str(refused.value)

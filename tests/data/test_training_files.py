@@ -1,4 +1,4 @@
-"""Files that are larger than what is examined before a run: begun soon, read as they are drawn."""
+"""Files too large to classify before a run: sampled first, then read on demand."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ WHOLE, FRAME = 20, 3
 
 
 @pytest.fixture(autouse=True)
-def few_are_examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def sample_few_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, rows in (("NUM_FIRST_ROWS", 5), ("NUM_SPREAD_ROWS", 4), ("NUM_LONGEST_ROWS", 2)):
         monkeypatch.setattr(training_files, name, rows)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -56,9 +56,7 @@ def numbered(size: int) -> list[dict[str, Any]]:
     return [{"prompt": str(i), "ground_truth": str(i)} for i in range(size)]
 
 
-def test_rows_of_a_large_file_come_in_the_order_of_one_that_was_examined_whole(
-    tokenizer, write_rows
-):
+def test_a_sampled_file_has_the_order_of_a_fully_classified_file(tokenizer, write_rows):
     path = write_rows(*numbered(50))
     large = open_rows(path, tokenizer=tokenizer)
     whole = open_rows(path, tokenizer=tokenizer, max_full_rows=50)
@@ -68,7 +66,7 @@ def test_rows_of_a_large_file_come_in_the_order_of_one_that_was_examined_whole(
     assert [prompt.ground_truth for prompt in drawn] == [one.ground_truth for one in wanted]
 
 
-def test_every_format_gives_the_same_prompts_in_any_order(tokenizer, write_rows, tmp_path):
+def test_every_format_yields_the_same_prompts_in_any_order(tokenizer, write_rows, tmp_path):
     rows = [
         {"prompt": f"{i} {'é' * (i % 7)}\n", "ground_truth": str(i), "source": "é"}
         for i in range(50)
@@ -104,7 +102,7 @@ def test_every_format_gives_the_same_prompts_in_any_order(tokenizer, write_rows,
     assert first is not None and len({uid for uid, *_ in first}) == 60
 
 
-def test_an_opened_table_goes_to_another_process(write_rows, tmp_path, monkeypatch):
+def test_an_open_table_pickles(write_rows, tmp_path, monkeypatch):
     from streamrl.data.reading import indexed_table as table
 
     rows = numbered(30)
@@ -131,7 +129,7 @@ def test_an_opened_table_goes_to_another_process(write_rows, tmp_path, monkeypat
     assert [file.stat().st_mtime_ns for file in cached] == times
 
 
-def test_what_cannot_be_unpacked_says_where_to(write_rows, tmp_path, monkeypatch):
+def test_an_unpacking_error_names_the_cache_folder(write_rows, tmp_path, monkeypatch):
     from streamrl.data.reading import indexed_table as table
 
     packed = tmp_path / "rows.jsonl.gz"
@@ -142,9 +140,7 @@ def test_what_cannot_be_unpacked_says_where_to(write_rows, tmp_path, monkeypatch
         table.open_table(str(packed))
 
 
-def test_bad_rows_are_refused_where_they_are_examined_and_passed_over_where_they_are_drawn(
-    tokenizer, tmp_path
-):
+def test_bad_rows_are_refused_in_the_sample_and_skipped_when_drawn(tokenizer, tmp_path):
     lines = [json.dumps(row) for row in numbered(50)]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join([*lines[:3], '{"prompt": 5}', *lines[4:]]))
@@ -159,9 +155,7 @@ def test_bad_rows_are_refused_where_they_are_examined_and_passed_over_where_they
     assert skipped.problems[0].startswith(f"{path} line 21: not JSON")
 
 
-def test_a_row_whose_value_python_cannot_have_is_refused_or_passed_over_as_any_bad_one(
-    tokenizer, tmp_path
-):
+def test_an_unrepresentable_value_is_treated_like_a_bad_row(tokenizer, tmp_path):
     path = tmp_path / "rows.parquet"
 
     def write(bad: int) -> None:
@@ -180,7 +174,7 @@ def test_a_row_whose_value_python_cannot_have_is_refused_or_passed_over_as_any_b
     assert skipped.problems[0].startswith(f"{path} row 21: column 'x' of timestamp[us]: ")
 
 
-def test_a_row_that_a_reward_cannot_judge_is_refused_where_it_is_examined(tokenizer, write_rows):
+def test_an_unjudgeable_row_in_the_sample_is_refused(tokenizer, write_rows):
     def inspect(prompts):
         for prompt in prompts:
             if prompt.ground_truth == "4":
@@ -191,9 +185,7 @@ def test_a_row_that_a_reward_cannot_judge_is_refused_where_it_is_examined(tokeni
         open_rows(path, tokenizer=tokenizer, inspect=inspect)
 
 
-def test_the_longest_rows_are_examined_and_tell_how_long_prompts_may_be(
-    tokenizer, write_rows, tmp_path
-):
+def test_the_longest_rows_bound_the_prompt_length(tokenizer, write_rows, tmp_path):
     rows = numbered(50)
     rows[33]["prompt"] = "x" * 17
     for path in (write_rows(*rows), str(tmp_path / "rows.parquet")):
@@ -212,9 +204,7 @@ def test_the_longest_rows_are_examined_and_tell_how_long_prompts_may_be(
     assert data.files[0].max_prompt_tokens == 20
 
 
-def test_a_filter_that_takes_every_examined_row_is_asked_about_the_others(
-    tokenizer, write_rows, tmp_path
-):
+def test_if_the_sample_is_filtered_out_all_rows_are_classified(tokenizer, write_rows, tmp_path):
     keep = tmp_path / "keep.py"
     keep.write_text("def late(prompt): return int(prompt.ground_truth) == 30\n")
     path = write_rows(*numbered(50))
@@ -225,7 +215,7 @@ def test_a_filter_that_takes_every_examined_row_is_asked_about_the_others(
         open_rows({"path": path, "filter": f"{keep}:late"}, tokenizer=tokenizer)
 
 
-def test_a_stream_goes_on_on_the_same_rows_alone(tokenizer, write_rows):
+def test_a_stream_resumes_only_on_the_same_rows(tokenizer, write_rows):
     path = write_rows(*numbered(50))
     stream = stream_of(open_rows(path, tokenizer=tokenizer))
     stream.draw_prompts(7)
@@ -245,9 +235,7 @@ def test_a_stream_goes_on_on_the_same_rows_alone(tokenizer, write_rows):
         stream_of(open_rows(entry, tokenizer=tokenizer)).load_state_dict(state)
 
 
-def test_a_checkpoint_of_a_stream_whose_rows_were_all_examined_goes_on_row_for_row(
-    tokenizer, write_rows
-):
+def test_a_checkpoint_of_a_fully_classified_stream_resumes_exactly(tokenizer, write_rows):
     """As they used to be: rows that are left out have no place in the order."""
     rows = numbered(50)
     for index in (10, 20, 30):
@@ -266,7 +254,7 @@ def test_a_checkpoint_of_a_stream_whose_rows_were_all_examined_goes_on_row_for_r
     assert is_full_fingerprint(now.state_dict()["fingerprint"])
 
 
-def test_a_file_that_changes_under_a_run_ends_it_with_its_name(tokenizer, write_rows):
+def test_a_file_that_changes_during_a_run_is_an_error(tokenizer, write_rows):
     path = write_rows(*numbered(50))
     stream = stream_of(open_rows(path, tokenizer=tokenizer))
     Path(path).write_text("{}\n" * 5000)
@@ -274,7 +262,7 @@ def test_a_file_that_changes_under_a_run_ends_it_with_its_name(tokenizer, write_
         stream.draw_prompts(1)
 
 
-def test_a_prompt_is_had_again_by_its_uid(tokenizer, write_rows):
+def test_get_prompt_reads_a_row_again(tokenizer, write_rows):
     a, b = write_rows(*numbered(30)), write_rows(*numbered(40), name="b.jsonl")
     Path(a).write_text(Path(a).read_text().replace("\n", "\n\n"))
     stream = stream_of(open_rows(a, b, tokenizer=tokenizer))
@@ -291,7 +279,7 @@ def test_a_prompt_is_had_again_by_its_uid(tokenizer, write_rows):
         stream.get_prompt("0:1:0")  # a blank line
 
 
-def test_memory_of_a_table_is_a_few_bytes_a_row(write_rows):
+def test_a_table_takes_a_few_bytes_per_row(write_rows):
     from streamrl.data.reading.indexed_table import open_table
 
     table = open_table(write_rows(*numbered(5000)))

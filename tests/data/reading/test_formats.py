@@ -1,4 +1,4 @@
-"""The same rows from every format; splits are named, never guessed."""
+"""All formats yield the same rows; splits are named explicitly."""
 
 import json
 import os
@@ -45,27 +45,27 @@ def wanted(tmp_path_factory):
     return facts(path)
 
 
-def test_a_dataset_on_disk_gives_the_rows_of_the_jsonl_file(tmp_path, wanted):
+def test_a_saved_dataset_yields_the_rows_of_the_jsonl_file(tmp_path, wanted):
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "rows", num_shards=2)
     assert facts(tmp_path / "rows") == wanted
     row = next(load_rows(str(tmp_path / "rows")))
     assert row.place == f"{tmp_path / 'rows'} row 1"
 
 
-def test_a_dataset_that_was_reordered_comes_in_its_own_order(tmp_path, wanted):
+def test_a_reordered_dataset_keeps_its_order(tmp_path, wanted):
     Dataset.from_list(ROWS).select([5, 2]).save_to_disk(tmp_path / "rows")
     found = facts(tmp_path / "rows")
     assert [fact[1:] for fact in found] == [wanted[5][1:], wanted[2][1:]]
     assert [fact[0] for fact in found] == [0, 1]
 
 
-def test_a_directory_of_shards_is_one_file_in_the_order_of_their_names(tmp_path, wanted):
+def test_shards_are_one_file_in_the_order_of_their_names(tmp_path, wanted):
     shard(tmp_path / "rows.parquet" / "part-1.parquet", ROWS[7:])
     shard(tmp_path / "rows.parquet" / "part-0.parquet", ROWS[:7])
     assert facts(tmp_path / "rows.parquet") == wanted
 
 
-def test_shards_with_other_columns_are_one_file_unless_the_same_column_is_of_another_type(tmp_path):
+def test_shards_may_differ_in_columns_but_not_in_a_columns_type(tmp_path):
     shard(tmp_path / "rows" / "a.parquet", [{"prompt": "1", "answer": 1}])
     shard(tmp_path / "rows" / "b.parquet", [{"prompt": "2", "answer": 2, "level": "hard"}])
     rows = list(load_rows(str(tmp_path / "rows"), label_key="answer"))
@@ -110,7 +110,7 @@ def write_column(path, kind, value):
 
 @pytest.mark.parametrize("held", [0, 1 << 20])
 @pytest.mark.parametrize(("one", "other", "first", "second"), WIDER)
-def test_shards_whose_columns_are_of_another_width_keep_their_values(
+def test_shards_may_differ_in_integer_and_text_width(
     tmp_path, monkeypatch, held, one, other, first, second
 ):
     from streamrl.data.reading import indexed_table
@@ -147,19 +147,19 @@ def test_shards_whose_columns_are_of_another_width_keep_their_values(
         (pa.decimal128(3, 1), pa.decimal128(4, 2), Decimal("0.5"), Decimal("0.50")),
     ],
 )
-def test_shards_of_which_a_column_would_get_other_values_are_refused_in_one_line(
-    tmp_path, one, other, first, second
-):
+def test_a_lossy_cast_between_shards_is_refused_in_one_line(tmp_path, one, other, first, second):
     write_column(tmp_path / "a.parquet", one, first)
     write_column(tmp_path / "b.parquet", other, second)
     with pytest.raises(ConfigError) as caught:
         list(load_rows(str(tmp_path)))
-    said = f"{tmp_path}: column 'x' has different types in its files: {one} in a.parquet, {other} in b"
+    said = (
+        f"{tmp_path}: column 'x' has different types in its files: {one} in a.parquet, {other} in b"
+    )
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
 
 
-def test_a_split_is_taken_by_name(tmp_path, wanted):
+def test_a_split_is_selected_by_name(tmp_path, wanted):
     splits = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:2])}
     DatasetDict(splits).save_to_disk(tmp_path / "both")
     shard(tmp_path / "shards" / "train-00000-of-00002.parquet", ROWS[:7])
@@ -173,7 +173,7 @@ def test_a_split_is_taken_by_name(tmp_path, wanted):
                 facts(tmp_path / name, split)
 
 
-def test_files_called_as_splits_are_not_read_together(tmp_path, wanted):
+def test_files_named_after_splits_are_not_merged(tmp_path, wanted):
     for name in ("train", "gsm8k_Test", "test-1", "trainer"):
         shard(tmp_path / f"{name}.parquet", ROWS if name == "train" else ROWS[:1])
     assert facts(tmp_path, "train") == wanted
@@ -187,7 +187,7 @@ def test_files_called_as_splits_are_not_read_together(tmp_path, wanted):
         facts(tmp_path / "more")
 
 
-def test_a_split_of_what_has_none_is_refused(tmp_path):
+def test_a_split_of_data_without_splits_is_refused(tmp_path):
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
     shard(tmp_path / "shards" / "a.parquet", ROWS)
     shard(tmp_path / "shards" / "file.parquet", ROWS)
@@ -200,7 +200,7 @@ def test_a_split_of_what_has_none_is_refused(tmp_path):
             facts(tmp_path / name, "train")
 
 
-def test_a_directory_that_holds_no_data_is_refused(tmp_path):
+def test_a_directory_without_data_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="neither a Hugging Face dataset nor"):
         facts(tmp_path)
     (tmp_path / "dataset_info.json").write_text("{")
@@ -227,7 +227,7 @@ PAIRS = pa.map_(TEXT, pa.int64())
         (pa.timestamp("us", tz="America"), None, 1),  # a folder of zones
     ],
 )
-def test_a_value_that_python_cannot_have_makes_its_row_a_bad_one(
+def test_a_value_unrepresentable_in_python_makes_a_bad_row(
     tmp_path, monkeypatch, kind, good, bad, held
 ):
     from streamrl.data.reading import indexed_table
@@ -270,7 +270,7 @@ def tensors():
         (lambda: pa.array([b"%016d" % i for i in range(3)], pa.uuid()), UUID(bytes=b"%016d" % 1)),
     ],
 )
-def test_a_column_of_an_extension_type_is_read_as_any_other(tmp_path, column, wanted):
+def test_a_column_of_an_extension_type_is_read(tmp_path, column, wanted):
     rows = {"prompt": pa.array(["1", "2", "3"]), "x": column()}
     pq.write_table(pa.table(rows), tmp_path / "a.parquet")
     pq.write_table(pa.table({"prompt": pa.array(["4"])}), tmp_path / "b.parquet")
@@ -283,9 +283,7 @@ def test_a_column_of_an_extension_type_is_read_as_any_other(tmp_path, column, wa
     ("rows", "size", "is_constant"),
     [(40_000, 2048, True), (40_000, 2048, False), (150, 1 << 20, True)],
 )
-def test_parquet_is_never_in_memory_whatever_it_takes_on_disk(
-    tmp_path, monkeypatch, rows, size, is_constant
-):
+def test_large_parquet_is_not_loaded_into_memory(tmp_path, monkeypatch, rows, size, is_constant):
     """A constant is there once; what is not makes one group of rows."""
     from streamrl.data.reading import indexed_table
 
@@ -320,7 +318,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["state.json", "dataset_info.json", "dataset_dict.json"])
 @pytest.mark.parametrize("text", [DEEP, "[]", "null", "{", "\xff", '{"a": 1, "a": 1}', None])
-def test_a_dataset_that_says_nothing_of_itself_is_refused_in_one_line(tmp_path, saved, name, text):
+def test_a_dataset_without_valid_metadata_is_refused_in_one_line(tmp_path, saved, name, text):
     folder, split = ("several", "train") if name == "dataset_dict.json" else ("one", "")
     shutil.copytree(saved / folder, tmp_path / folder)
     file = tmp_path / folder / name
@@ -339,7 +337,10 @@ def test_a_dataset_that_says_nothing_of_itself_is_refused_in_one_line(tmp_path, 
     ("entry", "words"),
     [
         ({"_data_files": [{"filename": "../fifo"}]}, "'../fifo' must be a file in the same folder"),
-        ({"_data_files": [{"filename": "/dev/zero"}]}, "'/dev/zero' must be a file in the same folder"),
+        (
+            {"_data_files": [{"filename": "/dev/zero"}]},
+            "'/dev/zero' must be a file in the same folder",
+        ),
         ({"_data_files": [{"filename": ".."}]}, "'..' must be a file in the same folder"),
         ({"_data_files": [{"filename": "fifo"}]}, "one/fifo: not a regular file"),
         ({"_data_files": [{"filename": "link"}]}, "one/link: not a regular file"),
@@ -350,7 +351,7 @@ def test_a_dataset_that_says_nothing_of_itself_is_refused_in_one_line(tmp_path, 
         ({"_split": [1]}, "cannot be read as a dataset: "),
     ],
 )
-def test_a_dataset_whose_files_are_elsewhere_or_none_is_refused(tmp_path, saved, entry, words):
+def test_a_dataset_with_files_outside_its_folder_is_refused(tmp_path, saved, entry, words):
     shutil.copytree(saved / "one", tmp_path / "one")
     for fifo in (tmp_path / "fifo", tmp_path / "one" / "fifo"):
         os.mkfifo(fifo)
@@ -362,7 +363,7 @@ def test_a_dataset_whose_files_are_elsewhere_or_none_is_refused(tmp_path, saved,
     assert "\n" not in str(caught.value)
 
 
-def test_a_split_that_lies_elsewhere_is_refused(tmp_path, saved):
+def test_a_split_outside_the_dataset_folder_is_refused(tmp_path, saved):
     shutil.copytree(saved / "several", tmp_path / "several")
     shutil.copytree(saved / "one", tmp_path / "one")
     (tmp_path / "several" / "dataset_dict.json").write_text('{"splits": ["../one", ".."]}')
