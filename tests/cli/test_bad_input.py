@@ -451,8 +451,8 @@ def test_an_impossible_fork_is_refused(
     (tmp_path / "taken").mkdir()
     (run_dir / "config.yaml").write_text(dump_config(load_config(toy / "recipe.yaml")))
     saved = save_checkpoint(run_dir, {})
-    given = [word.format(run=run_dir) for word in words]
-    assert main(["train", "--resume", str(saved), *given]) == 2
+    arguments = [word.format(run=run_dir) for word in words]
+    assert main(["train", "--resume", str(saved), *arguments]) == 2
     assert part in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
 
@@ -464,7 +464,7 @@ def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] 
         folder.mkdir()
         (folder / "file").write_text("state")
     ledger = Ledger().state_dict()
-    whole: Any = {
+    full_state: Any = {
         "version": 1,
         "ledger": ledger,
         "prompts": prompts,
@@ -472,7 +472,7 @@ def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] 
         "dials": {},
         **state,
     }
-    return writer.commit(whole, keep=1)
+    return writer.commit(full_state, keep=1)
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,12 @@ def test_json_contains_every_constant_with_default_and_residual(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["calibrate", str(run_dir), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    one = found["determined"]["update_s"]
-    assert one["default"] == pytest.approx(0.05)
-    assert one["count"] > 5 and one["residual"] < 0.01 and one["is_known"]
-    assert abs(found["simulated"]["step_s"]["error"]) < 0.1
-    assert found["cores"] == {"cores": 2, "taken": 0.0, "queue": 0.0}
+    report = json.loads(capsys.readouterr().out)
+    constant = report["determined"]["update_s"]
+    assert constant["default"] == pytest.approx(0.05)
+    assert constant["count"] > 5 and constant["residual"] < 0.01 and constant["is_known"]
+    assert abs(report["simulated"]["step_s"]["error"]) < 0.1
+    assert report["cores"] == {"cores": 2, "taken": 0.0, "queue": 0.0}
 
 
 @pytest.mark.parametrize(

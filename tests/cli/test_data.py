@@ -35,8 +35,8 @@ def messy(tmp_path: Path) -> Path:
 def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     def run(*words: object) -> tuple[int, str]:
         code = main(["data", "check", *map(str, words)])
-        said = capsys.readouterr()
-        return code, said.out + said.err
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
 
     return run
 
@@ -78,13 +78,13 @@ def test_long_prompts_are_counted_by_on_long_prompt(toy, messy, check) -> None:
 
 def test_json_contains_the_same_counts(toy, messy, check) -> None:
     code, text = check(messy, "--model", toy / "model", "--json")
-    (found,) = json.loads(text)["files"]
+    (report,) = json.loads(text)["files"]
     assert code == 2
-    assert (found["rows"], found["kept"], found["bad"], found["too_long"]) == (6, 3, 3, 0)
-    assert found["lengths"] == {"min": 4, "median": 4, "p95": 6, "max": 6}
-    assert found["sources"] == {"sums": 2, "more": 1}
-    assert [problem["row"] for problem in found["problems"]] == [2, 3, 5]
-    assert all(f"line {one['row']}: " in one["text"] for one in found["problems"])
+    assert (report["rows"], report["kept"], report["bad"], report["too_long"]) == (6, 3, 3, 0)
+    assert report["lengths"] == {"min": 4, "median": 4, "p95": 6, "max": 6}
+    assert report["sources"] == {"sums": 2, "more": 1}
+    assert [problem["row"] for problem in report["problems"]] == [2, 3, 5]
+    assert all(f"line {entry['row']}: " in entry["text"] for entry in report["problems"])
 
 
 def test_a_recipe_provides_files_model_and_limits(toy, messy, check) -> None:
@@ -141,14 +141,14 @@ def test_an_endless_data_file_is_a_one_line_error(toy, tmp_path, capsys, command
     else:
         words = ["data", "check", str(path), "--model", f"{toy}/model"]
     assert main(words) == 2
-    said = capsys.readouterr()
-    assert str(path) in (lines := (said.out + said.err).splitlines())[-1]
+    captured = capsys.readouterr()
+    assert str(path) in (lines := (captured.out + captured.err).splitlines())[-1]
     assert len(lines) == 1 or (command, kind) == ("data check", "deep")
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "name a file"),
         (["rows.jsonl"], "--model or --config"),
@@ -159,8 +159,8 @@ def test_an_endless_data_file_is_a_one_line_error(toy, tmp_path, capsys, command
         (["{toy}/rows.jsonl", "--model", "{toy}/model", "--max-prompt-tokens", "0"], "1 or more"),
     ],
 )
-def test_bad_arguments_are_a_one_line_error(toy, check, words, said) -> None:
+def test_bad_arguments_are_a_one_line_error(toy, check, words, message) -> None:
     code, text = check(*(word.format(toy=toy) for word in words))
     assert code == 2
     assert len(text.splitlines()) == 1
-    assert re.search(said, text)
+    assert re.search(message, text)

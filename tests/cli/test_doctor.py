@@ -32,10 +32,10 @@ def machine(**changes: object) -> MachineInfo:
 
 def test_this_machine_can_run_streamrl(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["problems"] == []
-    assert found["cores"] >= 1 and found["memory_gib"] > 1
-    assert "vllm" in found["vllm"]
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == []
+    assert report["cores"] >= 1 and report["memory_gib"] > 1
+    assert "vllm" in report["vllm"]
 
 
 def test_a_missing_package_is_a_problem_not_a_traceback(
@@ -72,8 +72,8 @@ def test_problems_that_prevent_a_run_are_listed(changes: dict[str, object], prob
     ],
 )
 def test_the_report_says_what_can_run(changes: dict[str, object], says: str) -> None:
-    found = machine(**changes)
-    assert says in describe_machine(found, find_problems(found))[-1]
+    info = machine(**changes)
+    assert says in describe_machine(info, find_problems(info))[-1]
 
 
 def test_a_missing_sandbox_is_reported_but_is_not_a_problem() -> None:
@@ -84,12 +84,12 @@ def test_a_missing_sandbox_is_reported_but_is_not_a_problem() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "found"),
+    ("files", "expected"),
     [(["nvidiactl", "nvidia0"], True), (["dxg"], True), (["kfd"], True), (["null", "shm"], False)],
 )
 def test_torch_lists_gpus_only_if_a_driver_device_file_exists(
-    tmp_path: Path, files: list[str], found: bool
+    tmp_path: Path, files: list[str], expected: bool
 ) -> None:
     for name in files:
         (tmp_path / name).touch()
-    assert has_gpu_files(tmp_path) == found
+    assert has_gpu_files(tmp_path) == expected

@@ -114,8 +114,8 @@ def test_neither_model_nor_data_nor_runtime_is_loaded(tmp_path: Path) -> None:
         "print(code, [name for name in names if name in sys.modules])"
     )
     words = [sys.executable, "-c", code, "graph", str(config), "--svg", str(tmp_path / "a.svg")]
-    found = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines()[-1] == "0 []"
+    process = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines()[-1] == "0 []"
 
 
 def parse_dot(source: str) -> tuple[dict[str, str], list[tuple[str, str, dict[str, str]]]]:
@@ -180,8 +180,8 @@ def test_dot_of_several_steps_has_a_cluster_per_step(capsys) -> None:
     nodes, edges = parse_dot(source)
     assert source.count('subgraph "cluster_') == 3
     assert set(nodes) == {f"{s}[{i}]" for s in ("generate", "reward", "train") for i in (1, 2, 3)}
-    found = {(a, b, facts["style"]) for a, b, facts in edges if facts["style"] != "solid"}
-    assert found == {
+    dashed_edges = {(a, b, facts["style"]) for a, b, facts in edges if facts["style"] != "solid"}
+    assert dashed_edges == {
         ("train[1]", "train[2]", "dotted"),
         ("train[2]", "train[3]", "dotted"),
         ("train[1]", "generate[3]", "dashed"),
@@ -204,11 +204,11 @@ def test_svg_boxes_have_the_color_of_their_kind(capsys, tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["ppo.svg"]
     root = ET.fromstring(path.read_text())
     assert root.tag == f"{SVG}svg"
-    found = {}
+    colors = {}
     for group in root.findall(f"{SVG}g"):
         if (title := group.find(f"{SVG}title")) is not None:
-            found[str(title.text)] = group.findall(f"{SVG}rect")[0].get("fill")
-    assert found == {
+            colors[str(title.text)] = group.findall(f"{SVG}rect")[0].get("fill")
+    assert colors == {
         f"{call.stage}: {call.kind.value}, role {call.role}": KIND_FILLS[call.kind]
         for call in load_config(Path(PPO)).dataflow.calls
     }
@@ -276,10 +276,10 @@ def _extent(text: ET.Element) -> tuple[float, float, float, float]:
 )
 def test_bad_input_is_a_one_line_error(capsys, tmp_path: Path, words: list[str], line: str) -> None:
     assert main(["graph", *(word.replace("{tmp}", str(tmp_path)) for word in words)]) == 2
-    found = capsys.readouterr()
-    assert found.err.startswith(f"streamrl: {line}".replace("{tmp}", str(tmp_path)))
-    assert found.err.count("\n") == 1
-    assert not found.out
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"streamrl: {line}".replace("{tmp}", str(tmp_path)))
+    assert captured.err.count("\n") == 1
+    assert not captured.out
     assert not list(tmp_path.iterdir())
 
 

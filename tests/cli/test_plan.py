@@ -35,11 +35,11 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         code = main(list(words))
     except SystemExit as end:
         code = end.code
-    found = capsys.readouterr()
+    captured = capsys.readouterr()
     assert code == 2
-    assert found.out == ""
-    assert found.err.count("\n") == 1
-    return found.err
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
 
 
 def test_a_plan_lists_every_gaining_bound_and_details_the_best(
@@ -64,14 +64,14 @@ def test_runners_up_of_the_schedule_are_simulated_and_may_win(
     words = ["plan", GRPO, "--cluster", "4xA100", "--model", "qwen2.5-3b", "--json"]
     words += ["--prompt-tokens", "300", "--lengths", "lognormal:500:0.8", "--proposals", "100"]
     words += ["generator.max_new_tokens=2048", "algorithm.kl_coef=0.01", "--max-staleness", "0,1"]
-    found = []
+    throughputs = []
     for groups in (0, 8192):
         monkeypatch.setattr("streamrl.cli.plan.MAX_REPLAYED_GROUPS", groups)
         front = json.loads(run(capsys, *words)[1])["front"]
-        found.append([each["simulated"]["tokens_per_s"] for each in front])
-    alone, played = found
-    assert all(more >= less for less, more in zip(alone, played, strict=True))
-    assert played != alone
+        throughputs.append([point["simulated"]["tokens_per_s"] for point in front])
+    alone, simulated = throughputs
+    assert all(more >= less for less, more in zip(alone, simulated, strict=True))
+    assert simulated != alone
 
 
 def test_a_bound_without_a_row_is_reported_with_the_reason(
@@ -88,39 +88,39 @@ def test_a_bound_without_a_row_is_reported_with_the_reason(
     words = ["plan", *TINY, "--max-staleness", "0,2"]
     code, out = run(capsys, *words, "--json")
     assert code == 0
-    found = json.loads(out)
-    assert [each["max_staleness"] for each in found["front"]] == [0]
-    (absent,) = found["absent"]
+    plan = json.loads(out)
+    assert [point["max_staleness"] for point in plan["front"]] == [0]
+    (absent,) = plan["absent"]
     assert absent["max_staleness"] == 2 and "ahead: 1 GB short" in absent["why"]
     for more in ([], ["--explain"]):
-        said = run(capsys, *words, *more)[1].splitlines()
-        assert said[-2:] == ["", f"no row for 2: {absent['why']}"]
+        lines = run(capsys, *words, *more)[1].splitlines()
+        assert lines[-2:] == ["", f"no row for 2: {absent['why']}"]
 
 
 @pytest.mark.slow
 def test_the_default_plan_uses_the_configs_bound_and_compares_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, own = tmp_path / "plan.yaml", 3
-    words = [*TINY, *FEW, f"pipeline.max_staleness={own}", "-o", str(out)]
-    found = json.loads(run(capsys, "plan", *words, "--json")[1])
-    assert found["best"]["max_staleness"] == found["best"]["placement"]["max_staleness"] == own
-    assert load_config(out).pipeline.max_staleness == own
-    said = run(capsys, "plan", *words)[1].splitlines()
-    (best,) = (line for line in said if line.startswith("best: "))
+    out, own_bound = tmp_path / "plan.yaml", 3
+    words = [*TINY, *FEW, f"pipeline.max_staleness={own_bound}", "-o", str(out)]
+    plan = json.loads(run(capsys, "plan", *words, "--json")[1])
+    assert plan["best"]["max_staleness"] == plan["best"]["placement"]["max_staleness"] == own_bound
+    assert load_config(out).pipeline.max_staleness == own_bound
+    lines = run(capsys, "plan", *words)[1].splitlines()
+    (best,) = (line for line in lines if line.startswith("best: "))
     assert best.endswith("(pipeline.max_staleness=3, the config's own)")
     # Each other row with what it gives and what it costs.
-    rows = [each for each in found["front"] if each["max_staleness"] != own]
-    mine = found["best"]["simulated"]
+    rows = [point for point in plan["front"] if point["max_staleness"] != own_bound]
+    best_result = plan["best"]["simulated"]
     assert rows
     for row in rows:
-        played = row["simulated"]
-        gain = played["tokens_per_s"] / mine["tokens_per_s"] - 1
+        result = row["simulated"]
+        gain = result["tokens_per_s"] / best_result["tokens_per_s"] - 1
         assert (
             f"--max-staleness {row['max_staleness']}: {gain:+.0%} tokens/s, with tokens"
-            f" {played['staleness_mean']:.2f} versions old (at most {played['staleness_max']})"
-            f" instead of {mine['staleness_mean']:.2f}"
-        ) in said
+            f" {result['staleness_mean']:.2f} versions old (at most {result['staleness_max']})"
+            f" instead of {best_result['staleness_mean']:.2f}"
+        ) in lines
 
 
 def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,8 +176,8 @@ def test_the_default_number_of_steps_covers_the_warm_up(
 ) -> None:
     words = ["simulate", *SMALL[:-2], "--json"]
     for ahead, steps in ((1, 20), (16, 85)):
-        found = json.loads(run(capsys, *words, f"pipeline.max_staleness={ahead}")[1])
-        assert len(found["step_ends_s"]) == steps
+        result = json.loads(run(capsys, *words, f"pipeline.max_staleness={ahead}")[1])
+        assert len(result["step_ends_s"]) == steps
 
 
 @pytest.mark.slow
@@ -195,7 +195,10 @@ def test_placement_slice_s_changes_plan_and_simulation(
     # The schedule's own figures, of all that was found.
     words = ["plan", *TINY, "algorithm.kl_coef=0.1", "--max-staleness", "1", "--json"]
     plans = [
-        [each.get("step_s") for each in json.loads(run(capsys, *words, more)[1])["candidates"]]
+        [
+            candidate.get("step_s")
+            for candidate in json.loads(run(capsys, *words, more)[1])["candidates"]
+        ]
         for more in ("placement.slice_s=0.3", "placement.slice_s=10")
     ]
     assert plans[0] != plans[1]
@@ -211,11 +214,11 @@ def test_a_plan_ignores_the_runs_own_depth(
 
 def test_node_failures_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", *SMALL[:-2], "--steps", "10", "--json"]
-    whole = json.loads(run(capsys, *words)[1])
+    healthy = json.loads(run(capsys, *words)[1])
     dying = json.loads(run(capsys, *words, "--mttf-h", "0.01", "--restart-s", "30")[1])
-    assert whole["crashes"] == 0
+    assert healthy["crashes"] == 0
     assert dying["crashes"] > 0
-    assert dying["step_ends_s"][-1] > whole["step_ends_s"][-1]
+    assert dying["step_ends_s"][-1] > healthy["step_ends_s"][-1]
 
 
 def test_the_predicted_training_time_matches_the_simulator(
@@ -224,13 +227,13 @@ def test_the_predicted_training_time_matches_the_simulator(
     # On one device all take turns.
     words = [*SMALL, "--cluster", "1xH100", "--max-staleness", "0,1,2", "--json"]
     front = json.loads(run(capsys, "plan", *words)[1])["front"]
-    assert [each["max_staleness"] for each in front] == [0, 1, 2]
+    assert [row["max_staleness"] for row in front] == [0, 1, 2]
     for point in front:
         assert point["kind"].startswith("colocated")
-        found = [
-            (1 - each["idle"]["train"]) * each["step_s"] for each in (point, point["simulated"])
+        durations = [
+            (1 - row["idle"]["train"]) * row["step_s"] for row in (point, point["simulated"])
         ]
-        assert found[0] == pytest.approx(found[1], rel=0.05)
+        assert durations[0] == pytest.approx(durations[1], rel=0.05)
 
 
 def test_unused_devices_and_run_cost_are_reported(
@@ -240,21 +243,21 @@ def test_unused_devices_and_run_cost_are_reported(
     few += ["--proposals", "0", "--max-staleness", "0"]
     code, out = run(capsys, "plan", *TINY, "--cluster", "8xH100", *few, "--json")
     assert code == 0
-    found = json.loads(out)
-    held = {
+    plan = json.loads(out)
+    used = {
         device
-        for call in found["best"]["placement"]["calls"].values()
+        for call in plan["best"]["placement"]["calls"].values()
         for device in Mesh.from_text(call["devices"]).devices
     }
-    spare = [device for device in range(8) if device not in held]
+    spare = [device for device in range(8) if device not in used]
     assert spare
-    assert [d for each in found["unused"] for d in Mesh.from_text(each).devices] == spare
-    hours = found["best"]["simulated"]["step_s"]
-    assert found["best"]["run_hours"] == pytest.approx(hours)
-    assert found["best"]["run_device_hours"] == pytest.approx(8 * hours)
-    said = run(capsys, "plan", *TINY, "--cluster", "8xH100", *few)[1]
-    assert f"devices {', '.join(found['unused'])} are unused: {len(spare)} of 8\n" in said
-    assert f"run.steps=3600: {hours:.3g} h, {8 * hours:.3g} GPU-hours\n" in said
+    assert [d for mesh in plan["unused"] for d in Mesh.from_text(mesh).devices] == spare
+    hours = plan["best"]["simulated"]["step_s"]
+    assert plan["best"]["run_hours"] == pytest.approx(hours)
+    assert plan["best"]["run_device_hours"] == pytest.approx(8 * hours)
+    text = run(capsys, "plan", *TINY, "--cluster", "8xH100", *few)[1]
+    assert f"devices {', '.join(plan['unused'])} are unused: {len(spare)} of 8\n" in text
+    assert f"run.steps=3600: {hours:.3g} h, {8 * hours:.3g} GPU-hours\n" in text
 
 
 SHARED_CRITIC = [
@@ -289,9 +292,9 @@ def test_suggested_fixes_let_the_run_fit(
     assert code == 1
     assert "\nany one of these would let it fit:\n" in out
     code, out = run(capsys, *words, "--json")
-    found = json.loads(out)
-    assert code == 1 and found["best"] is None
-    for remedy in found["remedies"]:
+    plan = json.loads(out)
+    assert code == 1 and plan["best"] is None
+    for remedy in plan["remedies"]:
         more = remedy.split() if remedy.startswith("--cluster") else remedy.split(", ")
         assert run(capsys, *words, *more)[0] == 0, remedy
 
@@ -308,7 +311,7 @@ def test_a_run_that_fits_nowhere_is_reported_with_the_arithmetic(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--cluster", "8xH1000"], "device H1000: not in the table"),
         (["--cluster", "8xH100", "--gpus", "9"], "--gpus 9: must be from 1 to"),
@@ -347,15 +350,15 @@ def test_a_run_that_fits_nowhere_is_reported_with_the_arithmetic(
 )
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_bad_input_is_a_one_line_error(
-    command: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    command: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usual = {"--model": "qwen2.5-1.5b", "--prompt-tokens": "20"}
     more = [word for key, value in usual.items() if key not in words for word in (key, value)]
-    assert said in refusal(capsys, command, GRPO, *words, *more)
+    assert message in refusal(capsys, command, GRPO, *words, *more)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("[1e400, 3]", "inf: must be whole tokens"),
         ("[3.7, 5]", "3.7: must be whole tokens"),
@@ -370,13 +373,13 @@ def test_bad_input_is_a_one_line_error(
     ],
 )
 def test_a_malformed_lengths_file_is_a_one_line_error(
-    tmp_path: Path, content: str, said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, content: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "lengths"
     path.write_text(content)
     words = ["--cluster", "8xH100", "--model", "qwen2.5-1.5b", "--prompt-tokens", "20"]
     error = refusal(capsys, "plan", GRPO, *words, "--lengths", str(path))
-    assert f"--lengths {path}: " in error and said in error
+    assert f"--lengths {path}: " in error and message in error
 
 
 def test_integer_lengths_may_have_a_decimal_point() -> None:
@@ -384,7 +387,7 @@ def test_integer_lengths_may_have_a_decimal_point() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("[]", ": must be a mapping"),
         ("3", ": must be a mapping"),
@@ -393,12 +396,12 @@ def test_integer_lengths_may_have_a_decimal_point() -> None:
     ],
 )
 def test_a_malformed_placement_file_is_a_one_line_error(
-    tmp_path: Path, content: str, said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, content: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "plan.json"
     path.write_text(content)
     error = refusal(capsys, "simulate", *SMALL[:-2], "--placement", str(path))
-    assert f"--placement {path}{said}" in error
+    assert f"--placement {path}{message}" in error
 
 
 def test_a_placement_with_too_large_a_bound_is_refused(
@@ -415,7 +418,7 @@ def test_a_placement_with_too_large_a_bound_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--max-staleness", "one"], "--max-staleness one: must be numbers"),
         (["--max-staleness", "9" * 5000], "must be numbers from 0 to 64"),
@@ -431,13 +434,13 @@ def test_a_placement_with_too_large_a_bound_is_refused(
     ],
 )
 def test_bad_options_of_plan_are_refused(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in refusal(capsys, "plan", *SMALL, *words)
+    assert message in refusal(capsys, "plan", *SMALL, *words)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--steps", "0"], "--steps 0: must be from 1"),
         (["--mttf-h", "0"], "--mttf-h 0, --restart-s 300: failures.mttf_s=0: must be above 0"),
@@ -458,9 +461,9 @@ def test_bad_options_of_plan_are_refused(
     ],
 )
 def test_bad_options_of_simulate_are_refused(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in refusal(capsys, "simulate", *SMALL[:-2], *words)
+    assert message in refusal(capsys, "simulate", *SMALL[:-2], *words)
 
 
 def test_an_unwritable_output_is_refused(
@@ -499,12 +502,12 @@ def test_nodes_with_six_devices_can_be_planned(
 def test_filtered_groups_are_reported_and_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
     dapo = str(CONFIGS / "dapo_arithmetic.yaml")
     words = [dapo, *STEP, "--cluster", "8xH100", *SIZES, "--proposals", "0"]
-    found = []
+    results = []
     for more in ([], ["--filtered", "0.5"]):
         code, out = run(capsys, "plan", *words, "--max-staleness", "0", "--json", *more)
         assert code == 0
-        found.append(json.loads(out)["front"][0]["step_s"])
-    assert found[1] > 1.1 * found[0]
+        results.append(json.loads(out)["front"][0]["step_s"])
+    assert results[1] > 1.1 * results[0]
     code, out = run(capsys, "simulate", *words[:-2], "--filtered", "0.995", "--steps", "1")
     assert code == 0 and "99.5% of all groups are filtered" in out
     assert "filter.kind=none" in refusal(capsys, "plan", *SMALL, "--filtered", "0.5")

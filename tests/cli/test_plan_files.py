@@ -21,8 +21,8 @@ NESTED = "[" * 20_000
 def refused(capsys: pytest.CaptureFixture[str], option: str, path: Path | str) -> str:
     """What is said of the file, behind its name."""
     (command,), name = OPTIONS[option]
-    own = ["--cluster", "8xH100"] if option != "--cluster" else []
-    error = refusal(capsys, command, *PLACED, *own, option, str(path))
+    cluster = ["--cluster", "8xH100"] if option != "--cluster" else []
+    error = refusal(capsys, command, *PLACED, *cluster, option, str(path))
     assert f"{name} {path}: " in error
     return error.split(f"{path}: ")[1]
 
@@ -53,8 +53,8 @@ def test_deep_nesting_is_refused(
 ) -> None:
     path = tmp_path / "deep.yaml"
     path.write_text(NESTED)
-    found = refused(capsys, option, path)
-    assert found == "nested too deeply\n" or "exceeded maximum nesting depth" in found
+    message = refused(capsys, option, path)
+    assert message == "nested too deeply\n" or "exceeded maximum nesting depth" in message
 
 
 @pytest.mark.parametrize("option", ["--constants", "--cluster", "--placement"])
@@ -132,7 +132,7 @@ def test_an_unwritable_output_file_is_refused_before_reading(
     place = Path(path.format(tmp=tmp_path))
     error = refusal(capsys, command, "nowhere.yaml", "--cluster", "8xH100", "-o", str(place))
     assert f"-o {place}: {reason}" in error
-    assert [each.name for each in tmp_path.iterdir()] == ["folder.yaml"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["folder.yaml"]
 
 
 @pytest.mark.parametrize("path", ["deep/er/plan", "plan"])

@@ -25,8 +25,8 @@ def uid(index: int, attempt: int = 0, epoch: int = 0) -> str:
 
 
 def step(version: int, *uids: str) -> TrainedStep:
-    groups = tuple(TrainedGroup(one, INFO, version) for one in uids)
-    program = StepSchedule(((((*((one, 0) for one in uids),),),),))
+    groups = tuple(TrainedGroup(uid, INFO, version) for uid in uids)
+    program = StepSchedule(((((*((uid, 0) for uid in uids),),),),))
     return TrainedStep(version, groups, {"policy": program})
 
 
@@ -87,8 +87,8 @@ def test_json_contains_the_same_ledger(report: Report, tmp_path: Path) -> None:
         await books.record_admissions([uid(0, epoch=1)], 1)
 
     write_run_log(tmp_path, more)
-    found = json.loads(report("--json")[1])
-    assert found["ledger"] == {
+    report_json = json.loads(report("--json")[1])
+    assert report_json["ledger"] == {
         "admitted": 6,
         "trained": 2,
         "filtered": 1,
@@ -96,25 +96,25 @@ def test_json_contains_the_same_ledger(report: Report, tmp_path: Path) -> None:
         "in_flight": 2,
         "drops": {"reward_error": 1},
     }
-    assert found["trained"] == [uid(1), uid(0)], "in the order of training"
-    assert found["in_flight"] == [uid(2, 1), uid(0, epoch=1)]
-    assert found["epochs"] == {
+    assert report_json["trained"] == [uid(1), uid(0)], "in the order of training"
+    assert report_json["in_flight"] == [uid(2, 1), uid(0, epoch=1)]
+    assert report_json["epochs"] == {
         "0": {"trained": 2, "filtered": 1, "dropped": 1, "in_flight": 1},
         "1": {"trained": 0, "filtered": 0, "dropped": 0, "in_flight": 1},
     }
-    assert found["problems"] == []
+    assert report_json["problems"] == []
 
 
 def test_a_torn_log_end_is_ignored_and_left_unchanged(report: Report, tmp_path: Path) -> None:
     write_run_log(tmp_path, four_groups)
     folder = get_journal_dir(tmp_path, RUN_LOG_FOLDER)
     path = segment_path(folder, list_segments(folder)[-1])
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-3])
+    content = path.read_bytes()
+    path.write_bytes(content[:-3])
     code, text = report()
     assert code == 0
     assert "trained 0" in text and "in flight 3" in text, "the step was not yet on the books"
-    assert path.read_bytes() == whole[:-3]
+    assert path.read_bytes() == content[:-3]
     assert [p.name for p in folder.iterdir()] == [path.name]
 
     async def again(books: RunLog) -> None:
@@ -178,9 +178,9 @@ def test_the_history_of_a_uid_merges_log_events_and_later_attempts(
     torn = '{"time": 9e9, "event": "dr'
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events) + torn)
     code, text = report("--uid", "0:2:0")
-    said = [line.split("  ", 1)[1] for line in text.splitlines()]
+    descriptions = [line.split("  ", 1)[1] for line in text.splitlines()]
     assert code == 0
-    assert said == [
+    assert descriptions == [
         "0:2:0  event stall: holder=generator-0",
         "0:2:0  admitted at version 0",
         "0:2:0  dropped (reward_error): the verifier is down",
@@ -192,27 +192,27 @@ def test_the_history_of_a_uid_merges_log_events_and_later_attempts(
     assert "0:2:0" not in report("--uid", "0:2:1")[1], "earlier attempts are another uid's history"
     last = report("--uid", "0:0:0")[1].splitlines()[-1]
     assert last.endswith("0:0:0  the run resumes from version 0, and its step is repeated")
-    found = json.loads(report("--uid", "0:3:0", "--json")[1])
-    assert [(e["source"], e["kind"]) for e in found["history"]] == [
+    history = json.loads(report("--uid", "0:3:0", "--json")[1])
+    assert [(e["source"], e["kind"]) for e in history["history"]] == [
         (RUN_LOG_FOLDER, "admit"),
         (RUN_LOG_FOLDER, "end"),
     ]
-    assert found["history"][1]["reason"] == "all 2 rewards are 1"
-    assert found["ledger"]["trained"] == 3
+    assert history["history"][1]["reason"] == "all 2 rewards are 1"
+    assert history["ledger"]["trained"] == 3
 
 
 @pytest.mark.parametrize(
-    ("given", "nearest"),
+    ("unknown", "nearest"),
     [("0:2:7", "0:2:1"), ("0:9:0", "0:3:0"), ("4:1:0", "0:1:0"), ("0:1", "0:1:0"), ("x", "0:0:0")],
 )
 def test_an_unknown_uid_suggests_the_nearest(
-    report: Report, tmp_path: Path, given: str, nearest: str
+    report: Report, tmp_path: Path, unknown: str, nearest: str
 ) -> None:
     write_run_log(tmp_path, four_groups)
-    code, text = report("--uid", given)
+    code, text = report("--uid", unknown)
     assert code == 2
     assert text.count("\n") == 1
-    assert f"--uid {given}: not in the log" in text and f"the nearest is {nearest}" in text
+    assert f"--uid {unknown}: not in the log" in text and f"the nearest is {nearest}" in text
 
 
 def test_a_directory_without_run_log_is_refused_in_one_line(report: Report, tmp_path: Path) -> None:

@@ -48,20 +48,20 @@ def test_a_stage_without_queue_depth_omits_the_waiting_groups(
     assert main(["report", str(other)]) == 0
     text = capsys.readouterr().out
     assert "nan" not in text
-    found = {line.split()[0]: line for line in text.splitlines() if line.startswith("  ")}
-    assert "waiting" not in found["train"] and "waiting" in found["reward"]
+    lines_by_stage = {line.split()[0]: line for line in text.splitlines() if line.startswith("  ")}
+    assert "waiting" not in lines_by_stage["train"] and "waiting" in lines_by_stage["reward"]
 
 
 def test_json_contains_bottleneck_and_options(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(run_dir), "--what-if", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["bound_by"] in found["stages"]
-    assert abs(found["error"]) < 0.1
-    for option in found["options"]:
+    report = json.loads(capsys.readouterr().out)
+    assert report["bound_by"] in report["stages"]
+    assert abs(report["error"]) < 0.1
+    for option in report["options"]:
         assert option["step_s"] == pytest.approx(
-            found["simulated"]["step_s"] * (1 + option["change"])
+            report["simulated"]["step_s"] * (1 + option["change"])
         )
 
 

@@ -61,9 +61,9 @@ def test_every_option_has_a_docstring_line(kind):
 @pytest.mark.parametrize("kind", [kind for kind in REWARD_KINDS if kind not in DEMANDING])
 def test_printed_defaults_equal_the_effective_defaults(capsys, kind):
     listed = json.loads(read_output(capsys, kind, "--json"))[kind]["options"]
-    given = {name: yaml.safe_load(option["default"]) for name, option in listed.items()}
+    defaults = {name: yaml.safe_load(option["default"]) for name, option in listed.items()}
     options = REWARD_KINDS[kind].options_type
-    assert read_settings(options, given, section="rewards") == options()
+    assert read_settings(options, defaults, section="rewards") == options()
 
 
 def test_own_options_precede_inherited_options():

@@ -38,10 +38,10 @@ def test_the_answer_sets_the_exit_code(
     mailbox.open()
 
     def answer() -> None:
-        while not (found := mailbox.take_requests()):
+        while not (requests := mailbox.take_requests()):
             time.sleep(0.01)
-        lines = [f"{role}: 1 -> {count}" for role, count in found[0].counts.items()]
-        mailbox.write_answer(found[0].id, ScaleAnswer(lines, is_done))
+        lines = [f"{role}: 1 -> {count}" for role, count in requests[0].counts.items()]
+        mailbox.write_answer(requests[0].id, ScaleAnswer(lines, is_done))
 
     answering = threading.Thread(target=answer)
     answering.start()

@@ -102,7 +102,7 @@ async def test_scores_equal_the_scorer_of_a_run(score):
     assert isinstance(columns, Mapping)
     (sample,) = scorer.drain_samples()
     words = ("{kind: exact, weight: 0.25, gate: true}", r"{kind: regex, pattern: '\.', name: dot}")
-    named = [word for one in (*words, "numeric") for word in ("--reward", one)]
+    named = [word for kind in (*words, "numeric") for word in ("--reward", kind)]
     code, lines, _ = await asyncio.to_thread(score, *named, completions=[(0, t) for t in texts])
     assert code == 0
     assert [line["score"] for line in lines] == columns["scores"].tolist() == [1.25, 0, 0, 0]
@@ -181,29 +181,29 @@ def test_costs_of_a_recipe_are_on_every_line_and_in_the_summary(score, tmp_path)
         "rewards: [{kind: exact}]\n"
         "costs: [{kind: length, name: long, unit: characters, least: 2}]\n"
     )
-    code, lines, said = score("--config", recipe)
+    code, lines, summary = score("--config", recipe)
     assert code == 0
     assert [line["score"] for line in lines] == [1.0, 1.0, 0.0, 0.0]
     assert [line["cost"] for line in lines] == [line["costs"]["long"] for line in lines]
     assert len({line["cost"] for line in lines}) == 2
-    assert re.search(r"cost +mean .*\ncost/long +mean ", said)
+    assert re.search(r"cost +mean .*\ncost/long +mean ", summary)
 
 
 def test_the_summary_counts_by_outcome_component_and_source(score):
     _, _, error = score("--reward", "exact", "--reward", "{kind: numeric, weight: 0.5}")
     rows = dict(line.split("  ", 1) for line in error.splitlines())
-    said = {name: text.strip() for name, text in rows.items()}
-    assert said["4 completions"].endswith(": pass 2, wrong 2")
-    assert said["score"] == "mean 0.8750"
-    assert said["reward/exact"] == "mean 0.5000: pass 2, wrong 2"
-    assert said["reward/numeric"] == "mean 0.7500: pass 3, wrong 1"
-    assert said["source sums"] == "mean 1.0000: pass 1, wrong 1"
-    assert said["source products"] == "mean 0.7500: pass 1, wrong 1"
-    assert "p50" in said["seconds"]
+    summary = {name: text.strip() for name, text in rows.items()}
+    assert summary["4 completions"].endswith(": pass 2, wrong 2")
+    assert summary["score"] == "mean 0.8750"
+    assert summary["reward/exact"] == "mean 0.5000: pass 2, wrong 2"
+    assert summary["reward/numeric"] == "mean 0.7500: pass 3, wrong 1"
+    assert summary["source sums"] == "mean 1.0000: pass 1, wrong 1"
+    assert summary["source products"] == "mean 0.7500: pass 1, wrong 1"
+    assert "p50" in summary["seconds"]
 
 
 @pytest.mark.parametrize(
-    ("said", "verdict"),
+    ("verdicts", "verdict"),
     [
         ("pass pass wrong", "pass"),
         ("pass wrong pass", "wrong"),
@@ -214,9 +214,9 @@ def test_the_summary_counts_by_outcome_component_and_source(score):
         ("not_judged wrong pass", "wrong"),
     ],
 )
-def test_the_verdict_depends_on_weighted_components(said, verdict):
+def test_the_verdict_depends_on_weighted_components(verdicts, verdict):
     configs = [RewardConfig("a"), RewardConfig("b", weight=0, gate=True), RewardConfig("c", "", 0)]
-    assert combine_verdicts(dict(zip("abc", said.split(), strict=True)), configs) == verdict
+    assert combine_verdicts(dict(zip("abc", verdicts.split(), strict=True)), configs) == verdict
 
 
 def test_without_weighted_components_all_must_pass():
@@ -227,7 +227,7 @@ def test_without_weighted_components_all_must_pass():
 
 async def test_the_number_of_concurrent_groups_is_bounded():
     at_once = [0]
-    told: list[int] = []
+    scored: list[int] = []
 
     async def judge(number):
         at_once.append(at_once[-1] + 1)
@@ -235,9 +235,9 @@ async def test_the_number_of_concurrent_groups_is_bounded():
         at_once.append(at_once[-1] - 1)
         return (number,)
 
-    await score_concurrently(judge, range(20), max_concurrent=4, on_scored=told.append)
+    await score_concurrently(judge, range(20), max_concurrent=4, on_scored=scored.append)
     assert max(at_once) == 4
-    assert sorted(told) == list(range(20))
+    assert sorted(scored) == list(range(20))
 
 
 @pytest.mark.parametrize(
@@ -294,14 +294,14 @@ def test_a_reward_may_skip_rows_of_other_tasks(score, reward_file):
             return [{"score": 0.5, "length": len(text)} for text in solution_strs]
     """)
     words = ("--reward", f"{path}:sums", "--reward", f"{path}:compute_score")
-    code, lines, said = score(*words)
+    code, lines, summary = score(*words)
     assert code == 0
     assert [line["score"] for line in lines] == [0.5, 1.5, 0.5, 0.5]
     assert [line["components"]["sums"] for line in lines] == [None, 1.0, None, 0.0]
     assert lines[0]["verdicts"]["sums"] == "not_judged"
     assert lines[3]["numbers"] == {"compute_score": {"length": 3.0}}
-    assert "reward/sums" in said and "mean 0.5000" in said
-    assert "reward/compute_score/length  mean 1.5000" in said
+    assert "reward/sums" in summary and "mean 0.5000" in summary
+    assert "reward/compute_score/length  mean 1.5000" in summary
 
 
 @pytest.mark.parametrize(
@@ -438,5 +438,5 @@ def test_ctrl_c_prints_finished_lines_and_leaves_no_process(tmp_path, reward_fil
     assert process.returncode == 130
     assert error == "streamrl: interrupted\n"
     assert [json.loads(line)["score"] for line in out.splitlines()] == [1.0]
-    assert int(note.read_text()) in [each.pid for each in descendants]
-    assert not [each for each in descendants if each.is_running()]
+    assert int(note.read_text()) in [child.pid for child in descendants]
+    assert not [child for child in descendants if child.is_running()]

@@ -39,7 +39,7 @@ def test_max_group_bytes_bounds_every_group(run: tuple[RunConfig, PreparedRun]) 
     config, prepared = run
     new, size = config.generator.max_new_tokens, config.algorithm.group_size
     prompt = np.ones(prepared.max_length - new, np.int32)
-    one = Rollout.from_single_turn(
+    rollout = Rollout.from_single_turn(
         prompt,
         [1] * new,
         logprobs=[-1.0] * new,
@@ -51,7 +51,7 @@ def test_max_group_bytes_bounds_every_group(run: tuple[RunConfig, PreparedRun]) 
     reference = {"ref_logprobs": np.zeros(size * prepared.max_length, np.float32)}
     blobs = [
         encode_columns(columns)
-        for columns in (rollouts_to_columns([one] * size), scores, reference)
+        for columns in (rollouts_to_columns([rollout] * size), scores, reference)
     ]
     assert {call.stage for call in prepared.dataflow.calls} >= {"generate", "reward", "reference"}
     assert sum(map(len, blobs)) <= compute_max_group_bytes(config, prepared)
@@ -103,10 +103,10 @@ def test_a_generator_on_a_shared_gpu_needs_a_kv_cache_limit(
     run: tuple[RunConfig, PreparedRun], mode: str
 ) -> None:
     config = replace(run[0], placement=replace(run[0].placement, mode=mode))
-    told = (
+    message = (
         r"generator\.kv_cache_mb=null: must be set where a generator shares a GPU, here with .*ref"
     )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         choose_mode(list_placement_options(config, run[1], True), ClusterCapacity(8, 1))
     bounded = replace(config, generator=replace(config.generator, kv_cache_mb=500))
     gpus = 1 if mode == "auto" else 2
@@ -121,9 +121,9 @@ def test_a_generator_on_a_shared_gpu_needs_a_kv_cache_limit(
 def test_a_rule_based_reward_demands_no_gpu(run: tuple[RunConfig, PreparedRun]) -> None:
     pools = [{"policy": 1.0, "generator": 1.0, "reference": 1.0}]
     there = replace(run[0].placement, mode="mixed", pools=pools)
-    wanted = list_resource_demands(replace(run[0], placement=there), run[1], on_gpu=True)
-    assert [(d.count, d.gpus) for d in wanted if d.role == SHARED_SLOTS] == [(1, 1), (1, 0)]
-    check_fits(wanted, ClusterCapacity(2, 1))
+    demands = list_resource_demands(replace(run[0], placement=there), run[1], on_gpu=True)
+    assert [(d.count, d.gpus) for d in demands if d.role == SHARED_SLOTS] == [(1, 1), (1, 0)]
+    check_fits(demands, ClusterCapacity(2, 1))
 
 
 def test_a_tensor_parallel_generator_demands_a_device_per_process(
@@ -136,8 +136,8 @@ def test_a_tensor_parallel_generator_demands_a_device_per_process(
         assert modes["colocated"] == f"generator.tensor_parallel=2: {reason}"
         demands = modes["disaggregated"]
         assert not isinstance(demands, str), demands
-        asked = {demand.role: getattr(demand, key) for demand in demands}
-        assert (asked["generator"], asked["trainer"]) == (2, 1)
+        values_by_role = {demand.role: getattr(demand, key) for demand in demands}
+        assert (values_by_role["generator"], values_by_role["trainer"]) == (2, 1)
 
 
 def test_a_generator_inside_trainer_ranks_demands_no_devices(
@@ -175,10 +175,13 @@ def test_memory_budget_applies_only_if_auto_colocates(
     there = replace(run[0].placement, mode="auto", memory_mb=500)
     config = replace(run[0], placement=there)
     for cpus, mode, budget_mb in ((8, "disaggregated", None), (1, "colocated", 500)):
-        found = choose_mode(
+        decision = choose_mode(
             list_placement_options(config, run[1], False), ClusterCapacity(cpus, 0)
         ).mode
-        assert (found, with_placement_mode(config, found).placement.memory_mb) == (mode, budget_mb)
+        assert (decision, with_placement_mode(config, decision).placement.memory_mb) == (
+            mode,
+            budget_mb,
+        )
 
 
 def test_auto_excludes_colocation_beyond_the_memory_budget(
@@ -189,11 +192,11 @@ def test_auto_excludes_colocation_beyond_the_memory_budget(
         choose_mode(list_placement_options(config, run[1], False), ClusterCapacity(8, 0)).mode
         == "disaggregated"
     )
-    told = (
+    message = (
         r"^the run needs 4 CPU slots = .*; the cluster has 1; colocated is no way out:"
         r" placement\.memory_mb=1: to train, a worker holds"
     )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         choose_mode(list_placement_options(config, run[1], False), ClusterCapacity(1, 0))
 
 
@@ -232,6 +235,8 @@ def test_a_learning_rate_error_of_the_critic_names_the_critic(
     config = replace(run[0], trainer=trainer)
     prepare_run(config)
     critics = replace(config, algorithm=AlgorithmConfig("ppo"))
-    told = r"^critic\.trainer\.lr_schedule=polynomial: .*unless critic\.trainer\.lr_schedule says"
-    with pytest.raises(ConfigError, match=told):
+    message = (
+        r"^critic\.trainer\.lr_schedule=polynomial: .*unless critic\.trainer\.lr_schedule says"
+    )
+    with pytest.raises(ConfigError, match=message):
         prepare_run(critics)

@@ -46,13 +46,13 @@ def test_depth_sets_the_groups_in_flight_and_defaults_to_max_staleness(
 def test_oversampling_raises_the_groups_in_flight(recipe: Path) -> None:
     overrides = ["pipeline.max_staleness=0", "pipeline.groups_per_step=8"]
     overrides.append("filter.kind=equal_rewards")
-    found = {
+    capacities = {
         value: load_config(recipe, [*overrides, f"filter.oversample={value}"]).capacity_groups
         for value in ("1", "2.5", "auto")
     }
-    assert found == {"1": 8, "2.5": 20, "auto": 256}
-    given = [*overrides, "filter.oversample=auto", "queue.capacity_groups=50"]
-    assert load_config(recipe, given).capacity_groups == 50
+    assert capacities == {"1": 8, "2.5": 20, "auto": 256}
+    all_overrides = [*overrides, "filter.oversample=auto", "queue.capacity_groups=50"]
+    assert load_config(recipe, all_overrides).capacity_groups == 50
 
 
 def test_any_key_can_be_overridden(recipe: Path) -> None:
@@ -94,8 +94,8 @@ def test_a_scalar_instead_of_a_list_suggests_the_list(
         load_config(recipe, [override])
     (example,) = shlex.split(str(caught.value).partition(", as in ")[2])
     config = config_to_dict(load_config(recipe, [example]))
-    (found,) = OmegaConf.select(OmegaConf.create(config), key)
-    assert (found["kind"] if key == "rewards" else found) == entry
+    (item,) = OmegaConf.select(OmegaConf.create(config), key)
+    assert (item["kind"] if key == "rewards" else item) == entry
 
 
 @pytest.mark.parametrize("value", ['[["a"]]', "[{a: 1}]", "[a, [b]]"])
@@ -326,13 +326,13 @@ def test_the_number_of_settings_stays_small() -> None:
     from dataclasses import fields, is_dataclass
     from typing import get_args, get_origin, get_type_hints
 
-    known: set[type] = set()
+    seen: set[type] = set()
 
     def count(kind: type) -> int:
         # Costs are written as rewards are: who knows the one knows the other.
-        if kind in known:
+        if kind in seen:
             return 0
-        known.add(kind)
+        seen.add(kind)
         total = 0
         hints = get_type_hints(kind)
         for field in fields(kind):

@@ -84,11 +84,13 @@ def test_too_many_concurrent_rollouts_for_the_planner_name_the_setting() -> None
 
 
 def test_micro_batches_kv_cache_and_longest_rollout_come_from_the_run() -> None:
-    own = ["pipeline.micro_batch_tokens=8192", "generator.kv_cache_mb=3"]
+    overrides = ["pipeline.micro_batch_tokens=8192", "generator.kv_cache_mb=3"]
     judged = "rewards=[{kind: model, path: some/judge, batch_tokens: 100}]"
     named = {**SIZES, "reward": "qwen2.5-0.5b"}
-    asked = PlannerRequest(20, named, FixedLength(5), max_prompt_tokens=30)
-    problem = build_planner_problem(recipe("ppo", *own, judged), Cluster.from_text("8xA100"), asked)
+    request = PlannerRequest(20, named, FixedLength(5), max_prompt_tokens=30)
+    problem = build_planner_problem(
+        recipe("ppo", *overrides, judged), Cluster.from_text("8xA100"), request
+    )
     assert problem.score_tokens == {"reward": 100, "reference": 8192, "value": 8192}
     assert problem.kv_cache_bytes == 3 << 20
     # Completions of 5 tokens were measured, but an engine has room for the 12 they may have.
@@ -120,8 +122,11 @@ def test_configure_for_cluster_joins_ray_or_sizes_the_object_store() -> None:
     assert near.placement.address == "" and near.placement.object_store_mb > 20_000
     far = configure_for_cluster(config, Cluster.from_text("2x8xH100"), longest_tokens=30_000)
     assert far.placement.address == "auto"
-    told = recipe("grpo", "placement.address=10.0.0.1:6379")
-    assert configure_for_cluster(told, Cluster.from_text("2x8xH100"), longest_tokens=30_000) == told
+    addressed = recipe("grpo", "placement.address=10.0.0.1:6379")
+    assert (
+        configure_for_cluster(addressed, Cluster.from_text("2x8xH100"), longest_tokens=30_000)
+        == addressed
+    )
 
 
 def test_a_model_of_unknown_size_is_refused() -> None:
@@ -205,7 +210,7 @@ def _grpo(generate: tuple[str, str], train: tuple[str, str]) -> Placement:
 
 
 @pytest.mark.parametrize(
-    ("placement", "said"),
+    ("placement", "message"),
     [
         (_grpo(("0-3", "1-1-4"), ("4-7", "2-1-2")), "does not support pipeline parallelism"),
         (_grpo(("0-3", "1-1-4"), ("4-7", "1-2-2")), "ZeRO 1 does not support tensor parallelism"),
@@ -216,7 +221,7 @@ def _grpo(generate: tuple[str, str], train: tuple[str, str]) -> Placement:
         ),
     ],
 )
-def test_an_unsupported_placement_names_the_call(placement: Placement, said: str) -> None:
+def test_an_unsupported_placement_names_the_call(placement: Placement, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         apply_placement(recipe("grpo"), placement)
-    assert said in str(refused.value)
+    assert message in str(refused.value)

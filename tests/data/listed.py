@@ -60,7 +60,7 @@ def _examined(data: Listed, prompt: Prompt, index: int) -> ClassifiedRow:
 
 
 def stream_of(
-    found: Sequence[Prompt],
+    items: Sequence[Prompt],
     *,
     seed: int,
     shuffle: bool = True,
@@ -69,7 +69,7 @@ def stream_of(
     max_bad_share: float = 1.0,
     reads_ahead: bool = False,
 ) -> PromptStream:
-    data = Listed(found, mix, fates or {})
+    data = Listed(items, mix, fates or {})
     return PromptStream(
         data,
         seed=seed,

@@ -110,22 +110,22 @@ def test_a_complete_tokenizer_json_defines_the_tokenization(tmp_path):
     tokenizer = load_tokenizer(by_character(tmp_path / "model", "qwen2"))
     tokenizer.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "config.json").write_text('{"model_type": "qwen2"}')
-    for found in (tokenizer, load_tokenizer(str(tmp_path / "saved"))):
-        assert found("a b").input_ids == [1, 3, 2]
-        assert found.decode([1, 3, 2]) == "a b"
+    for loaded in (tokenizer, load_tokenizer(str(tmp_path / "saved"))):
+        assert loaded("a b").input_ids == [1, 3, 2]
+        assert loaded.decode([1, 3, 2]) == "a b"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "phi3", "glm4"])
 def test_other_families_load_through_auto_tokenizer(tmp_path, family):
     from transformers import AutoTokenizer
 
-    mine = load_tokenizer(by_character(tmp_path, family))
+    ours = load_tokenizer(by_character(tmp_path, family))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert type(mine) is type(theirs)
+    assert type(ours) is type(theirs)
     messages = [{"role": "user", "content": "a  b"}]
-    for found in (mine, theirs):
-        assert found.apply_chat_template(messages, return_dict=False) == [1, 3, 3, 2, 3]
-    assert mine.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    for loaded in (ours, theirs):
+        assert loaded.apply_chat_template(messages, return_dict=False) == [1, 3, 3, 2, 3]
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
 
 
 def test_a_family_with_its_own_tokenizer_class_uses_it(tmp_path):
@@ -210,8 +210,8 @@ def test_a_row_that_does_not_round_trip_is_named(tmp_path, write_rows, vocabular
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    known = {c: i for i, c in enumerate(["?", *vocabulary])}
-    backend = Tokenizer(models.WordLevel(known, unk_token="?"))
+    ids = {c: i for i, c in enumerate(["?", *vocabulary])}
+    backend = Tokenizer(models.WordLevel(ids, unk_token="?"))
     cut = pre_tokenizers.Split("", "isolated")
     blanks = pre_tokenizers.WhitespaceSplit()
     backend.pre_tokenizer = pre_tokenizers.Sequence([blanks, cut]) if splits else cut
@@ -251,8 +251,8 @@ def test_a_leading_space_after_a_special_token_round_trips(write_rows):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    known = {c: i for i, c in enumerate(["<unk>", "[INST]", "▁hi", "▁you", "▁"])}
-    backend = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    ids = {c: i for i, c in enumerate(["<unk>", "[INST]", "▁hi", "▁you", "▁"])}
+    backend = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.decoder = decoders.Metaspace(prepend_scheme="first")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")

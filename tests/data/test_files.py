@@ -106,14 +106,17 @@ def test_overrides_set_a_file_an_entry_or_a_key(tmp_path):
 def test_prompts_of_several_files_have_distinct_indices(tokenizer, write_rows):
     a = write_rows({"prompt": "a"}, {"prompt": "x" * 99}, name="a.jsonl")
     b = write_rows({"prompt": "b"}, {"prompt": "c"}, name="b.jsonl")
-    found = loaded(tokenizer, [a, b], on_long_prompt="skip")
-    assert [(p.uid, p.messages[0]["content"]) for p in found.prompts] == [
+    loaded_prompts = loaded(tokenizer, [a, b], on_long_prompt="skip")
+    assert [(p.uid, p.messages[0]["content"]) for p in loaded_prompts.prompts] == [
         ("0:0:0", "a"),
         ("0:2:0", "b"),
         ("0:3:0", "c"),
     ]
-    assert [prompt.place for prompt in found.files[1].prompts] == [f"{b} line 1", f"{b} line 2"]
-    assert [len(prompts) for prompts in found.by_name.values()] == [1, 2]
+    assert [prompt.place for prompt in loaded_prompts.files[1].prompts] == [
+        f"{b} line 1",
+        f"{b} line 2",
+    ]
+    assert [len(prompts) for prompts in loaded_prompts.by_name.values()] == [1, 2]
 
 
 def test_file_shares_follow_weights_or_prompt_counts(tokenizer, write_rows):
@@ -122,10 +125,12 @@ def test_file_shares_follow_weights_or_prompt_counts(tokenizer, write_rows):
 
     def mix(train):
         files = DataConfig(train=train).train_files
-        found = [PromptFile(file, lambda: tokenizer, PromptLimits(50, 300)) for file in files]
+        prompt_files = [
+            PromptFile(file, lambda: tokenizer, PromptLimits(50, 300)) for file in files
+        ]
         return [
             (len(part.indices), part.fraction)
-            for part in classify_training_files(found).stream_files
+            for part in classify_training_files(prompt_files).stream_files
         ]
 
     assert mix([a, b]) == [(1, 0.25), (3, 0.75)]
@@ -158,9 +163,9 @@ def keep(tmp_path):
 def test_filtered_rows_are_counted(tokenizer, write_rows, keep):
     rows = write_rows({"prompt": "a"}, {"prompt": "x" * 99}, {"prompt": "bb"})
     train = {"path": rows, "filter": f"{keep}:short"}
-    found = loaded(tokenizer, train)  # the long row is left out before its length matters
-    assert [prompt.uid for prompt in found.prompts] == ["0:0:0", "0:2:0"]
-    assert found.files[0].notes == [f"{rows}: 1 prompts filtered by {keep}:short"]
+    prompts = loaded(tokenizer, train)  # the long row is left out before its length matters
+    assert [prompt.uid for prompt in prompts.prompts] == ["0:0:0", "0:2:0"]
+    assert prompts.files[0].notes == [f"{rows}: 1 prompts filtered by {keep}:short"]
 
 
 @pytest.mark.parametrize(

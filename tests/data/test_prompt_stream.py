@@ -41,16 +41,16 @@ def mixed(files, **settings):
 
 @given(mixes, seeds, st.booleans(), stops)
 def test_resuming_anywhere_continues_the_same_sequence(files, seed, shuffle, stops):
-    whole = mixed(files, seed=seed, shuffle=shuffle)
+    uninterrupted = mixed(files, seed=seed, shuffle=shuffle)
     stream = mixed(files, seed=seed, shuffle=shuffle)
     for count in stops:
-        assert uids(stream, count) == uids(whole, count)
+        assert uids(stream, count) == uids(uninterrupted, count)
         state = json.loads(json.dumps(stream.state_dict()))
         stream = mixed(files, seed=seed, shuffle=shuffle)
         stream.draw(2)
         stream.load_state_dict(state)
         assert stream.state_dict() == state
-    assert uids(stream, 30) == uids(whole, 30)
+    assert uids(stream, 30) == uids(uninterrupted, 30)
 
 
 @given(mixes, seeds, st.booleans())
@@ -77,9 +77,9 @@ def test_two_files_interleave_by_weight_with_separate_epochs():
 
 def test_each_file_has_its_own_shuffle():
     alone = uids(stream_of(prompts(20), seed=3), 20)
-    found = uids(stream_of(prompts(40), seed=3, mix=[(20, 0.5), (20, 0.5)]), 40)
-    assert found[::2] == alone
-    moved = [make_uid(0, parse_uid(uid)[1] - 20) for uid in found[1::2]]
+    mixed_uids = uids(stream_of(prompts(40), seed=3, mix=[(20, 0.5), (20, 0.5)]), 40)
+    assert mixed_uids[::2] == alone
+    moved = [make_uid(0, parse_uid(uid)[1] - 20) for uid in mixed_uids[1::2]]
     assert sorted(moved) == sorted(alone)
     assert moved != alone
 
@@ -96,14 +96,14 @@ def test_a_stream_pickles_and_leaves_global_rng_unchanged():
     import torch
 
     torch.manual_seed(0)
-    wanted = torch.rand(1)
+    expected = torch.rand(1)
     torch.manual_seed(0)
     stream = stream_of(prompts(9), seed=4)
     for count in (0, 5, 9):
         stream = pickle.loads(pickle.dumps(stream))
         stream.draw(count)
     assert uids(stream, 20) == uids(stream_of(prompts(9), seed=4), 34)[14:]
-    assert torch.rand(1) == wanted
+    assert torch.rand(1) == expected
 
 
 def test_drawing_thousands_of_prompts_is_fast():
@@ -230,31 +230,31 @@ def test_unusable_rows_are_skipped_across_resumes(files, seed, fates, stops):
     ends = np.cumsum([0, *(size for size, _ in files)])
     fates = {index: fate for index, fate in fates.items() if index not in ends[:-1]}
     size = int(ends[-1])
-    whole = mixed(files, seed=seed, fates=fates)
-    stream, told = mixed(files, seed=seed, fates=fates), 0
+    uninterrupted = mixed(files, seed=seed, fates=fates)
+    stream, num_reported = mixed(files, seed=seed, fates=fates), 0
     for count in stops:
-        assert uids(stream, count) == uids(whole, count)
-        told += sum(stream.take_skipped().metrics.values())
+        assert uids(stream, count) == uids(uninterrupted, count)
+        num_reported += sum(stream.take_skipped().metrics.values())
         state = json.loads(json.dumps(stream.state_dict()))
         stream = mixed(files, seed=seed, fates=fates)
         stream.load_state_dict(state)
-    found = uids(stream, 2 * size)
-    assert found == uids(whole, 2 * size)
-    assert not {parse_uid(uid)[1] for uid in found} & fates.keys()
-    told += sum(stream.take_skipped().metrics.values())
-    assert told == sum(whole.take_skipped().metrics.values())
-    state = whole.state_dict()
-    assert sum(state["drawn"]) - sum(state["given"]) == told
+    drawn_uids = uids(stream, 2 * size)
+    assert drawn_uids == uids(uninterrupted, 2 * size)
+    assert not {parse_uid(uid)[1] for uid in drawn_uids} & fates.keys()
+    num_reported += sum(stream.take_skipped().metrics.values())
+    assert num_reported == sum(uninterrupted.take_skipped().metrics.values())
+    state = uninterrupted.state_dict()
+    assert sum(state["drawn"]) - sum(state["given"]) == num_reported
 
 
 @given(seeds)
 def test_shares_count_prompts_and_not_skipped_rows(seed):
     bad = dict.fromkeys(range(1, 10), RowStatus.BAD)
     stream = mixed([(10, 0.5), (10, 0.5)], seed=seed, fates=bad)
-    found = [parse_uid(uid)[1] for uid in uids(stream, 20)]
-    assert sorted(index for index in found if index >= 10) == list(range(10, 20))
+    indices = [parse_uid(uid)[1] for uid in uids(stream, 20)]
+    assert sorted(index for index in indices if index >= 10) == list(range(10, 20))
     # Of the first file one row alone is good: it has ten epochs meanwhile.
-    assert found.count(0) == 10
+    assert indices.count(0) == 10
 
 
 def test_a_bad_row_is_reported_and_counted_by_status():
@@ -289,6 +289,6 @@ async def test_prefetching_in_a_thread_keeps_the_position():
     await stream.prefetch_prompts(5)
     assert stream.state_dict() == before
     copied = pickle.loads(pickle.dumps(stream))
-    wanted = uids(other, 12)
-    assert uids(stream, 12) == wanted
-    assert uids(copied, 12) == wanted
+    expected = uids(other, 12)
+    assert uids(stream, 12) == expected
+    assert uids(copied, 12) == expected

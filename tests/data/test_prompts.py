@@ -12,8 +12,8 @@ FRAME = 3
 
 
 def load(*files, tokenizer, limit=20, vocab_size=300, on_long="error"):
-    found = parse_data_files(list(files), key="data.train", prompt_key="prompt")
-    return load_prompts(found, tokenizer, PromptLimits(limit, vocab_size, on_long))
+    files_to_load = parse_data_files(list(files), key="data.train", prompt_key="prompt")
+    return load_prompts(files_to_load, tokenizer, PromptLimits(limit, vocab_size, on_long))
 
 
 def fates(loaded):

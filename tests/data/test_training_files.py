@@ -34,7 +34,7 @@ def sample_few_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def open_rows(
     *entries: Any, tokenizer: Any, limit: int = 50, on_long: str = "error", **settings: Any
 ) -> TrainingFiles:
-    files, found, first = (
+    files, prompt_files, first = (
         parse_data_files(list(entries), key="data.train", prompt_key="prompt"),
         [],
         0,
@@ -43,9 +43,9 @@ def open_rows(
         prompts = PromptFile(
             file, lambda: tokenizer, PromptLimits(limit, 300, on_long), first=first
         )
-        found.append(prompts)
+        prompt_files.append(prompts)
         first = int(prompts.indices[-1]) + 1
-    return classify_training_files(found, **{"max_full_rows": WHOLE, **settings})
+    return classify_training_files(prompt_files, **{"max_full_rows": WHOLE, **settings})
 
 
 def stream_of(data: TrainingFiles, *, seed: int = 1, **settings: Any) -> PromptStream:
@@ -59,11 +59,11 @@ def numbered(size: int) -> list[dict[str, Any]]:
 def test_a_sampled_file_has_the_order_of_a_fully_classified_file(tokenizer, write_rows):
     path = write_rows(*numbered(50))
     large = open_rows(path, tokenizer=tokenizer)
-    whole = open_rows(path, tokenizer=tokenizer, max_full_rows=50)
-    assert (large.is_fully_classified, whole.is_fully_classified) == (False, True)
-    drawn, wanted = stream_of(large).draw_prompts(120), stream_of(whole).draw_prompts(120)
-    assert [prompt.uid for prompt in drawn] == [prompt.uid for prompt in wanted]
-    assert [prompt.ground_truth for prompt in drawn] == [one.ground_truth for one in wanted]
+    complete = open_rows(path, tokenizer=tokenizer, max_full_rows=50)
+    assert (large.is_fully_classified, complete.is_fully_classified) == (False, True)
+    drawn, expected = stream_of(large).draw_prompts(120), stream_of(complete).draw_prompts(120)
+    assert [prompt.uid for prompt in drawn] == [prompt.uid for prompt in expected]
+    assert [prompt.ground_truth for prompt in drawn] == [item.ground_truth for item in expected]
 
 
 def test_every_format_yields_the_same_prompts_in_any_order(tokenizer, write_rows, tmp_path):
@@ -93,12 +93,18 @@ def test_every_format_yields_the_same_prompts_in_any_order(tokenizer, write_rows
     for path in paths:
         # As it is in the coordinator.
         data = open_rows(str(path), tokenizer=tokenizer)
-        found = [
-            (one.uid, one.messages, one.ground_truth, one.extra_info, one.token_ids.tolist())
-            for one in stream_of(data).draw_prompts(60)
+        variants = [
+            (
+                prompt.uid,
+                prompt.messages,
+                prompt.ground_truth,
+                prompt.extra_info,
+                prompt.token_ids.tolist(),
+            )
+            for prompt in stream_of(data).draw_prompts(60)
         ]
-        first = first or found
-        assert found == first, path
+        first = first or variants
+        assert variants == first, path
     assert first is not None and len({uid for uid, *_ in first}) == 60
 
 
@@ -149,7 +155,7 @@ def test_bad_rows_are_refused_in_the_sample_and_skipped_when_drawn(tokenizer, tm
     path.write_text("\n".join([*lines[:20], "not json", *lines[21:]]))
     stream = stream_of(open_rows(str(path), tokenizer=tokenizer))
     drawn = stream.draw_prompts(49)
-    assert sorted(parse_uid(one.uid)[1] for one in drawn) == [i for i in range(50) if i != 20]
+    assert sorted(parse_uid(prompt.uid)[1] for prompt in drawn) == [i for i in range(50) if i != 20]
     skipped = stream.take_skipped()
     assert skipped.metrics["data/bad"] == 1
     assert skipped.problems[0].startswith(f"{path} line 21: not JSON")
@@ -168,7 +174,7 @@ def test_an_unrepresentable_value_is_treated_like_a_bad_row(tokenizer, tmp_path)
     write(20)
     stream = stream_of(open_rows(str(path), tokenizer=tokenizer))
     drawn = stream.draw_prompts(49)
-    assert sorted(parse_uid(one.uid)[1] for one in drawn) == [i for i in range(50) if i != 20]
+    assert sorted(parse_uid(prompt.uid)[1] for prompt in drawn) == [i for i in range(50) if i != 20]
     skipped = stream.take_skipped()
     assert skipped.metrics["data/bad"] == 1
     assert skipped.problems[0].startswith(f"{path} row 21: column 'x' of timestamp[us]: ")
@@ -209,7 +215,7 @@ def test_if_the_sample_is_filtered_out_all_rows_are_classified(tokenizer, write_
     keep.write_text("def late(prompt): return int(prompt.ground_truth) == 30\n")
     path = write_rows(*numbered(50))
     data = open_rows({"path": path, "filter": f"{keep}:late"}, tokenizer=tokenizer)
-    assert [one.ground_truth for one in stream_of(data).draw_prompts(2)] == ["30", "30"]
+    assert [prompt.ground_truth for prompt in stream_of(data).draw_prompts(2)] == ["30", "30"]
     keep.write_text("def late(prompt): return False\n")
     with pytest.raises(ConfigError, match="no usable prompt: 50 filtered"):
         open_rows({"path": path, "filter": f"{keep}:late"}, tokenizer=tokenizer)
@@ -222,8 +228,8 @@ def test_a_stream_resumes_only_on_the_same_rows(tokenizer, write_rows):
     state = json.loads(json.dumps(stream.state_dict()))
     again = stream_of(open_rows(path, tokenizer=tokenizer))
     again.load_state_dict(state)
-    assert [one.uid for one in again.draw_prompts(60)] == [
-        one.uid for one in stream.draw_prompts(60)
+    assert [prompt.uid for prompt in again.draw_prompts(60)] == [
+        prompt.uid for prompt in stream.draw_prompts(60)
     ]
     rows = numbered(50)
     rows[31]["prompt"] = "?"
@@ -248,8 +254,8 @@ def test_a_checkpoint_of_a_fully_classified_stream_resumes_exactly(tokenizer, wr
     assert is_full_fingerprint(state["fingerprint"]) and state["num_prompts"] == 47
     now = stream_of(open_rows(path, tokenizer=tokenizer, on_long="skip", max_sampled_tokens=None))
     now.load_state_dict(state)
-    wanted = [one.uid for one in before.draw_prompts(60)]
-    assert [one.uid for one in now.draw_prompts(60)] == wanted
+    expected = [prompt.uid for prompt in before.draw_prompts(60)]
+    assert [prompt.uid for prompt in now.draw_prompts(60)] == expected
     # And so does what is saved of it.
     assert is_full_fingerprint(now.state_dict()["fingerprint"])
 

@@ -79,8 +79,8 @@ for write in (
 
 def test_a_full_disk_is_recognized_in_any_librarys_error(tmp_path: Path) -> None:
     words = [sys.executable, "-c", WITHOUT_SPACE, str(tmp_path)]
-    found = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert found == [f"{tmp_path} cannot be written: File too large"] * 3
+    lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines == [f"{tmp_path} cannot be written: File too large"] * 3
 
 
 def test_a_symlink_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None:

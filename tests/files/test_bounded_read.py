@@ -59,10 +59,10 @@ def test_every_yaml_alias_is_refused(tmp_path: Path, text: str) -> None:
     ],
 )
 def test_yaml_scalars_parse_like_omegaconf(tmp_path: Path, text: str) -> None:
-    found = read_small_yaml(written(tmp_path, text))
+    value = read_small_yaml(written(tmp_path, text))
     expected = OmegaConf.to_container(OmegaConf.load(tmp_path / "file.yaml"))
-    assert (found or {}) == expected
-    assert repr(found or {}) == repr(expected)
+    assert (value or {}) == expected
+    assert repr(value or {}) == repr(expected)
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,8 @@ def test_rope_scaling_extends_the_context_length(
     with pytest.raises(ConfigError, match=f"at most {tokens} tokens"):
         read_model_length(path, limit=tokens + 1)
     arguments = make_engine_args(path, GeneratorConfig(), seed=0, max_length=tokens, on_cpu=True)
-    told = arguments.get("hf_overrides", {}).get("max_position_embeddings", positions)
-    assert told == max(tokens, positions)
+    vllm_positions = arguments.get("hf_overrides", {}).get("max_position_embeddings", positions)
+    assert vllm_positions == max(tokens, positions)
 
 
 def test_gemma_3_states_positions_after_scaling() -> None:

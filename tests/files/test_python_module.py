@@ -52,7 +52,7 @@ def test_an_existing_alarm_is_left_unchanged(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "asked"),
+    ("source", "parameters"),
     [
         ("def f(): pass", ()),
         ("def f(b, a): pass", ("a", "b")),
@@ -61,8 +61,8 @@ def test_an_existing_alarm_is_left_unchanged(tmp_path):
         ("def f(*a): pass", ()),
     ],
 )
-def test_a_function_receives_the_arguments_it_names(tmp_path, source, asked):
+def test_a_function_receives_the_arguments_it_names(tmp_path, source, parameters):
     path = tmp_path / "mine.py"
     path.write_text(source)
     code = load_referenced_function(f"{path}:f", setting="scorer.combine")
-    assert code.select_arguments(("a", "b")) == asked
+    assert code.select_arguments(("a", "b")) == parameters

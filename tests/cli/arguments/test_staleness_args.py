@@ -14,8 +14,8 @@ PLAN = ["plan", *TINY, "--json"]
 SELDOM = "weights.publish_every=3"
 
 
-def absent(found: dict[str, list[dict[str, Any]]]) -> dict[int, str]:
-    return {each["max_staleness"]: each["why"] for each in found["absent"]}
+def absent(plan: dict[str, list[dict[str, Any]]]) -> dict[int, str]:
+    return {bound["max_staleness"]: bound["why"] for bound in plan["absent"]}
 
 
 def test_an_excluded_bound_is_absent_and_the_written_config_loads(
@@ -24,10 +24,10 @@ def test_an_excluded_bound_is_absent_and_the_written_config_loads(
     plan = tmp_path / "plan.yaml"
     # The config's own bound is 1.
     words = ["--max-staleness", "0,1,2", SELDOM, "-o", str(plan)]
-    found = json.loads(run(capsys, *PLAN, *words)[1])
-    assert [each["max_staleness"] for each in found["front"]] == [2]
-    assert {0, 1} == set(absent(found))
-    assert all(why.startswith(SELDOM) for why in absent(found).values())
+    result = json.loads(run(capsys, *PLAN, *words)[1])
+    assert [point["max_staleness"] for point in result["front"]] == [2]
+    assert {0, 1} == set(absent(result))
+    assert all(why.startswith(SELDOM) for why in absent(result).values())
     written = load_config(plan)
     assert (written.pipeline.max_staleness, written.weights.publish_every) == (2, 3)
 
@@ -39,15 +39,15 @@ def test_excluding_every_bound_is_an_error(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_small_queue_capacity_excludes_large_bounds(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--max-staleness", "1,3", "queue.capacity_groups=32"]
-    found = json.loads(run(capsys, *PLAN, *words)[1])
-    assert [each["max_staleness"] for each in found["front"]] == [1]
-    assert absent(found)[3].startswith("queue.capacity_groups=32: must be at least 64")
+    plan = json.loads(run(capsys, *PLAN, *words)[1])
+    assert [point["max_staleness"] for point in plan["front"]] == [1]
+    assert absent(plan)[3].startswith("queue.capacity_groups=32: must be at least 64")
 
 
 def kinds(capsys: pytest.CaptureFixture[str], *words: str) -> set[str]:
     """Of all that can be."""
     candidates = json.loads(run(capsys, *PLAN, *words)[1])["candidates"]
-    return {each["kind"] for each in candidates if "unfit" not in each}
+    return {candidate["kind"] for candidate in candidates if "unfit" not in candidate}
 
 
 def test_drain_allows_colocation_only_with_max_staleness_0(
@@ -55,10 +55,10 @@ def test_drain_allows_colocation_only_with_max_staleness_0(
 ) -> None:
     # The run's own placement could not have a bound of 1.
     words = ["weights.on_update=drain", "placement.mode=colocated", "trainer.threads=1"]
-    found = kinds(capsys, "--max-staleness", "0,1", *words, "generator.threads=1")
-    assert "colocated" in found
-    assert any(kind.endswith("1 ahead") for kind in found)
-    assert "colocated, 1 ahead" not in found
+    colocated_kinds = kinds(capsys, "--max-staleness", "0,1", *words, "generator.threads=1")
+    assert "colocated" in colocated_kinds
+    assert any(kind.endswith("1 ahead") for kind in colocated_kinds)
+    assert "colocated, 1 ahead" not in colocated_kinds
 
 
 def test_the_runs_current_sizes_do_not_prevent_colocation(

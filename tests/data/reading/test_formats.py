@@ -39,30 +39,30 @@ def facts(path, split=""):
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory):
+def expected(tmp_path_factory):
     path = tmp_path_factory.mktemp("jsonl") / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return facts(path)
 
 
-def test_a_saved_dataset_yields_the_rows_of_the_jsonl_file(tmp_path, wanted):
+def test_a_saved_dataset_yields_the_rows_of_the_jsonl_file(tmp_path, expected):
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "rows", num_shards=2)
-    assert facts(tmp_path / "rows") == wanted
+    assert facts(tmp_path / "rows") == expected
     row = next(load_rows(str(tmp_path / "rows")))
     assert row.place == f"{tmp_path / 'rows'} row 1"
 
 
-def test_a_reordered_dataset_keeps_its_order(tmp_path, wanted):
+def test_a_reordered_dataset_keeps_its_order(tmp_path, expected):
     Dataset.from_list(ROWS).select([5, 2]).save_to_disk(tmp_path / "rows")
-    found = facts(tmp_path / "rows")
-    assert [fact[1:] for fact in found] == [wanted[5][1:], wanted[2][1:]]
-    assert [fact[0] for fact in found] == [0, 1]
+    rows = facts(tmp_path / "rows")
+    assert [fact[1:] for fact in rows] == [expected[5][1:], expected[2][1:]]
+    assert [fact[0] for fact in rows] == [0, 1]
 
 
-def test_shards_are_one_file_in_the_order_of_their_names(tmp_path, wanted):
+def test_shards_are_one_file_in_the_order_of_their_names(tmp_path, expected):
     shard(tmp_path / "rows.parquet" / "part-1.parquet", ROWS[7:])
     shard(tmp_path / "rows.parquet" / "part-0.parquet", ROWS[:7])
-    assert facts(tmp_path / "rows.parquet") == wanted
+    assert facts(tmp_path / "rows.parquet") == expected
 
 
 def test_shards_may_differ_in_columns_but_not_in_a_columns_type(tmp_path):
@@ -74,9 +74,9 @@ def test_shards_may_differ_in_columns_but_not_in_a_columns_type(tmp_path):
     with pytest.raises(ConfigError) as caught:
         list(load_rows(str(tmp_path / "rows")))
     assert str(caught.value) == (
-        f"{tmp_path / 'rows'}: column 'answer' has different types in its files: int64 in a.parquet,"
-        " string in c.parquet; write all files with the same type, or list each file as a"
-        " own"
+        f"{tmp_path / 'rows'}: column 'answer' has different types in its files: int64 in"
+        " a.parquet, string in c.parquet; write all files with the same type, or list each file as"
+        " a separate entry"
     )
 
 
@@ -108,29 +108,29 @@ def write_column(path, kind, value):
     pq.write_table(pa.table({"prompt": pa.array(["2+3="]), "x": column}), path)
 
 
-@pytest.mark.parametrize("held", [0, 1 << 20])
-@pytest.mark.parametrize(("one", "other", "first", "second"), WIDER)
+@pytest.mark.parametrize("in_memory_bytes", [0, 1 << 20])
+@pytest.mark.parametrize(("first_type", "second_type", "first", "second"), WIDER)
 def test_shards_may_differ_in_integer_and_text_width(
-    tmp_path, monkeypatch, held, one, other, first, second
+    tmp_path, monkeypatch, in_memory_bytes, first_type, second_type, first, second
 ):
     from streamrl.data.reading import indexed_table
 
-    monkeypatch.setattr(indexed_table, "MOST_HELD_BYTES", held)
+    monkeypatch.setattr(indexed_table, "MOST_HELD_BYTES", in_memory_bytes)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     for names in (("a", "b"), ("b", "a")):
         folder = tmp_path / names[0]
         folder.mkdir()
-        write_column(folder / f"{names[0]}.parquet", one, first)
-        write_column(folder / f"{names[1]}.parquet", other, second)
+        write_column(folder / f"{names[0]}.parquet", first_type, first)
+        write_column(folder / f"{names[1]}.parquet", second_type, second)
         rows = list(load_rows(str(folder)))
-        found = [row.extra_info.get("x") for row in rows]
-        wanted = [first, second] if names[0] == "a" else [second, first]
-        assert found == wanted
-        assert list(map(type, found)) == list(map(type, wanted))
+        values = [row.extra_info.get("x") for row in rows]
+        expected = [first, second] if names[0] == "a" else [second, first]
+        assert values == expected
+        assert list(map(type, values)) == list(map(type, expected))
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "first", "second"),
+    ("first_type", "second_type", "first", "second"),
     [
         (pa.int64(), pa.float64(), 72, 0.5),
         (pa.int64(), TEXT, 72, "72"),
@@ -147,36 +147,39 @@ def test_shards_may_differ_in_integer_and_text_width(
         (pa.decimal128(3, 1), pa.decimal128(4, 2), Decimal("0.5"), Decimal("0.50")),
     ],
 )
-def test_a_lossy_cast_between_shards_is_refused_in_one_line(tmp_path, one, other, first, second):
-    write_column(tmp_path / "a.parquet", one, first)
-    write_column(tmp_path / "b.parquet", other, second)
+def test_a_lossy_cast_between_shards_is_refused_in_one_line(
+    tmp_path, first_type, second_type, first, second
+):
+    write_column(tmp_path / "a.parquet", first_type, first)
+    write_column(tmp_path / "b.parquet", second_type, second)
     with pytest.raises(ConfigError) as caught:
         list(load_rows(str(tmp_path)))
-    said = (
-        f"{tmp_path}: column 'x' has different types in its files: {one} in a.parquet, {other} in b"
+    message = (
+        f"{tmp_path}: column 'x' has different types in its files:"
+        f" {first_type} in a.parquet, {second_type} in b"
     )
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
-def test_a_split_is_selected_by_name(tmp_path, wanted):
+def test_a_split_is_selected_by_name(tmp_path, expected):
     splits = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:2])}
     DatasetDict(splits).save_to_disk(tmp_path / "both")
     shard(tmp_path / "shards" / "train-00000-of-00002.parquet", ROWS[:7])
     shard(tmp_path / "shards" / "train-00001-of-00002.parquet", ROWS[7:])
     shard(tmp_path / "shards" / "test-00000-of-00001.parquet", ROWS[:2])
     for name in ("both", "shards"):
-        assert facts(tmp_path / name, "train") == wanted
-        assert facts(tmp_path / name, "test") == wanted[:2]
+        assert facts(tmp_path / name, "train") == expected
+        assert facts(tmp_path / name, "test") == expected[:2]
         for split, words in (("", "split: missing"), ("tset", "split=tset: no such")):
             with pytest.raises(ConfigError, match=rf"{words}.*the splits are test, train"):
                 facts(tmp_path / name, split)
 
 
-def test_files_named_after_splits_are_not_merged(tmp_path, wanted):
+def test_files_named_after_splits_are_not_merged(tmp_path, expected):
     for name in ("train", "gsm8k_Test", "test-1", "trainer"):
         shard(tmp_path / f"{name}.parquet", ROWS if name == "train" else ROWS[:1])
-    assert facts(tmp_path, "train") == wanted
+    assert facts(tmp_path, "train") == expected
     assert len(facts(tmp_path, "test")) == 2
     with pytest.raises(ConfigError, match=r"split: missing; the splits are test, train \("):
         facts(tmp_path)
@@ -213,7 +216,7 @@ ZONE = pa.timestamp("us", tz="Mars/Base")
 PAIRS = pa.map_(TEXT, pa.int64())
 
 
-@pytest.mark.parametrize("held", [0, 1 << 20])
+@pytest.mark.parametrize("in_memory_bytes", [0, 1 << 20])
 @pytest.mark.parametrize(
     ("kind", "good", "bad"),
     [
@@ -228,11 +231,11 @@ PAIRS = pa.map_(TEXT, pa.int64())
     ],
 )
 def test_a_value_unrepresentable_in_python_makes_a_bad_row(
-    tmp_path, monkeypatch, kind, good, bad, held
+    tmp_path, monkeypatch, kind, good, bad, in_memory_bytes
 ):
     from streamrl.data.reading import indexed_table
 
-    monkeypatch.setattr(indexed_table, "MOST_HELD_BYTES", held)
+    monkeypatch.setattr(indexed_table, "MOST_HELD_BYTES", in_memory_bytes)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = {"prompt": pa.array(["1", "2", "3"]), "x": pa.array([good, bad, good], kind)}
     path = tmp_path / "rows.parquet"
@@ -241,18 +244,18 @@ def test_a_value_unrepresentable_in_python_makes_a_bad_row(
     if kind is not PAIRS:  # which datasets does not know
         paths.append(tmp_path / "saved")
         Dataset(InMemoryTable(pa.table(rows))).save_to_disk(paths[1])
-    for one in paths:
-        opened = indexed_table.open_table(str(one))
+    for data_path in paths:
+        opened = indexed_table.open_table(str(data_path))
         for places in (range(3), [2, 1, 0]):
-            found = {index: record for _, index, record in opened.read_rows(places)}
-            assert [found[i]["prompt"] for i in (0, 2)] == ["1", "3"]
-            assert isinstance(found[1], ConfigError)
-        with pytest.raises(ConfigError, match=f"^{one} row 2: column 'x' of .*: ") as caught:
-            facts(one)
+            records = {index: record for _, index, record in opened.read_rows(places)}
+            assert [records[i]["prompt"] for i in (0, 2)] == ["1", "3"]
+            assert isinstance(records[1], ConfigError)
+        with pytest.raises(ConfigError, match=f"^{data_path} row 2: column 'x' of .*: ") as caught:
+            facts(data_path)
         assert "\n" not in str(caught.value)
     if kind is ZONE:
-        said = "column 'x' of timestamp[us, tz=Mars/Base]: unknown time zone"
-        assert str(caught.value).endswith(said)
+        message = "column 'x' of timestamp[us, tz=Mars/Base]: unknown time zone"
+        assert str(caught.value).endswith(message)
 
 
 def tensors():
@@ -262,7 +265,7 @@ def tensors():
 
 
 @pytest.mark.parametrize(
-    ("column", "wanted"),
+    ("column", "expected"),
     [
         (tensors, [4, 5, 6, 7]),
         (lambda: pa.ListArray.from_arrays([0, 1, 2, 3], tensors()), [[4, 5, 6, 7]]),
@@ -270,13 +273,13 @@ def tensors():
         (lambda: pa.array([b"%016d" % i for i in range(3)], pa.uuid()), UUID(bytes=b"%016d" % 1)),
     ],
 )
-def test_a_column_of_an_extension_type_is_read(tmp_path, column, wanted):
+def test_a_column_of_an_extension_type_is_read(tmp_path, column, expected):
     rows = {"prompt": pa.array(["1", "2", "3"]), "x": column()}
     pq.write_table(pa.table(rows), tmp_path / "a.parquet")
     pq.write_table(pa.table({"prompt": pa.array(["4"])}), tmp_path / "b.parquet")
-    found = [row.extra_info for row in load_rows(str(tmp_path))]
-    assert found[1] == {"x": wanted}
-    assert found[3] == {}
+    infos = [row.extra_info for row in load_rows(str(tmp_path))]
+    assert infos[1] == {"x": expected}
+    assert infos[3] == {}
 
 
 @pytest.mark.parametrize(

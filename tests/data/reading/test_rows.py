@@ -58,8 +58,8 @@ def test_parquet_and_jsonl_yield_equal_rows(tmp_path, write_rows):
     parquet = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist(VERL_ROWS), parquet)
     from_parquet, from_jsonl = rows_of(parquet), rows_of(write_rows(*VERL_ROWS))
-    for one, other in zip(from_parquet, from_jsonl, strict=True):
-        assert {**vars(one), "place": ""} == {**vars(other), "place": ""}
+    for parquet_row, jsonl_row in zip(from_parquet, from_jsonl, strict=True):
+        assert {**vars(parquet_row), "place": ""} == {**vars(jsonl_row), "place": ""}
     assert "hint" not in from_parquet[0].extra_info
     assert json.loads(json.dumps(from_parquet[1].extra_info)) == from_parquet[1].extra_info
 
@@ -287,7 +287,7 @@ def test_object_columns_may_be_json_text_in_every_format(tmp_path, write_rows, n
         "tools": [{"type": "function", "function": {"name": "add"}}],
         "chat_template_kwargs": {"enable_thinking": False},
     }
-    (wanted,) = rows_of(write_rows({"prompt": "2+3=", **objects}, name="wanted.jsonl"))
+    (expected,) = rows_of(write_rows({"prompt": "2+3=", **objects}, name="wanted.jsonl"))
     row = {"prompt": "2+3=", **{key: json.dumps(value) for key, value in objects.items()}}
     path = tmp_path / name
     if name == "rows.jsonl":
@@ -296,9 +296,9 @@ def test_object_columns_may_be_json_text_in_every_format(tmp_path, write_rows, n
         pq.write_table(pa.Table.from_pylist([row]), path)
     else:
         write_cells(path, row)
-    (found,) = rows_of(path)
-    assert {**vars(found), "place": ""} == {**vars(wanted), "place": ""}
-    assert found.ground_truth == "5"
+    (parsed,) = rows_of(path)
+    assert {**vars(parsed), "place": ""} == {**vars(expected), "place": ""}
+    assert parsed.ground_truth == "5"
 
 
 def test_prompt_and_label_columns_stay_text_under_any_name(write_rows):
