@@ -27,7 +27,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs `streamrl train` with overrides and returns the one line it is refused with."""
+    """Run `streamrl train` with overrides; return the one-line error."""
 
     def run(*overrides: str) -> str:
         runs = tmp_path / "runs"
@@ -257,7 +257,7 @@ def test_a_config_that_transformers_refuses_is_named(
     broken = tmp_path / "broken"
     shutil.copytree(toy / "model", broken)
     settings = json.loads((broken / "config.json").read_text())
-    # A state space model has no longest sequence; transformers checks the type of a Qwen2's.
+    # A state space model has no maximum length; transformers type-checks Qwen2's.
     for odd in (settings | {"max_position_embeddings": "many"}, {"model_type": "mamba"}):
         (broken / "config.json").write_text(json.dumps(odd))
         assert "max_position_embeddings" in refused(f"model.path={broken}")
@@ -411,7 +411,7 @@ def test_a_live_run_directory_is_refused_and_left_unchanged(
     line = capsys.readouterr().err.strip()
     assert f"{run_dir} is in use: its run is alive, since " in line and "\n" not in line
     assert f"pid {os.getpid()};" in line
-    # A live run cannot be forked either.
+    # Forking a live run is refused too.
     assert ("choose another run.name" in line) == (how in ("new", "overwrite"))
     assert sorted(tmp_path.rglob("*")) == before
     lock.release()
@@ -458,7 +458,7 @@ def test_an_impossible_fork_is_refused(
 
 
 def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] = {}) -> Path:
-    """Of a state in which anything may be anything."""
+    """Build a checkpoint state in which any key can be replaced."""
     writer = CheckpointWriter(run_dir, 1)
     for folder in (*writer.get_role_dirs(POLICY), writer.queue_dir):
         folder.mkdir()

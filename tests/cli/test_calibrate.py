@@ -72,7 +72,7 @@ def test_bad_input_is_a_one_line_error(
 def test_an_unwritable_output_is_refused_before_the_run_is_read(
     run_dir: Path, tmp_path: Path, name: str, rule: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # What would be refused later, too, is not what is told.
+    # The run is invalid too, but the output is checked first.
     (run_dir / "trace.json").unlink()
     assert main(["calibrate", str(run_dir), "-o", name.format(tmp=tmp_path)]) == 2
     assert capsys.readouterr().err == f"streamrl: {rule.format(tmp=tmp_path)}\n"

@@ -10,7 +10,7 @@ from streamrl.telemetry.sink_group import SinkGroup
 
 
 class Full(SinkGroup):
-    """Sinks on a full disk."""
+    """Sinks that fail with a full disk."""
 
     def __init__(self) -> None:
         super().__init__([])

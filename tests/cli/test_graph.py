@@ -119,7 +119,7 @@ def test_neither_model_nor_data_nor_runtime_is_loaded(tmp_path: Path) -> None:
 
 
 def parse_dot(source: str) -> tuple[dict[str, str], list[tuple[str, str, dict[str, str]]]]:
-    """Labels of the nodes, and the edges, of a DOT file in which every name is quoted."""
+    """Parse node labels and edges of a DOT file in which every name is quoted."""
     string = r'"(?:[^"\\]|\\.)*"'
     tokens = re.findall(rf"{string}|->|[\[\]{{}}=,;]|\w+", source)
     assert "".join(re.findall(rf"{string}|\S", source)) == "".join(tokens)

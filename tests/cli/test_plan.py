@@ -29,7 +29,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line of what is refused, with exit code 2."""
+    """Return the one-line error of a command that exits with code 2."""
     code: object
     try:
         code = main(list(words))
@@ -80,7 +80,7 @@ def test_a_bound_without_a_row_is_reported_with_the_reason(
     fits = CostModel.explain_infeasible
 
     def refuses(costs: CostModel, placement: Placement) -> str:
-        """Exact costs, unlike those of the search, find no room for generation ahead."""
+        """Make the exact costs refuse generation ahead; the search's costs accept it."""
         is_exact = type(costs.traffic) is WeightTraffic
         return "1 GB short" if is_exact and placement.max_staleness else fits(costs, placement)
 
@@ -109,7 +109,7 @@ def test_the_default_plan_uses_the_configs_bound_and_compares_others(
     lines = run(capsys, "plan", *words)[1].splitlines()
     (best,) = (line for line in lines if line.startswith("best: "))
     assert best.endswith("(pipeline.max_staleness=3, the config's own)")
-    # Each other row with what it gives and what it costs.
+    # Each other row states its gain and its staleness.
     rows = [point for point in plan["front"] if point["max_staleness"] != own_bound]
     best_result = plan["best"]["simulated"]
     assert rows
@@ -144,7 +144,7 @@ def test_the_plan_is_written_as_a_config_with_its_placement(
     }
     assert again.max_staleness == placement.max_staleness
     assert picture.read_text().startswith("<svg")
-    # And the simulator plays the run's own placement as it played the plan's.
+    # The simulator simulates the written config's placement exactly as the plan's.
     steps = str(choose_num_steps(16, placement.max_staleness))
     written = [str(config), "--cluster", "8xH100", *SIZES, "--steps", steps, "--json"]
     code, out = run(capsys, "simulate", *written)
@@ -167,7 +167,7 @@ def test_a_written_placement_can_be_simulated(
     assert all(0 <= row["idle/train"] <= 1 for row in rows)
     events = json.loads((folder / "trace.json").read_text())
     assert {"generate", "train"} <= {event["name"] for event in events}
-    # A folder with a run in it is left alone.
+    # An existing run directory is left unchanged.
     assert "already holds a run" in refusal(capsys, "simulate", *words)
 
 
@@ -192,7 +192,7 @@ def test_placement_slice_s_changes_plan_and_simulation(
         for slice_s in (0.3, 1, 10)
     ]
     assert len(set(steps)) == len(steps)
-    # The schedule's own figures, of all that was found.
+    # Compare the schedule's estimates over all candidates.
     words = ["plan", *TINY, "algorithm.kl_coef=0.1", "--max-staleness", "1", "--json"]
     plans = [
         [
@@ -224,7 +224,7 @@ def test_node_failures_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_predicted_training_time_matches_the_simulator(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # On one device all take turns.
+    # On one device the stages take turns.
     words = [*SMALL, "--cluster", "1xH100", "--max-staleness", "0,1,2", "--json"]
     front = json.loads(run(capsys, "plan", *words)[1])["front"]
     assert [row["max_staleness"] for row in front] == [0, 1, 2]

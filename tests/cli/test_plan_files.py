@@ -19,7 +19,7 @@ NESTED = "[" * 20_000
 
 
 def refused(capsys: pytest.CaptureFixture[str], option: str, path: Path | str) -> str:
-    """What is said of the file, behind its name."""
+    """Return the part of the error after the file name."""
     (command,), name = OPTIONS[option]
     cluster = ["--cluster", "8xH100"] if option != "--cluster" else []
     error = refusal(capsys, command, *PLACED, *cluster, option, str(path))
@@ -87,7 +87,7 @@ def test_a_simulation_of_hours_is_refused_before_it_starts(
     assert "must be from 1 to 10000" in refusal(
         capsys, "simulate", *SMALL[:-2], "--steps", "10000000"
     )
-    # What is played as a whole is known only when it is planned.
+    # The size of a full simulation is only known after planning.
     monkeypatch.setattr("streamrl.cli.arguments.planner_args.HOUR_S", 0.1)
     monkeypatch.setattr("streamrl.cli.plan.run_quick_simulation", None)
     groups = "pipeline.groups_per_step=64"
@@ -114,7 +114,7 @@ LONG = "x" * 300
     [
         ("plan", "/proc/plan.yaml", ""),
         ("plan", f"{{tmp}}/{LONG}.yaml", "File name too long"),
-        # Until it is whole a file has a longer name.
+        # An unfinished file has a longer temporary name.
         ("plan", f"{{tmp}}/{LONG[:245]}.yaml", "File name too long"),
         ("plan", "{tmp}/folder.yaml", "not a file"),
         ("plan", "{tmp}/none/plan.yaml", "No such file or directory"),

@@ -31,7 +31,7 @@ def step(version: int, *uids: str) -> TrainedStep:
 
 
 def write_run_log(run_dir: Path, work: Callable[[RunLog], Awaitable[None]]) -> None:
-    """The log that some work leaves in a run directory, as one process writes it."""
+    """Write the run log of `work` into a run directory, like a coordinator."""
 
     async def write() -> None:
         journal = Journal(get_journal_dir(run_dir, RUN_LOG_FOLDER), JournalConfig())
@@ -43,7 +43,7 @@ def write_run_log(run_dir: Path, work: Callable[[RunLog], Awaitable[None]]) -> N
 
 
 async def four_groups(books: RunLog) -> None:
-    """Two are trained in one step, one is dropped and comes again, one is filtered."""
+    """Train two groups in one step, drop and retry one, filter one."""
     await books.record_start(0)
     await books.record_admissions([uid(i) for i in range(4)], 0)
     await books.record_finished({uid(2): GroupOutcome("reward_error", "the verifier is down")})
@@ -56,7 +56,7 @@ async def four_groups(books: RunLog) -> None:
 
 @pytest.fixture
 def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Runs `streamrl report` on the run in tmp_path: exit code and what it printed."""
+    """Run `streamrl report` on the run in tmp_path; return exit code and output."""
 
     def run(*words: str) -> tuple[int, str]:
         code = main(["report", "--ledger", str(tmp_path), *words])

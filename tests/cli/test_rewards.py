@@ -16,7 +16,7 @@ from streamrl.files.typed_settings import read_settings
 from streamrl.rewards import REWARD_KINDS, RewardConfig
 
 DEMANDING = ("regex", "model", "judge")
-"""Kinds that have an option without a default."""
+"""Kinds with a required option."""
 
 
 def read_output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -26,7 +26,7 @@ def read_output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """An installed package that brings the kind `brevity`."""
+    """Installed package that provides the kind `brevity`."""
     (tmp_path / "terse.py").write_text(
         "import os\n"
         "def judge(prompt, completion, most=10):\n"
@@ -38,7 +38,7 @@ def package(tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: terse\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[streamrl.rewards]\nbrevity = terse:judge\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    # A worker finds it as it finds streamrl itself.
+    # A worker finds the package on the same path as streamrl.
     monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
     yield tmp_path
     sys.modules.pop("terse", None)

@@ -45,7 +45,7 @@ def write(path: Path, records) -> Path:
 
 @pytest.fixture
 def score(tmp_path, capsys):
-    """Runs the command on ROWS; gives its code, its lines and what it says besides."""
+    """Run the command on ROWS; return exit code, JSON lines and stderr."""
 
     def run(*words, completions=COMPLETIONS):
         records = [{"index": index, "completion": text} for index, text in completions]
@@ -68,7 +68,7 @@ def reward_file(tmp_path):
 
 
 class Characters:
-    """Token n is the character n."""
+    """Tokenizer whose token n is the character with code n."""
 
     def batch_decode(self, ids, **_):
         return ["".join(map(chr, row)) for row in ids]
@@ -283,7 +283,7 @@ def test_completions_must_be_a_regular_file(tmp_path, capsys, kind):
 
 
 def test_a_reward_may_skip_rows_of_other_tasks(score, reward_file):
-    """As TRL's rewards do, and verl's give further numbers."""
+    """TRL's rewards return None for such rows; verl's rewards return extra numbers."""
     path = reward_file("""
         def sums(completions, data_source, ground_truth, **columns):
             return [
@@ -320,7 +320,7 @@ def test_a_reward_file_that_exits_on_import_is_an_error(score, reward_file, sour
 
 def test_a_reward_file_imports_neighbors_and_its_prints_go_to_stderr(reward_file, tmp_path):
     (tmp_path / "beside.py").write_text("import os\nos.write(1, b'noise')\nvalue = 0.5\n")
-    # What hides a library in the working directory is no library of the workers.
+    # A file in the working directory must not shadow a library of the workers.
     (tmp_path / "psutil.py").write_text("raise ImportError\n")
     path = reward_file("import beside\ndef f(prompt, completion): return beside.value\n")
     rows = write(tmp_path / "rows.jsonl", ROWS)
@@ -420,7 +420,7 @@ def test_ctrl_c_prints_finished_lines_and_leaves_no_process(tmp_path, reward_fil
         tmp_path / "outs.jsonl",
         [{"index": 0, "completion": "5"}, {"index": 1, "completion": "hang"}],
     )
-    # Whoever runs the tests in the background has them, and all they start, ignore Ctrl-C.
+    # A shell that runs the tests in the background makes all child processes ignore Ctrl-C.
     heeding = ["env", "--default-signal=INT", sys.executable]
     command = [*heeding, "-m", "streamrl.cli", "score", rows, "--completions", outs]
     process = subprocess.Popen(

@@ -61,7 +61,7 @@ def test_a_shard_may_use_its_share_of_the_smallest_object_store(
     run: tuple[RunConfig, PreparedRun],
 ) -> None:
     config, prepared = run
-    # Two shards: on one node they share it, on two each has half of its own.
+    # Two shards share one node's store; on two nodes each has half of its own.
     assert compute_shard_bytes(config, prepared, node_stores=[100 * MB]) == 25 * MB
     assert compute_shard_bytes(config, prepared, node_stores=[100 * MB, 300 * MB]) == 50 * MB
 
@@ -82,7 +82,7 @@ def test_on_one_pool_all_roles_with_a_model_share_a_gpu(
 ) -> None:
     prepared = run[1]
     config = replace(run[0], generator=replace(run[0].generator, kv_cache_mb=500))
-    # Generator, reference and trainer, apart or together.
+    # Generator, reference and trainer, disaggregated or colocated.
     for gpus, mode in ((3, "disaggregated"), (2, "colocated"), (1, "colocated")):
         assert (
             choose_mode(
@@ -113,7 +113,7 @@ def test_a_generator_on_a_shared_gpu_needs_a_kv_cache_limit(
     assert choose_mode(
         list_placement_options(bounded, run[1], True), ClusterCapacity(8, gpus)
     ).mode in ("colocated", mode)
-    # Where it has a GPU of its own, and on a CPU, it may.
+    # With a dedicated GPU, or on a CPU, no limit is needed.
     choose_mode(list_placement_options(run[0], run[1], True), ClusterCapacity(8, 3))
     choose_mode(list_placement_options(config, run[1], False), ClusterCapacity(8, 0))
 

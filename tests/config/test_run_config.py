@@ -112,7 +112,7 @@ def test_an_empty_text_setting_is_an_empty_string(recipe: Path) -> None:
     assert config.placement.address == config.critic.path == config.scorer.combine == ""
     assert config.algorithm.path == config.rewards[0].name == ""
     assert config.data.eval_files == ()
-    # A number may be nothing only where that means something.
+    # A number may be null only if null has a meaning.
     assert load_config(recipe, ["model.max_length="]).model.max_length is None
     with pytest.raises(ConfigError, match=r"run\.steps"):
         load_config(recipe, ["run.steps="])
@@ -315,7 +315,7 @@ def test_a_malformed_override_value_is_refused(recipe: Path, value: str) -> None
 
 
 def test_a_config_must_be_a_regular_file(tmp_path: Path) -> None:
-    """One that never ends would be read for ever, and a pipe nobody writes to waits."""
+    """An endless file would be read forever, and a FIFO without a writer would block."""
     os.mkfifo(tmp_path / "pipe")
     for path, reason in ((tmp_path / "pipe", "not a regular file"), (tmp_path, "is a directory")):
         with pytest.raises(ConfigError, match=rf"^config {path}: {reason}$"):
@@ -329,7 +329,7 @@ def test_the_number_of_settings_stays_small() -> None:
     seen: set[type] = set()
 
     def count(kind: type) -> int:
-        # Costs are written as rewards are: who knows the one knows the other.
+        # Costs have the schema of rewards, so count it once.
         if kind in seen:
             return 0
         seen.add(kind)

@@ -45,14 +45,14 @@ def test_a_problem_has_the_workload_and_the_named_models() -> None:
     assert problem.workload.num_updates == 4
     assert problem.workload.requires_whole_step
     assert problem.workload.lengths == FixedLength(12)
-    # The reward is a rule: it has no model and needs no devices.
+    # The reward is rule-based: no model, no devices.
     assert problem.placed_stages == ["generate", "reference", "value", "train", "train_critic"]
     assert problem.models["critic"].has_scalar_head
     judged = build_planner_problem(
         recipe("ppo"), cluster, PlannerRequest(20, {**SIZES, "reward": "qwen2.5-0.5b"})
     )
     assert "reward" in judged.placed_stages
-    # And it is done as the run is.
+    # The plan's options equal the run's.
     seldom = recipe("ppo", "placement.slice_s=0.2", "weights.publish_every=2")
     manner = build_planner_problem(seldom, cluster, PlannerRequest(20, SIZES)).run_options
     assert manner == RunOptions(slice_s=0.2, publish_every=2)
@@ -93,7 +93,7 @@ def test_micro_batches_kv_cache_and_longest_rollout_come_from_the_run() -> None:
     )
     assert problem.score_tokens == {"reward": 100, "reference": 8192, "value": 8192}
     assert problem.kv_cache_bytes == 3 << 20
-    # Completions of 5 tokens were measured, but an engine has room for the 12 they may have.
+    # The lengths have 5 tokens, but an engine reserves the 12 that the config allows.
     assert problem.workload.max_rollout_tokens == 30 + 12
 
 
@@ -106,7 +106,7 @@ def test_split_rules_exclude_layouts_that_training_cannot_run() -> None:
         ("qwen2.5-72b", 8, True, True),
         ("qwen3-8b", 2, False, True),
         ("qwen2.5-7b", 7, False, False),
-        # Two key and value heads: pairs of ranks serve with the same ones, and cannot train so.
+        # Two key/value heads: two ranks can replicate them for serving, but not for training.
         ("qwen2.5-3b", 4, False, True),
     ):
         rules = make_split_rules(
@@ -196,7 +196,7 @@ def test_overlapping_roles_become_mixed_pools() -> None:
     assert config.placement.mode == "mixed"
     assert config.placement.pools == pools
     assert config.critic.trainer["world_size"] == 2
-    # What a name says needs no pools: reference replicas are on the first of the actor's devices.
+    # Named modes need no pools: reference replicas occupy the first devices of the actor.
     named = placement_from_ratios(
         recipe("ppo").dataflow,
         [{**pools[0], "reference": 0.5}, {"critic": 1.0, "value": 1.0}],
@@ -214,7 +214,7 @@ def _grpo(generate: tuple[str, str], train: tuple[str, str]) -> Placement:
     [
         (_grpo(("0-3", "1-1-4"), ("4-7", "2-1-2")), "does not support pipeline parallelism"),
         (_grpo(("0-3", "1-1-4"), ("4-7", "1-2-2")), "ZeRO 1 does not support tensor parallelism"),
-        # A generator that shares devices is split over ranks of the trainer, or not at all.
+        # A generator on shared devices is either split over trainer ranks or unsplit.
         (
             _grpo(("0-3", "1-2-2"), ("0-1", "1-1-2")),
             "no placement mode or pools of roles give these devices",

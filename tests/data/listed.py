@@ -22,9 +22,9 @@ def prompts(size: int, step: int = 1) -> list[Prompt]:
 
 @dataclass(frozen=True)
 class Listed:
-    """Stream data of prompts; `mix` has the number of prompts and the share of each file.
+    """Stream data from prompts in memory; `mix` has (number of prompts, share) of each file.
 
-    `fates`: by index, what becomes of a row that gives no prompt.
+    fates: status by index of rows without a prompt.
     """
 
     prompts: Sequence[Prompt]

@@ -92,7 +92,7 @@ def test_template_extensions_of_transformers_are_supported(tokenizer, tmp_path):
 
 
 def by_character(path: Path, model_type: str) -> str:
-    """A model directory of a family, whose tokenizer has a token per character, blanks included."""
+    """Create a model directory of a family whose tokenizer has a token per character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -180,7 +180,7 @@ def test_a_nested_text_config_gives_the_vocabulary_size(tmp_path):
     assert load_vocab_size(str(tmp_path)) == 77
 
 
-#: Names the families of several published models give a byte-level tokenizer.json.
+#: Families of published models with a byte-level tokenizer.json.
 CLASSES = ["LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", "GemmaTokenizer", None]
 TEXT = "What is  7+5-3?\n\n\tЖю, 什么 ÷ 🙂 end "
 
@@ -196,7 +196,7 @@ def test_a_byte_level_tokenizer_json_overrides_the_named_class(model_dir, tmp_pa
     tokenizer = load_tokenizer(str(path))
     ids = tokenizer(TEXT, add_special_tokens=False).input_ids
     assert tokenizer.decode(ids) == TEXT
-    # A checkpoint's tokenizer is the same.
+    # A checkpoint saves the same tokenizer.
     tokenizer.save_pretrained(tmp_path / "saved")
     shutil.copyfile(path / "config.json", tmp_path / "saved" / "config.json")
     assert load_tokenizer(str(tmp_path / "saved"))(TEXT).input_ids == tokenizer(TEXT).input_ids
@@ -319,7 +319,7 @@ def test_an_unused_template_argument_is_refused(tokenizer, name, words):
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 FOR_TOOLS = "{{ tools[0].function.name }}: {{ messages[0].content }}{{ style }}"
-#: How published templates read their tools before they set them.
+#: Ways in which published templates use tools before setting them.
 READERS = [
     "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools | length }}",
     "{% macro show() %}{{ tools | length }}{% endmacro %}{{ show() }}",

@@ -163,7 +163,7 @@ def keep(tmp_path):
 def test_filtered_rows_are_counted(tokenizer, write_rows, keep):
     rows = write_rows({"prompt": "a"}, {"prompt": "x" * 99}, {"prompt": "bb"})
     train = {"path": rows, "filter": f"{keep}:short"}
-    prompts = loaded(tokenizer, train)  # the long row is left out before its length matters
+    prompts = loaded(tokenizer, train)  # the filter drops the long row before the length check
     assert [prompt.uid for prompt in prompts.prompts] == ["0:0:0", "0:2:0"]
     assert prompts.files[0].notes == [f"{rows}: 1 prompts filtered by {keep}:short"]
 

@@ -63,12 +63,12 @@ def test_every_file_stays_close_to_its_share(files, seed, shuffle):
         drawn[int(np.searchsorted(ends, parse_uid(next(stream).uid)[1], side="right"))] += 1
         for n, (_, share) in zip(drawn, files, strict=True):
             ahead = n - count * share / total
-            # Each of the others is ahead by less than one prompt, which is what one can be behind.
+            # Every other file is less than one prompt ahead, which bounds the deficit of this one.
             assert -(len(files) - 1) - 1e-9 < ahead < 1
 
 
 def test_two_files_interleave_by_weight_with_separate_epochs():
-    # Shares 2/3 and 1/3: file a (rows 0 to 3), a, b (row 4, its only one), again and again.
+    # Shares 2/3 and 1/3 repeat the pattern a, b, a: file a has rows 0 to 3, file b only row 4.
     mix = [(4, 2 / 3), (1, 1 / 3)]
     stream = stream_of(prompts(5), seed=0, shuffle=False, mix=mix)
     first = ["0:0:0", "0:4:0", "0:1:0", "0:2:0", "1:4:0", "0:3:0", "1:0:0", "2:4:0", "1:1:0"]
@@ -111,7 +111,7 @@ def test_drawing_thousands_of_prompts_is_fast():
     stream.draw_prompts(1)
     started = time.process_time()
     stream.draw_prompts(5000)
-    # About 0.2 s here.
+    # Takes about 0.2 s.
     assert time.process_time() - started < 2
 
 
@@ -131,7 +131,7 @@ def test_get_prompt_returns_the_prompt_of_any_uid(size, seed, attempt):
 
 
 def test_the_order_is_fixed_by_seed_and_epoch():
-    # Worked out once; another numpy or another machine must give the same.
+    # Golden values: other numpy versions and machines must give the same order.
     stream = stream_of(prompts(6), seed=3)
     assert uids(stream, 6) == [f"0:{i}:0" for i in [0, 4, 1, 5, 3, 2]]
     assert uids(stream, 6) == [f"1:{i}:0" for i in [0, 2, 1, 3, 4, 5]]
@@ -202,7 +202,7 @@ def test_positions_of_older_checkpoints_are_read():
         "_num_yielded": 3,
         "fetcher_state": None,
     }
-    # Nor did they tell what was given out of what was drawn: all of it was.
+    # Older checkpoints had no count of prompts, because every drawn row was one.
     state.pop("given")
     resumed = stream_of(prompts(5), seed=1)
     resumed.load_state_dict({"loader": loader, **state})
@@ -226,7 +226,7 @@ fates = st.dictionaries(
 
 @given(mixes, seeds, fates, stops)
 def test_unusable_rows_are_skipped_across_resumes(files, seed, fates, stops):
-    # The first row of each file is good.
+    # The first row of each file is usable.
     ends = np.cumsum([0, *(size for size, _ in files)])
     fates = {index: fate for index, fate in fates.items() if index not in ends[:-1]}
     size = int(ends[-1])
@@ -253,7 +253,7 @@ def test_shares_count_prompts_and_not_skipped_rows(seed):
     stream = mixed([(10, 0.5), (10, 0.5)], seed=seed, fates=bad)
     indices = [parse_uid(uid)[1] for uid in uids(stream, 20)]
     assert sorted(index for index in indices if index >= 10) == list(range(10, 20))
-    # Of the first file one row alone is good: it has ten epochs meanwhile.
+    # Only one row of the first file is usable, so it passes through ten epochs.
     assert indices.count(0) == 10
 
 

@@ -91,7 +91,7 @@ def test_thousands_of_rows_load_quickly(tokenizer, write_rows):
     path = write_rows(*({"prompt": f"What is {i} plus 2?"} for i in range(4000)))
     started = time.process_time()
     load(path, tokenizer=tokenizer, limit=50)
-    # About 0.4 s here; the bound only catches a loop that tokenizes row by row, or worse.
+    # Takes about 0.4 s; the bound catches tokenizing row by row.
     assert time.process_time() - started < 5
 
 

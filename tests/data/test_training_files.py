@@ -21,7 +21,7 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.messages import parse_uid
 
 WHOLE, FRAME = 20, 3
-"""Rows up to which a file is examined whole here, and tokens that the template adds."""
+"""Limits of this module: rows of a fully classified file, and tokens that the template adds."""
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_every_format_yields_the_same_prompts_in_any_order(tokenizer, write_rows
     paths += [tmp_path / "rows.parquet", tmp_path / "dataset"]
     first: Sequence[Any] | None = None
     for path in paths:
-        # As it is in the coordinator.
+        # As in the coordinator process.
         data = open_rows(str(path), tokenizer=tokenizer)
         variants = [
             (
@@ -114,7 +114,7 @@ def test_an_open_table_pickles(write_rows, tmp_path, monkeypatch):
     rows = numbered(30)
     path = write_rows(*rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "held.parquet")
-    monkeypatch.setattr(table, "MOST_HELD_BYTES", 0)
+    monkeypatch.setattr(table, "MAX_IN_MEMORY_BYTES", 0)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mapped.parquet")
     packed = tmp_path / "rows.jsonl.gz"
     packed.write_bytes(gzip.compress(Path(path).read_bytes()))
@@ -126,7 +126,7 @@ def test_an_open_table_pickles(write_rows, tmp_path, monkeypatch):
             rows[0],
             rows[7],
         ]
-    # Unpacked once, under the hash of what they hold.
+    # Unpacked once, named by the hash of the content.
     cached = sorted(table.get_cache_dir().iterdir())
     assert [file.suffix for file in cached] == [".arrow", ".jsonl"] or len(cached) == 2
     times = [file.stat().st_mtime_ns for file in cached]
@@ -202,7 +202,7 @@ def test_the_longest_rows_bound_the_prompt_length(tokenizer, write_rows, tmp_pat
         assert open_rows(path, tokenizer=tokenizer, max_sampled_tokens=22).max_prompt_tokens == 22
         assert open_rows(path, tokenizer=tokenizer, max_sampled_tokens=3).max_prompt_tokens == 20
         assert open_rows(path, tokenizer=tokenizer, max_sampled_tokens=None).max_prompt_tokens == 50
-    # The longest say nothing of the others.
+    # The longest rows are not representative.
     assert data.mean_prompt_tokens == (5 * 4 + 3 * 5) / 8
     chat = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
     pq.write_table(pa.Table.from_pylist(chat), tmp_path / "chat.parquet")
@@ -242,7 +242,7 @@ def test_a_stream_resumes_only_on_the_same_rows(tokenizer, write_rows):
 
 
 def test_a_checkpoint_of_a_fully_classified_stream_resumes_exactly(tokenizer, write_rows):
-    """As they used to be: rows that are left out have no place in the order."""
+    """Checkpoints of older versions: unusable rows have no position in the order."""
     rows = numbered(50)
     for index in (10, 20, 30):
         rows[index]["prompt"] = "x" * 60
@@ -256,7 +256,7 @@ def test_a_checkpoint_of_a_fully_classified_stream_resumes_exactly(tokenizer, wr
     now.load_state_dict(state)
     expected = [prompt.uid for prompt in before.draw_prompts(60)]
     assert [prompt.uid for prompt in now.draw_prompts(60)] == expected
-    # And so does what is saved of it.
+    # The saved state continues as well.
     assert is_full_fingerprint(now.state_dict()["fingerprint"])
 
 

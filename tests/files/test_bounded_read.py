@@ -199,7 +199,7 @@ def test_an_overlong_line_is_refused(tmp_path: Path) -> None:
         assert list(read_lines(file)) == [b"one\n", b"two"]
     with path.open("wb") as file:
         file.write(b"one\n")
-        file.truncate(10 << 30)  # sparse: it takes no room
+        file.truncate(10 << 30)  # a sparse file takes no disk space
     with (
         open_regular_file(path) as file,
         pytest.raises(ValueError, match="line 2: longer than 1 MiB"),

@@ -35,7 +35,7 @@ def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def changed(toy_model: Path, tmp_path: Path) -> Any:
-    """Copies the toy's model with other settings in its config.json."""
+    """Copy the toy model with changed settings in its config.json."""
 
     def copy(settings: dict[str, Any]) -> Path:
         path = tmp_path / "model"
@@ -56,10 +56,10 @@ def yarn(factor: float) -> dict[str, Any]:
     [
         (None, 128, 128),
         (yarn(4.0), 128, 512),
-        # Some configs give the length after scaling.
+        # Some configs state the length after scaling.
         (yarn(4.0), 512, 512),
         ({"rope_type": "linear", "factor": 2.0}, 128, 256),
-        # By the length at hand, which vLLM does not know of.
+        # Scaled by the current length, which vLLM does not support.
         ({"rope_type": "dynamic", "factor": 2.0}, 128, 128),
         (
             {
@@ -151,7 +151,7 @@ MINE = {
 
 @pytest.fixture
 def with_code(changed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model that is built by Python files beside it; nobody answers questions."""
+    """Model directory with its own Python code; a prompt for trust would fail the test."""
 
     def asked(question: str = "") -> str:
         raise AssertionError(f"a question: {question}")

@@ -45,7 +45,7 @@ def test_a_small_queue_capacity_excludes_large_bounds(capsys: pytest.CaptureFixt
 
 
 def kinds(capsys: pytest.CaptureFixture[str], *words: str) -> set[str]:
-    """Of all that can be."""
+    """Return the kinds of placements that fit."""
     candidates = json.loads(run(capsys, *PLAN, *words)[1])["candidates"]
     return {candidate["kind"] for candidate in candidates if "unfit" not in candidate}
 
@@ -53,7 +53,7 @@ def kinds(capsys: pytest.CaptureFixture[str], *words: str) -> set[str]:
 def test_drain_allows_colocation_only_with_max_staleness_0(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # The run's own placement could not have a bound of 1.
+    # Under the run's current placement a bound of 1 would be invalid.
     words = ["weights.on_update=drain", "placement.mode=colocated", "trainer.threads=1"]
     colocated_kinds = kinds(capsys, "--max-staleness", "0,1", *words, "generator.threads=1")
     assert "colocated" in colocated_kinds

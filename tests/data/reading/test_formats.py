@@ -115,7 +115,7 @@ def test_shards_may_differ_in_integer_and_text_width(
 ):
     from streamrl.data.reading import indexed_table
 
-    monkeypatch.setattr(indexed_table, "MOST_HELD_BYTES", in_memory_bytes)
+    monkeypatch.setattr(indexed_table, "MAX_IN_MEMORY_BYTES", in_memory_bytes)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     for names in (("a", "b"), ("b", "a")):
         folder = tmp_path / names[0]
@@ -227,7 +227,7 @@ PAIRS = pa.map_(TEXT, pa.int64())
         (pa.list_(pa.struct({"a": pa.timestamp("us")})), [{"a": 1}], [{"a": 2**62}]),
         (PAIRS, [("a", 1)], [("a", 1), ("a", 2)]),
         (ZONE, None, 1),
-        (pa.timestamp("us", tz="America"), None, 1),  # a folder of zones
+        (pa.timestamp("us", tz="America"), None, 1),  # a directory, not a time zone
     ],
 )
 def test_a_value_unrepresentable_in_python_makes_a_bad_row(
@@ -235,13 +235,13 @@ def test_a_value_unrepresentable_in_python_makes_a_bad_row(
 ):
     from streamrl.data.reading import indexed_table
 
-    monkeypatch.setattr(indexed_table, "MOST_HELD_BYTES", in_memory_bytes)
+    monkeypatch.setattr(indexed_table, "MAX_IN_MEMORY_BYTES", in_memory_bytes)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = {"prompt": pa.array(["1", "2", "3"]), "x": pa.array([good, bad, good], kind)}
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table(rows), path)
     paths = [path]
-    if kind is not PAIRS:  # which datasets does not know
+    if kind is not PAIRS:  # an extension type unknown to `datasets`
         paths.append(tmp_path / "saved")
         Dataset(InMemoryTable(pa.table(rows))).save_to_disk(paths[1])
     for data_path in paths:
@@ -287,7 +287,7 @@ def test_a_column_of_an_extension_type_is_read(tmp_path, column, expected):
     [(40_000, 2048, True), (40_000, 2048, False), (150, 1 << 20, True)],
 )
 def test_large_parquet_is_not_loaded_into_memory(tmp_path, monkeypatch, rows, size, is_constant):
-    """A constant is there once; what is not makes one group of rows."""
+    """A constant compresses to nothing; distinct values fill one row group."""
     from streamrl.data.reading import indexed_table
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -363,7 +363,7 @@ def test_malformed_chat_messages_in_text_are_refused(tmp_path):
 def test_a_truncated_array_or_trailing_text_is_refused(tmp_path, monkeypatch, text, words, chunk):
     from streamrl.data.reading import formats
 
-    # Of the first piece it follows that the file is an array.
+    # The first chunk identifies the file as an array.
     monkeypatch.setattr(formats, "_CHUNK_BYTES", chunk)
     path = tmp_path / "rows.json"
     path.write_text(text)
@@ -408,6 +408,6 @@ def test_an_endless_row_is_refused_quickly(tmp_path, monkeypatch, extension, kin
     refusal(path)
     with pytest.raises(ConfigError):
         table = open_table(str(path))
-        # A line of noise is a row of its own: it is refused where it is read.
+        # The noise is one row, refused on reading.
         (bad, *_) = table.read_rows([0])
         raise bad[2]
