@@ -56,7 +56,6 @@ def spec_to_dict(spec: Algorithm) -> dict[str, Any]:
 
 
 def describe_algorithm(spec: Algorithm) -> str:
-    """Format a spec as a paragraph."""
     facts = spec_to_dict(spec)
     lines = {
         "needs": f"{', '.join(facts['columns'])}; groups of {spec.min_group_size} or more",

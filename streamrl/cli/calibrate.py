@@ -91,7 +91,6 @@ def to_json(
 def describe_calibration(
     trace: RunTrace, calibration: CalibrationResult, errors: dict[str, dict[str, float]]
 ) -> list[str]:
-    """Format the calibration as a text table."""
     excluded = ", ".join(f"{count} {why}" for why, count in trace.excluded_steps.items() if count)
     lines = [
         f"{trace.run_dir}: {len(trace.steps)} steps of {trace.mean_step_s:.3g} s"

@@ -57,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_file_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add arguments on how to read the files of the command line."""
     parser.add_argument("--prompt-key", help="prompt column (default: the recipe's, or prompt)")
     parser.add_argument("--label-key", help="ground truth column")
     parser.add_argument(
@@ -111,7 +110,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _validate_file(
     file: DataFile, tokenizer: "PreTrainedTokenizerBase", limits: PromptLimits
 ) -> FileReport:
-    """Check a file; show a progress bar on a terminal."""
     console = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),

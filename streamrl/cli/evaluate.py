@@ -110,7 +110,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def choose_sampling(arguments: argparse.Namespace, config: EvaluationConfig) -> EvaluationConfig:
-    """Override evaluation settings with the options of the command line."""
     options = {name: vars(arguments)[name] for name in SAMPLING_OPTIONS}
     return replace(config, **{name: value for name, value in options.items() if value is not None})
 
@@ -201,7 +200,6 @@ async def _evaluate_files(
 async def _start_engine(
     subject: EvaluationSubject, seed: int, max_length: int
 ) -> "GenerationEngine":
-    """Start an engine with the weights of the model directory."""
     import torch
 
     from streamrl.engines.generation.generator import GenerationEngine

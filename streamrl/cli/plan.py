@@ -283,7 +283,6 @@ def _read_requested_run(arguments: argparse.Namespace, report: PlanReport) -> Ru
 
 
 def _make_planned_run(report: PlanReport, costs: CostModel) -> RunConfig:
-    """Build the config of the planned run, including settings that the cluster requires."""
     placement, problem = report.best_point.candidate.placement, report.problem
     is_bounded = problem.cluster.is_cpu or has_shared_generator_devices(placement)
     kv_cache_bytes = costs.kv_cache_bytes(placement) if is_bounded else None

@@ -101,7 +101,6 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _print_run_report(arguments: argparse.Namespace) -> int:
-    """Print the bottleneck, and with --what-if the effect of other settings."""
     measured = load_run_trace(arguments.run_dir)
     cluster = None if arguments.cluster is None else Cluster.from_text(arguments.cluster)
     if arguments.what_if:
@@ -191,7 +190,6 @@ def to_json(audit: LedgerAudit) -> dict[str, Any]:
 
 
 def describe_ledger(run_dir: Path, audit: LedgerAudit, entries: Sequence[LogEntry]) -> list[str]:
-    """Format the audit as lines of text."""
     counts, problems = audit.counts, audit.problems
     balance = f"{counts}{', which does not balance' if problems else ''}"
     last = f", the last entry at {_format_time(entries[-1]['time'])}" if entries else ""

@@ -120,7 +120,6 @@ def _parse_docstring_keys(settings: type) -> dict[str, str]:
 
 
 def _format_default(field: "dataclasses.Field[Any]") -> str:
-    """Format the default as YAML."""
     factory = field.default_factory
     value = field.default if factory is dataclasses.MISSING else factory()
     if value in (MISSING, dataclasses.MISSING):
@@ -130,7 +129,6 @@ def _format_default(field: "dataclasses.Field[Any]") -> str:
 
 
 def describe_kind(name: str, entry: RewardKindEntry) -> str:
-    """Format a kind as a paragraph."""
     source = "" if entry.source == "streamrl" else f" ({entry.source})"
     width = max((len(key) for key in entry.options), default=0)
     lines = [

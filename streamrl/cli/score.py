@@ -127,7 +127,6 @@ def _load_score_config(
 
 
 def _make_reward_entry(reward: str) -> str:
-    """Return a YAML entry for the config key `rewards`."""
     if reward.lstrip().startswith("{"):
         return reward
     entry = {"kind": reward}
@@ -139,14 +138,11 @@ def _make_reward_entry(reward: str) -> str:
 
 @dataclass(frozen=True)
 class RunRewardSets:
-    """Rewards of a run, and its costs if configured."""
-
     rewards: RewardSet
     costs: RewardSet | None
 
     @property
     def all_sets(self) -> list[RewardSet]:
-        """Return rewards, then costs if configured."""
         return [self.rewards, *([self.costs] if self.costs else [])]
 
 

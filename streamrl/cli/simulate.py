@@ -130,7 +130,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read_placement(path: Path) -> Placement:
-    """Read a placement file. Raises ConfigError."""
     try:
         content = read_small_json(path)
     except (OSError, ValueError) as error:
@@ -182,7 +181,6 @@ def _complete_failures(
 def _check_progress(
     failures: FailureModel, placement: Placement, costs: CostModel, steps: int
 ) -> None:
-    """Raise ConfigError if nodes fail too often for the run to make progress."""
     calls = costs.problem.dataflow.select_calls(CallKind.TRAIN)
     trained = {call.stage: placement.assignments[call.stage] for call in calls}
     step_s = max(costs.call_duration_s(stage, assignment) for stage, assignment in trained.items())
@@ -195,7 +193,6 @@ def _check_progress(
 
 
 def describe_simulation(result: SimulationResult) -> list[str]:
-    """Format the result as lines of text."""
     rows = [["stage", "idle", "groups waiting"]]
     for stage, idle in result.idle_fractions.items():
         depth = _compute_mean_depth(result, stage)

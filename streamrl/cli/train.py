@@ -230,7 +230,6 @@ def _add_kept_checkpoint(error: StreamError, config: RunConfig) -> StreamError:
 def _forward_reports(
     session: "RunSession", sinks: SinkGroup, log: RolloutLog, claim: RunDirClaim
 ) -> "RunResult":
-    """Forward reports to the sinks until the run ends."""
 
     def handle(report: DriverReport) -> None:
         if claim.run_lock is not None:
@@ -250,7 +249,6 @@ def _forward_reports(
 
 
 def _load_queue_layout(resume: ResumePoint) -> QueueLayout:
-    """Read the shard folders of the run to resume."""
     stored = load_config(resume.run_dir / "config.yaml", is_rehearsed=True)
     return resume.read_layout(shards=stored.queue.shards)
 

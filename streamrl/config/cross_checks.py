@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def check_consistency(config: "RunConfig") -> None:
-    """Raise ConfigError for the first contradiction."""
     _check_group_sizes(config)
     _check_critic_trainer(config)
     _check_publishing(config)

@@ -203,7 +203,6 @@ def list_placement_options(
 
 
 def _find_budget_problem(config: RunConfig, on_gpu: bool) -> str:
-    """Return the error if workers exceed their memory budget, or ""."""
     if config.placement.memory_mb is None:
         return ""
     try:
@@ -316,7 +315,6 @@ def check_worker_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory | No
 
 
 def compute_max_group_bytes(config: RunConfig, prepared: PreparedRun) -> int:
-    """Return the maximum bytes of one group's columns in the queue."""
     return max_group_bytes(
         prepared.dataflow,
         prepared.component_columns,
@@ -386,7 +384,6 @@ def _check_micro_batch(config: RunConfig, max_length: int) -> None:
 def _collect_notes(
     config: RunConfig, train: TrainingFiles, evaluation: LoadedPrompts
 ) -> tuple[str, ...]:
-    """Collect notes for the user before the start: data, critic warm-up, epochs."""
     notes = [note for opened in train.files for note in opened.notes]
     notes += [note for loaded in evaluation.files for note in loaded.notes]
     if config.critic.warmup_alone >= config.run.steps:

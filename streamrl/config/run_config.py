@@ -162,7 +162,6 @@ class RunConfig:
 
     @property
     def colocation_conflict(self) -> str:
-        """See `find_colocation_conflict`."""
         return find_colocation_conflict(self)
 
     @property
@@ -204,7 +203,6 @@ class RunConfig:
         return _overlay_settings(self.trainer, self.critic.trainer, section="critic.trainer")
 
     def get_model_path(self, role: str) -> str:
-        """Return the directory of a role's initial weights."""
         return self.model.path if role == POLICY else self.critic.path or self.model.path
 
     @property

@@ -70,7 +70,6 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
 
 
 def _has_complete_tokenizer_json(path: Path) -> bool:
-    """Return whether tokenizer.json describes the tokenizer completely."""
     file, settings = path / "tokenizer.json", path / "tokenizer_config.json"
     if not file.is_file():
         return False
@@ -96,7 +95,6 @@ def _is_byte_level(content: Mapping[str, Any]) -> bool:
 
 
 def load_vocab_size(model_path: str) -> int:
-    """Return the vocabulary size in the model's config.json."""
     _check_model_directory(model_path)
     try:
         return int(read_model_config(model_path).get_text_config().vocab_size)
@@ -118,7 +116,6 @@ class ChatTemplate:
     tools_source: str | None = None
 
     def select_source(self, row: DataRow) -> str | None:
-        """Return the template source for a row, depending on its tools."""
         return self.tools_source if self.tools_source and row.tools else self.source
 
 
@@ -170,7 +167,6 @@ def load_chat_template(
 
 
 def _check_template_syntax(source: str, label: str) -> None:
-    """Raise ConfigError, with the line, for a template that does not compile."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 

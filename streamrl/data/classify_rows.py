@@ -32,8 +32,6 @@ class PromptLimits:
 
 
 class RowStatus(Enum):
-    """Outcome of a row."""
-
     KEPT = "kept"
     TRUNCATED = "truncated"
     TOO_LONG = "too long"
@@ -83,7 +81,6 @@ class RowClassifier:
         self._first_index = first
 
     def classify_rows(self, rows: Sequence[DataRow | BadRow]) -> Iterator[ClassifiedRow]:
-        """Yield the outcome of each row, in order."""
         valid = [row for row in rows if isinstance(row, DataRow)]
         rendered = iter(_render_token_ids(self._tokenizer, valid, self._template))
         for row in rows:

@@ -68,7 +68,6 @@ def parse_data_files(value: Any, *, key: str, prompt_key: str) -> tuple[DataFile
 
 
 def check_stream_weights(files: Sequence[DataFile], *, key: str) -> None:
-    """Raise ConfigError if some files have a weight and others do not."""
     has_weight = [file.weight is not None for file in files]
     if any(has_weight) and not all(has_weight):
         i = has_weight.index(False)
@@ -92,7 +91,6 @@ def check_eval_files(files: Sequence[DataFile], *, key: str) -> None:
 
 
 def make_paths_absolute(value: Any) -> Any:
-    """Make every path in a file setting absolute."""
     if isinstance(value, str) and value:
         return str(Path(value).absolute())
     if isinstance(value, dict):

@@ -41,11 +41,9 @@ class FileOrder:
         self._shuffle = shuffle
 
     def __len__(self) -> int:
-        """Return the number of rows per epoch."""
         return len(self._indices)
 
     def get_epoch_order(self, number: int) -> NDArray[np.int64]:
-        """Return the uid indices in the order of epoch `number`."""
         if not self._shuffle:
             return self._indices
         return self._indices[_make_permutation(len(self), [self._seed, number, self._file_number])]

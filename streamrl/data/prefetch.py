@@ -64,7 +64,6 @@ class InterleaveNode(BaseNode[DrawnPrompt]):
         self._max_bad_share = max_bad_share
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Start at the beginning, or at the position in the state."""
         super().reset(initial_state)
         zeros = [0] * len(self._stream_files)
         state = initial_state or {"drawn": zeros, "given": zeros}
@@ -105,7 +104,6 @@ class InterleaveNode(BaseNode[DrawnPrompt]):
         return DrawnPrompt(prompt, position, tuple(skipped))
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position as JSON-serializable counts per file."""
         return {"drawn": list(self._num_drawn), "given": list(self._num_prompts)}
 
     def _check_bad_rows(self, i: int, last: ClassifiedRow) -> None:

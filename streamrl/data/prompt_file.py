@@ -81,7 +81,6 @@ class PromptFile:
         return self.classify_rows(np.searchsorted(self.indices, indices).tolist())
 
     def classify_rows(self, rows: Sequence[int]) -> list[ClassifiedRow]:
-        """Classify rows by their position in the file."""
         keys = {"prompt_key": self.file.prompt_key, "label_key": self.file.label_key}
         records = self.table.read_rows(rows)
         parsed = [parse_record(record, place, index, **keys) for place, index, record in records]
@@ -94,14 +93,12 @@ class PromptFile:
             return list(self._classifier.classify_rows(parsed))
 
     def __iter__(self) -> Iterator[ClassifiedRow]:
-        """Yield the outcome of every row, in file order."""
         for start in range(0, len(self.table), RENDER_BATCH_ROWS):
             yield from self.classify_rows(
                 range(start, min(start + RENDER_BATCH_ROWS, len(self.table)))
             )
 
     def with_limits(self, limits: PromptLimits) -> "PromptFile":
-        """Return the same file under other limits, sharing the open table."""
         return PromptFile(
             self.file, self._tokenizer, limits, first=self._first_index, table=self.table
         )

@@ -77,7 +77,6 @@ class PromptStream(Iterator[Prompt]):
         self._node: InterleaveNode | None = None
 
     def __len__(self) -> int:
-        """Return the number of rows per epoch over all files."""
         return sum(len(file.indices) for file in self._data.stream_files)
 
     def __next__(self) -> Prompt:

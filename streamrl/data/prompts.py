@@ -32,14 +32,11 @@ class LoadedFile:
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the user about skipped and truncated rows."""
         return describe_unused_rows(self.file, self.status_counts)
 
 
 @dataclass(frozen=True)
 class LoadedPrompts:
-    """Prompts of all files, with unique indices in their uids."""
-
     files: tuple[LoadedFile, ...]
 
     @cached_property
@@ -48,7 +45,6 @@ class LoadedPrompts:
 
     @property
     def prompts_by_name(self) -> dict[str, list[Prompt]]:
-        """Prompts by file name."""
         return {file.file.name: file.prompts for file in self.files}
 
 
@@ -118,7 +114,6 @@ def load_prompts(
 def make_no_prompt_error(
     file: DataFile, counts: Mapping[RowStatus, int], limits: PromptLimits
 ) -> ConfigError:
-    """Build the error for a file without any usable prompt."""
     if counts[RowStatus.FILTERED]:
         reason = f"{counts[RowStatus.FILTERED]} filtered, {counts[RowStatus.TOO_LONG]} too long"
     else:

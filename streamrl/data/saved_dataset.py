@@ -31,16 +31,12 @@ class _StateDataFile(msgspec.Struct):
 
 
 class _DatasetState(msgspec.Struct):
-    """Part of state.json that lists the data files."""
-
     data_files: Annotated[list[_StateDataFile], msgspec.Meta(min_length=1)] = msgspec.field(
         name="_data_files"
     )
 
 
 class _DatasetSplits(msgspec.Struct):
-    """Part of dataset_dict.json that lists the splits."""
-
     splits: list[str]
 
 
@@ -70,7 +66,6 @@ def open_saved_dataset(path: str, split: str) -> "Dataset":
 
 @contextmanager
 def _wrap_dataset_errors(path: str) -> Iterator[None]:
-    """Convert errors of `datasets` to ConfigError with the path."""
     try:
         yield
     except (ConfigError, OSError):

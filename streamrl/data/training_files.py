@@ -51,7 +51,6 @@ class TrainingFile:
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the user about the classified rows."""
         file, num_classified = self.prompt_file.file, sum(self.status_counts.values())
         if self.is_fully_classified:
             return describe_unused_rows(file, self.status_counts)
@@ -106,7 +105,6 @@ class TrainingFiles:
 
     @property
     def mean_prompt_tokens(self) -> float:
-        """Mean prompt length over the stream."""
         return sum(
             part.fraction * file.mean_prompt_tokens
             for part, file in zip(self.stream_files, self.files, strict=True)

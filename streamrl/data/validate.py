@@ -22,8 +22,6 @@ MAX_KEPT_PROBLEMS = 1000
 
 @dataclass(frozen=True)
 class PromptLengths:
-    """Distribution of prompt lengths, in tokens."""
-
     min: int
     median: int
     p95: int
@@ -68,7 +66,6 @@ class FileReport:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows, including bad rows."""
         return self.status_counts.total()
 
     @property
@@ -77,7 +74,6 @@ class FileReport:
         return self.status_counts[RowStatus.BAD]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON-serializable values."""
         counts = {
             status.value.replace(" ", "_"): self.status_counts[status] for status in RowStatus
         }

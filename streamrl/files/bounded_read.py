@@ -49,7 +49,6 @@ class StrictYamlLoader(FAST_LOADER):  # type: ignore[misc]
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:
-        """Construct a mapping. Raises ConstructorError for a duplicate key."""
         _check_unique_keys(node)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
         return mapping
@@ -214,5 +213,5 @@ def _format_yaml_error(error: yaml.YAMLError) -> str:
 
 
 def _format_mark(mark: Any) -> str:
-    """Of a mark, which the two loaders have a class each for."""
+    # The C and the Python loader have separate mark classes with the same attributes.
     return f"line {mark.line + 1}, column {mark.column + 1}"

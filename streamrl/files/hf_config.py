@@ -31,7 +31,6 @@ scale dynamically by the current length (transformers) or the maximum length (vL
 
 
 def _get_config_error_types() -> tuple[type[Exception], ...]:
-    """Return the exceptions that transformers raises for a malformed config.json."""
     from huggingface_hub.errors import StrictDataclassError
 
     errors = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError)
@@ -262,7 +261,6 @@ def read_stored_shapes(path: Path, key: str) -> dict[str, tuple[int, ...]]:
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Suppress transformers' warnings and progress bars inside the block."""
     from transformers.utils import logging
 
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

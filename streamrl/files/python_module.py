@@ -41,25 +41,21 @@ class FileFunction:
 
     @property
     def is_async(self) -> bool:
-        """Whether a call returns an awaitable."""
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
             type(self.function).__call__
         )
 
     @property
     def has_var_keyword(self) -> bool:
-        """Whether the function takes **kwargs."""
         return any(p.kind is Parameter.VAR_KEYWORD for p in self.parameters.values())
 
     @property
     def keyword_names(self) -> set[str]:
-        """Parameters that can be passed by keyword."""
         unnamed = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD, Parameter.POSITIONAL_ONLY)
         return {name for name, p in self.parameters.items() if p.kind not in unnamed}
 
     @property
     def required_names(self) -> set[str]:
-        """Parameters without a default."""
         variadic = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
         return {
             name
@@ -69,7 +65,6 @@ class FileFunction:
 
     @property
     def signature_text(self) -> str:
-        """Parameter list as written in the file."""
         return str(inspect.Signature([*self.parameters.values()]))[1:-1]
 
     def select_arguments(self, offered: Sequence[str]) -> tuple[str, ...]:
@@ -116,7 +111,6 @@ def load_function(path: str, name: str, *, setting: str, said: str) -> FileFunct
 
 
 def load_referenced_function(reference: str, *, setting: str) -> FileFunction:
-    """Load a function that `setting` names as file.py:function. Raises ConfigError."""
     path, name = split_reference(reference, setting=setting)
     return load_function(path, name, setting=setting, said=f"{setting}={reference}")
 
@@ -188,7 +182,6 @@ def limit_import_time() -> Iterator[None]:
 
 
 def split_reference(reference: str, *, setting: str) -> tuple[str, str]:
-    """Split `file.py:function` into path and name. Raises ConfigError."""
     path, colon, name = reference.rpartition(":")
     if not colon or not name.isidentifier():
         raise ConfigError(f"{setting}={reference}: write it as file.py:function")

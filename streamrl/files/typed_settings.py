@@ -59,7 +59,6 @@ def fill_empty_text(raw: Any, kind: Any) -> Any:
 
 
 def describe_read_error(error: Exception) -> str:
-    """Describe a read error in one line."""
     if isinstance(error, FileNotFoundError):
         return "no such file"
     if isinstance(error, OSError) and error.strerror:
@@ -68,7 +67,6 @@ def describe_read_error(error: Exception) -> str:
 
 
 def suggest_nearest(name: str, names: Iterable[str]) -> str:
-    """Suggest the nearest key among `names`."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)
     return f"the nearest key is {close[0]}" if close else "no keys are allowed"
 

@@ -42,7 +42,6 @@ LENGTHS_HELP = (
 
 
 def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add arguments that describe the run and the cluster."""
     parser.add_argument(
         "config", type=parse_path, metavar="CONFIG", help="YAML file or run directory"
     )
@@ -118,12 +117,10 @@ class PlannerInputs:
 def read_problem(
     arguments: argparse.Namespace, config: RunConfig
 ) -> tuple[PlacementProblem, CostConstants]:
-    """Read the options and build the planner's problem and cost constants. Raises ConfigError."""
     return read_planner_inputs(arguments, config).build_problem(config)
 
 
 def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> PlannerInputs:
-    """Parse and check the planner options. Raises ConfigError."""
     if arguments.seed < 0:
         raise ConfigError(f"--seed {arguments.seed}: must be 0 or more")
     cluster = read_cluster(arguments.cluster)
@@ -151,7 +148,6 @@ def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> Pla
 
 
 def check_simulation_time(seconds: float, workload: Workload, *, place: str) -> None:
-    """Raise ConfigError if a simulation would take more than an hour."""
     if seconds > HOUR_S:
         raise ConfigError(
             f"{place}pipeline.groups_per_step={workload.groups_per_step},"
@@ -161,7 +157,6 @@ def check_simulation_time(seconds: float, workload: Workload, *, place: str) -> 
 
 
 def read_config(path: Path, overrides: list[str]) -> RunConfig:
-    """Load a config file or the config of a run directory."""
     source = path / "config.yaml" if os.path.isdir(path) else path
     return load_config(source, overrides)
 

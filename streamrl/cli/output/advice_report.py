@@ -22,7 +22,6 @@ SUFFICIENT_OVERSAMPLING = 0.7
 
 
 def run_to_json(trace: RunTrace) -> dict[str, Any]:
-    """Return the bottleneck, stage loads and steady-state metrics."""
     loads = measure_stage_loads(trace)
     return {
         "steps": len(trace.steps),
@@ -68,7 +67,6 @@ def describe_run(trace: RunTrace) -> list[str]:
 
 
 def describe_advice(trace: RunTrace, advice: SettingsAdvice) -> list[str]:
-    """Format the simulated effect of other settings."""
     simulated = advice.simulated_metrics
     lines = [
         f"simulated   a step of {simulated.step_s:.3g} s,"
@@ -97,7 +95,6 @@ def _describe_bottleneck(load: StageLoad) -> str:
 
 
 def _describe_filter(trace: RunTrace) -> Iterable[str]:
-    """Describe the share and the cost of filtered groups, and suggest a fix."""
     cost = measure_filter_cost(trace)
     if not cost.share:
         return

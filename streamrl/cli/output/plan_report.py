@@ -138,7 +138,6 @@ class PlanReport:
         return self.config.run.steps * result.mean_step_s / HOUR_S
 
     def _describe_trade_offs(self) -> list[str]:
-        """Compare the other bounds with the run's own: throughput and staleness."""
         if self.own_bound is None or self.best_row is None:
             return []
         _, best = self.best_row
@@ -168,7 +167,6 @@ class PlanReport:
         ]
 
     def _describe_others(self) -> list[str]:
-        """Describe the best placement of every other kind, and why it lost."""
         lines = ["best placement of every kind, by step time:"]
         for candidate in self._list_best_kinds():
             label = candidate.label
@@ -181,7 +179,6 @@ class PlanReport:
         return lines
 
     def _describe_absences(self) -> list[str]:
-        """List requested bounds without a row, one line per reason."""
         bounds: dict[str, list[str]] = {}
         for absent in self.absent_bounds:
             bounds.setdefault(absent.why, []).append(str(absent.max_staleness))

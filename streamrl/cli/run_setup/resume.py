@@ -163,7 +163,6 @@ def _relocate_run(config: RunConfig, folder: Path, words: Sequence[str]) -> RunS
 
 
 def _check_not_nested(config: RunConfig, folder: Path) -> None:
-    """Raise ConfigError if a fork and its source contain each other."""
     target = config.run_dir.resolve()
     if folder in target.parents or target in folder.parents:
         raise ConfigError(
@@ -172,7 +171,6 @@ def _check_not_nested(config: RunConfig, folder: Path) -> None:
 
 
 def _check_role_files(checkpoint: Checkpoint, roles: Sequence[str]) -> None:
-    """Raise ConfigError unless the checkpoint has a model and a trainer state for each role."""
     for folder in (folder for role in roles for folder in checkpoint.get_role_dirs(role)):
         if not folder.is_dir() or not any(folder.iterdir()):
             place = folder.relative_to(checkpoint.path)

@@ -48,7 +48,6 @@ _WHITESPACE = re.compile(r"[ \t\r\n]*")
 
 @contextmanager
 def wrap_read_errors(path: str) -> Iterator[None]:
-    """Convert errors on a data file to ConfigError with the path."""
     try:
         yield
     except ConfigError:
@@ -64,7 +63,6 @@ def wrap_read_errors(path: str) -> Iterator[None]:
 
 
 def format_error(error: BaseException) -> str:
-    """Format the message of an error on one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -73,8 +71,6 @@ def format_error(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class JsonLines:
-    """One JSON object per line."""
-
     unit: ClassVar[str] = "line"
 
     def iter_rows(self, file: BinaryIO) -> TextRows:
@@ -88,7 +84,6 @@ class JsonLines:
             offset += len(line)
 
     def parse_row(self, row: bytes) -> Any:
-        """Parse a row. Raises ValueError."""
         return _parse_json_row(row)
 
 
@@ -139,7 +134,6 @@ class JsonArray:
             at, after_row, after_comma, index = end, True, False, index + 1
 
     def parse_row(self, row: bytes) -> Any:
-        """Parse a row. Raises ValueError."""
         return _parse_json_row(row)
 
 
@@ -218,7 +212,6 @@ class CsvTable:
             yield index, offset, row
 
     def parse_row(self, row: bytes) -> Any:
-        """Parse a row. Raises ValueError."""
         fields = next(self._make_reader(io.StringIO(row.decode(), newline="")))
         if len(fields) != len(self.header):
             raise ValueError(f"has {len(fields)} fields, the header has {len(self.header)}")
@@ -364,7 +357,6 @@ def list_parquet_files(path: str, split: str) -> list[str]:
 
 
 def _parse_split(name: str) -> str:
-    """Return the split in a shard's name, or ""."""
     match = _SPLIT_PATTERN.fullmatch(name)
     return (match[1] or match[2].lower()) if match else ""
 

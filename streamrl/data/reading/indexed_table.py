@@ -179,7 +179,6 @@ IndexedTable = TextTable | ColumnTable
 
 @contextlib.contextmanager
 def wrap_data_errors(path: str) -> Iterator[None]:
-    """Convert errors on a data file during a run to DataError with the path."""
     try:
         yield
     except DataError:
@@ -189,7 +188,6 @@ def wrap_data_errors(path: str) -> Iterator[None]:
 
 
 def open_table(path: str, split: str = "") -> IndexedTable:
-    """Open a data file. Raises ConfigError for an unreadable or empty file."""
     with wrap_read_errors(path):
         if is_parquet(path):
             table: IndexedTable = _open_parquet_table(path, split)
@@ -404,7 +402,6 @@ def _unpack_text(path: str, out: BinaryIO) -> None:
 
 
 def get_cache_dir() -> Path:
-    """Return the cache folder of unpacked files."""
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     datasets = os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets")
     return Path(datasets).expanduser() / "streamrl"
@@ -443,7 +440,6 @@ def _describe_cache_error(path: str, error: OSError) -> str:
 
 
 def _hash_files(files: Sequence[str | Path]) -> str:
-    """Hash the content of files, in order."""
     digest = xxhash.xxh3_128()
     for path in files:
         with open_regular_file(path) as file:

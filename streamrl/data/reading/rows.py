@@ -46,8 +46,6 @@ class DataRow:
 
 @dataclass(frozen=True)
 class BadRow:
-    """Row that cannot be used, with the reason."""
-
     index: int
     problem: ConfigError
 
@@ -112,7 +110,6 @@ def _parse_row(record: Any, place: str, index: int, *, prompt_key: str, label_ke
 def _parse_json_texts(
     record: Mapping[str, Any], place: str, prompt_key: str, label_key: str
 ) -> dict[str, Any]:
-    """Parse columns that are JSON text instead of objects or messages."""
     parsed = dict(record)
     for name in JSON_COLUMNS:
         if isinstance(text := parsed.get(name), str) and name not in (prompt_key, label_key):
@@ -142,7 +139,6 @@ def _parse_messages(text: str, name: str, place: str) -> Any:
 
 
 def _check_tools(tools: Any, place: str) -> list[Mapping[str, Any]]:
-    """Check that tools are a list of objects."""
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ConfigError(f"{place}: tools must be a list of objects, got {_describe_type(tools)}")
     return tools
