@@ -355,7 +355,7 @@ def test_setting_arguments_must_be_used_by_each_rows_template(tokenizer, write_r
     assert tokenizer.batch_decode(render_prompts(tokenizer, [with_tools], template)) == ["add: a!"]
     with pytest.raises(ConfigError, match=r"line 2: data.chat_template_kwargs.style: the model's"):
         render_prompts(tokenizer, [without], template)
-    with pytest.raises(ConfigError, match="it reads enable_thinking, style: name one of these"):
+    with pytest.raises(ConfigError, match="it uses enable_thinking, style: name one of these"):
         load_chat_template("model", tokenizer, arguments={"styl": "!"})
 
 
@@ -404,5 +404,5 @@ def test_text_parts_of_a_content_are_joined(tokenizer, write_rows):
 
 def test_a_prompt_ending_with_eos_is_refused(tokenizer, write_rows):
     tokenizer.chat_template = "{{ messages[0]['content'] + eos_token }}"
-    with pytest.raises(ConfigError, match=r"line 1: the prompt ends with </s>, .* must leave it"):
+    with pytest.raises(ConfigError, match=r"line 1: the prompt ends with </s>, .* must leave the prompt open"):
         render_prompts(tokenizer, list(load_rows(write_rows({"prompt": "hi"}))))

@@ -48,7 +48,7 @@ def test_each_file_has_its_own_options():
         ({"path": "a", "weight": "x"}, "data.train.weight='x': must be a number above 0"),
         ({"path": "a", "weight": True}, "data.train.weight=True: must be a number above 0"),
         (["a", {"path": "b", "weight": 1}], "data.train[0].weight: missing; give all files"),
-        ({"path": "a", "name": "x/y"}, "data.train.name='x/y': must be one word"),
+        ({"path": "a", "name": "x/y"}, "data.train.name='x/y': must be printable"),
         ({"path": "a", "filter": "keep.py"}, "data.train.filter=keep.py: write it as file"),
     ],
 )
@@ -61,7 +61,7 @@ def test_an_invalid_entry_names_its_key(train, words):
 def test_eval_files_need_distinct_names_and_no_weights():
     files = [{"path": "math/test.jsonl"}, {"path": "code/test.jsonl", "name": "code"}]
     assert [file.name for file in DataConfig(eval=files).eval_files] == ["test", "code"]
-    with pytest.raises(ConfigError, match=r"data.eval\[1\].name=test: data.eval\[0\] is called"):
+    with pytest.raises(ConfigError, match=r"data.eval\[1\].name=test: already the name of data.eval\[0\]"):
         DataConfig(eval=["math/test.jsonl", "code/test.jsonl"])
     with pytest.raises(ConfigError, match=r"data.eval\[0\].weight=2: evaluation uses every row"):
         DataConfig(eval=[{"path": "a", "weight": 2}])
@@ -112,11 +112,11 @@ def test_prompts_of_several_files_have_distinct_indices(tokenizer, write_rows):
         ("0:2:0", "b"),
         ("0:3:0", "c"),
     ]
-    assert [prompt.place for prompt in loaded_prompts.files[1].prompts] == [
+    assert [prompt.row_location for prompt in loaded_prompts.files[1].prompts] == [
         f"{b} line 1",
         f"{b} line 2",
     ]
-    assert [len(prompts) for prompts in loaded_prompts.by_name.values()] == [1, 2]
+    assert [len(prompts) for prompts in loaded_prompts.prompts_by_name.values()] == [1, 2]
 
 
 def test_file_shares_follow_weights_or_prompt_counts(tokenizer, write_rows):

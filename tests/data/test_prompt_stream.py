@@ -17,7 +17,7 @@ seeds = st.integers(0, 2**63)
 
 
 def uids(stream, count):
-    return [prompt.uid for prompt in stream.draw(count)]
+    return [prompt.uid for prompt in stream.draw_prompts(count)]
 
 
 @given(sizes, seeds, st.booleans(), st.integers(1, 3))
@@ -47,7 +47,7 @@ def test_resuming_anywhere_continues_the_same_sequence(files, seed, shuffle, sto
         assert uids(stream, count) == uids(uninterrupted, count)
         state = json.loads(json.dumps(stream.state_dict()))
         stream = mixed(files, seed=seed, shuffle=shuffle)
-        stream.draw(2)
+        stream.draw_prompts(2)
         stream.load_state_dict(state)
         assert stream.state_dict() == state
     assert uids(stream, 30) == uids(uninterrupted, 30)
@@ -101,7 +101,7 @@ def test_a_stream_pickles_and_leaves_global_rng_unchanged():
     stream = stream_of(prompts(9), seed=4)
     for count in (0, 5, 9):
         stream = pickle.loads(pickle.dumps(stream))
-        stream.draw(count)
+        stream.draw_prompts(count)
     assert uids(stream, 20) == uids(stream_of(prompts(9), seed=4), 34)[14:]
     assert torch.rand(1) == expected
 

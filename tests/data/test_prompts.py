@@ -17,7 +17,7 @@ def load(*files, tokenizer, limit=20, vocab_size=300, on_long="error"):
 
 
 def fates(loaded):
-    return {fate.value: count for fate, count in loaded.files[0].fates.items()}
+    return {fate.value: count for fate, count in loaded.files[0].status_counts.items()}
 
 
 def test_prompts_carry_the_row_and_int32_tokens(tokenizer, write_rows):

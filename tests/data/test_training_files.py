@@ -121,7 +121,7 @@ def test_an_open_table_pickles(write_rows, tmp_path, monkeypatch):
     for name in (path, tmp_path / "mapped.parquet", packed):
         opened_table = table.open_table(str(name))
         there = pickle.loads(pickle.dumps(opened_table))
-        assert [record for _, _, record in there.records([29, 0, 7])] == [
+        assert [record for _, _, record in there.read_rows([29, 0, 7])] == [
             rows[29],
             rows[0],
             rows[7],
@@ -142,7 +142,7 @@ def test_an_unpacking_error_names_the_cache_folder(write_rows, tmp_path, monkeyp
     packed.write_bytes(gzip.compress(Path(write_rows(*numbered(3))).read_bytes()))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=r"gz: cannot be unpacked into .*HF_DATASETS_CACHE names"):
+    with pytest.raises(ConfigError, match=r"gz: cannot be unpacked into .*set HF_DATASETS_CACHE"):
         table.open_table(str(packed))
 
 
@@ -184,7 +184,7 @@ def test_an_unjudgeable_row_in_the_sample_is_refused(tokenizer, write_rows):
     def inspect(prompts):
         for prompt in prompts:
             if prompt.ground_truth == "4":
-                raise ConfigError(f"{prompt.place}: no")
+                raise ConfigError(f"{prompt.row_location}: no")
 
     path = write_rows(*numbered(50))
     with pytest.raises(ConfigError, match="line 5: no"):

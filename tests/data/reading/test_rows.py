@@ -142,8 +142,8 @@ def test_rows_are_read_lazily(tmp_path):
         ('{"question": "x", "answer": 1}', "no column 'prompt' (data.prompt_key); the columns are"),
         ("{}", "the columns are: none"),
         ('{"prompt": null}', "prompt must be text or a list of chat messages, got null or missing"),
-        ('{"prompt": []}', "is an empty list"),
-        ('{"prompt": 5}', "is int"),
+        ('{"prompt": []}', "got an empty list"),
+        ('{"prompt": 5}', "got int"),
         ('{"prompt": ["hello"]}', "message 1 of prompt must be an object, got str"),
         ('{"prompt": [{"role": "user"}]}', "content of message 1 of prompt must be text"),
         (
@@ -347,7 +347,7 @@ def test_malformed_chat_messages_in_text_are_refused(tmp_path):
     [
         ('[{"prompt": "a"}', "row 2: the array is truncated"),
         ('[{"prompt": "a"}, {"prompt"', "row 2: not JSON: "),
-        ('[{"prompt": "a"} {"prompt": "b"}]', "byte '{' where ',' must be"),
+        ('[{"prompt": "a"} {"prompt": "b"}]', "found byte '{' instead of ','"),
         ("[", "row 1: "),
         ("[]", "contains no rows"),
         ("[" * 100_000, "row 1: not JSON: nested too deeply"),
