@@ -75,8 +75,8 @@ def test_json_contains_bottleneck_and_options(
         (["{run}", "--cluster", "8xH100"], "--cluster needs RUN --what-if"),
         (["--ledger", "{run}", "--what-if"], "--what-if needs RUN"),
         (["nowhere"], "no such directory"),
-        (["{run}/config.yaml"], "config.yaml: not a run: not a directory"),
-        (["--ledger", "{run}/config.yaml"], "config.yaml: not a run: not a directory"),
+        (["{run}/config.yaml"], "run: not a directory"),
+        (["--ledger", "{run}/config.yaml"], "run: not a directory"),
     ],
 )
 def test_bad_input_is_a_one_line_error(

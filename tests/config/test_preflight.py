@@ -236,7 +236,7 @@ def test_a_learning_rate_error_of_the_critic_names_the_critic(
     prepare_run(config)
     critics = replace(config, algorithm=AlgorithmConfig("ppo"))
     message = (
-        r"^critic\.trainer\.lr_schedule=polynomial: .*unless critic\.trainer\.lr_schedule says"
+        r"^critic\.trainer\.lr_schedule=polynomial: .*unless critic\.trainer\.lr_schedule is set"
     )
     with pytest.raises(ConfigError, match=message):
         prepare_run(critics)

@@ -404,5 +404,7 @@ def test_text_parts_of_a_content_are_joined(tokenizer, write_rows):
 
 def test_a_prompt_ending_with_eos_is_refused(tokenizer, write_rows):
     tokenizer.chat_template = "{{ messages[0]['content'] + eos_token }}"
-    with pytest.raises(ConfigError, match=r"line 1: the prompt ends with </s>, .* must leave the prompt open"):
+    with pytest.raises(
+        ConfigError, match=r"line 1: the prompt ends with </s>, .* must leave the prompt open"
+    ):
         render_prompts(tokenizer, list(load_rows(write_rows({"prompt": "hi"}))))

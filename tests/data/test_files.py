@@ -61,7 +61,9 @@ def test_an_invalid_entry_names_its_key(train, words):
 def test_eval_files_need_distinct_names_and_no_weights():
     files = [{"path": "math/test.jsonl"}, {"path": "code/test.jsonl", "name": "code"}]
     assert [file.name for file in DataConfig(eval=files).eval_files] == ["test", "code"]
-    with pytest.raises(ConfigError, match=r"data.eval\[1\].name=test: already the name of data.eval\[0\]"):
+    with pytest.raises(
+        ConfigError, match=r"data.eval\[1\].name=test: already the name of data.eval\[0\]"
+    ):
         DataConfig(eval=["math/test.jsonl", "code/test.jsonl"])
     with pytest.raises(ConfigError, match=r"data.eval\[0\].weight=2: evaluation uses every row"):
         DataConfig(eval=[{"path": "a", "weight": 2}])

@@ -71,7 +71,7 @@ def test_a_token_outside_the_vocabulary_is_refused(tokenizer, write_rows):
     path = write_rows({"prompt": "a"})
     largest = max(load(path, tokenizer=tokenizer).prompts[0].token_ids)
     load(path, tokenizer=tokenizer, vocab_size=largest + 1)
-    with pytest.raises(ConfigError, match=rf"line 1: .*token id {largest}, .* below {largest}"):
+    with pytest.raises(ConfigError, match=rf"line 1: .*token id {largest}, .* has {largest} ids"):
         load(path, tokenizer=tokenizer, vocab_size=largest)
 
 

@@ -145,8 +145,8 @@ def nested(depth: int) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (nested(MAX_DEPTH + 2), "nested more than 100 deep"),
-        ('{"a": ' * 200 + "1" + "}" * 200, "nested more than 100 deep"),
+        (nested(MAX_DEPTH + 2), "nested more than 100 levels deep"),
+        ('{"a": ' * 200 + "1" + "}" * 200, "nested more than 100 levels deep"),
         (nested(100_000), "nested too deeply"),
         ('{"b": {"a": 1, "c": 2, "a": 1}}', "key 'a': must occur only once"),
         ("9" * 5000, "a number has too many digits"),
