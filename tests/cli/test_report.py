@@ -212,12 +212,12 @@ def test_an_unknown_uid_suggests_the_nearest(
     code, text = report("--uid", unknown)
     assert code == 2
     assert text.count("\n") == 1
-    assert f"--uid {unknown}: not in the log" in text and f"the nearest is {nearest}" in text
+    assert f"--uid {unknown}: not in the run log" in text and f"the nearest is {nearest}" in text
 
 
 def test_a_directory_without_run_log_is_refused_in_one_line(report: Report, tmp_path: Path) -> None:
     code, text = report()
-    assert code == 2 and "no run: holds no config.yaml" in text
+    assert code == 2 and "not a run: holds no config.yaml" in text
     (tmp_path / "config.yaml").touch()
     code, text = report()
     assert code == 2 and "queue.journal.enabled=false" in text and text.count("\n") == 1
