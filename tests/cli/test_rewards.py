@@ -54,7 +54,7 @@ def test_every_kind_is_printed_with_its_options(capsys):
 
 @pytest.mark.parametrize("kind", [*REWARD_KINDS.values(), RewardConfig])
 def test_every_option_has_a_docstring_line(kind):
-    settings = kind if kind is RewardConfig else kind.options
+    settings = kind if kind is RewardConfig else kind.options_type
     assert set(read_options(settings)) == {field.name for field in dataclasses.fields(settings)}
 
 
