@@ -329,8 +329,8 @@ def test_where_nothing_can_be_placed_as_train_wants_it_the_reason_is_told_and_wh
     own = [*words, f"model.path={families['gpt_neox']}"]
     assert main(["plan", *own, "--cluster", "1xH100"]) == 1
     said = capsys.readouterr().out
-    assert "colocated: cannot be: placement.mode=colocated: vLLM serves this model with" in said
-    assert "it would fit with any one of:\n  --cluster 2xH100" in said
+    assert "colocated: infeasible: placement.mode=colocated: vLLM serves this model with" in said
+    assert "any one of these would let it fit:\n  --cluster 2xH100" in said
     assert main(["plan", *words, "weights.transport=shared_memory", "--cluster", "2x1xH100"]) == 1
     assert "weights.transport=shared_memory: publisher and readers are on 2 nodes" in (
         capsys.readouterr().out
@@ -370,6 +370,6 @@ def test_roles_of_one_setting_have_devices_alike(inputs: Path) -> None:
     (small,) = (each for each in choices.list_options("critic", Mesh(0, 4))[:1])
     unlike = choices.make_placement({**whole, "critic": small})
     costs = RunnablePlacementCosts(CostModel(problem), config.dataflow)
-    assert "critic and cost_critic have one setting" in costs.explain_infeasible(unlike)
-    with pytest.raises(ConfigError, match="critic and cost_critic have one setting"):
+    assert "one setting sizes both critic and cost_critic" in costs.explain_infeasible(unlike)
+    with pytest.raises(ConfigError, match="one setting sizes both critic and cost_critic"):
         apply_placement(config, unlike)

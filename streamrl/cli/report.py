@@ -1,6 +1,7 @@
-"""`streamrl report`: what bounds a run and what would help; what its books say of every prompt.
+"""`streamrl report`: a run's bottleneck and possible fixes, or an audit of its run log.
 
-Nothing is written. A run may be under way, or have been killed: a torn last record is left out.
+The command writes no files. The run may still be active or have been killed; a torn last record
+is ignored.
 """
 
 import argparse
@@ -26,11 +27,10 @@ from streamrl.telemetry.sinks import EVENTS_FILE, read_jsonl
 
 LogEntry = Mapping[str, Any]
 MAX_SHOWN_UIDS = 20
-"""Most uids that one part of the text names; --json has all."""
+"""Limit for the text report; --json lists every uid."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `streamrl report`."""
     parser.usage = (
         "streamrl report RUN [--what-if [--cluster C]] [--json] | --ledger RUN [--uid UID] [--json]"
     )
@@ -39,176 +39,179 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_path,
         nargs="?",
         metavar="RUN",
-        help="a run directory: which stage bounds it",
+        help="run directory; report its bottleneck",
     )
     parser.add_argument(
         "--what-if",
         action="store_true",
-        help="simulate, for some seconds, what other settings would make of it",
+        help="simulate other settings and report their effect (takes some seconds)",
     )
     parser.add_argument(
         "--cluster",
         type=parse_nonempty,
-        help="what it was made on, as in 8xH100; not needed on one machine's CPU cores",
+        help="cluster that the run used, e.g. 8xH100; not needed for the CPU cores of one machine",
     )
     parser.add_argument(
         "--ledger",
         type=parse_path,
         metavar="RUN",
-        help="the accounts of a run directory: where every admitted prompt is",
+        help="audit the run log of a run directory: the state of every admitted prompt",
     )
     parser.add_argument(
         "--uid",
         type=parse_nonempty,
-        help="the history of one prompt, epoch:index:attempt, and of its later attempts",
+        help="history of one prompt, epoch:index:attempt, and of its later attempts",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command: 0; of books 1 if they do not balance."""
+    """Run the command. Returns 1 if the ledger of the run does not balance, else 0."""
     _check_options(arguments)
     if arguments.run_dir is not None:
         return _print_run_report(arguments)
     run_dir: Path = arguments.ledger
     entries = list(_read_run_log(run_dir))
-    account = audit_run_log(entries)
+    audit = audit_run_log(entries)
     events = []
     if arguments.uid is not None:
-        _check_uid(arguments.uid, account)
+        _check_uid(arguments.uid, audit)
         events = trace_uid(arguments.uid, entries, _read_events(run_dir))
     if arguments.json:
-        found = to_json(account)
-        print(json.dumps(found if arguments.uid is None else {**found, "history": events}))
+        ledger = to_json(audit)
+        print(json.dumps(ledger if arguments.uid is None else {**ledger, "history": events}))
     elif arguments.uid is None:
-        print("\n".join(describe_ledger(run_dir, account, entries)))
+        print("\n".join(describe_ledger(run_dir, audit, entries)))
     else:
         print("\n".join(map(_format_entry, events)))
-    return 1 if account.problems else 0
+    return 1 if audit.problems else 0
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError unless the options belong together."""
     if (arguments.run_dir is None) == (arguments.ledger is None):
-        raise ConfigError("report: name a RUN for what bounds it, or --ledger RUN for its books")
+        raise ConfigError(
+            "report: name a RUN to find its bottleneck, or --ledger RUN to audit its run log"
+        )
     if arguments.what_if and arguments.run_dir is None:
-        raise ConfigError("report: --what-if goes with RUN")
+        raise ConfigError("report: --what-if needs RUN")
     if arguments.cluster and not arguments.what_if:
-        raise ConfigError("report: --cluster goes with RUN --what-if")
+        raise ConfigError("report: --cluster needs RUN --what-if")
     if arguments.uid is not None and arguments.ledger is None:
-        raise ConfigError("report: --uid goes with --ledger RUN")
+        raise ConfigError("report: --uid needs --ledger RUN")
 
 
 def _print_run_report(arguments: argparse.Namespace) -> int:
-    """Print what bounds the run, and what would help if that is asked for."""
     measured = load_run_trace(arguments.run_dir)
     cluster = None if arguments.cluster is None else Cluster.from_text(arguments.cluster)
     if arguments.what_if:
-        # A cluster that the run does not fit is refused before anything is printed.
+        # Raises ConfigError for a cluster that the run does not fit, before any output.
         PlannedRun.from_trace(measured, measured.config, cluster)
     if arguments.json:
-        found = advice_report.run_to_json(measured)
+        result = advice_report.run_to_json(measured)
         if arguments.what_if:
-            found |= advice_report.advice_to_json(recommend_settings(measured, cluster))
-        print(json.dumps(found))
+            result |= advice_report.advice_to_json(recommend_settings(measured, cluster))
+        print(json.dumps(result))
         return 0
     print("\n".join(advice_report.describe_run(measured)), flush=True)
     if not arguments.what_if:
-        print("what other settings would make of it: --what-if, which takes some seconds")
+        print("add --what-if to simulate other settings (takes some seconds)")
         return 0
     print("\n".join(advice_report.describe_advice(measured, recommend_settings(measured, cluster))))
     return 0
 
 
 def trace_uid(uid: str, entries: Iterable[LogEntry], events: Iterable[LogEntry]) -> list[LogEntry]:
-    """What concerns a uid or a later attempt of its prompt, in the order of time.
+    """Return entries about a uid or a later attempt of its prompt, sorted by time.
 
-    Each names the uid it concerns and its `source`: the books, or events.jsonl. That the books were
-    opened anew, by a resume, concerns what is in flight then and what is trained `surplus_uids`.
+    Each entry has a `uid` and a `source`: the run log or events.jsonl. An "open" entry (a resume)
+    concerns the groups in flight at that moment and the groups whose step is repeated
+    (`again`).
     """
     epoch, index, attempt = parse_uid(uid)
 
-    def is_meant(other: str) -> bool:
+    def matches(other: str) -> bool:
         prefix, _, number = other.rpartition(":")
         return prefix == f"{epoch}:{index}" and int(number) >= attempt
 
-    found = [*_select_log_entries(entries, is_meant), *_select_events(events, is_meant)]
-    return sorted(found, key=lambda entry: float(entry["time"]))
+    matching = [*_select_log_entries(entries, matches), *_select_events(events, matches)]
+    return sorted(matching, key=lambda entry: float(entry["time"]))
 
 
 def _select_log_entries(
-    entries: Iterable[LogEntry], is_meant: Callable[[str], bool]
+    entries: Iterable[LogEntry], matches: Callable[[str], bool]
 ) -> Iterator[LogEntry]:
     in_flight: set[str] = set()
     trained: dict[str, int] = {}
     for entry in entries:
-        kind, again = entry["kind"], set[str]()
+        kind, repeated_uids = entry["kind"], set[str]()
         facts = {
             "source": RUN_LOG_FOLDER,
             **{k: v for k, v in entry.items() if k not in ("uid", "uids")},
         }
         if kind == "open":
-            again = {uid for uid, version in trained.items() if version >= entry["version"]}
-            meant = sorted(in_flight | again)
+            repeated_uids = {uid for uid, version in trained.items() if version >= entry["version"]}
+            uids = sorted(in_flight | repeated_uids)
         else:
-            meant = [u for u in entry.get("uids") or [entry["uid"]] if is_meant(u)]
+            uids = [u for u in entry.get("uids") or [entry["uid"]] if matches(u)]
             change = in_flight.update if kind == "admit" else in_flight.difference_update
-            change(meant)
+            change(uids)
         if kind == "step":
-            trained.update((uid, entry["version"]) for uid in meant)
-        for uid in meant:
-            yield {**facts, "uid": uid, **({"again": uid in again} if kind == "open" else {})}
+            trained.update((uid, entry["version"]) for uid in uids)
+        for uid in uids:
+            yield {
+                **facts,
+                "uid": uid,
+                **({"again": uid in repeated_uids} if kind == "open" else {}),
+            }
 
 
 def _select_events(
-    events: Iterable[LogEntry], is_meant: Callable[[str], bool]
+    events: Iterable[LogEntry], matches: Callable[[str], bool]
 ) -> Iterator[LogEntry]:
     for event in events:
-        # A stall names the first few of its groups in one field.
+        # A stall event lists several uids in one field.
         named = f"{event.get('uid', '')} {event.get('uids', '')}".split()
         facts = {k: v for k, v in event.items() if k not in ("event", "uid", "uids")}
-        for uid in filter(is_meant, named):
+        for uid in filter(matches, named):
             yield {"source": EVENTS_FILE, "kind": event["event"], **facts, "uid": uid}
 
 
-def to_json(account: LedgerAudit) -> dict[str, Any]:
-    """The account for scripts."""
-    counts = account.counts
+def to_json(audit: LedgerAudit) -> dict[str, Any]:
+    counts = audit.counts
     return {
         "ledger": {**vars(counts), "drops": dict(counts.drops)},
-        "epochs": account.counts_by_epoch,
-        "trained": account.trained,
-        "in_flight": account.in_flight,
-        "problems": account.problems,
-        "steps": account.num_steps,
-        "starts": account.num_starts,
+        "epochs": audit.counts_by_epoch,
+        "trained": audit.trained,
+        "in_flight": audit.in_flight,
+        "problems": audit.problems,
+        "steps": audit.num_steps,
+        "starts": audit.num_starts,
     }
 
 
-def describe_ledger(run_dir: Path, account: LedgerAudit, entries: Sequence[LogEntry]) -> list[str]:
-    """The lines a person reads."""
-    counts, problems = account.counts, account.problems
-    law = f"{counts}{', which does not add up' if problems else ''}"
+def describe_ledger(run_dir: Path, audit: LedgerAudit, entries: Sequence[LogEntry]) -> list[str]:
+    counts, problems = audit.counts, audit.problems
+    balance = f"{counts}{', which does not balance' if problems else ''}"
     last = f", the last entry at {_format_time(entries[-1]['time'])}" if entries else ""
     drops = ", ".join(f"{cause} {count}" for cause, count in counts.drops)
     lines = [
-        f"{run_dir}: {account.num_steps} steps, {account.num_starts} starts{last}",
-        f"ledger      {law}",
+        f"{run_dir}: {audit.num_steps} steps, {audit.num_starts} starts{last}",
+        f"ledger      {balance}",
         f"drops       {drops or 'none'}",
     ]
-    for epoch, parts in account.counts_by_epoch.items():
+    for epoch, parts in audit.counts_by_epoch.items():
         trained, in_flight = parts["trained"], parts["in_flight"]
         lines.append(f"epoch {epoch:<6}{trained} prompts trained, {in_flight} in flight")
-    if account.in_flight:
-        lines.append(f"in flight   {' '.join(_truncate_list(account.in_flight))}")
+    if audit.in_flight:
+        lines.append(f"in flight   {' '.join(_truncate_list(audit.in_flight))}")
     once = f"{counts.trained} uids, each exactly once"
     lines.append(f"trained     {'not each uid exactly once:' if problems else once}")
     return [*lines, *(f"problem     {problem}" for problem in _truncate_list(problems))]
 
 
 def _truncate_list(items: Sequence[str]) -> list[str]:
-    more = [f"and {len(items) - MAX_SHOWN_UIDS} more"] if len(items) > MAX_SHOWN_UIDS else []
-    return [*items[:MAX_SHOWN_UIDS], *more]
+    suffix = [f"and {len(items) - MAX_SHOWN_UIDS} more"] if len(items) > MAX_SHOWN_UIDS else []
+    return [*items[:MAX_SHOWN_UIDS], *suffix]
 
 
 def _format_entry(entry: LogEntry) -> str:
@@ -216,20 +219,19 @@ def _format_entry(entry: LogEntry) -> str:
 
 
 def _describe_entry(entry: LogEntry) -> str:
-    """What an entry says, in words."""
     if entry["source"] == EVENTS_FILE:
         facts = (f"{k}={v}" for k, v in entry.items() if k not in ("source", "kind", "time", "uid"))
         return f"event {entry['kind']}: {', '.join(facts)}"
     match entry["kind"]:
         case "open":
-            again = ", and its step is made again" if entry["again"] else ""
-            return f"the run goes on from version {entry['version']}{again}"
+            again = ", and its step is repeated" if entry["again"] else ""
+            return f"the run resumes from version {entry['version']}{again}"
         case "admit":
             return f"admitted at version {entry['version']}"
         case "step":
             return f"trained at version {entry['version']}: step {entry['version'] + 1}"
-    how = "filtered" if entry["filtered"] else f"dropped ({entry['cause']})"
-    return f"{how}: {entry['reason']}"
+    outcome = "filtered" if entry["filtered"] else f"dropped ({entry['cause']})"
+    return f"{outcome}: {entry['reason']}"
 
 
 def _format_time(time_s: float) -> str:
@@ -237,15 +239,14 @@ def _format_time(time_s: float) -> str:
 
 
 def _read_run_log(run_dir: Path) -> Iterator[LogEntry]:
-    """Every entry of the books' log. Raises ConfigError if there is none."""
+    """Return every entry of the run log. Raises ConfigError if the log does not exist."""
     if not os.path.isfile(run_dir / "config.yaml"):
-        raise ConfigError(f"--ledger {run_dir}: no run: {describe_missing_run(run_dir)}")
+        raise ConfigError(f"--ledger {run_dir}: not a run: {describe_missing_run(run_dir)}")
     folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
     if not os.path.isdir(folder):
         raise ConfigError(
-            f"--ledger {run_dir}: no log in journal/{RUN_LOG_FOLDER}/: the run has not"
-            f" begun to stream, or"
-            " has queue.journal.enabled=false"
+            f"--ledger {run_dir}: no log in journal/{RUN_LOG_FOLDER}/: either the run has not"
+            " started streaming, or queue.journal.enabled=false"
         )
     return read_history(folder)
 
@@ -257,18 +258,16 @@ def _read_events(run_dir: Path) -> list[dict[str, Any]]:
         raise ConfigError(str(error)) from None
 
 
-def _check_uid(uid: str, account: LedgerAudit) -> None:
-    """Raise ConfigError, naming the nearest one, for a uid that the log does not have."""
-    if uid in account.admitted:
+def _check_uid(uid: str, audit: LedgerAudit) -> None:
+    """Raise ConfigError with the nearest known uid if the run log lacks `uid`."""
+    if uid in audit.admitted:
         return
-    nearest = min(
-        account.admitted, key=lambda known: _compute_uid_distance(known, uid), default=None
-    )
-    hint = f"the nearest is {nearest}" if nearest else "it has none yet"
-    raise ConfigError(f"--uid {uid}: not in the log, which has epoch:index:attempt; {hint}")
+    nearest = min(audit.admitted, key=lambda other: _compute_uid_distance(other, uid), default=None)
+    hint = f"the nearest is {nearest}" if nearest else "the log is still empty"
+    raise ConfigError(f"--uid {uid}: not in the run log. Give epoch:index:attempt; {hint}")
 
 
-def _compute_uid_distance(known: str, uid: str) -> tuple[int, ...]:
-    """How far a uid is from one that may be no uid at all: by epoch, then index, then attempt."""
-    given = [int(part) for part in uid.split(":") if part.isdecimal()]
-    return tuple(abs(a - b) for a, b in zip(parse_uid(known), given, strict=False))
+def _compute_uid_distance(candidate: str, uid: str) -> tuple[int, ...]:
+    """Return the distance by epoch, index and attempt. `uid` is user input, possibly malformed."""
+    numbers = [int(field) for field in uid.split(":") if field.isdecimal()]
+    return tuple(abs(a - b) for a, b in zip(parse_uid(candidate), numbers, strict=False))

@@ -1,4 +1,4 @@
-"""`streamrl rewards`: every kind of reward with its options, as text, as markdown or as JSON."""
+"""`streamrl rewards`: print all reward kinds with their options as text, markdown or JSON."""
 
 import argparse
 import dataclasses
@@ -25,7 +25,7 @@ REQUIRED = "required"
 
 @dataclass(frozen=True)
 class RewardOption:
-    """A key of an entry: its default in YAML, or REQUIRED, and what it means."""
+    """Key of a reward entry: default in YAML, or REQUIRED, and meaning."""
 
     default: str
     meaning: str
@@ -33,7 +33,7 @@ class RewardOption:
 
 @dataclass(frozen=True)
 class RewardKindEntry:
-    """A kind as it is listed: in one line, where it is from, and its options by name."""
+    """Reward kind with a one-line summary, its source, and its options by name."""
 
     summary: str
     source: str
@@ -41,21 +41,20 @@ class RewardKindEntry:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `streamrl rewards`."""
-    parser.add_argument("kind", nargs="?", help="only this one")
-    parser.add_argument("--path", default="", help="a Python file that registers kinds of your own")
+    parser.add_argument("kind", nargs="?", help="print only this kind")
+    parser.add_argument("--path", default="", help="Python file that registers kinds of your own")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="print one JSON object")
     shape.add_argument("--markdown", action="store_true", help="print markdown tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the kinds. Raises ConfigError if there is none of that name."""
+    """Print the kinds. Raises ConfigError for an unknown name."""
     kinds = list_builtin_kinds()
     for name, entry in list_plugin_kinds(arguments.path).items():
         if name in kinds:
-            said = f"{name}: {entry.source}: hidden by streamrl's own kind of that name"
-            print(f"streamrl: {said}", file=sys.stderr)
+            note = f"{name}: {entry.source}: hidden by streamrl's built-in kind of the same name"
+            print(f"streamrl: {note}", file=sys.stderr)
         kinds.setdefault(name, entry)
     if arguments.kind is not None:
         if arguments.kind not in kinds:
@@ -72,7 +71,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def list_builtin_kinds() -> dict[str, RewardKindEntry]:
-    """The kinds that come with streamrl."""
     return {
         name: RewardKindEntry(kind.summary, "streamrl", read_options(kind.options_type))
         for name, kind in REWARD_KINDS.items()
@@ -80,31 +78,31 @@ def list_builtin_kinds() -> dict[str, RewardKindEntry]:
 
 
 def list_plugin_kinds(path: str) -> dict[str, RewardKindEntry]:
-    """The kinds that installed packages bring, and those that a Python file registers.
+    """Return kinds of installed packages, and kinds that a Python file registers.
 
     Raises ConfigError if the file cannot be imported.
     """
     options = read_options(FunctionOptions)
     del options["function"]
-    brought = {
-        kind: ("of an installed package", value) for kind, value in list_installed_kinds().items()
+    sources = {
+        kind: ("from an installed package", value) for kind, value in list_installed_kinds().items()
     }
     for kind, function in (load_registered_kinds(path, setting="--path") if path else {}).items():
-        brought[kind] = (inspect.getdoc(function) or "of a file").splitlines()[0], path
+        sources[kind] = (inspect.getdoc(function) or "from a file").splitlines()[0], path
     return {
         kind: RewardKindEntry(summary, source, options)
-        for kind, (summary, source) in brought.items()
+        for kind, (summary, source) in sources.items()
     }
 
 
 def read_options(settings: type) -> dict[str, RewardOption]:
-    """The fields of a dataclass whose docstring, or that of a class above it, explains them.
+    """Return the options of a dataclass, explained by its docstring or a base class's.
 
-    Its own come first.
+    The options of the class itself precede inherited options.
     """
     meanings: dict[str, str] = {}
-    for above in settings.__mro__:
-        for key, meaning in _parse_docstring_keys(above).items():
+    for cls in settings.__mro__:
+        for key, meaning in _parse_docstring_keys(cls).items():
             meanings.setdefault(key, meaning)
     fields = {field.name: field for field in dataclasses.fields(settings)}
     return {
@@ -115,24 +113,22 @@ def read_options(settings: type) -> dict[str, RewardOption]:
 
 
 def _parse_docstring_keys(settings: type) -> dict[str, str]:
-    """The `key: meaning` lines of a docstring, with the indented ones that go on."""
+    """Parse `key: meaning` lines of a docstring, including their indented continuation lines."""
     text = inspect.cleandoc(vars(settings).get("__doc__") or "")
-    found = re.findall(r"^(\w+): (.+(?:\n[ ]+\S.*)*)", text, flags=re.MULTILINE)
-    return {key: " ".join(meaning.split()).removesuffix(".") for key, meaning in found}
+    matches = re.findall(r"^(\w+): (.+(?:\n[ ]+\S.*)*)", text, flags=re.MULTILINE)
+    return {key: " ".join(meaning.split()).removesuffix(".") for key, meaning in matches}
 
 
 def _format_default(field: "dataclasses.Field[Any]") -> str:
-    """The default as it would be written in a config."""
-    made = field.default_factory
-    value = field.default if made is dataclasses.MISSING else made()
+    factory = field.default_factory
+    value = field.default if factory is dataclasses.MISSING else factory()
     if value in (MISSING, dataclasses.MISSING):
         return REQUIRED
-    # YAML ends a value that stands alone with a line of three dots.
+    # PyYAML ends a bare scalar with a "..." line.
     return yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
 
 
 def describe_kind(name: str, entry: RewardKindEntry) -> str:
-    """A kind as a paragraph."""
     source = "" if entry.source == "streamrl" else f" ({entry.source})"
     width = max((len(key) for key in entry.options), default=0)
     lines = [
@@ -143,7 +139,7 @@ def describe_kind(name: str, entry: RewardKindEntry) -> str:
 
 
 def format_markdown(kinds: Mapping[str, RewardKindEntry]) -> str:
-    """A table of the kinds, and one of all options; those of every entry lead it."""
+    """Format a table of kinds and a table of options; options common to all kinds come first."""
     lines = ["| kind | what it is | options |", "| --- | --- | --- |"]
     users: dict[tuple[str, RewardOption], list[str]] = {
         (key, option): ["all"]
@@ -165,9 +161,9 @@ def format_markdown(kinds: Mapping[str, RewardKindEntry]) -> str:
 
 
 def _format_code(text: str) -> str:
-    """As code, between more backticks than it has in a row."""
-    most = max(map(len, re.findall("`+", text)), default=0)
-    fence, space = "`" * (most + 1), " " if most else ""
+    """Quote as code with one more backtick than the text's longest run of backticks."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence, space = "`" * (longest + 1), " " if longest else ""
     return fence + space + text.replace("|", "\\|") + space + fence
 
 

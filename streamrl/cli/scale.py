@@ -1,4 +1,4 @@
-"""`streamrl scale`: ask a run that is under way for more generators or scorers, or for fewer."""
+"""`streamrl scale`: add or remove replicas of a running run."""
 
 import argparse
 from collections.abc import Mapping
@@ -22,33 +22,31 @@ OPTION_ROLES = {
     "value": "value",
     "cost_value": "cost_value",
 }
-"""The role that each option asks for."""
+"""Role that each option scales."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `streamrl scale`."""
     parser.add_argument("run_dir", type=parse_path, metavar="RUN", help="directory of the run")
     for option, role in OPTION_ROLES.items():
         parser.add_argument(
             f"--{option.replace('_', '-')}",
             type=int,
             metavar="N",
-            help=f"have N replicas of {'the ' + role if role == option else option}",
+            help=f"scale to N replicas of {'the ' + role if role == option else option}",
         )
     parser.add_argument(
         "--timeout",
         type=float,
         metavar="S",
-        help="how long to wait for the run's answer, s; by default as long as a start may take",
+        help="seconds to wait for the run's answer (default: the longest time a start may take)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; returns its exit code."""
-    given = vars(arguments)
-    counts = {option: given[option] for option in OPTION_ROLES if given[option] is not None}
+    options = vars(arguments)
+    counts = {option: options[option] for option in OPTION_ROLES if options[option] is not None}
     if not counts:
-        raise ConfigError("scale: say what is wanted, such as --generators 4")
+        raise ConfigError("scale: name a role to scale, e.g. --generators 4")
     for option, count in counts.items():
         if count < 1:
             raise ConfigError(f"--{option.replace('_', '-')} {count}: must be 1 or more")
@@ -61,18 +59,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _choose_timeout_s(run_dir: Path, counts: Mapping[str, int], given: float | None) -> float:
-    """How long the answer may take. Raises ConfigError for what is no run, or lacks a role."""
+def _choose_timeout_s(run_dir: Path, counts: Mapping[str, int], timeout_s: float | None) -> float:
+    """Return the timeout in seconds. Raises ConfigError if the run or a role does not exist."""
     if not (run_dir / "config.yaml").is_file():
         rule = "holds no config.yaml" if run_dir.is_dir() else "no such directory"
-        raise ConfigError(f"scale {run_dir}: no run: {rule}")
+        raise ConfigError(f"scale {run_dir}: not a run: {rule}")
     config = load_config(run_dir / "config.yaml", is_rehearsed=True)
     for option in counts:
         if OPTION_ROLES[option] not in config.dataflow.calls_by_role:
             raise ConfigError(
                 f"--{option.replace('_', '-')}: this run has no {OPTION_ROLES[option]}"
             )
-    if given is not None:
-        return given
+    if timeout_s is not None:
+        return timeout_s
     start_s = config.generator.start_timeout_s + START_MARGIN_S
     return PLACE_TIMEOUT_S + start_s + config.pipeline.stall_s + LEAVE_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""`streamrl score`: judge completions that are there already, as a run would, without a model."""
+"""`streamrl score`: score existing completions with a run's rewards, without a model."""
 
 import argparse
 import asyncio
@@ -35,22 +35,22 @@ from streamrl.rewards.scorer import describe_completion
 
 EXIT_FAILED = 1
 PASS, WRONG, INFRA_ERROR = (
-    one.value for one in (RewardOutcome.PASS, RewardOutcome.WRONG, RewardOutcome.INFRA_ERROR)
+    outcome.value
+    for outcome in (RewardOutcome.PASS, RewardOutcome.WRONG, RewardOutcome.INFRA_ERROR)
 )
 NOT_JUDGED = RewardOutcome.NOT_JUDGED.value
 ScoreLine = dict[str, Any]
+"""JSON line printed for a completion."""
 GroupT = TypeVar("GroupT")
-"""What is said of one completion, as it is printed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `streamrl score`."""
     parser.usage = (
         "streamrl score ROWS --completions FILE (--reward REWARD ... | --config RECIPE)"
         " [--jsonl] [key=value ...]"
     )
     parser.add_argument(
-        "rows", type=parse_nonempty, metavar="ROWS", help="rows, as data.train has them"
+        "rows", type=parse_nonempty, metavar="ROWS", help="prompt file, as in data.train"
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings, e.g. scorer.timeout_s=5"
@@ -60,74 +60,73 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_nonempty,
         required=True,
         metavar="FILE",
-        help='JSONL of {"index": row from 0, "completion": text}; lines of one index are a group;'
-        " line 12 of a JSONL file has index 11, blank lines counted",
+        help='JSONL of {"index": row number from 0, "completion": text}; lines with one index form'
+        " a group; line 12 of a JSONL file has index 11, counting blank lines",
     )
     parser.add_argument(
         "--reward",
         action="append",
         default=[],
-        help="a kind, file.py:function, or {kind: regex, pattern: x, weight: 0.5}; repeatable",
+        help="reward kind, file.py:function, or {kind: regex, pattern: x, weight: 0.5}; repeatable",
     )
     parser.add_argument(
         "--config",
         type=parse_path,
         metavar="RECIPE",
-        help="judge as this recipe or run directory does",
+        help="use the rewards of this recipe or run directory",
     )
-    parser.add_argument("--prompt-key", help="column of the prompt (the recipe's; prompt)")
-    parser.add_argument("--label-key", help="column of the ground truth")
-    parser.add_argument("--split", help="split of a dataset that has several")
+    parser.add_argument("--prompt-key", help="prompt column (default: the recipe's, or prompt)")
+    parser.add_argument("--label-key", help="ground truth column")
+    parser.add_argument("--split", help="split to read from a dataset with several")
     parser.add_argument(
-        "--jsonl", action="store_true", help="print only the lines, without a summary"
+        "--jsonl", action="store_true", help="print only the JSON lines, without a summary"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command: 0, or 1 if there is a completion that could not be scored."""
+    """Run the command. Returns 1 if a completion could not be scored, else 0."""
     config = _load_score_config(arguments.config, arguments.reward, arguments.overrides)
-    # What a user's file prints while it is imported is none of the lines.
+    # A user's reward file may print while imported; keep that out of the JSON lines.
     with contextlib.redirect_stdout(sys.stderr):
-        judges = _build_reward_sets(config)
+        reward_sets = _build_reward_sets(config)
         groups = read_completion_groups(_choose_data_file(arguments, config), arguments.completions)
-    began, lines = time.monotonic(), asyncio.run(_score_groups(judges, groups, config))
+    started, lines = time.monotonic(), asyncio.run(_score_groups(reward_sets, groups, config))
     if not arguments.jsonl:
         sources = {i: group.prompt.data_source for group in groups for i in group.line_indices}
         in_order = [sources[i] for i in range(len(lines))]
-        killed = sum((Counter(one.drain_counts()) for one in judges.reward_sets), Counter[str]())
-        text = summarize_scores(lines, in_order, killed, time.monotonic() - began)
+        killed = sum((Counter(s.drain_counts()) for s in reward_sets.all_sets), Counter[str]())
+        text = summarize_scores(lines, in_order, killed, time.monotonic() - started)
         print("\n".join(text), file=sys.stderr)
     return EXIT_FAILED if any(line["score"] is None for line in lines) else 0
 
 
 def _choose_data_file(arguments: argparse.Namespace, config: RunConfig) -> DataFile:
-    """How the rows are read: as the recipe reads that file, but for what is said otherwise."""
+    """Return the recipe's settings for this file, overridden by the command line."""
     files = {file.path: file for file in (*config.data.train_files, *config.data.eval_files)}
-    other = DataFile(arguments.rows, prompt_key=config.data.prompt_key)
+    default = DataFile(arguments.rows, prompt_key=config.data.prompt_key)
     names = ("prompt_key", "label_key", "split")
-    said = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
-    return replace(files.get(str(Path(arguments.rows).absolute()), other), **said)
+    options = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
+    return replace(files.get(str(Path(arguments.rows).absolute()), default), **options)
 
 
 def _load_score_config(
     recipe: Path | None, rewards: Sequence[str], overrides: Sequence[str]
 ) -> RunConfig:
-    """The recipe's settings, or the defaults, with other rewards where some are named."""
+    """Load the recipe or the defaults, with the rewards replaced if any are named."""
     entries = ", ".join(_make_reward_entry(reward) for reward in rewards)
-    # What combines a recipe's own components knows no others.
+    # A recipe's scorer.combine refers to its own components.
     named = [f"rewards=[{entries}]", "scorer.combine=''"] if rewards else []
     changes = [*named, *overrides]
     if recipe is not None:
         return load_config(recipe / "config.yaml" if recipe.is_dir() else recipe, changes)
     if not rewards:
-        raise ConfigError("score: name a --reward (`streamrl rewards` lists them), or a --config")
-    # A run cannot do without these two, and a score has no use for them.
-    unused = OmegaConf.create({"model": {"path": "."}, "data": {"train": "."}})
-    return build_config(unused, changes, place="score")
+        raise ConfigError("score: give --reward (see `streamrl rewards`) or --config")
+    # RunConfig requires these two keys; scoring reads neither.
+    placeholders = OmegaConf.create({"model": {"path": "."}, "data": {"train": "."}})
+    return build_config(placeholders, changes, place="score")
 
 
 def _make_reward_entry(reward: str) -> str:
-    """An entry of the list `rewards`, in YAML."""
     if reward.lstrip().startswith("{"):
         return reward
     entry = {"kind": reward}
@@ -139,49 +138,48 @@ def _make_reward_entry(reward: str) -> str:
 
 @dataclass(frozen=True)
 class RunRewardSets:
-    """What a run says of completions: its rewards, and its costs where it has some."""
-
     rewards: RewardSet
     costs: RewardSet | None
 
     @property
-    def reward_sets(self) -> list[RewardSet]:
-        """Those there are."""
+    def all_sets(self) -> list[RewardSet]:
         return [self.rewards, *([self.costs] if self.costs else [])]
 
 
 def _build_reward_sets(config: RunConfig) -> RunRewardSets:
-    around = RewardContext(config.scorer, config.sandbox)
-    costs = build_rewards(config.costs, around, score_spec=COSTS) if config.costs else None
-    return RunRewardSets(build_rewards(config.rewards, around), costs)
+    context = RewardContext(config.scorer, config.sandbox)
+    costs = build_rewards(config.costs, context, judged=COSTS) if config.costs else None
+    return RunRewardSets(build_rewards(config.rewards, context), costs)
 
 
 async def _score_groups(
-    judges: RunRewardSets, groups: Sequence[CompletionGroup], config: RunConfig
+    reward_sets: RunRewardSets, groups: Sequence[CompletionGroup], config: RunConfig
 ) -> list[ScoreLine]:
-    """Judge all groups; print each line once all before it are there."""
-    done: dict[int, ScoreLine] = {}
+    """Score all groups; print each line as soon as all lines before it are complete."""
+    unprinted: dict[int, ScoreLine] = {}
     lines: list[ScoreLine] = []
 
-    def tell(group: CompletionGroup, found: Sequence[ScoreLine]) -> None:
-        done.update(zip(group.line_indices, found, strict=True))
-        while len(lines) in done:
-            lines.append(done.pop(len(lines)))
+    def print_scored(group: CompletionGroup, scored: Sequence[ScoreLine]) -> None:
+        unprinted.update(zip(group.line_indices, scored, strict=True))
+        while len(lines) in unprinted:
+            lines.append(unprinted.pop(len(lines)))
             print(json.dumps(lines[-1]), flush=True)
 
     async def judge(group: CompletionGroup) -> tuple[CompletionGroup, Sequence[ScoreLine]]:
-        return group, await score_group(judges, group, config.rewards)
+        return group, await score_group(reward_sets, group, config.rewards)
 
     try:
-        for one in judges.reward_sets:
-            for note in await one.run_preflight():
+        for reward_set in reward_sets.all_sets:
+            for note in await reward_set.run_preflight():
                 print(f"streamrl: {note}", file=sys.stderr)
-            one.check_prompts([group.prompt for group in groups])
-            await one.start()
-        await score_concurrently(judge, groups, most=config.scorer.max_groups, tell=tell)
+            reward_set.check_prompts([group.prompt for group in groups])
+            await reward_set.start()
+        await score_concurrently(
+            judge, groups, max_concurrent=config.scorer.max_groups, on_scored=print_scored
+        )
     finally:
-        for one in judges.reward_sets:
-            await one.close()
+        for reward_set in reward_sets.all_sets:
+            await reward_set.close()
     return lines
 
 
@@ -189,33 +187,35 @@ async def score_concurrently(
     judge: Callable[[GroupT], Any],
     groups: Sequence[GroupT],
     *,
-    most: int,
-    tell: Callable[..., None],
+    max_concurrent: int,
+    on_scored: Callable[..., None],
 ) -> None:
-    """Judge so many groups at once, and tell of each as it ends. Rewards bound their own time."""
-    left, pending = iter(groups), set[asyncio.Task[Any]]()
+    """Score at most `max_concurrent` groups at a time. Rewards enforce their own timeouts."""
+    remaining, pending = iter(groups), set[asyncio.Task[Any]]()
     try:
         while True:
-            room = islice(left, most - len(pending))
-            pending |= {asyncio.create_task(judge(group)) for group in room}
+            batch = islice(remaining, max_concurrent - len(pending))
+            pending |= {asyncio.create_task(judge(group)) for group in batch}
             if not pending:
                 return
-            ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in ended:
-                tell(*task.result())
+            finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in finished:
+                on_scored(*task.result())
     finally:
         for task in pending:
             task.cancel()
 
 
 async def score_group(
-    judges: RunRewardSets, group: CompletionGroup, configs: Sequence[RewardConfig]
+    reward_sets: RunRewardSets, group: CompletionGroup, configs: Sequence[RewardConfig]
 ) -> Sequence[ScoreLine]:
-    """A line for each completion of a group; `seconds` is of the group, waiting included."""
-    index, began = parse_uid(group.prompt.uid)[1], time.perf_counter()
+    """Return one line per completion. `seconds` covers the whole group, queueing included."""
+    index, started = parse_uid(group.prompt.uid)[1], time.perf_counter()
     try:
-        found = await judges.rewards.judge_group(group.prompt, group.completions)
-        costs = judges.costs and await judges.costs.judge_group(group.prompt, group.completions)
+        result = await reward_sets.rewards.judge_group(group.prompt, group.completions)
+        costs = reward_sets.costs and await reward_sets.costs.judge_group(
+            group.prompt, group.completions
+        )
     except RewardError as error:
         line = {
             "index": index,
@@ -224,41 +224,43 @@ async def score_group(
             "verdict": INFRA_ERROR,
             "verdicts": {},
         }
-        line |= {"seconds": _measure_elapsed(began), "cause": error.cause, "error": str(error)}
+        line |= {"seconds": _measure_elapsed(started), "cause": error.cause, "error": str(error)}
         return [line] * len(group.completions)
-    seconds = _measure_elapsed(began)
+    seconds = _measure_elapsed(started)
     lines = []
-    for i, score in enumerate(found.totals.tolist()):
-        said = describe_completion(found, i)
-        verdict = combine_verdicts(said["verdicts"], configs)
-        line = {"index": index, "score": score, "components": said["components"]}
-        line |= {"verdict": verdict, "verdicts": said["verdicts"], "seconds": seconds}
-        line |= {"numbers": said["numbers"]} if "numbers" in said else {}
+    for i, score in enumerate(result.totals.tolist()):
+        record = describe_completion(result, i)
+        verdict = combine_verdicts(record["verdicts"], configs)
+        line = {"index": index, "score": score, "components": record["components"]}
+        line |= {"verdict": verdict, "verdicts": record["verdicts"], "seconds": seconds}
+        line |= {"numbers": record["numbers"]} if "numbers" in record else {}
         if costs:
             line |= {
                 "cost": costs.totals[i].item(),
                 "costs": describe_completion(costs, i)["components"],
             }
-        details = {name: parts[i].detail for name, parts in found.components.items()}
+        details = {name: parts[i].detail for name, parts in result.components.items()}
         detail = "; ".join(f"{name}: {text}" for name, text in details.items() if text)
         lines.append(line | ({"detail": detail} if detail else {}))
     return lines
 
 
-def _measure_elapsed(began: float) -> float:
-    return round(time.perf_counter() - began, 6)
+def _measure_elapsed(started: float) -> float:
+    return round(time.perf_counter() - started, 6)
 
 
 def combine_verdicts(verdicts: Mapping[str, str], configs: Sequence[RewardConfig]) -> str:
-    """One word for all components: the first that is neither pass nor wrong, if there is one.
+    """Return the outcome of a completion over all components.
 
-    Else pass, if all that count in the score pass; where none counts, if all pass. Components that
-    say nothing of the completion are left out.
+    An outcome other than pass and wrong (a timeout, a crash) wins. Otherwise the completion passes
+    if every component with a weight or a gate passes, or, without such components, if all pass.
+    Components that did not judge the completion are ignored.
     """
-    judged = {name: word for name, word in verdicts.items() if word != NOT_JUDGED}
-    odd = [word for word in judged.values() if word not in (PASS, WRONG)]
-    if odd:
-        return odd[0]
-    counts = {one.component_name for one in configs if one.weight or one.gate}
-    counted = [word for name, word in judged.items() if name in counts]
-    return PASS if all(word == PASS for word in counted or judged.values()) else WRONG
+    judged = {name: outcome for name, outcome in verdicts.items() if outcome != NOT_JUDGED}
+    unusual = [outcome for outcome in judged.values() if outcome not in (PASS, WRONG)]
+    if unusual:
+        return unusual[0]
+    counts = {reward.component_name for reward in configs if reward.weight or reward.gate}
+
+    counted = [outcome for name, outcome in judged.items() if name in counts]
+    return PASS if all(outcome == PASS for outcome in counted or judged.values()) else WRONG

@@ -1,4 +1,4 @@
-"""`streamrl simulate`: a run's placement on a cluster, played in virtual time."""
+"""`streamrl simulate`: simulate a run's placement on a cluster in virtual time."""
 
 import argparse
 import json
@@ -44,48 +44,50 @@ MAX_STEPS = 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `streamrl simulate`."""
     parser.usage = "streamrl simulate CONFIG [key=value ...] --cluster FILE|8xH100 [options]"
     add_problem_arguments(parser)
     parser.add_argument(
         "--placement",
         type=parse_path,
         metavar="FILE",
-        help="a placement that plan has written (-o plan.json); by default the config's own",
+        help="placement written by `streamrl plan -o plan.json` (default: the config's)",
     )
     parser.add_argument(
         "--steps",
         type=int,
         metavar="N",
-        help=f"optimizer steps ({DEFAULT_STEPS}, and more where generation is far ahead)",
+        help=f"optimizer steps ({DEFAULT_STEPS}, or more if generation runs far ahead)",
     )
     parser.add_argument(
         "--mttf-h", type=float, metavar="HOURS", help="mean time to failure of a node"
     )
     parser.add_argument(
-        "--restart-s", type=float, default=300.0, metavar="S", help="until a node is back (300)"
+        "--restart-s",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="time to restore a failed node (300)",
     )
     parser.add_argument(
         *("-o", "--output"),
         type=parse_path,
         metavar="DIR",
-        help="write trace.json and metrics.jsonl there, as a run does",
+        help="write trace.json and metrics.jsonl to DIR, in a run's format",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; returns its exit code."""
     if arguments.steps is not None and not 1 <= arguments.steps <= MAX_STEPS:
         raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MAX_STEPS}")
     if arguments.output is not None:
         check_output_dir("-o", arguments.output)
         check_no_run(arguments.output)
     failures = _parse_failures(arguments)
-    given = _read_placement(arguments.placement) if arguments.placement is not None else None
+    chosen = _read_placement(arguments.placement) if arguments.placement is not None else None
     config = read_config(arguments.config, arguments.overrides)
     problem, constants = read_problem(arguments, config)
-    placement = _choose_placement(arguments, config, problem, given)
+    placement = _choose_placement(arguments, config, problem, chosen)
     costs = CostModel(problem, constants)
     if why := costs.explain_infeasible(placement):
         raise ConfigError(f"{problem.cluster}: {why}")
@@ -94,12 +96,12 @@ def run(arguments: argparse.Namespace) -> int:
         lead = problem.run_options.max_steps_ahead(placement.max_staleness)
         steps = max(DEFAULT_STEPS, choose_num_steps(problem.workload.groups_per_step, lead))
     timings = costs.predict_timings(placement)
-    takes_s = estimate_simulation_s(problem.workload, steps=steps, generator=timings.generator)
-    check_simulation_time(takes_s, problem.workload, place=f"--steps {steps}, ")
+    estimated_s = estimate_simulation_s(problem.workload, steps=steps, generator=timings.generator)
+    check_simulation_time(estimated_s, problem.workload, place=f"--steps {steps}, ")
     if failures is not None:
         failures = _complete_failures(failures, config, problem)
         _check_progress(failures, placement, costs, steps)
-    found = run_simulation(
+    result = run_simulation(
         problem.dataflow,
         placement,
         timings,
@@ -110,36 +112,40 @@ def run(arguments: argparse.Namespace) -> int:
         manner=problem.run_options,
     )
     if arguments.output is not None:
-        found.write_run_files(arguments.output)
+        result.write_run_files(arguments.output)
     if arguments.json:
-        print(json.dumps(to_json(found)))
+        print(json.dumps(to_json(result)))
     else:
         print(
             "\n".join(
-                [describe_problem(config, problem), f"{placement}", "", *describe_simulation(found)]
+                [
+                    describe_problem(config, problem),
+                    f"{placement}",
+                    "",
+                    *describe_simulation(result),
+                ]
             )
         )
     return 0
 
 
 def _read_placement(path: Path) -> Placement:
-    """Of a file. Raises ConfigError."""
     try:
-        loaded = read_small_json(path)
+        content = read_small_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--placement {path}: {describe_read_error(error)}") from None
-    return Placement.from_dict(loaded, place=f"--placement {path}")
+    return Placement.from_dict(content, place=f"--placement {path}")
 
 
 def _choose_placement(
     arguments: argparse.Namespace,
     config: RunConfig,
     problem: PlacementProblem,
-    given: Placement | None,
+    chosen: Placement | None,
 ) -> Placement:
-    """The one that is given, or the config's own; checked against the cluster."""
-    placement = given or build_run_placement(config, problem.models)
-    place = f"{arguments.config}, as it is placed" if given is None else f"{arguments.placement}"
+    """Return the chosen placement or the config's own, checked against the cluster."""
+    placement = chosen or build_run_placement(config, problem.models)
+    place = f"placement of {arguments.config}" if chosen is None else f"{arguments.placement}"
     try:
         placement.check_valid(problem.dataflow, problem.cluster)
     except ConfigError as error:
@@ -148,25 +154,25 @@ def _choose_placement(
 
 
 def _parse_failures(arguments: argparse.Namespace) -> FailureModel | None:
-    """How often nodes die, if they do; checkpoints and nodes are yet to be said."""
+    """Build the failure model, None without --mttf-h; `_complete_failures` adds the rest."""
     mttf_h, restart_s = arguments.mttf_h, arguments.restart_s
-    told = f"--restart-s {restart_s:g}"
-    # Where nobody dies, a time until a node is back must still be one.
+    options = f"--restart-s {restart_s:g}"
+    # Without --mttf-h, still validate --restart-s, with any valid mttf_s.
     mttf_s = 2 * restart_s
     if mttf_h is not None:
-        mttf_s, told = mttf_h * HOUR_S, f"--mttf-h {mttf_h:g}, {told}"
+        mttf_s, options = mttf_h * HOUR_S, f"--mttf-h {mttf_h:g}, {options}"
     try:
-        found = FailureModel(mttf_s, restart_s)
+        failures = FailureModel(mttf_s, restart_s)
     except ConfigError as error:
-        raise ConfigError(f"{told}: {error}") from None
-    return None if mttf_h is None else found
+        raise ConfigError(f"{options}: {error}") from None
+    return None if mttf_h is None else failures
 
 
 def _complete_failures(
     failures: FailureModel, config: RunConfig, problem: PlacementProblem
 ) -> FailureModel:
-    """As a run has them: its checkpoints, and the cluster's largest nodes."""
-    # Without checkpoints a run starts again from its beginning.
+    """Add the run's checkpoint interval and the size of the cluster's largest nodes."""
+    # A run without checkpoints restarts from step 0.
     every = config.checkpoint.every or MAX_STEPS
     devices = max(group.devices_per_node for group in problem.cluster.node_groups)
     return replace(failures, checkpoint_every=every, node_devices=devices)
@@ -175,81 +181,77 @@ def _complete_failures(
 def _check_progress(
     failures: FailureModel, placement: Placement, costs: CostModel, steps: int
 ) -> None:
-    """Raise ConfigError if nodes die too often for a run so placed."""
     calls = costs.problem.dataflow.select_calls(CallKind.TRAIN)
     trained = {call.stage: placement.assignments[call.stage] for call in calls}
-    step_s = max(costs.call_duration_s(stage, each) for stage, each in trained.items())
+    step_s = max(costs.call_duration_s(stage, assignment) for stage, assignment in trained.items())
     first_s = costs.first_rollouts_s(placement.assignments[GENERATE_CALL.stage])
-    meshes = [each.mesh for each in trained.values()]
+    meshes = [assignment.mesh for assignment in trained.values()]
     try:
         failures.check_progress(meshes, first_s=first_s, step_s=step_s, steps=steps)
     except ConfigError as error:
         raise ConfigError(f"--mttf-h {failures.mttf_s / HOUR_S:g}: {error}") from None
 
 
-def describe_simulation(found: SimulationResult) -> list[str]:
-    """What came of it, for a person."""
+def describe_simulation(result: SimulationResult) -> list[str]:
     rows = [["stage", "idle", "groups waiting"]]
-    for stage, idle in found.idle_fractions.items():
-        depth = _compute_mean_depth(found, stage)
+    for stage, idle in result.idle_fractions.items():
+        depth = _compute_mean_depth(result, stage)
         rows.append([stage, format_percent(idle), f"{depth:.1f}"])
     ages = " ".join(
-        f"{age}: {tokens / found.tokens_by_staleness.total():.0%}"
-        for age, tokens in sorted(found.tokens_by_staleness.items())
+        f"{age}: {tokens / result.tokens_by_staleness.total():.0%}"
+        for age, tokens in sorted(result.tokens_by_staleness.items())
     )
     lines = [
-        f"step        {format_seconds(found.mean_step_s)} s, median"
-        f" {format_seconds(found.median_step_s)} s"
-        f" ({len(found.step_ends)} steps, {found.warm_up_steps} of them to warm"
-        f" up{_describe_cool_down(found)})",
-        f"throughput  {format_count(found.tokens_per_s)} tokens/s",
-        f"staleness   {found.staleness_mean:.2f} on average, at most {found.staleness_max}"
+        f"step        {format_seconds(result.mean_step_s)} s, median"
+        f" {format_seconds(result.median_step_s)} s"
+        f" ({len(result.step_ends)} steps, {result.warm_up_steps} of them"
+        f" warm-up{_describe_cool_down(result)})",
+        f"throughput  {format_count(result.tokens_per_s)} tokens/s",
+        f"staleness   {result.staleness_mean:.2f} on average, at most {result.staleness_max}"
         f" ({ages})",
-        f"ledger      {found.ledger}",
+        f"ledger      {result.ledger}",
     ]
-    if found.crashes:
+    if result.crashes:
         lines.append(
-            f"crashes     {len(found.crashes)}: {format_count(found.lost_tokens)} tokens"
-            f" sampled in vain,"
-            f" {found.repeated_steps} steps made again"
+            f"crashes     {len(result.crashes)}: {format_count(result.lost_tokens)} tokens"
+            f" lost,"
+            f" {result.repeated_steps} steps repeated"
         )
     return [*lines, "", *format_table(rows)]
 
 
-def _describe_cool_down(found: SimulationResult) -> str:
-    """How many at the end are left out as well."""
-    return (
-        f", the last {found.cool_down_steps} without new prompts" if found.cool_down_steps else ""
-    )
+def _describe_cool_down(result: SimulationResult) -> str:
+    if not result.cool_down_steps:
+        return ""
+    return f", the last {result.cool_down_steps} without new prompts"
 
 
-def _compute_mean_depth(found: SimulationResult, stage: str) -> float:
-    """Groups that waited for a stage, on average over time."""
-    changes = found.queue_depths.get(stage, ())
+def _compute_mean_depth(result: SimulationResult, stage: str) -> float:
+    """Return the time-weighted mean number of groups waiting for a stage."""
+    changes = result.queue_depths.get(stage, ())
     if not changes:
         return 0.0
-    end = found.step_ends[-1]
+    end = result.step_ends[-1]
     times = [*(at for at, _ in changes), end]
     waits = zip(times, times[1:], (depth for _, depth in changes), strict=False)
     return sum((b - a) * depth for a, b, depth in waits) / max(end - changes[0][0], 1e-12)
 
 
-def to_json(found: SimulationResult) -> dict[str, Any]:
-    """What came of it, for scripts."""
+def to_json(result: SimulationResult) -> dict[str, Any]:
     return {
-        "step_s": found.mean_step_s,
-        "step_s_median": found.median_step_s,
-        "tokens_per_s": found.tokens_per_s,
-        "idle": dict(found.idle_fractions),
-        "staleness_mean": found.staleness_mean,
-        "staleness_max": found.staleness_max,
+        "step_s": result.mean_step_s,
+        "step_s_median": result.median_step_s,
+        "tokens_per_s": result.tokens_per_s,
+        "idle": dict(result.idle_fractions),
+        "staleness_mean": result.staleness_mean,
+        "staleness_max": result.staleness_max,
         "staleness": {
-            str(age): tokens for age, tokens in sorted(found.tokens_by_staleness.items())
+            str(age): tokens for age, tokens in sorted(result.tokens_by_staleness.items())
         },
-        "queue_depth": {stage: _compute_mean_depth(found, stage) for stage in found.queue_depths},
-        "step_ends_s": list(found.step_ends),
-        "ledger": vars(found.ledger) | {"drops": dict(found.ledger.drops)},
-        "crashes": len(found.crashes),
-        "lost_tokens": found.lost_tokens,
-        "steps_again": found.repeated_steps,
+        "queue_depth": {stage: _compute_mean_depth(result, stage) for stage in result.queue_depths},
+        "step_ends_s": list(result.step_ends),
+        "ledger": vars(result.ledger) | {"drops": dict(result.ledger.drops)},
+        "crashes": len(result.crashes),
+        "lost_tokens": result.lost_tokens,
+        "steps_again": result.repeated_steps,
     }

@@ -1,4 +1,4 @@
-"""`streamrl train`: check everything, start the run, follow it, end it."""
+"""`streamrl train`: check the config, start the run, forward its reports, shut it down."""
 
 import argparse
 import contextlib
@@ -55,25 +55,23 @@ EXIT_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `streamrl train`."""
     parser.usage = "streamrl train CONFIG [key=value ...] | --resume RUN [key=value ...]"
     parser.add_argument(
         "words",
         nargs="*",
         metavar="CONFIG|key=value",
-        help="a YAML file, then settings that override it, e.g. trainer.lr=1e-4",
+        help="YAML file, then settings that override it, e.g. trainer.lr=1e-4",
     )
     parser.add_argument(
         "--resume",
         type=parse_path,
         metavar="RUN",
-        help="go on with a run directory (its newest checkpoint) or with one checkpoint of it;"
-        " with run.name=NEW as a new run, which leaves that one as it is",
+        help="resume a run directory from its newest checkpoint, or from the checkpoint named;"
+        " with run.name=NEW fork it and leave the original unchanged",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; returns its exit code."""
     claim = RunDirClaim()
     try:
         if arguments.resume is not None:
@@ -92,12 +90,12 @@ def train(
     engines: EngineFactory,
     claim: RunDirClaim | None = None,
 ) -> "RunResult":
-    """Train from a config, go on with a run, or fork one; writes the run directory.
+    """Train a new, resumed or forked run, and write its run directory.
 
-    Of a run directory that is there, `claim` has the lock. Raises ConfigError before anything is
-    written, and the StreamError that ended the run.
+    claim: lock on an existing run directory. Raises ConfigError before any file is written, and
+    the StreamError that ended the run.
     """
-    # Ray and torch take seconds to import, and who asks for help needs neither.
+    # Importing Ray and torch takes seconds; `--help` needs neither.
     from streamrl.actors.launch.driver import RunSession
     from streamrl.actors.launch.ray_cluster import connect_cluster, get_object_store_bytes
     from streamrl.config.preflight import (
@@ -109,59 +107,59 @@ def train(
     origin = resume
     prepared, layout = _prepare_training(config, resume)
     if isinstance(engines, RealEngineFactory):
-        # Those who come from the command line have done so already, as the first thing of all.
+        # `cli.main` has done this already; callers of `train` from Python have not.
         start_fork_server()
-    # While Ray starts, this process has little else to do.
+    # Import wandb in the background while Ray starts.
     preload_wandb(config.telemetry.wandb)
-    with uninterrupted_exit_stack() as end:
+    with uninterrupted_exit_stack() as exit_stack:
         claim = claim_run(config, origin, claim or RunDirClaim())
-        end.callback(claim.release)
-        site = end.enter_context(
+        exit_stack.callback(claim.release)
+        site = exit_stack.enter_context(
             connect_cluster(config.placement, partial(list_placement_options, config, prepared))
         )
-        there = with_placement_mode(config, site.placement.mode)
-        memory = check_worker_memory(there, on_gpu=site.has_gpus)
-        room = compute_shard_bytes(config, prepared, node_stores=get_object_store_bytes())
+        placed_config = with_placement_mode(config, site.placement.mode)
+        memory = check_worker_memory(placed_config, on_gpu=site.has_gpus)
+        shard_bytes = compute_shard_bytes(config, prepared, node_stores=get_object_store_bytes())
         check_interrupted = interrupt_on_signals()
-        log, resume = end.enter_context(open_run_directory(config, origin, layout, claim))
+        log, resume = exit_stack.enter_context(open_run_directory(config, origin, layout, claim))
         sinks = make_sink_group(config.telemetry, _make_run_facts(config, resume))
         sinks.start(config_to_dict(config))
         summary = {"outcome": "failed"}
-        end.enter_context(_close_sinks_at_exit(sinks, summary))
+        exit_stack.enter_context(_close_sinks_at_exit(sinks, summary))
         session = RunSession(
-            there,
+            placed_config,
             prepared,
             on_gpu=site.has_gpus,
-            shard_bytes=room,
+            shard_bytes=shard_bytes,
             memory=memory,
             engines=engines,
         )
-        end.callback(session.close)
+        exit_stack.callback(session.close)
         try:
             sinks.log_event("machine", site.machine_facts)
             notes = (
                 *prepared.notes,
                 describe_refusal(),
                 site.placement.note,
-                describe_shared_slots(there),
+                describe_shared_slots(placed_config),
             )
             for text in filter(None, (*notes, memory.summary_line if memory else "")):
                 sinks.log_event("note", {"text": text})
             if origin is not None and is_fork(config, origin):
                 sinks.log_event("forked", {"from": str(origin.run_dir), "step": origin.version})
 
-            def status(text: str) -> None:
+            def report_status(text: str) -> None:
                 check_interrupted()
                 sinks.show_status(text)
 
-            for text in session.start(resume.checkpoint if resume else None, status):
+            for text in session.start(resume.checkpoint if resume else None, report_status):
                 sinks.log_event("corrupt", {"text": text})
             check_interrupted()
             finish = _forward_reports(session, sinks, log, claim)
         except StreamError as error:
             crashes = session.crash_watch.find_new_crashes()
             failure = _add_kept_checkpoint(_add_crashes(error, crashes), config)
-            with contextlib.suppress(DiskError):  # the disk may be what failed
+            with contextlib.suppress(DiskError):  # a full disk may have caused the failure
                 for crash in crashes:
                     sinks.log_event("crashed", asdict(crash))
                 sinks.log_event("failed", {"error": str(failure)})
@@ -177,9 +175,10 @@ def train(
 def _prepare_training(
     config: RunConfig, resume: ResumePoint | None
 ) -> tuple["PreparedRun", QueueLayout]:
-    """Load and check all that the run reads, and the folders that its groups are in.
+    """Load and check everything the run reads, and the queue folders of a resumed run.
 
-    Refused here, other data or a damaged file costs nothing: raises ConfigError.
+    Raises ConfigError on a damaged checkpoint or on other data than the checkpoint's, before any
+    file is written.
     """
     from streamrl.config.preflight import prepare_run
     from streamrl.config.resume_checks import check_resume
@@ -196,7 +195,7 @@ def _prepare_training(
 
 @contextlib.contextmanager
 def _close_sinks_at_exit(sinks: SinkGroup, summary: EventFields) -> Iterator[None]:
-    """Close the sinks at the end; a disk that refuses does not hide why a run has failed."""
+    """Close the sinks at the end; a disk error on close must not hide the run's own error."""
     try:
         yield
     except BaseException:
@@ -207,23 +206,23 @@ def _close_sinks_at_exit(sinks: SinkGroup, summary: EventFields) -> Iterator[Non
 
 
 def _add_crashes(error: StreamError, crashes: Sequence["CrashRecord"]) -> StreamError:
-    """The error of a run of which processes were ended by a signal, with where their stacks are."""
+    """Add processes killed by a signal, with their stack files, to the error."""
     if not crashes:
         return error
-    told = [f"{each.actor} crashed: {each.reason}, stacks in {each.stacks}" for each in crashes]
-    return type(error)(f"{error}; {'; '.join(told)}")
+    descriptions = [f"{c.actor} crashed: {c.reason}, stacks in {c.stacks}" for c in crashes]
+    return type(error)(f"{error}; {'; '.join(descriptions)}")
 
 
 def _add_kept_checkpoint(error: StreamError, config: RunConfig) -> StreamError:
-    """The error of a disk without space, with what there is to go on from."""
-    is_of_disk = isinstance(error, DiskError | JournalError | NoSpaceError)
+    """Add the newest checkpoint and the resume command to the error of a full disk."""
+    is_disk_error = isinstance(error, DiskError | JournalError | NoSpaceError)
     is_full = any(os.strerror(number) in str(error) for number in NO_SPACE)
-    if not (is_of_disk and is_full) or "; kept: " in str(error):
+    if not (is_disk_error and is_full) or "; kept: " in str(error):
         return error
     complete = list_checkpoints(config.run_dir / "checkpoints")
     kept = complete[-1].name if complete else "the beginning"
     if config.queue.journal.enabled:
-        kept += " and the journals behind it"
+        kept += " and the journals after it"
     text = f"kept: {kept}: make room, then --resume {config.run_dir}"
     return type(error)(f"{error}; {text}")
 
@@ -231,7 +230,6 @@ def _add_kept_checkpoint(error: StreamError, config: RunConfig) -> StreamError:
 def _forward_reports(
     session: "RunSession", sinks: SinkGroup, log: RolloutLog, claim: RunDirClaim
 ) -> "RunResult":
-    """Hand every report to the sinks until the run ends."""
 
     def handle(report: DriverReport) -> None:
         if claim.run_lock is not None:
@@ -251,13 +249,12 @@ def _forward_reports(
 
 
 def _load_queue_layout(resume: ResumePoint) -> QueueLayout:
-    """The folders of the shards of a run that goes on."""
     stored = load_config(resume.run_dir / "config.yaml", is_rehearsed=True)
     return resume.read_layout(shards=stored.queue.shards)
 
 
 def _load_position(checkpoint: Checkpoint, config: RunConfig, prompts: "PromptStream") -> None:
-    """Have prompts go on where a checkpoint is; raises ConfigError if it is of other prompts."""
+    """Set prompts to a checkpoint's position; raises ConfigError if they do not belong to it."""
     try:
         Ledger.from_state(checkpoint.state["ledger"])
         prompts.load_state_dict(checkpoint.state["prompts"])

@@ -1,4 +1,4 @@
-"""The configuration of a run: read, checked, and turned into placements and planner problems."""
+"""Run configuration: read, check, and convert to placements and planner problems."""
 
 from streamrl.config.run_config import (
     ModelConfig,

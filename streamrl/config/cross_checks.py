@@ -1,6 +1,6 @@
-"""What the settings of one room say to those of another: a run whose settings disagree is refused.
+"""Checks across config sections, for settings that are valid alone and contradict each other.
 
-Each check raises ConfigError naming the setting, its value and the rule.
+Each check raises ConfigError with the setting, its value and the rule.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def check_consistency(config: "RunConfig") -> None:
-    """Raise ConfigError for the first disagreement."""
     _check_group_sizes(config)
     _check_critic_trainer(config)
     _check_publishing(config)
@@ -32,8 +31,8 @@ def check_consistency(config: "RunConfig") -> None:
     _check_reference(config)
     if bool(config.algorithm.ptx_coef) != bool(config.data.pretrain):
         raise ConfigError(
-            f"algorithm.ptx_coef={config.algorithm.ptx_coef}: goes with data.pretrain="
-            f"{config.data.pretrain}: a pretraining loss has both a weight and texts"
+            f"algorithm.ptx_coef={config.algorithm.ptx_coef}, data.pretrain="
+            f"{config.data.pretrain}: a pretraining loss needs both a coefficient and texts"
         )
 
 
@@ -50,15 +49,15 @@ def _check_group_sizes(config: "RunConfig") -> None:
             f"algorithm.kl_horizon={config.algorithm.kl_horizon}: must be at least the {rollouts}"
             " rollouts of a step"
         )
-    parts, groups = config.algorithm.mini_batches, config.pipeline.groups_per_step
-    if groups % parts:
+    mini_batches, groups = config.algorithm.mini_batches, config.pipeline.groups_per_step
+    if groups % mini_batches:
         raise ConfigError(
-            f"algorithm.mini_batches={parts}: must divide pipeline.groups_per_step={groups}"
+            f"algorithm.mini_batches={mini_batches}: must divide pipeline.groups_per_step={groups}"
         )
     if config.filter.kind == "equal_rewards" and config.algorithm.group_size == 1:
         raise ConfigError(
-            "filter.kind=equal_rewards: takes out none of algorithm.group_size=1, as there is"
-            " nothing to be equal to"
+            "filter.kind=equal_rewards has no effect: algorithm.group_size=1 leaves no rewards to"
+            " compare"
         )
     if (config.filter.oversample_factor or 1) > MOST_OVERSAMPLED:
         raise ConfigError(
@@ -67,51 +66,54 @@ def _check_group_sizes(config: "RunConfig") -> None:
 
 
 def _check_publishing(config: "RunConfig") -> None:
-    """The last step before a version is published is trained on the one before it."""
-    every = config.weights.publish_every
+    """Check that publishing every n-th version respects the staleness bounds.
+
+    The last step before a publication trains on tokens n - 1 versions old.
+    """
+    publish_every = config.weights.publish_every
     for key, bound in (
         ("max_staleness", config.pipeline.max_staleness),
         ("depth", config.pipeline.max_steps_ahead),
     ):
-        if every > bound + 1:
+        if publish_every > bound + 1:
             raise ConfigError(
-                f"weights.publish_every={every}: the last step before a version would be"
-                f" trained on tokens that are {every - 1} versions old, but"
+                f"weights.publish_every={publish_every}: the last step before a publication trains"
+                f" on tokens that are {publish_every - 1} versions old, but"
                 f" pipeline.{key}={bound}"
             )
 
 
 def _check_pools(config: "RunConfig") -> None:
-    roles, split = config.dataflow.calls_by_role, config.generator.tensor_parallel
-    shares = any("generator" in pool for pool in config.placement.shared_pools)
-    if split > 1 and shares and not config.placement.is_hybrid:
+    roles, tp_size = config.dataflow.calls_by_role, config.generator.tensor_parallel
+    is_shared = any("generator" in pool for pool in config.placement.shared_pools)
+    if tp_size > 1 and is_shared and not config.placement.is_hybrid:
         raise ConfigError(
-            f"generator.tensor_parallel={split}: needs devices of its own, or those of a trainer's"
-            f" ranks; with placement.mode={config.placement.mode} a generator has a part of one"
+            f"generator.tensor_parallel={tp_size}: needs dedicated devices, or those of a trainer's"
+            f" ranks; with placement.mode={config.placement.mode} a generator shares one device"
         )
     for i, pool in enumerate(config.placement.pools):
         for role in pool:
             if role not in roles:
                 raise ConfigError(
-                    f"placement.pools[{i}].{role}: {config.algorithm.name} has none here; its roles"
-                    f" are {', '.join(roles)}"
+                    f"placement.pools[{i}].{role}: {config.algorithm.name} has no such role here;"
+                    f" the roles are {', '.join(roles)}"
                 )
 
 
 def find_colocation_conflict(config: "RunConfig") -> str:
-    """Why trainer and generators cannot share processes, if so: setting, value and reason."""
+    """Return why trainer and generators cannot share processes (setting, value, reason), or ""."""
     generator, ranks = config.generator, config.trainer.world_size
-    split = generator.tensor_parallel
+    tp_size = generator.tensor_parallel
     sizes = (
         (
-            bool(ranks % split),
+            bool(ranks % tp_size),
             "generator.tensor_parallel",
             f"it must divide trainer.world_size={ranks}",
         ),
         (
-            generator.replicas not in (1, ranks // split),
+            generator.replicas not in (1, ranks // tp_size),
             "generator.replicas",
-            f"{_describe_generator_hosts(split)} of trainer.world_size={ranks} ranks has"
+            f"{_describe_generator_hosts(tp_size)} of trainer.world_size={ranks} ranks hosts"
             f" a generator",
         ),
     )
@@ -121,22 +123,22 @@ def find_colocation_conflict(config: "RunConfig") -> str:
 
 
 def find_conflict_at_any_size(config: "RunConfig", max_staleness: int) -> str:
-    """The same under another bound of staleness, whatever numbers of ranks and replicas are."""
+    """Return the conflict that exists for any number of ranks and replicas, or ""."""
     weights = config.weights
     drains = weights.on_update == "drain" and max_staleness > 0
     reasons = (
         (weights.publish_every > 1, "weights.publish_every", "the weights change at every step"),
-        (weights.transport != AUTO, "weights.transport", "weights do not travel"),
-        (drains, "weights.on_update", "rollouts cannot end while others compute"),
+        (weights.transport != AUTO, "weights.transport", "weights need no transport"),
+        (drains, "weights.on_update", "rollouts cannot finish while the trainer computes"),
         (
             config.critic.shared_coef is not None,
             "critic.shared_coef",
-            "nobody else can follow the policy",
+            "the generator cannot share a policy that has a value head",
         ),
         (
             config.generator.threads != config.trainer.threads,
             "generator.threads",
-            f"it computes with the trainer.threads={config.trainer.threads} of its process",
+            f"the generator uses the trainer.threads={config.trainer.threads} of its process",
         ),
     )
     return _format_first_conflict(config, reasons)
@@ -151,8 +153,8 @@ def _format_first_conflict(config: "RunConfig", reasons: Iterable[tuple[bool, st
     return ""
 
 
-def _describe_generator_hosts(split: int) -> str:
-    return "each" if split == 1 else f"every team of generator.tensor_parallel={split}"
+def _describe_generator_hosts(tp_size: int) -> str:
+    return "each" if tp_size == 1 else f"every group of generator.tensor_parallel={tp_size}"
 
 
 def _check_reference(config: "RunConfig") -> None:
@@ -162,12 +164,12 @@ def _check_reference(config: "RunConfig") -> None:
     ):
         raise ConfigError(
             f"reference.every={every}: {config.algorithm.name} with"
-            f" algorithm.kl_coef={config.algorithm.kl_coef} has no reference"
+            f" algorithm.kl_coef={config.algorithm.kl_coef} uses no reference"
         )
     if decay and config.trainer.lora_rank:
         raise ConfigError(
-            f"reference.decay={decay}: an average of adapters is no average of models;"
-            f" with trainer.lora_rank={config.trainer.lora_rank} it must be 0"
+            f"reference.decay={decay}: averaging LoRA factors does not average the models;"
+            f" with trainer.lora_rank={config.trainer.lora_rank} reference.decay must be 0"
         )
 
 
@@ -177,9 +179,9 @@ def _list_critic_roles(config: "RunConfig") -> list[str]:
 
 
 def _check_critic_trainer(config: "RunConfig") -> None:
-    """What a critic takes over from the policy is wrong only where there is one, apart from it."""
-    is_said = config.critic.trainer != CriticConfig().trainer
-    if is_said or (_list_critic_roles(config) and config.critic.shared_coef is None):
+    """Check critic.trainer if the user set it, or if a separate critic inherits the trainer."""
+    is_set = config.critic.trainer != CriticConfig().trainer
+    if is_set or (_list_critic_roles(config) and config.critic.shared_coef is None):
         config.get_trainer_config(CRITIC)
 
 
@@ -188,37 +190,37 @@ def _check_critic(config: "RunConfig") -> None:
     for key, default in vars(CriticConfig()).items():
         if not critics and vars(config.critic)[key] != default:
             raise ConfigError(
-                f"critic.{key}={vars(config.critic)[key]}: {config.algorithm.name} has no critic;"
-                " critic={} takes all of it back"
+                f"critic.{key}={vars(config.critic)[key]} has no effect: {config.algorithm.name}"
+                " has no critic. Remove it (or pass critic={})"
             )
     if config.critic.shared_coef is not None and critics != [CRITIC]:
         raise ConfigError(
             f"critic.shared_coef={config.critic.shared_coef}: {config.algorithm.name} has"
-            f" {' and '.join(critics)}; it is one critic that can share the policy's model"
+            f" {' and '.join(critics)}; only a single value critic can share the policy's model"
         )
     if config.critic.shared_coef is not None and config.weights.transport == DISK:
         raise ConfigError(
-            "weights.transport=disk: a version has to be a model others can load, and with"
-            f" critic.shared_coef={config.critic.shared_coef} the policy's has a critic's head"
+            "weights.transport=disk: published versions must be plain models, and with"
+            f" critic.shared_coef={config.critic.shared_coef} the policy has a value head"
         )
     if config.critic.shared_coef is not None and not config.algorithm.correction.count_rejected:
         raise ConfigError(
-            "algorithm.correction.count_rejected=False: with critic.shared_coef values are"
-            " learned from all tokens, and divided by as many"
+            "algorithm.correction.count_rejected=False: with critic.shared_coef the value loss"
+            " covers all tokens, so its denominator counts rejected tokens too"
         )
 
 
 def _check_columns(config: "RunConfig") -> None:
     try:
-        # A column that nobody makes is told here.
+        # Raises for a column that no stage produces.
         build_dataflow(list_required_columns(config.algorithm.spec, config.algorithm_settings))
     except (AlgorithmError, ValueError) as error:
         raise ConfigError(str(error)) from error
 
 
 def check_algorithm(config: "RunConfig") -> None:
-    """Raise ConfigError if the algorithm fails on a made-up step, or ignores a setting."""
-    # It computes, and torch takes a second to import.
+    """Raise ConfigError if the algorithm fails on a synthetic step or ignores a setting."""
+    # Imports torch, which takes a second.
     from streamrl.algorithms.dry_run import dry_run_algorithm, find_read_settings
 
     try:
@@ -232,22 +234,23 @@ def check_algorithm(config: "RunConfig") -> None:
 
 
 def _check_costs(config: "RunConfig") -> None:
-    wanted = "costs" in config.algorithm.spec.columns
-    if wanted and not config.costs:
+    needs_costs = "costs" in config.algorithm.spec.columns
+    if needs_costs and not config.costs:
         raise ConfigError(
-            f"costs: empty; {config.algorithm.name} needs at least one, written as a reward is"
+            f"costs: empty; {config.algorithm.name} needs at least one entry, written like a reward"
         )
-    if config.costs and not wanted:
+    if config.costs and not needs_costs:
         raise ConfigError(
-            f"costs: {config.algorithm.name} has no use for them; a reward of weight 0 is logged"
+            f"costs: {config.algorithm.name} uses none; to only log a score, add a reward of"
+            " weight 0"
         )
 
 
 def count_trained_steps(config: "RunConfig", role: str) -> int:
-    """The steps of a run in which the model of a role is trained: in some the policy may rest."""
-    rests = (
+    """Count the steps that train a role's model; the policy is frozen during critic warm-up."""
+    frozen_steps = (
         config.critic.warmup_alone
         if role == POLICY and len(config.dataflow.trained_roles) > 1
         else 0
     )
-    return max(1, config.run.steps - rests)
+    return max(1, config.run.steps - frozen_steps)

@@ -1,6 +1,6 @@
-"""Everything that can be checked before a process is started or a file is written.
+"""Preflight: every check that needs no process and writes no file.
 
-What passes here is at hand already: the stream of prompts, and the dataflow.
+`prepare_run` returns the loaded prompts and the dataflow for the start that follows.
 """
 
 import asyncio
@@ -54,18 +54,18 @@ from streamrl.rewards.group_filter import build_group_filter
 
 GIB = 1 << 30
 NUM_EXPERT_AXES = 3
-"""Axes of a parameter that has the weights of all experts of a layer."""
+"""Number of axes of a parameter that stacks the weights of all experts of a layer."""
 PROCESS_GIB = 0.4
-"""What an actor takes once its libraries are loaded, before any model, GiB."""
+"""Memory of an actor after its imports and before any model, GiB; measured."""
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that may start. `max_length`: most tokens of prompt and completion together.
+    """Run that passed all checks and may start.
 
-    `eval_prompts`: those of each file, by its name. `components`: the columns that scores, and
-    costs, are combined from. `model_bytes`: size of the model's weights as stored.
-    `reward_model_bytes`: by role, that of the models that the rewards, or costs, are computed with.
+    eval_prompts: prompts by name of their file. component_columns: reward and cost components.
+    max_length: maximum tokens of prompt plus completion. model_bytes: size of the stored weights.
+    reward_model_bytes: size of model-based rewards and costs, by role.
     """
 
     dataflow: Dataflow
@@ -79,31 +79,33 @@ class PreparedRun:
 
 
 def prepare_run(config: RunConfig) -> PreparedRun:
-    """Load and check what the run reads. Raises ConfigError in one line; writes nothing."""
+    """Load and check everything the run reads. Raises a one-line ConfigError; writes no file."""
     os.environ.update(make_trusted_env(*config.trusted_models))
-    around = RewardContext(config.scorer, config.sandbox)
-    rewards = build_rewards(config.rewards, around)
-    costs = [build_rewards(config.costs, around, score_spec=COSTS)] if config.costs else []
+    context = RewardContext(config.scorer, config.sandbox)
+    rewards = build_rewards(config.rewards, context)
+    costs = [build_rewards(config.costs, context, judged=COSTS)] if config.costs else []
     build_group_filter(config.filter)
     model_tokens = read_model_length(config.model.path, limit=config.model.max_length)
     _check_stop_tokens(config)
     limit = config.data.compute_prompt_limit(
         model_tokens=model_tokens, max_new_tokens=config.generator.max_new_tokens
     )
-    said = [asyncio.run(judges.run_preflight()) for judges in (rewards, *costs)]
+    notes = [asyncio.run(reward_set.run_preflight()) for reward_set in (rewards, *costs)]
 
     def inspect(prompts: Sequence[Prompt]) -> None:
-        for judges in (rewards, *costs):
-            judges.check_prompts(prompts)
+        for reward_set in (rewards, *costs):
+            reward_set.check_prompts(prompts)
 
-    new, on_long = config.generator.max_new_tokens, config.data.on_long_prompt
-    is_given = config.data.max_prompt_tokens is not None
+    max_new_tokens, on_long = config.generator.max_new_tokens, config.data.on_long_prompt
+    has_prompt_limit = config.data.max_prompt_tokens is not None
     train = open_training_files(
         config.data.train_files,
         config.model.path,
         limit=limit,
         on_long=on_long,
-        room=None if is_given else config.pipeline.micro_batch_tokens - new,
+        max_sampled_tokens=None
+        if has_prompt_limit
+        else config.pipeline.micro_batch_tokens - max_new_tokens,
         inspect=inspect,
     )
     evaluation = load_prompt_files(
@@ -111,7 +113,7 @@ def prepare_run(config: RunConfig) -> PreparedRun:
         config.model.path,
         limit=limit,
         on_long=on_long,
-        most=config.evaluation.limit,
+        max_prompts=config.evaluation.limit,
     )
     inspect(evaluation.prompts)
     if config.data.pretrain:
@@ -119,7 +121,7 @@ def prepare_run(config: RunConfig) -> PreparedRun:
     longest = max(
         train.max_prompt_tokens, *(len(prompt.token_ids) for prompt in evaluation.prompts), 0
     )
-    max_length = longest + new
+    max_length = longest + max_new_tokens
     _check_micro_batch(config, max_length)
     dataflow = config.dataflow
     for role in dataflow.trained_roles:
@@ -132,7 +134,7 @@ def prepare_run(config: RunConfig) -> PreparedRun:
         check_lora_targets(
             config.get_model_path(role), config.get_trainer_config(role), section=section
         )
-        said.append(
+        notes.append(
             _note_frozen_experts(
                 config.get_model_path(role), config.get_trainer_config(role), section
             )
@@ -140,7 +142,7 @@ def prepare_run(config: RunConfig) -> PreparedRun:
         _check_lr_schedule(config, role, section)
         ranks = config.get_trainer_config(role).tensor_parallel
         check_tensor_parallel(config.get_model_path(role), ranks, section=section)
-    said.append(describe_untrained_layers(config.model.path))
+    notes.append(describe_untrained_layers(config.model.path))
     check_generator_split(config.model.path, config.generator.tensor_parallel)
     check_worker_memory(config, on_gpu=torch.cuda.is_available())
     return PreparedRun(
@@ -153,20 +155,20 @@ def prepare_run(config: RunConfig) -> PreparedRun:
         ),
         eval_prompts=evaluation.prompts_by_name,
         component_columns=tuple(
-            name for judges in (rewards, *costs) for name in judges.component_columns
+            name for reward_set in (rewards, *costs) for name in reward_set.component_columns
         ),
         max_length=max_length,
         model_bytes=sum(file.stat().st_size for file in list_weight_files(Path(config.model.path))),
-        notes=(*chain.from_iterable(said), *_collect_notes(config, train, evaluation)),
+        notes=(*chain.from_iterable(notes), *_collect_notes(config, train, evaluation)),
         reward_model_bytes={
-            call.role: judges.model_bytes
-            for call, judges in zip((REWARD_CALL, COST_CALL), (rewards, *costs), strict=False)
+            call.role: reward_set.model_bytes
+            for call, reward_set in zip((REWARD_CALL, COST_CALL), (rewards, *costs), strict=False)
         },
     )
 
 
 def _check_lr_schedule(config: RunConfig, role: str, section: str) -> None:
-    """Raise ConfigError for a learning rate's schedule that the settings of a role do not give."""
+    """Raise ConfigError if the role's learning-rate schedule is invalid for its number of steps."""
     try:
         config.get_trainer_config(role).compute_lr(0, count_trained_steps(config, role))
     except ConfigError as error:
@@ -178,30 +180,29 @@ def _check_lr_schedule(config: RunConfig, role: str, section: str) -> None:
 def list_placement_options(
     config: RunConfig, prepared: PreparedRun, on_gpu: bool
 ) -> dict[str, PlacementOption]:
-    """What a run asks for in each mode it may be placed in, best first."""
+    """Return the resource demands of each allowed mode, best first, or why the mode is excluded."""
     modes = [config.placement.mode]
-    # Before Ray is started it has told of no GPU.
+    # Ray reports its GPUs only after it has started.
     has_gpu = on_gpu or torch.cuda.is_available()
     if modes == ["auto"]:
         modes = ["disaggregated", "colocated"]
-    found: dict[str, PlacementOption] = {}
+    options: dict[str, PlacementOption] = {}
     for mode in modes:
         if mode == "colocated" and config.colocation_conflict:
-            found[mode] = config.colocation_conflict
+            options[mode] = config.colocation_conflict
             continue
-        there = with_placement_mode(config, mode)
-        wanted = list_resource_demands(there, prepared, on_gpu)
+        placed_config = with_placement_mode(config, mode)
+        demands = list_resource_demands(placed_config, prepared, on_gpu)
         problem = (
-            _find_cache_problem(there, wanted)
-            or _find_budget_problem(there, has_gpu)
-            or _find_serving_problem(there, has_gpu)
+            _find_cache_problem(placed_config, demands)
+            or _find_budget_problem(placed_config, has_gpu)
+            or _find_serving_problem(placed_config, has_gpu)
         )
-        found[mode] = problem or wanted
-    return found
+        options[mode] = problem or demands
+    return options
 
 
 def _find_budget_problem(config: RunConfig, on_gpu: bool) -> str:
-    """What is wrong where workers cannot stay within their budget."""
     if config.placement.memory_mb is None:
         return ""
     try:
@@ -212,54 +213,55 @@ def _find_budget_problem(config: RunConfig, on_gpu: bool) -> str:
 
 
 def _find_serving_problem(config: RunConfig, on_gpu: bool) -> str:
-    """What is wrong where vLLM cannot take up new weights of the model as it is placed."""
-    path, ranks, there = config.model.path, config.generator.tensor_parallel, config.placement
-    if there.is_hybrid:
+    """Return why vLLM cannot load new weights under this placement, or ""."""
+    path, ranks, placement = config.model.path, config.generator.tensor_parallel, config.placement
+    if placement.is_hybrid:
         architectures = read_model_config(path).architectures or ()
-        if why := explain_unshareable_process(architectures, mode=there.mode, on_gpu=on_gpu):
+        if why := explain_unshareable_process(architectures, mode=placement.mode, on_gpu=on_gpu):
             return why
     return explain_unloadable_split(ranks, has_experts=has_experts(path), on_gpu=on_gpu)
 
 
 def _find_cache_problem(config: RunConfig, demands: Sequence[ResourceDemand]) -> str:
-    """What is wrong where a generator would take all of a GPU that others have a part of."""
+    """Return the error if a generator would claim all memory of a shared GPU, or ""."""
     if config.generator.kv_cache_mb is not None or not config.placement.shared_pools:
         return ""
     placement = assign_slots(config)
     on_gpu = {demand.calls[0].role for demand in demands if demand.calls and demand.gpus}
-    beside = {
+    neighbors = {
         role
         for slot in placement.find_slots([GENERATE_CALL.role])
         for role in placement.list_roles(slot)
     }
-    others = sorted(beside & on_gpu - {GENERATE_CALL.role})
+    others = sorted(neighbors & on_gpu - {GENERATE_CALL.role})
     if not others:
         return ""
     return (
         f"generator.kv_cache_mb=null: must be set where a generator shares a GPU, here with"
-        f" {', '.join(others)}, else the KV cache takes what there is"
+        f" {', '.join(others)}; otherwise the KV cache takes all free memory"
     )
 
 
 def list_resource_demands(
     config: RunConfig, prepared: PreparedRun, on_gpu: bool
 ) -> list[ResourceDemand]:
-    """The actors a run needs, in flow order; shards and coordinator take no slot.
+    """Return the resource demands of a run's actors in flow order.
 
-    Where roles share devices, the slots are asked for by themselves, and the actors have a part of
-    one each.
+    Shards and the coordinator take no slot.
+
+    With shared pools the slots are demanded separately, and each actor uses part of a slot.
     """
-    shares = bool(config.placement.shared_pools)
-    found = []
+    is_shared = bool(config.placement.shared_pools)
+    demands = []
     for role, (key, count) in count_actors(config).items():
-        # It, or a part of it, lives in the process of a rank.
+        # A generator of a colocated run lives in a trainer rank's process.
         is_guest = role == GENERATE_CALL.role and config.placement.is_hybrid
         is_split = role == GENERATE_CALL.role and not is_guest
         devices = config.generator.tensor_parallel if is_split else 1
         weights = prepared.model_bytes
         if role in (REWARD_CALL.role, COST_CALL.role):
             weights = prepared.reward_model_bytes.get(role, 0)
-        found.append(
+        demands.append(
             ResourceDemand(
                 prepared.dataflow.calls_by_role[role],
                 role="trainer" if role == POLICY else role,
@@ -270,16 +272,16 @@ def list_resource_demands(
                 memory_gib=0.0
                 if is_guest
                 else devices * PROCESS_GIB + (not on_gpu) * weights / GIB,
-                is_in_shared_slot=shares,
+                is_in_shared_slot=is_shared,
             )
         )
-    return [*_iter_slot_demands(config, found), *found] if shares else found
+    return [*_iter_slot_demands(config, demands), *demands] if is_shared else demands
 
 
 def _iter_slot_demands(
     config: RunConfig, demands: Sequence[ResourceDemand]
 ) -> Iterator[ResourceDemand]:
-    """Slots that roles share; those where somebody has a model on a GPU are GPUs."""
+    """Yield the demand for shared slots; a slot with a model on a GPU demands a GPU."""
     placement, key = assign_slots(config), f"placement.mode={config.placement.mode}"
     on_gpus = len(placement.find_slots({d.calls[0].role for d in demands if d.gpus}))
     for count, gpus in ((on_gpus, 1), (placement.num_slots - on_gpus, 0)):
@@ -288,31 +290,31 @@ def _iter_slot_demands(
 
 
 def check_worker_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory | None:
-    """What a worker of a colocated run holds; None of other runs.
+    """Return the memory of a worker of a colocated run.
 
-    Raises ConfigError with the arithmetic if it cannot stay within placement.memory_mb.
+    Raises ConfigError with the arithmetic if the worker exceeds placement.memory_mb.
     """
     budget_mb, generator = config.placement.memory_mb, config.generator
     if not config.placement.is_hybrid:
         return None
-    held = estimate_worker_memory(
+    memory = estimate_worker_memory(
         config.model.path,
         config.trainer,
         generator,
         micro_batch_tokens=config.pipeline.micro_batch_tokens,
         on_gpu=on_gpu,
     )
-    least = held.fit_budget(budget_mb)
-    if least.releases_kv and config.weights.kv == "keep":
+    fitted = memory.fit_budget(budget_mb)
+    if fitted.releases_kv and config.weights.kv == "keep":
         raise ConfigError(
-            "weights.kv=keep: the KV cache is released while a worker trains, which stays within"
-            f" placement.memory_mb={budget_mb} only so: {held.format_sum('train')} MB"
+            "weights.kv=keep: a worker fits placement.memory_mb"
+            f"={budget_mb} only if it frees the KV cache while training:"
+            f" {memory.format_sum('train')} MB"
         )
-    return least
+    return fitted
 
 
 def compute_max_group_bytes(config: RunConfig, prepared: PreparedRun) -> int:
-    """Most bytes the columns of one group can take in the queue."""
     return max_group_bytes(
         prepared.dataflow,
         prepared.component_columns,
@@ -324,24 +326,24 @@ def compute_max_group_bytes(config: RunConfig, prepared: PreparedRun) -> int:
 def compute_shard_bytes(
     config: RunConfig, prepared: PreparedRun, *, node_stores: Sequence[float]
 ) -> int:
-    """What one shard may hold of the object store of its node, whichever that is.
+    """Return the object-store bytes that one shard may use on any node.
 
-    `node_stores` are their sizes in bytes. Raises ConfigError if a step could need more.
+    node_stores: object store size of each node, bytes. Raises ConfigError if a step may need more.
     """
     per_node, smallest = -(-config.queue.shards // len(node_stores)), min(node_stores)
-    share = int(config.queue.store_share * smallest / per_node)
+    shard_bytes = int(config.queue.store_share * smallest / per_node)
     check_shard_bytes(
-        share,
+        shard_bytes,
         group_bytes=compute_max_group_bytes(config, prepared),
         groups_per_step=config.pipeline.groups_per_step,
         place=f"queue.store_share={config.queue.store_share} of an object store of"
         f" {smallest / 2**20:.0f} MB over {per_node} of queue.shards={config.queue.shards}",
     )
-    return share
+    return shard_bytes
 
 
 def _note_frozen_experts(path: str, trainer: TrainerConfig, section: str) -> list[str]:
-    """Say that routed experts get no adapters: their weights are no linear layers."""
+    """Note that routed experts stay frozen under LoRA: their weights are not Linear modules."""
     if not trainer.lora_rank:
         return []
     shapes = read_stored_shapes(Path(path), "model.path")
@@ -355,8 +357,8 @@ def _note_frozen_experts(path: str, trainer: TrainerConfig, section: str) -> lis
         return []
     return [
         f"{section}.lora_rank={trainer.lora_rank}: routed experts,"
-        f" {frozen / sum(sizes.values()):.0%} of the model's weights, get no adapters and stay as"
-        " they are"
+        f" {frozen / sum(sizes.values()):.0%} of the model's weights, get no adapters and stay"
+        " frozen"
     ]
 
 
@@ -365,33 +367,33 @@ def _check_stop_tokens(config: RunConfig) -> None:
     for token_id in config.generator.stop_token_ids:
         if token_id >= vocab_size:
             raise ConfigError(
-                f"generator.stop_token_ids: {token_id}: the model knows ids below {vocab_size}"
+                f"generator.stop_token_ids: {token_id}: the vocabulary has ids below {vocab_size}"
             )
 
 
 def _check_micro_batch(config: RunConfig, max_length: int) -> None:
-    budget, new = config.pipeline.micro_batch_tokens, config.generator.max_new_tokens
+    budget, max_new_tokens = config.pipeline.micro_batch_tokens, config.generator.max_new_tokens
     if budget < max_length:
         raise ConfigError(
-            f"pipeline.micro_batch_tokens={budget}: must hold one rollout, {max_length} tokens"
-            f" = longest prompt {max_length - new} + generator.max_new_tokens {new}"
+            f"pipeline.micro_batch_tokens={budget}: must fit one rollout of {max_length} tokens"
+            f" = longest prompt {max_length - max_new_tokens}"
+            f" + generator.max_new_tokens {max_new_tokens}"
         )
 
 
 def _collect_notes(
     config: RunConfig, train: TrainingFiles, evaluation: LoadedPrompts
 ) -> tuple[str, ...]:
-    """What the user should know before the run starts."""
     notes = [note for opened in train.files for note in opened.notes]
     notes += [note for loaded in evaluation.files for note in loaded.notes]
     if config.critic.warmup_alone >= config.run.steps:
         notes.append(
-            f"critic.warmup_alone={config.critic.warmup_alone}: the policy is trained in none of"
+            f"critic.warmup_alone={config.critic.warmup_alone}: the policy is frozen in all"
             f" run.steps={config.run.steps}"
         )
     groups = config.run.steps * config.pipeline.groups_per_step
     for part in train.stream_files:
-        of = f"{part.name}, {part.fraction:.0%} of the stream: " if len(train.files) > 1 else ""
+        name = f"{part.name}, {part.fraction:.0%} of the stream: " if len(train.files) > 1 else ""
         count, size = round(groups * part.fraction), len(part.indices)
-        notes.append(f"{of}{size} prompts; {count} groups are {count / size:.2f} epochs")
+        notes.append(f"{name}{size} prompts; {count} groups are {count / size:.2f} epochs")
     return tuple(notes)

@@ -1,7 +1,7 @@
-"""What a resume reads, checked before it touches a file or starts a process.
+"""Checks of everything a resume reads, before it changes a file or starts a process.
 
-The books, the snapshots and journals of the shards, the trainers' state, the metrics: all that
-would be found missing, damaged or foreign later, when actors have started and rows are cut off.
+Covers the run log, the shards' snapshots and journals, trainer states and metrics. Otherwise a
+damaged file would only surface after actors have started and metric rows have been cut.
 """
 
 import copy
@@ -37,10 +37,10 @@ from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE, read_jsonl
 def load_run_log(
     run_dir: Path, state: Mapping[str, Any] | None, *, debug: bool = False
 ) -> RecoveredRunLog:
-    """Read the books of a run behind a checkpoint's state, or from their beginning.
+    """Recover the run log from a checkpoint's state on, or from its beginning.
 
-    Raises JournalError for a log that cannot be read, and LedgerError for one that contradicts
-    itself or the checkpoint.
+    Raises JournalError for an unreadable log, and LedgerError if the log contradicts itself or
+    the checkpoint.
     """
     first = state["cuts"][RUN_LOG_FOLDER] if state is not None else 0
     ledger = state["ledger"] if state is not None else None
@@ -49,23 +49,23 @@ def load_run_log(
 
 
 def redraw_prompts(prompts: PromptStream, drawn: Sequence[str], run_dir: Path) -> None:
-    """Have prompts go on behind those that were drawn since the checkpoint.
+    """Advance `prompts` past the uids drawn since the checkpoint.
 
-    Raises JournalError if the data gives others.
+    Raises JournalError if the data now yields different prompts.
     """
-    again = [prompt.uid for prompt in prompts.draw_prompts(len(drawn))]
-    if again != list(drawn):
-        was, now = next(pair for pair in zip(drawn, again, strict=True) if pair[0] != pair[1])
+    redrawn = [prompt.uid for prompt in prompts.draw_prompts(len(drawn))]
+    if redrawn != list(drawn):
+        old, new = next(pair for pair in zip(drawn, redrawn, strict=True) if pair[0] != pair[1])
         folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
-        raise JournalError(f"{folder}: prompt {was} was admitted, the data gives {now}")
+        raise JournalError(f"{folder}: prompt {old} was admitted, but the data now yields {new}")
 
 
 def check_resume(
     resume: ResumePoint, layout: QueueLayout, config: RunConfig, prompts: PromptStream
 ) -> None:
-    """Raise ConfigError in one line if a run cannot go on from here; nothing is touched.
+    """Raise a one-line ConfigError if the run cannot resume from here. Changes no file.
 
-    `layout` is where its groups are; `prompts` stay where they are.
+    layout: shard folders of the run. prompts: left at their position.
     """
     from streamrl.telemetry.sink_group import check_resumable_sinks
 
@@ -84,13 +84,13 @@ def check_resume(
             or resume.has_contiguous_journal
             or not resume.should_keep_journal
         ):
-            has_begun = resume.checkpoint is None and isinstance(error, JournalError)
-            hint = ": nothing goes on without a checkpoint; start a run of another name"
-            raise ConfigError(f"{place}: {error}{hint if has_begun else ''}") from None
+            is_first_start = resume.checkpoint is None and isinstance(error, JournalError)
+            hint = ": the run has no checkpoint to resume from; start a run with another name"
+            raise ConfigError(f"{place}: {error}{hint if is_first_start else ''}") from None
         raise ConfigError(
             f"--resume {resume.run_dir}: {error}: a checkpoint newer than"
-            f" {resume.checkpoint.path.name} is lost; {place} goes on from that one, without what"
-            " came after it"
+            f" {resume.checkpoint.path.name} is lost; {place} resumes from that checkpoint and"
+            " loses later steps"
         ) from None
 
 
@@ -110,7 +110,7 @@ def _check_checkpoint(checkpoint: Checkpoint, dataflow: Dataflow) -> None:
             for path in ranks:
                 load_legacy_progress(path)
         else:
-            raise CheckpointError(f"{state} holds no state of a trainer")
+            raise CheckpointError(f"{state} contains no trainer state")
 
 
 def _check_queue(
@@ -119,41 +119,41 @@ def _check_queue(
     state = resume.checkpoint.state if resume.checkpoint else None
     steps: Collection[TrainedStep] = ()
     if resume.should_keep_journal:
-        found = load_run_log(resume.run_dir, state)
-        others = copy.copy(prompts)
-        others.take_skipped()  # which the run counts itself, as it draws them
-        redraw_prompts(others, found.drawn_uids, resume.run_dir)
-        steps = found.steps_to_replay.values()
+        run_log = load_run_log(resume.run_dir, state)
+        replayed = copy.copy(prompts)
+        replayed.take_skipped()  # the run counts skipped rows again when it draws them
+        redraw_prompts(replayed, run_log.drawn_uids, resume.run_dir)
+        steps = run_log.steps_to_replay.values()
     elif state is not None:
         Ledger.from_state(state["ledger"])
-    ports = {
+    schemas = {
         call.stage: StageSchema(call.needs, call.produces) for call in config.dataflow.queue_calls
     }
-    books = [_read_shard(resume, name, ports) for name in layout.shard_names]
+    shards = [_read_shard(resume, name, schemas) for name in layout.shard_names]
     for step in steps:
         for group in step.groups:
-            book = books[get_shard_index(group.uid, len(books))]
-            if not book.retired_groups.get(group.uid) and group.uid not in book.groups:
+            shard = shards[get_shard_index(group.uid, len(shards))]
+            if not shard.retired_groups.get(group.uid) and group.uid not in shard.groups:
                 raise JournalError(
-                    f"step {step.version} has to be made again, but its group {group.uid} is in no"
-                    " journal; go back to an older checkpoint"
+                    f"step {step.version} must be repeated, but its group {group.uid} is in no"
+                    " journal; resume from an older checkpoint"
                 )
 
 
-def _read_shard(resume: ResumePoint, name: str, ports: Mapping[str, StageSchema]) -> ShardState:
-    """All of a shard, read as its actor will; damaged records are left out there, too."""
+def _read_shard(resume: ResumePoint, name: str, schemas: Mapping[str, StageSchema]) -> ShardState:
+    """Recover a shard as its actor would, skipping damaged records, and decode its prompts."""
     journal = get_journal_dir(resume.run_dir, name) if resume.should_keep_journal else None
-    book, _ = recover_state(ports, journal, resume.find_snapshot(name))
-    for group in book.groups.values():
+    state, _ = recover_state(schemas, journal, resume.find_snapshot(name))
+    for group in state.groups.values():
         try:
             decode_prompt(group.prompt)
         except JournalError as error:
             raise JournalError(f"{name}: group {group.uid}: {error}") from None
-    return book
+    return state
 
 
 def _check_metric_rows(run_dir: Path) -> None:
-    """Rows are cut off behind the checkpoint and told to sinks, and events kept: all are read."""
+    """Check that all metric rows and events parse; a resume reads and truncates both files."""
     for name in (METRICS_FILE, EVENTS_FILE):
         path = run_dir / name
         if path.exists() and not path.is_file():
@@ -168,13 +168,13 @@ def _check_metric_rows(run_dir: Path) -> None:
 
 
 def _find_line_problem(line: object, name: str) -> str:
-    """What is wrong with a line of metrics or events."""
+    """Return the problem of a line in metrics.jsonl or events.jsonl, or ""."""
     if not isinstance(line, dict):
-        return "no object"
+        return "not a JSON object"
     if name == EVENTS_FILE:
         return ""
     if not isinstance(line.get("step"), int):
-        return "a row without its step"
+        return "a row without an integer step"
     try:
         parse_metrics_row(line)
     except ValueError as error:
@@ -183,10 +183,10 @@ def _find_line_problem(line: object, name: str) -> str:
 
 
 def repartition_queue(resume: ResumePoint, layout: QueueLayout, shards: int) -> None:
-    """Deal the groups of a run to another number of shards.
+    """Redistribute the groups of a run over another number of shards.
 
-    Until the new folders are the run's, which is one rename, the old ones are as they were. Raises
-    the system's errors, and JournalError.
+    The old folders stay valid until one rename makes the new layout current. Raises OSError and
+    JournalError.
     """
     new = QueueLayout(shards, find_next_generation(resume.run_dir))
     folders = [get_journal_dir(resume.run_dir, name) for name in new.shard_names]

@@ -1,4 +1,4 @@
-"""A run's configuration: composes each room's config, reads YAML and key=value overrides."""
+"""RunConfig: the config sections of all rooms, read from YAML and key=value overrides."""
 
 import dataclasses
 import difflib
@@ -60,17 +60,17 @@ MAX_NAME_BYTES = 200
 
 @dataclass
 class RunSettings:
-    """The run itself.
+    """General settings of the run.
 
-    name: names the run directory, dir/name.
-    dir: where run directories are.
-    seed: of the prompts' order and of every rollout.
-    steps: optimizer steps in all, those before a resume included.
-    overwrite: replace a run directory of that name that exists.
-    max_restarts: times a generator or a scorer that died is started again, each.
-    silent_s: a generator, scorer or shard whose process, or engine, answers nothing for this long
-        is ended, and started again like one that died, s; others are named; longer than any load.
-    debug: check the ledger uid by uid at every change, not only its sums at every step.
+    name: name of the run directory, dir/name.
+    dir: parent folder of run directories.
+    seed: seed of the prompt order and of every rollout.
+    steps: total optimizer steps, including those before a resume.
+    overwrite: replace an existing run directory of the same name.
+    max_restarts: restarts of each generator or scorer after it dies.
+    silent_s: seconds without an answer after which a process counts as dead. Generators, scorers
+        and shards are then killed and restarted; others are only reported. Longer than any load.
+    debug: check the ledger uid by uid at every change, instead of only its sums at every step.
     """
 
     name: str = "run"
@@ -101,12 +101,12 @@ class RunSettings:
 
 @dataclass
 class ModelConfig:
-    """The policy's starting point.
+    """Starting point of the policy.
 
-    path: a Hugging Face model directory.
-    max_length: most tokens of prompt and completion; null takes the model's own limit.
-    trust_remote_code: run the Python files that the directory, or that of the critic, brings for
-        its model or tokenizer (auto_map); without it such a directory is refused.
+    path: Hugging Face model directory.
+    max_length: maximum tokens of prompt plus completion; null takes the model's own limit.
+    trust_remote_code: run Python files that the directory (or the critic's) contains for its model
+        or tokenizer (auto_map). Without trust_remote_code such a directory is refused.
     """
 
     path: str = ""
@@ -120,7 +120,7 @@ class ModelConfig:
 
 @dataclass
 class RunConfig:
-    """All settings of a run, a room each."""
+    """All settings of a run, one section per room."""
 
     run: RunSettings = field(default_factory=RunSettings)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -162,26 +162,24 @@ class RunConfig:
 
     @property
     def colocation_conflict(self) -> str:
-        """Why trainer and generators cannot share processes, if so: setting, value and reason."""
         return find_colocation_conflict(self)
 
     @property
     def needs_resharding(self) -> bool:
-        """Whether ranks lay each version down in the generators of their processes, all together.
+        """Whether all ranks convert each version together to the layout of their generators.
 
-        A rank may train another part of the policy than its generator serves.
+        Needed if a rank trains another part of the policy than its generator serves.
         """
-        splits = self.generator.tensor_parallel > 1
-        return self.placement.is_hybrid and (self.trainer.has_sharded_params or splits)
+        is_split = self.generator.tensor_parallel > 1
+        return self.placement.is_hybrid and (self.trainer.has_sharded_params or is_split)
 
     @property
     def run_dir(self) -> Path:
-        """The run's directory."""
         return Path(self.run.dir) / self.run.name
 
     @property
     def algorithm_settings(self) -> AlgorithmSettings:
-        """The algorithm's settings, with nothing left open."""
+        """Algorithm settings, with open defaults resolved from other sections."""
         return self.algorithm.to_settings(
             max_length=self.generator.max_new_tokens,
             reward_weights={reward.component_name: reward.weight for reward in self.rewards},
@@ -189,7 +187,7 @@ class RunConfig:
 
     @property
     def dataflow(self) -> Dataflow:
-        """The model calls of the algorithm, and what flows between them."""
+        """Model calls of the algorithm and the columns between them."""
         columns = list_required_columns(self.algorithm.spec, self.algorithm_settings)
         return build_dataflow(
             columns,
@@ -199,27 +197,26 @@ class RunConfig:
         )
 
     def get_trainer_config(self, role: str) -> TrainerConfig:
-        """How the model of a role is trained. Raises ConfigError for a wrong `critic.trainer`."""
+        """Return the training settings of a role. Raises ConfigError for a bad critic.trainer."""
         if role == POLICY:
             return self.trainer
         return _overlay_settings(self.trainer, self.critic.trainer, section="critic.trainer")
 
     def get_model_path(self, role: str) -> str:
-        """The directory the model of a role starts from."""
         return self.model.path if role == POLICY else self.critic.path or self.model.path
 
     @property
     def trusted_models(self) -> list[str]:
-        """The model directories whose own code may be run."""
+        """Model directories that may run their own code."""
         return (
             [self.model.path, self.get_model_path(CRITIC)] if self.model.trust_remote_code else []
         )
 
     @property
     def capacity_groups(self) -> int:
-        """Groups the queue may hold; by default what the depth keeps in flight."""
-        places = (self.pipeline.max_steps_ahead + 1) * self.pipeline.groups_per_step
-        needed = math.ceil(places * (self.filter.oversample_factor or MOST_OVERSAMPLED))
+        """Groups that the queue may hold; by default as many as the pipeline keeps in flight."""
+        in_flight = (self.pipeline.max_steps_ahead + 1) * self.pipeline.groups_per_step
+        needed = math.ceil(in_flight * (self.filter.oversample_factor or MOST_OVERSAMPLED))
         return needed if self.queue.capacity_groups is None else self.queue.capacity_groups
 
 
@@ -228,9 +225,9 @@ def load_config(
 ) -> RunConfig:
     """Read a YAML file and key=value overrides into a checked RunConfig.
 
-    `is_rehearsed`: the algorithm was tried on a made-up step as the run began, and is not again.
+    is_rehearsed: skip the algorithm's dry run, because it passed when the run started.
 
-    Raises ConfigError: one line with the key, the value and the rule, or the nearest right key.
+    Raises ConfigError in one line: key, value and rule, or the nearest valid key.
     """
     return build_config(
         _read_config_file(path), overrides, place=str(path), is_rehearsed=is_rehearsed
@@ -244,7 +241,7 @@ def build_config(
     place: str,
     is_rehearsed: bool = False,
 ) -> RunConfig:
-    """The same of settings that are read already; `place` is where they come from."""
+    """Apply overrides to parsed settings and check them; `place` names their source in errors."""
     for override in overrides:
         _apply_override(settings, override)
     config = parse_settings(settings, place=place)
@@ -255,42 +252,45 @@ def build_config(
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """The config of the same algorithm with some settings changed, by their dotted keys.
+    """Change settings, given by dotted key, in a config of the same algorithm.
 
-    Raises ConfigError if they disagree with others.
+    Raises ConfigError if the result is inconsistent.
     """
     changed = _replace_settings(config, settings)
     assert isinstance(changed, RunConfig)
     return changed
 
 
-def _replace_settings(part: Any, settings: Mapping[str, Any]) -> Any:
-    """A dataclass, or a mapping of overrides, with some of its values changed at once."""
+def _replace_settings(section: Any, settings: Mapping[str, Any]) -> Any:
+    """Replace values in a dataclass, or in a mapping of overrides, all at once.
+
+    One replacement avoids checking half-changed sections.
+    """
     values: dict[str, Any] = {}
-    inside: dict[str, dict[str, Any]] = {}
+    nested: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
         name, dot, rest = key.partition(".")
         if dot:
-            inside.setdefault(name, {})[rest] = value
+            nested.setdefault(name, {})[rest] = value
         else:
             values[name] = value
-    if isinstance(part, Mapping):
-        return {**part, **values}
-    values |= {name: _replace_settings(vars(part)[name], own) for name, own in inside.items()}
-    return dataclasses.replace(part, **values)
+    if isinstance(section, Mapping):
+        return {**section, **values}
+    values |= {name: _replace_settings(vars(section)[name], sub) for name, sub in nested.items()}
+    return dataclasses.replace(section, **values)
 
 
 def parse_settings(settings: DictConfig, *, place: str) -> RunConfig:
-    """Check loose settings against the structure of RunConfig; `place` is where they come from."""
-    loose = fill_empty_text(_fold_kind_options(OmegaConf.to_container(settings)), RunConfig)
-    for key, value, inside in _iter_settings(loose, RunConfig, ""):
-        _check_key(key, value, inside, place)
+    """Check raw settings against the structure of RunConfig; `place` names their source."""
+    raw = fill_empty_text(_fold_kind_options(OmegaConf.to_container(settings)), RunConfig)
+    for key, value, section in _iter_settings(raw, RunConfig, ""):
+        _check_key(key, value, section, place)
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), loose))
-        OmegaConf.structured(config)  # looks into lists, which a merge does not
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), raw))
+        OmegaConf.structured(config)  # merge does not validate values inside lists
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{place}: {_find_refused_key(error, loose)}: {reason}") from None
+        raise ConfigError(f"{place}: {_find_refused_key(error, raw)}: {reason}") from None
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -299,31 +299,32 @@ def parse_settings(settings: DictConfig, *, place: str) -> RunConfig:
     return config
 
 
-def _find_refused_key(error: OmegaConfBaseException, loose: Mapping[str, Any]) -> str:
-    """Which setting has the value that is refused.
+def _find_refused_key(error: OmegaConfBaseException, raw: Mapping[str, Any]) -> str:
+    """Return the full key of the refused value.
 
-    Of what is in a list OmegaConf may know only where it is in its entry, or the entry's number.
+    For values inside lists OmegaConf reports only the key within the entry, or the entry's index.
+    Merging each entry alone finds the bad one.
     """
-    inside = str(error.full_key or "")
-    if error.object_type is not RewardConfig and inside and not inside.isdigit():
-        return inside
+    key = str(error.full_key or "")
+    if error.object_type is not RewardConfig and key and not key.isdigit():
+        return key
     kind = OmegaConf.structured(RunConfig)
-    for path, number, entry in _iter_list_entries(loose, ()):
-        alone: Any = [entry]
+    for path, number, entry in _iter_list_entries(raw, ()):
+        single: Any = [entry]
         for name in reversed(path):
-            alone = {name: alone}
+            single = {name: single}
         try:
-            OmegaConf.merge(kind, alone)
+            OmegaConf.merge(kind, single)
         except OmegaConfBaseException:
             place = f"{'.'.join(path)}[{number}]"
-            return f"{place}.{inside}" if inside and not inside.isdigit() else place
-    return inside or "config"
+            return f"{place}.{key}" if key and not key.isdigit() else place
+    return key or "config"
 
 
 def _iter_list_entries(
     settings: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], int, Any]]:
-    """What is in a list that is in none itself: the names that lead there, and its number."""
+    """Yield (path, index, entry) for lists that are not inside other lists."""
     for name, value in settings.items():
         if isinstance(value, dict):
             yield from _iter_list_entries(value, (*path, name))
@@ -331,30 +332,30 @@ def _iter_list_entries(
             yield from (((*path, name), i, entry) for i, entry in enumerate(value))
 
 
-def _fold_kind_options(loose: Any) -> Any:
-    """The settings, with the options of rewards, costs and filter under their key."""
-    own = {key: set(get_type_hints(kind)) for key, kind in _OPTION_SECTIONS.items()}
-    found = dict(loose)
-    for key in found.keys() & own.keys():
-        value = found[key]
+def _fold_kind_options(raw: Any) -> Any:
+    """Move options of rewards, costs and filter that depend on their kind under `options`."""
+    fields = {key: set(get_type_hints(kind)) for key, kind in _OPTION_SECTIONS.items()}
+    folded = dict(raw)
+    for key in folded.keys() & fields.keys():
+        value = folded[key]
         if isinstance(value, list):
-            found[key] = [
-                fold_options(entry, own[key]) if isinstance(entry, dict) else entry
+            folded[key] = [
+                fold_options(entry, fields[key]) if isinstance(entry, dict) else entry
                 for entry in value
             ]
         elif isinstance(value, dict):
-            found[key] = fold_options(value, own[key])
-    return found
+            folded[key] = fold_options(value, fields[key])
+    return folded
 
 
-#: What has options that depend on its kind.
+#: Sections with options that depend on their kind.
 _OPTION_SECTIONS = {"rewards": RewardConfig, "costs": RewardConfig, "filter": FilterConfig}
 
 
 def _overlay_settings(
     config: TrainerConfig, changes: Mapping[str, Any], *, section: str
 ) -> TrainerConfig:
-    """The settings with some changed; a wrong one is named as part of `section`."""
+    """Change some training settings; errors name `section`."""
     if not changes:
         return config
     for name, value in changes.items():
@@ -362,8 +363,8 @@ def _overlay_settings(
             near = difflib.get_close_matches(name, vars(config), n=1, cutoff=0.0)[0]
             raise ConfigError(f"{section}.{name}={value!r}: unknown; the nearest key is {near}")
     try:
-        given = fill_empty_text(dict(changes), TrainerConfig)
-        merged = OmegaConf.merge(OmegaConf.structured(config), given)
+        filled = fill_empty_text(dict(changes), TrainerConfig)
+        merged = OmegaConf.merge(OmegaConf.structured(config), filled)
         overlaid = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
@@ -376,19 +377,19 @@ def _overlay_settings(
 
 
 def _check_values(settings: Any, place: str) -> None:
-    """Raise ConfigError for a number that is none, or text that no file name may hold."""
+    """Raise ConfigError for a non-finite number, or text with a zero byte."""
     for key, value in _iter_leaves(settings, place):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{key}={value}: must be a finite number")
         if isinstance(value, str) and "\0" in value:
-            raise ConfigError(f"{key}={value!r}: must not hold a zero byte")
+            raise ConfigError(f"{key}={value!r}: must not contain a zero byte")
 
 
 def _iter_leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Every setting that is not made of others, with its full key."""
+    """Yield all scalar settings with their full keys."""
     if isinstance(value, dict):
         for name, inner in value.items():
-            # The options of a reward or a filter are written beside its other keys.
+            # The options of a reward or a filter are written beside its fixed keys.
             place = key if name == "options" else f"{key}.{name}"
             yield from _iter_leaves(inner, place.removeprefix("."))
     elif isinstance(value, list):
@@ -399,7 +400,7 @@ def _iter_leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _make_paths_absolute(config: RunConfig) -> None:
-    """Actors and a later resume may be in another working directory."""
+    """Resolve paths: actors and later resumes may run in another working directory."""
     config.model.path = str(Path(config.model.path).absolute())
     if config.critic.path:
         config.critic.path = str(Path(config.critic.path).absolute())
@@ -416,17 +417,15 @@ def _make_paths_absolute(config: RunConfig) -> None:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as YAML."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
-    """The configuration as plain nested dicts and lists."""
     return dataclasses.asdict(config)
 
 
 def _read_config_file(path: Path) -> DictConfig:
-    """The settings of a file, in which ${...} may stand for others."""
+    """Read a YAML file into an OmegaConf mapping, which supports ${...} interpolation."""
     try:
         loaded = read_small_yaml(path)
     except OSError as error:
@@ -445,14 +444,14 @@ def _read_config_file(path: Path) -> DictConfig:
 
 
 YAML_VALUE_ERRORS = (TypeError, ValueError, LookupError, AttributeError)
-"""What a value comes to that is not what its tag says, as in `!!int x`."""
+"""Exceptions that PyYAML's constructors raise for values that contradict their tag (`!!int x`)."""
 
 
 def _apply_override(settings: DictConfig, override: str) -> None:
-    """Set one key=value; an entry of a list is named by its index, as in rewards[0].weight=2."""
+    """Set one key=value; index list entries as in rewards[0].weight=2."""
     key, equals, value = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"{override!r}: an override is written key=value")
+        raise ConfigError(f"{override!r}: write an override as key=value")
     try:
         parsed = OmegaConf.from_dotlist([f"value={value}"])["value"]
         OmegaConf.update(settings, key, parsed, merge=False, force_add=True)
@@ -462,39 +461,39 @@ def _apply_override(settings: DictConfig, override: str) -> None:
         raise ConfigError(f"{override!r:.200}: {' '.join(str(error).split())}") from None
 
 
-def _iter_settings(loose: Any, kind: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    """Every setting given, as (full key, value, dataclass that should have it)."""
-    if get_origin(kind) is list and isinstance(loose, list):
-        for i, item in enumerate(loose):
+def _iter_settings(raw: Any, kind: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (full key, value, dataclass that should have the key) for every given setting."""
+    if get_origin(kind) is list and isinstance(raw, list):
+        for i, item in enumerate(raw):
             yield from _iter_settings(item, get_args(kind)[0], f"{prefix.removesuffix('.')}[{i}].")
-    elif is_dataclass(kind) and isinstance(loose, dict):
+    elif is_dataclass(kind) and isinstance(raw, dict):
         hints = get_type_hints(kind)
-        for name, value in loose.items():
+        for name, value in raw.items():
             yield f"{prefix}{name}", value, kind
             yield from _iter_settings(value, hints.get(str(name)), f"{prefix}{name}.")
 
 
-#: Settings of other systems that are left out on purpose, and why.
+#: Settings of other systems that streamrl refuses on purpose, with the reason.
 UNSUPPORTED_SETTINGS = dict.fromkeys(
     ("generator.top_p", "generator.top_k", "generator.min_p"),
-    "is refused in training: the tokens would come from another distribution than the one whose"
+    "not supported in training: tokens would come from another distribution than the one whose"
     " log-probabilities are trained; evaluation.top_p and evaluation.top_k exist",
 )
 
 
-def _check_key(key: str, value: Any, inside: Any, place: str) -> None:
-    hints = get_type_hints(inside)
+def _check_key(key: str, value: Any, section: Any, place: str) -> None:
+    hints = get_type_hints(section)
     parent, _, name = key.rpartition(".")
-    if inside is DataConfig and name in FILE_KEYS and name not in hints:
-        hint = f"it belongs to a file, as in data.train={{path: ..., {name}: ...}}"
+    if section is DataConfig and name in FILE_KEYS and name not in hints:
+        hint = f"set it per file, as in data.train={{path: ..., {name}: ...}}"
         raise ConfigError(f"{place}: unknown key {key}={value!r}; {hint}")
     if key in UNSUPPORTED_SETTINGS:
         raise ConfigError(f"{place}: {key}={value!r}: {UNSUPPORTED_SETTINGS[key]}")
     if name not in hints:
         near = difflib.get_close_matches(key, list(_iter_keys(RunConfig)), n=1, cutoff=0.0)
-        local = difflib.get_close_matches(name, hints, n=1)
-        right = f"{parent}.{local[0]}".removeprefix(".") if local else near[0]
-        raise ConfigError(f"{place}: unknown key {key}={value!r}; the nearest key is {right}")
+        sibling = difflib.get_close_matches(name, hints, n=1)
+        nearest = f"{parent}.{sibling[0]}".removeprefix(".") if sibling else near[0]
+        raise ConfigError(f"{place}: unknown key {key}={value!r}; the nearest key is {nearest}")
     if is_dataclass(hints[name]) and not isinstance(value, dict):
         raise ConfigError(f"{place}: {key}={value!r}: must be a mapping of settings")
     if get_origin(hints[name]) is list and not isinstance(value, list):
@@ -502,9 +501,9 @@ def _check_key(key: str, value: Any, inside: Any, place: str) -> None:
             f"{place}: {key}={value!r}: must be a list, as in {format_as_list(key, value)}"
         )
     if isinstance(value, bool) and str in (hints[name], *get_args(hints[name])):
-        also = "on, yes and true" if value else "off, no and false"
+        words = "on, yes and true" if value else "off, no and false"
         raise ConfigError(
-            f"{place}: {key}={value}: must be text; YAML reads {also} so unless quoted"
+            f"{place}: {key}={value}: must be text; YAML reads unquoted {words} as a boolean"
         )
 
 

@@ -1,4 +1,4 @@
-"""A run's settings as a placement, and a placement as the settings of a run."""
+"""Conversion between a run's settings and a placement, and the rules of runnable placements."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -53,51 +53,52 @@ from streamrl.weights.transport_choice import describe_node_obstacle
 
 VALUE_ROLES = ("value", "cost_value")
 EQUALLY_SIZED_ROLES = (REWARD_ROLES, CRITIC_ROLES, VALUE_ROLES)
-"""Roles whose numbers of actors, and how their models are split, are one setting."""
+"""Roles that share one setting for their number of actors and model split."""
 RAY_AUTO_ADDRESS = "auto"
-"""The address with which Ray finds the cluster that a node belongs to."""
+"""Ray address that joins the cluster running on the node."""
 OBJECT_STORE_SLACK = 1.05
-"""For columns that a reward adds of its own."""
-NO_EXPERT_PARALLELISM = "streamrl has no expert parallelism"
-NO_MATCHING_POOLS = "no pools of roles have these devices"
+"""Reserve for extra columns that rewards add."""
+NO_EXPERT_PARALLELISM = "streamrl does not support expert parallelism"
+NO_MATCHING_POOLS = "no placement mode or pools of roles give these devices"
 
 
 def build_run_placement(config: RunConfig, roles: Collection[str]) -> Placement:
-    """Where the calls of a run are, of those that compute with the model of one of the roles.
+    """Build the placement of a run's calls, limited to calls with a model of `roles`.
 
-    Devices are numbered from 0; placement.mode=auto is taken for disaggregated.
+    Devices count from 0; placement.mode=auto is read as disaggregated.
     """
-    numbers = {role: count for role, (_, count) in count_actors(config).items()}
-    split = config.generator.tensor_parallel
+    counts = {role: count for role, (_, count) in count_actors(config).items()}
+    tp_size = config.generator.tensor_parallel
     if not config.placement.is_hybrid:
-        numbers[GENERATE_CALL.role] *= split
-    slots = lay_out_slots(config.placement.shared_pools, numbers).slots
+        counts[GENERATE_CALL.role] *= tp_size
+    slots = lay_out_slots(config.placement.shared_pools, counts).slots
     calls = {}
     for call in config.dataflow.ordered_calls:
         if find_model_role(call) not in roles:
             continue
-        own = slots[call.role]
-        mesh = Mesh(own[0], len(own))
+        devices = slots[call.role]
+        mesh = Mesh(devices[0], len(devices))
         if call.kind is CallKind.TRAIN:
             trainer = config.get_trainer_config(call.role)
-            tensor = trainer.tensor_parallel
-            grid = RankGrid(1, tensor, mesh.size // tensor)
+            grid = RankGrid(1, trainer.tensor_parallel, mesh.size // trainer.tensor_parallel)
             calls[call.stage] = CallAssignment(mesh, grid, trainer.zero_stage)
         else:
-            tensor = split if call.kind is CallKind.GENERATE else 1
-            calls[call.stage] = CallAssignment(mesh, RankGrid(1, tensor, mesh.size // tensor))
+            split = tp_size if call.kind is CallKind.GENERATE else 1
+            calls[call.stage] = CallAssignment(mesh, RankGrid(1, split, mesh.size // split))
     return renumber_devices(Placement(calls, config.pipeline.max_staleness))
 
 
 def renumber_devices(placement: Placement) -> Placement:
-    """The same with its devices numbered anew: those that nobody has are left out."""
-    held = sorted({d for each in placement.assignments.values() for d in each.mesh.devices})
-    number = {device: i for i, device in enumerate(held)}
+    """Renumber the devices without gaps, skipping unused devices."""
+    used = sorted({d for a in placement.assignments.values() for d in a.mesh.devices})
+    number = {device: i for i, device in enumerate(used)}
     return replace(
         placement,
         assignments={
-            stage: replace(each, mesh=Mesh(number[each.mesh.first], each.mesh.size))
-            for stage, each in placement.assignments.items()
+            stage: replace(
+                assignment, mesh=Mesh(number[assignment.mesh.first], assignment.mesh.size)
+            )
+            for stage, assignment in placement.assignments.items()
         },
     )
 
@@ -105,11 +106,11 @@ def renumber_devices(placement: Placement) -> Placement:
 def apply_placement(
     config: RunConfig, placement: Placement, *, kv_cache_bytes: float | None = None
 ) -> RunConfig:
-    """The same run, placed so; `build_run_placement` is the inverse, but for the devices' numbers.
+    """Return the same run with this placement; inverse of `build_run_placement` up to numbering.
 
-    kv_cache_bytes: for keys and values on each device that samples, where the run says nothing;
-    null leaves them what the engine takes. Raises ConfigError naming the call, or the devices, that
-    streamrl cannot run so.
+    kv_cache_bytes: KV cache per generator device, unless the config sets a size; by default the
+    engine decides. Raises ConfigError, naming the call or devices, if streamrl cannot run the
+    placement.
     """
     stages = {
         call.stage: call for call in config.dataflow.calls if call.stage in placement.assignments
@@ -122,82 +123,91 @@ def apply_placement(
     if why := find_size_mismatch(config.dataflow, placement):
         raise ConfigError(f"placement: {placement}: {why}")
     roles = {call.role: placement.assignments[stage] for stage, call in stages.items()}
-    # Sizes that go with the new placement may not go with the run's own.
-    apart = replace(config.placement, mode="disaggregated", pools=[], memory_mb=None)
-    sized = _apply_sizes(replace(config, placement=apart), roles, placement.max_staleness)
+    # Check the new sizes without the run's current placement, which may contradict them.
+    disaggregated = replace(config.placement, mode="disaggregated", pools=[], memory_mb=None)
+    sized = _apply_sizes(replace(config, placement=disaggregated), roles, placement.max_staleness)
     if kv_cache_bytes is not None and config.generator.kv_cache_mb is None:
-        given = max(1, int(kv_cache_bytes) >> 20)
-        sized = replace(sized, generator=replace(sized.generator, kv_cache_mb=given))
-    there = replace(config.placement, mode=pools.mode, pools=pools.pools, memory_mb=None)
-    return replace(sized, placement=there)
+        kv_cache_mb = max(1, int(kv_cache_bytes) >> 20)
+        sized = replace(sized, generator=replace(sized.generator, kv_cache_mb=kv_cache_mb))
+    placed = replace(config.placement, mode=pools.mode, pools=pools.pools, memory_mb=None)
+    return replace(sized, placement=placed)
 
 
 def configure_for_cluster(config: RunConfig, cluster: Cluster, *, longest_tokens: int) -> RunConfig:
-    """The same run with what it needs to start on a cluster.
+    """Set what the run needs to start on a cluster, unless it names a Ray address.
 
-    Of several nodes it joins the Ray that runs there; on a single one it starts its own, with as
-    many CPU slots as it asks for, and an object store with room for a step in any shard.
-    longest_tokens: of the longest rollout.
+    On several nodes the run joins the running Ray cluster. On one node the run starts Ray itself,
+    with as many CPU slots as its actors need and an object store in which any shard fits a step.
+
+    longest_tokens: tokens of the longest rollout.
     """
-    there = config.placement
-    if there.address:
+    placement = config.placement
+    if placement.address:
         return config
     if cluster.num_nodes > 1:
-        return replace(config, placement=replace(there, address=RAY_AUTO_ADDRESS))
-    components = [COMPONENT_PREFIX + judge.component_name for judge in config.rewards]
-    components += [COST_PREFIX + judge.component_name for judge in config.costs]
+        return replace(config, placement=replace(placement, address=RAY_AUTO_ADDRESS))
+    components = [COMPONENT_PREFIX + reward.component_name for reward in config.rewards]
+    components += [COST_PREFIX + cost.component_name for cost in config.costs]
     rollouts = config.algorithm.group_size
-    group = max_group_bytes(config.dataflow, components, rollouts=rollouts, tokens=longest_tokens)
-    step = config.pipeline.groups_per_step * group * config.queue.shards
-    needed_mb = math.ceil(OBJECT_STORE_SLACK * step / config.queue.store_share / (1 << 20))
+    group_bytes = max_group_bytes(
+        config.dataflow, components, rollouts=rollouts, tokens=longest_tokens
+    )
+    step_bytes = config.pipeline.groups_per_step * group_bytes * config.queue.shards
+    needed_mb = math.ceil(OBJECT_STORE_SLACK * step_bytes / config.queue.store_share / (1 << 20))
     return replace(
         config,
-        placement=replace(there, cpus=None, object_store_mb=max(there.object_store_mb, needed_mb)),
+        placement=replace(
+            placement, cpus=None, object_store_mb=max(placement.object_store_mb, needed_mb)
+        ),
     )
 
 
 def has_shared_generator_devices(placement: Placement) -> bool:
-    """Whether generators have devices that others compute on, too."""
+    """Return whether other stages compute on devices of the generators."""
     others = placement.assignments.keys() - {GENERATE_CALL.stage, GREEDY_CALL.stage}
     return any(placement.overlaps(GENERATE_CALL.stage, other) for other in others)
 
 
-# What streamrl runs.
+# Placements that `streamrl train` can run.
 
 
 def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules:
-    """`list_zero_stages`, for a run's own types and models.
+    """Return split rules for a run's dtypes and models; they restrict `list_zero_stages`.
 
-    Layers that are split are trained by torch, which keeps no master weights for those in bfloat16,
-    and no adapters; it shards all of a model that is whole, or nothing.
+    The torch backend, which trains tensor-parallel layers, keeps no fp32 master weights for
+    bfloat16 parameters and no adapters under tensor parallelism. Without tensor parallelism it
+    shards the whole model (ZeRO 3) or replicates it (0).
     """
     trainers = {role: config.get_trainer_config(role) for role in config.dataflow.trained_roles}
-    whole = {r for r, each in trainers.items() if each.dtype == "bfloat16" or each.lora_rank}
+    unsplittable_roles = {
+        role for role, t in trainers.items() if t.dtype == "bfloat16" or t.lora_rank
+    }
     on_gpu = not problem.cluster.is_cpu
 
     def rules(call: ModelCall, grid: RankGrid) -> Sequence[int]:
         shape = problem.models.get(call.role) or problem.models[call.followed_role]
-        sizes, ranks = get_split_sizes(shape), grid.tp_size
+        sizes, tp_size = get_split_sizes(shape), grid.tp_size
         if call.kind is not CallKind.TRAIN:
-            why = explain_unservable_split(sizes, ranks) or explain_unloadable_split(
-                ranks, has_experts=bool(shape.experts), on_gpu=on_gpu
+            why = explain_unservable_split(sizes, tp_size) or explain_unloadable_split(
+                tp_size, has_experts=bool(shape.experts), on_gpu=on_gpu
             )
             return () if why else list_zero_stages(call, grid)
-        if ranks > 1 and (
-            call.role in whole or explain_untrainable_split(shape.family, sizes, ranks)
+        if tp_size > 1 and (
+            call.role in unsplittable_roles
+            or explain_untrainable_split(shape.family, sizes, tp_size)
         ):
             return ()
         is_sharded = trainers[call.role].backend == "torch" and grid.num_ranks > 1
-        return (0, 3) if is_sharded and ranks == 1 else list_zero_stages(call, grid)
+        return (0, 3) if is_sharded and tp_size == 1 else list_zero_stages(call, grid)
 
     return rules
 
 
 def list_zero_stages(call: ModelCall, grid: RankGrid) -> Sequence[int]:
-    """The ZeRO stages under which streamrl can run a call split so; none where it cannot.
+    """Return the ZeRO stages under which streamrl can run a call on this grid, possibly empty.
 
-    It trains and serves without pipeline stages, and what scores is whole on each device. Layers
-    that are split are trained by torch, which shards all of a model over replicas, or nothing.
+    streamrl supports no pipeline parallelism, and scoring models must fit one device. The torch
+    backend trains tensor-parallel layers, and shards over replicas fully (3) or not at all (0).
     """
     if grid.pp_size > 1 or (call.kind is CallKind.SCORE and grid.tp_size > 1):
         return ()
@@ -211,15 +221,15 @@ def list_zero_stages(call: ModelCall, grid: RankGrid) -> Sequence[int]:
 def make_run_costs(
     config: RunConfig, problem: PlacementProblem, costs: PlacementCosts
 ) -> "RunnablePlacementCosts":
-    """Costs of placements of a run that `streamrl train` takes."""
-    # Sizes that are no model's are taken for those of one that vLLM has a class for.
+    """Restrict costs to placements that `streamrl train` accepts."""
+    # Without a model directory (a size by name) assume an architecture that vLLM supports.
     architectures = problem.models[POLICY].architectures
     on_gpu = not problem.cluster.is_cpu
-    nodes = describe_node_obstacle(problem.cluster.num_nodes)
+    node_obstacle = describe_node_obstacle(problem.cluster.num_nodes)
 
-    def refused(placement: PlacementConfig, max_staleness: int) -> str:
-        if nodes and config.weights.transport == SHARED_MEMORY:
-            return f"weights.transport={SHARED_MEMORY}: {nodes}"
+    def find_refusal(placement: PlacementConfig, max_staleness: int) -> str:
+        if node_obstacle and config.weights.transport == SHARED_MEMORY:
+            return f"weights.transport={SHARED_MEMORY}: {node_obstacle}"
         if not placement.is_hybrid:
             return ""
         if architectures is not None and (
@@ -228,73 +238,69 @@ def make_run_costs(
             return why
         return find_conflict_at_any_size(config, max_staleness)
 
-    return RunnablePlacementCosts(costs, config.dataflow, refused=refused)
+    return RunnablePlacementCosts(costs, config.dataflow, find_refusal=find_refusal)
 
 
 class RunnablePlacementCosts:
-    """Costs of placements that streamrl itself runs; all others do not fit."""
+    """Costs that declare placements infeasible unless streamrl can run them."""
 
     def __init__(
         self,
         costs: PlacementCosts,
         dataflow: Dataflow,
         *,
-        refused: Callable[[PlacementConfig, int], str] = lambda _placement, _bound: "",
+        find_refusal: Callable[[PlacementConfig, int], str] = lambda _placement, _bound: "",
     ) -> None:
-        """`refused` is why a run does not start so placed and under a bound, if so."""
-        self._costs, self._dataflow, self._find_refusal = costs, dataflow, refused
+        """`find_refusal` returns why a run refuses a placement config under a bound, or ""."""
+        self._costs, self._dataflow, self._find_refusal = costs, dataflow, find_refusal
         self._pool_cache: dict[
             tuple[bool, tuple[tuple[str, Mesh], ...]], PlacementConfig | None
         ] = {}
 
     @property
     def approximate_costs(self) -> "RunnablePlacementCosts":
-        """The same for a search."""
         return RunnablePlacementCosts(
-            self._costs.approximate_costs, self._dataflow, refused=self._find_refusal
+            self._costs.approximate_costs, self._dataflow, find_refusal=self._find_refusal
         )
 
     def predict_timings(self, placement: Placement) -> StageTimings:
-        """How long things take."""
         return self._costs.predict_timings(placement)
 
     def predict_memory(self, placement: Placement) -> Mapping[str, CallMemory]:
-        """Bytes that each call holds of one of its devices."""
         return self._costs.predict_memory(placement)
 
     def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
-        """A whole step's work of one call, alone on its devices."""
         if assignment.ep_size > 1:
             return math.inf
         return self._costs.call_duration_s(stage, assignment)
 
     def first_rollouts_s(self, assignment: CallAssignment) -> float:
-        """Until the first rollouts are there, of generation alone on its devices."""
         return self._costs.first_rollouts_s(assignment)
 
     def explain_infeasible(self, placement: Placement) -> str:
-        """Why it cannot be, or why streamrl cannot run it."""
         return self._costs.explain_infeasible(placement) or self._find_run_problem(placement)
 
     def _find_run_problem(self, placement: Placement) -> str:
-        for stage, each in placement.assignments.items():
-            if each.ep_size > 1:
-                return f"{stage} on {each.mesh}: {NO_EXPERT_PARALLELISM}"
+        for stage, assignment in placement.assignments.items():
+            if assignment.ep_size > 1:
+                return f"{stage} on {assignment.mesh}: {NO_EXPERT_PARALLELISM}"
         generate, train = (
             placement.assignments.get(GENERATE_CALL.stage),
             placement.assignments.get("train"),
         )
         if generate is None or train is None:
-            return ""  # a part of a placement, whatever the rest will be
-        meshes = tuple((stage, each.mesh) for stage, each in placement.assignments.items())
+            return ""  # a partial placement during the search
+        meshes = tuple(
+            (stage, assignment.mesh) for stage, assignment in placement.assignments.items()
+        )
         key = (generate.grid.tp_size > 1, meshes)
         if key not in self._pool_cache:
             self._pool_cache[key] = find_pools(self._dataflow, placement)
         pools = self._pool_cache[key]
         if pools is None:
-            return f"streamrl does not run it: {NO_MATCHING_POOLS}"
+            return f"streamrl cannot run it: {NO_MATCHING_POOLS}"
         if why := find_size_mismatch(self._dataflow, placement):
-            return f"streamrl does not run it: {why}"
+            return f"streamrl cannot run it: {why}"
         return self._find_refusal(pools, placement.max_staleness)
 
 
@@ -303,78 +309,74 @@ def _check_supported(call: ModelCall, assignment: CallAssignment, placement: Pla
     if assignment.ep_size > 1:
         raise ConfigError(f"{place}: {NO_EXPERT_PARALLELISM}")
     if grid.pp_size > 1:
-        raise ConfigError(f"{place}: streamrl trains and serves without pipeline stages")
+        raise ConfigError(f"{place}: streamrl does not support pipeline parallelism")
     if call.kind is CallKind.SCORE and grid.tp_size > 1:
-        raise ConfigError(f"{place}: a model that scores is whole on each of its devices")
+        raise ConfigError(
+            f"{place}: a scoring model must fit on one device (no tensor parallelism)"
+        )
     if call.stage == GREEDY_CALL.stage and placement.assignments[GENERATE_CALL.stage] != assignment:
         raise ConfigError(
-            f"{place}: the generators' devices are {placement.assignments['generate']}"
+            f"{place}: must equal the generators' {placement.assignments['generate']}"
         )
     if call.kind is CallKind.TRAIN and grid.tp_size > 1 and assignment.zero_stage in (1, 2):
         raise ConfigError(
-            f"{place}: ZeRO {assignment.zero_stage} does not go with tensor parallelism; 0 and 3 do"
+            f"{place}: ZeRO {assignment.zero_stage} does not support tensor parallelism; use 0 or 3"
         )
 
 
 def find_size_mismatch(dataflow: Dataflow, placement: Placement) -> str:
-    """Which roles differ that one setting of a run sizes; empty if none does."""
+    """Name two roles whose sizes differ although one setting controls both, or return ""."""
     calls = {call.role: placement.assignments.get(call.stage) for call in dataflow.calls}
     for roles in EQUALLY_SIZED_ROLES:
-        found = [(role, each) for role in roles if (each := calls.get(role)) is not None]
-        for (one, this), (other, that) in pairwise(found):
-            if (this.mesh.size, this.grid, this.zero_stage) != (
-                that.mesh.size,
-                that.grid,
-                that.zero_stage,
-            ):
-                return f"{one} and {other} have one setting for their sizes, not {this} and {that}"
+        present = [(role, calls[role]) for role in roles if calls.get(role) is not None]
+        for (first, a), (second, b) in pairwise(present):
+            if (a.mesh.size, a.grid, a.zero_stage) != (b.mesh.size, b.grid, b.zero_stage):
+                return f"one setting sizes both {first} and {second}, which differ: {a} and {b}"
     return ""
 
 
 def find_pools(dataflow: Dataflow, placement: Placement) -> PlacementConfig | None:
-    """The mode, and pools of roles, in which a run has just these devices; None if there is none.
+    """Find the placement mode, with pools if mixed, that yields exactly these devices.
 
-    A generator that shares devices is split over ranks of the trainer in one process, or whole.
+    A generator on shared devices either runs inside the trainer's ranks, split like them, or
+    unsplit in a process of its own.
     """
     calls = {call.role: placement.assignments.get(call.stage) for call in dataflow.ordered_calls}
-    meshes = {role: each.mesh for role, each in calls.items() if each is not None}
+    meshes = {role: assignment.mesh for role, assignment in calls.items() if assignment is not None}
     generator = calls[GENERATE_CALL.role]
     return _find_mesh_pools(meshes, is_split=generator is not None and generator.grid.tp_size > 1)
 
 
 def _find_mesh_pools(meshes: Mapping[str, Mesh], *, is_split: bool) -> PlacementConfig | None:
-    numbers = {role: mesh.size for role, mesh in meshes.items()}
-    wanted = _compute_mesh_offsets(meshes)
-    for way in _iter_pool_options(meshes):
-        if not _has_all_overlaps(way.shared_pools, wanted):
+    counts = {role: mesh.size for role, mesh in meshes.items()}
+    offsets = _compute_mesh_offsets(meshes)
+    for option in _iter_pool_options(meshes):
+        if not _has_all_overlaps(option.shared_pools, offsets):
             continue
-        shares = any(GENERATE_CALL.role in pool for pool in way.shared_pools)
-        # One process of both for each of their devices.
-        together = meshes.get(GENERATE_CALL.role) == meshes.get(POLICY)
-        hosts = has_colocated_actor(way.shared_pools)
-        runs = together if hosts else not (is_split and shares)
-        if not runs:
+        is_shared = any(GENERATE_CALL.role in pool for pool in option.shared_pools)
+        # A hybrid run has one process per device for generator and policy, so their meshes agree.
+        same_mesh = meshes.get(GENERATE_CALL.role) == meshes.get(POLICY)
+        is_hybrid = has_colocated_actor(option.shared_pools)
+        if not (same_mesh if is_hybrid else not (is_split and is_shared)):
             continue
-        slots = lay_out_slots(way.shared_pools, numbers).slots
-        if (
-            _compute_mesh_offsets({role: Mesh(own[0], len(own)) for role, own in slots.items()})
-            == wanted
-        ):
-            return way
+        slots = lay_out_slots(option.shared_pools, counts).slots
+        laid_out = {role: Mesh(devices[0], len(devices)) for role, devices in slots.items()}
+        if _compute_mesh_offsets(laid_out) == offsets:
+            return option
     return None
 
 
 def _has_all_overlaps(pools: Sequence[RolePool], overlaps: Iterable[tuple[str, str]]) -> bool:
-    """Whether all roles that share devices with one another are in the same pool."""
+    """Return whether every two roles with common devices are in the same pool."""
     pool_of = {role: i for i, pool in enumerate(pools) for role in pool}
     return all(
-        one == other or (one in pool_of and pool_of[one] == pool_of.get(other))
-        for one, other in overlaps
+        first == second or (first in pool_of and pool_of[first] == pool_of.get(second))
+        for first, second in overlaps
     )
 
 
 def _iter_pool_options(meshes: Mapping[str, Mesh]) -> Iterator[PlacementConfig]:
-    """What may say who shares devices: the strategies that have a name, then pools of roles."""
+    """Yield candidate configs: the named modes, then mixed pools of overlapping roles."""
     for mode in ("disaggregated", *POOL_STRATEGIES):
         yield PlacementConfig(mode=mode)
     graph = nx.Graph([(a, b) for a in meshes for b in meshes if meshes[a].overlaps(meshes[b])])
@@ -384,51 +386,54 @@ def _iter_pool_options(meshes: Mapping[str, Mesh]) -> Iterator[PlacementConfig]:
         ordered = sorted(roles, key=lambda role: (meshes[role].first, -meshes[role].size, role))
         if len(ordered) > 1:
             pools.append({role: meshes[role].size / size for role in ordered})
-    # Of a pool of thousands of devices none can have one or two of them.
+    # Shares below MIN_POOL_FRACTION cannot be configured (1 or 2 of thousands of devices).
     if pools and all(part >= MIN_POOL_FRACTION for pool in pools for part in pool.values()):
         yield PlacementConfig(mode=MIXED, pools=pools)
 
 
 def _compute_mesh_offsets(meshes: Mapping[str, Mesh]) -> dict[tuple[str, str], int]:
-    """How each role lies to those it shares devices with; a role to itself, so that all count."""
+    """Return first-device offsets between overlapping roles; a role overlaps itself."""
     return {
-        (one, other): meshes[other].first - meshes[one].first
-        for one in meshes
-        for other in meshes
-        if meshes[one].overlaps(meshes[other])
+        (a, b): meshes[b].first - meshes[a].first
+        for a in meshes
+        for b in meshes
+        if meshes[a].overlaps(meshes[b])
     }
 
 
 def _apply_sizes(
     config: RunConfig, roles: Mapping[str, CallAssignment], max_staleness: int
 ) -> RunConfig:
-    """The run with as many actors, and as many devices for each, as the placement has."""
+    """Set the numbers of actors and devices per actor from the placement."""
 
-    def trained(role: str, assignment: CallAssignment) -> dict[str, Any]:
-        whole = config.get_trainer_config(role).backend
-        found: dict[str, Any] = {"world_size": assignment.mesh.size}
-        found |= {"tensor_parallel": assignment.grid.tp_size, "zero_stage": assignment.zero_stage}
-        return found | {"backend": "torch" if assignment.grid.tp_size > 1 else whole}
+    def make_trainer_sizes(role: str, assignment: CallAssignment) -> dict[str, Any]:
+        tp_size = assignment.grid.tp_size
+        return {
+            "world_size": assignment.mesh.size,
+            "tensor_parallel": tp_size,
+            "zero_stage": assignment.zero_stage,
+            "backend": "torch" if tp_size > 1 else config.get_trainer_config(role).backend,
+        }
 
     generator, policy = roles[GENERATE_CALL.role], roles[POLICY]
-    parts: dict[str, Any] = {
+    sections: dict[str, Any] = {
         "pipeline": replace(config.pipeline, max_staleness=max_staleness, depth=None),
-        "trainer": replace(config.trainer, **trained(POLICY, policy)),
+        "trainer": replace(config.trainer, **make_trainer_sizes(POLICY, policy)),
         "generator": replace(
             config.generator,
             replicas=generator.grid.dp_size,
             tensor_parallel=generator.grid.tp_size,
         ),
     }
-    if judges := [roles[role].mesh.size for role in REWARD_ROLES if role in roles]:
-        parts["scorer"] = replace(config.scorer, replicas=judges[0])
+    if scorers := [roles[role].mesh.size for role in REWARD_ROLES if role in roles]:
+        sections["scorer"] = replace(config.scorer, replicas=scorers[0])
     if EMA_REFERENCE in roles:
-        parts["reference"] = replace(config.reference, replicas=roles[EMA_REFERENCE].mesh.size)
+        sections["reference"] = replace(config.reference, replicas=roles[EMA_REFERENCE].mesh.size)
     critic: dict[str, Any] = {}
     if critics := [role for role in CRITIC_ROLES if role in roles]:
-        own = trained(critics[0], roles[critics[0]])
-        critic["trainer"] = {**config.critic.trainer, **own}
-    if shadows := [roles[role].mesh.size for role in VALUE_ROLES if role in roles]:
-        critic["replicas"] = shadows[0]
-    # At once: sizes of one part may not go with those that another had.
-    return replace(config, critic=replace(config.critic, **critic), **parts)
+        sizes = make_trainer_sizes(critics[0], roles[critics[0]])
+        critic["trainer"] = {**config.critic.trainer, **sizes}
+    if value_models := [roles[role].mesh.size for role in VALUE_ROLES if role in roles]:
+        critic["replicas"] = value_models[0]
+    # Replace all sections at once: new sizes may contradict old sizes of other sections.
+    return replace(config, critic=replace(config.critic, **critic), **sections)

@@ -1,4 +1,4 @@
-"""What the planner is asked of a run: its models, its calls, and what a step is made of."""
+"""Conversion of a run's config to a planner problem: model shapes, calls, workload."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -29,11 +29,11 @@ REWARD_ROLES = ("reward", "cost")
 
 @dataclass(frozen=True)
 class PlannerRequest:
-    """What a config does not say: sizes of models by role, in place of its own, and lengths.
+    """Planner inputs that a config lacks.
 
-    prompt_tokens: mean of a prompt. longest_prompt: null takes the mean. lengths: null takes
-    generator.max_new_tokens for all completions, the most they can have. filtered: of all groups
-    that are sampled, the part that dynamic sampling takes out.
+    prompt_tokens: mean prompt length. models: model names by role, overriding the config's.
+    lengths: completion lengths; default generator.max_new_tokens for all. filtered_fraction:
+    share of sampled groups that dynamic sampling rejects. max_prompt_tokens: default the mean.
     """
 
     prompt_tokens: float
@@ -44,26 +44,26 @@ class PlannerRequest:
 
 
 def build_planner_problem(
-    config: RunConfig, cluster: Cluster, asked: PlannerRequest
+    config: RunConfig, cluster: Cluster, request: PlannerRequest
 ) -> PlacementProblem:
-    """What the planner is asked of a run. Raises ConfigError for a model that cannot be sized."""
+    """Build the planner problem of a run. Raises ConfigError for a model of unknown size."""
     algorithm, settings, generator = config.algorithm, config.algorithm_settings, config.generator
-    longest_prompt = asked.max_prompt_tokens or max(1, round(asked.prompt_tokens))
+    longest_prompt = request.max_prompt_tokens or max(1, round(request.prompt_tokens))
     workload = Workload(
         config.pipeline.groups_per_step,
         algorithm.group_size,
-        asked.prompt_tokens,
-        asked.lengths or FixedLength(generator.max_new_tokens),
+        request.prompt_tokens,
+        request.lengths or FixedLength(generator.max_new_tokens),
         settings.epochs,
         settings.mini_batches,
         config.pipeline.micro_batch_tokens,
         settings.scope == "step" or settings.num_updates > 1,
-        asked.filtered_fraction,
+        request.filtered_fraction,
         (longest_prompt, generator.max_new_tokens),
     )
     return PlacementProblem(
         config.dataflow,
-        build_model_shapes(config, asked.models),
+        build_model_shapes(config, request.models),
         workload,
         cluster,
         _build_run_options(config),
@@ -73,22 +73,24 @@ def build_planner_problem(
 
 
 def _compute_score_tokens(config: RunConfig) -> dict[str, int]:
-    """By role that scores, most tokens that it computes at a time.
+    """Return the maximum tokens per forward pass of each scoring role.
 
-    A reward model has a setting of its own.
+    Reward models have their own setting, batch_tokens.
     """
-    found = {}
+    tokens_by_role = {}
     for call in config.dataflow.select_calls(CallKind.SCORE):
-        judge = _find_model_reward(config, call.role) if call.role in REWARD_ROLES else None
-        own = judge.options.get("batch_tokens", ModelOptions.batch_tokens) if judge else None
-        found[call.role] = int(own or config.pipeline.micro_batch_tokens)
-    return found
+        reward = _find_model_reward(config, call.role) if call.role in REWARD_ROLES else None
+        batch_tokens = (
+            reward.options.get("batch_tokens", ModelOptions.batch_tokens) if reward else None
+        )
+        tokens_by_role[call.role] = int(batch_tokens or config.pipeline.micro_batch_tokens)
+    return tokens_by_role
 
 
 def build_model_shapes(config: RunConfig, named: Mapping[str, str]) -> dict[str, ModelShape]:
-    """The shape of each role's model: as named, else of the directory the config has.
+    """Return the shape of each role's model: `named`, else read from the config's directory.
 
-    A reward or a cost has one if it is named, or computed with a model.
+    Rewards and costs have a shape only if named or computed with a model.
     """
     roles = {call.followed_role or call.role for call in config.dataflow.calls}
     for role in named:
@@ -97,27 +99,27 @@ def build_model_shapes(config: RunConfig, named: Mapping[str, str]) -> dict[str,
                 f"--model {role}={named[role]}: the run has models of {', '.join(sorted(roles))}"
             )
     policy = _load_model_shape(named.get(POLICY, config.model.path), POLICY)
-    found = {POLICY: _with_trained_adapters(config, POLICY, policy)}
+    shapes = {POLICY: _with_trained_adapters(config, POLICY, policy)}
     for role in sorted(roles - {POLICY}):
         if role in named:
             shape = _load_model_shape(named[role], role)
         elif role in REWARD_ROLES:
-            judge = _find_model_reward(config, role)
-            if judge is None:
+            reward = _find_model_reward(config, role)
+            if reward is None:
                 continue
-            shape = _load_model_shape(str(judge.options["path"]), role)
+            shape = _load_model_shape(str(reward.options["path"]), role)
         elif role in CRITIC_ROLES and config.critic.path:
             shape = _load_model_shape(config.critic.path, role)
         else:
-            # A reference that is moved is sent what the policy is trained by.
-            shape = found[POLICY]
+            # An EMA reference receives what the policy trains, adapters included.
+            shape = shapes[POLICY]
         shape = shape.to_critic() if role in (*CRITIC_ROLES, *REWARD_ROLES) else shape
-        found[role] = _with_trained_adapters(config, role, shape)
-    return found
+        shapes[role] = _with_trained_adapters(config, role, shape)
+    return shapes
 
 
 def _with_trained_adapters(config: RunConfig, role: str, shape: ModelShape) -> ModelShape:
-    """The shape with the adapters that are trained in its place, of a role that is trained."""
+    """Add the LoRA adapters that are trained instead of the full weights, if any."""
     if role not in config.dataflow.trained_roles:
         return shape
     trainer = config.get_trainer_config(role)
@@ -129,20 +131,22 @@ def _load_model_shape(model: str, role: str) -> ModelShape:
     try:
         return load_model_shape(model)
     except ConfigError as error:
-        raise ConfigError(f"{error}; streamrl plan --model {role}=NAME takes another") from None
+        raise ConfigError(
+            f"{error}; choose another with streamrl plan --model {role}=NAME"
+        ) from None
 
 
 def _find_model_reward(config: RunConfig, role: str) -> RewardConfig | None:
-    """The first reward, or cost, that is computed with a model."""
-    judges = config.rewards if role == "reward" else config.costs
-    return next((judge for judge in judges if judge.kind == "model"), None)
+    """Return the first reward, or cost, of kind "model"."""
+    entries = config.rewards if role == "reward" else config.costs
+    return next((entry for entry in entries if entry.kind == "model"), None)
 
 
 def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:
-    """Mean tokens of a prompt of data.train, and most of one of data.eval, too.
+    """Return the mean prompt length of data.train, and the maximum of data.train and data.eval.
 
-    As the model of the run reads them: what generates and what is stored has room for both. Raises
-    ConfigError if that cannot be had.
+    Counted with the run's tokenizer and prompt limit. Raises ConfigError if the model or a file
+    cannot be read.
     """
     try:
         limit = config.data.compute_prompt_limit(
@@ -158,10 +162,10 @@ def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:
             model,
             limit=limit,
             on_long=data.on_long_prompt,
-            most=config.evaluation.limit,
+            max_prompts=config.evaluation.limit,
         )
     except ConfigError as error:
-        raise ConfigError(f"{error}; --prompt-tokens N says how long prompts are") from None
+        raise ConfigError(f"{error}; give the prompt length with --prompt-tokens N") from None
     longest = max(
         [opened.max_prompt_tokens, *(len(prompt.token_ids) for prompt in evaluation.prompts)]
     )
@@ -171,19 +175,21 @@ def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:
 def build_run_constants(
     config: RunConfig, constants: CostConstants, *, on_gpu: bool
 ) -> CostConstants:
-    """Constants with what the settings of a run say, and how streamrl runs it.
+    """Update constants with the run's settings and streamrl's own behavior.
 
-    A generator's weights, keys and values stay where they are while others compute beside it; on a
-    GPU the weights are a copy. Raises ConfigError for more rollouts at the same time than can be.
+    In a colocated run the generator's weights and KV cache stay on the device while others
+    compute; on a GPU the served weights are a separate copy. Raises ConfigError if
+    max_concurrent_rollouts exceeds the planner's range.
     """
-    running, most = config.generator.max_concurrent_rollouts, UPPER_BOUNDS["max_running"]
-    if running > most:
+    max_running, limit = config.generator.max_concurrent_rollouts, UPPER_BOUNDS["max_running"]
+    if max_running > limit:
         raise ConfigError(
-            f"generator.max_concurrent_rollouts={running}: must be at most {most:.0f} to be planned"
+            f"generator.max_concurrent_rollouts={max_running}: the planner supports at most"
+            f" {limit:.0f}"
         )
     return replace(
         constants,
-        max_running=running,
+        max_running=max_running,
         recompute=config.trainer.gradient_checkpointing,
         keeps_served=True,
         aliases_served=not on_gpu,
@@ -198,7 +204,7 @@ def _build_run_options(config: RunConfig) -> RunOptions:
         on_stale=pipeline.on_stale,
         slice_s=config.placement.slice_s,
         publish_every=config.weights.publish_every,
-        # One that does not move is followed by nobody.
+        # A fixed reference has no updates; 1 is neutral.
         reference_every=config.reference.every or 1,
         oversample=config.filter.oversample_factor,
     )

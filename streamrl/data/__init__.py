@@ -1,4 +1,4 @@
-"""Prompts: read from files of any size, rendered as they are drawn, streamed epoch after epoch."""
+"""Prompt data: files of any size, rendered on demand, streamed in endless resumable epochs."""
 
 from streamrl.data.chat_template import load_tokenizer, load_vocab_size
 from streamrl.data.classify_rows import PromptLimits, RowStatus

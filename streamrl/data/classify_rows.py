@@ -1,4 +1,4 @@
-"""What becomes of each row of a data file: a prompt for the stream, or the reason why not."""
+"""Row classification: turns each row of a data file into a prompt, or the reason to skip it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RENDER_BATCH_ROWS = 512
-"""Rows that are rendered together: one call of the tokenizer for all of them."""
+"""Rows per tokenizer call."""
 
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """What a prompt may be: `max_tokens`, of ids below `vocab_size`; `on_long` says what else."""
+    """Limits of a prompt: length, token ids below `vocab_size`, and the action on a long prompt."""
 
     max_tokens: int
     vocab_size: int
@@ -32,8 +32,6 @@ class PromptLimits:
 
 
 class RowStatus(Enum):
-    """What becomes of a row."""
-
     KEPT = "kept"
     TRUNCATED = "truncated"
     TOO_LONG = "too long"
@@ -43,10 +41,10 @@ class RowStatus(Enum):
 
 @dataclass(frozen=True)
 class ClassifiedRow:
-    """A row of a file. `prompt` is None unless it is used; `problem` says why a bad one cannot be.
+    """Outcome of one row of a file.
 
-    `index` is the row's in the file, from 0; `num_tokens` the prompt's length before anything is
-    cut off, 0 for a row without one.
+    index: row number in the file, from 0. num_tokens: prompt length before truncation, 0 without a
+    rendered prompt. prompt: set if the row is used. problem: set if the row is bad.
     """
 
     status: RowStatus
@@ -57,10 +55,10 @@ class ClassifiedRow:
 
 
 class RowClassifier:
-    """Makes prompts of the rows of a file, some at a time; a bad row is told of, never raised.
+    """Turns rows of a file into prompts in batches; reports bad rows instead of raising.
 
-    The uid of a prompt is `make_uid(0, first + index)`. Making one raises ConfigError if the file's
-    template or filter cannot be used.
+    A prompt gets uid `make_uid(0, first + index)`. The constructor raises ConfigError for an
+    unusable template or filter.
     """
 
     def __init__(
@@ -83,9 +81,8 @@ class RowClassifier:
         self._first_index = first
 
     def classify_rows(self, rows: Sequence[DataRow | BadRow]) -> Iterator[ClassifiedRow]:
-        """Yield what becomes of each row, in their order."""
-        good = [row for row in rows if isinstance(row, DataRow)]
-        rendered = iter(_render_token_ids(self._tokenizer, good, self._template))
+        valid = [row for row in rows if isinstance(row, DataRow)]
+        rendered = iter(_render_token_ids(self._tokenizer, valid, self._template))
         for row in rows:
             if isinstance(row, BadRow):
                 yield ClassifiedRow(RowStatus.BAD, row.index, problem=row.problem)
@@ -99,13 +96,13 @@ class RowClassifier:
 def _render_token_ids(
     tokenizer: "PreTrainedTokenizerBase", rows: Sequence[DataRow], template: ChatTemplate
 ) -> Sequence[list[int] | ConfigError]:
-    """Those of each row, or why there are none."""
+    """Render all rows at once; after an error render each row alone to find the bad ones."""
     try:
         return render_prompts(tokenizer, rows, template) if rows else []
     except ConfigError as error:
         if len(rows) == 1:
             return [error]
-    return [found for row in rows for found in _render_token_ids(tokenizer, [row], template)]
+    return [item for row in rows for item in _render_token_ids(tokenizer, [row], template)]
 
 
 def _make_prompt(row: DataRow, token_ids: Sequence[int], first: int) -> Prompt:
@@ -138,7 +135,7 @@ def _classify_prompt(
             return ClassifiedRow(RowStatus.TOO_LONG, row.index, length)
         raise ConfigError(
             f"{row.place}: the prompt has {length} tokens, the limit is {limits.max_tokens} "
-            "(data.on_long_prompt=skip or truncate lets it pass)"
+            "(data.on_long_prompt=skip or truncate accepts it)"
         )
     except ConfigError as problem:
         return ClassifiedRow(RowStatus.BAD, row.index, length, problem=problem)
@@ -150,6 +147,6 @@ def _check_token_ids(row: DataRow, prompt: Prompt, vocab_size: int) -> None:
     largest = int(prompt.token_ids.max())
     if largest >= vocab_size:
         raise ConfigError(
-            f"{row.place}: the prompt has token id {largest}, the model knows ids below "
-            f"{vocab_size}: tokenizer and model do not belong together"
+            f"{row.place}: the prompt has token id {largest}, but the model's vocabulary has "
+            f"{vocab_size} ids: tokenizer and model do not match"
         )

@@ -1,4 +1,4 @@
-"""The settings of a run's data."""
+"""Config section `data`."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,20 +11,20 @@ _LONG_PROMPT_ACTIONS = ("error", "skip", "truncate")
 
 @dataclass
 class DataConfig:
-    """Where prompts come from, and what becomes of those that are too long.
+    """Prompt files, and the treatment of prompts that are too long.
 
-    train: training prompts: a file, a mapping of what DataFile has (path, weight, split,
-        prompt_key, label_key, template, filter, name), or a list of those.
-    eval: evaluation prompts, written likewise, without weights; empty: none.
-    pretrain: file of texts (column `text`) for algorithm.ptx_coef; empty: none.
-    prompt_key: column that holds the prompt, chat messages or text, where a file names no other.
-    shuffle: a new order in every epoch (true) or the file's order (false), for training.
-    max_prompt_tokens: tokens of a rendered prompt; null: all that the completion leaves.
-    on_long_prompt: for a longer one: error, skip (leave the row out) or truncate (keep its end).
-    chat_template_kwargs: what chat templates get besides the messages, as enable_thinking: false;
-        a column of that name in a row goes before it.
-    max_bad_share: most of a file's rows that may turn out to be unusable once a run has begun: each
-        is left out and counted; beyond it the run ends.
+    train: training prompts: a file, a mapping of DataFile's keys (path, weight, split, prompt_key,
+        label_key, template, filter, name), or a list of files and mappings.
+    eval: evaluation prompts in the same form, without weights; may be empty.
+    pretrain: file of texts (column `text`) for algorithm.ptx_coef; may be empty.
+    prompt_key: column with the prompt, chat messages or text, unless a file sets its own.
+    shuffle: train in a new order every epoch (true), or in file order (false).
+    max_prompt_tokens: limit of a rendered prompt; null: all tokens that the completion leaves.
+    on_long_prompt: action on a longer prompt: error, skip the row, or truncate (keep the end).
+    chat_template_kwargs: extra arguments of chat templates, e.g. enable_thinking: false; a column
+        of the same name in a row wins.
+    max_bad_share: largest tolerated share of unusable rows per file during a run. The stream skips
+        and counts unusable rows; a larger share ends the run.
     """
 
     train: Any = ""
@@ -54,32 +54,36 @@ class DataConfig:
 
     @property
     def train_files(self) -> tuple[DataFile, ...]:
-        """The files of training prompts."""
         return self.parse_files(self.train, key="data.train")
 
     @property
     def eval_files(self) -> tuple[DataFile, ...]:
-        """The files of evaluation prompts."""
         return self.parse_files(self.eval, key="data.eval")
 
     def parse_files(self, value: Any, *, key: str) -> tuple[DataFile, ...]:
-        """Return the files that a value of setting `key` names, read as `data` says."""
+        """Parse the value of setting `key` into files with the defaults of this section."""
         files = parse_data_files(value, key=key, prompt_key=self.prompt_key)
         return tuple(replace(file, template_arguments=self.chat_template_kwargs) for file in files)
 
     def compute_prompt_limit(self, *, model_tokens: int, max_new_tokens: int) -> int:
-        """Tokens a prompt may have in a model of `model_tokens` that writes `max_new_tokens`.
+        """Return the maximum prompt length for a model with `model_tokens` of context.
 
-        Raises ConfigError if nothing is left for a prompt, or less than max_prompt_tokens.
+        Raises ConfigError if the completion leaves no tokens, or fewer than max_prompt_tokens.
         """
-        left = model_tokens - max_new_tokens
-        sums = f"the model takes {model_tokens} tokens, the completion {max_new_tokens} of them"
-        if left < 1:
-            raise ConfigError(f"generator.max_new_tokens={max_new_tokens}: no room is left: {sums}")
-        if self.max_prompt_tokens is None:
-            return left
-        if self.max_prompt_tokens > left:
+        available = model_tokens - max_new_tokens
+        arithmetic = (
+            f"the model's context is {model_tokens} tokens, completions take up to {max_new_tokens}"
+        )
+        if available < 1:
             raise ConfigError(
-                f"data.max_prompt_tokens={self.max_prompt_tokens}: must be at most {left}: {sums}"
+                f"generator.max_new_tokens={max_new_tokens}: no tokens are left for a prompt:"
+                f" {arithmetic}"
+            )
+        if self.max_prompt_tokens is None:
+            return available
+        if self.max_prompt_tokens > available:
+            raise ConfigError(
+                f"data.max_prompt_tokens={self.max_prompt_tokens}: must be at most"
+                f" {available}: {arithmetic}"
             )
         return self.max_prompt_tokens

@@ -1,4 +1,4 @@
-"""Which files prompts come from, and how each is read: what `data.train` and `data.eval` may be."""
+"""Data file entries of `data.train` and `data.eval`: path, weight and reading options."""
 
 import dataclasses
 import difflib
@@ -12,25 +12,25 @@ from streamrl.errors import ConfigError
 from streamrl.files.python_module import split_reference
 
 MODEL_TEMPLATE, PLAIN_TEMPLATE = "model", "plain"
-"""Templates that are no file: the model's own, and none."""
+"""Template names that are not files: the model's chat template, and joining by newlines."""
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """One file of prompts.
+    """One prompt file with its reading options.
 
     path: .jsonl or .parquet file, directory of parquet shards, or Hugging Face dataset on disk.
-    weight: its part of the stream, among the weights of all files; null: as its prompts are many.
-    split: the split of a dataset, or of a directory of shards, that has several.
-    prompt_key: column that holds the prompt; empty: data.prompt_key.
-    label_key: column that holds the ground truth; empty: ground_truth, or that of reward_model.
-    template: how chat messages become text: model, by the model's own template; plain, their
-        contents joined by newlines; or the path of a jinja file.
-    filter: file.py:function, which is called with each prompt and says whether to keep it.
-    name: what results of an evaluation on it are called; empty: as the file, without extension.
+    weight: weight in the stream, relative to the other files; null: proportional to its rows.
+    split: split to read from a dataset or shard directory with several.
+    prompt_key: column with the prompt; empty: data.prompt_key.
+    label_key: column with the ground truth; empty: ground_truth, or reward_model.ground_truth.
+    template: conversion of chat messages to text: model (the model's template), plain (contents
+        joined by newlines), or the path of a jinja file.
+    filter: file.py:function, called with each prompt; returns whether to keep it.
+    name: name of the file in evaluation results; empty: the file name without extension.
 
-    `key` is the setting that names the file, for errors: data.train[0]; `template_arguments` are
-    data.chat_template_kwargs.
+    key: setting that names the file, for errors, e.g. data.train[0].
+    template_arguments: data.chat_template_kwargs.
     """
 
     path: str
@@ -50,13 +50,13 @@ FILE_KEYS = tuple(
     for setting in dataclasses.fields(DataFile)
     if setting.name not in ("key", "template_arguments")
 )
-"""What a user may say of a file."""
+"""Keys that a user may set."""
 
 
 def parse_data_files(value: Any, *, key: str, prompt_key: str) -> tuple[DataFile, ...]:
-    """The files that setting `key` names: a path, a mapping of DataFile's keys, or a list of those.
+    """Parse the value of setting `key`: a path, a mapping of DataFile's keys, or a list of these.
 
-    Raises ConfigError in one line with the key, the value and the rule, or the nearest right key.
+    Raises a one-line ConfigError with key, value and rule, or the nearest valid key.
     """
     if not value:
         return ()
@@ -68,29 +68,29 @@ def parse_data_files(value: Any, *, key: str, prompt_key: str) -> tuple[DataFile
 
 
 def check_stream_weights(files: Sequence[DataFile], *, key: str) -> None:
-    """Raise ConfigError if some of the files have a weight, and others none."""
-    weighed = [file.weight is not None for file in files]
-    if any(weighed) and not all(weighed):
-        place = weighed.index(False)
-        raise ConfigError(f"{key}[{place}].weight: missing; give all files a weight, or none")
+    has_weight = [file.weight is not None for file in files]
+    if any(has_weight) and not all(has_weight):
+        i = has_weight.index(False)
+        raise ConfigError(f"{key}[{i}].weight: missing; give all files a weight, or none")
 
 
 def check_eval_files(files: Sequence[DataFile], *, key: str) -> None:
-    """Raise ConfigError unless results of each file have a name, and no file has a weight."""
+    """Raise ConfigError unless the files have distinct names and no weights."""
     names: list[str] = []
     for i, file in enumerate(files):
         if file.weight is not None:
-            raise ConfigError(f"{key}[{i}].weight={file.weight}: all of each file is evaluated")
+            raise ConfigError(
+                f"{key}[{i}].weight={file.weight}: evaluation uses every row; remove the weight"
+            )
         if file.name in names:
             other = names.index(file.name)
             raise ConfigError(
-                f"{key}[{i}].name={file.name}: {key}[{other}] is called that too; give it another"
+                f"{key}[{i}].name={file.name}: already the name of {key}[{other}]; choose another"
             )
         names.append(file.name)
 
 
 def make_paths_absolute(value: Any) -> Any:
-    """A setting that names files, with every path in it absolute."""
     if isinstance(value, str) and value:
         return str(Path(value).absolute())
     if isinstance(value, dict):
@@ -112,7 +112,7 @@ def _make_filter_absolute(value: str) -> str:
     if not value:
         return ""
     path, colon, function = value.rpartition(":")
-    # Another is refused where the file's key is known.
+    # Validated later by _check_entry, which knows the config key.
     return f"{make_paths_absolute(path)}:{function}" if colon else value
 
 
@@ -129,7 +129,7 @@ def _parse_data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
     if not isinstance(entry, dict):
         raise ConfigError(
             f"{key}={entry!r}: must be a path, a mapping of {', '.join(FILE_KEYS)}, or a"
-            f" list of those"
+            f" list of these"
         )
     for name, value in entry.items():
         _check_entry(f"{key}.{name}", str(name), value)
@@ -143,7 +143,7 @@ def _parse_data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
 
 
 def _check_entry(key: str, name: str, value: Any) -> None:
-    """Raise ConfigError unless `value` may be what DataFile has under `name`."""
+    """Raise ConfigError unless `value` is valid for DataFile's field `name`."""
     if name not in FILE_KEYS:
         near = difflib.get_close_matches(name, FILE_KEYS, n=1, cutoff=0.0)[0]
         raise ConfigError(f"{key}={value!r}: unknown; the nearest key is {near}")
@@ -156,6 +156,6 @@ def _check_entry(key: str, name: str, value: Any) -> None:
     elif not isinstance(value, str):
         raise ConfigError(f"{key}={value!r}: must be text")
     elif name == "name" and ("/" in value or not value.isprintable()):
-        raise ConfigError(f"{key}={value!r}: must be one word, without a slash")
+        raise ConfigError(f"{key}={value!r}: must be printable, without a slash")
     elif name == "filter" and value:
         split_reference(value, setting=key)

@@ -1,4 +1,4 @@
-"""A user's function that says which prompts of a file are used."""
+"""User prompt filters: functions that select the prompts of a file."""
 
 import reprlib
 from collections.abc import Callable
@@ -10,14 +10,14 @@ from streamrl.files.python_module import load_referenced_function
 from streamrl.messages import Prompt
 
 PromptFilter = Callable[[Prompt, str], bool]
-"""Whether a prompt is kept; the second argument is its place, for errors."""
+"""Takes a prompt and its location for errors; returns whether to keep the prompt."""
 
 
 def load_prompt_filter(reference: str, *, setting: str) -> PromptFilter:
-    """The filter that `setting` names as file.py:function; empty: one that keeps all.
+    """Load the filter that `setting` names as file.py:function; an empty reference keeps all.
 
-    Raises ConfigError if there is no such function. The filter itself raises ConfigError, with the
-    place of the prompt and the user's own line, if the function fails or returns no bool.
+    Raises ConfigError for a missing function. The filter raises ConfigError, with the prompt's
+    location and the user's line, if the function fails or returns anything but a bool.
     """
     if not reference:
         return _keep_all
@@ -27,13 +27,14 @@ def load_prompt_filter(reference: str, *, setting: str) -> PromptFilter:
     def keep(prompt: Prompt, place: str) -> bool:
         try:
             kept = code.function(prompt)
-        # Whatever a user's function does wrong, exit() included.
+        # SystemExit too: user code may call exit().
         except (Exception, SystemExit) as error:
             raise ConfigError(f"{place}: filter: {code.describe_error(error)}") from error
         if not isinstance(kept, bool | np.bool_):
-            found = " ".join(reprlib.repr(kept).split())
+            returned = " ".join(reprlib.repr(kept).split())
             raise ConfigError(
-                f"{place}: filter: {code.name} in {code.file} returned {found}, not True or False"
+                f"{place}: filter: {code.name} in {code.file} returned {returned},"
+                " not True or False"
             )
         return bool(kept)
 

@@ -1,6 +1,6 @@
-"""Which row comes next: the files of a stream interleaved by weight, each shuffled by itself.
+"""Row order of the prompt stream: files interleaved by weight, each shuffled on its own.
 
-The order is a pure function of the rows, the seed and whether to shuffle.
+The order is a pure function of the rows, the seed and the shuffle flag.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from streamrl.data.classify_rows import ClassifiedRow
 
 ClassifyIndices = Callable[[Sequence[int]], Sequence[ClassifiedRow]]
-"""Makes prompts of the rows of some indices."""
+"""Classifies the rows with these uid indices."""
 
 
 @dataclass(frozen=True)
 class StreamFile:
-    """The rows of one file in a stream: their indices in uids, and the file's share of the stream.
+    """One file in a stream: uid indices of its rows, and its share of the stream.
 
-    `examine` makes prompts of the rows of some indices. `name` is what errors call the file.
+    name: used in errors.
     """
 
     indices: NDArray[np.int64]
@@ -29,9 +29,9 @@ class StreamFile:
 
 
 class FileOrder:
-    """The endless order of one file's rows, epoch after epoch.
+    """Endless row order of one file, epoch after epoch.
 
-    indices: those of its rows in uids, in the file's order. part: the file's place among all.
+    indices: uid indices of the rows in file order. part: number of the file; seeds its shuffle.
     """
 
     def __init__(self, indices: NDArray[np.int64], *, part: int, seed: int, shuffle: bool) -> None:
@@ -41,40 +41,39 @@ class FileOrder:
         self._shuffle = shuffle
 
     def __len__(self) -> int:
-        """Rows of an epoch."""
         return len(self._indices)
 
     def get_epoch_order(self, number: int) -> NDArray[np.int64]:
-        """Return the indices in the order of one epoch."""
         if not self._shuffle:
             return self._indices
         return self._indices[_make_permutation(len(self), [self._seed, number, self._file_number])]
 
     def iter_batches(self, start: int, size: int) -> Iterator[list[tuple[int, int]]]:
-        """Yield (epoch, index) from place `start` of the order on, up to `size` at once."""
-        number, at = divmod(start, len(self))
+        """Yield batches of up to `size` (epoch, index) from position `start`, each of one epoch."""
+        epoch, position = divmod(start, len(self))
         while True:
-            order = self.get_epoch_order(number)
-            for first in range(at, len(self), size):
-                yield [(number, index) for index in order[first : first + size].tolist()]
-            number, at = number + 1, 0
+            order = self.get_epoch_order(epoch)
+            for first in range(position, len(self), size):
+                yield [(epoch, index) for index in order[first : first + size].tolist()]
+            epoch, position = epoch + 1, 0
 
 
-def choose_next_file(shares: Sequence[float], given: Sequence[int]) -> int:
-    """Return the file that is furthest behind its share once `given` prompts of each are out.
+def choose_next_file(shares: Sequence[float], num_prompts: Sequence[int]) -> int:
+    """Return the file that is furthest behind its share, given the prompts drawn from each so far.
 
-    No file is ever a whole prompt ahead of its share, so that none comes in long runs.
+    No file is ever a whole prompt ahead of its share, so runs of one file stay short. Example:
+    shares (0.5, 0.25, 0.25) draw files 0 1 2 0, then repeat.
     """
-    total = sum(given) + 1
-    behind = [share * total - n for share, n in zip(shares, given, strict=True)]
-    return behind.index(max(behind))
+    total = sum(num_prompts) + 1
+    deficits = [share * total - n for share, n in zip(shares, num_prompts, strict=True)]
+    return deficits.index(max(deficits))
 
 
 def _make_permutation(size: int, seed: Sequence[int]) -> NDArray[np.int64]:
-    """A permutation of range(size) by the seed, the same under every version of numpy.
+    """Permute range(size) by the seed, identically under every numpy version.
 
-    numpy keeps the raw numbers of a bit generator stable between versions, but not what
-    `Generator.permutation` makes of them; sorting the raw numbers is stable too.
+    numpy guarantees a stable raw stream of a bit generator across versions, but not the result of
+    `Generator.permutation`. A stable sort of the raw numbers keeps the guarantee.
     """
     raw = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(size)
     return np.argsort(raw, kind="stable")

@@ -1,10 +1,10 @@
-"""Prompts drawn from files as a graph of torchdata's nodes, ahead of need.
+"""Prefetching of prompts with torchdata nodes, one thread per file.
 
-    places of a file --> rows read, rendered, checked --> prefetched --+
-                                                                       +--> by shares --> prompts
-    places of a file --> rows read, rendered, checked --> prefetched --+
+    row order of file 0 --> read, render, check --> prefetch --+
+                                                               +--> interleave by share --> prompts
+    row order of file 1 --> read, render, check --> prefetch --+
 
-A row that cannot be used is left out where it is met, and told with the prompt that comes after it.
+Unusable rows are skipped, and reported together with the next prompt.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from streamrl.errors import DataError
 from streamrl.messages import Prompt, make_uid, parse_uid
 
 FETCH_BATCH_ROWS, PREFETCH_BATCHES = 64, 4
-"""Rows of a file that are rendered together, and batches that a thread has ready."""
+"""Rows per rendered batch, and batches that each file's thread keeps ready."""
 MIN_ROWS_FOR_BAD_SHARE = 1000
-"""Rows of which it cannot yet be said that too many are bad."""
+"""Rows after which the share of bad rows is checked; smaller samples are too noisy."""
 
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """How many rows of each file were drawn, and how many of them gave a prompt."""
+    """Position in the stream: rows drawn from each file, and prompts obtained from them."""
 
     num_drawn: tuple[int, ...]
     num_prompts: tuple[int, ...]
@@ -35,7 +35,7 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class DrawnPrompt:
-    """A prompt, where the stream stands behind it, and the rows before it that gave none."""
+    """Prompt, stream position after it, and rows skipped before it."""
 
     prompt: Prompt
     position: StreamPosition
@@ -43,28 +43,27 @@ class DrawnPrompt:
 
 
 class InterleaveNode(BaseNode[DrawnPrompt]):
-    """The prompts of all files, interleaved by their shares. Never ends."""
+    """Endless stream of the prompts of all files, interleaved by their shares."""
 
     def __init__(
         self,
-        parts: Sequence[StreamFile],
+        stream_files: Sequence[StreamFile],
         *,
         seed: int,
         shuffle: bool,
         max_bad_share: float = 1.0,
-        ahead: int = PREFETCH_BATCHES,
+        prefetch_batches: int = PREFETCH_BATCHES,
     ) -> None:
         super().__init__()
-        self._prefetch_batches = ahead
-        self._stream_files = parts
+        self._prefetch_batches = prefetch_batches
+        self._stream_files = stream_files
         self._orders = [
-            FileOrder(part.indices, part=i, seed=seed, shuffle=shuffle)
-            for i, part in enumerate(parts)
+            FileOrder(file.indices, part=i, seed=seed, shuffle=shuffle)
+            for i, file in enumerate(stream_files)
         ]
         self._max_bad_share = max_bad_share
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin at the start, or where the state says."""
         super().reset(initial_state)
         zeros = [0] * len(self._stream_files)
         state = initial_state or {"drawn": zeros, "given": zeros}
@@ -75,54 +74,49 @@ class InterleaveNode(BaseNode[DrawnPrompt]):
             zeros.copy(),
         )
         self._sources = [
-            _make_file_node(order, start, part.classify_indices, self._prefetch_batches)
-            for order, start, part in zip(
+            _make_file_node(order, start, file.classify_indices, self._prefetch_batches)
+            for order, start, file in zip(
                 self._orders, self._num_drawn, self._stream_files, strict=True
             )
         ]
 
     def next(self) -> DrawnPrompt:
-        """Return the next prompt. Raises DataError if its file gives none any more."""
-        place = choose_next_file([part.fraction for part in self._stream_files], self._num_prompts)
+        """Return the next prompt. Raises DataError if its file yields no more prompts."""
+        i = choose_next_file([file.fraction for file in self._stream_files], self._num_prompts)
         skipped = []
         while True:
-            epoch, found = next(self._sources[place])
-            if isinstance(found, DataError):
-                raise found
-            self._num_drawn[place] += 1
-            self._num_seen[place] += 1
-            if found.status is not RowStatus.KEPT:
-                skipped.append(found)
-            if found.prompt is not None:
+            epoch, row = next(self._sources[i])
+            if isinstance(row, DataError):
+                raise row
+            self._num_drawn[i] += 1
+            self._num_seen[i] += 1
+            if row.status is not RowStatus.KEPT:
+                skipped.append(row)
+            if row.prompt is not None:
                 break
-            self._num_bad[place] += found.status is RowStatus.BAD
-            self._num_since_prompt[place] += 1
-            self._check_bad_rows(place, found)
-        self._num_prompts[place] += 1
-        self._num_since_prompt[place] = 0
-        prompt = replace(found.prompt, uid=make_uid(epoch, parse_uid(found.prompt.uid)[1]))
+            self._num_bad[i] += row.status is RowStatus.BAD
+            self._num_since_prompt[i] += 1
+            self._check_bad_rows(i, row)
+        self._num_prompts[i] += 1
+        self._num_since_prompt[i] = 0
+        prompt = replace(row.prompt, uid=make_uid(epoch, parse_uid(row.prompt.uid)[1]))
         position = StreamPosition(tuple(self._num_drawn), tuple(self._num_prompts))
         return DrawnPrompt(prompt, position, tuple(skipped))
 
     def get_state(self) -> dict[str, Any]:
-        """Return how many rows of each file were drawn and gave a prompt."""
         return {"drawn": list(self._num_drawn), "given": list(self._num_prompts)}
 
-    def _check_bad_rows(self, place: int, last: ClassifiedRow) -> None:
-        """Raise DataError if a file gives nothing, or next to nothing but bad rows."""
-        name, seen, bad = (
-            self._stream_files[place].name,
-            self._num_seen[place],
-            self._num_bad[place],
-        )
-        # The one good row of a file may be the first of an epoch, and the last of the next one.
-        rows = len(self._orders[place])
-        if self._num_since_prompt[place] >= 2 * rows:
-            raise DataError(f"{name}: none of its {rows} rows gives a prompt")
+    def _check_bad_rows(self, i: int, last: ClassifiedRow) -> None:
+        """Raise DataError if file `i` yields no prompts, or too large a share of bad rows."""
+        name, seen, bad = self._stream_files[i].name, self._num_seen[i], self._num_bad[i]
+        # Allow two epochs: a file's single good row may come first in one and last in the next.
+        rows = len(self._orders[i])
+        if self._num_since_prompt[i] >= 2 * rows:
+            raise DataError(f"{name}: none of its {rows} rows yields a prompt")
         if bad > self._max_bad_share * max(seen, MIN_ROWS_FOR_BAD_SHARE):
             raise DataError(
-                f"{name}: {bad} of the last {seen} rows cannot be used, more than"
-                f" data.max_bad_share={self._max_bad_share:g}; the last: {last.problem}"
+                f"{name}: {bad} of the last {seen} rows are unusable, more than"
+                f" data.max_bad_share={self._max_bad_share:g}; last problem: {last.problem}"
             )
 
 
@@ -130,19 +124,22 @@ SourceItem = tuple[int, ClassifiedRow | DataError]
 
 
 def _make_file_node(
-    order: FileOrder, start: int, examine: ClassifyIndices, ahead: int
+    order: FileOrder, start: int, classify: ClassifyIndices, prefetch_batches: int
 ) -> BaseNode[SourceItem]:
-    """The rows of one file from a place of its order on, `ahead` batches before they are needed."""
+    """Build the node of one file's rows from a position on; 0 batches disable the thread."""
 
-    def made(batch: Sequence[tuple[int, int]]) -> list[SourceItem]:
+    def classify_batch(batch: Sequence[tuple[int, int]]) -> list[SourceItem]:
         try:
-            found: Sequence[ClassifiedRow | DataError] = examine([index for _, index in batch])
-        # As a value: torchdata would raise it again as another, of many lines.
+            rows: Sequence[ClassifiedRow | DataError] = classify([index for _, index in batch])
+        # Pass the error as a value: torchdata re-raises exceptions of its threads as another type
+        # with a multi-line message.
         except DataError as error:
-            found = [error] * len(batch)
-        return [(epoch, one) for (epoch, _), one in zip(batch, found, strict=True)]
+            rows = [error] * len(batch)
+        return [(epoch, row) for (epoch, _), row in zip(batch, rows, strict=True)]
 
-    found: BaseNode[list[SourceItem]] = Mapper(
-        IterableWrapper(order.iter_batches(start, FETCH_BATCH_ROWS)), made
+    node: BaseNode[list[SourceItem]] = Mapper(
+        IterableWrapper(order.iter_batches(start, FETCH_BATCH_ROWS)), classify_batch
     )
-    return Unbatcher(Prefetcher(found, prefetch_factor=ahead) if ahead else found)
+    if prefetch_batches:
+        node = Prefetcher(node, prefetch_factor=prefetch_batches)
+    return Unbatcher(node)

@@ -1,4 +1,4 @@
-"""Plain texts, as a model is pretrained on: read from a file, then streamed epoch after epoch."""
+"""Pretraining texts for the PTX loss: loaded from a file, streamed in endless epochs."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ TEXT_COLUMN = "text"
 
 
 def load_texts(path: str) -> list[str]:
-    """Column `text` of a data file, in file order.
+    """Load column `text` of a data file, in file order.
 
-    Raises ConfigError naming file, row and rule if the file or a row of it cannot be used.
+    Raises ConfigError with file, row and rule for an unusable file or row.
     """
     texts = []
     for place, _, record in read_records(path):
@@ -21,15 +21,15 @@ def load_texts(path: str) -> list[str]:
             raise record
         text = record.get(TEXT_COLUMN) if isinstance(record, dict) else None
         if not isinstance(text, str) or not text:
-            raise ConfigError(f"{place}: column {TEXT_COLUMN!r} must be text, and not empty")
+            raise ConfigError(f"{place}: column {TEXT_COLUMN!r} must be non-empty text")
         texts.append(text)
     return texts
 
 
 class TextStream:
-    """Texts without end, each epoch in another order that follows from the seed.
+    """Endless stream of texts, shuffled anew each epoch by the seed.
 
-    Which texts a batch has follows from its number alone: there is no state to be saved.
+    A batch depends only on its number, so the stream needs no checkpoint.
     """
 
     def __init__(self, texts: Sequence[str], *, seed: int) -> None:
@@ -37,12 +37,11 @@ class TextStream:
         self._seed = seed
 
     def get_batch(self, number: int, size: int) -> list[str]:
-        """The texts of batch `number`, counted from 0."""
-        places = range(number * size, (number + 1) * size)
-        epochs = {place // len(self._texts) for place in places}
+        positions = range(number * size, (number + 1) * size)
+        epochs = {position // len(self._texts) for position in positions}
         orders = {epoch: self._shuffle_epoch(epoch) for epoch in epochs}
-        found = [divmod(place, len(self._texts)) for place in places]
-        return [self._texts[orders[epoch][index]] for epoch, index in found]
+        pairs = [divmod(position, len(self._texts)) for position in positions]
+        return [self._texts[orders[epoch][index]] for epoch, index in pairs]
 
     def _shuffle_epoch(self, epoch: int) -> Sequence[int]:
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self._texts))

@@ -1,4 +1,4 @@
-"""A file of prompts: its rows are read, rendered and checked where they are asked for."""
+"""Prompt file with random access: rows are read, rendered and checked on demand."""
 
 import hashlib
 import os
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _render_lock = threading.Lock()
-"""Neither tokenizers nor a user's filter may be called by several threads at once."""
+"""Serializes rendering: neither tokenizers nor user filters are thread-safe."""
 
 
 def _hash_file(path: str) -> str:
-    """What a file that the settings name has in it, of its first MOST_LINE_BYTES."""
+    """Hash the first MAX_LINE_BYTES of a file named in the settings."""
     with open_regular_file(path) as file:
         return hashlib.blake2b(file.read(MAX_LINE_BYTES), digest_size=8).hexdigest()
 
 
 class LazyTokenizer:
-    """The tokenizer of a model directory, loaded where it is first asked for, once a process."""
+    """Tokenizer of a model directory, loaded on first use in each process."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -43,7 +43,7 @@ class LazyTokenizer:
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def __call__(self) -> "PreTrainedTokenizerBase":
-        """The tokenizer. Raises ConfigError naming the path if there is none."""
+        """Return the tokenizer. Raises ConfigError with the path on failure."""
         if self._tokenizer is None:
             os.environ.update({} if is_trusted(self._model) else self._trusted_env)
             self._tokenizer = load_tokenizer(self._model)
@@ -54,9 +54,9 @@ class LazyTokenizer:
 
 
 class PromptFile:
-    """A file whose rows become prompts where they are asked for, in any order.
+    """Data file that classifies its rows on demand, in any order.
 
-    `first` is the index in uids of its first row.
+    first: uid index of the first row.
     """
 
     def __init__(
@@ -77,14 +77,13 @@ class PromptFile:
         self._classifier: RowClassifier | None = None
 
     def classify_indices(self, indices: Sequence[int]) -> list[ClassifiedRow]:
-        """Make prompts of the rows of these indices. Raises DataError if they cannot be read."""
+        """Classify the rows with these uid indices. Raises DataError if they cannot be read."""
         return self.classify_rows(np.searchsorted(self.indices, indices).tolist())
 
     def classify_rows(self, rows: Sequence[int]) -> list[ClassifiedRow]:
-        """Make prompts of rows by their place among all."""
         keys = {"prompt_key": self.file.prompt_key, "label_key": self.file.label_key}
-        read = self.table.read_rows(rows)
-        parsed = [parse_record(record, place, index, **keys) for place, index, record in read]
+        records = self.table.read_rows(rows)
+        parsed = [parse_record(record, place, index, **keys) for place, index, record in records]
         with _render_lock:
             if self._classifier is None:
                 tokenizer = self._tokenizer()
@@ -94,27 +93,25 @@ class PromptFile:
             return list(self._classifier.classify_rows(parsed))
 
     def __iter__(self) -> Iterator[ClassifiedRow]:
-        """Yield what becomes of every row, in their order."""
         for start in range(0, len(self.table), RENDER_BATCH_ROWS):
             yield from self.classify_rows(
                 range(start, min(start + RENDER_BATCH_ROWS, len(self.table)))
             )
 
     def with_limits(self, limits: PromptLimits) -> "PromptFile":
-        """The same file under other limits."""
         return PromptFile(
             self.file, self._tokenizer, limits, first=self._first_index, table=self.table
         )
 
     @property
     def settings_text(self) -> str:
-        """What prompts follow from besides the rows: the settings, and the files that they name."""
+        """Everything besides the rows that prompts depend on: settings and referenced files."""
         file, limits = self.file, self.limits
         facts: list[object] = [file.prompt_key, file.label_key, file.split, file.template]
         facts += [sorted(file.template_arguments.items()), limits.on_long]
-        named = [] if file.template in (MODEL_TEMPLATE, PLAIN_TEMPLATE) else [file.template]
-        named += [file.filter.rpartition(":")[0]] if file.filter else []
-        code = [_hash_file(one) for one in named]
+        paths = [] if file.template in (MODEL_TEMPLATE, PLAIN_TEMPLATE) else [file.template]
+        paths += [file.filter.rpartition(":")[0]] if file.filter else []
+        code = [_hash_file(path) for path in paths]
         return repr((facts, file.filter.rpartition(":")[2], code))
 
     def __getstate__(self) -> dict[str, object]:

@@ -1,7 +1,7 @@
-"""The endless stream of prompts, resumable to the row.
+"""Endless stream of prompts that resumes at the exact row.
 
-Rows are read, rendered and checked shortly before they are needed: all that is to be known of a
-place in the stream is how many rows of each file have been drawn, and how many gave a prompt.
+Rows are read, rendered and checked shortly before use. The position of the stream is two counts
+per file: rows drawn, and prompts obtained from them.
 """
 
 import asyncio
@@ -20,39 +20,37 @@ if TYPE_CHECKING:
     from streamrl.data.prefetch import DrawnPrompt, InterleaveNode
 
 MAX_REPORTED_ROWS = 10
-"""Bad rows between two calls of `take_skipped` of which each is told; the others are counted."""
+"""Bad rows between two calls of `take_skipped` that are described; further rows are counted."""
 
 
 class StreamData(Protocol):
-    """What a stream is of: its files, and what says that they are the same after a resume."""
+    """Data of a stream: files, and a fingerprint to recognize them after a resume."""
 
     @property
-    def stream_files(self) -> "Sequence[StreamFile]":
-        """The files."""
-        ...
+    def stream_files(self) -> "Sequence[StreamFile]": ...
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what a run learns from."""
+        """Hash of everything a run learns from."""
         ...
 
     @property
     def is_fully_classified(self) -> bool:
-        """Whether every row has been examined: the parts have those alone that give prompts."""
+        """Whether every row was classified, so that `stream_files` contains only usable rows."""
         ...
 
     def classify_all_rows(self) -> "StreamData":
-        """Examine every row. Raises ConfigError for one that cannot be used."""
+        """Classify every row. Raises ConfigError for an unusable row."""
         ...
 
 
 class PromptStream(Iterator[Prompt]):
-    """Every row of a file once per epoch of that file, for ever.
+    """Endless iterator over prompts: every row of a file once per epoch of that file.
 
-    Each file has epochs of its own, shuffled by (seed, file, epoch). A prompt goes out with uid
-    (epoch, index, 0). A row that gives no prompt is passed over, and `take_skipped` tells of it;
-    where more than `max_bad_share` of a file's rows cannot be used, drawing raises DataError. Rows
-    are read in a thread for each file, unless `reads_ahead` is false.
+    Each file has its own epochs, shuffled by (seed, file, epoch). A prompt has uid (epoch, index,
+    0). Rows without a prompt are skipped and reported by `take_skipped`; if a file's share of
+    unusable rows exceeds `max_bad_share`, drawing raises DataError. A thread per file prefetches
+    rows unless `reads_ahead` is false.
     """
 
     def __init__(
@@ -79,11 +77,10 @@ class PromptStream(Iterator[Prompt]):
         self._node: InterleaveNode | None = None
 
     def __len__(self) -> int:
-        """Rows per epoch, of all files."""
-        return sum(len(part.indices) for part in self._data.stream_files)
+        return sum(len(file.indices) for file in self._data.stream_files)
 
     def __next__(self) -> Prompt:
-        """The next prompt; there always is one. Raises DataError if the data gives none."""
+        """Return the next prompt; the stream never ends. Raises DataError if the data fails."""
         if not self._prefetched:
             self._fill_buffer(1)
         drawn = self._prefetched.popleft()
@@ -92,13 +89,12 @@ class PromptStream(Iterator[Prompt]):
         return drawn.prompt
 
     def draw_prompts(self, count: int) -> list[Prompt]:
-        """The next `count` prompts."""
         return [next(self) for _ in range(count)]
 
     async def prefetch_prompts(self, count: int) -> None:
-        """Have the next `count` prompts at hand: an event loop need not wait for what reads them.
+        """Buffer the next `count` prompts in a thread, so that drawing does not block the loop.
 
-        Nobody draws meanwhile.
+        Callers must not draw prompts until this returns.
         """
         if len(self._prefetched) < count:
             await asyncio.to_thread(self._fill_buffer, count)
@@ -108,7 +104,7 @@ class PromptStream(Iterator[Prompt]):
             self._prefetched.append(next(self._get_node()))
 
     def _get_node(self) -> "InterleaveNode":
-        """The nodes that read the files, in the process that draws; they take torch."""
+        """Create the node graph on first use, in the drawing process; torchdata imports torch."""
         if self._node is None:
             from streamrl.data.prefetch import PREFETCH_BATCHES, InterleaveNode
 
@@ -117,34 +113,34 @@ class PromptStream(Iterator[Prompt]):
                 seed=self._seed,
                 shuffle=self._shuffle,
                 max_bad_share=self._max_bad_share,
-                ahead=PREFETCH_BATCHES if self._reads_ahead else 0,
+                prefetch_batches=PREFETCH_BATCHES if self._reads_ahead else 0,
             )
             self._node.reset({"drawn": self._num_drawn, "given": self._num_prompts})
         return self._node
 
     def take_skipped(self) -> "SkippedRows":
-        """The rows since the last call that gave no prompt, or a shorter one."""
+        """Return and reset the rows skipped or truncated since the last call."""
         skipped, self._skipped = self._skipped, SkippedRows()
         return skipped
 
     def get_prompt(self, uid: str) -> Prompt:
-        """The prompt of a uid this stream gave out, now or before a resume; the place is kept.
+        """Return the prompt of a uid from this stream, of any attempt, without moving the stream.
 
-        Any attempt will do. Raises ValueError for a uid whose index is not in the data, and
-        DataError for one whose row gives no prompt any more.
+        Raises ValueError for an index outside the data, and DataError if the row no longer yields a
+        prompt.
         """
         _, index, _ = parse_uid(uid)
-        for part in self._data.stream_files:
-            at = int(part.indices.searchsorted(index))
-            if at < len(part.indices) and part.indices[at] == index:
-                (found,) = part.classify_indices([index])
-                if found.prompt is None:
-                    raise DataError(f"uid {uid}: {found.problem or found.status.value}")
-                return replace(found.prompt, uid=uid)
+        for file in self._data.stream_files:
+            position = int(file.indices.searchsorted(index))
+            if position < len(file.indices) and file.indices[position] == index:
+                (row,) = file.classify_indices([index])
+                if row.prompt is None:
+                    raise DataError(f"uid {uid}: {row.problem or row.status.value}")
+                return replace(row.prompt, uid=uid)
         raise ValueError(f"uid {uid}: no prompt with index {index} among the {len(self)}")
 
     def retry_prompt(self, uid: str) -> Prompt:
-        """The prompt of a dropped uid under the uid of its next attempt."""
+        """Return the prompt of a dropped uid under the uid of its next attempt."""
         epoch, index, attempt = parse_uid(uid)
         return self.get_prompt(make_uid(epoch, index, attempt + 1))
 
@@ -153,13 +149,13 @@ class PromptStream(Iterator[Prompt]):
         return {
             "num_prompts": len(self),
             "fingerprint": self._data.fingerprint,
-            "files": [[len(part.indices), part.fraction] for part in self._data.stream_files],
+            "files": [[len(file.indices), file.fraction] for file in self._data.stream_files],
             "shuffle": self._shuffle,
             "seed": self._seed,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, as JSON: how much of each file has been drawn, and given out."""
+        """Return the position as JSON-serializable values, with facts that identify the data."""
         return {
             "drawn": list(self._num_drawn),
             "given": list(self._num_prompts),
@@ -167,11 +163,11 @@ class PromptStream(Iterator[Prompt]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where the stream that wrote `state` stood.
+        """Continue exactly where the stream that wrote `state` stopped.
 
-        Raises ConfigError if that stream had other prompts or another order: some rows of the
-        epoch would be lost and others trained twice. Checkpoints used to be of streams whose rows
-        had all been examined: then they are, as the order is that of those that gave prompts.
+        Raises ConfigError if that stream had other prompts or another order, which would lose some
+        rows of the epoch and repeat others. Old checkpoints come from streams that classified every
+        row first; then this stream does the same, because its order skips unusable rows.
         """
         data = self._data
         if not data.is_fully_classified and is_full_fingerprint(str(state["fingerprint"])):
@@ -181,44 +177,44 @@ class PromptStream(Iterator[Prompt]):
             if state[name] != now:
                 raise ConfigError(
                     f"cannot resume the data stream: {_IDENTITY_TEXTS[name]} was"
-                    f" {state[name]} when the "
-                    f"checkpoint was written and is {now} now; use the same, or start a new run"
+                    f" {state[name]} in the "
+                    f"checkpoint and is {now} now; restore it, or start a new run"
                 )
-        # Before, checkpoints had it as torchdata's loader wrote it.
-        place = state["loader"]["_sampler_iter_state"] if "loader" in state else state
-        drawn, given = place["drawn"], place.get("given", place["drawn"])
+        # Old checkpoints nest the position as torchdata's StatefulDataLoader did.
+        position = state["loader"]["_sampler_iter_state"] if "loader" in state else state
+        drawn, given = position["drawn"], position.get("given", position["drawn"])
         num_files = len(data.stream_files)
         pairs = list(zip(given, drawn, strict=False))
-        fits = [isinstance(n, int) and isinstance(m, int) and 0 <= n <= m for n, m in pairs]
-        if not all(fits) or not len(drawn) == len(given) == num_files:
-            raise ValueError(f"{drawn} prompts drawn of {num_files} files, {given} given out")
+        is_valid = [isinstance(n, int) and isinstance(m, int) and 0 <= n <= m for n, m in pairs]
+        if not all(is_valid) or not len(drawn) == len(given) == num_files:
+            raise ValueError(f"{drawn} rows drawn from {num_files} files, {given} prompts obtained")
         self._num_drawn, self._num_prompts = tuple(drawn), tuple(given)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_node": None, "_prefetched": deque()}
 
 
-#: What must be the same on resume, in words for the user.
+#: Facts that must not change on resume, as users know them.
 _IDENTITY_TEXTS = {
     "num_prompts": "the number of prompts in data.train",
     "fingerprint": "the content of data.train as tokens (fingerprint)",
-    "files": "what each file of data.train has of prompts and of the stream",
+    "files": "the row count and stream share of each file in data.train",
     "shuffle": "data.shuffle",
     "seed": "the seed of the data order",
 }
 PARTIAL_PREFIX = "rows-"
-"""Begins the fingerprint of data of which some rows only have been examined."""
+"""Prefix of the fingerprint of partly classified data."""
 
 
 def is_full_fingerprint(fingerprint: str) -> bool:
-    """Whether a fingerprint is of data of which every row has been examined."""
+    """Return whether a fingerprint covers the prompt of every row."""
     return not fingerprint.startswith(PARTIAL_PREFIX)
 
 
 class SkippedRows:
-    """Rows that a stream passed over, or cut: how many by what became of them.
+    """Counts of skipped and truncated rows by status.
 
-    problems: why the first of those that cannot be used cannot be, each with the row's place.
+    problems: messages of the first bad rows, with locations.
     """
 
     def __init__(self) -> None:
@@ -226,17 +222,16 @@ class SkippedRows:
         self.problems: list[str] = []
 
     def add(self, rows: Sequence[ClassifiedRow]) -> None:
-        """Count rows."""
         self._counts.update(row.status for row in rows)
-        told = [str(row.problem) for row in rows if row.problem is not None]
-        self.problems += told[: MAX_REPORTED_ROWS - len(self.problems)]
+        messages = [str(row.problem) for row in rows if row.problem is not None]
+        self.problems += messages[: MAX_REPORTED_ROWS - len(self.problems)]
 
     @property
     def metrics(self) -> dict[str, int]:
-        """A count for each way to be left out or cut, 0 too."""
-        return {f"data/{name}": self._counts[fate] for fate, name in _METRIC_NAMES.items()}
+        """Count per status other than kept, including zeros."""
+        return {f"data/{name}": self._counts[status] for status, name in _METRIC_NAMES.items()}
 
 
 _METRIC_NAMES = {
-    fate: fate.value.replace(" ", "_") for fate in RowStatus if fate is not RowStatus.KEPT
+    status: status.value.replace(" ", "_") for status in RowStatus if status is not RowStatus.KEPT
 }

@@ -1,10 +1,10 @@
-"""Seeds of rollouts: a rollout is a function of the weights, the prompt and its seed."""
+"""Sampling seeds: a rollout is a function of the weights, the prompt and its seed."""
 
 import hashlib
 
 
 def make_rollout_seeds(run_seed: int, uid: str, count: int) -> list[int]:
-    """One sampling seed (0 to 2^31 - 1) per rollout of the prompt `uid`."""
+    """Return one sampling seed in [0, 2^31) per rollout of the prompt `uid`."""
     digests = (
         hashlib.blake2b(f"{run_seed}/{uid}/{i}".encode(), digest_size=4) for i in range(count)
     )

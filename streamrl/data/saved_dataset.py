@@ -1,4 +1,4 @@
-"""What `save_to_disk` of Hugging Face datasets wrote, checked before that library opens it."""
+"""Hugging Face datasets written by `save_to_disk`, checked before `datasets` opens them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _SPLITS_FILE, _INFO_FILE = DATASET_FILES
-"""Says which splits a dataset has; says what a dataset, or one split of it, is."""
+"""Files with the splits of a dataset, and with its features."""
 _STATE_FILE = "state.json"
-"""Names the files of a dataset, or of one split of it."""
+"""File with the data files of a dataset or split."""
 
 
 class _StateDataFile(msgspec.Struct):
@@ -31,23 +31,19 @@ class _StateDataFile(msgspec.Struct):
 
 
 class _DatasetState(msgspec.Struct):
-    """What state.json of a dataset on disk says of its files."""
-
     data_files: Annotated[list[_StateDataFile], msgspec.Meta(min_length=1)] = msgspec.field(
         name="_data_files"
     )
 
 
 class _DatasetSplits(msgspec.Struct):
-    """What dataset_dict.json says."""
-
     splits: list[str]
 
 
 def open_saved_dataset(path: str, split: str) -> "Dataset":
-    """Open what `save_to_disk` of Hugging Face datasets wrote; its columns are memory-mapped.
+    """Open a dataset written by `save_to_disk`; its columns are memory-mapped.
 
-    Raises ConfigError naming it.
+    Raises ConfigError with the path.
     """
     from datasets import Dataset
 
@@ -70,7 +66,6 @@ def open_saved_dataset(path: str, split: str) -> "Dataset":
 
 @contextmanager
 def _wrap_dataset_errors(path: str) -> Iterator[None]:
-    """Raise what is wrong with a dataset on disk as ConfigError naming it."""
     try:
         yield
     except (ConfigError, OSError):
@@ -80,7 +75,7 @@ def _wrap_dataset_errors(path: str) -> Iterator[None]:
 
 
 def _read_dataset_file(file: Path, kind: Any) -> Any:
-    """Read a file that says what a dataset on disk is. Raises ValueError naming it."""
+    """Parse a metadata file of a saved dataset. Raises ValueError with the file's name."""
     try:
         return msgspec.convert(read_small_json(file, most_bytes=MAX_LINE_BYTES), kind)
     except (OSError, ValueError, msgspec.ValidationError) as error:
@@ -88,8 +83,8 @@ def _read_dataset_file(file: Path, kind: Any) -> Any:
 
 
 def _resolve_sibling(file: Path, name: str) -> Path:
-    """Return what a file says lies beside it. Raises ValueError for what lies elsewhere."""
+    """Resolve a file name next to `file`. Raises ValueError for a path into another folder."""
     if name in ("", "..") or Path(name).name != name:
-        said = f"{file.parent.name}/{file.name}"
-        raise ValueError(f"{said}: {name!r:.80} must lie in the same folder")
+        place = f"{file.parent.name}/{file.name}"
+        raise ValueError(f"{place}: {name!r:.80} must be a file in the same folder")
     return file.with_name(name)

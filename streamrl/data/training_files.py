@@ -1,7 +1,7 @@
-"""Training files as a stream reads them: a row is read, rendered and checked once it is drawn.
+"""Training files of a stream, classified in part before a run and on demand afterwards.
 
-Before a run all rows of a small file are examined; of a larger one the first, others spread evenly
-over it, and the longest, which tell how long prompts may be.
+Before a run every row of a small file is classified. Of a larger file only a sample is: the first
+rows, rows spread evenly, and the longest rows, which bound the length of all prompts.
 """
 
 import hashlib
@@ -25,22 +25,21 @@ from streamrl.data.prompts import describe_unused_rows, make_no_prompt_error
 from streamrl.messages import Prompt, parse_uid
 
 MAX_FULLY_CLASSIFIED_ROWS = 10_000
-"""Rows of a file up to which all are examined before a run."""
+"""Largest file, in rows, that is classified completely before a run."""
 NUM_FIRST_ROWS, NUM_SPREAD_ROWS, NUM_LONGEST_ROWS = 2048, 1024, 1024
-"""Rows of a larger file that are examined: its first, others all over it, and its longest."""
+"""Sample of a larger file: first rows, evenly spread rows, and longest rows."""
 LENGTH_MARGIN = 1.25
-"""Prompts of a run may be longer than the longest that was examined by this factor."""
+"""Allowed prompt length relative to the longest prompt in the sample."""
 
 PromptInspector = Callable[[Sequence[Prompt]], None]
 
 
 @dataclass(frozen=True)
 class TrainingFile:
-    """A file, and what its examined rows are like.
+    """Training file with statistics of its classified rows.
 
-    rows: the indices of the rows that a stream draws: of a file that was examined whole, those that
-    give prompts; of another, all. fates: of the examined rows. longest, mean: tokens of their
-    prompts.
+    row_indices: uid indices of the rows to draw: usable rows if the file is fully classified, else
+    all rows. max_prompt_tokens, mean_prompt_tokens: over the classified rows.
     """
 
     prompt_file: PromptFile
@@ -52,69 +51,70 @@ class TrainingFile:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of the rows that were examined."""
-        file, examined = self.prompt_file.file, sum(self.status_counts.values())
+        file, num_classified = self.prompt_file.file, sum(self.status_counts.values())
         if self.is_fully_classified:
             return describe_unused_rows(file, self.status_counts)
-        more = f", of {examined} that were examined"
-        begun = (
-            f"{file.path}: {examined} of {len(self.row_indices)} rows were examined, the"
-            f" others are as"
-            f" they are drawn; prompts may have {self.prompt_file.limits.max_tokens} tokens"
+        suffix = f", of {num_classified} checked"
+        note = (
+            f"{file.path}: {num_classified} of {len(self.row_indices)} rows checked, the"
+            f" rest when drawn;"
+            f" prompts may have {self.prompt_file.limits.max_tokens} tokens"
         )
-        return [begun, *describe_unused_rows(file, self.status_counts, more)]
+        return [note, *describe_unused_rows(file, self.status_counts, suffix)]
 
 
 @dataclass(frozen=True)
 class TrainingFiles:
-    """The files of a stream. No two prompts have the same index in their uid."""
+    """Files of a stream, with unique indices in their prompts' uids."""
 
     files: tuple[TrainingFile, ...]
     fingerprint: str
 
     @property
     def stream_files(self) -> list[StreamFile]:
-        """The files, each with its share: as its weight is, else as its rows are many."""
+        """Files with their shares, by weight or else proportional to their row counts."""
         weights = [
-            float(len(one.row_indices))
-            if one.prompt_file.file.weight is None
-            else one.prompt_file.file.weight
-            for one in self.files
+            float(len(file.row_indices))
+            if file.prompt_file.file.weight is None
+            else file.prompt_file.file.weight
+            for file in self.files
         ]
         return [
             StreamFile(
-                one.row_indices,
+                file.row_indices,
                 weight / sum(weights),
-                one.prompt_file.classify_indices,
-                one.prompt_file.file.path,
+                file.prompt_file.classify_indices,
+                file.prompt_file.file.path,
             )
-            for one, weight in zip(self.files, weights, strict=True)
+            for file, weight in zip(self.files, weights, strict=True)
         ]
 
     @property
     def is_fully_classified(self) -> bool:
-        """Whether every row was examined."""
-        return all(one.is_fully_classified for one in self.files)
+        return all(file.is_fully_classified for file in self.files)
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Most tokens that a prompt has, or may have where rows are not known yet."""
+        """Longest prompt, or the length limit of files that are not fully classified."""
         return max(
-            one.max_prompt_tokens if one.is_fully_classified else one.prompt_file.limits.max_tokens
-            for one in self.files
+            file.max_prompt_tokens
+            if file.is_fully_classified
+            else file.prompt_file.limits.max_tokens
+            for file in self.files
         )
 
     @property
     def mean_prompt_tokens(self) -> float:
-        """Tokens of a prompt, on average over the stream."""
         return sum(
-            part.fraction * one.mean_prompt_tokens
-            for part, one in zip(self.stream_files, self.files, strict=True)
+            part.fraction * file.mean_prompt_tokens
+            for part, file in zip(self.stream_files, self.files, strict=True)
         )
 
     def classify_all_rows(self) -> "TrainingFiles":
-        """Examine every row of all files. Raises ConfigError for one that cannot be used."""
-        return classify_training_files([one.prompt_file for one in self.files], whole=math.inf)
+        """Classify every row of all files. Raises ConfigError for an unusable row."""
+        return classify_training_files(
+            [file.prompt_file for file in self.files], max_full_rows=math.inf
+        )
 
 
 def open_training_files(
@@ -123,16 +123,15 @@ def open_training_files(
     *,
     limit: int,
     on_long: str,
-    room: float | None = math.inf,
+    max_sampled_tokens: float | None = math.inf,
     inspect: PromptInspector = lambda prompts: None,
 ) -> TrainingFiles:
-    """Open training files as the model of a directory reads them, of at most `limit` tokens each.
+    """Open training files with the tokenizer of a model, with prompts of at most `limit` tokens.
 
-    A prompt of a large file may be longer than the longest that was examined by MARGIN, as far as
-    it has no more than `room` tokens; None: it may have `limit`. `inspect` is shown what is
-    examined. Raises ConfigError in one line naming file, row and rule: the problem of the first
-    examined row that is bad, a file, template or filter that cannot be used, and a file that gives
-    no prompt.
+    In a sampled file prompts may exceed the longest sampled prompt by LENGTH_MARGIN, up to
+    max_sampled_tokens; None allows `limit`. `inspect` receives the classified prompts. Raises a
+    one-line ConfigError with file, row and rule for the first bad row among those classified, an
+    unusable file, template or filter, or a file without any usable row.
     """
     tokenizer, limits = LazyTokenizer(model), PromptLimits(limit, load_vocab_size(model), on_long)
     opened, first = [], 0
@@ -140,27 +139,40 @@ def open_training_files(
         prompts = PromptFile(file, tokenizer, limits, first=first)
         opened.append(prompts)
         first = int(prompts.indices[-1]) + 1
-    return classify_training_files(opened, inspect, room=room)
+    return classify_training_files(opened, inspect, max_sampled_tokens=max_sampled_tokens)
 
 
 def classify_training_files(
     files: Sequence[PromptFile],
     inspect: PromptInspector = lambda prompts: None,
     *,
-    whole: float = MAX_FULLY_CLASSIFIED_ROWS,
-    room: float | None = math.inf,
+    max_full_rows: float = MAX_FULLY_CLASSIFIED_ROWS,
+    max_sampled_tokens: float | None = math.inf,
 ) -> TrainingFiles:
-    """Examine files before a run; those of up to `whole` rows wholly. See `open_files`."""
+    """Classify files of up to `max_full_rows` rows completely, and a sample of larger files.
+
+    See `open_training_files`.
+    """
     digest = hashlib.blake2b(digest_size=8)
-    found = [_classify_file(file, inspect, digest, whole=whole, room=room) for file in files]
+    classified = [
+        _classify_file(
+            file,
+            inspect,
+            digest,
+            max_full_rows=max_full_rows,
+            max_sampled_tokens=max_sampled_tokens,
+        )
+        for file in files
+    ]
     fingerprint = digest.hexdigest()
-    if not all(one.is_fully_classified for one in found):
-        for one in found:
+    if not all(file.is_fully_classified for file in classified):
+        # The sampled prompts do not identify the data, so hash all content and settings.
+        for file in classified:
             digest.update(
-                f"{one.prompt_file.table.digest} {one.prompt_file.settings_text}".encode()
+                f"{file.prompt_file.table.digest} {file.prompt_file.settings_text}".encode()
             )
         fingerprint = PARTIAL_PREFIX + digest.hexdigest()
-    return TrainingFiles(tuple(found), fingerprint)
+    return TrainingFiles(tuple(classified), fingerprint)
 
 
 def _classify_file(
@@ -168,55 +180,60 @@ def _classify_file(
     inspect: PromptInspector,
     digest: "hashlib.blake2b",
     *,
-    whole: float,
-    room: float | None,
+    max_full_rows: float,
+    max_sampled_tokens: float | None,
 ) -> TrainingFile:
-    rows, is_typical = choose_rows(file, whole)
-    is_whole = len(rows) == len(file.table)
-    fates, kept, lengths, typical = Counter[RowStatus](), array("q"), array("i"), array("i")
+    rows, is_typical = choose_rows(file, max_full_rows)
+    is_complete = len(rows) == len(file.table)
+    counts, kept, lengths, typical = Counter[RowStatus](), array("q"), array("i"), array("i")
     for start in range(0, len(rows), RENDER_BATCH_ROWS):
-        found = file.classify_rows(rows[start : start + RENDER_BATCH_ROWS].tolist())
-        _raise_first_problem(found)
-        inspect([one.prompt for one in found if one.prompt is not None])
-        for one, stands_for_others in zip(
-            found, is_typical[start : start + RENDER_BATCH_ROWS], strict=True
+        batch = file.classify_rows(rows[start : start + RENDER_BATCH_ROWS].tolist())
+        _raise_first_problem(batch)
+        inspect([row.prompt for row in batch if row.prompt is not None])
+        for row, is_row_typical in zip(
+            batch, is_typical[start : start + RENDER_BATCH_ROWS], strict=True
         ):
-            fates[one.status] += 1
-            if one.prompt is not None:
-                kept.append(parse_uid(one.prompt.uid)[1])
-                lengths.append(len(one.prompt.token_ids))
-                if stands_for_others:
+            counts[row.status] += 1
+            if row.prompt is not None:
+                kept.append(parse_uid(row.prompt.uid)[1])
+                lengths.append(len(row.prompt.token_ids))
+                if is_row_typical:
                     typical.append(lengths[-1])
-                hash_prompt(digest, one.prompt)
-    if not kept and not is_whole:
-        # Among the others there may be one.
-        return _classify_file(file, inspect, digest, whole=math.inf, room=room)
+                hash_prompt(digest, row.prompt)
+    if not kept and not is_complete:
+        # No sampled row is usable; search the whole file for one.
+        return _classify_file(
+            file, inspect, digest, max_full_rows=math.inf, max_sampled_tokens=max_sampled_tokens
+        )
     if not kept:
-        raise make_no_prompt_error(file.file, fates, file.limits)
+        raise make_no_prompt_error(file.file, counts, file.limits)
+    # The longest rows of the sample would bias the mean, so only typical rows count.
     longest, mean = max(lengths), fmean(typical or lengths)
-    if is_whole:
-        return TrainingFile(file, np.array(kept), True, fates, longest, mean)
-    most = file.limits.max_tokens
-    if room is not None:
-        most = min(most, max(longest, int(min(math.ceil(longest * LENGTH_MARGIN), room))))
-    limited = file.with_limits(replace(file.limits, max_tokens=most))
-    return TrainingFile(limited, limited.indices, False, fates, longest, mean)
+    if is_complete:
+        return TrainingFile(file, np.array(kept), True, counts, longest, mean)
+    limit = file.limits.max_tokens
+    if max_sampled_tokens is not None:
+        with_margin = int(min(math.ceil(longest * LENGTH_MARGIN), max_sampled_tokens))
+        limit = min(limit, max(longest, with_margin))
+    limited = file.with_limits(replace(file.limits, max_tokens=limit))
+    return TrainingFile(limited, limited.indices, False, counts, longest, mean)
 
 
-def _raise_first_problem(found: Sequence[ClassifiedRow]) -> None:
-    """Raise the problem of the first row that is bad."""
-    for one in found:
-        if one.problem is not None:
-            raise one.problem
+def _raise_first_problem(rows: Sequence[ClassifiedRow]) -> None:
+    for row in rows:
+        if row.problem is not None:
+            raise row.problem
 
 
-def choose_rows(file: PromptFile, whole: float) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Choose the rows of a file that are examined before a run, in their order.
+def choose_rows(
+    file: PromptFile, max_full_rows: float
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Choose the sorted rows of a file to classify before a run.
 
-    Returned beside them: whether each is one of those that stand for the others.
+    The second array marks typical rows; rows chosen for their length are not typical.
     """
     size = len(file.table)
-    if size <= whole:
+    if size <= max_full_rows:
         return np.arange(size), np.ones(size, np.bool_)
     typical = np.union1d(
         np.arange(NUM_FIRST_ROWS), np.linspace(0, size - 1, NUM_SPREAD_ROWS).astype(np.int64)
@@ -231,7 +248,7 @@ def choose_rows(file: PromptFile, whole: float) -> tuple[NDArray[np.int64], NDAr
 
 
 def hash_prompt(digest: "hashlib.blake2b", prompt: Prompt) -> None:
-    """Add what a run learns from to a hash: index, tokens, source and ground truth of a prompt."""
+    """Add everything a run learns from a prompt to a hash: index, tokens, source, ground truth."""
     facts = (parse_uid(prompt.uid)[1], prompt.data_source, prompt.ground_truth)
     digest.update(repr((facts, len(prompt.token_ids))).encode("utf-8", "backslashreplace"))
     digest.update(prompt.token_ids.astype(np.int32).tobytes())

@@ -1,4 +1,4 @@
-"""A data file read to its end, whatever its rows are like: what it holds and what is wrong."""
+"""Validation of a data file for `streamrl data check`: reads every row and collects problems."""
 
 from array import array
 from collections import Counter
@@ -17,13 +17,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_KEPT_PROBLEMS = 1000
-"""Bad rows of a file whose problems are kept; the others are counted."""
+"""Bad rows per file whose messages are kept; further rows are only counted."""
 
 
 @dataclass(frozen=True)
 class PromptLengths:
-    """How long prompts are, in tokens."""
-
     min: int
     median: int
     p95: int
@@ -31,12 +29,11 @@ class PromptLengths:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> "PromptLengths":
-        """Those of at least one prompt; median and p95 are lengths that occur."""
+        """Summarize at least one length; median and p95 are lengths that occur in the data."""
         low, median, p95, high = np.quantile(lengths, [0, 0.5, 0.95, 1], method="nearest").tolist()
         return cls(low, median, p95, high)
 
     def to_text(self, limit: int) -> str:
-        """In words, beside the limit."""
         return (
             f"{self.min} to {self.max} tokens, median {self.median}, 95 % up to {self.p95}"
             f" (limit {limit})"
@@ -45,7 +42,7 @@ class PromptLengths:
 
 @dataclass(frozen=True)
 class RowProblem:
-    """Why a row cannot be used: its number in the file, from 1."""
+    """Message about a bad row; `row` counts from 1."""
 
     row: int
     text: str
@@ -53,11 +50,10 @@ class RowProblem:
 
 @dataclass
 class FileReport:
-    """What was found in a file, over all rows that could be read.
+    """Summary of all rows of a file.
 
-    `status_counts` counts rows by what a run does with them; `lengths` are of all prompts but those
-    of bad rows, before anything is cut off; the other figures are of the prompts that a run uses. A
-    duplicate has the tokens of an earlier prompt.
+    status_counts: rows by the outcome in a run. lengths: prompts before truncation, without bad
+    rows. Other counts cover usable prompts; a duplicate has the tokens of an earlier prompt.
     """
 
     path: str
@@ -70,19 +66,19 @@ class FileReport:
 
     @property
     def num_rows(self) -> int:
-        """All rows, bad ones too."""
         return self.status_counts.total()
 
     @property
     def num_bad(self) -> int:
-        """Rows that a run refuses to start with."""
+        """Number of rows that prevent a run from starting."""
         return self.status_counts[RowStatus.BAD]
 
     def to_dict(self) -> dict[str, Any]:
-        """The report in plain values."""
-        fates = {fate.value.replace(" ", "_"): self.status_counts[fate] for fate in RowStatus}
+        counts = {
+            status.value.replace(" ", "_"): self.status_counts[status] for status in RowStatus
+        }
         rest = {name: value for name, value in asdict(self).items() if name != "status_counts"}
-        return {**rest, "rows": self.num_rows, **fates, "sources": dict(self.sources)}
+        return {**rest, "rows": self.num_rows, **counts, "sources": dict(self.sources)}
 
 
 def validate_file(
@@ -94,10 +90,10 @@ def validate_file(
         rows
     ),
 ) -> FileReport:
-    """Read every row as a run would; a bad one is noted and passed over.
+    """Classify every row like a run, collecting the problems of bad rows.
 
-    What is to be examined goes through `track`, with how many rows there are. Raises ConfigError if
-    the file, its template or its filter cannot be used at all.
+    `track` wraps the iterator over rows, for a progress bar; its second argument is the number of
+    rows. Raises ConfigError for an unusable file, template or filter.
     """
     report, lengths, seen = FileReport(file.path), array("i"), set[bytes]()
     prompts = PromptFile(file, lambda: tokenizer, limits)

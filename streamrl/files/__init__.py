@@ -1,1 +1,1 @@
-"""Read and write files: atomic writes, bounded reads, settings, model directories."""
+"""File access: atomic writes, bounded reads, typed settings, model directories, user code."""

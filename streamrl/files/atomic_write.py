@@ -1,4 +1,4 @@
-"""Files that a crash leaves whole or not at all: a temporary name, fsync, rename."""
+"""Atomic writes (temporary name, fsync, rename): a crash leaves the old file or the new one."""
 
 import contextlib
 import errno
@@ -11,32 +11,32 @@ from pathlib import Path
 from streamrl.errors import CheckpointError, DiskError, NoSpaceError, StreamError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""A full disk, a quota that is used up, a file as large as it may be."""
+"""Errors of a full disk: no space, exhausted quota, maximum file size."""
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def find_system_error(error: BaseException) -> OSError | None:
-    """The system's error behind an exception: libraries written in Rust have it in their text."""
+    """Return the OSError behind an exception; Rust libraries only put its number in their text."""
     if isinstance(error, OSError):
         return error
-    found = None if isinstance(error, StreamError) else _RUST_ERROR.search(str(error))
-    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else None
+    match = None if isinstance(error, StreamError) else _RUST_ERROR.search(str(error))
+    return OSError(int(match[1]), os.strerror(int(match[1]))) if match else None
 
 
 @contextlib.contextmanager
-def wrap_os_errors(what: str, kind: type[StreamError]) -> Iterator[None]:
-    """The system's errors as one of ours, which says `what`, with its file, went wrong."""
+def wrap_os_errors(subject: str, kind: type[StreamError]) -> Iterator[None]:
+    """Convert an OSError to error class `kind`, with `subject` at the start of its message."""
     try:
         yield
     except OSError as error:
-        raise kind(f"{what}: {error.strerror or error}") from error
+        raise kind(f"{subject}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
 def wrap_checkpoint_errors(path: Path) -> Iterator[None]:
-    """The system's errors over a part of a checkpoint, also those that libraries tell.
+    """Convert OSErrors of a checkpoint write, including those inside library errors.
 
-    NoSpaceError where there is no space, CheckpointError otherwise; both name the path.
+    Raises NoSpaceError on a full disk, CheckpointError otherwise; both name the path.
     """
     try:
         yield
@@ -49,28 +49,28 @@ def wrap_checkpoint_errors(path: Path) -> Iterator[None]:
 
 
 def wrap_disk_errors(path: Path) -> AbstractContextManager[None]:
-    """The system's errors over a file of the run directory, as DiskError naming it."""
+    """Convert OSErrors of a file in the run directory to DiskError."""
     return wrap_os_errors(f"{path} cannot be written", DiskError)
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Put `text` into a file at once: readers and crashes see the old file or the new one."""
+    """Write `text` atomically: readers and crashes see the old file or the new one."""
     partial = get_partial_path(path)
     try:
         with open(open_new_file(partial), "w", encoding="utf-8") as file:
             file.write(text)
         sync_and_rename(partial, path)
     except OSError:
-        # On a full disk half a file would take what others need.
+        # Free the partial file's space: the disk may be full.
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
 
 
 def open_new_file(path: Path) -> int:
-    """Open a new file for writing, in the place of what is there; returns its descriptor.
+    """Create a new file for writing, replacing an existing one; return its descriptor.
 
-    A link that stands there, as in a directory of a stranger's, is never followed. Raises OSError.
+    Never follows a symlink at `path`, which another user may have placed there. Raises OSError.
     """
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -78,14 +78,14 @@ def open_new_file(path: Path) -> int:
 
 
 def get_partial_path(path: Path) -> Path:
-    """What a file is called until it is whole."""
+    """Return the temporary name of an unfinished file."""
     return path.with_name(f".{path.name}.partial")
 
 
 def sync_and_rename(partial: Path, final: Path) -> None:
-    """Give a finished file or directory its name, once everything in it is on the disk."""
-    inside = partial.rglob("*") if partial.is_dir() else ()
-    for path in (*inside, partial):
+    """Fsync a finished file or directory and everything in it, then rename."""
+    contents = partial.rglob("*") if partial.is_dir() else ()
+    for path in (*contents, partial):
         _fsync_path(path)
     partial.replace(final)
     _fsync_path(final.parent)

@@ -1,4 +1,4 @@
-"""What a model directory says of its model: config.json, and the headers of its weights."""
+"""Metadata of a model directory: config.json, generation config, headers of the weight files."""
 
 import importlib
 import json
@@ -18,43 +18,41 @@ if TYPE_CHECKING:
 
 
 TRUSTED_MODELS_ENV = "STREAMRL_TRUSTED_MODELS"
-"""Names the model directories whose own code may be run, for all processes of a run."""
+"""Environment variable: model directories whose own code may run, for all processes of a run."""
 GENERATION_CONFIG = "generation_config.json"
 MAX_DESCRIPTION_BYTES = 512 * MIB
-"""Of a file that says what a model is; the largest are tokenizers."""
+"""Limit of a metadata file; tokenizers are the largest."""
 DESCRIPTION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 MAX_LAYERS = 10_000
 MAX_INDEX_BYTES = 256 << 20
 PRESCALED_ROPE_TYPES = ("default", "llama3", "longrope", "su", "dynamic")
-"""Kinds of rotary positions whose scaling max_position_embeddings includes, or that scale by the
-length at hand in transformers, and by the longest there may be in vLLM."""
+"""RoPE types that need no factor: max_position_embeddings already includes their scaling, or they
+scale dynamically by the current length (transformers) or the maximum length (vLLM)."""
 
 
 def _get_config_error_types() -> tuple[type[Exception], ...]:
-    """Return what transformers may raise of a config.json that is wrong."""
     from huggingface_hub.errors import StrictDataclassError
 
-    wrong = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError)
-    return (*wrong, RecursionError, StrictDataclassError)
+    errors = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError)
+    return (*errors, RecursionError, StrictDataclassError)
 
 
 def make_trusted_env(*paths: str) -> dict[str, str]:
-    """Return what lets a process run the code that these model directories bring, if any."""
+    """Return environment variables that let a process run code from these model directories."""
     trusted = os.pathsep.join(str(Path(path).absolute()) for path in paths)
     return {TRUSTED_MODELS_ENV: trusted} if trusted else {}
 
 
 def is_trusted(path: str) -> bool:
-    """Whether code that a model directory brings (`auto_map`) may be run in this process."""
+    """Return whether code of a model directory (`auto_map`) may run in this process."""
     trusted = os.environ.get(TRUSTED_MODELS_ENV, "").split(os.pathsep)
     return str(Path(path).absolute()) in trusted
 
 
 def read_model_config(path: str, **changes: Any) -> "PreTrainedConfig":
-    """Read the config of the model in a directory, with some of its settings changed.
+    """Read a model's config and override some of its settings.
 
-    Raises ConfigError if the config is wrong, or takes code of the directory's own that is not
-    trusted.
+    Raises ConfigError for a malformed config, or one that requires untrusted code.
     """
     from transformers import AutoConfig
 
@@ -63,7 +61,9 @@ def read_model_config(path: str, **changes: Any) -> "PreTrainedConfig":
     check_regular_files(Path(path))
     num_layers = read_num_layers(Path(path))
     if num_layers > MAX_LAYERS:
-        raise ConfigError(f"{path}: config.json says {num_layers} layers: at most {MAX_LAYERS}")
+        raise ConfigError(
+            f"{path}: config.json has {num_layers} layers: must be at most {MAX_LAYERS}"
+        )
     try:
         with _skip_model_classes():
             return AutoConfig.from_pretrained(
@@ -77,33 +77,33 @@ def read_model_config(path: str, **changes: Any) -> "PreTrainedConfig":
 
 
 def check_regular_files(path: Path) -> None:
-    """Raise ConfigError for what libraries would read for ever in a model's directory."""
+    """Raise ConfigError for FIFOs, devices and huge files, which libraries would read forever."""
     with wrap_file_errors(path):
         files = sorted(path.iterdir())
     for file in files:
         try:
-            found = file.stat()
+            status = file.stat()
         except OSError:
-            continue  # a link to nowhere, of which the one that reads it tells
-        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            continue  # a dangling link; the library that reads it reports it
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
             raise ConfigError(f"{file}: not a regular file")
-        if file.suffix in DESCRIPTION_SUFFIXES and found.st_size > MAX_DESCRIPTION_BYTES:
-            most = MAX_DESCRIPTION_BYTES // MIB
-            raise ConfigError(f"{file}: more than {most} MiB: must be at most that")
+        if file.suffix in DESCRIPTION_SUFFIXES and status.st_size > MAX_DESCRIPTION_BYTES:
+            limit = MAX_DESCRIPTION_BYTES // MIB
+            raise ConfigError(f"{file}: exceeds the limit of {limit} MiB")
 
 
 def make_untrusted_error(path: str, error: Exception) -> ConfigError | None:
-    """Say in one line that a directory brings code that is not run, if that is the error."""
+    """Return a ConfigError about untrusted code if `error` is transformers' error about it."""
     if "trust_remote_code" not in str(error):
         return None
     return ConfigError(
-        f"{path}: brings code of its own (auto_map), which is not run;"
-        " model.trust_remote_code=true runs that of model.path and critic.path"
+        f"{path}: contains code of its own (auto_map), which is not trusted;"
+        " model.trust_remote_code=true runs the code of model.path and critic.path"
     )
 
 
 def read_model_length(path: str, *, limit: int | None) -> int:
-    """Tokens a model takes, or `limit` if that is less. Raises ConfigError for what is no model."""
+    """Return the model's context length, capped by `limit`. Raises ConfigError."""
     try:
         config = read_model_config(path)
     except ConfigError as error:
@@ -120,9 +120,9 @@ def read_model_length(path: str, *, limit: int | None) -> int:
 
 
 def _check_generation_config(path: Path, vocab_size: int) -> None:
-    """Raise ConfigError for defaults of generation that vLLM refuses, or leaves out unsaid.
+    """Raise ConfigError for generation defaults that vLLM refuses or silently ignores.
 
-    Temperatures beside greedy decoding, of which transformers warns, mean nothing to a run.
+    transformers' warnings, as about a temperature under greedy decoding, do not matter here.
     """
     if not (path / GENERATION_CONFIG).is_file():
         return
@@ -130,20 +130,25 @@ def _check_generation_config(path: Path, vocab_size: int) -> None:
 
     try:
         with silence_transformers():
-            found = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+            eos_token_id = GenerationConfig.from_pretrained(
+                path, local_files_only=True
+            ).eos_token_id
     except _get_config_error_types() as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.path={path}: {GENERATION_CONFIG}: {reason}") from None
-    ends = found if isinstance(found, list) else [found]
-    if not all(end is None or (isinstance(end, int) and 0 <= end < vocab_size) for end in ends):
+    token_ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    if not all(
+        token_id is None or (isinstance(token_id, int) and 0 <= token_id < vocab_size)
+        for token_id in token_ids
+    ):
         raise ConfigError(
-            f"model.path={path}: {GENERATION_CONFIG}: eos_token_id={found!r}: must be token ids, of"
-            f" which the model has {vocab_size}"
+            f"model.path={path}: {GENERATION_CONFIG}: eos_token_id={eos_token_id!r}: must be token"
+            f" ids below the vocabulary size {vocab_size}"
         )
 
 
 def compute_max_positions(config: "PreTrainedConfig") -> int:
-    """Return the most tokens a model takes, the scaling of its rotary positions included."""
+    """Return the context length in tokens, including RoPE scaling."""
     settings = config.get_text_config()
     tokens = int(settings.max_position_embeddings)
     scaled = [
@@ -151,23 +156,25 @@ def compute_max_positions(config: "PreTrainedConfig") -> int:
         for rope in _list_rope_parameters(settings)
         if rope.get("rope_type") not in PRESCALED_ROPE_TYPES and rope.get("factor")
     ]
-    # The positions of Gemma-3 are given scaled, whatever their kind.
+    # Gemma-3 configs state max_position_embeddings after scaling, whatever the RoPE type.
     return tokens if "gemma3" in settings.model_type else max([tokens, *scaled])
 
 
 def _list_rope_parameters(settings: Any) -> list[Mapping[str, Any]]:
-    """Return the rotary parameters of all kinds of layers."""
-    found = settings.to_dict().get("rope_parameters") or {}
-    return [found] if "rope_type" in found else [one for one in found.values() if one]
+    """Return RoPE parameters; models with several layer types nest them by type."""
+    parameters = settings.to_dict().get("rope_parameters") or {}
+    if "rope_type" in parameters:
+        return [parameters]
+    return [nested for nested in parameters.values() if nested]
 
 
 def _get_original_positions(rope: Mapping[str, Any], tokens: int) -> int:
-    """Return the positions before scaling: YaRN names them, other kinds scale all there are."""
+    """Return the positions before scaling. YaRN states them; other types scale all positions."""
     return int(rope.get("original_max_position_embeddings") or tokens)
 
 
 def read_num_layers(path: Path) -> int:
-    """Read how many layers a config.json says, before transformers lists each; 0 if it does not."""
+    """Read the number of layers in config.json, 0 if absent; transformers would allocate each."""
     try:
         config = json.loads(read_small_text(path / "config.json"))
         settings = {**config, **config.get("text_config", {})}
@@ -178,55 +185,55 @@ def read_num_layers(path: Path) -> int:
 
 
 LAYER_NUMBER_PATTERN = re.compile(r"\.(\d+)\.")
-"""The number of a layer in the name of a parameter."""
+"""Layer index inside a parameter name."""
 
 
 RECOMPUTED_TENSORS = re.compile(r"rotary_emb\.|\.(attention|attn)\.(masked_)?bias$")
-"""Tensors in files of older versions that a model computes anew, whatever the files say."""
+"""Tensors in old checkpoint files that a model recomputes and never loads."""
 
 
 def list_weight_files(path: Path) -> list[Path]:
-    """Name the files that a directory's weights are in: those of its index, or the only one.
+    """List the weight files of a directory: the files in its index, or model.safetensors.
 
-    Others beside an index may hold the same weights once more, as the consolidated file of
-    Mistral's does. Raises ConfigError for files that are not there, or that vLLM alone would read.
+    Files outside the index may duplicate the weights, like Mistral's consolidated file. Raises
+    ConfigError for missing files, or files that vLLM would load and transformers would not.
     """
-    index, whole = path / "model.safetensors.index.json", path / "model.safetensors"
+    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     files = sorted(path.glob("*.safetensors"))
     if index.is_file():
         try:
-            found = read_small_json(index, most_bytes=MAX_INDEX_BYTES)["weight_map"].values()
-            named = [path / name for name in sorted({*found})]
+            names = read_small_json(index, most_bytes=MAX_INDEX_BYTES)["weight_map"].values()
+            named = [path / name for name in sorted({*names})]
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{index}: no index of weights: {error}") from None
+            raise ConfigError(f"{index}: not a weight index: {error}") from None
         if missing := [file.name for file in named if file not in files]:
-            raise ConfigError(f"{index}: names {missing[0]}, which is not beside it")
-        if whole in files and whole not in named:
+            raise ConfigError(f"{index}: names {missing[0]}, which is missing")
+        if single in files and single not in named:
             raise ConfigError(
-                f"{path}: model.safetensors is not in the index beside it: transformers reads the"
-                " one, vLLM what the other names; remove one of them"
+                f"{path}: model.safetensors is not in the index beside it; transformers would load"
+                " the file, vLLM the index. Remove one of them"
             )
         return named
-    if files and files != [whole]:
-        other = next(file.name for file in files if file != whole)
+    if files and files != [single]:
+        other = next(file.name for file in files if file != single)
         raise ConfigError(
-            f"{path}: without an index its weights are those of model.safetensors alone, but there"
-            f" is {other}: move it elsewhere, or add model.safetensors.index.json"
+            f"{path}: without an index only model.safetensors is loaded, but there"
+            f" is {other}. Move it elsewhere, or add model.safetensors.index.json"
         )
     return files
 
 
 class StoredTensor(NamedTuple):
-    """What the header of a safetensors file says of a tensor; dtype as F32, BF16, I8 and so on."""
+    """Shape and dtype (F32, BF16, I8, ...) of a tensor in a safetensors file."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 def read_stored_tensors(path: Path, key: str) -> dict[str, StoredTensor]:
-    """Read what the headers of a directory's safetensors files say of all their tensors.
+    """Read shape and dtype of all tensors from the headers of a directory's safetensors files.
 
-    Raises ConfigError, beginning with `key`, if there are none or a header cannot be read.
+    Raises ConfigError, prefixed with `key`, for missing files or malformed headers.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -235,12 +242,12 @@ def read_stored_tensors(path: Path, key: str) -> dict[str, StoredTensor]:
     check_regular_files(path)
     files = list_weight_files(path)
     if not files:
-        raise ConfigError(f"{key}={path}: holds no .safetensors file")
+        raise ConfigError(f"{key}={path}: contains no .safetensors file")
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         try:
             with safe_open(file, framework="np") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                for name in opened.keys():  # noqa: SIM118 - safe_open is not iterable
                     stored = opened.get_slice(name)
                     tensors[name] = StoredTensor(tuple(stored.get_shape()), stored.get_dtype())
         except (OSError, SafetensorError) as error:
@@ -249,13 +256,11 @@ def read_stored_tensors(path: Path, key: str) -> dict[str, StoredTensor]:
 
 
 def read_stored_shapes(path: Path, key: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes alone, and raise as `read_stored_tensors` does."""
     return {name: tensor.shape for name, tensor in read_stored_tensors(path, key).items()}
 
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Have transformers say nothing of what it finds, and show no bar, for the moment."""
     from transformers.utils import logging
 
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -271,16 +276,18 @@ def silence_transformers() -> Iterator[None]:
 
 @contextmanager
 def _skip_model_classes() -> Iterator[None]:
-    """Have transformers load no model's class with its config's.
+    """Keep transformers from importing a model class along with its config class.
 
-    It does to name the class in a docstring, and what all models have in common takes two seconds.
-    Meanwhile the docstring names the config in the model's place.
+    transformers imports the model class only to name it in a docstring, which costs two seconds.
+    The block makes the docstring name the config class instead.
     """
-    # The package has a function of the name of this module.
-    places = importlib.import_module("transformers.utils.auto_docstring").PLACEHOLDER_TO_AUTO_MODULE
-    place = places["model_class"]
-    places["model_class"] = places["config_class"]
+    # `transformers.utils.auto_docstring` as an attribute is a function; import the module by name.
+    placeholders = importlib.import_module(
+        "transformers.utils.auto_docstring"
+    ).PLACEHOLDER_TO_AUTO_MODULE
+    original = placeholders["model_class"]
+    placeholders["model_class"] = placeholders["config_class"]
     try:
         yield
     finally:
-        places["model_class"] = place
+        placeholders["model_class"] = original

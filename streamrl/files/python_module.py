@@ -1,4 +1,4 @@
-"""A user's Python file, imported: a reward, a filter, an algorithm; and a function found in it."""
+"""User Python files: import a reward, filter or algorithm file and look up functions in it."""
 
 import hashlib
 import importlib.util
@@ -19,18 +19,18 @@ from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import MIB
 
 MAX_FILE_BYTES = 64 * MIB
-"""Of a user's file, all of which is read before any of it runs."""
+"""Limit of a user's file, read as a whole before it runs."""
 IMPORT_TIMEOUT_S = 100.0
-"""Deadline of importing a user's file, s: it may load a model of its own."""
+"""Import deadline of a user's file in seconds; generous, because the file may load a model."""
 MAX_MESSAGE_CHARS = 500
-"""Characters of what an error of a user's says that are told."""
+"""Maximum length of a user error's message in our own messages."""
 
 
 @dataclass(frozen=True)
 class FileFunction:
-    """A function of a user's Python file, whose resolved path is `file`.
+    """Function of a user's Python file.
 
-    `said` is how the user named it, for errors: setting=value.
+    file: resolved path. label: setting=value as the user wrote it, for errors.
     """
 
     file: str
@@ -41,83 +41,76 @@ class FileFunction:
 
     @property
     def is_async(self) -> bool:
-        """Whether a call gives an awaitable."""
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
             type(self.function).__call__
         )
 
     @property
     def has_var_keyword(self) -> bool:
-        """Whether it takes names that it does not list."""
         return any(p.kind is Parameter.VAR_KEYWORD for p in self.parameters.values())
 
     @property
     def keyword_names(self) -> set[str]:
-        """The parameters that a call can give by name."""
         unnamed = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD, Parameter.POSITIONAL_ONLY)
         return {name for name, p in self.parameters.items() if p.kind not in unnamed}
 
     @property
     def required_names(self) -> set[str]:
-        """The parameters that a call must give."""
-        rest = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
+        variadic = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
         return {
             name
             for name, p in self.parameters.items()
-            if p.default is Parameter.empty and p.kind not in rest
+            if p.default is Parameter.empty and p.kind not in variadic
         }
 
     @property
     def signature_text(self) -> str:
-        """Its parameters as they stand in the file."""
         return str(inspect.Signature([*self.parameters.values()]))[1:-1]
 
     def select_arguments(self, offered: Sequence[str]) -> tuple[str, ...]:
-        """Those of `offered` that it takes by name.
+        """Select the offered arguments that the function takes by keyword.
 
-        Raises ConfigError if it must be given another, or is async.
+        Raises ConfigError for a required parameter that is not offered, or an async function.
         """
         self.check_not_async()
-        only_by_place = {
+        positional_only = {
             name for name, p in self.parameters.items() if p.kind is Parameter.POSITIONAL_ONLY
         }
-        beyond = only_by_place | (self.required_names - {*offered})
-        refused = [name for name in self.parameters if name in beyond]
+        unavailable = positional_only | (self.required_names - {*offered})
+        refused = [name for name in self.parameters if name in unavailable]
         if refused:
             raise ConfigError(
-                f"{self.label}: in {self.file} it asks for {', '.join(refused)};"
-                f" it is given, by name, any of {', '.join(offered)}"
+                f"{self.label}: in {self.file} requires {', '.join(refused)};"
+                f" available, by keyword: {', '.join(offered)}"
             )
         return tuple(name for name in offered if self.has_var_keyword or name in self.keyword_names)
 
     def check_not_async(self) -> None:
-        """Raise ConfigError if it is async."""
         if self.is_async:
-            raise ConfigError(f"{self.label}: in {self.file} it is async")
+            raise ConfigError(f"{self.label}: in {self.file} must not be async")
 
     def describe_error(self, error: BaseException) -> str:
-        """What it raised, with the innermost line of the user's file."""
+        """Format an exception of the function with the innermost line of the user's file."""
         return f"{self.name} at {format_failure(self.file, error)}"
 
 
 def load_function(path: str, name: str, *, setting: str, said: str) -> FileFunction:
-    """Function `name` of the Python file `path`, which `setting` names.
+    """Load function `name` of the Python file `path`; `setting` is the config key of the path.
 
-    Raises ConfigError as `import_file` does, or if the file has no such function; `said` is how
-    the user named the function: setting=value.
+    `said` is setting=value as the user named the function. Raises ConfigError like `import_file`,
+    or if the file has no such function.
     """
     module = import_file(path, setting=setting)
     if name not in vars(module):
         names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise ConfigError(f"{said}: not in {path}, which has {', '.join(names) or 'none'}")
+        raise ConfigError(f"{said}: not in {path}; its functions are {', '.join(names) or 'none'}")
     function = vars(module)[name]
     if not callable(function) or inspect.isclass(function):
-        raise ConfigError(f"{said}: in {path} it is no function")
+        raise ConfigError(f"{said}: in {path} it is not a function")
     return make_file_function(str(Path(path).resolve()), name, function, said=said)
 
 
 def load_referenced_function(reference: str, *, setting: str) -> FileFunction:
-    """The function that `setting` names as file.py:function. Raises ConfigError likewise."""
     path, name = split_reference(reference, setting=setting)
     return load_function(path, name, setting=setting, said=f"{setting}={reference}")
 
@@ -125,20 +118,19 @@ def load_referenced_function(reference: str, *, setting: str) -> FileFunction:
 def make_file_function(
     file: str, name: str, function: Callable[..., Any], *, said: str
 ) -> FileFunction:
-    """A function that is loaded already. Raises ConfigError if it does not tell its parameters."""
+    """Wrap a loaded function. Raises ConfigError if the function has no signature."""
     try:
         parameters = inspect.signature(function).parameters
-    except ValueError as error:  # some functions written in C do not tell
+    except ValueError as error:  # some C functions have no signature
         raise ConfigError(f"{said}: in {file}: {error}") from error
     return FileFunction(file, name, function, parameters, said)
 
 
 def import_file(path: str, *, setting: str) -> ModuleType:
-    """The Python file as a module, executed anew.
+    """Import a Python file as a new module.
 
-    Raises ConfigError, which names the setting and the line of the file, if it is missing, no .py
-    file or a huge one, fails while it is imported, or takes longer than IMPORT_TIMEOUT_S in a main
-    thread.
+    Raises ConfigError with setting and line for a missing, huge or non-.py file, an exception
+    during the import, or (in the main thread) an import longer than IMPORT_TIMEOUT_S.
     """
     file = Path(path).resolve()
     if not file.is_file():
@@ -148,21 +140,21 @@ def import_file(path: str, *, setting: str) -> ModuleType:
         raise ConfigError(f"{setting}={file}: must be a .py file")
     if file.stat().st_size > MAX_FILE_BYTES:
         raise ConfigError(
-            f"{setting}={file}: more than {MAX_FILE_BYTES // MIB} MiB: is this a program?"
+            f"{setting}={file}: exceeds the limit of {MAX_FILE_BYTES // MIB} MiB for a Python file"
         )
-    # A name of its own per file: two tasks may both have a reward.py.
+    # Unique per file: two user folders may each contain a reward.py.
     name = f"streamrl_user_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Behind everything else: files beside it can be imported, and hide nothing.
+    # Append to sys.path, so that neighboring files can be imported and shadow no installed package.
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     sys.modules[name] = module
     try:
         with limit_import_time():
             spec.loader.exec_module(module)
-    # Whatever a user's module does wrong while it is imported, exit() included.
+    # SystemExit too: a user's file may call exit().
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(f"{setting}={format_failure(str(file), error)}") from error
@@ -171,14 +163,14 @@ def import_file(path: str, *, setting: str) -> ModuleType:
 
 @contextmanager
 def limit_import_time() -> Iterator[None]:
-    """For imports of a user's: TimeoutError after IMPORT_TIMEOUT_S, if this is the main thread."""
+    """Raise TimeoutError in the block after IMPORT_TIMEOUT_S; SIGALRM needs the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
         yield
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"not imported in {IMPORT_TIMEOUT_S:g} s")
+        raise TimeoutError(f"import took longer than {IMPORT_TIMEOUT_S:g} s")
 
     signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, IMPORT_TIMEOUT_S)
@@ -190,17 +182,16 @@ def limit_import_time() -> Iterator[None]:
 
 
 def split_reference(reference: str, *, setting: str) -> tuple[str, str]:
-    """Path and name of what is written as `file.py:function`. Raises ConfigError if it is not."""
     path, colon, name = reference.rpartition(":")
     if not colon or not name.isidentifier():
-        raise ConfigError(f"{setting}={reference}: must be written as file.py:function")
+        raise ConfigError(f"{setting}={reference}: write it as file.py:function")
     return path, name
 
 
 def format_failure(path: str, error: BaseException) -> str:
-    """`path:line: type: message`, the line being the innermost of that file.
+    """Format an error as `path:line: type: message` with the innermost line in `path`.
 
-    Of a long message it is the beginning; without one it is `path:line: type`.
+    Truncates long messages; an empty message is omitted.
     """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == path]
@@ -208,9 +199,9 @@ def format_failure(path: str, error: BaseException) -> str:
         lines.append(error.lineno)
     place = f"{path}:{lines[-1]}" if lines else path
     try:
-        words = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001 - it is the user's own, and may be broken too
-        words = "what it says cannot be read"
-    if len(words) > MAX_MESSAGE_CHARS:
-        words = f"{words[:MAX_MESSAGE_CHARS]}..."
-    return f"{place}: {type(error).__name__}" + (f": {words}" if words else "")
+        message = " ".join(str(error).split())
+    except Exception:  # noqa: BLE001 - a user's __str__ may raise anything
+        message = "(its message cannot be formatted)"
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = f"{message[:MAX_MESSAGE_CHARS]}..."
+    return f"{place}: {type(error).__name__}" + (f": {message}" if message else "")

@@ -1,4 +1,4 @@
-"""Loose values read into a dataclass of settings, with one line for what is wrong."""
+"""Conversion of raw values to dataclasses of settings, with one-line errors."""
 
 import dataclasses
 import difflib
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> T:
-    """`values` as an object of the dataclass `kind`; a field without a default must be given.
+    """Convert `values` to the dataclass `kind`; fields without a default are required.
 
-    Raises ConfigError that names `section`: an unknown key with the nearest right one, a value of
-    another type, a missing one, or what the dataclass itself refuses, which begins with its key.
+    Raises ConfigError that names `section`: an unknown key (with the nearest valid key), a wrong
+    type, a missing field, or the dataclass's own error, which starts with the field.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{section}: must be a mapping")
@@ -30,8 +30,8 @@ def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> 
                 f"{section}.{name}={value!r}: unknown; {suggest_nearest(str(name), names)}"
             )
     try:
-        given = fill_empty_text(dict(values), kind)
-        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), given))
+        filled = fill_empty_text(dict(values), kind)
+        settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), filled))
     except MissingMandatoryValue as error:
         raise ConfigError(f"{section}.{error.full_key}: missing") from None
     except OmegaConfBaseException as error:
@@ -39,27 +39,26 @@ def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> 
         raise ConfigError(f"{section}.{error.full_key}: {reason}") from None
     except ConfigError as error:
         raise ConfigError(f"{section}.{error}") from None
-    assert isinstance(found, kind)
-    return found
+    assert isinstance(settings, kind)
+    return settings
 
 
-def fill_empty_text(loose: Any, kind: Any) -> Any:
-    """The settings, where text that is left empty, as in `key=` or `key:`, is empty text.
+def fill_empty_text(raw: Any, kind: Any) -> Any:
+    """Replace null by "" for text settings, as from `key=` or `key:` in YAML.
 
-    YAML has nothing there; for settings that may be null it stays so.
+    Settings that may be null keep null.
     """
-    if get_origin(kind) is list and isinstance(loose, list):
-        return [fill_empty_text(entry, get_args(kind)[0]) for entry in loose]
-    if kind is str and loose is None:
+    if get_origin(kind) is list and isinstance(raw, list):
+        return [fill_empty_text(entry, get_args(kind)[0]) for entry in raw]
+    if kind is str and raw is None:
         return ""
-    if not (dataclasses.is_dataclass(kind) and isinstance(loose, dict)):
-        return loose
+    if not (dataclasses.is_dataclass(kind) and isinstance(raw, dict)):
+        return raw
     hints = get_type_hints(kind)
-    return {name: fill_empty_text(value, hints.get(str(name))) for name, value in loose.items()}
+    return {name: fill_empty_text(value, hints.get(str(name))) for name, value in raw.items()}
 
 
 def describe_read_error(error: Exception) -> str:
-    """Why a file cannot be read, or is not what it should be, in one line."""
     if isinstance(error, FileNotFoundError):
         return "no such file"
     if isinstance(error, OSError) and error.strerror:
@@ -68,13 +67,12 @@ def describe_read_error(error: Exception) -> str:
 
 
 def suggest_nearest(name: str, names: Iterable[str]) -> str:
-    """Which of `names` may have been meant, in words."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)
-    return f"the nearest key is {close[0]}" if close else "there is nothing to set"
+    return f"the nearest key is {close[0]}" if close else "no keys are allowed"
 
 
 def format_as_list(key: str, value: Any) -> str:
-    """Write on a command line the list that a setting may be where a value was given alone."""
+    """Format a scalar as the command-line list that the setting expects."""
     entries = [] if value is None else [value]
     return shlex.quote(f"{key}={json.dumps(entries, ensure_ascii=False, default=str)}")
 
@@ -82,9 +80,9 @@ def format_as_list(key: str, value: Any) -> str:
 def rename_error_section(
     error: ConfigError, changes: Mapping[str, Any], *, section: str
 ) -> ConfigError:
-    """An error of `trainer` as one of a section that has its settings, but for some changes."""
+    """Rename an error of `trainer` after a section that inherits the trainer's settings."""
     name = str(error).removeprefix("trainer.").partition("=")[0]
-    said = str(error).replace("trainer.", f"{section}.")
+    message = str(error).replace("trainer.", f"{section}.")
     if name not in changes:
-        said += f"; it is that of trainer.{name}, unless {section}.{name} says another"
-    return ConfigError(said)
+        message += f"; inherited from trainer.{name}, unless {section}.{name} is set"
+    return ConfigError(message)

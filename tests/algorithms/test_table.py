@@ -395,7 +395,7 @@ def test_a_row_that_contradicts_itself_is_none(changes, message):
         (["algorithm.name=GRPPO"], "did you mean grpo"),
         (
             ["algorithm.name=ppo", "algorithm.group_size=1", "filter.kind=equal_rewards"],
-            "filter.kind=equal_rewards: takes out none of algorithm.group_size=1",
+            "filter.kind=equal_rewards has no effect: algorithm.group_size=1",
         ),
         (["algorithm.correction.reject_high=2"], "nothing is rejected under reject=none"),
         (["algorithm.name=gdpo", "algorithm.overlong_buffer=4"], "takes every reward by itself"),
@@ -405,12 +405,12 @@ def test_a_row_that_contradicts_itself_is_none(changes, message):
         ),
         (
             ["algorithm.name=ppo", "critic.shared_coef=1", UNCOUNTED],
-            "with critic.shared_coef values are learned from all tokens",
+            "with critic.shared_coef the value loss covers all tokens",
         ),
         (
             ["algorithm.name=ppo", "critic.shared_coef=1", "weights.transport=disk"],
-            "weights.transport=disk: a version has to be a model others can load, and with"
-            " critic.shared_coef=1.0 the policy's has a critic's head",
+            "weights.transport=disk: published versions must be plain models, and with"
+            " critic.shared_coef=1.0 the policy has a value head",
         ),
     ],
 )

@@ -85,7 +85,7 @@ def test_what_a_filter_takes_and_costs_is_said_and_what_would_fill_a_step_sooner
     }
     told, advised = [line for line in describe_run(run) if "filter" in line]
     assert told.startswith("filter      takes 90% of the groups: 3 s of generation and 0.5 s of sc")
-    assert "1 prompts are admitted for each place, and one in 10 is kept" in advised
+    assert "1 prompts are admitted per trained group, and one in 10 is kept" in advised
     enough = [replace(one, row={**one.row, "filter/oversample": 9.5}) for one in steps]
     assert len([n for n in describe_run(replace(run, steps=enough)) if "filter" in n]) == 1
     assert run_to_json(run)["filter"]["share"] == 0.9

@@ -1,4 +1,4 @@
-"""What a user gets for bad input: one line with the rule, exit code 2, and nothing written."""
+"""Bad input is refused with one line, exit code 2, and no file written."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs `streamrl train` with overrides and returns the one line it is refused with."""
+    """Run `streamrl train` with overrides; return the one-line error."""
 
     def run(*overrides: str) -> str:
         runs = tmp_path / "runs"
@@ -75,7 +75,7 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         (["trainer.attention=fast"], ["trainer.attention=fast", "eager, sdpa, flex, flash"]),
         (["weights.bucket_mb=65536"], ["weights.bucket_mb=65536", "at most 4096"]),
         (["weights.probe_limit=0"], ["weights.probe_limit=0", "above 0"]),
-        (["reference.every=2"], ["reference.every=2", "has no reference"]),
+        (["reference.every=2"], ["reference.every=2", "uses no reference"]),
         (["reference.every=-1"], ["reference.every=-1", "0 or more"]),
         (["reference.decay=0.5"], ["reference.decay=0.5", "reference.every=0"]),
         (["reference.every=1", "reference.decay=1"], ["reference.decay=1", "below 1"]),
@@ -132,7 +132,7 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         ),
         (
             ["placement.mode=colocated", "weights.transport=disk"],
-            ["weights.transport=disk: in a colocated run weights do not travel"],
+            ["weights.transport=disk: in a colocated run weights need no transport"],
         ),
         (
             ["placement.mode=colocated", "generator.replicas=3"],
@@ -151,7 +151,7 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
                 *("placement.mode=colocated", "trainer.world_size=4", "generator.replicas=4"),
                 "generator.tensor_parallel=2",
             ],
-            ["generator.replicas=4: in a colocated run every team of generator.tensor_parallel=2"],
+            ["generator.replicas=4: in a colocated run every group of generator.tensor_parallel=2"],
         ),
         (
             [
@@ -162,7 +162,7 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         ),
         (
             ["placement.mode=shadow", "generator.tensor_parallel=2"],
-            ["generator.tensor_parallel=2: needs devices of its own", "placement.mode=shadow"],
+            ["generator.tensor_parallel=2: needs dedicated devices", "placement.mode=shadow"],
         ),
         (["generator.tensor_parallel=3"], ["must divide the model's num_attention_heads=2"]),
         (["placement.slice_s=0"], ["placement.slice_s=0.0: must be above 0"]),
@@ -178,7 +178,7 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         (["generator.replicas=100000"], ["GiB of memory", "100000 generator (generator.replicas)"]),
     ],
 )
-def test_an_impossible_run_is_refused_before_anything_is_written(
+def test_an_invalid_config_is_refused_before_any_file_is_written(
     refused: Callable[..., str], overrides: list[str], parts: list[str]
 ) -> None:
     line = refused(*overrides)
@@ -201,11 +201,11 @@ def row(content: str, **changes: object) -> dict[str, object]:
     }
 
 
-def test_an_empty_data_set_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_an_empty_data_file_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "rows.jsonl" in refused(f"data.train={rows(tmp_path)}")
 
 
-def test_a_filter_that_is_not_there_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_missing_filter_file_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
     path = rows(tmp_path, row("1+1"))
     line = refused(f"data.eval={{path: {path}, filter: 'no.py:keep'}}")
     assert "no.py" in line and "no such file" in line
@@ -219,7 +219,7 @@ def test_a_missing_column_is_named_with_its_row(
     assert "prompt" in line and "2" in line
 
 
-def test_a_prompt_longer_than_the_model_allows_is_named_by_row(
+def test_a_prompt_longer_than_the_limit_is_named_by_row(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:
     path = rows(tmp_path, row("1+1"), row("1+" * 100 + "1"))
@@ -227,14 +227,14 @@ def test_a_prompt_longer_than_the_model_allows_is_named_by_row(
     assert "rows.jsonl" in line and "2" in line and "202 tokens" in line
 
 
-def test_long_prompts_can_be_skipped_but_not_all_of_them(
+def test_long_prompts_can_be_skipped_unless_none_is_left(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:
     path = rows(tmp_path, row("1+" * 100 + "1"))
-    assert "all 1 prompts are longer" in refused(f"data.train={path}", "data.on_long_prompt=skip")
+    assert "all 1 prompts exceed" in refused(f"data.train={path}", "data.on_long_prompt=skip")
 
 
-def test_a_row_the_reward_cannot_judge_is_named(
+def test_a_row_that_the_reward_cannot_judge_is_named(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:
     path = rows(tmp_path, row("1+1"), row("2+2", reward_model={"style": "rule"}))
@@ -242,37 +242,39 @@ def test_a_row_the_reward_cannot_judge_is_named(
     assert "ground_truth" in line and "line 2" in line
 
 
-def test_a_damaged_model_is_named(refused: Callable[..., str], toy: Path, tmp_path: Path) -> None:
+def test_a_damaged_model_directory_is_named(
+    refused: Callable[..., str], toy: Path, tmp_path: Path
+) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(toy / "model", broken)
     (broken / "model.safetensors").write_bytes(b"nothing")
     assert "model.safetensors" in refused(f"model.path={broken}")
 
 
-def test_a_model_that_transformers_cannot_configure_is_named(
+def test_a_config_that_transformers_refuses_is_named(
     refused: Callable[..., str], toy: Path, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(toy / "model", broken)
     settings = json.loads((broken / "config.json").read_text())
-    # A state space model has no longest sequence; transformers checks the type of a Qwen2's.
+    # A state space model has no maximum length; transformers type-checks Qwen2's.
     for odd in (settings | {"max_position_embeddings": "many"}, {"model_type": "mamba"}):
         (broken / "config.json").write_text(json.dumps(odd))
         assert "max_position_embeddings" in refused(f"model.path={broken}")
 
 
-def test_a_run_directory_that_exists_is_not_touched(
+def test_an_existing_run_directory_is_left_unchanged(
     toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "precious").write_text("data")
     words = ["train", str(toy / "recipe.yaml"), f"run.dir={tmp_path}", "run.name=taken"]
     assert main(words) == 2
-    assert "exists: --resume it, name another" in capsys.readouterr().err
+    assert "exists: --resume it, choose another" in capsys.readouterr().err
     assert (tmp_path / "taken" / "precious").read_text() == "data"
 
 
-def test_overwrite_does_not_remove_what_the_new_run_reads(
+def test_overwrite_refuses_to_remove_inputs_of_the_new_run(
     toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tmp_path / "old" / "checkpoints" / "step_000003" / "model"
@@ -286,33 +288,33 @@ def test_overwrite_does_not_remove_what_the_new_run_reads(
     }
     for key, pair in goes_with.items():
         assert main([*words, "run.overwrite=true", f"{key}={model}", *pair]) == 2
-        assert f"{key}={model}: lies in the run that" in capsys.readouterr().err
+        assert f"{key}={model}: lies inside the run that" in capsys.readouterr().err
     assert (model / "model.safetensors").is_file()
 
 
-def test_overwrite_replaces_runs_and_nothing_else(
+def test_overwrite_replaces_only_run_directories(
     toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "precious").write_text("data")
     words = ["train", str(toy / "recipe.yaml"), f"run.dir={tmp_path}", "run.name=papers"]
     assert main([*words, "run.overwrite=true"]) == 2
-    assert "is no run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
     assert (tmp_path / "papers" / "precious").read_text() == "data"
 
 
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        ("pipeline.groups_per_step=8", "a resumed run keeps its 4"),
-        ("pipeline.max_staleness=0", "it may only grow"),
-        ("trainer.lora_rank=4", "trainer.lora_rank=4: a resumed run keeps its 0"),
-        ("algorithm.mini_batches=2", "algorithm.mini_batches=2: a resumed run keeps its 1"),
-        ("queue.journal.enabled=false", "a resumed run keeps its True"),
+        ("pipeline.groups_per_step=8", "a resumed run must keep 4"),
+        ("pipeline.max_staleness=0", "the bound may only grow"),
+        ("trainer.lora_rank=4", "trainer.lora_rank=4: a resumed run must keep 0"),
+        ("algorithm.mini_batches=2", "algorithm.mini_batches=2: a resumed run must keep 1"),
+        ("queue.journal.enabled=false", "a resumed run must keep True"),
         ("run.seed=5", "cannot resume the data stream"),
     ],
 )
-def test_a_resume_that_would_mean_another_run_is_refused_and_nothing_is_cut(
+def test_a_resume_with_incompatible_settings_is_refused_and_changes_no_file(
     toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, part: str
 ) -> None:
     run_dir, config = tmp_path / "run", load_config(toy / "recipe.yaml")
@@ -330,17 +332,21 @@ def test_a_resume_that_would_mean_another_run_is_refused_and_nothing_is_cut(
 @pytest.mark.parametrize(
     ("began", "override", "part"),
     [
-        ("ppo", "critic.trainer.lora_rank=4", "lora_rank=4: a resumed run keeps its 0"),
-        ("ppo", "critic.warmup_alone=2", "critic.warmup_alone=2: a resumed run keeps its 0"),
-        ("ppo", "algorithm.kl_coef=0.5", "algorithm.kl_coef=0.5: a resumed run goes on with what"),
+        ("ppo", "critic.trainer.lora_rank=4", "lora_rank=4: a resumed run must keep 0"),
+        ("ppo", "critic.warmup_alone=2", "critic.warmup_alone=2: a resumed run must keep 0"),
+        (
+            "ppo",
+            "algorithm.kl_coef=0.5",
+            "algorithm.kl_coef=0.5: this value adapts during training",
+        ),
         (
             "safe_rlhf",
             "algorithm.params.lagrange=2",
-            "algorithm.params.lagrange=2.0: a resumed run goes on with what",
+            "algorithm.params.lagrange=2.0: this value adapts during training",
         ),
     ],
 )
-def test_a_resume_keeps_its_critic_and_what_follows_the_steps(
+def test_a_resume_keeps_its_critic_and_adaptive_parameters(
     toy: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -362,10 +368,10 @@ def test_a_resume_keeps_its_critic_and_what_follows_the_steps(
     ("was", "now", "part"),
     [
         (2, 0, "reference.every=0: the reference of"),
-        (0, 2, "reference.every=2: {checkpoint} has no reference that moves"),
+        (0, 2, "reference.every=2: {checkpoint} has no moving reference"),
     ],
 )
-def test_a_resume_keeps_a_reference_that_moves_or_one_that_does_not(
+def test_a_resume_keeps_a_fixed_or_an_ema_reference(
     toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], was: int, now: int, part: str
 ) -> None:
     chosen = ["algorithm.kl_coef=0.1", f"reference.every={was}"]
@@ -383,7 +389,7 @@ def test_a_resume_keeps_a_reference_that_moves_or_one_that_does_not(
 
 
 @pytest.mark.parametrize("how", ["resume", "checkpoint", "fork", "new", "overwrite"])
-def test_whoever_comes_to_a_live_run_is_told_so_and_nothing_is_touched(
+def test_a_live_run_directory_is_refused_and_left_unchanged(
     toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
     config = load_config(toy / "recipe.yaml", [f"run.dir={tmp_path}", "run.name=live"])
@@ -405,8 +411,8 @@ def test_whoever_comes_to_a_live_run_is_told_so_and_nothing_is_touched(
     line = capsys.readouterr().err.strip()
     assert f"{run_dir} is in use: its run is alive, since " in line and "\n" not in line
     assert f"pid {os.getpid()};" in line
-    # A live run cannot be forked either.
-    assert ("name another run" in line) == (how in ("new", "overwrite"))
+    # Forking a live run is refused too.
+    assert ("choose another run.name" in line) == (how in ("new", "overwrite"))
     assert sorted(tmp_path.rglob("*")) == before
     lock.release()
 
@@ -414,7 +420,7 @@ def test_whoever_comes_to_a_live_run_is_told_so_and_nothing_is_touched(
 @pytest.mark.parametrize(
     "override", ["trainer.world_size=2", "trainer.zero_stage=3", "trainer.backend=torch"]
 )
-def test_a_state_of_the_old_form_keeps_its_layout(
+def test_an_old_checkpoint_format_keeps_its_layout_on_resume(
     toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str
 ) -> None:
     run_dir = tmp_path / "run"
@@ -423,18 +429,21 @@ def test_a_state_of_the_old_form_keeps_its_layout(
     (save_checkpoint(run_dir, {}) / "trainer" / "rank_0.pt").touch()
     assert main(["train", "--resume", str(run_dir), override]) == 2
     line = capsys.readouterr().err.strip()
-    assert f"{override}: " in line and "is of an old form" in line and "\n" not in line
+    assert f"{override}: " in line and "has an old format" in line and "\n" not in line
 
 
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["run.dir={run}"], "lie in each other"),
+        (["run.dir={run}"], "must not contain each other"),
         (["run.name=taken"], "taken exists: --resume it"),
-        (["run.name=new", "algorithm.group_size=3"], "algorithm.group_size=3: a resumed run keeps"),
+        (
+            ["run.name=new", "algorithm.group_size=3"],
+            "algorithm.group_size=3: a resumed run must keep",
+        ),
     ],
 )
-def test_a_fork_that_cannot_be_is_refused(
+def test_an_impossible_fork_is_refused(
     toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str
 ) -> None:
     run_dir = tmp_path / "run"
@@ -442,20 +451,20 @@ def test_a_fork_that_cannot_be_is_refused(
     (tmp_path / "taken").mkdir()
     (run_dir / "config.yaml").write_text(dump_config(load_config(toy / "recipe.yaml")))
     saved = save_checkpoint(run_dir, {})
-    given = [word.format(run=run_dir) for word in words]
-    assert main(["train", "--resume", str(saved), *given]) == 2
+    arguments = [word.format(run=run_dir) for word in words]
+    assert main(["train", "--resume", str(saved), *arguments]) == 2
     assert part in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
 
 
 def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] = {}) -> Path:
-    """Of a state in which anything may be anything."""
+    """Build a checkpoint state in which any key can be replaced."""
     writer = CheckpointWriter(run_dir, 1)
     for folder in (*writer.get_role_dirs(POLICY), writer.queue_dir):
         folder.mkdir()
         (folder / "file").write_text("state")
     ledger = Ledger().state_dict()
-    whole: Any = {
+    full_state: Any = {
         "version": 1,
         "ledger": ledger,
         "prompts": prompts,
@@ -463,7 +472,7 @@ def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] 
         "dials": {},
         **state,
     }
-    return writer.commit(whole, keep=1)
+    return writer.commit(full_state, keep=1)
 
 
 @pytest.mark.parametrize(
@@ -475,7 +484,7 @@ def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] 
         ({}, "trainer/ is missing or empty"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_and_nothing_is_cut(
+def test_a_damaged_checkpoint_is_refused_and_changes_no_file(
     toy: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -505,15 +514,15 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_cut(
         (["train", "--resume", "nowhere"], "no such directory"),
         (["evaluate", "nowhere", "--data", "x.jsonl"], "neither a model directory"),
         (["scale"], "RUN"),
-        (["scale", "nowhere"], "say what is wanted"),
-        (["scale", "nowhere", "--generators", "2"], "nowhere: no run: no such directory"),
+        (["scale", "nowhere"], "name a role to scale"),
+        (["scale", "nowhere", "--generators", "2"], "nowhere: not a run: no such directory"),
         (["scale", "nowhere", "--generators", "0"], "--generators 0: must be 1 or more"),
         (["scale", "nowhere", "--trainers", "2"], "--trainers"),
         (["dance"], "invalid choice"),
         ([], "COMMAND"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(
+def test_a_bad_command_line_is_a_one_line_error(
     words: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
@@ -525,7 +534,7 @@ def test_a_wrong_command_line_is_one_line(
     assert part in error and "\n" not in error
 
 
-def test_resuming_from_what_is_no_checkpoint_is_refused(
+def test_resuming_from_a_path_without_checkpoint_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "--resume", str(tmp_path)]) == 2
@@ -534,7 +543,7 @@ def test_resuming_from_what_is_no_checkpoint_is_refused(
 
 
 @pytest.mark.parametrize("command", [[], ["train"], ["scale"], ["evaluate"], ["doctor"]])
-def test_help_is_everywhere(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main([*command, "--help"])
     assert stop.value.code == 0

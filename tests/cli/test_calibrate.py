@@ -1,4 +1,4 @@
-"""`streamrl calibrate`: what it prints and writes, and what it refuses."""
+"""`streamrl calibrate`: console output, written constants, refusals."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def run_dir(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", config, play(config))
 
 
-def test_the_constants_of_a_run_are_printed_and_written(
+def test_fitted_constants_are_printed_and_written(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "constants.yaml"
@@ -31,16 +31,16 @@ def test_the_constants_of_a_run_are_printed_and_written(
     assert set(yaml.safe_load(out.read_text())) == set(vars(CostConstants()))
 
 
-def test_json_has_every_constant_with_its_default_and_how_well_it_fits(
+def test_json_contains_every_constant_with_default_and_residual(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["calibrate", str(run_dir), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    one = found["determined"]["update_s"]
-    assert one["default"] == pytest.approx(0.05)
-    assert one["count"] > 5 and one["residual"] < 0.01 and one["is_known"]
-    assert abs(found["simulated"]["step_s"]["error"]) < 0.1
-    assert found["cores"] == {"cores": 2, "taken": 0.0, "queue": 0.0}
+    report = json.loads(capsys.readouterr().out)
+    constant = report["determined"]["update_s"]
+    assert constant["default"] == pytest.approx(0.05)
+    assert constant["count"] > 5 and constant["residual"] < 0.01 and constant["is_known"]
+    assert abs(report["simulated"]["step_s"]["error"]) < 0.1
+    assert report["cores"] == {"cores": 2, "taken": 0.0, "queue": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_json_has_every_constant_with_its_default_and_how_well_it_fits(
         (["{run}/config.yaml"], "no run: not a directory"),
     ],
 )
-def test_wrong_input_is_one_line_and_code_2(
+def test_bad_input_is_a_one_line_error(
     run_dir: Path, words: list[str], rule: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["calibrate", *(word.format(run=run_dir) for word in words)]) == 2
@@ -69,16 +69,16 @@ def test_wrong_input_is_one_line_and_code_2(
         ("{tmp}/recipe.yaml/c.yaml", "-o {tmp}/recipe.yaml/c.yaml: Not a directory"),
     ],
 )
-def test_where_no_file_can_be_is_told_before_the_run_is_read(
+def test_an_unwritable_output_is_refused_before_the_run_is_read(
     run_dir: Path, tmp_path: Path, name: str, rule: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # What would be refused later, too, is not what is told.
+    # The run is invalid too, but the output is checked first.
     (run_dir / "trace.json").unlink()
     assert main(["calibrate", str(run_dir), "-o", name.format(tmp=tmp_path)]) == 2
     assert capsys.readouterr().err == f"streamrl: {rule.format(tmp=tmp_path)}\n"
 
 
-def test_a_link_stays_and_what_it_names_is_written(run_dir: Path, tmp_path: Path) -> None:
+def test_writing_to_a_symlink_replaces_its_target(run_dir: Path, tmp_path: Path) -> None:
     link, named = tmp_path / "link.yaml", tmp_path / "named.yaml"
     link.symlink_to(named)
     assert main(["calibrate", str(run_dir), "-o", str(link)]) == 0

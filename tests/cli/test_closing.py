@@ -1,4 +1,4 @@
-"""The end of a run whose disk is full: what it says first is why it has failed."""
+"""End of a run on a full disk: the original failure is reported first."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from streamrl.telemetry.sink_group import SinkGroup
 
 
 class Full(SinkGroup):
-    """Sinks on a full disk."""
+    """Sinks that fail with a full disk."""
 
     def __init__(self) -> None:
         super().__init__([])
@@ -21,7 +21,7 @@ class Full(SinkGroup):
         raise DiskError("events.jsonl cannot be written: No space left on device")
 
 
-def test_a_full_disk_at_the_end_does_not_hide_why_a_run_has_failed() -> None:
+def test_a_full_disk_on_close_does_not_hide_the_failure_of_the_run() -> None:
     sinks = Full()
     with (
         pytest.raises(RewardError, match="no verdict"),
@@ -31,6 +31,6 @@ def test_a_full_disk_at_the_end_does_not_hide_why_a_run_has_failed() -> None:
     assert sinks.summary == {"outcome": "failed"}
 
 
-def test_a_full_disk_at_the_end_of_a_run_that_went_well_is_said() -> None:
+def test_a_full_disk_on_close_of_a_successful_run_is_reported() -> None:
     with pytest.raises(DiskError, match="No space left"), _close_sinks_at_exit(Full(), {}):
         pass

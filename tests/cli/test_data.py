@@ -1,4 +1,4 @@
-"""`streamrl data check` reads every row as a run would, and names each that is bad."""
+"""`streamrl data check` reads every row like a run and reports bad rows."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def row(content: object, **more: object) -> str:
 
 @pytest.fixture
 def messy(tmp_path: Path) -> Path:
-    """Line 1 is fine; 2 and 5 are bad; 3 is too long; 4 is line 1 again, without a truth."""
+    """Line 1 is valid, 2 and 5 are bad, 3 is too long, 4 repeats line 1 without ground truth."""
     path = tmp_path / "messy.jsonl"
     again = row("1+1", ground_truth=None, data_source="more")
     lines = [row("1+1"), "{", row("1+" * 80 + "1"), again, row([]), row("12+12")]
@@ -35,26 +35,28 @@ def messy(tmp_path: Path) -> Path:
 def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     def run(*words: object) -> tuple[int, str]:
         code = main(["data", "check", *map(str, words)])
-        said = capsys.readouterr()
-        return code, said.out + said.err
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
 
     return run
 
 
-def test_a_good_file_is_described_and_the_code_is_0(toy: Path, check: Callable[..., tuple]) -> None:
+def test_a_valid_file_is_summarized_with_exit_code_0(
+    toy: Path, check: Callable[..., tuple]
+) -> None:
     code, text = check(toy / "rows.jsonl", "--model", toy / "model")
     assert code == 0
     assert text.splitlines() == [
-        f"{toy}/rows.jsonl: 100 rows, of which a run uses 100",
+        f"{toy}/rows.jsonl: 100 rows, 100 of them usable",
         "  sources          toy 100",
         "  prompts          4 to 4 tokens, median 4, 95 % up to 4 (limit 127)",
     ]
 
 
-def test_every_bad_row_is_named_and_the_code_is_2(toy, messy, check) -> None:
+def test_every_bad_row_is_listed_with_exit_code_2(toy, messy, check) -> None:
     code, text = check(messy, "--model", toy / "model")
     assert code == 2
-    assert f"{messy}: 6 rows, of which a run uses 3" in text
+    assert f"{messy}: 6 rows, 3 of them usable" in text
     assert "sources          sums 2, more 1" in text
     assert "no ground truth  1" in text and "duplicates       1" in text
     named = [
@@ -63,7 +65,7 @@ def test_every_bad_row_is_named_and_the_code_is_2(toy, messy, check) -> None:
     assert named == [f"{messy} line {number}" for number in (2, 3, 5)]
 
 
-def test_long_prompts_are_counted_as_a_run_would_treat_them(toy, messy, check) -> None:
+def test_long_prompts_are_counted_by_on_long_prompt(toy, messy, check) -> None:
     for choice, words in (
         ("skip", "skipped          1 too long"),
         ("truncate", "truncated        1"),
@@ -74,26 +76,26 @@ def test_long_prompts_are_counted_as_a_run_would_treat_them(toy, messy, check) -
     assert "the prompt has 6 tokens, the limit is 4" in text
 
 
-def test_json_has_the_same_figures(toy, messy, check) -> None:
+def test_json_contains_the_same_counts(toy, messy, check) -> None:
     code, text = check(messy, "--model", toy / "model", "--json")
-    (found,) = json.loads(text)["files"]
+    (report,) = json.loads(text)["files"]
     assert code == 2
-    assert (found["rows"], found["kept"], found["bad"], found["too_long"]) == (6, 3, 3, 0)
-    assert found["lengths"] == {"min": 4, "median": 4, "p95": 6, "max": 6}
-    assert found["sources"] == {"sums": 2, "more": 1}
-    assert [problem["row"] for problem in found["problems"]] == [2, 3, 5]
-    assert all(f"line {one['row']}: " in one["text"] for one in found["problems"])
+    assert (report["rows"], report["kept"], report["bad"], report["too_long"]) == (6, 3, 3, 0)
+    assert report["lengths"] == {"min": 4, "median": 4, "p95": 6, "max": 6}
+    assert report["sources"] == {"sums": 2, "more": 1}
+    assert [problem["row"] for problem in report["problems"]] == [2, 3, 5]
+    assert all(f"line {entry['row']}: " in entry["text"] for entry in report["problems"])
 
 
-def test_a_recipe_says_what_is_checked_and_how(toy, messy, check) -> None:
+def test_a_recipe_provides_files_model_and_limits(toy, messy, check) -> None:
     code, text = check("--config", toy / "recipe.yaml")
-    assert (code, text.count("100 rows, of which a run uses 100")) == (0, 2)
+    assert (code, text.count("100 rows, 100 of them usable")) == (0, 2)
     assert "(limit 122)" in text
     code, text = check(messy, "--config", toy / "recipe.yaml")
     assert code == 2 and "limit is 122" in text
 
 
-def test_columns_of_other_names_are_given_by_argument(toy, tmp_path, check) -> None:
+def test_column_options_select_prompt_and_label(toy, tmp_path, check) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"input": "1+1", "label": "2"}\n{"input": "1+2"}\n')
     words = (path, "--model", toy / "model", "--prompt-key", "input", "--template", "plain")
@@ -102,20 +104,20 @@ def test_columns_of_other_names_are_given_by_argument(toy, tmp_path, check) -> N
     assert code == 2 and "line 2: no column 'label' (label_key)" in text
 
 
-def test_a_filter_and_a_template_of_the_users_own_are_given_by_argument(toy, tmp_path, check):
+def test_filter_and_template_options_are_applied(toy, tmp_path, check):
     (tmp_path / "mine.py").write_text("def keep(prompt): return '+' in str(prompt.messages)\n")
     (tmp_path / "bad.jinja").write_text("{{ messages[0].content }}{% endfor %}\n")
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{row('1+1')}\n{row('12')}\n")
     words = (path, "--model", toy / "model")
     code, text = check(*words, "--filter", f"{tmp_path}/mine.py:keep")
-    assert code == 0 and "2 rows, of which a run uses 1" in text and "filtered         1" in text
+    assert code == 0 and "2 rows, 1 of them usable" in text and "filtered         1" in text
     code, text = check(*words, "--template", tmp_path / "bad.jinja")
     assert (code, len(text.splitlines())) == (2, 1)
     assert f"template={tmp_path}/bad.jinja:1: TemplateSyntaxError: " in text
 
 
-def test_a_progress_bar_is_for_a_terminal_alone(toy, monkeypatch, check) -> None:
+def test_the_progress_bar_appears_only_on_a_terminal(toy, monkeypatch, check) -> None:
     words = (toy / "rows.jsonl", "--model", toy / "model")
     assert "reading" not in check(*words)[1]
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
@@ -126,7 +128,7 @@ def test_a_progress_bar_is_for_a_terminal_alone(toy, monkeypatch, check) -> None
 
 @pytest.mark.parametrize("command", ["data check", "train"])
 @pytest.mark.parametrize("kind", ["fifo", "device", "deep"])
-def test_a_data_file_that_never_ends_is_one_line(toy, tmp_path, capsys, command, kind) -> None:
+def test_an_endless_data_file_is_a_one_line_error(toy, tmp_path, capsys, command, kind) -> None:
     path = tmp_path / "rows.jsonl"
     if kind == "fifo":
         os.mkfifo(path)
@@ -139,26 +141,26 @@ def test_a_data_file_that_never_ends_is_one_line(toy, tmp_path, capsys, command,
     else:
         words = ["data", "check", str(path), "--model", f"{toy}/model"]
     assert main(words) == 2
-    said = capsys.readouterr()
-    assert str(path) in (lines := (said.out + said.err).splitlines())[-1]
+    captured = capsys.readouterr()
+    assert str(path) in (lines := (captured.out + captured.err).splitlines())[-1]
     assert len(lines) == 1 or (command, kind) == ("data check", "deep")
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "name a file"),
         (["rows.jsonl"], "--model or --config"),
         (["nowhere.jsonl", "--model", "{toy}/model"], "nowhere.jsonl: cannot be read"),
         (["{toy}/rows.jsonl", "--model", "{toy}"], r"model\.path=.*: config\.json: "),
-        (["--config", "{toy}/recipe.yaml", "--split", "x"], "--split=x: .* none is named"),
+        (["--config", "{toy}/recipe.yaml", "--split", "x"], "--split=x .* no file is named"),
         (["{toy}/rows.jsonl", "--model", "{toy}/model", "--on-long-prompt", "cut"], "skip"),
         (["{toy}/rows.jsonl", "--model", "{toy}/model", "--max-prompt-tokens", "0"], "1 or more"),
     ],
 )
-def test_what_cannot_be_checked_is_said_in_one_line(toy, check, words, said) -> None:
+def test_bad_arguments_are_a_one_line_error(toy, check, words, message) -> None:
     code, text = check(*(word.format(toy=toy) for word in words))
     assert code == 2
     assert len(text.splitlines()) == 1
-    assert re.search(said, text)
+    assert re.search(message, text)

@@ -1,4 +1,4 @@
-"""`streamrl doctor`: what it says of a machine, and of what is missing on it."""
+"""`streamrl doctor`: report on a machine and its problems."""
 
 import json
 import sys
@@ -32,10 +32,10 @@ def machine(**changes: object) -> MachineInfo:
 
 def test_this_machine_can_run_streamrl(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["problems"] == []
-    assert found["cores"] >= 1 and found["memory_gib"] > 1
-    assert "vllm" in found["vllm"]
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == []
+    assert report["cores"] >= 1 and report["memory_gib"] > 1
+    assert "vllm" in report["vllm"]
 
 
 def test_a_missing_package_is_a_problem_not_a_traceback(
@@ -59,7 +59,7 @@ def test_a_missing_package_is_a_problem_not_a_traceback(
         ({"memory_gib": 2.0}, "2.0 GiB of memory"),
     ],
 )
-def test_what_keeps_a_run_from_starting_is_said(changes: dict[str, object], problem: str) -> None:
+def test_problems_that_prevent_a_run_are_listed(changes: dict[str, object], problem: str) -> None:
     assert any(problem in line for line in find_problems(machine(**changes)))
 
 
@@ -71,12 +71,12 @@ def test_what_keeps_a_run_from_starting_is_said(changes: dict[str, object], prob
         ({"gpus": ["H100"] * 8, "vllm": "vllm 1.0"}, "up to 8"),
     ],
 )
-def test_what_would_run_is_said(changes: dict[str, object], says: str) -> None:
-    found = machine(**changes)
-    assert says in describe_machine(found, find_problems(found))[-1]
+def test_the_report_says_what_can_run(changes: dict[str, object], says: str) -> None:
+    info = machine(**changes)
+    assert says in describe_machine(info, find_problems(info))[-1]
 
 
-def test_whether_generated_code_can_be_isolated_is_said_and_keeps_no_run_from_starting() -> None:
+def test_a_missing_sandbox_is_reported_but_is_not_a_problem() -> None:
     assert "code        generated code runs in isolation" in describe_machine(machine(), [])
     alone = machine(sandbox="sandbox: bwrap is not on PATH")
     assert "code        sandbox: bwrap is not on PATH" in describe_machine(alone, [])
@@ -84,12 +84,12 @@ def test_whether_generated_code_can_be_isolated_is_said_and_keeps_no_run_from_st
 
 
 @pytest.mark.parametrize(
-    ("files", "found"),
+    ("files", "expected"),
     [(["nvidiactl", "nvidia0"], True), (["dxg"], True), (["kfd"], True), (["null", "shm"], False)],
 )
-def test_torch_is_asked_for_gpus_where_a_driver_has_a_device_file(
-    tmp_path: Path, files: list[str], found: bool
+def test_torch_lists_gpus_only_if_a_driver_device_file_exists(
+    tmp_path: Path, files: list[str], expected: bool
 ) -> None:
     for name in files:
         (tmp_path / name).touch()
-    assert has_gpu_files(tmp_path) == found
+    assert has_gpu_files(tmp_path) == expected

@@ -1,4 +1,4 @@
-"""`streamrl graph`: a config's model calls as text, DOT and SVG, read from the config alone."""
+"""`streamrl graph`: a config's model calls as text, DOT and SVG, from the config alone."""
 
 import re
 import subprocess
@@ -43,61 +43,69 @@ edges
 """
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def read_output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(["graph", *words]) == 0
     return capsys.readouterr().out
 
 
-def test_the_text_is_stages_in_flow_order_and_edges_with_columns(capsys) -> None:
-    assert said(capsys, GRPO) == said(capsys, GRPO, "--text") == GRPO_TEXT
+def test_text_lists_stages_in_flow_order_and_edges_with_columns(capsys) -> None:
+    assert read_output(capsys, GRPO) == read_output(capsys, GRPO, "--text") == GRPO_TEXT
 
 
-def test_overrides_change_the_graph_wherever_they_stand(capsys) -> None:
-    text = said(capsys, GRPO, "--steps", "2", "algorithm.kl_coef=0.1", "pipeline.max_staleness=0")
+def test_overrides_apply_at_any_position(capsys) -> None:
+    text = read_output(
+        capsys, GRPO, "--steps", "2", "algorithm.kl_coef=0.1", "pipeline.max_staleness=0"
+    )
     assert text.startswith("grpo: 4 stages, versions at most 0 behind\n")
     assert re.search(r"^  reference\[2\] -> train\[2\] +ref_logprobs$", text, re.MULTILINE)
     assert re.search(r"^  train\[1\] -> generate\[2\] +version of policy$", text, re.MULTILINE)
     assert re.search(r"^  train\[1\] -> train\[2\] +one step after the other$", text, re.MULTILINE)
-    assert "version of policy, 1 step later" in said(capsys, GRPO, "pipeline.max_staleness=0")
+    assert "version of policy, 1 step later" in read_output(
+        capsys, GRPO, "pipeline.max_staleness=0"
+    )
 
 
-def test_what_waits_for_the_verdict_of_a_filter_is_in_the_graph(capsys) -> None:
-    alone = said(capsys, PPO)
+def test_stages_behind_the_group_filter_are_in_the_graph(capsys) -> None:
+    alone = read_output(capsys, PPO)
     assert "reward -> reference" not in alone and "reward -> value" not in alone
-    text = said(capsys, PPO, "filter.kind=equal_rewards", "algorithm.group_size=4")
+    text = read_output(capsys, PPO, "filter.kind=equal_rewards", "algorithm.group_size=4")
     for stage in ("reference", "value"):
         assert re.search(rf"^  reward -> {stage} +scores$", text, re.MULTILINE)
 
 
-def test_generation_held_back_by_depth_is_as_far_ahead_as_that(capsys) -> None:
-    text = said(capsys, GRPO, "pipeline.max_staleness=4", "pipeline.depth=2")
+def test_depth_limits_how_far_generation_runs_ahead(capsys) -> None:
+    text = read_output(capsys, GRPO, "pipeline.max_staleness=4", "pipeline.depth=2")
     assert "versions at most 2 behind" in text
     assert "train -> generate   version of policy, 3 steps later" in text
 
 
-def test_what_the_graph_does_not_show_is_a_note(capsys) -> None:
+def test_settings_outside_the_graph_become_notes(capsys) -> None:
     words = ["weights.publish_every=2", "algorithm.kl_coef=0.1", "reference.every=5"]
-    notes = [line for line in said(capsys, GRPO, *words).splitlines() if line.startswith("note")]
+    notes = [
+        line for line in read_output(capsys, GRPO, *words).splitlines() if line.startswith("note")
+    ]
     assert notes == [
-        "note: weights.publish_every=2: only one in 2 versions is published",
-        "note: reference.every=5: it only moves at one in 5 versions",
+        "note: weights.publish_every=2: publishes only one in 2 versions",
+        "note: reference.every=5: the reference moves only at one in 5 versions",
     ]
 
 
-def test_a_column_nobody_reads_is_a_note(capsys, monkeypatch) -> None:
+def test_an_unused_column_becomes_a_note(capsys, monkeypatch) -> None:
     extra = ModelCall("extra", "extra", CallKind.SCORE, (), ("answers",))
     flow = load_config(Path(GRPO)).dataflow
     wider = property(lambda config: Dataflow([*flow.calls, extra]))
     monkeypatch.setattr("streamrl.config.run_config.RunConfig.dataflow", wider)
-    assert said(capsys, GRPO).endswith("\nnote: extra produces answers, which no stage needs\n")
+    assert read_output(capsys, GRPO).endswith(
+        "\nnote: extra produces answers, which no stage requires\n"
+    )
 
 
-def test_a_run_directory_is_as_good_as_its_config(capsys, tmp_path: Path) -> None:
+def test_a_run_directory_works_like_its_config(capsys, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(Path(GRPO).read_text())
-    assert said(capsys, str(tmp_path)) == GRPO_TEXT
+    assert read_output(capsys, str(tmp_path)) == GRPO_TEXT
 
 
-def test_neither_model_nor_data_nor_a_runtime_is_loaded(tmp_path: Path) -> None:
+def test_neither_model_nor_data_nor_runtime_is_loaded(tmp_path: Path) -> None:
     config = tmp_path / "own.yaml"
     config.write_text("{model: {path: nowhere}, data: {train: no.jsonl}, rewards: [{kind: exact}]}")
     code = (
@@ -106,12 +114,12 @@ def test_neither_model_nor_data_nor_a_runtime_is_loaded(tmp_path: Path) -> None:
         "print(code, [name for name in names if name in sys.modules])"
     )
     words = [sys.executable, "-c", code, "graph", str(config), "--svg", str(tmp_path / "a.svg")]
-    found = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines()[-1] == "0 []"
+    process = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines()[-1] == "0 []"
 
 
 def parse_dot(source: str) -> tuple[dict[str, str], list[tuple[str, str, dict[str, str]]]]:
-    """Labels of the nodes, and the edges, of a DOT file in which every name is quoted."""
+    """Parse node labels and edges of a DOT file in which every name is quoted."""
     string = r'"(?:[^"\\]|\\.)*"'
     tokens = re.findall(rf"{string}|->|[\[\]{{}}=,;]|\w+", source)
     assert "".join(re.findall(rf"{string}|\S", source)) == "".join(tokens)
@@ -155,7 +163,7 @@ def _attributes(words: Iterator[str]) -> dict[str, str]:
 
 
 def test_dot_has_every_stage_and_edge(capsys) -> None:
-    nodes, edges = parse_dot(said(capsys, PPO, "--dot"))
+    nodes, edges = parse_dot(read_output(capsys, PPO, "--dot"))
     assert nodes["train_critic"] == r"train_critic\ncritic"
     assert len(nodes) == 6
     assert len(edges) == 11 + 2
@@ -167,20 +175,20 @@ def test_dot_has_every_stage_and_edge(capsys) -> None:
     assert labels["generate", "value"] == r"token_ids\nloss_mask\nlengths"
 
 
-def test_dot_of_several_steps_has_a_cluster_each(capsys) -> None:
-    source = said(capsys, GRPO, "--dot", "--steps", "3")
+def test_dot_of_several_steps_has_a_cluster_per_step(capsys) -> None:
+    source = read_output(capsys, GRPO, "--dot", "--steps", "3")
     nodes, edges = parse_dot(source)
     assert source.count('subgraph "cluster_') == 3
     assert set(nodes) == {f"{s}[{i}]" for s in ("generate", "reward", "train") for i in (1, 2, 3)}
-    found = {(a, b, facts["style"]) for a, b, facts in edges if facts["style"] != "solid"}
-    assert found == {
+    dashed_edges = {(a, b, facts["style"]) for a, b, facts in edges if facts["style"] != "solid"}
+    assert dashed_edges == {
         ("train[1]", "train[2]", "dotted"),
         ("train[2]", "train[3]", "dotted"),
         ("train[1]", "generate[3]", "dashed"),
     }
 
 
-def test_dot_quotes_whatever_a_stage_is_called() -> None:
+def test_dot_quotes_every_stage_name() -> None:
     odd = 'a "b" \\ -> c; {'
     flow = Dataflow([ModelCall(odd, POLICY, CallKind.TRAIN, (), ())])
     source = render_dot(DataflowGraph.from_dataflow(flow, name="own", steps=1, max_staleness=0))
@@ -188,19 +196,19 @@ def test_dot_quotes_whatever_a_stage_is_called() -> None:
     assert [name.replace('\\"', '"').replace("\\\\", "\\") for name in nodes] == [odd]
 
 
-def test_svg_has_the_boxes_in_the_colour_of_their_kind(capsys, tmp_path: Path) -> None:
+def test_svg_boxes_have_the_color_of_their_kind(capsys, tmp_path: Path) -> None:
     path = tmp_path / "ppo.svg"
-    assert said(capsys, PPO, "--svg", str(path)) == (
+    assert read_output(capsys, PPO, "--svg", str(path)) == (
         f"{path}: ppo: 6 stages, versions at most 1 behind\n"
     )
     assert [entry.name for entry in tmp_path.iterdir()] == ["ppo.svg"]
     root = ET.fromstring(path.read_text())
     assert root.tag == f"{SVG}svg"
-    found = {}
+    colors = {}
     for group in root.findall(f"{SVG}g"):
         if (title := group.find(f"{SVG}title")) is not None:
-            found[str(title.text)] = group.findall(f"{SVG}rect")[0].get("fill")
-    assert found == {
+            colors[str(title.text)] = group.findall(f"{SVG}rect")[0].get("fill")
+    assert colors == {
         f"{call.stage}: {call.kind.value}, role {call.role}": KIND_FILLS[call.kind]
         for call in load_config(Path(PPO)).dataflow.calls
     }
@@ -211,26 +219,26 @@ def test_svg_has_the_boxes_in_the_colour_of_their_kind(capsys, tmp_path: Path) -
     assert "version of critic" in words
 
 
-def test_what_a_link_names_is_replaced_and_not_the_link(capsys, tmp_path: Path) -> None:
+def test_writing_to_a_symlink_replaces_its_target(capsys, tmp_path: Path) -> None:
     link, drawing = tmp_path / "link.svg", tmp_path / "drawing.svg"
     link.symlink_to(drawing)
     drawing.write_text("before")
-    said(capsys, GRPO, "--svg", str(link))
+    read_output(capsys, GRPO, "--svg", str(link))
     assert link.is_symlink()
     assert drawing.read_text().startswith("<svg")
 
 
-def test_svg_goes_to_standard_output_and_is_the_same_every_time(capsys) -> None:
-    first = said(capsys, PPO, "--svg", "-", "--steps", "3")
-    assert first == said(capsys, PPO, "--svg", "-", "--steps", "3")
+def test_svg_on_stdout_is_deterministic(capsys) -> None:
+    first = read_output(capsys, PPO, "--svg", "-", "--steps", "3")
+    assert first == read_output(capsys, PPO, "--svg", "-", "--steps", "3")
     assert len(ET.fromstring(first).findall(f"{SVG}g/{SVG}title")) == 18
 
 
 @pytest.mark.parametrize("recipe", ["grpo_arithmetic", "remax_arithmetic", "safe_rlhf_toy"])
-def test_no_text_meets_another_or_leaves_the_picture(capsys, recipe: str) -> None:
+def test_svg_texts_neither_overlap_nor_leave_the_canvas(capsys, recipe: str) -> None:
     config = str(ROOT / "configs" / f"{recipe}.yaml")
     for words in ([], ["--steps", "3"], ["--steps", "3", "pipeline.max_staleness=0"]):
-        root = ET.fromstring(said(capsys, config, "--svg", "-", *words))
+        root = ET.fromstring(read_output(capsys, config, "--svg", "-", *words))
         width, height = (float(root.attrib[name]) for name in ("width", "height"))
         texts = [_extent(text) for text in root.iter(f"{SVG}text")]
         for i, (left, top, right, bottom) in enumerate(texts):
@@ -254,7 +262,7 @@ def _extent(text: ET.Element) -> tuple[float, float, float, float]:
         (["a" * 300], f"config {'a' * 300}: File name too long"),
         (["nowhere.yaml"], "config nowhere.yaml: No such file or directory"),
         ([GRPO, "trainer.lrr=1"], f"{GRPO}: unknown key trainer.lrr=1; the nearest key is "),
-        ([GRPO, "nonsense"], "'nonsense': an override is written key=value"),
+        ([GRPO, "nonsense"], "'nonsense': write an override as key=value"),
         ([GRPO, "--steps", "0"], "--steps 0: must be from 1 to 100"),
         ([GRPO, "--steps", "101"], "--steps 101: must be from 1 to 100"),
         ([GRPO, "--svg", "{tmp}/none/a.svg"], "--svg {tmp}/none/a.svg: No such file or directory"),
@@ -266,12 +274,12 @@ def _extent(text: ET.Element) -> tuple[float, float, float, float]:
         ),
     ],
 )
-def test_bad_input_is_one_line(capsys, tmp_path: Path, words: list[str], line: str) -> None:
+def test_bad_input_is_a_one_line_error(capsys, tmp_path: Path, words: list[str], line: str) -> None:
     assert main(["graph", *(word.replace("{tmp}", str(tmp_path)) for word in words)]) == 2
-    found = capsys.readouterr()
-    assert found.err.startswith(f"streamrl: {line}".replace("{tmp}", str(tmp_path)))
-    assert found.err.count("\n") == 1
-    assert not found.out
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"streamrl: {line}".replace("{tmp}", str(tmp_path)))
+    assert captured.err.count("\n") == 1
+    assert not captured.out
     assert not list(tmp_path.iterdir())
 
 
@@ -285,7 +293,7 @@ def test_bad_input_is_one_line(capsys, tmp_path: Path, words: list[str], line: s
         ([], "the following arguments are required: CONFIG"),
     ],
 )
-def test_bad_usage_is_one_line(capsys, words: list[str], part: str) -> None:
+def test_bad_usage_is_a_one_line_error(capsys, words: list[str], part: str) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["graph", *words])
     assert exit_.value.code == 2

@@ -1,4 +1,4 @@
-"""`streamrl plan` and `streamrl simulate`: what they print and write, and what they refuse."""
+"""`streamrl plan` and `streamrl simulate`: console output, written files, refusals."""
 
 import json
 from pathlib import Path
@@ -29,20 +29,20 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line of what is refused, with exit code 2."""
+    """Return the one-line error of a command that exits with code 2."""
     code: object
     try:
         code = main(list(words))
     except SystemExit as end:
         code = end.code
-    found = capsys.readouterr()
+    captured = capsys.readouterr()
     assert code == 2
-    assert found.out == ""
-    assert found.err.count("\n") == 1
-    return found.err
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
 
 
-def test_a_plan_has_a_row_for_each_bound_that_gains_and_the_best_one_in_full(
+def test_a_plan_lists_every_gaining_bound_and_details_the_best(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     code, out = run(capsys, "plan", *SMALL, "--max-staleness", "0,1")
@@ -58,29 +58,29 @@ def test_a_plan_has_a_row_for_each_bound_that_gains_and_the_best_one_in_full(
     assert [line.split()[0] for line in lines[best + 1 :]] == ["generate", "train", "run.steps=80:"]
 
 
-def test_what_comes_next_by_the_schedule_is_played_too_and_may_win(
+def test_runners_up_of_the_schedule_are_simulated_and_may_win(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["plan", GRPO, "--cluster", "4xA100", "--model", "qwen2.5-3b", "--json"]
     words += ["--prompt-tokens", "300", "--lengths", "lognormal:500:0.8", "--proposals", "100"]
     words += ["generator.max_new_tokens=2048", "algorithm.kl_coef=0.01", "--max-staleness", "0,1"]
-    found = []
+    throughputs = []
     for groups in (0, 8192):
         monkeypatch.setattr("streamrl.cli.plan.MAX_REPLAYED_GROUPS", groups)
         front = json.loads(run(capsys, *words)[1])["front"]
-        found.append([each["simulated"]["tokens_per_s"] for each in front])
-    alone, played = found
-    assert all(more >= less for less, more in zip(alone, played, strict=True))
-    assert played != alone
+        throughputs.append([point["simulated"]["tokens_per_s"] for point in front])
+    alone, simulated = throughputs
+    assert all(more >= less for less, more in zip(alone, simulated, strict=True))
+    assert simulated != alone
 
 
-def test_a_bound_without_a_row_is_told_with_the_reason(
+def test_a_bound_without_a_row_is_reported_with_the_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fits = CostModel.explain_infeasible
 
     def refuses(costs: CostModel, placement: Placement) -> str:
-        """Exact costs, unlike those of the search, find no room for generation ahead."""
+        """Make the exact costs refuse generation ahead; the search's costs accept it."""
         is_exact = type(costs.traffic) is WeightTraffic
         return "1 GB short" if is_exact and placement.max_staleness else fits(costs, placement)
 
@@ -88,39 +88,39 @@ def test_a_bound_without_a_row_is_told_with_the_reason(
     words = ["plan", *TINY, "--max-staleness", "0,2"]
     code, out = run(capsys, *words, "--json")
     assert code == 0
-    found = json.loads(out)
-    assert [each["max_staleness"] for each in found["front"]] == [0]
-    (absent,) = found["absent"]
+    plan = json.loads(out)
+    assert [point["max_staleness"] for point in plan["front"]] == [0]
+    (absent,) = plan["absent"]
     assert absent["max_staleness"] == 2 and "ahead: 1 GB short" in absent["why"]
     for more in ([], ["--explain"]):
-        said = run(capsys, *words, *more)[1].splitlines()
-        assert said[-2:] == ["", f"no row for 2: {absent['why']}"]
+        lines = run(capsys, *words, *more)[1].splitlines()
+        assert lines[-2:] == ["", f"no row for 2: {absent['why']}"]
 
 
 @pytest.mark.slow
-def test_the_bound_is_the_configs_own_and_others_are_shown_beside_it(
+def test_the_default_plan_uses_the_configs_bound_and_compares_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, own = tmp_path / "plan.yaml", 3
-    words = [*TINY, *FEW, f"pipeline.max_staleness={own}", "-o", str(out)]
-    found = json.loads(run(capsys, "plan", *words, "--json")[1])
-    assert found["best"]["max_staleness"] == found["best"]["placement"]["max_staleness"] == own
-    assert load_config(out).pipeline.max_staleness == own
-    said = run(capsys, "plan", *words)[1].splitlines()
-    (best,) = (line for line in said if line.startswith("best: "))
+    out, own_bound = tmp_path / "plan.yaml", 3
+    words = [*TINY, *FEW, f"pipeline.max_staleness={own_bound}", "-o", str(out)]
+    plan = json.loads(run(capsys, "plan", *words, "--json")[1])
+    assert plan["best"]["max_staleness"] == plan["best"]["placement"]["max_staleness"] == own_bound
+    assert load_config(out).pipeline.max_staleness == own_bound
+    lines = run(capsys, "plan", *words)[1].splitlines()
+    (best,) = (line for line in lines if line.startswith("best: "))
     assert best.endswith("(pipeline.max_staleness=3, the config's own)")
-    # Each other row with what it gives and what it costs.
-    rows = [each for each in found["front"] if each["max_staleness"] != own]
-    mine = found["best"]["simulated"]
+    # Each other row states its gain and its staleness.
+    rows = [point for point in plan["front"] if point["max_staleness"] != own_bound]
+    best_result = plan["best"]["simulated"]
     assert rows
     for row in rows:
-        played = row["simulated"]
-        gain = played["tokens_per_s"] / mine["tokens_per_s"] - 1
+        result = row["simulated"]
+        gain = result["tokens_per_s"] / best_result["tokens_per_s"] - 1
         assert (
-            f"--max-staleness {row['max_staleness']}: {gain:+.0%} tokens/s, of tokens that are"
-            f" {played['staleness_mean']:.2f} versions old (at most {played['staleness_max']}),"
-            f" not {mine['staleness_mean']:.2f}"
-        ) in said
+            f"--max-staleness {row['max_staleness']}: {gain:+.0%} tokens/s, with tokens"
+            f" {result['staleness_mean']:.2f} versions old (at most {result['staleness_max']})"
+            f" instead of {best_result['staleness_mean']:.2f}"
+        ) in lines
 
 
 def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +129,7 @@ def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -
     assert first == again
 
 
-def test_what_is_planned_is_written_as_the_config_of_a_run_that_is_so_placed(
+def test_the_plan_is_written_as_a_config_with_its_placement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, picture = tmp_path / "plan.yaml", tmp_path / "plan.svg"
@@ -144,7 +144,7 @@ def test_what_is_planned_is_written_as_the_config_of_a_run_that_is_so_placed(
     }
     assert again.max_staleness == placement.max_staleness
     assert picture.read_text().startswith("<svg")
-    # And the simulator plays the run's own placement as it played the plan's.
+    # The simulator simulates the written config's placement exactly as the plan's.
     steps = str(choose_num_steps(16, placement.max_staleness))
     written = [str(config), "--cluster", "8xH100", *SIZES, "--steps", steps, "--json"]
     code, out = run(capsys, "simulate", *written)
@@ -152,7 +152,7 @@ def test_what_is_planned_is_written_as_the_config_of_a_run_that_is_so_placed(
     assert json.loads(out)["step_s"] == pytest.approx(planned["simulated"]["step_s"], rel=0.02)
 
 
-def test_a_placement_goes_from_plan_to_simulate_as_it_is(
+def test_a_written_placement_can_be_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     placement, folder = tmp_path / "plan.json", tmp_path / "simulated"
@@ -167,21 +167,21 @@ def test_a_placement_goes_from_plan_to_simulate_as_it_is(
     assert all(0 <= row["idle/train"] <= 1 for row in rows)
     events = json.loads((folder / "trace.json").read_text())
     assert {"generate", "train"} <= {event["name"] for event in events}
-    # A folder with a run in it is left alone.
+    # An existing run directory is left unchanged.
     assert "already holds a run" in refusal(capsys, "simulate", *words)
 
 
-def test_who_says_no_steps_has_enough_of_them_to_be_counted(
+def test_the_default_number_of_steps_covers_the_warm_up(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["simulate", *SMALL[:-2], "--json"]
     for ahead, steps in ((1, 20), (16, 85)):
-        found = json.loads(run(capsys, *words, f"pipeline.max_staleness={ahead}")[1])
-        assert len(found["step_ends_s"]) == steps
+        result = json.loads(run(capsys, *words, f"pipeline.max_staleness={ahead}")[1])
+        assert len(result["step_ends_s"]) == steps
 
 
 @pytest.mark.slow
-def test_a_set_slice_changes_what_is_planned_and_what_is_simulated(
+def test_placement_slice_s_changes_plan_and_simulation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shared = ["placement.mode=mixed", "placement.pools=[{generator: 1, reference: 1}]"]
@@ -192,16 +192,19 @@ def test_a_set_slice_changes_what_is_planned_and_what_is_simulated(
         for slice_s in (0.3, 1, 10)
     ]
     assert len(set(steps)) == len(steps)
-    # The schedule's own figures, of all that was found.
+    # Compare the schedule's estimates over all candidates.
     words = ["plan", *TINY, "algorithm.kl_coef=0.1", "--max-staleness", "1", "--json"]
     plans = [
-        [each.get("step_s") for each in json.loads(run(capsys, *words, more)[1])["candidates"]]
+        [
+            candidate.get("step_s")
+            for candidate in json.loads(run(capsys, *words, more)[1])["candidates"]
+        ]
         for more in ("placement.slice_s=0.3", "placement.slice_s=10")
     ]
     assert plans[0] != plans[1]
 
 
-def test_a_plan_is_as_far_ahead_as_its_bound_whatever_the_run_was(
+def test_a_plan_ignores_the_runs_own_depth(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["plan", *TINY, "--max-staleness", "0,1", "--json", "pipeline.max_staleness=2"]
@@ -209,52 +212,52 @@ def test_a_plan_is_as_far_ahead_as_its_bound_whatever_the_run_was(
     assert plain == deep
 
 
-def test_nodes_that_die_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_node_failures_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", *SMALL[:-2], "--steps", "10", "--json"]
-    whole = json.loads(run(capsys, *words)[1])
+    healthy = json.loads(run(capsys, *words)[1])
     dying = json.loads(run(capsys, *words, "--mttf-h", "0.01", "--restart-s", "30")[1])
-    assert whole["crashes"] == 0
+    assert healthy["crashes"] == 0
     assert dying["crashes"] > 0
-    assert dying["step_ends_s"][-1] > whole["step_ends_s"][-1]
+    assert dying["step_ends_s"][-1] > healthy["step_ends_s"][-1]
 
 
-def test_a_step_trains_for_as_long_as_it_does_in_the_simulator(
+def test_the_predicted_training_time_matches_the_simulator(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # On one device all take turns.
+    # On one device the stages take turns.
     words = [*SMALL, "--cluster", "1xH100", "--max-staleness", "0,1,2", "--json"]
     front = json.loads(run(capsys, "plan", *words)[1])["front"]
-    assert [each["max_staleness"] for each in front] == [0, 1, 2]
+    assert [row["max_staleness"] for row in front] == [0, 1, 2]
     for point in front:
         assert point["kind"].startswith("colocated")
-        found = [
-            (1 - each["idle"]["train"]) * each["step_s"] for each in (point, point["simulated"])
+        durations = [
+            (1 - row["idle"]["train"]) * row["step_s"] for row in (point, point["simulated"])
         ]
-        assert found[0] == pytest.approx(found[1], rel=0.05)
+        assert durations[0] == pytest.approx(durations[1], rel=0.05)
 
 
-def test_devices_that_get_nothing_and_what_the_run_costs_are_told(
+def test_unused_devices_and_run_cost_are_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     few = ["pipeline.groups_per_step=1", "algorithm.group_size=2", "run.steps=3600"]
     few += ["--proposals", "0", "--max-staleness", "0"]
     code, out = run(capsys, "plan", *TINY, "--cluster", "8xH100", *few, "--json")
     assert code == 0
-    found = json.loads(out)
-    held = {
+    plan = json.loads(out)
+    used = {
         device
-        for call in found["best"]["placement"]["calls"].values()
+        for call in plan["best"]["placement"]["calls"].values()
         for device in Mesh.from_text(call["devices"]).devices
     }
-    spare = [device for device in range(8) if device not in held]
+    spare = [device for device in range(8) if device not in used]
     assert spare
-    assert [d for each in found["unused"] for d in Mesh.from_text(each).devices] == spare
-    hours = found["best"]["simulated"]["step_s"]
-    assert found["best"]["run_hours"] == pytest.approx(hours)
-    assert found["best"]["run_device_hours"] == pytest.approx(8 * hours)
-    said = run(capsys, "plan", *TINY, "--cluster", "8xH100", *few)[1]
-    assert f"devices {', '.join(found['unused'])} get nothing: {len(spare)} of 8\n" in said
-    assert f"run.steps=3600: {hours:.3g} h, {8 * hours:.3g} GPU-hours\n" in said
+    assert [d for mesh in plan["unused"] for d in Mesh.from_text(mesh).devices] == spare
+    hours = plan["best"]["simulated"]["step_s"]
+    assert plan["best"]["run_hours"] == pytest.approx(hours)
+    assert plan["best"]["run_device_hours"] == pytest.approx(8 * hours)
+    text = run(capsys, "plan", *TINY, "--cluster", "8xH100", *few)[1]
+    assert f"devices {', '.join(plan['unused'])} are unused: {len(spare)} of 8\n" in text
+    assert f"run.steps=3600: {hours:.3g} h, {8 * hours:.3g} GPU-hours\n" in text
 
 
 SHARED_CRITIC = [
@@ -265,7 +268,7 @@ SHARED_CRITIC = [
 ]
 
 
-def test_scoring_takes_the_runs_own_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_scoring_uses_the_runs_micro_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", *SHARED_CRITIC, "--cluster", "2x8xH100", "pipeline.micro_batch_tokens=8192"]
     code, out = run(capsys, *words, "trainer.gradient_checkpointing=true")
     assert code == 0, out
@@ -279,7 +282,7 @@ def test_scoring_takes_the_runs_own_micro_batches(capsys: pytest.CaptureFixture[
         ("2xH100", ["generator.kv_cache_mb=70000"]),
     ],
 )
-def test_what_would_make_it_fit_is_told_and_does(
+def test_suggested_fixes_let_the_run_fit(
     cluster: str, settings: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["plan", GRPO, "--cluster", cluster, "--model", "qwen2.5-1.5b", "--proposals", "0"]
@@ -287,16 +290,16 @@ def test_what_would_make_it_fit_is_told_and_does(
     words += ["--max-staleness", "0", "pipeline.groups_per_step=8"]
     code, out = run(capsys, *words)
     assert code == 1
-    assert "\nit would fit with any one of:\n" in out
+    assert "\nany one of these would let it fit:\n" in out
     code, out = run(capsys, *words, "--json")
-    found = json.loads(out)
-    assert code == 1 and found["best"] is None
-    for remedy in found["remedies"]:
+    plan = json.loads(out)
+    assert code == 1 and plan["best"] is None
+    for remedy in plan["remedies"]:
         more = remedy.split() if remedy.startswith("--cluster") else remedy.split(", ")
         assert run(capsys, *words, *more)[0] == 0, remedy
 
 
-def test_what_fits_nowhere_is_told_with_the_arithmetic(
+def test_a_run_that_fits_nowhere_is_reported_with_the_arithmetic(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = [GRPO, *STEP, "--cluster", "1xV100", "--model", "llama-70b", "--prompt-tokens", "9"]
@@ -308,7 +311,7 @@ def test_what_fits_nowhere_is_told_with_the_arithmetic(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--cluster", "8xH1000"], "device H1000: not in the table"),
         (["--cluster", "8xH100", "--gpus", "9"], "--gpus 9: must be from 1 to"),
@@ -346,16 +349,16 @@ def test_what_fits_nowhere_is_told_with_the_arithmetic(
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "simulate"])
-def test_wrong_input_is_one_line(
-    command: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_bad_input_is_a_one_line_error(
+    command: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usual = {"--model": "qwen2.5-1.5b", "--prompt-tokens": "20"}
     more = [word for key, value in usual.items() if key not in words for word in (key, value)]
-    assert said in refusal(capsys, command, GRPO, *words, *more)
+    assert message in refusal(capsys, command, GRPO, *words, *more)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("[1e400, 3]", "inf: must be whole tokens"),
         ("[3.7, 5]", "3.7: must be whole tokens"),
@@ -363,28 +366,28 @@ def test_wrong_input_is_one_line(
         ("[[1]]", "[1]: must be whole tokens"),
         ("1 2 x", "'x': must be whole tokens"),
         ("[0]", "0: must be whole tokens, at least 1"),
-        ("[]", "must be one length or more"),
+        ("[]", "must contain at least one length"),
         ("[1,", "Expecting value"),
         ("[" + "9" * 400 + "]", "must be whole tokens"),
         ("3 13", "13 tokens: must be at most generator.max_new_tokens=12"),
     ],
 )
-def test_a_file_of_lengths_that_are_none_is_one_line(
-    tmp_path: Path, content: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_a_malformed_lengths_file_is_a_one_line_error(
+    tmp_path: Path, content: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "lengths"
     path.write_text(content)
     words = ["--cluster", "8xH100", "--model", "qwen2.5-1.5b", "--prompt-tokens", "20"]
     error = refusal(capsys, "plan", GRPO, *words, "--lengths", str(path))
-    assert f"--lengths {path}: " in error and said in error
+    assert f"--lengths {path}: " in error and message in error
 
 
-def test_whole_lengths_may_be_written_with_a_point() -> None:
+def test_integer_lengths_may_have_a_decimal_point() -> None:
     assert read_lengths("fixed:1e3", 1000).max_tokens == 1000
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("[]", ": must be a mapping"),
         ("3", ": must be a mapping"),
@@ -392,16 +395,16 @@ def test_whole_lengths_may_be_written_with_a_point() -> None:
         ("{", ": Expecting property name"),
     ],
 )
-def test_a_file_that_is_no_placement_is_one_line(
-    tmp_path: Path, content: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_a_malformed_placement_file_is_a_one_line_error(
+    tmp_path: Path, content: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "plan.json"
     path.write_text(content)
     error = refusal(capsys, "simulate", *SMALL[:-2], "--placement", str(path))
-    assert f"--placement {path}{said}" in error
+    assert f"--placement {path}{message}" in error
 
 
-def test_a_placement_is_no_further_ahead_than_can_be_planned(
+def test_a_placement_with_too_large_a_bound_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "plan.json"
@@ -415,26 +418,29 @@ def test_a_placement_is_no_further_ahead_than_can_be_planned(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--max-staleness", "one"], "--max-staleness one: must be numbers"),
         (["--max-staleness", "9" * 5000], "must be numbers from 0 to 64"),
         (["--max-staleness", "0,99"], "--max-staleness 0,99: must be numbers from 0 to 64"),
         (["--proposals", "-1"], "--proposals -1"),
         (["-o", "plan.txt"], "-o plan.txt: must end in .yaml or .json"),
-        (["-o", "plan.yaml", "--svg", "plan.yaml"], "-o, --svg plan.yaml: must be two files"),
-        (["-o", "plan.json", "--svg", "./tests/../plan.json"], "json: must be two files"),
-        (["--model", "llama-7b"], "--model llama-7b: --model qwen2.5-1.5b is given, too"),
+        (
+            ["-o", "plan.yaml", "--svg", "plan.yaml"],
+            "-o, --svg plan.yaml: must be two different files",
+        ),
+        (["-o", "plan.json", "--svg", "./tests/../plan.json"], "json: must be two different files"),
+        (["--model", "llama-7b"], "--model llama-7b: --model qwen2.5-1.5b names the same role"),
     ],
 )
-def test_wrong_options_of_plan(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_bad_options_of_plan_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in refusal(capsys, "plan", *SMALL, *words)
+    assert message in refusal(capsys, "plan", *SMALL, *words)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--steps", "0"], "--steps 0: must be from 1"),
         (["--mttf-h", "0"], "--mttf-h 0, --restart-s 300: failures.mttf_s=0: must be above 0"),
@@ -454,13 +460,13 @@ def test_wrong_options_of_plan(
         (["generator.replicas=9"], "the cluster has 8"),
     ],
 )
-def test_wrong_options_of_simulate(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_bad_options_of_simulate_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in refusal(capsys, "simulate", *SMALL[:-2], *words)
+    assert message in refusal(capsys, "simulate", *SMALL[:-2], *words)
 
 
-def test_an_output_that_cannot_be_is_refused(
+def test_an_unwritable_output_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nowhere = str(tmp_path / "no" / "plan.yaml")
@@ -471,13 +477,13 @@ def test_an_output_that_cannot_be_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_unlike_devices_are_no_setting_of_a_run(
+def test_a_plan_on_unlike_devices_cannot_be_written_as_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [GRPO, *STEP, "--cluster", "2xH100,2xA100", *SIZES, "--proposals", "20"]
     words += ["--max-staleness", "0"]
     out = tmp_path / "plan.yaml"
-    assert "which of unlike devices" in refusal(capsys, "plan", *words, "-o", str(out))
+    assert "cannot choose between unlike devices" in refusal(capsys, "plan", *words, "-o", str(out))
     assert run(capsys, "plan", *words, "-o", str(tmp_path / "plan.json"))[0] == 0
 
 
@@ -485,7 +491,7 @@ def test_unlike_devices_are_no_setting_of_a_run(
 @pytest.mark.parametrize(
     ("recipe", "cluster"), [("grpo_arithmetic", "6xA100"), ("remax_arithmetic", "2x6xA100")]
 )
-def test_nodes_of_six_are_planned(
+def test_nodes_with_six_devices_can_be_planned(
     recipe: str, cluster: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(CONFIGS / f"{recipe}.yaml"), "--cluster", cluster, "--model", "qwen2.5-1.5b"]
@@ -493,22 +499,22 @@ def test_nodes_of_six_are_planned(
     assert run(capsys, "plan", *words)[0] == 0
 
 
-def test_what_is_filtered_is_said_and_takes_longer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_filtered_groups_are_reported_and_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
     dapo = str(CONFIGS / "dapo_arithmetic.yaml")
     words = [dapo, *STEP, "--cluster", "8xH100", *SIZES, "--proposals", "0"]
-    found = []
+    results = []
     for more in ([], ["--filtered", "0.5"]):
         code, out = run(capsys, "plan", *words, "--max-staleness", "0", "--json", *more)
         assert code == 0
-        found.append(json.loads(out)["front"][0]["step_s"])
-    assert found[1] > 1.1 * found[0]
+        results.append(json.loads(out)["front"][0]["step_s"])
+    assert results[1] > 1.1 * results[0]
     code, out = run(capsys, "simulate", *words[:-2], "--filtered", "0.995", "--steps", "1")
     assert code == 0 and "99.5% of all groups are filtered" in out
     assert "filter.kind=none" in refusal(capsys, "plan", *SMALL, "--filtered", "0.5")
     assert "filtered=1" in refusal(capsys, "plan", *words, "--filtered", "1")
 
 
-def test_weights_in_bfloat16_are_never_split_over_ranks_that_keep_no_master_weights(
+def test_bfloat16_weights_are_never_split_without_master_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dapo, plan = str(CONFIGS / "dapo_qwen2.5_32b_math.yaml"), tmp_path / "plan.yaml"

@@ -1,4 +1,4 @@
-"""Files and numbers that `streamrl plan` and `streamrl simulate` read: all of them are bounded."""
+"""Files and numbers that `streamrl plan` and `streamrl simulate` read are bounded."""
 
 import os
 from pathlib import Path
@@ -19,16 +19,16 @@ NESTED = "[" * 20_000
 
 
 def refused(capsys: pytest.CaptureFixture[str], option: str, path: Path | str) -> str:
-    """What is said of the file, behind its name."""
+    """Return the part of the error after the file name."""
     (command,), name = OPTIONS[option]
-    own = ["--cluster", "8xH100"] if option != "--cluster" else []
-    error = refusal(capsys, command, *PLACED, *own, option, str(path))
+    cluster = ["--cluster", "8xH100"] if option != "--cluster" else []
+    error = refusal(capsys, command, *PLACED, *cluster, option, str(path))
     assert f"{name} {path}: " in error
     return error.split(f"{path}: ")[1]
 
 
 @pytest.mark.parametrize("option", list(OPTIONS))
-def test_what_may_never_end_is_not_read(
+def test_an_endless_file_is_not_read(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pipe = tmp_path / "pipe"
@@ -38,27 +38,27 @@ def test_what_may_never_end_is_not_read(
 
 
 @pytest.mark.parametrize("option", list(OPTIONS))
-def test_a_huge_file_is_refused_by_its_size(
+def test_a_huge_file_is_refused_by_size(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "huge.yaml"
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    assert "MiB: must be at most that" in refused(capsys, option, path)
+    assert "the file exceeds the limit of" in refused(capsys, option, path)
 
 
 @pytest.mark.parametrize("option", list(OPTIONS))
-def test_what_is_nested_without_end_is_refused(
+def test_deep_nesting_is_refused(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "deep.yaml"
     path.write_text(NESTED)
-    found = refused(capsys, option, path)
-    assert found == "nested too deeply\n" or "exceeded maximum nesting depth" in found
+    message = refused(capsys, option, path)
+    assert message == "nested too deeply\n" or "exceeded maximum nesting depth" in message
 
 
 @pytest.mark.parametrize("option", ["--constants", "--cluster", "--placement"])
-def test_a_directory_is_no_file(
+def test_a_directory_is_refused_as_a_file(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refused(capsys, option, tmp_path) == "is a directory\n"
@@ -72,11 +72,11 @@ def test_proposals_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
 HUGE = "pipeline.groups_per_step=10000000"
 
 
-def test_what_would_take_hours_is_refused_before_it_begins(
+def test_a_simulation_of_hours_is_refused_before_it_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     factors = "pipeline.groups_per_step=10000000, algorithm.group_size=8: about"
-    rule = "h to simulate: must be at most 1 h\n"
+    rule = "h to simulate; the limit is 1 h\n"
     error = refusal(capsys, "plan", *SMALL, HUGE)
     assert f" {factors} " in error and error.endswith(rule)
     error = refusal(capsys, "simulate", *SMALL[:-2], HUGE, "--steps", "2")
@@ -87,7 +87,7 @@ def test_what_would_take_hours_is_refused_before_it_begins(
     assert "must be from 1 to 10000" in refusal(
         capsys, "simulate", *SMALL[:-2], "--steps", "10000000"
     )
-    # What is played as a whole is known only when it is planned.
+    # The size of a full simulation is only known after planning.
     monkeypatch.setattr("streamrl.cli.arguments.planner_args.HOUR_S", 0.1)
     monkeypatch.setattr("streamrl.cli.plan.run_quick_simulation", None)
     groups = "pipeline.groups_per_step=64"
@@ -95,7 +95,7 @@ def test_what_would_take_hours_is_refused_before_it_begins(
     assert "pipeline.groups_per_step=64, algorithm.group_size=8: about" in error
 
 
-def test_what_can_be_no_folder_is_told_before_anything_is_simulated(
+def test_an_unwritable_output_folder_is_refused_before_simulating(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file"
@@ -114,7 +114,7 @@ LONG = "x" * 300
     [
         ("plan", "/proc/plan.yaml", ""),
         ("plan", f"{{tmp}}/{LONG}.yaml", "File name too long"),
-        # Until it is whole a file has a longer name.
+        # An unfinished file has a longer temporary name.
         ("plan", f"{{tmp}}/{LONG[:245]}.yaml", "File name too long"),
         ("plan", "{tmp}/folder.yaml", "not a file"),
         ("plan", "{tmp}/none/plan.yaml", "No such file or directory"),
@@ -125,24 +125,24 @@ LONG = "x" * 300
         ("simulate", "{tmp}/none/" + "below/" * 1000, "File name too long"),
     ],
 )
-def test_what_can_never_be_written_is_told_before_anything_is_read(
+def test_an_unwritable_output_file_is_refused_before_reading(
     command: str, path: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "folder.yaml").mkdir()
     place = Path(path.format(tmp=tmp_path))
     error = refusal(capsys, command, "nowhere.yaml", "--cluster", "8xH100", "-o", str(place))
     assert f"-o {place}: {reason}" in error
-    assert [each.name for each in tmp_path.iterdir()] == ["folder.yaml"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["folder.yaml"]
 
 
 @pytest.mark.parametrize("path", ["deep/er/plan", "plan"])
-def test_what_can_be_written_is_not_there_before_it_is(tmp_path: Path, path: str) -> None:
+def test_checking_an_output_leaves_no_file(tmp_path: Path, path: str) -> None:
     check_output_dir("-o", tmp_path / path)
     check_output_file("-o", tmp_path / "plan.yaml")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_is_in_the_way_before_anything_is_simulated(
+def test_an_existing_run_as_output_is_refused_before_simulating(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.jsonl").touch()
@@ -150,7 +150,7 @@ def test_a_run_is_in_the_way_before_anything_is_simulated(
     assert f"{tmp_path} already holds a run" in refusal(capsys, *words)
 
 
-def test_generation_is_no_further_ahead_than_can_be_planned(
+def test_a_depth_beyond_the_planners_limit_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     ahead = ["pipeline.depth=65", "pipeline.on_stale=drop", "queue.capacity_groups=100000"]

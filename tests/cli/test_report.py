@@ -1,4 +1,4 @@
-"""`streamrl report`: what it says of runs that finished, died, go on, or have damaged books."""
+"""`streamrl report --ledger`: runs that finished, died, resumed, or have a damaged run log."""
 
 import asyncio
 import json
@@ -25,13 +25,13 @@ def uid(index: int, attempt: int = 0, epoch: int = 0) -> str:
 
 
 def step(version: int, *uids: str) -> TrainedStep:
-    groups = tuple(TrainedGroup(one, INFO, version) for one in uids)
-    program = StepSchedule(((((*((one, 0) for one in uids),),),),))
+    groups = tuple(TrainedGroup(uid, INFO, version) for uid in uids)
+    program = StepSchedule(((((*((uid, 0) for uid in uids),),),),))
     return TrainedStep(version, groups, {"policy": program})
 
 
-def keep_books(run_dir: Path, work: Callable[[RunLog], Awaitable[None]]) -> None:
-    """The log that some work leaves in a run directory, as one process writes it."""
+def write_run_log(run_dir: Path, work: Callable[[RunLog], Awaitable[None]]) -> None:
+    """Write the run log of `work` into a run directory, like a coordinator."""
 
     async def write() -> None:
         journal = Journal(get_journal_dir(run_dir, RUN_LOG_FOLDER), JournalConfig())
@@ -43,7 +43,7 @@ def keep_books(run_dir: Path, work: Callable[[RunLog], Awaitable[None]]) -> None
 
 
 async def four_groups(books: RunLog) -> None:
-    """Two are trained in one step, one is dropped and comes again, one is filtered."""
+    """Train two groups in one step, drop and retry one, filter one."""
     await books.record_start(0)
     await books.record_admissions([uid(i) for i in range(4)], 0)
     await books.record_finished({uid(2): GroupOutcome("reward_error", "the verifier is down")})
@@ -56,7 +56,7 @@ async def four_groups(books: RunLog) -> None:
 
 @pytest.fixture
 def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Runs `streamrl report` on the run in tmp_path: exit code and what it printed."""
+    """Run `streamrl report` on the run in tmp_path; return exit code and output."""
 
     def run(*words: str) -> tuple[int, str]:
         code = main(["report", "--ledger", str(tmp_path), *words])
@@ -69,8 +69,8 @@ def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
 Report = Callable[..., tuple[int, str]]
 
 
-def test_the_law_the_drops_and_the_epochs_are_printed(report: Report, tmp_path: Path) -> None:
-    keep_books(tmp_path, four_groups)
+def test_the_ledger_with_drops_and_epochs_is_printed(report: Report, tmp_path: Path) -> None:
+    write_run_log(tmp_path, four_groups)
     code, text = report()
     assert code == 0
     assert "1 steps, 1 starts" in text
@@ -81,14 +81,14 @@ def test_the_law_the_drops_and_the_epochs_are_printed(report: Report, tmp_path: 
     assert "trained     2 uids, each exactly once\n" in text
 
 
-def test_scripts_get_the_same_as_json(report: Report, tmp_path: Path) -> None:
+def test_json_contains_the_same_ledger(report: Report, tmp_path: Path) -> None:
     async def more(books: RunLog) -> None:
         await four_groups(books)
         await books.record_admissions([uid(0, epoch=1)], 1)
 
-    keep_books(tmp_path, more)
-    found = json.loads(report("--json")[1])
-    assert found["ledger"] == {
+    write_run_log(tmp_path, more)
+    report_json = json.loads(report("--json")[1])
+    assert report_json["ledger"] == {
         "admitted": 6,
         "trained": 2,
         "filtered": 1,
@@ -96,27 +96,25 @@ def test_scripts_get_the_same_as_json(report: Report, tmp_path: Path) -> None:
         "in_flight": 2,
         "drops": {"reward_error": 1},
     }
-    assert found["trained"] == [uid(1), uid(0)], "in the order of training"
-    assert found["in_flight"] == [uid(2, 1), uid(0, epoch=1)]
-    assert found["epochs"] == {
+    assert report_json["trained"] == [uid(1), uid(0)], "in the order of training"
+    assert report_json["in_flight"] == [uid(2, 1), uid(0, epoch=1)]
+    assert report_json["epochs"] == {
         "0": {"trained": 2, "filtered": 1, "dropped": 1, "in_flight": 1},
         "1": {"trained": 0, "filtered": 0, "dropped": 0, "in_flight": 1},
     }
-    assert found["problems"] == []
+    assert report_json["problems"] == []
 
 
-def test_a_killed_run_is_read_up_to_its_torn_end_and_left_as_it_is(
-    report: Report, tmp_path: Path
-) -> None:
-    keep_books(tmp_path, four_groups)
+def test_a_torn_log_end_is_ignored_and_left_unchanged(report: Report, tmp_path: Path) -> None:
+    write_run_log(tmp_path, four_groups)
     folder = get_journal_dir(tmp_path, RUN_LOG_FOLDER)
     path = segment_path(folder, list_segments(folder)[-1])
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-3])
+    content = path.read_bytes()
+    path.write_bytes(content[:-3])
     code, text = report()
     assert code == 0
     assert "trained 0" in text and "in flight 3" in text, "the step was not yet on the books"
-    assert path.read_bytes() == whole[:-3]
+    assert path.read_bytes() == content[:-3]
     assert [p.name for p in folder.iterdir()] == [path.name]
 
     async def again(books: RunLog) -> None:
@@ -128,13 +126,13 @@ def test_a_killed_run_is_read_up_to_its_torn_end_and_left_as_it_is(
             books.ledger.mark_admitted(name, 0)
         await again(books)
 
-    keep_books(tmp_path, resumed)
+    write_run_log(tmp_path, resumed)
     code, text = report()
     assert code == 0
     assert "2 starts" in text and "trained 3" in text and "in flight 0" in text
 
 
-def test_a_log_is_read_while_it_is_written(report: Report, tmp_path: Path) -> None:
+def test_the_run_log_of_an_active_run_can_be_read(report: Report, tmp_path: Path) -> None:
     seen = []
 
     async def work(books: RunLog) -> None:
@@ -142,28 +140,28 @@ def test_a_log_is_read_while_it_is_written(report: Report, tmp_path: Path) -> No
         seen.append(report("--json"))
         await books.record_step(step(1, uid(2, 1)))
 
-    keep_books(tmp_path, work)
+    write_run_log(tmp_path, work)
     code, text = seen[0]
     assert code == 0 and json.loads(text)["ledger"]["in_flight"] == 1
     assert json.loads(report("--json")[1])["ledger"]["in_flight"] == 0
 
 
-def test_a_uid_that_was_trained_twice_is_named(report: Report, tmp_path: Path) -> None:
+def test_a_uid_trained_twice_is_reported(report: Report, tmp_path: Path) -> None:
     async def work(books: RunLog) -> None:
         await books.record_admissions([uid(0), uid(1)], 0)
         await books.record_log.append([step(3, uid(0), uid(1)).to_record()])
         await books.record_log.append([step(4, uid(0), uid(7)).to_record()])
 
-    keep_books(tmp_path, work)
+    write_run_log(tmp_path, work)
     code, text = report()
     assert code == 1
-    assert "which does not add up" in text and "not each uid exactly once" in text
+    assert "which does not balance" in text and "not each uid exactly once" in text
     assert "problem     0:0:0: admitted 1 times, trained at version 3, trained at version 4" in text
     assert "problem     0:7:0: admitted 0 times, trained at version 4" in text
     assert "0:1:0:" not in text
 
 
-def test_the_history_of_a_uid_has_the_log_the_events_and_its_later_attempts(
+def test_the_history_of_a_uid_merges_log_events_and_later_attempts(
     report: Report, tmp_path: Path
 ) -> None:
     async def work(books: RunLog) -> None:
@@ -171,7 +169,7 @@ def test_the_history_of_a_uid_has_the_log_the_events_and_its_later_attempts(
         await books.record_start(0)
         await books.record_step(step(1, uid(2, 1)))
 
-    keep_books(tmp_path, work)
+    write_run_log(tmp_path, work)
     events: list[dict[str, Any]] = [
         {"time": 5.0, "event": "stall", "uids": "0:1:0 0:2:0", "holder": "generator-0"},
         {"time": 9e9, "event": "drop", "uid": "0:2:0", "cause": "reward_error"},
@@ -180,46 +178,46 @@ def test_the_history_of_a_uid_has_the_log_the_events_and_its_later_attempts(
     torn = '{"time": 9e9, "event": "dr'
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events) + torn)
     code, text = report("--uid", "0:2:0")
-    said = [line.split("  ", 1)[1] for line in text.splitlines()]
+    descriptions = [line.split("  ", 1)[1] for line in text.splitlines()]
     assert code == 0
-    assert said == [
+    assert descriptions == [
         "0:2:0  event stall: holder=generator-0",
         "0:2:0  admitted at version 0",
         "0:2:0  dropped (reward_error): the verifier is down",
         "0:2:1  admitted at version 0",
-        "0:2:1  the run goes on from version 0",
+        "0:2:1  the run resumes from version 0",
         "0:2:1  trained at version 1: step 2",
         "0:2:0  event drop: cause=reward_error",
     ]
     assert "0:2:0" not in report("--uid", "0:2:1")[1], "earlier attempts are another uid's history"
     last = report("--uid", "0:0:0")[1].splitlines()[-1]
-    assert last.endswith("0:0:0  the run goes on from version 0, and its step is made again")
-    found = json.loads(report("--uid", "0:3:0", "--json")[1])
-    assert [(e["source"], e["kind"]) for e in found["history"]] == [
+    assert last.endswith("0:0:0  the run resumes from version 0, and its step is repeated")
+    history = json.loads(report("--uid", "0:3:0", "--json")[1])
+    assert [(e["source"], e["kind"]) for e in history["history"]] == [
         (RUN_LOG_FOLDER, "admit"),
         (RUN_LOG_FOLDER, "end"),
     ]
-    assert found["history"][1]["reason"] == "all 2 rewards are 1"
-    assert found["ledger"]["trained"] == 3
+    assert history["history"][1]["reason"] == "all 2 rewards are 1"
+    assert history["ledger"]["trained"] == 3
 
 
 @pytest.mark.parametrize(
-    ("given", "nearest"),
+    ("unknown", "nearest"),
     [("0:2:7", "0:2:1"), ("0:9:0", "0:3:0"), ("4:1:0", "0:1:0"), ("0:1", "0:1:0"), ("x", "0:0:0")],
 )
-def test_an_unknown_uid_is_answered_with_the_nearest(
-    report: Report, tmp_path: Path, given: str, nearest: str
+def test_an_unknown_uid_suggests_the_nearest(
+    report: Report, tmp_path: Path, unknown: str, nearest: str
 ) -> None:
-    keep_books(tmp_path, four_groups)
-    code, text = report("--uid", given)
+    write_run_log(tmp_path, four_groups)
+    code, text = report("--uid", unknown)
     assert code == 2
     assert text.count("\n") == 1
-    assert f"--uid {given}: not in the log" in text and f"the nearest is {nearest}" in text
+    assert f"--uid {unknown}: not in the run log" in text and f"the nearest is {nearest}" in text
 
 
-def test_what_is_no_run_with_books_is_refused_in_one_line(report: Report, tmp_path: Path) -> None:
+def test_a_directory_without_run_log_is_refused_in_one_line(report: Report, tmp_path: Path) -> None:
     code, text = report()
-    assert code == 2 and "no run: holds no config.yaml" in text
+    assert code == 2 and "not a run: holds no config.yaml" in text
     (tmp_path / "config.yaml").touch()
     code, text = report()
     assert code == 2 and "queue.journal.enabled=false" in text and text.count("\n") == 1
@@ -227,8 +225,8 @@ def test_what_is_no_run_with_books_is_refused_in_one_line(report: Report, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"], "nothing is made"
 
 
-def test_books_with_a_damaged_entry_in_the_middle_are_named(report: Report, tmp_path: Path) -> None:
-    keep_books(tmp_path, four_groups)
+def test_a_damaged_entry_in_the_run_log_is_reported(report: Report, tmp_path: Path) -> None:
+    write_run_log(tmp_path, four_groups)
     path = segment_path(get_journal_dir(tmp_path, RUN_LOG_FOLDER), 1)
     damaged = bytearray(path.read_bytes())
     damaged[40] ^= 1
@@ -238,7 +236,7 @@ def test_books_with_a_damaged_entry_in_the_middle_are_named(report: Report, tmp_
     assert f"{path}, byte 0" in text and text.count("\n") == 1
 
 
-def test_help_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_describes_the_ledger_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["report", "--help"])
     assert stop.value.code == 0

@@ -1,4 +1,4 @@
-"""`streamrl report RUN`: what bounds a run and what would help, as text and JSON."""
+"""`streamrl report RUN`: bottleneck and advice as text and JSON."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(folder / "run", config, play(config))
 
 
-def test_what_bounds_a_run_is_told_without_a_simulation(
+def test_the_bottleneck_is_reported_without_a_simulation(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(run_dir)]) == 0
@@ -28,7 +28,7 @@ def test_what_bounds_a_run_is_told_without_a_simulation(
     assert "options" not in json.loads(capsys.readouterr().out)
 
 
-def test_text_says_what_bounds_it_and_what_each_other_way_would_give(
+def test_what_if_lists_the_effect_of_each_option(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(run_dir), "--what-if"]) == 0
@@ -36,10 +36,10 @@ def test_text_says_what_bounds_it_and_what_each_other_way_would_give(
     assert "bound by    " in text and "groups wait for it" in text
     assert "one more generator" in text and "generator.replicas=2" in text
     assert "staleness up to 2" in text
-    assert "may be as far off" in text and "2 cores" in text
+    assert "may have the same error" in text and "2 cores" in text
 
 
-def test_of_a_stage_whose_queue_is_not_known_it_is_not_said_how_many_wait(
+def test_a_stage_without_queue_depth_omits_the_waiting_groups(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = shutil.copytree(run_dir, tmp_path / "run")
@@ -48,36 +48,38 @@ def test_of_a_stage_whose_queue_is_not_known_it_is_not_said_how_many_wait(
     assert main(["report", str(other)]) == 0
     text = capsys.readouterr().out
     assert "nan" not in text
-    found = {line.split()[0]: line for line in text.splitlines() if line.startswith("  ")}
-    assert "waiting" not in found["train"] and "waiting" in found["reward"]
+    lines_by_stage = {line.split()[0]: line for line in text.splitlines() if line.startswith("  ")}
+    assert "waiting" not in lines_by_stage["train"] and "waiting" in lines_by_stage["reward"]
 
 
-def test_json_says_the_same_for_scripts(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_contains_bottleneck_and_options(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(run_dir), "--what-if", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["bound_by"] in found["stages"]
-    assert abs(found["error"]) < 0.1
-    for option in found["options"]:
+    report = json.loads(capsys.readouterr().out)
+    assert report["bound_by"] in report["stages"]
+    assert abs(report["error"]) < 0.1
+    for option in report["options"]:
         assert option["step_s"] == pytest.approx(
-            found["simulated"]["step_s"] * (1 + option["change"])
+            report["simulated"]["step_s"] * (1 + option["change"])
         )
 
 
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        ([], "name a RUN for what bounds it, or --ledger RUN"),
-        (["{run}", "--ledger", "{run}"], "name a RUN for what bounds it, or --ledger RUN"),
-        (["{run}", "--uid", "0:1:0"], "--uid goes with --ledger RUN"),
-        (["--ledger", "{run}", "--cluster", "8xH100"], "--cluster goes with RUN --what-if"),
-        (["{run}", "--cluster", "8xH100"], "--cluster goes with RUN --what-if"),
-        (["--ledger", "{run}", "--what-if"], "--what-if goes with RUN"),
+        ([], "name a RUN to find its bottleneck, or --ledger RUN"),
+        (["{run}", "--ledger", "{run}"], "name a RUN to find its bottleneck, or --ledger RUN"),
+        (["{run}", "--uid", "0:1:0"], "--uid needs --ledger RUN"),
+        (["--ledger", "{run}", "--cluster", "8xH100"], "--cluster needs RUN --what-if"),
+        (["{run}", "--cluster", "8xH100"], "--cluster needs RUN --what-if"),
+        (["--ledger", "{run}", "--what-if"], "--what-if needs RUN"),
         (["nowhere"], "no such directory"),
-        (["{run}/config.yaml"], "config.yaml: no run: not a directory"),
-        (["--ledger", "{run}/config.yaml"], "config.yaml: no run: not a directory"),
+        (["{run}/config.yaml"], "run: not a directory"),
+        (["--ledger", "{run}/config.yaml"], "run: not a directory"),
     ],
 )
-def test_wrong_input_is_one_line_and_code_2(
+def test_bad_input_is_a_one_line_error(
     run_dir: Path, words: list[str], rule: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", *(word.format(run=run_dir) for word in words)]) == 2
@@ -85,7 +87,7 @@ def test_wrong_input_is_one_line_and_code_2(
     assert rule in error and error.count("\n") == 1
 
 
-def test_a_run_that_is_too_short_is_one_line(
+def test_a_run_that_is_too_short_is_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = recipe(tmp_path)

@@ -1,4 +1,4 @@
-"""`streamrl rewards`: every kind with its options, those of other packages and files included."""
+"""`streamrl rewards`: every kind with its options, including kinds of packages and user files."""
 
 import dataclasses
 import json
@@ -16,17 +16,17 @@ from streamrl.files.typed_settings import read_settings
 from streamrl.rewards import REWARD_KINDS, RewardConfig
 
 DEMANDING = ("regex", "model", "judge")
-"""Kinds that have an option without a default."""
+"""Kinds with a required option."""
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def read_output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(["rewards", *words]) == 0
     return capsys.readouterr().out
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """An installed package that brings the kind `brevity`."""
+    """Installed package that provides the kind `brevity`."""
     (tmp_path / "terse.py").write_text(
         "import os\n"
         "def judge(prompt, completion, most=10):\n"
@@ -38,14 +38,14 @@ def package(tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: terse\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[streamrl.rewards]\nbrevity = terse:judge\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    # A worker finds it as it finds streamrl itself.
+    # A worker finds the package on the same path as streamrl.
     monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
     yield tmp_path
     sys.modules.pop("terse", None)
 
 
-def test_it_prints_every_kind_with_its_options(capsys):
-    text = said(capsys)
+def test_every_kind_is_printed_with_its_options(capsys):
+    text = read_output(capsys)
     for name, kind in REWARD_KINDS.items():
         assert f"{name}: {kind.summary}\n" in text
     assert "  pattern  regular expression, searched anywhere in the completion [required]\n" in text
@@ -53,20 +53,20 @@ def test_it_prints_every_kind_with_its_options(capsys):
 
 
 @pytest.mark.parametrize("kind", [*REWARD_KINDS.values(), RewardConfig])
-def test_every_option_is_explained_where_it_is_declared(kind):
+def test_every_option_has_a_docstring_line(kind):
     settings = kind if kind is RewardConfig else kind.options_type
     assert set(read_options(settings)) == {field.name for field in dataclasses.fields(settings)}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in REWARD_KINDS if kind not in DEMANDING])
-def test_a_default_is_what_an_entry_without_it_gets(capsys, kind):
-    listed = json.loads(said(capsys, kind, "--json"))[kind]["options"]
-    given = {name: yaml.safe_load(option["default"]) for name, option in listed.items()}
+def test_printed_defaults_equal_the_effective_defaults(capsys, kind):
+    listed = json.loads(read_output(capsys, kind, "--json"))[kind]["options"]
+    defaults = {name: yaml.safe_load(option["default"]) for name, option in listed.items()}
     options = REWARD_KINDS[kind].options_type
-    assert read_settings(options, given, section="rewards") == options()
+    assert read_settings(options, defaults, section="rewards") == options()
 
 
-def test_options_of_a_class_come_before_those_it_inherits():
+def test_own_options_precede_inherited_options():
     @dataclass
     class Above:
         """Of all.
@@ -93,14 +93,16 @@ def test_options_of_a_class_come_before_those_it_inherits():
     ]
 
 
-def test_one_kind_by_name_and_the_nearest_for_one_there_is_not(capsys):
-    assert said(capsys, "regex").startswith("regex: 1 if a pattern matches in the completion\n")
+def test_one_kind_by_name_or_the_nearest_suggestion(capsys):
+    assert read_output(capsys, "regex").startswith(
+        "regex: 1 where a pattern occurs in the completion\n"
+    )
     assert main(["rewards", "rgex"]) == 2
     line = "streamrl: rgex: no such kind of reward; the nearest kind is regex\n"
     assert capsys.readouterr().err == line
 
 
-def test_kinds_that_a_file_registers_are_listed_with_its_path(capsys, tmp_path):
+def test_kinds_registered_by_a_file_are_listed_with_its_path(capsys, tmp_path):
     path = tmp_path / "kinds.py"
     path.write_text(
         "from streamrl.rewards import reward\n"
@@ -108,7 +110,9 @@ def test_kinds_that_a_file_registers_are_listed_with_its_path(capsys, tmp_path):
         "def judge(prompt, completion):\n"
         "    '''1 for a thank you.\n\n    And more.'''\n"
     )
-    listed = json.loads(said(capsys, "politeness", "--json", "--path", str(path)))["politeness"]
+    listed = json.loads(read_output(capsys, "politeness", "--json", "--path", str(path)))[
+        "politeness"
+    ]
     assert listed["summary"] == "1 for a thank you."
     assert listed["source"] == str(path)
     assert "kwargs" in listed["options"] and "function" not in listed["options"]
@@ -116,15 +120,15 @@ def test_kinds_that_a_file_registers_are_listed_with_its_path(capsys, tmp_path):
     assert capsys.readouterr().err == "streamrl: --path=no.py: no such file\n"
 
 
-def test_markdown_keeps_to_its_columns(capsys):
-    for line in said(capsys, "--markdown").splitlines():
+def test_markdown_cells_are_escaped(capsys):
+    for line in read_output(capsys, "--markdown").splitlines():
         assert line == "" or line.count("|") - line.count("\\|") in (4, 5)
         words = re.sub(r"(`+).*?\1", "", line).replace("\\<", "")
         assert "<" not in words, "it would be taken for HTML"
 
 
-def test_a_kind_of_an_installed_package_is_listed_and_runs_by_its_name(capsys, package):
-    assert "brevity: of an installed package (terse:judge)\n" in said(capsys)
+def test_a_kind_of_an_installed_package_is_listed_and_usable(capsys, package):
+    assert "brevity: from an installed package (terse:judge)\n" in read_output(capsys)
     rows, outs = package / "rows.jsonl", package / "outs.jsonl"
     rows.write_text('{"prompt": "Say it."}\n')
     outs.write_text('{"index": 0, "completion": "short"}\n')
@@ -133,7 +137,7 @@ def test_a_kind_of_an_installed_package_is_listed_and_runs_by_its_name(capsys, p
     assert json.loads(capsys.readouterr().out)["components"] == {"brevity": 2.0}
 
 
-def test_a_kind_that_streamrl_has_itself_hides_another_and_says_so(capsys, tmp_path):
+def test_a_built_in_kind_hides_a_plugin_of_the_same_name_with_a_note(capsys, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
         "from streamrl.rewards import reward\n"
@@ -143,10 +147,12 @@ def test_a_kind_that_streamrl_has_itself_hides_another_and_says_so(capsys, tmp_p
     assert main(["rewards", "exact", "--path", str(path)]) == 0
     out, error = capsys.readouterr()
     assert out.startswith(f"exact: {REWARD_KINDS['exact'].summary}")
-    assert error == f"streamrl: exact: {path}: hidden by streamrl's own kind of that name\n"
+    assert (
+        error == f"streamrl: exact: {path}: hidden by streamrl's built-in kind of the same name\n"
+    )
 
 
-def test_a_full_disk_behind_the_output_is_one_line():
+def test_a_full_disk_behind_stdout_is_a_one_line_error():
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "streamrl.cli", "rewards"],

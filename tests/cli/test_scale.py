@@ -1,4 +1,4 @@
-"""`streamrl scale`: what it refuses, and what it prints."""
+"""`streamrl scale`: refusals and the printed answer."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_run_that_is_not_running_or_lacks_the_role_is_one_line(
+def test_a_stopped_run_or_an_unknown_role_is_a_one_line_error(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["scale", str(run_dir), "--generators", "2"]) == 2
@@ -31,17 +31,17 @@ def test_a_run_that_is_not_running_or_lacks_the_role_is_one_line(
 
 
 @pytest.mark.parametrize("is_done", [True, False])
-def test_the_answer_is_printed_and_its_outcome_is_the_exit_code(
+def test_the_answer_sets_the_exit_code(
     run_dir: Path, capsys: pytest.CaptureFixture[str], is_done: bool
 ) -> None:
     mailbox = ScaleRequestInbox(run_dir)
     mailbox.open()
 
     def answer() -> None:
-        while not (found := mailbox.take_requests()):
+        while not (requests := mailbox.take_requests()):
             time.sleep(0.01)
-        lines = [f"{role}: 1 -> {count}" for role, count in found[0].counts.items()]
-        mailbox.write_answer(found[0].id, ScaleAnswer(lines, is_done))
+        lines = [f"{role}: 1 -> {count}" for role, count in requests[0].counts.items()]
+        mailbox.write_answer(requests[0].id, ScaleAnswer(lines, is_done))
 
     answering = threading.Thread(target=answer)
     answering.start()

@@ -1,4 +1,4 @@
-"""`streamrl score`: what a run would say of completions that are there already."""
+"""`streamrl score`: existing completions get the scores that a run would give."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ def write(path: Path, records) -> Path:
 
 @pytest.fixture
 def score(tmp_path, capsys):
-    """Runs the command on ROWS; gives its code, its lines and what it says besides."""
+    """Run the command on ROWS; return exit code, JSON lines and stderr."""
 
     def run(*words, completions=COMPLETIONS):
         records = [{"index": index, "completion": text} for index, text in completions]
@@ -68,7 +68,7 @@ def reward_file(tmp_path):
 
 
 class Characters:
-    """Token n is the character n."""
+    """Tokenizer whose token n is the character with code n."""
 
     def batch_decode(self, ids, **_):
         return ["".join(map(chr, row)) for row in ids]
@@ -90,7 +90,7 @@ def experience(row, completions):
     return Experience(lease, 0, prompt=prompt, columns=rollouts_to_columns(rollouts))
 
 
-async def test_it_says_what_the_scorer_of_a_run_says(score):
+async def test_scores_equal_the_scorer_of_a_run(score):
     rewards = [
         RewardConfig("exact", weight=0.25, gate=True),
         RewardConfig("regex", "dot", options={"pattern": r"\."}),
@@ -102,7 +102,7 @@ async def test_it_says_what_the_scorer_of_a_run_says(score):
     assert isinstance(columns, Mapping)
     (sample,) = scorer.drain_samples()
     words = ("{kind: exact, weight: 0.25, gate: true}", r"{kind: regex, pattern: '\.', name: dot}")
-    named = [word for one in (*words, "numeric") for word in ("--reward", one)]
+    named = [word for kind in (*words, "numeric") for word in ("--reward", kind)]
     code, lines, _ = await asyncio.to_thread(score, *named, completions=[(0, t) for t in texts])
     assert code == 0
     assert [line["score"] for line in lines] == columns["scores"].tolist() == [1.25, 0, 0, 0]
@@ -112,7 +112,7 @@ async def test_it_says_what_the_scorer_of_a_run_says(score):
         }
 
 
-def test_lines_come_in_the_order_of_the_file_and_an_index_is_a_group(score, reward_file):
+def test_output_lines_keep_file_order_and_an_index_is_a_group(score, reward_file):
     path = reward_file("""
         print("said while it is imported")
         def place(completions, ground_truth):
@@ -132,7 +132,7 @@ def test_lines_come_in_the_order_of_the_file_and_an_index_is_a_group(score, rewa
     }
 
 
-def test_what_cannot_be_scored_has_no_score_and_the_rest_has(score, reward_file):
+def test_a_failed_group_has_no_score_and_others_do(score, reward_file):
     path = reward_file("""
         import time
         def f(solution_str, ground_truth):
@@ -149,7 +149,7 @@ def test_what_cannot_be_scored_has_no_score_and_the_rest_has(score, reward_file)
     assert re.fullmatch(
         r"reward f, .*rows.jsonl line 2 \(uid 0:1:0\): no result in 2 s", late["error"]
     )
-    assert "not scored             reward_timeout 1; the first: reward f, " in error
+    assert "not scored             reward_timeout 1; first: reward f, " in error
     assert "scorer/killed/timeout  1 processes" in error
     code, lines, _ = score("--reward", reward, completions=[(0, "5"), (0, "nothing")])
     assert code == 1
@@ -157,7 +157,7 @@ def test_what_cannot_be_scored_has_no_score_and_the_rest_has(score, reward_file)
     assert "returned None for completion 1" in lines[0]["error"]
 
 
-def test_a_recipe_and_a_run_bring_their_rewards_and_settings(score, reward_file, tmp_path):
+def test_a_recipe_or_run_provides_rewards_and_settings(score, reward_file, tmp_path):
     path = reward_file("def both(rewards): return 10 * rewards['exact'] + rewards['numeric']")
     recipe = tmp_path / "config.yaml"
     recipe.write_text(
@@ -174,36 +174,36 @@ def test_a_recipe_and_a_run_bring_their_rewards_and_settings(score, reward_file,
     assert [line["score"] for line in lines] == [4.0, 4.0, 0.0, 3.0]
 
 
-def test_a_recipe_with_costs_has_them_on_every_line_and_in_the_summary(score, tmp_path):
+def test_costs_of_a_recipe_are_on_every_line_and_in_the_summary(score, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "model: {path: .}\ndata: {train: .}\nalgorithm: {name: safe_rlhf}\n"
         "rewards: [{kind: exact}]\n"
         "costs: [{kind: length, name: long, unit: characters, least: 2}]\n"
     )
-    code, lines, said = score("--config", recipe)
+    code, lines, summary = score("--config", recipe)
     assert code == 0
     assert [line["score"] for line in lines] == [1.0, 1.0, 0.0, 0.0]
     assert [line["cost"] for line in lines] == [line["costs"]["long"] for line in lines]
     assert len({line["cost"] for line in lines}) == 2
-    assert re.search(r"cost +mean .*\ncost/long +mean ", said)
+    assert re.search(r"cost +mean .*\ncost/long +mean ", summary)
 
 
-def test_the_summary_counts_by_verdict_component_and_source(score):
+def test_the_summary_counts_by_outcome_component_and_source(score):
     _, _, error = score("--reward", "exact", "--reward", "{kind: numeric, weight: 0.5}")
     rows = dict(line.split("  ", 1) for line in error.splitlines())
-    said = {name: text.strip() for name, text in rows.items()}
-    assert said["4 completions"].endswith(": pass 2, wrong 2")
-    assert said["score"] == "mean 0.8750"
-    assert said["reward/exact"] == "mean 0.5000: pass 2, wrong 2"
-    assert said["reward/numeric"] == "mean 0.7500: pass 3, wrong 1"
-    assert said["source sums"] == "mean 1.0000: pass 1, wrong 1"
-    assert said["source products"] == "mean 0.7500: pass 1, wrong 1"
-    assert "p50" in said["seconds"]
+    summary = {name: text.strip() for name, text in rows.items()}
+    assert summary["4 completions"].endswith(": pass 2, wrong 2")
+    assert summary["score"] == "mean 0.8750"
+    assert summary["reward/exact"] == "mean 0.5000: pass 2, wrong 2"
+    assert summary["reward/numeric"] == "mean 0.7500: pass 3, wrong 1"
+    assert summary["source sums"] == "mean 1.0000: pass 1, wrong 1"
+    assert summary["source products"] == "mean 0.7500: pass 1, wrong 1"
+    assert "p50" in summary["seconds"]
 
 
 @pytest.mark.parametrize(
-    ("said", "verdict"),
+    ("verdicts", "verdict"),
     [
         ("pass pass wrong", "pass"),
         ("pass wrong pass", "wrong"),
@@ -214,20 +214,20 @@ def test_the_summary_counts_by_verdict_component_and_source(score):
         ("not_judged wrong pass", "wrong"),
     ],
 )
-def test_the_verdict_of_a_completion_is_of_what_counts(said, verdict):
+def test_the_verdict_depends_on_weighted_components(verdicts, verdict):
     configs = [RewardConfig("a"), RewardConfig("b", weight=0, gate=True), RewardConfig("c", "", 0)]
-    assert combine_verdicts(dict(zip("abc", said.split(), strict=True)), configs) == verdict
+    assert combine_verdicts(dict(zip("abc", verdicts.split(), strict=True)), configs) == verdict
 
 
-def test_where_nothing_counts_all_must_pass():
+def test_without_weighted_components_all_must_pass():
     configs = [RewardConfig("a", weight=0.0)]
     assert combine_verdicts({"a": "wrong"}, configs) == "wrong"
     assert combine_verdicts({"a": "pass"}, configs) == "pass"
 
 
-async def test_so_many_groups_are_judged_at_once_and_no_more():
+async def test_the_number_of_concurrent_groups_is_bounded():
     at_once = [0]
-    told: list[int] = []
+    scored: list[int] = []
 
     async def judge(number):
         at_once.append(at_once[-1] + 1)
@@ -235,9 +235,9 @@ async def test_so_many_groups_are_judged_at_once_and_no_more():
         at_once.append(at_once[-1] - 1)
         return (number,)
 
-    await score_concurrently(judge, range(20), most=4, tell=told.append)
+    await score_concurrently(judge, range(20), max_concurrent=4, on_scored=scored.append)
     assert max(at_once) == 4
-    assert sorted(told) == list(range(20))
+    assert sorted(scored) == list(range(20))
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,8 @@ async def test_so_many_groups_are_judged_at_once_and_no_more():
         ("", "--completions {}: holds no completions"),
         ("\n\n", "--completions {}: holds no completions"),
         ('{"index": 0, "completion": "5"}\n{"index": ', "{} line 2: not JSON: Expecting value"),
-        ('\n["5"]', "{} line 2: must be a JSON object, is list"),
-        ("null", "{} line 1: must be a JSON object, is null"),
+        ('\n["5"]', "{} line 2: expected a JSON object, got list"),
+        ("null", "{} line 1: expected a JSON object, got null"),
         ('{"index": 0, "text": "5"}', "{} line 1: no key 'completion'; the keys are: index, text"),
         ('{"completion": "5"}', "{} line 1: no key 'index'; the keys are: completion"),
         ("{}", "{} line 1: no key 'index'; the keys are: -"),
@@ -258,7 +258,7 @@ async def test_so_many_groups_are_judged_at_once_and_no_more():
         ('{"index": -1, "completion": ""}', "{} line 1: index=-1: "),
     ],
 )
-def test_bad_completions_are_one_line_with_their_number(tmp_path, capsys, lines, words):
+def test_a_bad_completion_line_is_named_by_number(tmp_path, capsys, lines, words):
     path, rows = tmp_path / "outs.jsonl", write(tmp_path / "rows.jsonl", ROWS)
     path.write_text(lines)
     assert main(["score", str(rows), "--completions", str(path), "--reward", "exact"]) == 2
@@ -268,7 +268,7 @@ def test_bad_completions_are_one_line_with_their_number(tmp_path, capsys, lines,
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "directory"])
-def test_completions_are_a_regular_file(tmp_path, capsys, kind):
+def test_completions_must_be_a_regular_file(tmp_path, capsys, kind):
     path, rows = tmp_path / "outs.jsonl", write(tmp_path / "rows.jsonl", ROWS)
     if kind == "fifo":
         os.mkfifo(path)
@@ -282,8 +282,8 @@ def test_completions_are_a_regular_file(tmp_path, capsys, kind):
     assert error.startswith(f"streamrl: --completions {path}: cannot be read: ")
 
 
-def test_a_reward_of_one_task_says_nothing_of_the_rows_of_another(score, reward_file):
-    """As TRL's rewards do, and verl's give further numbers."""
+def test_a_reward_may_skip_rows_of_other_tasks(score, reward_file):
+    """TRL's rewards return None for such rows; verl's rewards return extra numbers."""
     path = reward_file("""
         def sums(completions, data_source, ground_truth, **columns):
             return [
@@ -294,14 +294,14 @@ def test_a_reward_of_one_task_says_nothing_of_the_rows_of_another(score, reward_
             return [{"score": 0.5, "length": len(text)} for text in solution_strs]
     """)
     words = ("--reward", f"{path}:sums", "--reward", f"{path}:compute_score")
-    code, lines, said = score(*words)
+    code, lines, summary = score(*words)
     assert code == 0
     assert [line["score"] for line in lines] == [0.5, 1.5, 0.5, 0.5]
     assert [line["components"]["sums"] for line in lines] == [None, 1.0, None, 0.0]
     assert lines[0]["verdicts"]["sums"] == "not_judged"
     assert lines[3]["numbers"] == {"compute_score": {"length": 3.0}}
-    assert "reward/sums" in said and "mean 0.5000" in said
-    assert "reward/compute_score/length  mean 1.5000" in said
+    assert "reward/sums" in summary and "mean 0.5000" in summary
+    assert "reward/compute_score/length  mean 1.5000" in summary
 
 
 @pytest.mark.parametrize(
@@ -312,17 +312,15 @@ def test_a_reward_of_one_task_says_nothing_of_the_rows_of_another(score, reward_
         ("1 / 0", r"rewards\[0\].path=.*my_reward.py:1: ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_file_that_ends_its_process_while_it_is_imported_ends_no_other(
-    score, reward_file, source, line
-):
+def test_a_reward_file_that_exits_on_import_is_an_error(score, reward_file, source, line):
     code, lines, error = score("--reward", f"{reward_file(source)}:f")
     assert (code, lines) == (2, [])
     assert re.fullmatch(rf"streamrl: {line}\n", error)
 
 
-def test_a_file_imports_what_lies_beside_it_and_says_nothing_among_the_lines(reward_file, tmp_path):
+def test_a_reward_file_imports_neighbors_and_its_prints_go_to_stderr(reward_file, tmp_path):
     (tmp_path / "beside.py").write_text("import os\nos.write(1, b'noise')\nvalue = 0.5\n")
-    # What hides a library in the working directory is no library of the workers.
+    # A file in the working directory must not shadow a library of the workers.
     (tmp_path / "psutil.py").write_text("raise ImportError\n")
     path = reward_file("import beside\ndef f(prompt, completion): return beside.value\n")
     rows = write(tmp_path / "rows.jsonl", ROWS)
@@ -345,27 +343,25 @@ def test_a_file_imports_what_lies_beside_it_and_says_nothing_among_the_lines(rew
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "score: name a --reward (`streamrl rewards` lists them), or a --config"),
+        ([], "score: give --reward (see `streamrl rewards`) or --config"),
         (["--reward", "exakt"], "rewards[0].kind=exakt: must be one of exact, numeric,"),
-        (["--reward", "no.py"], "--reward=no.py: must be written as file.py:function"),
+        (["--reward", "no.py"], "--reward=no.py: write it as file.py:function"),
         (["--reward", "no.py:f"], "rewards[0].path="),
         (["--reward", "{kind: exact"], "'rewards=[{kind: exact]': while parsing a flow"),
         (["--reward", "{kind: regex}"], "rewards[0].pattern: missing"),
         (["--reward", "exact", "--reward", "exact"], "rewards.name=exact: given 2 times"),
         (["--config", "no.yaml"], "config no.yaml: No such file or directory"),
         (["--reward", "exact", "scorer.timeout=1"], "score: unknown key scorer.timeout=1;"),
-        (["--reward", "exact", "scorer.timeout_s"], "'scorer.timeout_s': an override is written"),
+        (["--reward", "exact", "scorer.timeout_s"], "'scorer.timeout_s': write an override"),
     ],
 )
-def test_bad_settings_are_one_line(score, words, line):
+def test_bad_settings_are_a_one_line_error(score, words, line):
     code, lines, error = score(*words)
     assert (code, lines, error.count("\n")) == (2, [], 1)
     assert error.startswith(f"streamrl: {line}")
 
 
-def test_a_row_that_a_reward_cannot_judge_and_files_that_are_missing_are_named(
-    score, tmp_path, capsys
-):
+def test_unjudgeable_rows_and_missing_files_are_named(score, tmp_path, capsys):
     bad = write(tmp_path / "bad.jsonl", [*ROWS, {"prompt": "?", "ground_truth": "many"}])
     outs = write(tmp_path / "outs.jsonl", [{"index": 2, "completion": "5"}])
     words = ["--reward", "numeric", "--completions"]
@@ -379,7 +375,7 @@ def test_a_row_that_a_reward_cannot_judge_and_files_that_are_missing_are_named(
         assert "none.jsonl: cannot be read: No such file or directory" in error
 
 
-def test_blank_lines_count_in_the_number_of_a_row(tmp_path, capsys):
+def test_blank_lines_count_in_row_numbers(tmp_path, capsys):
     rows = write(tmp_path / "rows.jsonl", [{"prompt": "?", "ground_truth": "5"}])
     rows.write_text("\n\n" + rows.read_text())
     for index, code in ((2, 0), (0, 2)):
@@ -387,7 +383,7 @@ def test_blank_lines_count_in_the_number_of_a_row(tmp_path, capsys):
         assert main(["score", str(rows), "--completions", str(outs), "--reward", "exact"]) == code
 
 
-def test_rows_are_read_by_other_columns_as_said_or_as_the_recipe_says(tmp_path, capsys):
+def test_column_options_override_the_recipe(tmp_path, capsys):
     rows = write(tmp_path / "rows.jsonl", [{"question": "2+3=", "answer": "5"}])
     outs = write(tmp_path / "outs.jsonl", [{"index": 0, "completion": "5"}])
     recipe = tmp_path / "recipe.yaml"
@@ -400,7 +396,7 @@ def test_rows_are_read_by_other_columns_as_said_or_as_the_recipe_says(tmp_path, 
         assert json.loads(capsys.readouterr().out)["verdict"] == "pass"
 
 
-def test_only_overrides_may_stand_behind_the_options(score, capsys):
+def test_only_overrides_may_follow_the_options(score, capsys):
     with pytest.raises(SystemExit, match="2"):
         score("--reward", "exact", "scorer.timeout_s=5", "--count", "3")
     line = "streamrl: unrecognized arguments: --count 3 (see streamrl --help)\n"
@@ -408,7 +404,7 @@ def test_only_overrides_may_stand_behind_the_options(score, capsys):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_in_a_moment_with_what_was_judged_and_leaves_no_process(tmp_path, reward_file):
+def test_ctrl_c_prints_finished_lines_and_leaves_no_process(tmp_path, reward_file):
     path = reward_file("""
         import os, subprocess, time
         def f(prompt, completion):
@@ -424,7 +420,7 @@ def test_ctrl_c_ends_in_a_moment_with_what_was_judged_and_leaves_no_process(tmp_
         tmp_path / "outs.jsonl",
         [{"index": 0, "completion": "5"}, {"index": 1, "completion": "hang"}],
     )
-    # Whoever runs the tests in the background has them, and all they start, ignore Ctrl-C.
+    # A shell that runs the tests in the background makes all child processes ignore Ctrl-C.
     heeding = ["env", "--default-signal=INT", sys.executable]
     command = [*heeding, "-m", "streamrl.cli", "score", rows, "--completions", outs]
     process = subprocess.Popen(
@@ -442,5 +438,5 @@ def test_ctrl_c_ends_in_a_moment_with_what_was_judged_and_leaves_no_process(tmp_
     assert process.returncode == 130
     assert error == "streamrl: interrupted\n"
     assert [json.loads(line)["score"] for line in out.splitlines()] == [1.0]
-    assert int(note.read_text()) in [each.pid for each in descendants]
-    assert not [each for each in descendants if each.is_running()]
+    assert int(note.read_text()) in [child.pid for child in descendants]
+    assert not [child for child in descendants if child.is_running()]

@@ -1,4 +1,4 @@
-"""What a run needs is known before it starts."""
+"""Preflight: demands and limits of a run are known before it starts."""
 
 from dataclasses import replace
 
@@ -35,11 +35,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, PreparedRu
     return config, prepare_run(config)
 
 
-def test_no_group_is_larger_than_the_largest(run: tuple[RunConfig, PreparedRun]) -> None:
+def test_max_group_bytes_bounds_every_group(run: tuple[RunConfig, PreparedRun]) -> None:
     config, prepared = run
     new, size = config.generator.max_new_tokens, config.algorithm.group_size
     prompt = np.ones(prepared.max_length - new, np.int32)
-    one = Rollout.from_single_turn(
+    rollout = Rollout.from_single_turn(
         prompt,
         [1] * new,
         logprobs=[-1.0] * new,
@@ -51,22 +51,22 @@ def test_no_group_is_larger_than_the_largest(run: tuple[RunConfig, PreparedRun])
     reference = {"ref_logprobs": np.zeros(size * prepared.max_length, np.float32)}
     blobs = [
         encode_columns(columns)
-        for columns in (rollouts_to_columns([one] * size), scores, reference)
+        for columns in (rollouts_to_columns([rollout] * size), scores, reference)
     ]
     assert {call.stage for call in prepared.dataflow.calls} >= {"generate", "reward", "reference"}
     assert sum(map(len, blobs)) <= compute_max_group_bytes(config, prepared)
 
 
-def test_a_shard_may_hold_its_part_of_the_smallest_nodes_store(
+def test_a_shard_may_use_its_share_of_the_smallest_object_store(
     run: tuple[RunConfig, PreparedRun],
 ) -> None:
     config, prepared = run
-    # Two shards: on one node they share it, on two each has half of its own.
+    # Two shards share one node's store; on two nodes each has half of its own.
     assert compute_shard_bytes(config, prepared, node_stores=[100 * MB]) == 25 * MB
     assert compute_shard_bytes(config, prepared, node_stores=[100 * MB, 300 * MB]) == 50 * MB
 
 
-def test_a_store_too_small_for_a_step_is_refused_with_the_arithmetic(
+def test_an_object_store_too_small_for_a_step_is_refused_with_the_arithmetic(
     run: tuple[RunConfig, PreparedRun],
 ) -> None:
     config, prepared = run
@@ -77,12 +77,12 @@ def test_a_store_too_small_for_a_step_is_refused_with_the_arithmetic(
         compute_shard_bytes(config, prepared, node_stores=[4 * needed - 4])
 
 
-def test_on_one_pool_all_that_have_a_model_share_a_gpu(
+def test_on_one_pool_all_roles_with_a_model_share_a_gpu(
     run: tuple[RunConfig, PreparedRun],
 ) -> None:
     prepared = run[1]
     config = replace(run[0], generator=replace(run[0].generator, kv_cache_mb=500))
-    # Generator, reference and trainer, apart or together.
+    # Generator, reference and trainer, disaggregated or colocated.
     for gpus, mode in ((3, "disaggregated"), (2, "colocated"), (1, "colocated")):
         assert (
             choose_mode(
@@ -99,34 +99,34 @@ def test_on_one_pool_all_that_have_a_model_share_a_gpu(
 
 
 @pytest.mark.parametrize("mode", ["auto", "shadow"])
-def test_a_generator_that_shares_a_gpu_must_not_take_all_of_it(
+def test_a_generator_on_a_shared_gpu_needs_a_kv_cache_limit(
     run: tuple[RunConfig, PreparedRun], mode: str
 ) -> None:
     config = replace(run[0], placement=replace(run[0].placement, mode=mode))
-    told = (
+    message = (
         r"generator\.kv_cache_mb=null: must be set where a generator shares a GPU, here with .*ref"
     )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         choose_mode(list_placement_options(config, run[1], True), ClusterCapacity(8, 1))
     bounded = replace(config, generator=replace(config.generator, kv_cache_mb=500))
     gpus = 1 if mode == "auto" else 2
     assert choose_mode(
         list_placement_options(bounded, run[1], True), ClusterCapacity(8, gpus)
     ).mode in ("colocated", mode)
-    # Where it has a GPU of its own, and on a CPU, it may.
+    # With a dedicated GPU, or on a CPU, no limit is needed.
     choose_mode(list_placement_options(run[0], run[1], True), ClusterCapacity(8, 3))
     choose_mode(list_placement_options(config, run[1], False), ClusterCapacity(8, 0))
 
 
-def test_a_rule_on_slots_of_its_own_asks_for_no_gpu(run: tuple[RunConfig, PreparedRun]) -> None:
+def test_a_rule_based_reward_demands_no_gpu(run: tuple[RunConfig, PreparedRun]) -> None:
     pools = [{"policy": 1.0, "generator": 1.0, "reference": 1.0}]
     there = replace(run[0].placement, mode="mixed", pools=pools)
-    wanted = list_resource_demands(replace(run[0], placement=there), run[1], on_gpu=True)
-    assert [(d.count, d.gpus) for d in wanted if d.role == SHARED_SLOTS] == [(1, 1), (1, 0)]
-    check_fits(wanted, ClusterCapacity(2, 1))
+    demands = list_resource_demands(replace(run[0], placement=there), run[1], on_gpu=True)
+    assert [(d.count, d.gpus) for d in demands if d.role == SHARED_SLOTS] == [(1, 1), (1, 0)]
+    check_fits(demands, ClusterCapacity(2, 1))
 
 
-def test_a_split_generator_asks_for_a_device_for_each_of_its_processes(
+def test_a_tensor_parallel_generator_demands_a_device_per_process(
     run: tuple[RunConfig, PreparedRun],
 ) -> None:
     config = replace(run[0], generator=replace(run[0].generator, tensor_parallel=2))
@@ -136,11 +136,11 @@ def test_a_split_generator_asks_for_a_device_for_each_of_its_processes(
         assert modes["colocated"] == f"generator.tensor_parallel=2: {reason}"
         demands = modes["disaggregated"]
         assert not isinstance(demands, str), demands
-        asked = {demand.role: getattr(demand, key) for demand in demands}
-        assert (asked["generator"], asked["trainer"]) == (2, 1)
+        values_by_role = {demand.role: getattr(demand, key) for demand in demands}
+        assert (values_by_role["generator"], values_by_role["trainer"]) == (2, 1)
 
 
-def test_a_generator_that_ranks_share_asks_for_no_other_devices(
+def test_a_generator_inside_trainer_ranks_demands_no_devices(
     run: tuple[RunConfig, PreparedRun],
 ) -> None:
     config = replace(
@@ -158,7 +158,7 @@ def test_a_generator_that_ranks_share_asks_for_no_other_devices(
 
 
 @pytest.mark.parametrize(("ranks", "fault"), [(2, None), (3, "num_attention_heads")])
-def test_a_model_whose_heads_do_not_divide_is_not_split(
+def test_indivisible_attention_heads_refuse_tensor_parallelism(
     run: tuple[RunConfig, PreparedRun], ranks: int, fault: str | None
 ) -> None:
     config = replace(run[0], generator=replace(run[0].generator, tensor_parallel=ranks))
@@ -169,19 +169,22 @@ def test_a_model_whose_heads_do_not_divide_is_not_split(
         prepare_run(config)
 
 
-def test_a_budget_for_workers_is_one_only_where_auto_has_workers(
+def test_memory_budget_applies_only_if_auto_colocates(
     run: tuple[RunConfig, PreparedRun],
 ) -> None:
     there = replace(run[0].placement, mode="auto", memory_mb=500)
     config = replace(run[0], placement=there)
     for cpus, mode, budget_mb in ((8, "disaggregated", None), (1, "colocated", 500)):
-        found = choose_mode(
+        decision = choose_mode(
             list_placement_options(config, run[1], False), ClusterCapacity(cpus, 0)
         ).mode
-        assert (found, with_placement_mode(config, found).placement.memory_mb) == (mode, budget_mb)
+        assert (decision, with_placement_mode(config, decision).placement.memory_mb) == (
+            mode,
+            budget_mb,
+        )
 
 
-def test_a_budget_that_no_worker_can_keep_is_no_way_out_for_auto(
+def test_auto_excludes_colocation_beyond_the_memory_budget(
     run: tuple[RunConfig, PreparedRun],
 ) -> None:
     config = replace(run[0], placement=replace(run[0].placement, mode="auto", memory_mb=1))
@@ -189,24 +192,24 @@ def test_a_budget_that_no_worker_can_keep_is_no_way_out_for_auto(
         choose_mode(list_placement_options(config, run[1], False), ClusterCapacity(8, 0)).mode
         == "disaggregated"
     )
-    told = (
-        r"^the run needs 4 CPU slots = .*; the cluster has 1; colocated is impossible:"
+    message = (
+        r"^the run needs 4 CPU slots = .*; the cluster has 1; colocated is no way out:"
         r" placement\.memory_mb=1: to train, a worker holds"
     )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         choose_mode(list_placement_options(config, run[1], False), ClusterCapacity(1, 0))
 
 
-def test_a_policy_that_is_never_trained_is_noted(
+def test_a_policy_that_is_never_trained_gets_a_note(
     run: tuple[RunConfig, PreparedRun], tmp_path
 ) -> None:
     overrides = ["algorithm.name=ppo", "critic.warmup_alone=3"]
     config = load_config(write_toy(tmp_path) / "recipe.yaml", overrides)
-    assert "critic.warmup_alone=3: the policy is trained in none of" in prepare_run(config).notes[0]
+    assert "critic.warmup_alone=3: the policy is frozen in all" in prepare_run(config).notes[0]
     assert not any("warmup_alone" in note for note in run[1].notes)
 
 
-def test_a_mix_of_files_is_told_and_a_bad_row_is_named_by_its_own_file(tmp_path) -> None:
+def test_shares_of_several_files_are_noted_and_a_bad_row_names_its_file(tmp_path) -> None:
     toy = write_toy(tmp_path)
     rows = (toy / "rows.jsonl").read_text().splitlines()
     second = toy / "second.jsonl"
@@ -224,7 +227,7 @@ def test_a_mix_of_files_is_told_and_a_bad_row_is_named_by_its_own_file(tmp_path)
         prepare_run(load_config(toy / "recipe.yaml", [mix]))
 
 
-def test_a_schedule_that_only_a_critic_cannot_follow_is_told_as_its_own(
+def test_a_learning_rate_error_of_the_critic_names_the_critic(
     run: tuple[RunConfig, PreparedRun],
 ) -> None:
     trainer = replace(run[0].trainer, lr=1e-3, lr_schedule="polynomial")
@@ -232,6 +235,8 @@ def test_a_schedule_that_only_a_critic_cannot_follow_is_told_as_its_own(
     config = replace(run[0], trainer=trainer)
     prepare_run(config)
     critics = replace(config, algorithm=AlgorithmConfig("ppo"))
-    told = r"^critic\.trainer\.lr_schedule=polynomial: .*unless critic\.trainer\.lr_schedule says"
-    with pytest.raises(ConfigError, match=told):
+    message = (
+        r"^critic\.trainer\.lr_schedule=polynomial: .*unless critic\.trainer\.lr_schedule is set"
+    )
+    with pytest.raises(ConfigError, match=message):
         prepare_run(critics)

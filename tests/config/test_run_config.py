@@ -1,4 +1,4 @@
-"""From YAML and overrides to a checked RunConfig, or to one line that says why not."""
+"""YAML and overrides become a checked RunConfig, or a one-line error."""
 
 import os
 import shlex
@@ -26,14 +26,14 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_is_not_named_is_at_its_default(recipe: Path) -> None:
+def test_unset_settings_have_their_defaults(recipe: Path) -> None:
     config = load_config(recipe)
     assert config.pipeline.max_staleness == 1
     assert config.queue.shards == 1
     assert config.capacity_groups == 2 * config.pipeline.groups_per_step
 
 
-def test_the_depth_decides_how_much_is_in_flight_and_by_default_it_is_the_bound(
+def test_depth_sets_the_groups_in_flight_and_defaults_to_max_staleness(
     recipe: Path,
 ) -> None:
     overrides = ["pipeline.max_staleness=3", "pipeline.groups_per_step=8"]
@@ -43,16 +43,16 @@ def test_the_depth_decides_how_much_is_in_flight_and_by_default_it_is_the_bound(
     assert load_config(recipe, deeper).capacity_groups == 48
 
 
-def test_as_many_more_are_in_flight_as_a_filter_is_oversampled_for(recipe: Path) -> None:
+def test_oversampling_raises_the_groups_in_flight(recipe: Path) -> None:
     overrides = ["pipeline.max_staleness=0", "pipeline.groups_per_step=8"]
     overrides.append("filter.kind=equal_rewards")
-    found = {
+    capacities = {
         value: load_config(recipe, [*overrides, f"filter.oversample={value}"]).capacity_groups
         for value in ("1", "2.5", "auto")
     }
-    assert found == {"1": 8, "2.5": 20, "auto": 256}
-    given = [*overrides, "filter.oversample=auto", "queue.capacity_groups=50"]
-    assert load_config(recipe, given).capacity_groups == 50
+    assert capacities == {"1": 8, "2.5": 20, "auto": 256}
+    all_overrides = [*overrides, "filter.oversample=auto", "queue.capacity_groups=50"]
+    assert load_config(recipe, all_overrides).capacity_groups == 50
 
 
 def test_any_key_can_be_overridden(recipe: Path) -> None:
@@ -73,7 +73,7 @@ def test_any_key_can_be_overridden(recipe: Path) -> None:
     assert config.run_dir == Path("runs/other")
 
 
-def test_one_entry_of_a_list_can_be_overridden(recipe: Path) -> None:
+def test_a_list_entry_can_be_overridden_by_index(recipe: Path) -> None:
     assert load_config(recipe, ["rewards[0].weight=2"]).rewards[0].weight == 2.0
     with pytest.raises(ConfigError, match=r"rewards\[5\]"):
         load_config(recipe, ["rewards[5].weight=2"])
@@ -87,32 +87,32 @@ def test_one_entry_of_a_list_can_be_overridden(recipe: Path) -> None:
         ("rewards={kind: exact}", "rewards", "exact"),
     ],
 )
-def test_a_list_that_is_none_is_refused_with_the_list_it_may_be(
+def test_a_scalar_instead_of_a_list_suggests_the_list(
     recipe: Path, override: str, key: str, entry: object
 ) -> None:
     with pytest.raises(ConfigError, match="must be a list, as in ") as caught:
         load_config(recipe, [override])
     (example,) = shlex.split(str(caught.value).partition(", as in ")[2])
     config = config_to_dict(load_config(recipe, [example]))
-    (found,) = OmegaConf.select(OmegaConf.create(config), key)
-    assert (found["kind"] if key == "rewards" else found) == entry
+    (item,) = OmegaConf.select(OmegaConf.create(config), key)
+    assert (item["kind"] if key == "rewards" else item) == entry
 
 
 @pytest.mark.parametrize("value", ['[["a"]]', "[{a: 1}]", "[a, [b]]"])
-def test_what_is_in_a_list_is_of_its_kind(recipe: Path, value: str) -> None:
+def test_list_entries_are_type_checked(recipe: Path, value: str) -> None:
     with pytest.raises(ConfigError, match=r"generator\.stop\[\d\]: ") as caught:
         load_config(recipe, [f"generator.stop={value}"])
     assert "\n" not in str(caught.value)
 
 
-def test_text_that_is_left_empty_is_empty_text(recipe: Path) -> None:
+def test_an_empty_text_setting_is_an_empty_string(recipe: Path) -> None:
     recipe.write_text(MINIMAL + "placement: {address: }\n")
     empty = ["critic.path=", "scorer.combine=", "data.eval=", "telemetry.wandb.mode=disabled"]
     config = load_config(recipe, [*empty, "algorithm.path=null", "rewards[0].name="])
     assert config.placement.address == config.critic.path == config.scorer.combine == ""
     assert config.algorithm.path == config.rewards[0].name == ""
     assert config.data.eval_files == ()
-    # A number may be nothing only where that means something.
+    # A number may be null only if null has a meaning.
     assert load_config(recipe, ["model.max_length="]).model.max_length is None
     with pytest.raises(ConfigError, match=r"run\.steps"):
         load_config(recipe, ["run.steps="])
@@ -120,13 +120,13 @@ def test_text_that_is_left_empty_is_empty_text(recipe: Path) -> None:
         load_config(recipe, ["run.name="])
 
 
-def test_the_resolved_config_reads_back_as_itself(recipe: Path, tmp_path: Path) -> None:
+def test_a_dumped_config_loads_equal(recipe: Path, tmp_path: Path) -> None:
     config = load_config(recipe, ["trainer.lr=3e-4", "model.max_length=64"])
     (tmp_path / "resolved.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "resolved.yaml") == config
 
 
-def test_options_of_a_reward_may_stand_beside_its_other_keys(recipe: Path, tmp_path: Path) -> None:
+def test_reward_options_may_stand_beside_the_fixed_keys(recipe: Path, tmp_path: Path) -> None:
     (flat,) = load_config(recipe, ["rewards=[{kind: exact, weight: 2, pattern: x}]"]).rewards
     nested = "rewards=[{kind: exact, weight: 2, options: {pattern: x}}]"
     (deep,) = load_config(recipe, [nested]).rewards
@@ -137,7 +137,7 @@ def test_options_of_a_reward_may_stand_beside_its_other_keys(recipe: Path, tmp_p
     assert load_config(tmp_path / "resolved.yaml") == overridden
 
 
-def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
+def test_paths_become_absolute(recipe: Path) -> None:
     config = load_config(recipe)
     assert Path(config.model.path).is_absolute()
     assert Path(config.data.train).is_absolute()
@@ -152,12 +152,12 @@ def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
         ("pipline.max_staleness=1", "unknown key pipline=.*pipeline"),
         (
             "run.name=off",
-            "run.name=False: must be text; YAML reads off, no and false so unless ",
+            "run.name=False: must be text; YAML reads unquoted off, no and false as",
         ),
         ("trainer.lrr=1", "unknown key trainer.lrr=1; the nearest key is trainer.lr"),
         (
             "data.filter=a.py:b",
-            "data.filter='a.py:b'; it belongs to a file, as in data.train={path",
+            "data.filter='a.py:b'; set it per file, as in data.train={path",
         ),
         ("rewards=[{kind: exact, timeout_s: .inf}]", r"rewards\[0\].timeout_s=inf: must be a fin"),
         (
@@ -217,11 +217,14 @@ def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
         ("critic.trainer.rl=1", "critic.trainer.rl=1: unknown; the nearest key is lr"),
         ("critic.replicas=0", "critic.replicas=0: must be at least 1"),
         ("critic.shared_coef=-1", "critic.shared_coef=-1.0: must not be negative"),
-        ("critic.shared_coef=0.5", "critic.shared_coef=0.5: grpo has no critic; critic={} takes"),
-        ("costs=[{kind: exact}]", "costs: grpo has no use for them"),
+        (
+            "critic.shared_coef=0.5",
+            "critic.shared_coef=0.5 has no effect: grpo has no critic. Remove",
+        ),
+        ("costs=[{kind: exact}]", "costs: grpo uses none"),
         ("algorithm.name=safe_rlhf", "costs: empty; safe_rlhf needs at least one"),
-        ("algorithm.ptx_coef=0.1", "algorithm.ptx_coef=0.1: goes with data.pretrain=: a pretrain"),
-        ("data.pretrain=x.jsonl", "algorithm.ptx_coef=0.0: goes with data.pretrain="),
+        ("algorithm.ptx_coef=0.1", "algorithm.ptx_coef=0.1, data.pretrain=: a pretraining loss"),
+        ("data.pretrain=x.jsonl", "algorithm.ptx_coef=0.0, data.pretrain="),
         ("algorithm.params={tau: 1}", "algorithm.params.tau=1: grpo has none"),
         ("algorithm.ptx_rows=0", "algorithm.ptx_rows=0: must be at least 1"),
         ("critic.warmup_alone=-1", "critic.warmup_alone=-1: must not be negative"),
@@ -234,10 +237,10 @@ def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
             "filter={kind: equal_rewards, oversample: 1e9}",
             "oversample=1000000000.0: must be at most 32$",
         ),
-        ("justaword", "'justaword': an override is written key=value"),
+        ("justaword", "'justaword': write an override as key=value"),
     ],
 )
-def test_a_wrong_setting_is_one_line_with_key_value_and_rule(
+def test_an_invalid_setting_is_one_line_with_key_value_and_rule(
     recipe: Path, override: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as error:
@@ -248,7 +251,7 @@ def test_a_wrong_setting_is_one_line_with_key_value_and_rule(
 FALLING = ["trainer.lr=1e-3", "trainer.lr_schedule=cosine_with_min_lr", "trainer.lr_min=1e-4"]
 
 
-def test_what_a_critic_would_take_over_is_no_fault_of_a_run_without_one(recipe: Path) -> None:
+def test_critic_settings_are_not_checked_without_a_critic(recipe: Path) -> None:
     config = load_config(recipe, FALLING)
     assert "critic" not in count_actors(config)
     ppo = ["algorithm.name=ppo", *FALLING]
@@ -257,13 +260,13 @@ def test_what_a_critic_would_take_over_is_no_fault_of_a_run_without_one(recipe: 
         load_config(recipe, ppo)
     assert str(error.value) == (
         "critic.trainer.lr_min=0.0001: must be 0 or more, below critic.trainer.lr=1e-05;"
-        " it is that of trainer.lr_min, unless critic.trainer.lr_min says another"
+        " inherited from trainer.lr_min, unless critic.trainer.lr_min is set"
     )
     load_config(recipe, [*ppo, "critic.trainer.lr_min=1e-6"])
     load_config(recipe, [*ppo, "critic.trainer.lr=1e-3"])
 
 
-def test_a_missing_file_and_a_file_that_is_not_yaml_are_named(tmp_path: Path) -> None:
+def test_a_missing_or_malformed_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
         load_config(tmp_path / "nowhere.yaml")
     broken = tmp_path / "broken.yaml"
@@ -276,7 +279,7 @@ def test_a_missing_file_and_a_file_that_is_not_yaml_are_named(tmp_path: Path) ->
         load_config(broken)
 
 
-def test_a_setting_may_stand_for_another(recipe: Path) -> None:
+def test_a_setting_may_reference_another(recipe: Path) -> None:
     recipe.write_text(recipe.read_text() + "run: {name: 'of-${run.seed}', seed: 7}\n")
     assert load_config(recipe).run.name == "of-7"
     assert load_config(recipe, ["run.seed=8"]).run.name == "of-8"
@@ -285,15 +288,18 @@ def test_a_setting_may_stand_for_another(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("run: {steps: 1}\nrun: {steps: 2}\n", "line 2, column 1: run: must be there once"),
-        ("a: &b {c: 1}\nd: *b\n", r"line 2, column 4: \*b: must be written out, no alias"),
+        ("run: {steps: 1}\nrun: {steps: 2}\n", "line 2, column 1: run: must occur only once"),
+        (
+            "a: &b {c: 1}\nd: *b\n",
+            r"line 2, column 4: \*b: aliases are not allowed; write the value out",
+        ),
         ("run: {name: '${'}\n", r"run\.name: no viable alternative at input '\$\{'"),
         ("name\n", "'name': must be a mapping of settings"),
-        ("{a: " * 120 + "1" + "}" * 120, "nested more than 100 deep"),
-        ("# a\n" * (1 << 18) + "\n", "more than 1 MiB: must be at most that"),
+        ("{a: " * 120 + "1" + "}" * 120, "nested more than 100 levels deep"),
+        ("# a\n" * (1 << 18) + "\n", "the file exceeds the limit of 1 MiB"),
     ],
 )
-def test_a_config_is_read_as_every_file_of_settings(
+def test_a_config_file_is_bounded_like_every_settings_file(
     tmp_path: Path, text: str, message: str
 ) -> None:
     wrong = tmp_path / "wrong.yaml"
@@ -305,31 +311,31 @@ def test_a_config_is_read_as_every_file_of_settings(
 @pytest.mark.parametrize(
     "value", ["!!bool x", "!!int", "!!timestamp x", "!!int x", "[" * 300 + "]" * 300]
 )
-def test_an_override_that_is_no_value_is_refused(recipe: Path, value: str) -> None:
+def test_a_malformed_override_value_is_refused(recipe: Path, value: str) -> None:
     with pytest.raises(ConfigError, match=r"^'run\.name=") as error:
         load_config(recipe, [f"run.name={value}"])
     assert "\n" not in str(error.value)
 
 
-def test_a_config_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
-    """One that never ends would be read for ever, and a pipe nobody writes to waits."""
+def test_a_config_must_be_a_regular_file(tmp_path: Path) -> None:
+    """An endless file would be read forever, and a FIFO without a writer would block."""
     os.mkfifo(tmp_path / "pipe")
     for path, reason in ((tmp_path / "pipe", "not a regular file"), (tmp_path, "is a directory")):
         with pytest.raises(ConfigError, match=rf"^config {path}: {reason}$"):
             load_config(path)
 
 
-def test_the_number_of_settings_stays_one_a_person_can_know() -> None:
+def test_the_number_of_settings_stays_small() -> None:
     from dataclasses import fields, is_dataclass
     from typing import get_args, get_origin, get_type_hints
 
-    known: set[type] = set()
+    seen: set[type] = set()
 
     def count(kind: type) -> int:
-        # Costs are written as rewards are: who knows the one knows the other.
-        if kind in known:
+        # Costs have the schema of rewards, so count it once.
+        if kind in seen:
             return 0
-        known.add(kind)
+        seen.add(kind)
         total = 0
         hints = get_type_hints(kind)
         for field in fields(kind):
@@ -342,7 +348,7 @@ def test_the_number_of_settings_stays_one_a_person_can_know() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_recipe_of_the_repository_is_a_config(path: Path) -> None:
+def test_every_recipe_in_the_repository_loads(path: Path) -> None:
     config = load_config(path)
     assert config.algorithm_settings.num_updates >= 1
     assert config.algorithm.name in path.stem

@@ -1,4 +1,4 @@
-"""Between a run's config and the planner: what is planned is what runs."""
+"""Conversion between a config, a planner problem and a placement."""
 
 from pathlib import Path
 
@@ -38,21 +38,21 @@ def recipe(name: str, *overrides: str) -> RunConfig:
     return load_config(CONFIGS / f"{name}_arithmetic.yaml", overrides)
 
 
-def test_a_problem_has_the_work_of_a_step_and_the_models_that_are_named() -> None:
+def test_a_problem_has_the_workload_and_the_named_models() -> None:
     cluster = Cluster.from_text("8xA100")
     problem = build_planner_problem(recipe("ppo"), cluster, PlannerRequest(20, SIZES))
     assert problem.workload.num_rollouts == 256
     assert problem.workload.num_updates == 4
     assert problem.workload.requires_whole_step
     assert problem.workload.lengths == FixedLength(12)
-    # The reward is a rule: it has no model and needs no devices.
+    # The reward is rule-based: no model, no devices.
     assert problem.placed_stages == ["generate", "reference", "value", "train", "train_critic"]
     assert problem.models["critic"].has_scalar_head
     judged = build_planner_problem(
         recipe("ppo"), cluster, PlannerRequest(20, {**SIZES, "reward": "qwen2.5-0.5b"})
     )
     assert "reward" in judged.placed_stages
-    # And it is done as the run is.
+    # The plan's options equal the run's.
     seldom = recipe("ppo", "placement.slice_s=0.2", "weights.publish_every=2")
     manner = build_planner_problem(seldom, cluster, PlannerRequest(20, SIZES)).run_options
     assert manner == RunOptions(slice_s=0.2, publish_every=2)
@@ -64,7 +64,7 @@ def test_a_problem_has_the_work_of_a_step_and_the_models_that_are_named() -> Non
     )
 
 
-def test_what_lora_trains_is_planned_as_adapters_on_whole_layers() -> None:
+def test_lora_is_planned_as_adapters_on_frozen_layers() -> None:
     config = recipe("ppo", "trainer.lora_rank=16", "critic.trainer={lora_rank: 0}")
     problem = build_planner_problem(config, Cluster.from_text("8xA100"), PlannerRequest(20, SIZES))
     models = problem.models
@@ -76,26 +76,30 @@ def test_what_lora_trains_is_planned_as_adapters_on_whole_layers() -> None:
     assert rules(calls["policy"], RankGrid(1, 1, 4)) and rules(calls["critic"], RankGrid(1, 2, 2))
 
 
-def test_more_rollouts_at_once_than_a_constant_may_be_are_told_by_the_setting() -> None:
+def test_too_many_concurrent_rollouts_for_the_planner_name_the_setting() -> None:
     many = recipe("grpo", "generator.max_concurrent_rollouts=2000000")
-    with pytest.raises(ConfigError, match=r"^generator\.max_concurrent_rollouts=2000000: must"):
+    with pytest.raises(
+        ConfigError, match=r"^generator\.max_concurrent_rollouts=2000000: the planner supports"
+    ):
         build_run_constants(many, CostConstants(), on_gpu=True)
     assert build_run_constants(recipe("grpo"), CostConstants(), on_gpu=True).max_running == 512
 
 
-def test_micro_batches_caches_and_the_longest_rollout_are_the_runs_own() -> None:
-    own = ["pipeline.micro_batch_tokens=8192", "generator.kv_cache_mb=3"]
+def test_micro_batches_kv_cache_and_longest_rollout_come_from_the_run() -> None:
+    overrides = ["pipeline.micro_batch_tokens=8192", "generator.kv_cache_mb=3"]
     judged = "rewards=[{kind: model, path: some/judge, batch_tokens: 100}]"
     named = {**SIZES, "reward": "qwen2.5-0.5b"}
-    asked = PlannerRequest(20, named, FixedLength(5), max_prompt_tokens=30)
-    problem = build_planner_problem(recipe("ppo", *own, judged), Cluster.from_text("8xA100"), asked)
+    request = PlannerRequest(20, named, FixedLength(5), max_prompt_tokens=30)
+    problem = build_planner_problem(
+        recipe("ppo", *overrides, judged), Cluster.from_text("8xA100"), request
+    )
     assert problem.score_tokens == {"reward": 100, "reference": 8192, "value": 8192}
     assert problem.kv_cache_bytes == 3 << 20
-    # Completions of 5 tokens were measured, but an engine has room for the 12 they may have.
+    # The lengths have 5 tokens, but an engine reserves the 12 that the config allows.
     assert problem.workload.max_rollout_tokens == 30 + 12
 
 
-def test_what_train_cannot_split_is_not_planned_so() -> None:
+def test_split_rules_exclude_layouts_that_training_cannot_run() -> None:
     config, cluster = recipe("grpo"), Cluster.from_text("8xH100")
     calls = {call.kind: call for call in config.dataflow.calls}
     for model, ranks, trains, serves in (
@@ -104,7 +108,7 @@ def test_what_train_cannot_split_is_not_planned_so() -> None:
         ("qwen2.5-72b", 8, True, True),
         ("qwen3-8b", 2, False, True),
         ("qwen2.5-7b", 7, False, False),
-        # Two key and value heads: pairs of ranks serve with the same ones, and cannot train so.
+        # Two key/value heads: two ranks can replicate them for serving, but not for training.
         ("qwen2.5-3b", 4, False, True),
     ):
         rules = make_split_rules(
@@ -114,29 +118,32 @@ def test_what_train_cannot_split_is_not_planned_so() -> None:
         assert bool(rules(calls[CallKind.GENERATE], RankGrid(1, ranks, 1))) == serves, model
 
 
-def test_a_run_of_several_nodes_joins_their_ray_and_one_of_its_own_has_room_for_a_step() -> None:
+def test_configure_for_cluster_joins_ray_or_sizes_the_object_store() -> None:
     config = recipe("grpo", "pipeline.groups_per_step=4096")
     near = configure_for_cluster(config, Cluster.from_text("8xH100"), longest_tokens=30_000)
     assert near.placement.address == "" and near.placement.object_store_mb > 20_000
     far = configure_for_cluster(config, Cluster.from_text("2x8xH100"), longest_tokens=30_000)
     assert far.placement.address == "auto"
-    told = recipe("grpo", "placement.address=10.0.0.1:6379")
-    assert configure_for_cluster(told, Cluster.from_text("2x8xH100"), longest_tokens=30_000) == told
+    addressed = recipe("grpo", "placement.address=10.0.0.1:6379")
+    assert (
+        configure_for_cluster(addressed, Cluster.from_text("2x8xH100"), longest_tokens=30_000)
+        == addressed
+    )
 
 
-def test_a_model_that_nobody_can_size_is_refused() -> None:
+def test_a_model_of_unknown_size_is_refused() -> None:
     cluster = Cluster.from_text("8xA100")
     with pytest.raises(ConfigError, match="--model critic=llama-7b: the run has models of"):
         build_planner_problem(recipe("grpo"), cluster, PlannerRequest(20, SIZES))
     nowhere = recipe("grpo", "model.path=no/where")
-    with pytest.raises(ConfigError, match="--model policy=NAME takes another"):
+    with pytest.raises(ConfigError, match="choose another with streamrl plan --model policy=NAME"):
         build_planner_problem(nowhere, cluster, PlannerRequest(20))
 
 
 ROLES = ("policy", "critic", "reference")
 
 
-def test_a_device_of_thousands_is_no_part_of_a_pool() -> None:
+def test_a_pool_share_below_the_minimum_is_not_configurable() -> None:
     dataflow = recipe("grpo").dataflow
     meshes = {"generate": ("0-0", "1-1-1"), "train": ("0-1023", "1-1-1024")}
     assert find_pools(dataflow, placement_from_meshes(meshes)) is not None
@@ -174,7 +181,7 @@ def test_a_device_of_thousands_is_no_part_of_a_pool() -> None:
         ),
     ],
 )
-def test_a_run_is_placed_as_its_own_placement_says(name: str, overrides: tuple[str, ...]) -> None:
+def test_apply_placement_inverts_build_run_placement(name: str, overrides: tuple[str, ...]) -> None:
     config = recipe(name, *overrides)
     placement = build_run_placement(config, ROLES)
     again = apply_placement(recipe(name), placement)
@@ -184,14 +191,14 @@ def test_a_run_is_placed_as_its_own_placement_says(name: str, overrides: tuple[s
     assert build_run_placement(again, ROLES) == placement
 
 
-def test_ratios_become_pools_of_roles() -> None:
+def test_overlapping_roles_become_mixed_pools() -> None:
     pools = [{"policy": 1.0, "generator": 1.0}, {"critic": 1.0, "reference": 0.5, "value": 0.5}]
     placement = placement_from_ratios(recipe("ppo").dataflow, pools, [4, 2])
     config = apply_placement(recipe("ppo"), placement)
     assert config.placement.mode == "mixed"
     assert config.placement.pools == pools
     assert config.critic.trainer["world_size"] == 2
-    # What a name says needs no pools: reference replicas are on the first of the actor's devices.
+    # Named modes need no pools: reference replicas occupy the first devices of the actor.
     named = placement_from_ratios(
         recipe("ppo").dataflow,
         [{**pools[0], "reference": 0.5}, {"critic": 1.0, "value": 1.0}],
@@ -205,15 +212,18 @@ def _grpo(generate: tuple[str, str], train: tuple[str, str]) -> Placement:
 
 
 @pytest.mark.parametrize(
-    ("placement", "said"),
+    ("placement", "message"),
     [
-        (_grpo(("0-3", "1-1-4"), ("4-7", "2-1-2")), "without pipeline stages"),
-        (_grpo(("0-3", "1-1-4"), ("4-7", "1-2-2")), "ZeRO 1 does not go with tensor parallelism"),
-        # A generator that shares devices is split over ranks of the trainer, or not at all.
-        (_grpo(("0-3", "1-2-2"), ("0-1", "1-1-2")), "no pools of roles have these devices"),
+        (_grpo(("0-3", "1-1-4"), ("4-7", "2-1-2")), "does not support pipeline parallelism"),
+        (_grpo(("0-3", "1-1-4"), ("4-7", "1-2-2")), "ZeRO 1 does not support tensor parallelism"),
+        # A generator on shared devices is either split over trainer ranks or unsplit.
+        (
+            _grpo(("0-3", "1-2-2"), ("0-1", "1-1-2")),
+            "no placement mode or pools of roles give these devices",
+        ),
     ],
 )
-def test_what_streamrl_does_not_run_is_refused_by_name(placement: Placement, said: str) -> None:
+def test_an_unsupported_placement_names_the_call(placement: Placement, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         apply_placement(recipe("grpo"), placement)
-    assert said in str(refused.value)
+    assert message in str(refused.value)

@@ -22,9 +22,9 @@ def prompts(size: int, step: int = 1) -> list[Prompt]:
 
 @dataclass(frozen=True)
 class Listed:
-    """Stream data of prompts; `mix` has the number of prompts and the share of each file.
+    """Stream data from prompts in memory; `mix` has (number of prompts, share) of each file.
 
-    `fates`: by index, what becomes of a row that gives no prompt.
+    fates: status by index of rows without a prompt.
     """
 
     prompts: Sequence[Prompt]
@@ -60,7 +60,7 @@ def _examined(data: Listed, prompt: Prompt, index: int) -> ClassifiedRow:
 
 
 def stream_of(
-    found: Sequence[Prompt],
+    items: Sequence[Prompt],
     *,
     seed: int,
     shuffle: bool = True,
@@ -69,7 +69,7 @@ def stream_of(
     max_bad_share: float = 1.0,
     reads_ahead: bool = False,
 ) -> PromptStream:
-    data = Listed(found, mix, fates or {})
+    data = Listed(items, mix, fates or {})
     return PromptStream(
         data,
         seed=seed,

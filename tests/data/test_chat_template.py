@@ -19,7 +19,7 @@ CHAT = [
 ]
 
 
-def test_a_prompt_is_what_the_models_own_chat_template_makes_of_it(tokenizer, write_rows):
+def test_a_prompt_is_rendered_by_the_models_chat_template(tokenizer, write_rows):
     rows = list(load_rows(write_rows({"prompt": CHAT}, {"prompt": "2+3="})))
     rendered = render_prompts(tokenizer, rows)
     for token_ids, messages in zip(rendered, (CHAT, [dict(rows[1].messages[0])]), strict=True):
@@ -30,9 +30,7 @@ def test_a_prompt_is_what_the_models_own_chat_template_makes_of_it(tokenizer, wr
     assert tokenizer.decode(rendered[1]) == "<user>2+3=</s><assistant>"
 
 
-def test_without_a_template_the_contents_are_joined_and_the_text_starts_as_texts_do(
-    tokenizer, write_rows
-):
+def test_without_a_template_contents_are_joined_after_bos(tokenizer, write_rows):
     tokenizer.chat_template = None
     rows = list(load_rows(write_rows({"prompt": CHAT[1:]}, {"prompt": ""})))
     joined, empty = render_prompts(tokenizer, rows)
@@ -41,13 +39,13 @@ def test_without_a_template_the_contents_are_joined_and_the_text_starts_as_texts
     assert len(empty) == 1
 
 
-def test_a_row_the_template_refuses_is_named(tokenizer, write_rows):
+def test_a_row_refused_by_the_template_is_named(tokenizer, write_rows):
     path = write_rows({"prompt": "fine"}, {"prompt": [{"role": "system", "content": "be good"}]})
     with pytest.raises(ConfigError, match=r"line 2: the model's chat template .*no system role"):
         render_prompts(tokenizer, list(load_rows(path)))
 
 
-def test_a_template_with_a_python_slip_is_reported_with_the_row(tokenizer, write_rows):
+def test_an_error_inside_a_template_is_reported_with_the_row(tokenizer, write_rows):
     tokenizer.chat_template = "{{ messages[0].content + 1 }}"
     with pytest.raises(ConfigError, match=r"line 1: the model's chat template .*TypeError"):
         render_prompts(tokenizer, list(load_rows(write_rows({"prompt": "fine"}))))
@@ -63,7 +61,7 @@ def test_a_template_with_a_python_slip_is_reported_with_the_row(tokenizer, write
         ("{{ {}['a'].b }}", "UndefinedError"),
     ],
 )
-def test_whatever_a_template_raises_is_told_with_row_and_template(
+def test_any_template_exception_names_row_and_template(
     tokenizer, write_rows, tmp_path, source, error
 ):
     path = tmp_path / "mine.jinja"
@@ -73,7 +71,7 @@ def test_whatever_a_template_raises_is_told_with_row_and_template(
         render_prompts(tokenizer, list(load_rows(write_rows({"prompt": "fine"}))), template)
 
 
-def test_what_is_no_template_is_told_when_it_is_loaded_with_its_line(tokenizer, tmp_path):
+def test_a_template_syntax_error_is_reported_on_load_with_its_line(tokenizer, tmp_path):
     path = tmp_path / "mine.jinja"
     for source in ("fine\n{{ messages[0].content }}{% endfor %}", "\n{{ messages | no_such }}"):
         path.write_text(source)
@@ -84,7 +82,7 @@ def test_what_is_no_template_is_told_when_it_is_loaded_with_its_line(tokenizer, 
         load_chat_template("model", tokenizer)
 
 
-def test_tags_that_transformers_adds_are_part_of_a_template(tokenizer, tmp_path):
+def test_template_extensions_of_transformers_are_supported(tokenizer, tmp_path):
     path = tmp_path / "mine.jinja"
     path.write_text(
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}"
@@ -94,7 +92,7 @@ def test_tags_that_transformers_adds_are_part_of_a_template(tokenizer, tmp_path)
 
 
 def by_character(path: Path, model_type: str) -> str:
-    """A model directory of a family, whose tokenizer has a token per character, blanks included."""
+    """Create a model directory of a family whose tokenizer has a token per character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -108,29 +106,29 @@ def by_character(path: Path, model_type: str) -> str:
     return str(path)
 
 
-def test_a_tokenizer_that_is_whole_in_its_file_cuts_texts_as_the_file_says(tmp_path):
+def test_a_complete_tokenizer_json_defines_the_tokenization(tmp_path):
     tokenizer = load_tokenizer(by_character(tmp_path / "model", "qwen2"))
     tokenizer.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "config.json").write_text('{"model_type": "qwen2"}')
-    for found in (tokenizer, load_tokenizer(str(tmp_path / "saved"))):
-        assert found("a b").input_ids == [1, 3, 2]
-        assert found.decode([1, 3, 2]) == "a b"
+    for loaded in (tokenizer, load_tokenizer(str(tmp_path / "saved"))):
+        assert loaded("a b").input_ids == [1, 3, 2]
+        assert loaded.decode([1, 3, 2]) == "a b"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "phi3", "glm4"])
-def test_where_families_are_taken_as_they_say_it_is_what_auto_tokenizer_gives(tmp_path, family):
+def test_other_families_load_through_auto_tokenizer(tmp_path, family):
     from transformers import AutoTokenizer
 
-    mine = load_tokenizer(by_character(tmp_path, family))
+    ours = load_tokenizer(by_character(tmp_path, family))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert type(mine) is type(theirs)
+    assert type(ours) is type(theirs)
     messages = [{"role": "user", "content": "a  b"}]
-    for found in (mine, theirs):
-        assert found.apply_chat_template(messages, return_dict=False) == [1, 3, 3, 2, 3]
-    assert mine.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    for loaded in (ours, theirs):
+        assert loaded.apply_chat_template(messages, return_dict=False) == [1, 3, 3, 2, 3]
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
 
 
-def test_a_family_with_a_tokenizer_of_its_own_gets_that(tmp_path):
+def test_a_family_with_its_own_tokenizer_class_uses_it(tmp_path):
     from transformers import Qwen2Tokenizer
 
     path = by_character(tmp_path, "qwen2")
@@ -138,18 +136,18 @@ def test_a_family_with_a_tokenizer_of_its_own_gets_that(tmp_path):
     assert type(load_tokenizer(path)) is Qwen2Tokenizer
 
 
-def test_the_vocabulary_size_comes_from_the_models_config(model_dir):
+def test_the_vocabulary_size_comes_from_config_json(model_dir):
     assert load_vocab_size(str(model_dir)) == 300
 
 
 @pytest.mark.parametrize("load", [load_tokenizer, load_vocab_size])
-def test_a_path_that_is_no_model_directory_is_refused_by_name(load, tmp_path):
+def test_a_path_that_is_not_a_model_directory_is_named(load, tmp_path):
     file = tmp_path / "model.txt"
     file.write_text("")
     for path, words in (
         (tmp_path / "none", "does not exist"),
         (file, "is not a directory"),
-        (tmp_path, "it has no config.json"),
+        (tmp_path, "config.json is missing"),
     ):
         with pytest.raises(ConfigError, match=words) as caught:
             load(str(path))
@@ -182,16 +180,14 @@ def test_a_nested_text_config_gives_the_vocabulary_size(tmp_path):
     assert load_vocab_size(str(tmp_path)) == 77
 
 
-#: Names the families of several published models give a byte-level tokenizer.json.
+#: Families of published models with a byte-level tokenizer.json.
 CLASSES = ["LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", "GemmaTokenizer", None]
 TEXT = "What is  7+5-3?\n\n\tЖю, 什么 ÷ 🙂 end "
 
 
 @pytest.mark.parametrize("own", [{}, {"auto_map": {"AutoTokenizer": ["code.Mine", None]}}])
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_byte_level_file_is_taken_at_its_word_whatever_class_is_named(
-    model_dir, tmp_path, name, own
-):
+def test_a_byte_level_tokenizer_json_overrides_the_named_class(model_dir, tmp_path, name, own):
     path = tmp_path / "model"
     shutil.copytree(model_dir, path)
     settings = json.loads((path / "tokenizer_config.json").read_text())
@@ -200,7 +196,7 @@ def test_a_byte_level_file_is_taken_at_its_word_whatever_class_is_named(
     tokenizer = load_tokenizer(str(path))
     ids = tokenizer(TEXT, add_special_tokens=False).input_ids
     assert tokenizer.decode(ids) == TEXT
-    # A checkpoint's tokenizer is the same.
+    # A checkpoint saves the same tokenizer.
     tokenizer.save_pretrained(tmp_path / "saved")
     shutil.copyfile(path / "config.json", tmp_path / "saved" / "config.json")
     assert load_tokenizer(str(tmp_path / "saved"))(TEXT).input_ids == tokenizer(TEXT).input_ids
@@ -210,14 +206,12 @@ def test_a_byte_level_file_is_taken_at_its_word_whatever_class_is_named(
     ("vocabulary", "splits", "lost"),
     [("abc", True, "'a b'"), ("abc ", False, "'a d'"), ("abc", False, "'a b'")],
 )
-def test_a_row_whose_text_the_tokenizer_does_not_keep_is_named(
-    tmp_path, write_rows, vocabulary, splits, lost
-):
+def test_a_row_that_does_not_round_trip_is_named(tmp_path, write_rows, vocabulary, splits, lost):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    known = {c: i for i, c in enumerate(["?", *vocabulary])}
-    backend = Tokenizer(models.WordLevel(known, unk_token="?"))
+    ids = {c: i for i, c in enumerate(["?", *vocabulary])}
+    backend = Tokenizer(models.WordLevel(ids, unk_token="?"))
     cut = pre_tokenizers.Split("", "isolated")
     blanks = pre_tokenizers.WhitespaceSplit()
     backend.pre_tokenizer = pre_tokenizers.Sequence([blanks, cut]) if splits else cut
@@ -227,23 +221,21 @@ def test_a_row_whose_text_the_tokenizer_does_not_keep_is_named(
     rows = list(load_rows(write_rows({"prompt": "abc"}, {"prompt": text})))
     with pytest.raises(ConfigError) as caught:
         render_prompts(tokenizer, rows)
-    assert "line 2: the model's tokenizer does not keep the text" in str(caught.value)
+    assert "line 2: the model's tokenizer changes the text" in str(caught.value)
     assert lost in str(caught.value)
 
 
-def test_a_tokenizer_that_writes_other_characters_does_not_keep_the_text(tokenizer, write_rows):
+def test_a_normalizing_tokenizer_does_not_round_trip(tokenizer, write_rows):
     from tokenizers import normalizers
 
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     render_prompts(tokenizer, list(load_rows(write_rows({"prompt": "re\u0301sume\u0301"}))))
     tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
-    with pytest.raises(ConfigError, match="does not keep the text: '5² = ' comes back as '52 = '"):
+    with pytest.raises(ConfigError, match="changes the text: '5² = ' decodes to '52 = '"):
         render_prompts(tokenizer, list(load_rows(write_rows({"prompt": "5² = "}))))
 
 
-def test_a_tokenizer_that_loses_what_the_template_writes_does_not_keep_the_text(
-    tokenizer, write_rows
-):
+def test_losing_template_text_does_not_round_trip(tokenizer, write_rows):
     from tokenizers import Regex, normalizers
 
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
@@ -251,16 +243,16 @@ def test_a_tokenizer_that_loses_what_the_template_writes_does_not_keep_the_text(
     tokenizer.chat_template = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}{% endfor %}"
     render_prompts(tokenizer, list(load_rows(write_rows({"prompt": chat}))))
     tokenizer.chat_template = tokenizer.chat_template.replace("role }} ", "role }}\n")
-    with pytest.raises(ConfigError, match=r"'user\\na' comes back as 'user a'"):
+    with pytest.raises(ConfigError, match=r"'user\\na' decodes to 'user a'"):
         render_prompts(tokenizer, list(load_rows(write_rows({"prompt": chat}))))
 
 
-def test_a_space_behind_a_special_token_may_be_that_of_the_next_word(write_rows):
+def test_a_leading_space_after_a_special_token_round_trips(write_rows):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    known = {c: i for i, c in enumerate(["<unk>", "[INST]", "▁hi", "▁you", "▁"])}
-    backend = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    ids = {c: i for i, c in enumerate(["<unk>", "[INST]", "▁hi", "▁you", "▁"])}
+    backend = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.decoder = decoders.Metaspace(prepend_scheme="first")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
@@ -271,7 +263,7 @@ def test_a_space_behind_a_special_token_may_be_that_of_the_next_word(write_rows)
     assert prompt == [1, 2, 3, 1]
 
 
-def test_no_end_of_sequence_stands_behind_a_prompt(tokenizer, write_rows):
+def test_plain_prompts_get_no_eos_token(tokenizer, write_rows):
     from tokenizers import processors
 
     tokenizer.chat_template = None
@@ -284,7 +276,7 @@ def test_no_end_of_sequence_stands_behind_a_prompt(tokenizer, write_rows):
     assert tokenizer.decode(prompt) == "<s>hi"
 
 
-def test_a_last_message_of_the_assistant_is_continued(tokenizer, write_rows):
+def test_a_last_assistant_message_is_continued(tokenizer, write_rows):
     messages = [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "It is"}]
     (prompt,) = render_prompts(tokenizer, list(load_rows(write_rows({"prompt": messages}))))
     assert tokenizer.decode(prompt) == "<user>2+3</s><assistant>It is"
@@ -296,7 +288,7 @@ WITH_ARGUMENTS = (
 )
 
 
-def test_a_template_gets_arguments_of_the_setting_and_of_the_row_and_tools(tokenizer, write_rows):
+def test_a_template_receives_arguments_and_tools(tokenizer, write_rows):
     tokenizer.chat_template = WITH_ARGUMENTS
     tools = [{"type": "function", "function": {"name": "add"}}]
     path = write_rows(
@@ -315,11 +307,11 @@ def test_a_template_gets_arguments_of_the_setting_and_of_the_row_and_tools(token
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("enable_thinkin", "reads no such argument; it reads enable_thinking: name one of these"),
-        ("tools", "is set by the rows"),
+        ("enable_thinkin", "uses no such argument; it uses enable_thinking: name one of these"),
+        ("tools", "reserved; set from the row"),
     ],
 )
-def test_an_argument_that_a_template_does_not_read_is_refused(tokenizer, name, words):
+def test_an_unused_template_argument_is_refused(tokenizer, name, words):
     tokenizer.chat_template = WITH_ARGUMENTS
     with pytest.raises(ConfigError, match=rf"^data.chat_template_kwargs.{name}: .*{words}"):
         load_chat_template("model", tokenizer, arguments={name: False})
@@ -327,7 +319,7 @@ def test_an_argument_that_a_template_does_not_read_is_refused(tokenizer, name, w
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 FOR_TOOLS = "{{ tools[0].function.name }}: {{ messages[0].content }}{{ style }}"
-#: How published templates read their tools before they set them.
+#: Ways in which published templates use tools before setting them.
 READERS = [
     "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools | length }}",
     "{% macro show() %}{{ tools | length }}{% endmacro %}{{ show() }}",
@@ -336,7 +328,7 @@ READERS = [
 ]
 
 
-def test_rows_with_tools_are_rendered_by_the_models_template_for_them(tokenizer, write_rows):
+def test_rows_with_tools_use_the_tool_template(tokenizer, write_rows):
     tokenizer.chat_template = {"default": WITH_ARGUMENTS, "tool_use": FOR_TOOLS, "rag": "{% if %}"}
     path = write_rows(
         {"prompt": "a", "tools": TOOLS},
@@ -356,21 +348,19 @@ def test_rows_with_tools_are_rendered_by_the_models_template_for_them(tokenizer,
         load_chat_template("model", tokenizer)
 
 
-def test_a_setting_must_be_read_by_the_template_that_each_row_is_rendered_by(tokenizer, write_rows):
+def test_setting_arguments_must_be_used_by_each_rows_template(tokenizer, write_rows):
     tokenizer.chat_template = {"default": WITH_ARGUMENTS, "tool_use": FOR_TOOLS}
     template = load_chat_template("model", tokenizer, arguments={"style": "!"})
     with_tools, without = load_rows(write_rows({"prompt": "a", "tools": TOOLS}, {"prompt": "b"}))
     assert tokenizer.batch_decode(render_prompts(tokenizer, [with_tools], template)) == ["add: a!"]
     with pytest.raises(ConfigError, match=r"line 2: data.chat_template_kwargs.style: the model's"):
         render_prompts(tokenizer, [without], template)
-    with pytest.raises(ConfigError, match="it reads enable_thinking, style: name one of these"):
+    with pytest.raises(ConfigError, match="it uses enable_thinking, style: name one of these"):
         load_chat_template("model", tokenizer, arguments={"styl": "!"})
 
 
 @pytest.mark.parametrize("source", READERS)
-def test_however_a_template_reads_its_tools_they_are_known_to_be_read(
-    tokenizer, write_rows, source
-):
+def test_indirect_use_of_tools_is_recognized(tokenizer, write_rows, source):
     tokenizer.chat_template = source
     (prompt,) = render_prompts(
         tokenizer, list(load_rows(write_rows({"prompt": "a", "tools": TOOLS})))
@@ -382,17 +372,18 @@ def test_however_a_template_reads_its_tools_they_are_known_to_be_read(
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"tools": TOOLS}, r"tools: .* does not read them; remove them from the row, or name"),
+        ({"tools": TOOLS}, r"tools: .* does not use them; remove them from the row, or choose"),
         (
             {"chat_template_kwargs": {"enable_thinkin": False}},
-            r"chat_template_kwargs.enable_thinkin: .* reads no such argument; it reads .*remove it",
+            r"chat_template_kwargs.enable_thinkin: .* uses no such argument; it uses .*remove it",
         ),
-        ({"chat_template_kwargs": {"tools": TOOLS}}, r"chat_template_kwargs.tools: is set by the"),
+        (
+            {"chat_template_kwargs": {"tools": TOOLS}},
+            r"chat_template_kwargs.tools: reserved; set from the",
+        ),
     ],
 )
-def test_what_a_row_gives_to_a_template_that_does_not_read_it_makes_a_bad_row(
-    tokenizer, write_rows, template, columns, words
-):
+def test_unused_arguments_of_a_row_make_a_bad_row(tokenizer, write_rows, template, columns, words):
     tokenizer.chat_template = None if template is None else "{{ messages[0].content }}{{ mood }}"
     path = write_rows({"prompt": "a"}, {"prompt": "b", **columns}, {"prompt": "c"})
     file = DataFile(
@@ -404,14 +395,16 @@ def test_what_a_row_gives_to_a_template_that_does_not_read_it_makes_a_bad_row(
     assert "\n" not in str(bad.problem)
 
 
-def test_a_content_of_text_parts_is_one_text(tokenizer, write_rows):
+def test_text_parts_of_a_content_are_joined(tokenizer, write_rows):
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "3"}]
     path = write_rows({"prompt": [{"role": "user", "content": parts}]}, {"prompt": "2+3"})
     first, second = render_prompts(tokenizer, list(load_rows(path)))
     assert first == second
 
 
-def test_a_prompt_that_ends_with_the_end_of_a_sequence_is_refused(tokenizer, write_rows):
+def test_a_prompt_ending_with_eos_is_refused(tokenizer, write_rows):
     tokenizer.chat_template = "{{ messages[0]['content'] + eos_token }}"
-    with pytest.raises(ConfigError, match=r"line 1: the prompt ends with </s>, .* must leave it"):
+    with pytest.raises(
+        ConfigError, match=r"line 1: the prompt ends with </s>, .* must leave the prompt open"
+    ):
         render_prompts(tokenizer, list(load_rows(write_rows({"prompt": "hi"}))))

@@ -1,4 +1,4 @@
-"""What data.train and data.eval may be: paths, mappings, lists; what each file says of itself."""
+"""Values of data.train and data.eval: paths, mappings, lists, and reading options per file."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ def loaded(tokenizer, train, **settings):
     return load_prompts(config.train_files, tokenizer, PromptLimits(50, 300, config.on_long_prompt))
 
 
-def test_a_path_a_mapping_and_a_list_of_either_name_files():
+def test_files_may_be_a_path_a_mapping_or_a_list():
     for train in ("a/x.jsonl", {"path": "a/x.jsonl"}, ["a/x.jsonl"], [{"path": "a/x.jsonl"}]):
         (file,) = DataConfig(train=train, prompt_key="question").train_files
         assert (file.path, file.prompt_key, file.name) == ("a/x.jsonl", "question", "x")
@@ -26,7 +26,7 @@ def test_a_path_a_mapping_and_a_list_of_either_name_files():
         assert DataConfig(eval=nothing).eval_files == ()
 
 
-def test_a_file_may_say_what_others_do_not():
+def test_each_file_has_its_own_options():
     train = ["a.jsonl", {"path": "b", "split": "test", "prompt_key": "input", "label_key": "label"}]
     first, second = DataConfig(train=train).train_files
     assert (first.prompt_key, second.prompt_key, second.label_key) == ("prompt", "input", "label")
@@ -48,22 +48,24 @@ def test_a_file_may_say_what_others_do_not():
         ({"path": "a", "weight": "x"}, "data.train.weight='x': must be a number above 0"),
         ({"path": "a", "weight": True}, "data.train.weight=True: must be a number above 0"),
         (["a", {"path": "b", "weight": 1}], "data.train[0].weight: missing; give all files"),
-        ({"path": "a", "name": "x/y"}, "data.train.name='x/y': must be one word"),
-        ({"path": "a", "filter": "keep.py"}, "data.train.filter=keep.py: must be written as file"),
+        ({"path": "a", "name": "x/y"}, "data.train.name='x/y': must be printable"),
+        ({"path": "a", "filter": "keep.py"}, "data.train.filter=keep.py: write it as file"),
     ],
 )
-def test_an_impossible_entry_is_refused_with_its_place(train, words):
+def test_an_invalid_entry_names_its_key(train, words):
     with pytest.raises(ConfigError) as caught:
         DataConfig(train=train)
     assert str(caught.value).startswith(words)
 
 
-def test_files_of_an_evaluation_have_names_of_their_own_and_no_weight():
+def test_eval_files_need_distinct_names_and_no_weights():
     files = [{"path": "math/test.jsonl"}, {"path": "code/test.jsonl", "name": "code"}]
     assert [file.name for file in DataConfig(eval=files).eval_files] == ["test", "code"]
-    with pytest.raises(ConfigError, match=r"data.eval\[1\].name=test: data.eval\[0\] is called"):
+    with pytest.raises(
+        ConfigError, match=r"data.eval\[1\].name=test: already the name of data.eval\[0\]"
+    ):
         DataConfig(eval=["math/test.jsonl", "code/test.jsonl"])
-    with pytest.raises(ConfigError, match=r"data.eval\[0\].weight=2: all of each file is eval"):
+    with pytest.raises(ConfigError, match=r"data.eval\[0\].weight=2: evaluation uses every row"):
         DataConfig(eval=[{"path": "a", "weight": 2}])
 
 
@@ -78,7 +80,7 @@ data:
 """
 
 
-def test_paths_become_absolute_and_the_config_reads_back_as_itself(tmp_path):
+def test_paths_become_absolute_and_the_config_round_trips(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     config = load_config(recipe)
@@ -91,7 +93,7 @@ def test_paths_become_absolute_and_the_config_reads_back_as_itself(tmp_path):
     assert load_config(tmp_path / "resolved.yaml") == config
 
 
-def test_the_command_line_sets_a_file_an_entry_or_a_key_of_one(tmp_path):
+def test_overrides_set_a_file_an_entry_or_a_key(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     data = load_config(recipe, ["data.train=/x.parquet", "data.eval={path: /y, name: z}"]).data
@@ -103,32 +105,34 @@ def test_the_command_line_sets_a_file_an_entry_or_a_key_of_one(tmp_path):
         load_config(recipe, ["data.train[1].splitt=x"])
 
 
-def test_prompts_of_several_files_have_indices_of_their_own(tokenizer, write_rows):
+def test_prompts_of_several_files_have_distinct_indices(tokenizer, write_rows):
     a = write_rows({"prompt": "a"}, {"prompt": "x" * 99}, name="a.jsonl")
     b = write_rows({"prompt": "b"}, {"prompt": "c"}, name="b.jsonl")
-    found = loaded(tokenizer, [a, b], on_long_prompt="skip")
-    assert [(p.uid, p.messages[0]["content"]) for p in found.prompts] == [
+    loaded_prompts = loaded(tokenizer, [a, b], on_long_prompt="skip")
+    assert [(p.uid, p.messages[0]["content"]) for p in loaded_prompts.prompts] == [
         ("0:0:0", "a"),
         ("0:2:0", "b"),
         ("0:3:0", "c"),
     ]
-    assert [prompt.row_location for prompt in found.files[1].prompts] == [
+    assert [prompt.row_location for prompt in loaded_prompts.files[1].prompts] == [
         f"{b} line 1",
         f"{b} line 2",
     ]
-    assert [len(prompts) for prompts in found.prompts_by_name.values()] == [1, 2]
+    assert [len(prompts) for prompts in loaded_prompts.prompts_by_name.values()] == [1, 2]
 
 
-def test_the_share_of_a_file_is_its_weights_or_that_of_its_prompts(tokenizer, write_rows):
+def test_file_shares_follow_weights_or_prompt_counts(tokenizer, write_rows):
     a = write_rows({"prompt": "a"}, name="a.jsonl")
     b = write_rows(*({"prompt": str(i)} for i in range(3)), name="b.jsonl")
 
     def mix(train):
         files = DataConfig(train=train).train_files
-        found = [PromptFile(file, lambda: tokenizer, PromptLimits(50, 300)) for file in files]
+        prompt_files = [
+            PromptFile(file, lambda: tokenizer, PromptLimits(50, 300)) for file in files
+        ]
         return [
             (len(part.indices), part.fraction)
-            for part in classify_training_files(found).stream_files
+            for part in classify_training_files(prompt_files).stream_files
         ]
 
     assert mix([a, b]) == [(1, 0.25), (3, 0.75)]
@@ -158,12 +162,12 @@ def keep(tmp_path):
     return path
 
 
-def test_a_filter_takes_rows_out_and_they_are_counted(tokenizer, write_rows, keep):
+def test_filtered_rows_are_counted(tokenizer, write_rows, keep):
     rows = write_rows({"prompt": "a"}, {"prompt": "x" * 99}, {"prompt": "bb"})
     train = {"path": rows, "filter": f"{keep}:short"}
-    found = loaded(tokenizer, train)  # the long row is left out before its length matters
-    assert [prompt.uid for prompt in found.prompts] == ["0:0:0", "0:2:0"]
-    assert found.files[0].notes == [f"{rows}: 1 prompts left out by {keep}:short"]
+    prompts = loaded(tokenizer, train)  # the filter drops the long row before the length check
+    assert [prompt.uid for prompt in prompts.prompts] == ["0:0:0", "0:2:0"]
+    assert prompts.files[0].notes == [f"{rows}: 1 prompts filtered by {keep}:short"]
 
 
 @pytest.mark.parametrize(
@@ -171,24 +175,22 @@ def test_a_filter_takes_rows_out_and_they_are_counted(tokenizer, write_rows, kee
     [
         ("fails", "{rows} line 1: filter: fails at {keep}:9: KeyError: 'level'"),
         ("says_yes", "{rows} line 1: filter: says_yes in {keep} returned 'yes', not True or False"),
-        ("none", "{rows}: no prompt is left: 1 filtered, 0 too long"),
+        ("none", "{rows}: no usable prompt: 1 filtered, 0 too long"),
         (
             "absent",
-            "data.train.filter={keep}:absent: not in {keep}, which has short, none, fails,"
+            "data.train.filter={keep}:absent: not in {keep}; its functions are short, none, fails,"
             " says_yes",
         ),
     ],
 )
-def test_a_filter_that_fails_is_an_error_with_the_users_own_line(
-    tokenizer, write_rows, keep, function, words
-):
+def test_a_failing_filter_names_the_users_line(tokenizer, write_rows, keep, function, words):
     rows = write_rows({"prompt": "a"})
     with pytest.raises(ConfigError) as caught:
         loaded(tokenizer, {"path": rows, "filter": f"{keep}:{function}"})
     assert str(caught.value) == words.format(rows=rows, keep=keep)
 
 
-def test_the_template_is_the_models_or_none_or_one_from_a_file(tokenizer, write_rows, tmp_path):
+def test_the_template_is_model_plain_or_a_file(tokenizer, write_rows, tmp_path):
     rows = write_rows({"prompt": "2+3="})
     jinja = tmp_path / "chat.jinja"
     jinja.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}\n")

@@ -1,4 +1,4 @@
-"""Texts of a pretraining loss: read, and streamed in an order that follows from the seed."""
+"""Pretraining texts: loading, and batches that follow from seed and number."""
 
 import json
 
@@ -12,7 +12,7 @@ from streamrl.errors import ConfigError
 TEXTS = ["a", "b", "c", "d", "e"]
 
 
-def test_texts_are_read_from_either_format(tmp_path):
+def test_texts_load_from_jsonl_and_parquet(tmp_path):
     lines = [json.dumps({"text": text, "source": "web"}) for text in TEXTS]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     pq.write_table(pa.Table.from_pylist([{"text": text} for text in TEXTS]), tmp_path / "t.parquet")
@@ -23,14 +23,17 @@ def test_texts_are_read_from_either_format(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "texts.jsonl: holds no rows"),
-        ('{"text": "a"}\n{"words": "b"}', r"texts.jsonl line 2: column 'text' must be text"),
-        ('{"text": ""}', r"line 1: column 'text' must be text, and not empty"),
-        ("[1]", r"line 1: column 'text' must be text"),
+        ("", "texts.jsonl: contains no rows"),
+        (
+            '{"text": "a"}\n{"words": "b"}',
+            r"texts.jsonl line 2: column 'text' must be non-empty text",
+        ),
+        ('{"text": ""}', r"line 1: column 'text' must be non-empty text"),
+        ("[1]", r"line 1: column 'text' must be non-empty text"),
         ("{", "line 1: not JSON"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_one_line_with_its_place(tmp_path, content, message):
+def test_a_bad_text_file_is_one_line_with_its_row(tmp_path, content, message):
     path = tmp_path / "texts.jsonl"
     path.write_text(content)
     with pytest.raises(ConfigError, match=message) as error:
@@ -38,7 +41,7 @@ def test_a_file_that_cannot_be_used_is_one_line_with_its_place(tmp_path, content
     assert "\n" not in str(error.value)
 
 
-def test_every_epoch_has_every_text_once_in_an_order_of_its_own():
+def test_every_epoch_has_every_text_once_in_a_new_order():
     stream = TextStream(TEXTS, seed=1)
     flat = [text for number in range(10) for text in stream.get_batch(number, 2)]
     epochs = [flat[start : start + 5] for start in range(0, 20, 5)]
@@ -46,7 +49,7 @@ def test_every_epoch_has_every_text_once_in_an_order_of_its_own():
     assert len({tuple(epoch) for epoch in epochs}) > 1
 
 
-def test_a_batch_follows_from_seed_and_number_alone():
+def test_a_batch_depends_only_on_seed_and_number():
     assert TextStream(TEXTS, seed=1).get_batch(7, 3) == TextStream(TEXTS, seed=1).get_batch(7, 3)
     batches = {tuple(TextStream(TEXTS, seed=seed).get_batch(0, 5)) for seed in range(10)}
     assert len(batches) > 1

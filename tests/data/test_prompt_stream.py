@@ -21,7 +21,7 @@ def uids(stream, count):
 
 
 @given(sizes, seeds, st.booleans(), st.integers(1, 3))
-def test_every_row_comes_exactly_once_per_epoch(size, seed, shuffle, step):
+def test_every_row_occurs_once_per_epoch(size, seed, shuffle, step):
     stream = stream_of(prompts(size, step), seed=seed, shuffle=shuffle)
     for epoch in range(3):
         places = [parse_uid(uid) for uid in uids(stream, size)]
@@ -40,21 +40,21 @@ def mixed(files, **settings):
 
 
 @given(mixes, seeds, st.booleans(), stops)
-def test_stops_at_any_places_change_nothing_of_the_sequence(files, seed, shuffle, stops):
-    whole = mixed(files, seed=seed, shuffle=shuffle)
+def test_resuming_anywhere_continues_the_same_sequence(files, seed, shuffle, stops):
+    uninterrupted = mixed(files, seed=seed, shuffle=shuffle)
     stream = mixed(files, seed=seed, shuffle=shuffle)
     for count in stops:
-        assert uids(stream, count) == uids(whole, count)
+        assert uids(stream, count) == uids(uninterrupted, count)
         state = json.loads(json.dumps(stream.state_dict()))
         stream = mixed(files, seed=seed, shuffle=shuffle)
         stream.draw_prompts(2)
         stream.load_state_dict(state)
         assert stream.state_dict() == state
-    assert uids(stream, 30) == uids(whole, 30)
+    assert uids(stream, 30) == uids(uninterrupted, 30)
 
 
 @given(mixes, seeds, st.booleans())
-def test_no_file_is_a_prompt_ahead_of_its_share_nor_far_behind(files, seed, shuffle):
+def test_every_file_stays_close_to_its_share(files, seed, shuffle):
     stream = mixed(files, seed=seed, shuffle=shuffle)
     total = sum(share for _, share in files)
     ends = np.cumsum([size for size, _ in files])
@@ -63,23 +63,23 @@ def test_no_file_is_a_prompt_ahead_of_its_share_nor_far_behind(files, seed, shuf
         drawn[int(np.searchsorted(ends, parse_uid(next(stream).uid)[1], side="right"))] += 1
         for n, (_, share) in zip(drawn, files, strict=True):
             ahead = n - count * share / total
-            # Each of the others is ahead by less than one prompt, which is what one can be behind.
+            # Every other file is less than one prompt ahead, which bounds the deficit of this one.
             assert -(len(files) - 1) - 1e-9 < ahead < 1
 
 
-def test_two_files_take_turns_as_their_weights_say_and_have_epochs_of_their_own():
-    # Shares 2/3 and 1/3: file a (rows 0 to 3), a, b (row 4, its only one), again and again.
+def test_two_files_interleave_by_weight_with_separate_epochs():
+    # Shares 2/3 and 1/3 repeat the pattern a, b, a: file a has rows 0 to 3, file b only row 4.
     mix = [(4, 2 / 3), (1, 1 / 3)]
     stream = stream_of(prompts(5), seed=0, shuffle=False, mix=mix)
     first = ["0:0:0", "0:4:0", "0:1:0", "0:2:0", "1:4:0", "0:3:0", "1:0:0", "2:4:0", "1:1:0"]
     assert uids(stream, 9) == first
 
 
-def test_each_file_of_a_mix_is_shuffled_in_its_own_way_and_the_first_as_if_alone():
+def test_each_file_has_its_own_shuffle():
     alone = uids(stream_of(prompts(20), seed=3), 20)
-    found = uids(stream_of(prompts(40), seed=3, mix=[(20, 0.5), (20, 0.5)]), 40)
-    assert found[::2] == alone
-    moved = [make_uid(0, parse_uid(uid)[1] - 20) for uid in found[1::2]]
+    mixed_uids = uids(stream_of(prompts(40), seed=3, mix=[(20, 0.5), (20, 0.5)]), 40)
+    assert mixed_uids[::2] == alone
+    moved = [make_uid(0, parse_uid(uid)[1] - 20) for uid in mixed_uids[1::2]]
     assert sorted(moved) == sorted(alone)
     assert moved != alone
 
@@ -88,35 +88,35 @@ def test_resuming_with_other_weights_is_refused():
     state = stream_of(prompts(4), seed=1, mix=[(2, 0.5), (2, 0.5)]).state_dict()
     for mix in ([(2, 0.4), (2, 0.6)], [(1, 0.5), (3, 0.5)], []):
         stream = stream_of(prompts(4), seed=1, mix=mix)
-        with pytest.raises(ConfigError, match=r"each file of data.train .* was .* now"):
+        with pytest.raises(ConfigError, match=r"each file in data.train was .* now"):
             stream.load_state_dict(state)
 
 
-def test_a_stream_goes_to_another_process_and_leaves_the_random_numbers_of_this_one():
+def test_a_stream_pickles_and_leaves_global_rng_unchanged():
     import torch
 
     torch.manual_seed(0)
-    wanted = torch.rand(1)
+    expected = torch.rand(1)
     torch.manual_seed(0)
     stream = stream_of(prompts(9), seed=4)
     for count in (0, 5, 9):
         stream = pickle.loads(pickle.dumps(stream))
         stream.draw_prompts(count)
     assert uids(stream, 20) == uids(stream_of(prompts(9), seed=4), 34)[14:]
-    assert torch.rand(1) == wanted
+    assert torch.rand(1) == expected
 
 
-def test_thousands_of_prompts_a_second_are_nothing():
+def test_drawing_thousands_of_prompts_is_fast():
     stream = stream_of(prompts(1000), seed=0, mix=[(100, 0.5), (900, 0.5)])
     stream.draw_prompts(1)
     started = time.process_time()
     stream.draw_prompts(5000)
-    # About 0.2 s here.
+    # Takes about 0.2 s.
     assert time.process_time() - started < 2
 
 
 @given(sizes, seeds, st.integers(0, 99))
-def test_a_uid_gives_its_prompt_back_anywhere(size, seed, attempt):
+def test_get_prompt_returns_the_prompt_of_any_uid(size, seed, attempt):
     stream = stream_of(prompts(size), seed=seed)
     other = stream_of(prompts(size), seed=seed)
     for given_out in stream.draw_prompts(2 * size):
@@ -131,13 +131,13 @@ def test_a_uid_gives_its_prompt_back_anywhere(size, seed, attempt):
 
 
 def test_the_order_is_fixed_by_seed_and_epoch():
-    # Worked out once; another numpy or another machine must give the same.
+    # Golden values: other numpy versions and machines must give the same order.
     stream = stream_of(prompts(6), seed=3)
     assert uids(stream, 6) == [f"0:{i}:0" for i in [0, 4, 1, 5, 3, 2]]
     assert uids(stream, 6) == [f"1:{i}:0" for i in [0, 2, 1, 3, 4, 5]]
 
 
-def test_other_seeds_and_epochs_give_other_orders():
+def test_seed_and_epoch_change_the_order():
     orders = set()
     for seed in range(20):
         stream = stream_of(prompts(50), seed=seed)
@@ -146,16 +146,16 @@ def test_other_seeds_and_epochs_give_other_orders():
     assert len(orders) == 100
 
 
-def test_without_shuffling_the_order_is_that_of_the_file():
+def test_without_shuffle_the_order_is_the_files():
     stream = stream_of(prompts(3, step=2), seed=5, shuffle=False)
     assert uids(stream, 4) == ["0:0:0", "0:2:0", "0:4:0", "1:0:0"]
 
 
-def test_one_row_comes_again_and_again():
+def test_a_single_row_repeats():
     assert uids(stream_of(prompts(1), seed=0), 3) == ["0:0:0", "1:0:0", "2:0:0"]
 
 
-def test_drawing_nothing_changes_nothing():
+def test_drawing_zero_prompts_keeps_the_position():
     stream = stream_of(prompts(3), seed=0)
     before = stream.state_dict()
     assert stream.draw_prompts(0) == []
@@ -192,7 +192,7 @@ def test_resuming_in_another_order_is_refused(settings):
         stream_of(prompts(5), **settings).load_state_dict(state)
 
 
-def test_a_place_is_read_as_older_checkpoints_have_it():
+def test_positions_of_older_checkpoints_are_read():
     stream = stream_of(prompts(5), seed=1)
     stream.draw_prompts(3)
     state = stream.state_dict()
@@ -202,7 +202,7 @@ def test_a_place_is_read_as_older_checkpoints_have_it():
         "_num_yielded": 3,
         "fetcher_state": None,
     }
-    # Nor did they tell what was given out of what was drawn: all of it was.
+    # Older checkpoints had no count of prompts, because every drawn row was one.
     state.pop("given")
     resumed = stream_of(prompts(5), seed=1)
     resumed.load_state_dict({"loader": loader, **state})
@@ -210,10 +210,10 @@ def test_a_place_is_read_as_older_checkpoints_have_it():
 
 
 @pytest.mark.parametrize("drawn", [[], [1, 1], [-1]])
-def test_a_place_that_is_none_of_the_data_is_refused(drawn):
+def test_a_position_outside_the_data_is_refused(drawn):
     state = stream_of(prompts(5), seed=1).state_dict()
     state["drawn"] = drawn
-    with pytest.raises(ValueError, match="prompts drawn of 1 files"):
+    with pytest.raises(ValueError, match="rows drawn from 1 files"):
         stream_of(prompts(5), seed=1).load_state_dict(state)
 
 
@@ -225,41 +225,39 @@ fates = st.dictionaries(
 
 
 @given(mixes, seeds, fates, stops)
-def test_rows_without_a_prompt_are_passed_over_wherever_the_stream_is_cut(
-    files, seed, fates, stops
-):
-    # The first row of each file is good.
+def test_unusable_rows_are_skipped_across_resumes(files, seed, fates, stops):
+    # The first row of each file is usable.
     ends = np.cumsum([0, *(size for size, _ in files)])
     fates = {index: fate for index, fate in fates.items() if index not in ends[:-1]}
     size = int(ends[-1])
-    whole = mixed(files, seed=seed, fates=fates)
-    stream, told = mixed(files, seed=seed, fates=fates), 0
+    uninterrupted = mixed(files, seed=seed, fates=fates)
+    stream, num_reported = mixed(files, seed=seed, fates=fates), 0
     for count in stops:
-        assert uids(stream, count) == uids(whole, count)
-        told += sum(stream.take_skipped().metrics.values())
+        assert uids(stream, count) == uids(uninterrupted, count)
+        num_reported += sum(stream.take_skipped().metrics.values())
         state = json.loads(json.dumps(stream.state_dict()))
         stream = mixed(files, seed=seed, fates=fates)
         stream.load_state_dict(state)
-    found = uids(stream, 2 * size)
-    assert found == uids(whole, 2 * size)
-    assert not {parse_uid(uid)[1] for uid in found} & fates.keys()
-    told += sum(stream.take_skipped().metrics.values())
-    assert told == sum(whole.take_skipped().metrics.values())
-    state = whole.state_dict()
-    assert sum(state["drawn"]) - sum(state["given"]) == told
+    drawn_uids = uids(stream, 2 * size)
+    assert drawn_uids == uids(uninterrupted, 2 * size)
+    assert not {parse_uid(uid)[1] for uid in drawn_uids} & fates.keys()
+    num_reported += sum(stream.take_skipped().metrics.values())
+    assert num_reported == sum(uninterrupted.take_skipped().metrics.values())
+    state = uninterrupted.state_dict()
+    assert sum(state["drawn"]) - sum(state["given"]) == num_reported
 
 
 @given(seeds)
-def test_an_epoch_has_every_good_row_once_and_the_shares_hold_for_prompts(seed):
+def test_shares_count_prompts_and_not_skipped_rows(seed):
     bad = dict.fromkeys(range(1, 10), RowStatus.BAD)
     stream = mixed([(10, 0.5), (10, 0.5)], seed=seed, fates=bad)
-    found = [parse_uid(uid)[1] for uid in uids(stream, 20)]
-    assert sorted(index for index in found if index >= 10) == list(range(10, 20))
-    # Of the first file one row alone is good: it has ten epochs meanwhile.
-    assert found.count(0) == 10
+    indices = [parse_uid(uid)[1] for uid in uids(stream, 20)]
+    assert sorted(index for index in indices if index >= 10) == list(range(10, 20))
+    # Only one row of the first file is usable, so it passes through ten epochs.
+    assert indices.count(0) == 10
 
 
-def test_a_bad_row_is_told_with_its_place_and_counted_by_what_became_of_it():
+def test_a_bad_row_is_reported_and_counted_by_status():
     fates = {1: RowStatus.BAD, 2: RowStatus.TOO_LONG, 3: RowStatus.FILTERED, 4: RowStatus.BAD}
     stream = stream_of(prompts(6), seed=0, shuffle=False, fates=fates)
     assert uids(stream, 3) == ["0:0:0", "0:5:0", "1:0:0"]
@@ -274,23 +272,23 @@ def test_a_bad_row_is_told_with_its_place_and_counted_by_what_became_of_it():
     assert sum(stream.take_skipped().metrics.values()) == 0
 
 
-def test_a_stream_of_which_too_many_rows_are_bad_ends_with_the_last_of_them():
+def test_too_many_bad_rows_end_the_stream():
     fates = dict.fromkeys(range(0, 3000, 2), RowStatus.BAD)
     stream = stream_of(prompts(3000), seed=0, shuffle=False, fates=fates, max_bad_share=0.1)
-    with pytest.raises(DataError, match=r"101 of the last 201 rows cannot be used, .*row 200"):
+    with pytest.raises(DataError, match=r"101 of the last 201 rows are unusable, .*row 200"):
         stream.draw_prompts(3000)
     everything = stream_of(prompts(3), seed=0, fates=dict.fromkeys(range(3), RowStatus.FILTERED))
-    with pytest.raises(DataError, match="none of its 3 rows gives a prompt"):
+    with pytest.raises(DataError, match="none of its 3 rows yields a prompt"):
         next(everything)
 
 
-async def test_prompts_are_made_ready_in_a_thread_and_the_place_stays_where_it_is():
+async def test_prefetching_in_a_thread_keeps_the_position():
     stream = stream_of(prompts(9), seed=4, reads_ahead=True)
     other = stream_of(prompts(9), seed=4)
     before = stream.state_dict()
     await stream.prefetch_prompts(5)
     assert stream.state_dict() == before
     copied = pickle.loads(pickle.dumps(stream))
-    wanted = uids(other, 12)
-    assert uids(stream, 12) == wanted
-    assert uids(copied, 12) == wanted
+    expected = uids(other, 12)
+    assert uids(stream, 12) == expected
+    assert uids(copied, 12) == expected

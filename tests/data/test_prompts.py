@@ -12,8 +12,8 @@ FRAME = 3
 
 
 def load(*files, tokenizer, limit=20, vocab_size=300, on_long="error"):
-    found = parse_data_files(list(files), key="data.train", prompt_key="prompt")
-    return load_prompts(found, tokenizer, PromptLimits(limit, vocab_size, on_long))
+    files_to_load = parse_data_files(list(files), key="data.train", prompt_key="prompt")
+    return load_prompts(files_to_load, tokenizer, PromptLimits(limit, vocab_size, on_long))
 
 
 def fates(loaded):
@@ -31,12 +31,12 @@ def test_prompts_carry_the_row_and_int32_tokens(tokenizer, write_rows):
     assert prompt.extra_info["n"] == 3
 
 
-def test_a_prompt_of_exactly_the_limit_passes(tokenizer, write_rows):
+def test_a_prompt_at_the_limit_passes(tokenizer, write_rows):
     path = write_rows({"prompt": "x" * 17})
     assert len(load(path, tokenizer=tokenizer, limit=20).prompts[0].token_ids) == 20
 
 
-def test_a_longer_prompt_is_an_error_that_says_which_and_by_how_much(tokenizer, write_rows):
+def test_a_longer_prompt_is_an_error_with_row_and_length(tokenizer, write_rows):
     path = write_rows({"prompt": "x"}, {"prompt": "x" * 18})
     with pytest.raises(ConfigError) as caught:
         load(path, tokenizer=tokenizer, limit=20)
@@ -53,7 +53,7 @@ def test_longer_prompts_can_be_skipped_and_are_counted(tokenizer, write_rows):
     assert loaded.files[0].notes == [f"{path}: 2 prompts skipped, too long"]
 
 
-def test_longer_prompts_can_be_cut_to_their_last_tokens(tokenizer, write_rows):
+def test_longer_prompts_can_be_truncated_to_their_last_tokens(tokenizer, write_rows):
     path = write_rows({"prompt": "0123456789abcdefghij"}, {"prompt": "a"})
     loaded = load(path, tokenizer=tokenizer, limit=5, on_long="truncate")
     assert tokenizer.decode(loaded.prompts[0].token_ids) == "hij</s><assistant>"
@@ -63,15 +63,15 @@ def test_longer_prompts_can_be_cut_to_their_last_tokens(tokenizer, write_rows):
 
 def test_a_file_of_long_prompts_only_is_refused(tokenizer, write_rows):
     path = write_rows({"prompt": "x" * 18}, {"prompt": "y" * 18})
-    with pytest.raises(ConfigError, match="all 2 prompts are longer than 20 tokens"):
+    with pytest.raises(ConfigError, match="all 2 prompts exceed 20 tokens"):
         load(path, tokenizer=tokenizer, on_long="skip")
 
 
-def test_a_token_the_model_does_not_know_is_refused(tokenizer, write_rows):
+def test_a_token_outside_the_vocabulary_is_refused(tokenizer, write_rows):
     path = write_rows({"prompt": "a"})
     largest = max(load(path, tokenizer=tokenizer).prompts[0].token_ids)
     load(path, tokenizer=tokenizer, vocab_size=largest + 1)
-    with pytest.raises(ConfigError, match=rf"line 1: .*token id {largest}, .* below {largest}"):
+    with pytest.raises(ConfigError, match=rf"line 1: .*token id {largest}, .* has {largest} ids"):
         load(path, tokenizer=tokenizer, vocab_size=largest)
 
 
@@ -91,17 +91,17 @@ def test_thousands_of_rows_load_quickly(tokenizer, write_rows):
     path = write_rows(*({"prompt": f"What is {i} plus 2?"} for i in range(4000)))
     started = time.process_time()
     load(path, tokenizer=tokenizer, limit=50)
-    # About 0.4 s here; the bound only catches a loop that tokenizes row by row, or worse.
+    # Takes about 0.4 s; the bound catches tokenizing row by row.
     assert time.process_time() - started < 5
 
 
-def test_the_limit_is_what_the_completion_leaves():
+def test_the_prompt_limit_is_the_rest_of_the_context():
     assert DataConfig().compute_prompt_limit(model_tokens=100, max_new_tokens=30) == 70
     config = DataConfig(max_prompt_tokens=70)
     assert config.compute_prompt_limit(model_tokens=100, max_new_tokens=30) == 70
     with pytest.raises(ConfigError, match=r"data.max_prompt_tokens=70: must be at most 69: "):
         config.compute_prompt_limit(model_tokens=99, max_new_tokens=30)
-    with pytest.raises(ConfigError, match=r"generator.max_new_tokens=99: no room is left"):
+    with pytest.raises(ConfigError, match=r"generator.max_new_tokens=99: no tokens are left"):
         config.compute_prompt_limit(model_tokens=99, max_new_tokens=99)
 
 
@@ -113,6 +113,6 @@ def test_the_limit_is_what_the_completion_leaves():
         ({"prompt_key": ""}, "data.prompt_key=: must name a column"),
     ],
 )
-def test_impossible_settings_are_refused(settings, words):
+def test_invalid_data_settings_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         DataConfig(**settings)

@@ -1,4 +1,4 @@
-"""Files that are larger than what is examined before a run: begun soon, read as they are drawn."""
+"""Files too large to classify before a run: sampled first, then read on demand."""
 
 import gzip
 import json
@@ -21,11 +21,11 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.messages import parse_uid
 
 WHOLE, FRAME = 20, 3
-"""Rows up to which a file is examined whole here, and tokens that the template adds."""
+"""Limits of this module: rows of a fully classified file, and tokens that the template adds."""
 
 
 @pytest.fixture(autouse=True)
-def few_are_examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def sample_few_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, rows in (("NUM_FIRST_ROWS", 5), ("NUM_SPREAD_ROWS", 4), ("NUM_LONGEST_ROWS", 2)):
         monkeypatch.setattr(training_files, name, rows)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -34,7 +34,7 @@ def few_are_examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def open_rows(
     *entries: Any, tokenizer: Any, limit: int = 50, on_long: str = "error", **settings: Any
 ) -> TrainingFiles:
-    files, found, first = (
+    files, prompt_files, first = (
         parse_data_files(list(entries), key="data.train", prompt_key="prompt"),
         [],
         0,
@@ -43,9 +43,9 @@ def open_rows(
         prompts = PromptFile(
             file, lambda: tokenizer, PromptLimits(limit, 300, on_long), first=first
         )
-        found.append(prompts)
+        prompt_files.append(prompts)
         first = int(prompts.indices[-1]) + 1
-    return classify_training_files(found, **{"whole": WHOLE, **settings})
+    return classify_training_files(prompt_files, **{"max_full_rows": WHOLE, **settings})
 
 
 def stream_of(data: TrainingFiles, *, seed: int = 1, **settings: Any) -> PromptStream:
@@ -56,19 +56,17 @@ def numbered(size: int) -> list[dict[str, Any]]:
     return [{"prompt": str(i), "ground_truth": str(i)} for i in range(size)]
 
 
-def test_rows_of_a_large_file_come_in_the_order_of_one_that_was_examined_whole(
-    tokenizer, write_rows
-):
+def test_a_sampled_file_has_the_order_of_a_fully_classified_file(tokenizer, write_rows):
     path = write_rows(*numbered(50))
     large = open_rows(path, tokenizer=tokenizer)
-    whole = open_rows(path, tokenizer=tokenizer, whole=50)
-    assert (large.is_fully_classified, whole.is_fully_classified) == (False, True)
-    drawn, wanted = stream_of(large).draw_prompts(120), stream_of(whole).draw_prompts(120)
-    assert [prompt.uid for prompt in drawn] == [prompt.uid for prompt in wanted]
-    assert [prompt.ground_truth for prompt in drawn] == [one.ground_truth for one in wanted]
+    complete = open_rows(path, tokenizer=tokenizer, max_full_rows=50)
+    assert (large.is_fully_classified, complete.is_fully_classified) == (False, True)
+    drawn, expected = stream_of(large).draw_prompts(120), stream_of(complete).draw_prompts(120)
+    assert [prompt.uid for prompt in drawn] == [prompt.uid for prompt in expected]
+    assert [prompt.ground_truth for prompt in drawn] == [item.ground_truth for item in expected]
 
 
-def test_every_format_gives_the_same_prompts_in_any_order(tokenizer, write_rows, tmp_path):
+def test_every_format_yields_the_same_prompts_in_any_order(tokenizer, write_rows, tmp_path):
     rows = [
         {"prompt": f"{i} {'é' * (i % 7)}\n", "ground_truth": str(i), "source": "é"}
         for i in range(50)
@@ -93,18 +91,24 @@ def test_every_format_gives_the_same_prompts_in_any_order(tokenizer, write_rows,
     paths += [tmp_path / "rows.parquet", tmp_path / "dataset"]
     first: Sequence[Any] | None = None
     for path in paths:
-        # As it is in the coordinator.
+        # As in the coordinator process.
         data = open_rows(str(path), tokenizer=tokenizer)
-        found = [
-            (one.uid, one.messages, one.ground_truth, one.extra_info, one.token_ids.tolist())
-            for one in stream_of(data).draw_prompts(60)
+        variants = [
+            (
+                prompt.uid,
+                prompt.messages,
+                prompt.ground_truth,
+                prompt.extra_info,
+                prompt.token_ids.tolist(),
+            )
+            for prompt in stream_of(data).draw_prompts(60)
         ]
-        first = first or found
-        assert found == first, path
+        first = first or variants
+        assert variants == first, path
     assert first is not None and len({uid for uid, *_ in first}) == 60
 
 
-def test_an_opened_table_goes_to_another_process(write_rows, tmp_path, monkeypatch):
+def test_an_open_table_pickles(write_rows, tmp_path, monkeypatch):
     from streamrl.data.reading import indexed_table as table
 
     rows = numbered(30)
@@ -122,7 +126,7 @@ def test_an_opened_table_goes_to_another_process(write_rows, tmp_path, monkeypat
             rows[0],
             rows[7],
         ]
-    # Unpacked once, under the hash of what they hold.
+    # Unpacked once, named by the hash of the content.
     cached = sorted(table.get_cache_dir().iterdir())
     assert [file.suffix for file in cached] == [".arrow", ".jsonl"] or len(cached) == 2
     times = [file.stat().st_mtime_ns for file in cached]
@@ -131,20 +135,18 @@ def test_an_opened_table_goes_to_another_process(write_rows, tmp_path, monkeypat
     assert [file.stat().st_mtime_ns for file in cached] == times
 
 
-def test_what_cannot_be_unpacked_says_where_to(write_rows, tmp_path, monkeypatch):
+def test_an_unpacking_error_names_the_cache_folder(write_rows, tmp_path, monkeypatch):
     from streamrl.data.reading import indexed_table as table
 
     packed = tmp_path / "rows.jsonl.gz"
     packed.write_bytes(gzip.compress(Path(write_rows(*numbered(3))).read_bytes()))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=r"gz: cannot be unpacked into .*HF_DATASETS_CACHE names"):
+    with pytest.raises(ConfigError, match=r"gz: cannot be unpacked into .*set HF_DATASETS_CACHE"):
         table.open_table(str(packed))
 
 
-def test_bad_rows_are_refused_where_they_are_examined_and_passed_over_where_they_are_drawn(
-    tokenizer, tmp_path
-):
+def test_bad_rows_are_refused_in_the_sample_and_skipped_when_drawn(tokenizer, tmp_path):
     lines = [json.dumps(row) for row in numbered(50)]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join([*lines[:3], '{"prompt": 5}', *lines[4:]]))
@@ -153,15 +155,13 @@ def test_bad_rows_are_refused_where_they_are_examined_and_passed_over_where_they
     path.write_text("\n".join([*lines[:20], "not json", *lines[21:]]))
     stream = stream_of(open_rows(str(path), tokenizer=tokenizer))
     drawn = stream.draw_prompts(49)
-    assert sorted(parse_uid(one.uid)[1] for one in drawn) == [i for i in range(50) if i != 20]
+    assert sorted(parse_uid(prompt.uid)[1] for prompt in drawn) == [i for i in range(50) if i != 20]
     skipped = stream.take_skipped()
     assert skipped.metrics["data/bad"] == 1
     assert skipped.problems[0].startswith(f"{path} line 21: not JSON")
 
 
-def test_a_row_whose_value_python_cannot_have_is_refused_or_passed_over_as_any_bad_one(
-    tokenizer, tmp_path
-):
+def test_an_unrepresentable_value_is_treated_like_a_bad_row(tokenizer, tmp_path):
     path = tmp_path / "rows.parquet"
 
     def write(bad: int) -> None:
@@ -174,13 +174,13 @@ def test_a_row_whose_value_python_cannot_have_is_refused_or_passed_over_as_any_b
     write(20)
     stream = stream_of(open_rows(str(path), tokenizer=tokenizer))
     drawn = stream.draw_prompts(49)
-    assert sorted(parse_uid(one.uid)[1] for one in drawn) == [i for i in range(50) if i != 20]
+    assert sorted(parse_uid(prompt.uid)[1] for prompt in drawn) == [i for i in range(50) if i != 20]
     skipped = stream.take_skipped()
     assert skipped.metrics["data/bad"] == 1
     assert skipped.problems[0].startswith(f"{path} row 21: column 'x' of timestamp[us]: ")
 
 
-def test_a_row_that_a_reward_cannot_judge_is_refused_where_it_is_examined(tokenizer, write_rows):
+def test_an_unjudgeable_row_in_the_sample_is_refused(tokenizer, write_rows):
     def inspect(prompts):
         for prompt in prompts:
             if prompt.ground_truth == "4":
@@ -191,9 +191,7 @@ def test_a_row_that_a_reward_cannot_judge_is_refused_where_it_is_examined(tokeni
         open_rows(path, tokenizer=tokenizer, inspect=inspect)
 
 
-def test_the_longest_rows_are_examined_and_tell_how_long_prompts_may_be(
-    tokenizer, write_rows, tmp_path
-):
+def test_the_longest_rows_bound_the_prompt_length(tokenizer, write_rows, tmp_path):
     rows = numbered(50)
     rows[33]["prompt"] = "x" * 17
     for path in (write_rows(*rows), str(tmp_path / "rows.parquet")):
@@ -201,10 +199,10 @@ def test_the_longest_rows_are_examined_and_tell_how_long_prompts_may_be(
         data = open_rows(path, tokenizer=tokenizer)
         assert data.files[0].max_prompt_tokens == 20
         assert data.max_prompt_tokens == 25
-        assert open_rows(path, tokenizer=tokenizer, room=22).max_prompt_tokens == 22
-        assert open_rows(path, tokenizer=tokenizer, room=3).max_prompt_tokens == 20
-        assert open_rows(path, tokenizer=tokenizer, room=None).max_prompt_tokens == 50
-    # The longest say nothing of the others.
+        assert open_rows(path, tokenizer=tokenizer, max_sampled_tokens=22).max_prompt_tokens == 22
+        assert open_rows(path, tokenizer=tokenizer, max_sampled_tokens=3).max_prompt_tokens == 20
+        assert open_rows(path, tokenizer=tokenizer, max_sampled_tokens=None).max_prompt_tokens == 50
+    # The longest rows are not representative.
     assert data.mean_prompt_tokens == (5 * 4 + 3 * 5) / 8
     chat = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
     pq.write_table(pa.Table.from_pylist(chat), tmp_path / "chat.parquet")
@@ -212,28 +210,26 @@ def test_the_longest_rows_are_examined_and_tell_how_long_prompts_may_be(
     assert data.files[0].max_prompt_tokens == 20
 
 
-def test_a_filter_that_takes_every_examined_row_is_asked_about_the_others(
-    tokenizer, write_rows, tmp_path
-):
+def test_if_the_sample_is_filtered_out_all_rows_are_classified(tokenizer, write_rows, tmp_path):
     keep = tmp_path / "keep.py"
     keep.write_text("def late(prompt): return int(prompt.ground_truth) == 30\n")
     path = write_rows(*numbered(50))
     data = open_rows({"path": path, "filter": f"{keep}:late"}, tokenizer=tokenizer)
-    assert [one.ground_truth for one in stream_of(data).draw_prompts(2)] == ["30", "30"]
+    assert [prompt.ground_truth for prompt in stream_of(data).draw_prompts(2)] == ["30", "30"]
     keep.write_text("def late(prompt): return False\n")
-    with pytest.raises(ConfigError, match="no prompt is left: 50 filtered"):
+    with pytest.raises(ConfigError, match="no usable prompt: 50 filtered"):
         open_rows({"path": path, "filter": f"{keep}:late"}, tokenizer=tokenizer)
 
 
-def test_a_stream_goes_on_on_the_same_rows_alone(tokenizer, write_rows):
+def test_a_stream_resumes_only_on_the_same_rows(tokenizer, write_rows):
     path = write_rows(*numbered(50))
     stream = stream_of(open_rows(path, tokenizer=tokenizer))
     stream.draw_prompts(7)
     state = json.loads(json.dumps(stream.state_dict()))
     again = stream_of(open_rows(path, tokenizer=tokenizer))
     again.load_state_dict(state)
-    assert [one.uid for one in again.draw_prompts(60)] == [
-        one.uid for one in stream.draw_prompts(60)
+    assert [prompt.uid for prompt in again.draw_prompts(60)] == [
+        prompt.uid for prompt in stream.draw_prompts(60)
     ]
     rows = numbered(50)
     rows[31]["prompt"] = "?"
@@ -245,36 +241,34 @@ def test_a_stream_goes_on_on_the_same_rows_alone(tokenizer, write_rows):
         stream_of(open_rows(entry, tokenizer=tokenizer)).load_state_dict(state)
 
 
-def test_a_checkpoint_of_a_stream_whose_rows_were_all_examined_goes_on_row_for_row(
-    tokenizer, write_rows
-):
-    """As they used to be: rows that are left out have no place in the order."""
+def test_a_checkpoint_of_a_fully_classified_stream_resumes_exactly(tokenizer, write_rows):
+    """Checkpoints of older versions: unusable rows have no position in the order."""
     rows = numbered(50)
     for index in (10, 20, 30):
         rows[index]["prompt"] = "x" * 60
     path = write_rows(*rows)
-    before = stream_of(open_rows(path, tokenizer=tokenizer, whole=50, on_long="skip"))
+    before = stream_of(open_rows(path, tokenizer=tokenizer, max_full_rows=50, on_long="skip"))
     before.draw_prompts(33)
     state = before.state_dict()
     del state["given"]
     assert is_full_fingerprint(state["fingerprint"]) and state["num_prompts"] == 47
-    now = stream_of(open_rows(path, tokenizer=tokenizer, on_long="skip", room=None))
+    now = stream_of(open_rows(path, tokenizer=tokenizer, on_long="skip", max_sampled_tokens=None))
     now.load_state_dict(state)
-    wanted = [one.uid for one in before.draw_prompts(60)]
-    assert [one.uid for one in now.draw_prompts(60)] == wanted
-    # And so does what is saved of it.
+    expected = [prompt.uid for prompt in before.draw_prompts(60)]
+    assert [prompt.uid for prompt in now.draw_prompts(60)] == expected
+    # The saved state continues as well.
     assert is_full_fingerprint(now.state_dict()["fingerprint"])
 
 
-def test_a_file_that_changes_under_a_run_ends_it_with_its_name(tokenizer, write_rows):
+def test_a_file_that_changes_during_a_run_is_an_error(tokenizer, write_rows):
     path = write_rows(*numbered(50))
     stream = stream_of(open_rows(path, tokenizer=tokenizer))
     Path(path).write_text("{}\n" * 5000)
-    with pytest.raises(DataError, match=f"{path}: has changed since"):
+    with pytest.raises(DataError, match=f"{path}: the file has changed since"):
         stream.draw_prompts(1)
 
 
-def test_a_prompt_is_had_again_by_its_uid(tokenizer, write_rows):
+def test_get_prompt_reads_a_row_again(tokenizer, write_rows):
     a, b = write_rows(*numbered(30)), write_rows(*numbered(40), name="b.jsonl")
     Path(a).write_text(Path(a).read_text().replace("\n", "\n\n"))
     stream = stream_of(open_rows(a, b, tokenizer=tokenizer))
@@ -291,7 +285,7 @@ def test_a_prompt_is_had_again_by_its_uid(tokenizer, write_rows):
         stream.get_prompt("0:1:0")  # a blank line
 
 
-def test_memory_of_a_table_is_a_few_bytes_a_row(write_rows):
+def test_a_table_takes_a_few_bytes_per_row(write_rows):
     from streamrl.data.reading.indexed_table import open_table
 
     table = open_table(write_rows(*numbered(5000)))

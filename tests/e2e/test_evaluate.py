@@ -54,7 +54,7 @@ def test_without_files_or_a_recipe_that_names_some_nothing_is_evaluated(
     toy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", str(toy / "model")]) == 2
-    assert "--data names a file of prompts" in capsys.readouterr().err
+    assert "give prompt files with --data" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_a_judge_a_function_a_filter_a_template_and_a_combination_of_ones_own(
     assert run.orphans() == []
     run_dir = toy / "runs" / "own"
     notes = " ".join(event["text"] for event in events(run_dir, "note"))
-    assert f"50 prompts left out by {toy}/own.py:even" in notes
+    assert f"50 prompts filtered by {toy}/own.py:even" in notes
     found = rows(run_dir)
     assert len(found) == 3
     for row in found:

@@ -222,7 +222,7 @@ def _hostile_prompt(run_dir: Path) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "books": (lambda run: _flip(_last_books(run), 60), "books"),
     "snapshot": (lambda run: _truncate(newest(run) / "queue/shard-1/00000000.journal"), "shard-1"),
-    "journal": (lambda run: shutil.rmtree(get_journal_dir(run, "shard-0")), "has to be made again"),
+    "journal": (lambda run: shutil.rmtree(get_journal_dir(run, "shard-0")), "must be repeated"),
     "state": (lambda run: (newest(run) / "state.json").write_text("[" * 100_000), "state.json"),
     "trainer": (
         lambda run: _truncate(newest(run) / "trainer/state_00000_000.safetensors"),
@@ -245,10 +245,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "version": (lambda run: _other_version(newest(run) / "state.json"), "of another's name"),
     "hostile": (_hostile_prompt, "no prompt of streamrl's: it asks for posix.system"),
     "gap": (lambda run: _last_books(run).rename(_renamed(run, 9_999_999)), "is missing"),
-    "lost": (lambda run: shutil.rmtree(newest(run)), "goes on from that one"),
+    "lost": (lambda run: shutil.rmtree(newest(run)), "resumes from that checkpoint"),
     "all lost": (
         lambda run: shutil.rmtree(run / "checkpoints"),
-        "are missing: nothing goes on without a checkpoint; start a run of another name",
+        "are missing: the run has no checkpoint to resume from; start a run with another name",
     ),
     "trace": (lambda run: (run / "trace.json").write_text("[" * 100_000), "trace.json: "),
     "link": (lambda run: (run / "trace.partial").symlink_to("/nowhere"), "trace.partial is a link"),

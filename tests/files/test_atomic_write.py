@@ -1,4 +1,4 @@
-"""A file is there whole, or as it was."""
+"""Atomic writes: a file is complete or unchanged."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from streamrl.files.atomic_write import sync_and_rename, write_atomic
 
 
-def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_a_write_replaces_the_file_and_leaves_no_temporary(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
     for text in ("first", "sécond"):
         write_atomic(path, text)
@@ -18,9 +18,7 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file.txt"]
 
 
-def test_what_was_there_survives_a_disk_that_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file.txt"
     write_atomic(path, "before")
 
@@ -33,7 +31,7 @@ def test_what_was_there_survives_a_disk_that_refuses(
     assert path.read_text() == "before"
 
 
-def test_a_directory_is_on_the_disk_before_it_has_its_name(
+def test_a_directory_is_synced_before_its_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     partial, final = tmp_path / "partial", tmp_path / "final"
@@ -79,13 +77,13 @@ for write in (
 """
 
 
-def test_a_disk_without_space_is_known_whichever_library_tells_of_it(tmp_path: Path) -> None:
+def test_a_full_disk_is_recognized_in_any_librarys_error(tmp_path: Path) -> None:
     words = [sys.executable, "-c", WITHOUT_SPACE, str(tmp_path)]
-    found = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert found == [f"{tmp_path} cannot be written: File too large"] * 3
+    lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines == [f"{tmp_path} cannot be written: File too large"] * 3
 
 
-def test_a_link_where_a_file_is_written_first_is_replaced_and_not_followed(tmp_path: Path) -> None:
+def test_a_symlink_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
     (tmp_path / ".file.txt.partial").symlink_to(precious)

@@ -1,4 +1,4 @@
-"""Files that a user names are read whole, if they are what they should be."""
+"""Bounded reads of files that a user names."""
 
 import os
 import socket
@@ -31,22 +31,22 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_yaml_is_read_by_the_loader_in_c_where_there_is_one(tmp_path: Path) -> None:
+def test_yaml_uses_the_c_loader_if_available(tmp_path: Path) -> None:
     assert yaml.__with_libyaml__ == issubclass(StrictYamlLoader, yaml.CSafeLoader)
     assert read_small_yaml(written(tmp_path, "a: [1, two, 3.0]\n")) == {"a": [1, "two", 3.0]}
 
 
-def test_aliases_that_would_stand_for_endless_text_are_refused(tmp_path: Path) -> None:
+def test_exponential_yaml_aliases_are_refused(tmp_path: Path) -> None:
     levels = ["&l0 [x, x]", *(f"&l{i + 1} [*l{i}, *l{i}]" for i in range(99))]
     path = written(tmp_path, "".join(f"- {level}\n" for level in levels))
-    message = r"^line 2, column 8: \*l0: must be written out, no alias$"
+    message = r"^line 2, column 8: \*l0: aliases are not allowed; write the value out$"
     with pytest.raises(ValueError, match=message):
         read_small_yaml(path)
 
 
 @pytest.mark.parametrize("text", ["- &a [*a]\n", "base: &b {x: 1}\nmore: {<<: *b}\n"])
-def test_no_alias_is_read(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ValueError, match="no alias"):
+def test_every_yaml_alias_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match="aliases are not allowed"):
         read_small_yaml(written(tmp_path, text))
 
 
@@ -58,11 +58,11 @@ def test_no_alias_is_read(tmp_path: Path, text: str) -> None:
         *("<<: {a: 1}\na: 2\n", "- [1, {b: 'x'}]\n- |\n  text\n", ""),
     ],
 )
-def test_every_word_of_yaml_is_what_omegaconf_reads(tmp_path: Path, text: str) -> None:
-    found = read_small_yaml(written(tmp_path, text))
+def test_yaml_scalars_parse_like_omegaconf(tmp_path: Path, text: str) -> None:
+    value = read_small_yaml(written(tmp_path, text))
     expected = OmegaConf.to_container(OmegaConf.load(tmp_path / "file.yaml"))
-    assert (found or {}) == expected
-    assert repr(found or {}) == repr(expected)
+    assert (value or {}) == expected
+    assert repr(value or {}) == repr(expected)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_every_word_of_yaml_is_what_omegaconf_reads(tmp_path: Path, text: str) -
         "a:\n\n <<: {a: 1, a: 2}\n",
     ],
 )
-def test_a_key_that_is_there_twice_is_refused_with_its_place(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ValueError, match=r"^line 3, column (1|10|13): [a1]: must be there once$"):
+def test_a_duplicate_yaml_key_is_refused_with_its_position(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match=r"^line 3, column (1|10|13): [a1]: must occur only once$"):
         read_small_yaml(written(tmp_path, text))
 
 
@@ -88,7 +88,9 @@ def test_a_key_that_is_there_twice_is_refused_with_its_place(tmp_path: Path, tex
         ),
     ],
 )
-def test_what_is_no_yaml_is_told_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+def test_malformed_yaml_is_reported_with_its_position(
+    tmp_path: Path, text: str, message: str
+) -> None:
     with pytest.raises(ValueError) as error:
         read_small_yaml(written(tmp_path, text))
     assert str(error.value) == f"not YAML: {message}"
@@ -97,20 +99,20 @@ def test_what_is_no_yaml_is_told_with_its_place(tmp_path: Path, text: str, messa
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ('!!int ""', "'': no int"),
-        ("!!int x", "'x': no int"),
-        ("!!bool maybe", "'maybe': no bool"),
-        ("!!timestamp foo", "'foo': no timestamp"),
-        ("!!timestamp 2024-99-99", "'2024-99-99': no timestamp"),
-        ("!!float x", "'x': no float"),
-        ("0b_", "'0b_': no int"),
-        ("9" * 5000, f"'{'9' * 39}: no int"),
+        ('!!int ""', "'': not a valid int"),
+        ("!!int x", "'x': not a valid int"),
+        ("!!bool maybe", "'maybe': not a valid bool"),
+        ("!!timestamp foo", "'foo': not a valid timestamp"),
+        ("!!timestamp 2024-99-99", "'2024-99-99': not a valid timestamp"),
+        ("!!float x", "'x': not a valid float"),
+        ("0b_", "'0b_': not a valid int"),
+        ("9" * 5000, f"'{'9' * 39}: not a valid int"),
         ("!!map [1]", "expected a mapping node, but found sequence"),
         ("!!map x", "expected a mapping node, but found scalar"),
         ("!own 1", "could not determine a constructor for the tag '!own'"),
     ],
 )
-def test_what_is_not_what_its_tag_says_is_told_with_its_place(
+def test_a_value_contradicting_its_tag_is_reported_with_its_position(
     tmp_path: Path, word: str, message: str
 ) -> None:
     with pytest.raises(ValueError) as error:
@@ -119,20 +121,20 @@ def test_what_is_not_what_its_tag_says_is_told_with_its_place(
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 100_000, "a: [", "- \ud83d\t: }"])
-def test_what_is_no_yaml_is_a_value_error(tmp_path: Path, text: str) -> None:
+def test_malformed_yaml_is_a_value_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "file.yaml"
     path.write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(ValueError):
         read_small_yaml(path)
 
 
-def test_what_is_nested_too_deeply_as_json_is_a_value_error(tmp_path: Path) -> None:
+def test_deeply_nested_json_is_a_value_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nested too deeply"):
         read_small_json(written(tmp_path, "[" * 200_000))
 
 
-def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="more than 1 MiB"):
+def test_a_file_above_the_limit_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="exceeds the limit of 1 MiB"):
         read_small_text(written(tmp_path, "x" * (MAX_SETTINGS_BYTES + 1)))
 
 
@@ -143,21 +145,21 @@ def nested(depth: int) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (nested(MAX_DEPTH + 2), "nested more than 100 deep"),
-        ('{"a": ' * 200 + "1" + "}" * 200, "nested more than 100 deep"),
+        (nested(MAX_DEPTH + 2), "nested more than 100 levels deep"),
+        ('{"a": ' * 200 + "1" + "}" * 200, "nested more than 100 levels deep"),
         (nested(100_000), "nested too deeply"),
-        ('{"b": {"a": 1, "c": 2, "a": 1}}', "key 'a': must be there once"),
-        ("9" * 5000, "a number of too many digits"),
+        ('{"b": {"a": 1, "c": 2, "a": 1}}', "key 'a': must occur only once"),
+        ("9" * 5000, "a number has too many digits"),
         ("{", "Expecting property name"),
     ],
 )
-def test_json_of_a_stranger_is_refused_in_one_line(text: str, message: str) -> None:
+def test_malformed_json_is_refused_in_one_line(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         parse_json(text)
     assert "\n" not in str(error.value)
 
 
-def test_json_is_read_down_to_the_bound() -> None:
+def test_json_is_read_up_to_the_nesting_limit() -> None:
     assert parse_json(nested(MAX_DEPTH)) is not None
     assert parse_json(b'{"a": [1, {"a": 2}]}') == {"a": [1, {"a": 2}]}
 
@@ -174,7 +176,7 @@ def make_socket(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("make", [make_fifo, lambda path: Path("/dev/zero"), make_socket])
-def test_what_is_no_regular_file_is_neither_waited_for_nor_read(
+def test_fifos_sockets_and_devices_are_refused_without_blocking(
     tmp_path: Path, make: Callable[[Path], Path]
 ) -> None:
     path = make(tmp_path / "odd")
@@ -185,21 +187,21 @@ def test_what_is_no_regular_file_is_neither_waited_for_nor_read(
     assert "\n" not in str(error.value)
 
 
-def test_a_directory_is_no_regular_file(tmp_path: Path) -> None:
+def test_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotRegularError, match="is a directory"):
         open_regular_file(tmp_path)
 
 
-def test_a_line_without_an_end_is_not_read(tmp_path: Path) -> None:
+def test_an_overlong_line_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"one\ntwo")
     with open_regular_file(path) as file:
         assert list(read_lines(file)) == [b"one\n", b"two"]
     with path.open("wb") as file:
         file.write(b"one\n")
-        file.truncate(10 << 30)  # sparse: it takes no room
+        file.truncate(10 << 30)  # a sparse file takes no disk space
     with (
         open_regular_file(path) as file,
-        pytest.raises(ValueError, match="line 2: more than 1 MiB"),
+        pytest.raises(ValueError, match="line 2: longer than 1 MiB"),
     ):
         list(read_lines(file, most_bytes=1 << 20))

@@ -1,4 +1,4 @@
-"""What a model directory says of its model, and what is refused before a model is built."""
+"""Metadata of a model directory, and its refusal before a model is built."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def changed(toy_model: Path, tmp_path: Path) -> Any:
-    """Copies the toy's model with other settings in its config.json."""
+    """Copy the toy model with changed settings in its config.json."""
 
     def copy(settings: dict[str, Any]) -> Path:
         path = tmp_path / "model"
@@ -56,10 +56,10 @@ def yarn(factor: float) -> dict[str, Any]:
     [
         (None, 128, 128),
         (yarn(4.0), 128, 512),
-        # Some configs give the length after scaling.
+        # Some configs state the length after scaling.
         (yarn(4.0), 512, 512),
         ({"rope_type": "linear", "factor": 2.0}, 128, 256),
-        # By the length at hand, which vLLM does not know of.
+        # Scaled by the current length, which vLLM does not support.
         ({"rope_type": "dynamic", "factor": 2.0}, 128, 128),
         (
             {
@@ -74,7 +74,7 @@ def yarn(factor: float) -> dict[str, Any]:
         ),
     ],
 )
-def test_the_scaling_of_positions_counts_towards_the_longest_rollout(
+def test_rope_scaling_extends_the_context_length(
     scaling: dict[str, Any] | None, positions: int, tokens: int, changed: Any
 ) -> None:
     settings = {"max_position_embeddings": positions, "rope_scaling": scaling}
@@ -84,11 +84,11 @@ def test_the_scaling_of_positions_counts_towards_the_longest_rollout(
     with pytest.raises(ConfigError, match=f"at most {tokens} tokens"):
         read_model_length(path, limit=tokens + 1)
     arguments = make_engine_args(path, GeneratorConfig(), seed=0, max_length=tokens, on_cpu=True)
-    told = arguments.get("hf_overrides", {}).get("max_position_embeddings", positions)
-    assert told == max(tokens, positions)
+    vllm_positions = arguments.get("hf_overrides", {}).get("max_position_embeddings", positions)
+    assert vllm_positions == max(tokens, positions)
 
 
-def test_gemma_3_gives_its_positions_scaled() -> None:
+def test_gemma_3_states_positions_after_scaling() -> None:
     rope = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
     config = AutoConfig.for_model(
         "gemma3_text", max_position_embeddings=1024, rope_parameters={"full_attention": rope}
@@ -103,12 +103,10 @@ def test_gemma_3_gives_its_positions_scaled() -> None:
         ('{"eos', "not a valid JSON file"),
         ('{"eos_token_id": "x"}', "eos_token_id='x': must be token ids"),
         ('{"eos_token_id": [4, -5]}', "must be token ids"),
-        ('{"eos_token_id": 10000000}', "must be token ids, of which the model has"),
+        ('{"eos_token_id": 10000000}', "must be token ids below"),
     ],
 )
-def test_defaults_of_generation_that_cannot_be_used_are_refused(
-    content: str, words: str, changed: Any
-) -> None:
+def test_invalid_generation_defaults_are_refused(content: str, words: str, changed: Any) -> None:
     path = changed({})
     (path / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"generation_config\.json: ") as caught:
@@ -116,9 +114,7 @@ def test_defaults_of_generation_that_cannot_be_used_are_refused(
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_defaults_of_generation_are_in_a_checkpoint_as_they_came(
-    changed: Any, tmp_path: Path
-) -> None:
+def test_generation_defaults_are_copied_into_checkpoints(changed: Any, tmp_path: Path) -> None:
     path = changed({})
     odd = '{"do_sample": false, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 5]}'
     (path / "generation_config.json").write_text(odd)
@@ -155,7 +151,7 @@ MINE = {
 
 @pytest.fixture
 def with_code(changed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model that is built by Python files beside it; nobody answers questions."""
+    """Model directory with its own Python code; a prompt for trust would fail the test."""
 
     def asked(question: str = "") -> str:
         raise AssertionError(f"a question: {question}")
@@ -169,21 +165,21 @@ def with_code(changed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("read", [lambda path: read_model_length(path, limit=None), load_skeleton])
-def test_code_of_a_directory_is_refused_without_a_question(with_code: Path, read: Any) -> None:
-    with pytest.raises(ConfigError, match=r"model.trust_remote_code=true runs that") as caught:
+def test_untrusted_model_code_is_refused_without_a_prompt(with_code: Path, read: Any) -> None:
+    with pytest.raises(ConfigError, match=r"model.trust_remote_code=true runs the code") as caught:
         read(str(with_code))
     assert "\n" not in str(caught.value)
 
 
-def test_code_of_a_tokenizer_is_refused_without_a_question(with_code: Path) -> None:
+def test_untrusted_tokenizer_code_is_refused_without_a_prompt(with_code: Path) -> None:
     settings = {"auto_map": {"AutoTokenizer": ["tokenization_mine.Mine", None]}}
     (with_code / "config.json").write_text(json.dumps({**MINE, "auto_map": {}}))
     (with_code / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match=r"model.trust_remote_code=true runs that"):
+    with pytest.raises(ConfigError, match=r"model.trust_remote_code=true runs the code"):
         load_tokenizer(str(with_code))
 
 
-def test_code_of_a_trusted_directory_is_run_and_of_no_other(
+def test_only_code_of_trusted_directories_runs(
     with_code: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(
@@ -197,7 +193,7 @@ def test_code_of_a_trusted_directory_is_run_and_of_no_other(
     assert make_trusted_env() == {}
 
 
-def test_a_family_that_transformers_knows_needs_no_code(changed: Any) -> None:
+def test_a_family_known_to_transformers_needs_no_code(changed: Any) -> None:
     auto_map = {"AutoConfig": "configuration_none.NoneConfig"}
     assert read_model_length(str(changed({"auto_map": auto_map})), limit=None) == 128
 
@@ -207,7 +203,7 @@ DESCRIPTIONS = ["config.json", "generation_config.json", "model.safetensors.inde
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
 @pytest.mark.parametrize("text", ["[" * 10**5 + "]" * 10**5, "[", "[[]]", '{"weight_map": 3, '])
-def test_json_that_is_no_description_is_one_line(changed: Any, name: str, text: str) -> None:
+def test_a_malformed_config_json_is_a_one_line_error(changed: Any, name: str, text: str) -> None:
     path = changed({})
     (path / name).write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -217,9 +213,7 @@ def test_json_that_is_no_description_is_one_line(changed: Any, name: str, text: 
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_pipe_in_a_model_directory_is_refused_and_not_waited_for(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_fifo_in_a_model_directory_is_refused_without_blocking(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     for read in (read_model_config, lambda path: read_stored_shapes(Path(path), "model.path")):
         with pytest.raises(ConfigError, match=f"{name}: not a regular file"):

@@ -235,7 +235,7 @@ def test_an_unknown_parameter_is_refused_listing_the_allowed_parameters(
     with pytest.raises(
         ConfigError,
         match=rf"^filter\.function=keep: in /.*filter\.py it asks for {refused}; "
-        r"it is given, by name, any of prompt, scores, rewards$",
+        r"available, by keyword: prompt, scores, rewards$",
     ):
         build_group_filter(config)
 
@@ -245,10 +245,10 @@ def test_an_unknown_parameter_is_refused_listing_the_allowed_parameters(
     [
         ("def other(): pass", r"filter\.function=keep: not in /.*filter\.py, which has other"),
         ("", r"filter\.function=keep: not in /.*filter\.py, which has none"),
-        ("keep = True", r"filter\.function=keep: in /.*filter\.py it is no function"),
-        ("class keep: pass", r"filter\.function=keep: in /.*filter\.py it is no function"),
+        ("keep = True", r"filter\.function=keep: in /.*filter\.py it is not a function"),
+        ("class keep: pass", r"filter\.function=keep: in /.*filter\.py it is not a function"),
         ("keep = max", r"filter\.function=keep: in /.*filter\.py: no signature.*"),
-        ("async def keep(): return True", r"filter\.function=keep: in /.*filter\.py it is async"),
+        ("async def keep(): return True", r"filter\.function=keep: in /.*filter\.py must not be async"),
         ("x = 1\ny = = 2", r"filter\.path=/.*filter\.py:2: SyntaxError: .*"),
         ("import no_such_module", r"filter\.path=/.*filter\.py:1: ModuleNotFoundError: .*"),
         ("raise SystemExit(1)", r"filter\.path=/.*filter\.py:1: SystemExit: 1"),

@@ -338,19 +338,11 @@ def test_a_combine_function_excludes_weights_and_unknown_parameters(tmp_path):
             RewardConfig("exact"),
             "scorer.combine=.*:mix: in .* it asks for model; it is",
         ),
-        (f"{path}:late", RewardConfig("exact"), "scorer.combine=.*:late: in .*mix.py it is async"),
+        (f"{path}:late", RewardConfig("exact"), "scorer.combine=.*:late: in .*mix.py must not be async"),
         (f"{path}:no", RewardConfig("exact"), "scorer.combine=.*:no: not in .*mix.py"),
-        (path, RewardConfig("exact"), "scorer.combine=.*: must be written as file.py:function"),
-        (
-            f"{path}:fine",
-            RewardConfig("exact", weight=2.0),
-            "weight and gate of reward exact have no",
-        ),
-        (
-            f"{path}:fine",
-            RewardConfig("exact", gate=True),
-            "weight and gate of reward exact have no",
-        ),
+        (path, RewardConfig("exact"), "scorer.combine=.*: write it as file.py:function"),
+        (f"{path}:fine", RewardConfig("exact", weight=2.0), "weight and gate of reward exact mean"),
+        (f"{path}:fine", RewardConfig("exact", gate=True), "weight and gate of reward exact mean"),
     ):
         with pytest.raises(ConfigError, match=words):
             build_rewards([config], RewardContext(ScorerConfig(combine=combine)))

@@ -1,1 +1,1 @@
-"""Parse and check what the commands take."""
+"""Command-line arguments shared by commands: parsers and checks."""

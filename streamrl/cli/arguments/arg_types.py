@@ -1,16 +1,15 @@
-"""Words of a command line that name something; one that is empty names nothing."""
+"""Argparse types that reject empty words, as from an unset shell variable."""
 
 import argparse
 from pathlib import Path
 
 
 def parse_nonempty(word: str) -> str:
-    """The word itself, as argparse's `type`; an empty one is refused."""
     if not word:
         raise argparse.ArgumentTypeError("must not be empty")
     return word
 
 
 def parse_path(word: str) -> Path:
-    """The path; an empty word would else be the folder that one is in."""
+    """Return the path. `Path("")` would silently name the working directory."""
     return Path(parse_nonempty(word))

@@ -1,4 +1,4 @@
-"""Completions that are there already: read from a file and put together with their rows."""
+"""Reader of completion files: joins existing completions with their prompt rows."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from streamrl.messages import Prompt, make_uid
 
 @dataclass(frozen=True)
 class CompletionGroup:
-    """The completions of one row, and the place of each among the lines of its file."""
+    """Completions of one row, with the line index of each in the completion file."""
 
     prompt: Prompt
     line_indices: Sequence[int]
@@ -24,28 +24,28 @@ class CompletionGroup:
 
 
 def read_completion_groups(file: DataFile, completions: str) -> list[CompletionGroup]:
-    """The completions of a file by their row, in the order of its first line for each.
+    """Group the completions of a file by row, in order of first appearance.
 
-    Raises ConfigError naming file, line and rule.
+    Raises ConfigError with file and line for a malformed record or an unknown row.
     """
-    read = list(_read_completions(completions))
+    records = list(_read_completions(completions))
     rows = load_rows(file.path, file.prompt_key, label_key=file.label_key, split=file.split)
-    prompts = _make_prompts(rows, {index for _, index, _ in read})
-    places: dict[int, list[int]] = {}
-    for place, (where, index, _) in enumerate(read):
+    prompts = _make_prompts(rows, {index for _, index, _ in records})
+    lines_by_index: dict[int, list[int]] = {}
+    for line, (where, index, _) in enumerate(records):
         if index not in prompts:
             raise ConfigError(
-                f"{where}: index={index}: {file.path} has no such row, counted from 0"
+                f"{where}: index={index}: {file.path} has no such row; rows count from 0"
             )
-        places.setdefault(index, []).append(place)
+        lines_by_index.setdefault(index, []).append(line)
     return [
-        CompletionGroup(prompts[index], own, [read[place][2] for place in own])
-        for index, own in places.items()
+        CompletionGroup(prompts[index], lines, [records[line][2] for line in lines])
+        for index, lines in lines_by_index.items()
     ]
 
 
 def _make_prompts(rows: Iterator[DataRow], wanted: set[int]) -> Mapping[int, Prompt]:
-    """The rows that are wanted, by index. No reward reads the tokens of a prompt."""
+    """Index prompts of the wanted rows. Token ids are dummies: rewards only read the messages."""
     no_tokens = np.zeros(1, np.int32)
     return {
         row.index: Prompt(
@@ -64,7 +64,7 @@ def _make_prompts(rows: Iterator[DataRow], wanted: set[int]) -> Mapping[int, Pro
 
 
 def _read_completions(path: str) -> Iterator[tuple[str, int, str]]:
-    """Of each line its place in words, the index of its row, and the completion."""
+    """Yield (location for messages, row index, completion) for each line."""
     is_empty = True
     try:
         with open_regular_file(path) as file:
@@ -75,13 +75,14 @@ def _read_completions(path: str) -> Iterator[tuple[str, int, str]]:
                     raise record
                 yield (where, *_parse_completion(record, where))
     except OSError as error:
-        raise ConfigError(f"--completions {path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"--completions {path}: cannot read: {error.strerror}") from None
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"--completions {path}: {error}") from None
     if is_empty:
         raise ConfigError(f"--completions {path}: holds no completions")
+        raise ConfigError(f"--completions {path}: the file contains no completions")
 
 
 def _describe_type(value: Any) -> str:
@@ -90,13 +91,13 @@ def _describe_type(value: Any) -> str:
 
 def _parse_completion(record: Any, where: str) -> tuple[int, str]:
     if not isinstance(record, dict):
-        raise ConfigError(f"{where}: must be a JSON object, is {_describe_type(record)}")
-    for key, kind, what in (
+        raise ConfigError(f"{where}: expected a JSON object, got {_describe_type(record)}")
+    for key, kind, rule in (
         ("index", int, "the number of a row, from 0"),
         ("completion", str, "text"),
     ):
         if key not in record:
             raise ConfigError(f"{where}: no key {key!r}; the keys are: {', '.join(record) or '-'}")
         if not isinstance(record[key], kind) or isinstance(record[key], bool):
-            raise ConfigError(f"{where}: {key}={json.dumps(record[key])}: must be {what}")
+            raise ConfigError(f"{where}: {key}={json.dumps(record[key])}: must be {rule}")
     return record["index"], record["completion"]

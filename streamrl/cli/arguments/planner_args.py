@@ -1,4 +1,4 @@
-"""What `streamrl plan` and `streamrl simulate` are asked: a run, a cluster, sizes and lengths."""
+"""Arguments of `streamrl plan` and `streamrl simulate`: a run, a cluster, models and lengths."""
 
 import argparse
 import math
@@ -32,43 +32,48 @@ from streamrl.placement import (
 from streamrl.placement.costs import CostConstants
 
 MAX_LENGTHS_BYTES = 16 * MIB
-"""Of a file of lengths: millions of them."""
+"""Room for millions of lengths."""
 HOUR_S = 3600.0
 MAX_MEDIAN = 1_000_000_000
 LENGTHS_HELP = (
-    "of completions: fixed:TOKENS, lognormal:MEDIAN:SIGMA, a file of numbers, or a run directory;"
-    " by default all have generator.max_new_tokens, the most they can"
+    "completion lengths: fixed:TOKENS, lognormal:MEDIAN:SIGMA, a file of numbers, or a run"
+    " directory (default: every completion has generator.max_new_tokens tokens)"
 )
 
 
 def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments that say what is to be placed, and on what."""
-    parser.add_argument("config", type=parse_path, metavar="CONFIG", help="a YAML file, or a run")
     parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="settings that override it"
+        "config", type=parse_path, metavar="CONFIG", help="YAML file or run directory"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="settings that override the config",
     )
     parser.add_argument(
         "--cluster",
         type=parse_nonempty,
         required=True,
         metavar="FILE|8xH100",
-        help="devices, as 64xH100, 16x8xA100@200Gb or 8xA100,8xV100, or a file with its nodes",
+        help="devices, e.g. 64xH100, 16x8xA100@200Gb or 8xA100,8xV100, or a YAML file of nodes",
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="only the first N devices of it")
+    parser.add_argument("--gpus", type=int, metavar="N", help="use only the first N devices")
     parser.add_argument(
         "--model",
         type=parse_nonempty,
         action="append",
         default=[],
         metavar="[ROLE=]NAME",
-        help="a size by name (llama-7b, qwen2.5-32b, ...) or a model directory, in place of the"
-        " config's; with a role only that one's",
+        help="model size by name (llama-7b, qwen2.5-32b, ...) or model directory, instead of the"
+        " config's; ROLE=NAME applies to that role only",
     )
     parser.add_argument(
         "--prompt-tokens",
         type=float,
         metavar="N",
-        help="mean of a prompt; by default of data.train",
+        help="mean prompt length in tokens (default: measured on data.train)",
     )
     parser.add_argument("--lengths", type=parse_nonempty, metavar="SPEC", help=LENGTHS_HELP)
     parser.add_argument(
@@ -76,20 +81,20 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="of all groups that are sampled, the part that filter takes out (0)",
+        help="fraction of sampled groups that the group filter rejects (0)",
     )
     parser.add_argument(
         "--constants",
         type=parse_path,
         metavar="FILE",
-        help="of the costs, as calibrate writes them",
+        help="YAML file of cost constants, as written by `streamrl calibrate`",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is random (0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (0)")
 
 
 @dataclass(frozen=True)
 class PlannerInputs:
-    """What is asked beside a run's config: devices, sizes and lengths, and what devices give."""
+    """Planner options that a run's config does not contain."""
 
     cluster: Cluster
     request: PlannerRequest
@@ -98,13 +103,13 @@ class PlannerInputs:
     def build_problem(
         self, config: RunConfig, cluster: Cluster | None = None
     ) -> tuple[PlacementProblem, CostConstants]:
-        """The problem of a config, on another cluster if one is given. Raises ConfigError."""
+        """Build the problem for a config, by default on `self.cluster`. Raises ConfigError."""
         cluster = cluster or self.cluster
         problem = build_planner_problem(config, cluster, self.request)
         try:
             problem.workload.check_micro_batch_tokens("pipeline.micro_batch_tokens")
         except ConfigError as error:
-            hint = "--prompt-tokens and --lengths say how long they are"
+            hint = "set their lengths with --prompt-tokens and --lengths"
             raise ConfigError(f"{error}; {hint}") from None
         return problem, build_run_constants(config, self.constants, on_gpu=not cluster.is_cpu)
 
@@ -112,12 +117,10 @@ class PlannerInputs:
 def read_problem(
     arguments: argparse.Namespace, config: RunConfig
 ) -> tuple[PlacementProblem, CostConstants]:
-    """What is asked about a run, and the constants. Raises ConfigError."""
     return read_planner_inputs(arguments, config).build_problem(config)
 
 
 def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> PlannerInputs:
-    """What the options say. Raises ConfigError."""
     if arguments.seed < 0:
         raise ConfigError(f"--seed {arguments.seed}: must be 0 or more")
     cluster = read_cluster(arguments.cluster)
@@ -131,34 +134,35 @@ def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> Pla
         lengths = read_lengths(arguments.lengths, config.generator.max_new_tokens)
     filtered = arguments.filtered
     if filtered and config.filter.kind == "none":
-        raise ConfigError(f"--filtered {filtered:g}: means nothing to filter.kind=none")
+        raise ConfigError(
+            f"--filtered {filtered:g} has no effect: filter.kind=none. Remove it or set filter.kind"
+        )
     mean, longest = arguments.prompt_tokens, config.data.max_prompt_tokens
     if mean is not None and not 0 < mean < math.inf:
         raise ConfigError(f"--prompt-tokens {mean:g}: must be above 0 and finite")
     if mean is None:
         mean, longest = measure_prompt_tokens(config)
-    asked = PlannerRequest(mean, read_models(config, arguments.model), lengths, filtered, longest)
-    return PlannerInputs(cluster, asked, constants)
+    models = read_models(config, arguments.model)
+    request = PlannerRequest(mean, models, lengths, filtered, longest)
+    return PlannerInputs(cluster, request, constants)
 
 
 def check_simulation_time(seconds: float, workload: Workload, *, place: str) -> None:
-    """Raise ConfigError for what takes more than an hour to simulate."""
     if seconds > HOUR_S:
         raise ConfigError(
             f"{place}pipeline.groups_per_step={workload.groups_per_step},"
             f" algorithm.group_size={workload.group_size}: about {seconds / HOUR_S:.3g} h to"
-            " simulate: must be at most 1 h"
+            " simulate; the limit is 1 h"
         )
 
 
 def read_config(path: Path, overrides: list[str]) -> RunConfig:
-    """A config file's, or a run directory's."""
     source = path / "config.yaml" if os.path.isdir(path) else path
     return load_config(source, overrides)
 
 
 def read_cluster(text: str) -> Cluster:
-    """Of a file if there is one of that name, else as it is written."""
+    """Read a cluster file if `text` names one, else parse `text` as a cluster spec."""
     path = Path(text)
     if not os.path.exists(path) and path.suffix not in (".yaml", ".yml", ".json"):
         return Cluster.from_text(text)
@@ -170,24 +174,27 @@ def read_cluster(text: str) -> Cluster:
 
 
 def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:
-    """Sizes by role of [ROLE=]NAME; one without a role is that of every model but a reward's."""
+    """Return model names by role from [ROLE=]NAME words.
+
+    A word without a role applies to all models except reward models.
+    """
     roles = {call.followed_role or call.role for call in config.dataflow.calls} - {"reward", "cost"}
-    found: dict[str, str] = {}
-    named: dict[str, str] = {}
+    models: dict[str, str] = {}
+    words_by_role: dict[str, str] = {}
     for word in words:
         role, equals, name = word.rpartition("=")
-        if role in named:
-            raise ConfigError(f"--model {word}: --model {named[role]} is given, too")
-        named[role] = word
+        if role in words_by_role:
+            raise ConfigError(f"--model {word}: --model {words_by_role[role]} names the same role")
+        words_by_role[role] = word
         if equals:
-            found[role] = name
+            models[role] = name
         else:
-            found = {**dict.fromkeys(roles, name), **found}
-    return found
+            models = {**dict.fromkeys(roles, name), **models}
+    return models
 
 
 def read_lengths(text: str, limit: int) -> LengthDistribution:
-    """Of SPEC. Raises ConfigError, also for some that are longer than `limit`."""
+    """Parse SPEC. Raises ConfigError for a malformed one or for lengths above `limit`."""
     lengths = _parse_lengths(text, limit)
     if lengths.max_tokens > limit:
         raise ConfigError(
@@ -221,14 +228,14 @@ def _parse_lengths(text: str, limit: int) -> LengthDistribution:
         loaded = parse_json(words) if words.lstrip().startswith("[") else words.split()
     except (OSError, ValueError) as error:
         raise ConfigError(f"--lengths {text}: {describe_read_error(error)}") from None
-    found = [_parse_tokens(word, text) for word in loaded]
-    if not found:
-        raise ConfigError(f"--lengths {text}: must be one length or more")
-    return EmpiricalLengths.from_samples(found)
+    lengths = [_parse_tokens(word, text) for word in loaded]
+    if not lengths:
+        raise ConfigError(f"--lengths {text}: must contain at least one length")
+    return EmpiricalLengths.from_samples(lengths)
 
 
 def _parse_tokens(word: Any, text: str) -> int:
-    """A length, of a word or of JSON. Raises ConfigError, naming SPEC, for what is none."""
+    """Parse a length from text or JSON. Raises ConfigError unless it is a positive integer."""
     try:
         number = float(word)
     except (TypeError, ValueError, OverflowError):
@@ -239,7 +246,7 @@ def _parse_tokens(word: Any, text: str) -> int:
 
 
 def describe_problem(config: RunConfig, problem: PlacementProblem) -> str:
-    """What is placed on what, for a person."""
+    """Return two lines of text: the run and the cluster, and the work of one step."""
     workload = problem.workload
     models = ", ".join(f"{role} {shape.name}" for role, shape in problem.models.items())
     return (

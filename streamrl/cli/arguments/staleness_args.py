@@ -1,6 +1,6 @@
-"""The bounds of staleness that `streamrl plan` is asked for, each judged by the run's settings.
+"""Staleness bounds for `streamrl plan`: parses --max-staleness and drops bounds the run forbids.
 
-Neither the bound nor the placement that the config itself has is what is planned for.
+The planner ignores the placement in the config and plans for each bound.
 """
 
 import argparse
@@ -19,11 +19,11 @@ DEFAULT_BOUNDS = "0,1,2,4"
 
 
 def parse_bounds(text: str) -> Sequence[int]:
-    """Bounds of staleness, as 0,1,4. Raises ConfigError."""
+    """Parse sorted staleness bounds such as "0,1,4". Raises ConfigError."""
     words = text.split(",")
     if not all(re.fullmatch(r"\s*\d{1,9}\s*", w) and int(w) <= MAX_STALENESS for w in words):
         raise ConfigError(
-            f"--max-staleness {text}: must be numbers from 0 to {MAX_STALENESS}, as 0,1"
+            f"--max-staleness {text}: must be numbers from 0 to {MAX_STALENESS}, e.g. 0,1"
         )
     return sorted({int(word) for word in words})
 
@@ -31,44 +31,48 @@ def parse_bounds(text: str) -> Sequence[int]:
 def read_staleness_request(
     arguments: argparse.Namespace,
 ) -> tuple[RunConfig, int | None, list[int], list[ExcludedBound]]:
-    """The run to be planned, its own bound if that is to be kept, and bounds to plan for.
+    """Return the config to plan, its own bound, the allowed bounds and the excluded bounds.
 
-    With those that its settings refuse, and why. Raises ConfigError for a wrong one.
+    The run's own bound is None if --max-staleness is given. Raises ConfigError for an invalid
+    bound.
     """
     path, overrides = arguments.config, arguments.overrides
     if arguments.max_staleness is not None:
         bounds = parse_bounds(arguments.max_staleness)
         config = read_bounded_config(path, overrides, bounds)
         return config, None, *split_allowed_bounds(config, bounds)
-    own = read_config(path, overrides).pipeline.max_staleness
-    if own > MAX_STALENESS:
+    own_bound = read_config(path, overrides).pipeline.max_staleness
+    if own_bound > MAX_STALENESS:
         raise ConfigError(
-            f"pipeline.max_staleness={own}: must be at most {MAX_STALENESS} to be planned"
+            f"pipeline.max_staleness={own_bound}: the planner supports at most {MAX_STALENESS}"
         )
-    config = read_bounded_config(path, overrides, [own])
-    allowed, refused = split_allowed_bounds(config, sorted({own, *parse_bounds(DEFAULT_BOUNDS)}))
-    return config, own, allowed, refused
+    config = read_bounded_config(path, overrides, [own_bound])
+    allowed, refused = split_allowed_bounds(
+        config, sorted({own_bound, *parse_bounds(DEFAULT_BOUNDS)})
+    )
+    return config, own_bound, allowed, refused
 
 
 def read_bounded_config(path: Path, overrides: Sequence[str], bounds: Sequence[int]) -> RunConfig:
-    """A run under the first of the bounds that it goes with. Raises ConfigError if there is none.
+    """Load the config under the first bound that its other settings allow.
 
-    It generates as far ahead as its bound allows.
+    Resets pipeline.depth, so that the run generates as far ahead as the bound allows. Raises
+    ConfigError if the config allows none of the bounds.
     """
-    wrong = ConfigError("no bounds")
+    last_error = ConfigError("no bounds")
     for bound in bounds:
-        own = [f"pipeline.max_staleness={bound}", "pipeline.depth=null"]
+        bound_overrides = [f"pipeline.max_staleness={bound}", "pipeline.depth=null"]
         try:
-            return read_config(path, [*overrides, *own])
+            return read_config(path, [*overrides, *bound_overrides])
         except ConfigError as error:
-            wrong = error
-    raise wrong
+            last_error = error
+    raise last_error
 
 
 def split_allowed_bounds(
     config: RunConfig, bounds: Sequence[int]
 ) -> tuple[list[int], list[ExcludedBound]]:
-    """The bounds that the run's settings go with, wherever it is placed, and why not the others."""
+    """Split bounds into those that the settings allow under any placement, and the rest."""
     anywhere = replace(config.placement, mode="disaggregated", pools=[], memory_mb=None)
     allowed, refused = [], []
     for bound in bounds:

@@ -1,1 +1,1 @@
-"""Format what the commands print and write."""
+"""Formatters for console output and output files of the commands."""

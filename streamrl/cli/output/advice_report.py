@@ -1,4 +1,4 @@
-"""What `streamrl report RUN` prints: what bounds a run, and what would help."""
+"""Text and JSON of `streamrl report RUN`: the bottleneck, and the effect of other settings."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,31 +14,29 @@ from streamrl.calibration.prediction import SteadyMetrics
 from streamrl.calibration.run_trace import MachineCores, RunTrace
 
 NEGLIGIBLE_CORES = 0.25
-"""Cores: what a driver and the processes of Ray take."""
+"""CPU cores taken by a driver and Ray's own processes."""
 SATURATED_BUSY = 0.9
-"""A stage that is busy for more of the time has next to none to spare."""
+"""Busy fraction above which a stage has no reserve."""
 SUFFICIENT_OVERSAMPLING = 0.7
-"""Groups that are kept for each place of a step, of those admitted at first: more fill it."""
+"""Kept groups per group that a step trains, from which oversampling suffices."""
 
 
-def run_to_json(measured: RunTrace) -> dict[str, Any]:
-    """Return what bounds the run, for scripts."""
-    busiest = measure_stage_loads(measured)
+def run_to_json(trace: RunTrace) -> dict[str, Any]:
+    loads = measure_stage_loads(trace)
     return {
-        "steps": len(measured.steps),
-        "left_out": dict(measured.excluded_steps),
-        "cores": vars(measured.machine),
-        "bound_by": busiest[0].stage,
+        "steps": len(trace.steps),
+        "left_out": dict(trace.excluded_steps),
+        "cores": vars(trace.machine),
+        "bound_by": loads[0].stage,
         "stages": {
-            load.stage: {"busy": load.busy_fraction, "depth": load.mean_depth} for load in busiest
+            load.stage: {"busy": load.busy_fraction, "depth": load.mean_depth} for load in loads
         },
-        "filter": vars(measure_filter_cost(measured)),
-        "measured": vars(SteadyMetrics.from_trace(measured)),
+        "filter": vars(measure_filter_cost(trace)),
+        "measured": vars(SteadyMetrics.from_trace(trace)),
     }
 
 
 def advice_to_json(advice: SettingsAdvice) -> dict[str, Any]:
-    """Return what other settings would make of the run, for scripts."""
     return {
         "simulated": vars(advice.simulated_metrics),
         "error": advice.simulation_error,
@@ -55,80 +53,72 @@ def advice_to_json(advice: SettingsAdvice) -> dict[str, Any]:
     }
 
 
-def describe_run(measured: RunTrace) -> list[str]:
-    """The lines on the run as it was, which take no simulation."""
-    busiest = measure_stage_loads(measured)
-    out = ", ".join(f"{count} {why}" for why, count in measured.excluded_steps.items() if count)
+def describe_run(trace: RunTrace) -> list[str]:
+    """Format the report on the run itself, which needs no simulation."""
+    loads = measure_stage_loads(trace)
+    excluded = ", ".join(f"{count} {why}" for why, count in trace.excluded_steps.items() if count)
     return [
-        f"{measured.run_dir}: {len(measured.steps)} steps of {measured.mean_step_s:.3g} s,"
-        f" staleness {measured.staleness_mean:.2g}" + (f"; left out: {out}" if out else ""),
-        f"bound by    {_describe_bottleneck(busiest[0])}",
-        *_describe_loads(busiest),
-        *_describe_filter(measured),
+        f"{trace.run_dir}: {len(trace.steps)} steps of {trace.mean_step_s:.3g} s,"
+        f" staleness {trace.staleness_mean:.2g}" + (f"; left out: {excluded}" if excluded else ""),
+        f"bound by    {_describe_bottleneck(loads[0])}",
+        *_describe_loads(loads),
+        *_describe_filter(trace),
     ]
 
 
-def describe_advice(measured: RunTrace, advice: SettingsAdvice) -> list[str]:
-    """The lines on what other settings would make of it."""
+def describe_advice(trace: RunTrace, advice: SettingsAdvice) -> list[str]:
     simulated = advice.simulated_metrics
     lines = [
         f"simulated   a step of {simulated.step_s:.3g} s,"
-        f" {advice.simulation_error:+.0%}: what follows may be"
-        " as far off",
+        f" {advice.simulation_error:+.0%}; the rows below may have"
+        " the same error",
         f"{'instead':<50}{'step':>8}{'change':>8}{'staleness':>11}",
         *_describe_options(advice.options, advice.min_change),
     ]
-    machine = measured.machine
+    machine = trace.machine
     if machine.cores:
-        lines.append(
-            f"all of it on the {machine.cores} cores that the run was made"
-            f" on{_describe_cores_left(machine)}"
-        )
+        lines.append(f"simulated on the run's {machine.cores} cores{_describe_cores_left(machine)}")
     return lines
 
 
 def _describe_cores_left(machine: MachineCores) -> str:
-    """What others left of them, if that is less than all."""
+    """Describe the cores left by other programs, if those took a noticeable part."""
     if machine.taken < NEGLIGIBLE_CORES:
         return ""
-    return f", with the {machine.available_cores:.2g} that other programs left of them"
+    return f", {machine.available_cores:.2g} of them free of other programs"
 
 
-def _describe_bottleneck(first: StageLoad) -> str:
-    depth = "" if first.mean_depth is None else f"; {first.mean_depth:.2g} groups wait for it"
-    alone = (
-        ""
-        if first.busy_fraction > SATURATED_BUSY
-        else "; no stage is always busy: they wait for one another"
-    )
-    return f"{first.stage}, busy {first.busy_fraction:.0%} of the time{depth}{alone}"
+def _describe_bottleneck(load: StageLoad) -> str:
+    depth = "" if load.mean_depth is None else f"; {load.mean_depth:.2g} groups wait for it"
+    note = "" if load.busy_fraction > SATURATED_BUSY else "; no stage is saturated"
+    return f"{load.stage}, busy {load.busy_fraction:.0%} of the time{depth}{note}"
 
 
-def _describe_filter(measured: RunTrace) -> Iterable[str]:
-    """What the filter takes and costs; and what may be done about it."""
-    cost = measure_filter_cost(measured)
+def _describe_filter(trace: RunTrace) -> Iterable[str]:
+    cost = measure_filter_cost(trace)
     if not cost.share:
         return
     yield (
-        f"filter      takes {cost.share:.0%} of the groups: {cost.generate_s:.3g} s of generation"
-        f" and {cost.score_s:.3g} s of scoring in a step of {measured.mean_step_s:.3g} s"
+        f"filter      rejects {cost.share:.0%} of the groups: {cost.generate_s:.3g} s of generation"
+        f" and {cost.score_s:.3g} s of scoring in a step of {trace.mean_step_s:.3g} s"
     )
     if cost.oversample * (1 - cost.share) < SUFFICIENT_OVERSAMPLING:
         yield (
-            f"            {cost.oversample:.3g} prompts are admitted for each place, and one in"
-            f" {1 / (1 - cost.share):.3g} is kept: filter.oversample=auto fills a step in one round"
+            f"            {cost.oversample:.3g} prompts are admitted per trained group, and one"
+            f" in {1 / (1 - cost.share):.3g} is kept: filter.oversample=auto fills a step in one"
+            " round"
         )
 
 
-def _describe_loads(busiest: Iterable[StageLoad]) -> Iterable[str]:
-    for load in busiest:
+def _describe_loads(loads: Iterable[StageLoad]) -> Iterable[str]:
+    for load in loads:
         waiting = "" if load.mean_depth is None else f"  waiting {load.mean_depth:>6.3g} groups"
         yield f"  {load.stage:<14}busy {load.busy_fraction:>4.0%}{waiting}"
 
 
-def _describe_options(options: Iterable[SettingsOption], least: float) -> Iterable[str]:
+def _describe_options(options: Iterable[SettingsOption], min_change: float) -> Iterable[str]:
     for option in options:
-        note = "" if abs(option.step_s_change) > least else "  (too little to tell)"
+        note = "" if abs(option.step_s_change) > min_change else "  (within noise)"
         yield (
             f"{option.description:<50}{option.metrics.step_s:>6.3g} s{option.step_s_change:>8.0%}"
             f"{option.metrics.staleness_mean:>11.2g}{note}"

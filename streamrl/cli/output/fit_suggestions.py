@@ -1,4 +1,4 @@
-"""What would make a run fit where nothing does: settings, one at a time, and more devices."""
+"""Suggestions for a run that fits nowhere: single settings, or more devices."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +13,9 @@ from streamrl.placement.search import ParallelismChoices, SplitRules, can_fit
 from streamrl.placement.steady_state.estimator import PlacementEstimator
 
 MICRO_BATCH_FRACTIONS = 16
-"""In so many parts of its size micro-batches are made smaller until they fit."""
+"""Micro-batch sizes are tried in steps of this fraction of the configured size."""
 CLUSTER_MULTIPLES = (2, 3, 4, 8)
-"""So many times as many devices are tried."""
+"""Multiples of the number of devices to try."""
 MAX_DEVICES = 512
 LORA_RANK = 16
 
@@ -24,46 +24,49 @@ PlanningInputs = tuple[PlacementProblem, PlacementCosts, SplitRules]
 
 
 def suggest_fixes(
-    config: RunConfig, cluster: Cluster, planning_of: Callable[[RunConfig, Cluster], PlanningInputs]
+    config: RunConfig,
+    cluster: Cluster,
+    make_inputs: Callable[[RunConfig, Cluster], PlanningInputs],
 ) -> list[str]:
-    """Each of them by itself lets something fit; as settings are written, and clusters.
+    """Return changes, each of which lets some placement fit by itself, as command-line words.
 
-    planning_of: the problem of a config on a cluster, its costs, and how calls may be split.
+    make_inputs: builds the problem of a config on a cluster, its costs and its split rules.
     """
 
     def fits(settings: SettingValues, on: Cluster = cluster) -> bool:
         try:
-            problem, costs, rules = planning_of(with_settings(config, settings), on)
+            problem, costs, rules = make_inputs(with_settings(config, settings), on)
         except ConfigError:
             return False
         return can_fit(
             ParallelismChoices(PlacementEstimator(problem, costs.approximate_costs), rules=rules)
         )
 
-    longest = planning_of(config, cluster)[0].workload.max_rollout_tokens
+    longest = make_inputs(config, cluster)[0].workload.max_rollout_tokens
     smaller = [size for size in _list_micro_batch_sizes(config) if size >= longest]
-    found = [settings for settings in _iter_lossless_settings(config) if fits(settings)]
-    found += _find_largest_fit({}, smaller, fits)
+    fixes = [settings for settings in _iter_lossless_settings(config) if fits(settings)]
+    fixes += _find_largest_fit({}, smaller, fits)
     checkpointed = {"trainer.gradient_checkpointing": True}
-    if not found and not config.trainer.gradient_checkpointing:
-        found += _find_largest_fit(checkpointed, smaller, fits)
+    if not fixes and not config.trainer.gradient_checkpointing:
+        fixes += _find_largest_fit(checkpointed, smaller, fits)
     adapters = {"trainer.lora_rank": LORA_RANK}
-    if not found and not config.trainer.lora_rank and fits(adapters):
-        found.append(adapters)
-    told = [
-        ", ".join(f"{key}={_format_value(value)}" for key, value in each.items()) for each in found
+    if not fixes and not config.trainer.lora_rank and fits(adapters):
+        fixes.append(adapters)
+    words = [
+        ", ".join(f"{key}={_format_value(value)}" for key, value in settings.items())
+        for settings in fixes
     ]
-    more = (
+    larger_clusters = (
         _scale_cluster(cluster, times)
         for times in CLUSTER_MULTIPLES
         if cluster.num_devices * times <= MAX_DEVICES
     )
-    enough = next((each for each in more if fits({}, each)), None)
-    return told + ([f"--cluster {enough}"] if enough else [])
+    sufficient = next((larger for larger in larger_clusters if fits({}, larger)), None)
+    return words + ([f"--cluster {sufficient}"] if sufficient else [])
 
 
 def _iter_lossless_settings(config: RunConfig) -> Iterator[SettingValues]:
-    """Settings that cost time, and change nothing that is learned."""
+    """Yield settings that cost time and leave the learned model unchanged."""
     if not config.trainer.gradient_checkpointing:
         yield {"trainer.gradient_checkpointing": True}
     if config.generator.kv_cache_mb is not None:
@@ -71,24 +74,26 @@ def _iter_lossless_settings(config: RunConfig) -> Iterator[SettingValues]:
 
 
 def _list_micro_batch_sizes(config: RunConfig) -> list[int]:
-    """Of micro-batches that are smaller than the run's."""
-    whole = config.pipeline.micro_batch_tokens
-    return [whole * part // MICRO_BATCH_FRACTIONS for part in range(1, MICRO_BATCH_FRACTIONS)]
+    """Return micro-batch sizes below the configured one, ascending."""
+    full = config.pipeline.micro_batch_tokens
+    return [full * k // MICRO_BATCH_FRACTIONS for k in range(1, MICRO_BATCH_FRACTIONS)]
 
 
 def _find_largest_fit(
-    with_these: SettingValues, sizes: Sequence[int], fits: Callable[[SettingValues], bool]
+    base: SettingValues, sizes: Sequence[int], fits: Callable[[SettingValues], bool]
 ) -> list[SettingValues]:
-    """The largest micro-batches that fit, of sizes that grow; none if not even the smallest do."""
+    """Return the settings with the largest micro-batches that fit; empty if none fit.
+
+    sizes: ascending. Memory grows with the size, so a binary search finds the limit.
+    """
     key = "pipeline.micro_batch_tokens"
-    found: list[SettingValues] = [{**with_these, key: tokens} for tokens in sizes]
-    # What fits still fits with less.
-    fit = bisect_left(found, True, key=lambda settings: not fits(settings))
-    return found[fit - 1 : fit] if fit else []
+    candidates: list[SettingValues] = [{**base, key: tokens} for tokens in sizes]
+    num_fitting = bisect_left(candidates, True, key=lambda settings: not fits(settings))
+    return candidates[num_fitting - 1 : num_fitting] if num_fitting else []
 
 
 def _scale_cluster(cluster: Cluster, times: int) -> Cluster:
-    """So many times as many nodes of each kind; of a part of one node, of its devices first."""
+    """Multiply the devices: within a partly used node first, else the number of nodes."""
     groups = []
     for group in cluster.node_groups:
         per_node = group.device.devices_per_node

@@ -1,13 +1,12 @@
-"""Columns of text that line up, for people."""
+"""Text tables and short number formats."""
 
 from collections.abc import Sequence
 
-MAX_DIGITS = 16
-"""Of a percentage; a number has no more."""
+MAX_DIGITS = 16  # significant decimal digits of a float
 
 
 def format_table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
-    """Lines of rows, the first a heading; the first `left` columns begin, others end, together."""
+    """Align columns: the first `left` columns to the left, the rest to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(
@@ -19,7 +18,7 @@ def format_table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
 
 
 def format_count(number: float) -> str:
-    """A large number, short: 950, 12.3k, 4.56M."""
+    """Format a large number with a unit: 950, 12.3k, 4.56M."""
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"
@@ -27,16 +26,15 @@ def format_count(number: float) -> str:
 
 
 def format_seconds(number: float) -> str:
-    """Three digits of seconds."""
+    """Format with three significant digits, or as an integer from 1000 on."""
     return f"{number:.3g}" if number < 1000 else f"{number:.0f}"  # noqa: PLR2004
 
 
-def format_percent(part: float) -> str:
-    """A part of 1 as whole percents."""
-    return f"{part:.0%}"
+def format_percent(fraction: float) -> str:
+    return f"{fraction:.0%}"
 
 
-def format_inner_percent(part: float) -> str:
-    """A part above 0 and below 1, never told as 0% or 100%: with more digits if need be."""
-    texts = (f"{part:.{digits}%}" for digits in range(MAX_DIGITS))
-    return next((text for text in texts if float(text[:-1]) not in (0, 100)), f"{part:.3g}")
+def format_inner_percent(fraction: float) -> str:
+    """Format a fraction in (0, 1) as percent, with enough digits to differ from 0% and 100%."""
+    texts = (f"{fraction:.{digits}%}" for digits in range(MAX_DIGITS))
+    return next((text for text in texts if float(text[:-1]) not in (0, 100)), f"{fraction:.3g}")

@@ -1,1 +1,1 @@
-"""Claim, create and resume run directories; stop a run on a signal."""
+"""Run directories: claim, create and resume them; stop a run on a signal."""

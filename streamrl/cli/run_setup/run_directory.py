@@ -1,4 +1,4 @@
-"""The directory of a run, made whole or brought back to where the run goes on."""
+"""Run directory: created atomically, or cut back to the checkpoint of a resume."""
 
 import contextlib
 import shutil
@@ -21,10 +21,10 @@ from streamrl.telemetry.sinks import METRICS_FILE
 def open_run_directory(
     config: RunConfig, resume: ResumePoint | None, layout: QueueLayout, claim: RunDirClaim
 ) -> Iterator[tuple[RolloutLog, ResumePoint | None]]:
-    """Make the directory of a new run or a fork, or cut a resumed one back to its checkpoint.
+    """Create the directory of a new run or a fork, or cut a resumed run back to its checkpoint.
 
-    A new run that is refused or interrupted before its first step leaves none behind, and one that
-    does not get so far gives the directory back to the run it was to replace.
+    A new run that is refused or interrupted before its first step removes its directory. If the
+    run was to replace another, that one is restored.
     """
     log, folder = RolloutLog(config.run_dir), config.run_dir
     replaced = folder.with_name(f".{folder.name}.replaced")
@@ -63,9 +63,10 @@ def _make_run_dir(
     claim: RunDirClaim,
     replaced: Path,
 ) -> ResumePoint | None:
-    """Make a run directory that is owned and whole when it appears; where it goes on, if it does.
+    """Create a locked run directory; return the fork's resume point, None for a new run.
 
-    A fork has the checkpoint it starts from. What is replaced is moved aside.
+    The directory is filled under a temporary name and then renamed, so other processes see it
+    complete or not at all. A replaced run is moved aside to `replaced`.
     """
     folder = config.run_dir
     partial_dir = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
@@ -81,7 +82,7 @@ def _make_run_dir(
             _repartition_queue(config, forked, layout)
         write_atomic(partial_dir / "config.yaml", dump_config(config))
         if folder.exists():
-            # Made since this command began, it is somebody else's.
+            # Another process created the folder after this command had checked.
             if claim.run_lock is None:
                 claim_new_run(replace(config, run=replace(config.run, overwrite=False)), claim)
             shutil.rmtree(replaced, ignore_errors=True)
@@ -103,7 +104,7 @@ def _make_run_dir(
 
 
 def _repartition_queue(config: RunConfig, resume: ResumePoint, layout: QueueLayout) -> None:
-    """Deal the groups in flight to as many shards as the config says."""
+    """Redistribute the groups in flight over the configured number of shards."""
     from streamrl.config.resume_checks import repartition_queue
 
     if config.queue.journal.enabled and layout.shards != config.queue.shards:

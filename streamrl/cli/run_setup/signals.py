@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a run streams: the first asks it to stop, the second ends it."""
+"""Ctrl-C and SIGTERM during a run: the first stops the run in order, the second aborts it."""
 
 import contextlib
 import signal
@@ -8,9 +8,9 @@ from types import FrameType
 
 @contextlib.contextmanager
 def catch_first_interrupt() -> Iterator[Callable[[], bool]]:
-    """Within the block the first signal only sets what the yielded function returns.
+    """Record the first signal; yield a function that returns whether a signal arrived.
 
-    The second raises KeyboardInterrupt. The handlers that were there come back at the end.
+    A second signal raises KeyboardInterrupt. The previous handlers are restored at the end.
     """
     received = 0
 
@@ -20,19 +20,21 @@ def catch_first_interrupt() -> Iterator[Callable[[], bool]]:
         if received > 1:
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {
+        number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield lambda: received > 0
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def interrupt_on_signals() -> Callable[[], None]:
-    """From now on Ctrl-C and SIGTERM raise KeyboardInterrupt. Ray's own handlers would abort.
+    """Raise KeyboardInterrupt on Ctrl-C and SIGTERM from now on; Ray's handlers would abort.
 
-    Python drops what is raised inside a finalizer or a callback from C: the function that is
-    returned raises it again, if there has been a signal.
+    Python swallows exceptions raised inside finalizers and C callbacks. The returned function
+    raises KeyboardInterrupt again if a signal arrived.
     """
     received = False
 
@@ -52,13 +54,13 @@ def interrupt_on_signals() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def uninterrupted_exit_stack() -> Iterator[contextlib.ExitStack]:
-    """A stack whose callbacks run with signals ignored: an orderly end is not cut short half way.
+    """Yield a stack whose callbacks run with signals ignored, so that shutdown completes.
 
-    The handlers that were there come back after it.
+    The previous handlers are restored afterwards.
     """
-    with contextlib.ExitStack() as before, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as handlers, contextlib.ExitStack() as stack:
         try:
             yield stack
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
-                before.callback(signal.signal, number, signal.signal(number, signal.SIG_IGN))
+                handlers.callback(signal.signal, number, signal.signal(number, signal.SIG_IGN))

@@ -1,1 +1,1 @@
-"""Read data files of any format, row by row."""
+"""Readers of data files: formats, random access, normalization of rows."""

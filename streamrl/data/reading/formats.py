@@ -1,7 +1,7 @@
-"""Formats of a data file: where its rows are, and what a row is.
+"""Formats of data files: find the rows, and parse each to a plain Python record.
 
-JSONL, JSON, CSV (each also as .gz), parquet, a directory of parquet shards, a Hugging Face dataset.
-Every format gives the same plain Python records.
+Supported: JSONL, JSON, CSV (each also as .gz), parquet, a directory of parquet shards, and Hugging
+Face datasets on disk.
 """
 
 import codecs
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 TextRows = Iterator[tuple[int, int, bytes]]
-"""(index from 0, byte at which it begins, bytes) of each row of a text file."""
+"""Yields (index from 0, byte offset, bytes) of each row of a text file."""
 
 GZIP_SUFFIX = ".gz"
 _BATCH_ROWS = 1024
@@ -40,15 +40,14 @@ _CHUNK_BYTES = 4 * MIB
 _SPLIT_PATTERN = re.compile(
     r"(.+)-\d+-of-\d+|(?i:(?:.+[-_.])?(train|test|validation|valid|val|dev|eval)(?:[-_.]?\d+)?)"
 )
-"""How a parquet file is called that says of which split it is."""
+"""Names of parquet shards that contain their split, such as train-00000-of-00004."""
 DATASET_FILES = ("dataset_dict.json", "dataset_info.json")
-"""Files of which a folder has one that is a dataset, not files of rows."""
+"""Files that mark a folder as a saved dataset instead of a folder of parquet shards."""
 _WHITESPACE = re.compile(r"[ \t\r\n]*")
 
 
 @contextmanager
 def wrap_read_errors(path: str) -> Iterator[None]:
-    """Raise what goes wrong with a data file as ConfigError naming it."""
     try:
         yield
     except ConfigError:
@@ -64,60 +63,62 @@ def wrap_read_errors(path: str) -> Iterator[None]:
 
 
 def format_error(error: BaseException) -> str:
-    """What an error says, on one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# Text: a layout says where rows begin and end, and what a row is.
+# Text files: a layout finds the rows and parses a row.
 
 
 @dataclass(frozen=True)
 class JsonLines:
-    """An object a line."""
-
     unit: ClassVar[str] = "line"
 
     def iter_rows(self, file: BinaryIO) -> TextRows:
-        """Find the rows. Raises ValueError for a line without an end."""
+        """Yield the rows. Raises ValueError for a line above the size limit."""
         offset = 0
         for index, line in enumerate(read_lines(file)):
-            mark = len(codecs.BOM_UTF8) if index == 0 and line.startswith(codecs.BOM_UTF8) else 0
-            if line[mark:].strip():
-                yield index, offset + mark, line[mark:]
+            has_bom = index == 0 and line.startswith(codecs.BOM_UTF8)
+            bom_size = len(codecs.BOM_UTF8) if has_bom else 0
+            if line[bom_size:].strip():
+                yield index, offset + bom_size, line[bom_size:]
             offset += len(line)
 
     def parse_row(self, row: bytes) -> Any:
-        """Read a row. Raises ValueError."""
         return _parse_json_row(row)
 
 
 @dataclass(frozen=True)
 class JsonArray:
-    """One array of objects."""
+    """One JSON array of objects.
+
+    `iter_rows` scans the array incrementally: it decodes one element at a time and reads more of
+    the file whenever the text at hand ends inside an element.
+    """
 
     unit: ClassVar[str] = "row"
 
     def iter_rows(self, file: BinaryIO) -> TextRows:
-        """Find the rows. Raises ValueError where the array breaks off, is none or not all."""
-        # Structure is ASCII: as Latin-1 each character is a byte, and its place the byte's.
+        """Yield the rows. Raises ValueError for a truncated array or other text around it."""
+        # Decoded as Latin-1, each byte is one character, so text positions equal byte offsets; the
+        # JSON syntax is ASCII and unaffected.
         decoder, text, base, at, index = json.JSONDecoder(), "", 0, 0, 0
         is_first, after_row, after_comma = True, False, False
         while True:
             at = _WHITESPACE.match(text, at).end()  # type: ignore[union-attr]
-            found = text[at : at + 1]
+            character = text[at : at + 1]
             try:
                 if is_first:
                     at += len(codecs.BOM_UTF8) * text.startswith(_BOM, at)
                     at, is_first = _expect_character(text, at, "["), False
                     continue
-                if found == "]":
+                if character == "]":
                     _check_array_end(file, text, at + 1, index if after_comma else None)
                     return
                 if after_row:
                     at, after_row, after_comma = _expect_character(text, at, ","), False, True
                     continue
                 end = decoder.raw_decode(text, at)[1]
-                if end == len(text) and text[-1] not in '}]"':  # more digits may come
+                if end == len(text) and text[-1] not in '}]"':  # a number may continue
                     raise _IncompleteInputError
             except RecursionError:
                 raise ValueError(f"row {index + 1}: not JSON: nested too deeply") from None
@@ -133,7 +134,6 @@ class JsonArray:
             at, after_row, after_comma, index = end, True, False, index + 1
 
     def parse_row(self, row: bytes) -> Any:
-        """Read a row. Raises ValueError."""
         return _parse_json_row(row)
 
 
@@ -141,31 +141,33 @@ _BOM = codecs.BOM_UTF8.decode("latin-1")
 
 
 class _IncompleteInputError(Exception):
-    """A piece of the file ends before it can be said what comes."""
+    """End of the text at hand, where more of the file is needed to decide."""
 
 
-def _expect_character(text: str, at: int, wanted: str) -> int:
-    """Return the place behind `wanted`, which must come at `at`."""
+def _expect_character(text: str, at: int, expected: str) -> int:
+    """Return the position after `expected`, which must stand at `at`. Raises ValueError."""
     if at == len(text):
         raise _IncompleteInputError
-    if text[at] != wanted:
-        raise ValueError(f"byte {text[at]!r} where {wanted!r} must be: not a JSON array of objects")
+    if text[at] != expected:
+        raise ValueError(
+            f"found byte {text[at]!r} instead of {expected!r}: not a JSON array of objects"
+        )
     return at + 1
 
 
 def _check_array_end(file: BinaryIO, text: str, at: int, missing: int | None) -> None:
-    """Raise ValueError unless only white space comes from `at` on, to the end of the file.
+    """Raise ValueError unless only whitespace follows position `at` up to the end of the file.
 
-    Also where a comma has announced a row, of the index `missing`.
+    missing: index of the row that a trailing comma announced, if any.
     """
     if missing is not None:
-        raise ValueError(f"row {missing + 1}: a comma stands before the array's end")
+        raise ValueError(f"row {missing + 1}: a comma precedes the end of the array")
     while text:
         at = _WHITESPACE.match(text, at).end()  # type: ignore[union-attr]
         if at < len(text):
             raise ValueError(
-                f"byte {text[at]!r} behind the end of the array: must hold one array of objects,"
-                " or be named .jsonl with an object a line"
+                f"byte {text[at]!r} after the end of the array: the file must contain one array of"
+                " objects, or have the extension .jsonl with one object per line"
             )
         text, at = file.read(_CHUNK_BYTES).decode("latin-1"), 0
 
@@ -173,7 +175,7 @@ def _check_array_end(file: BinaryIO, text: str, at: int, missing: int | None) ->
 def _describe_row_error(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error.msg}"
-    return "the array breaks off"
+    return "the array is truncated"
 
 
 def _parse_json_row(row: bytes) -> Any:
@@ -187,7 +189,7 @@ def _parse_json_row(row: bytes) -> Any:
 
 @dataclass(frozen=True)
 class CsvTable:
-    """Rows under a header. Every value is text; an empty one is missing."""
+    """Rows under a header. All values are text; an empty value is missing."""
 
     header: tuple[str, ...]
     delimiter: str
@@ -195,38 +197,40 @@ class CsvTable:
 
     @classmethod
     def from_file(cls, file: BinaryIO, delimiter: str) -> "CsvTable":
-        """Read the header. Raises ValueError for one that names a column twice, or none."""
+        """Read the header. Raises ValueError for a duplicate column or a missing header."""
         header = next(cls((), delimiter)._iter_all_rows(file), (0, b"", []))[2]
-        twice = sorted({name for name in header if header.count(name) > 1})
-        if twice:
-            raise ValueError(f"column {twice[0]!r}: must be there once")
+        duplicates = sorted({name for name in header if header.count(name) > 1})
+        if duplicates:
+            raise ValueError(f"column {duplicates[0]!r}: must occur only once")
         return cls(tuple(header), delimiter)
 
     def iter_rows(self, file: BinaryIO) -> TextRows:
-        """Find the rows. Raises ValueError for what is no CSV."""
-        found = self._iter_all_rows(file)
-        next(found, None)
-        for index, (offset, row, _) in enumerate(found):
+        """Yield the rows below the header. Raises ValueError for malformed CSV."""
+        rows = self._iter_all_rows(file)
+        next(rows, None)
+        for index, (offset, row, _) in enumerate(rows):
             yield index, offset, row
 
     def parse_row(self, row: bytes) -> Any:
-        """Read a row. Raises ValueError."""
         fields = next(self._make_reader(io.StringIO(row.decode(), newline="")))
         if len(fields) != len(self.header):
             raise ValueError(f"has {len(fields)} fields, the header has {len(self.header)}")
-        named = zip(self.header, fields, strict=True)
-        return {name: value or None for name, value in named}
+        pairs = zip(self.header, fields, strict=True)
+        return {name: value or None for name, value in pairs}
 
     def _iter_all_rows(self, file: BinaryIO) -> Iterator[tuple[int, bytes, list[str]]]:
-        """Yield the header and every row: where it begins, its bytes and its fields."""
-        taken: list[bytes] = []
+        """Yield (byte offset, bytes, fields) of the header and every row.
+
+        A quoted field may span lines, so the bytes of a row are the lines that csv consumed for it.
+        """
+        consumed: list[bytes] = []
 
         def lines() -> Iterator[str]:
             for number, line in enumerate(read_lines(file), start=1):
-                mark = codecs.BOM_UTF8 if number == 1 else b""
-                taken.append(line)
+                bom = codecs.BOM_UTF8 if number == 1 else b""
+                consumed.append(line)
                 try:
-                    yield line.removeprefix(mark).decode()
+                    yield line.removeprefix(bom).decode()
                 except UnicodeDecodeError as error:
                     raise ValueError(f"line {number}: {format_error(error)}") from None
 
@@ -238,14 +242,14 @@ class CsvTable:
                 return
             except csv.Error as error:
                 raise ValueError(f"line {reader.line_num}: {error}") from None
-            row = b"".join(taken)
-            taken.clear()
+            row = b"".join(consumed)
+            consumed.clear()
             if any(fields):
                 yield offset, row, fields
             offset += len(row)
 
     def _make_reader(self, lines: Any) -> Any:
-        # The module's own bound, of 128 KiB, is that of the process.
+        # csv's default limit of 128 KiB per field is a process-wide setting.
         csv.field_size_limit(MAX_LINE_BYTES)
         return csv.reader(lines, delimiter=self.delimiter, strict=True)
 
@@ -257,33 +261,33 @@ EXTENSIONS = (".parquet", *TEXT_EXTENSIONS, *(name + GZIP_SUFFIX for name in TEX
 
 
 def parse_extension(path: str) -> str:
-    """Return what the format of a file follows from, in lower case.
+    """Return the extension of a file, in lower case, with .gz if compressed.
 
-    Raises ConfigError for one of none.
+    Raises ConfigError for an unknown extension.
     """
     name = Path(path).name.lower()
-    for known in EXTENSIONS:
-        if name.endswith(known):
-            return known
+    for extension in EXTENSIONS:
+        if name.endswith(extension):
+            return extension
     raise ConfigError(
         f"{path}: unknown extension, must be one of {', '.join(EXTENSIONS)}, or a directory"
     )
 
 
 def open_gzip(path: str) -> BinaryIO:
-    """Open a packed text file, unpacked as it is read. Raises OSError."""
+    """Open a gzip file for decompression while reading. Raises OSError."""
     file = open_regular_file(path)
     packed = gzip.GzipFile(fileobj=file)
-    packed.myfileobj = cast(Any, file)  # closed with it
+    packed.myfileobj = cast(Any, file)  # GzipFile closes myfileobj with itself
     return cast(BinaryIO, packed)
 
 
-def detect_layout(file: BinaryIO, kind: str) -> TextLayout:
-    """Tell where the rows of a text file are; `kind` is its extension. Raises ValueError."""
-    kind = kind.removesuffix(GZIP_SUFFIX)
-    if kind in (".csv", ".tsv"):
-        layout: TextLayout = CsvTable.from_file(file, "," if kind == ".csv" else "\t")
-    elif kind in JSONL_EXTENSIONS:
+def detect_layout(file: BinaryIO, extension: str) -> TextLayout:
+    """Choose the layout of a text file by its extension and first byte. Raises ValueError."""
+    extension = extension.removesuffix(GZIP_SUFFIX)
+    if extension in (".csv", ".tsv"):
+        layout: TextLayout = CsvTable.from_file(file, "," if extension == ".csv" else "\t")
+    elif extension in JSONL_EXTENSIONS:
         layout = JsonLines()
     else:
         head = file.read(_CHUNK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
@@ -294,7 +298,7 @@ def detect_layout(file: BinaryIO, kind: str) -> TextLayout:
 
 @contextmanager
 def wrap_text_errors(path: str) -> Iterator[None]:
-    """Raise what is wrong with a text file as a whole as ConfigError naming it."""
+    """Convert ValueErrors on a text file to ConfigError with the path."""
     try:
         yield
     except ConfigError:
@@ -304,7 +308,7 @@ def wrap_text_errors(path: str) -> Iterator[None]:
 
 
 def parse_text_row(layout: TextLayout, row: bytes, place: str) -> Any:
-    """Read a row of a text file: a record, or the ConfigError that says why there is none."""
+    """Parse a row of a text file; return the ConfigError of an unreadable row as a value."""
     try:
         return layout.parse_row(row)
     except (ValueError, csv.Error) as error:
@@ -312,16 +316,16 @@ def parse_text_row(layout: TextLayout, row: bytes, place: str) -> Any:
 
 
 def check_no_split(path: str, split: str) -> None:
-    """Raise ConfigError if a split is asked for, of what has none."""
+    """Raise ConfigError if a split is requested from data without splits."""
     if split:
-        raise ConfigError(f"{path}: split={split}: it has no splits")
+        raise ConfigError(f"{path}: split={split}: the data has no splits; remove the split")
 
 
-# Columns: parquet, and datasets on disk.
+# Columnar files: parquet, and datasets on disk.
 
 
 def is_parquet(path: str) -> bool:
-    """Whether a path is a parquet file, or a directory of them rather than a dataset."""
+    """Return whether a path is a parquet file, or a folder of them rather than a dataset."""
     if not Path(path).is_dir():
         return _has_parquet_name(Path(path))
     return not any((Path(path) / name).is_file() for name in DATASET_FILES)
@@ -332,9 +336,9 @@ def _has_parquet_name(path: Path) -> bool:
 
 
 def list_parquet_files(path: str, split: str) -> list[str]:
-    """Name the files of a parquet file or directory, in their order.
+    """List the files of a parquet file or a folder of shards, sorted.
 
-    Raises ConfigError if there is none, or the split is missing or none of theirs.
+    Raises ConfigError for an empty folder, or a missing or unknown split.
     """
     if not Path(path).is_dir():
         check_no_split(path, split)
@@ -342,7 +346,7 @@ def list_parquet_files(path: str, split: str) -> list[str]:
     shards = sorted(filter(_has_parquet_name, Path(path).iterdir()))
     if not shards:
         raise ConfigError(
-            f"{path}: cannot be read: a directory with neither a Hugging Face dataset on disk nor"
+            f"{path}: cannot be read: the directory contains neither a Hugging Face dataset nor"
             " .parquet files"
         )
     splits = [_parse_split(shard.stem) for shard in shards]
@@ -353,19 +357,18 @@ def list_parquet_files(path: str, split: str) -> list[str]:
 
 
 def _parse_split(name: str) -> str:
-    """Return the split that a file's name says, if it says one."""
-    found = _SPLIT_PATTERN.fullmatch(name)
-    return (found[1] or found[2].lower()) if found else ""
+    match = _SPLIT_PATTERN.fullmatch(name)
+    return (match[1] or match[2].lower()) if match else ""
 
 
 def read_parquet_batches(path: str) -> "Iterator[pa.RecordBatch]":
-    """Read a parquet file some rows at a time. Raises ConfigError naming it, and OSError."""
+    """Yield batches of a parquet file. Raises ConfigError with the path, and OSError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     count = 0
     try:
-        # With a buffer a column is read piece by piece, else a whole group of rows at once.
+        # A buffer makes pyarrow read column chunks piecewise instead of whole row groups.
         with (
             open_regular_file(path) as file,
             pq.ParquetFile(file, buffer_size=MIB, pre_buffer=False) as opened,
@@ -377,19 +380,19 @@ def read_parquet_batches(path: str) -> "Iterator[pa.RecordBatch]":
     except ConfigError:
         raise
     except (pa.ArrowException, ValueError, KeyError) as error:
-        where = f"after row {count}" if count else "as parquet"
-        raise ConfigError(f"{path}: cannot be read {where}: {format_error(error)}") from error
+        place = f"after row {count}" if count else "as parquet"
+        raise ConfigError(f"{path}: cannot be read {place}: {format_error(error)}") from error
 
 
 def _choose_batch_size(file: "pq.ParquetFile") -> int:
-    """Return how many rows, if they are as the first are, take some MiB."""
+    """Estimate from the first rows how many rows take a few MiB."""
     for head in file.iter_batches(batch_size=16):
         return max(1, min(_BATCH_ROWS, _CHUNK_BYTES * head.num_rows // max(1, head.nbytes)))
     return _BATCH_ROWS
 
 
 def read_parquet_schema(path: str) -> "pa.Schema":
-    """Read which columns a parquet file has. Raises ConfigError naming it, and OSError."""
+    """Read the columns of a parquet file. Raises ConfigError with the path, and OSError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -401,29 +404,29 @@ def read_parquet_schema(path: str) -> "pa.Schema":
 
 
 def _make_plain_schema(file: "pq.ParquetFile") -> "pa.Schema":
-    """Return the columns of a file without what only says how values are packed."""
+    """Return the columns of a file, with encodings (dictionary, run-end, views) resolved."""
     import pyarrow as pa
 
     return pa.schema([(field.name, _to_plain_type(field.type)) for field in file.schema_arrow])
 
 
-def _to_plain_type(one: "pa.DataType") -> "pa.DataType":
+def _to_plain_type(type_: "pa.DataType") -> "pa.DataType":
     import pyarrow as pa
     from pyarrow import types as t
 
-    if t.is_dictionary(one) or t.is_run_end_encoded(one):
-        return _to_plain_type(one.value_type)
-    if t.is_struct(one):
-        return pa.struct([(field.name, _to_plain_type(field.type)) for field in one])
-    if t.is_list(one) or t.is_large_list(one):
-        kind = pa.list_ if t.is_list(one) else pa.large_list
-        return kind(one.value_field.with_type(_to_plain_type(one.value_type)))
+    if t.is_dictionary(type_) or t.is_run_end_encoded(type_):
+        return _to_plain_type(type_.value_type)
+    if t.is_struct(type_):
+        return pa.struct([(field.name, _to_plain_type(field.type)) for field in type_])
+    if t.is_list(type_) or t.is_large_list(type_):
+        kind = pa.list_ if t.is_list(type_) else pa.large_list
+        return kind(type_.value_field.with_type(_to_plain_type(type_.value_type)))
     views = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
-    return views.get(one, one)
+    return views.get(type_, type_)
 
 
 def to_plain_records(rows: "pa.Table", places: Sequence[str]) -> list[Any]:
-    """Make plain values of rows; of a row with one that Python cannot have, the ConfigError."""
+    """Convert rows to Python values; a row with an unconvertible value becomes its ConfigError."""
     try:
         return _to_python(rows)
     except MemoryError:
@@ -435,21 +438,23 @@ def to_plain_records(rows: "pa.Table", places: Sequence[str]) -> list[Any]:
             try:
                 _to_python(rows.select([column.name]))
             except Exception as error:  # noqa: BLE001
-                # Arrow says of an unknown time zone that what knows them is not installed.
-                why = "unknown time zone" if "pytz" in str(error) else format_error(error)
-                said = f"column {column.name!r} of {column.type!s:.80}: {why}"
-                return [ConfigError(f"{places[0]}: {said}")]
+                # For an unknown time zone Arrow only reports that pytz is missing.
+                reason = "unknown time zone" if "pytz" in str(error) else format_error(error)
+                text = f"column {column.name!r} of {column.type!s:.80}: {reason}"
+                return [ConfigError(f"{places[0]}: {text}")]
         raise
 
 
 def _to_python(rows: "pa.Table") -> list[Any]:
-    found: list[Any] = rows.to_pylist(maps_as_pydicts="strict")
-    return found
+    records: list[Any] = rows.to_pylist(maps_as_pydicts="strict")
+    return records
 
 
 def check_split(path: str, split: str, splits: Any) -> None:
-    """Raise ConfigError for a split that is none of `splits`, or none where there are some."""
+    """Raise ConfigError for a missing split, or a split that is not in `splits`."""
     if split not in splits:
-        known = ", ".join(sorted(splits)) or "none"
-        said = f"split={split}: there is no such split" if split else "split: missing"
-        raise ConfigError(f"{path}: {said}; the splits are {known} (a file can be named by itself)")
+        names = ", ".join(sorted(splits)) or "none"
+        problem = f"split={split}: no such split" if split else "split: missing"
+        raise ConfigError(
+            f"{path}: {problem}; the splits are {names} (a file can also be named directly)"
+        )

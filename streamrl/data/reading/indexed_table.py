@@ -1,8 +1,8 @@
-"""A data file whose rows are read in any order, without ever being in memory.
+"""Random access to the rows of a data file without loading the file into memory.
 
-Of a text file it is known where each row begins; columns are memory-mapped. What cannot be read in
-any order as it lies there (parquet, .gz) is unpacked once, into a folder beside the caches of
-Hugging Face datasets, under the hash of what it holds.
+A text file gets an index of row offsets; columnar data is memory-mapped. Formats without random
+access (parquet, .gz) are unpacked once into a cache folder beside the caches of Hugging Face
+datasets, under the hash of their content.
 """
 
 import contextlib
@@ -44,21 +44,21 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 IndexedRecords = list[tuple[str, int, Any]]
-"""(place, index from 0, record) of rows; the record of one that cannot be read is the ConfigError.
-"""
+"""(location, index from 0, record) of rows; an unreadable record is its ConfigError."""
 READ_BATCH_ROWS = 512
-"""Rows that are read together where all are read."""
+"""Rows per batch of a sequential read."""
 MAX_IN_MEMORY_BYTES = 32 * MIB
-"""Of columns of parquet that are held in memory rather than unpacked into a file."""
+"""Limit of parquet columns kept in memory; larger files are unpacked into the cache."""
 _CHUNK_BYTES = 4 * MIB
 
 
 @dataclass
 class TextTable:
-    """The rows of a text file. `path` is what the user named, `unpacked_path` the same, unpacked.
+    """Text file with an index of its rows.
 
-    starts, sizes: byte at which each row begins, and its bytes. numbers: the index of each row,
-    None where nothing lies between them.
+    path: file that the user named. unpacked_path: the same file, uncompressed. row_offsets,
+    row_sizes: first byte and length of each row. row_indices: index of each row, None if there
+    are no gaps.
     """
 
     path: str
@@ -77,32 +77,32 @@ class TextTable:
         return len(self.row_offsets)
 
     def get_indices(self) -> NDArray[np.int64]:
-        """Return the index of each row: for JSONL blank lines count."""
+        """Return the index of each row; JSONL counts blank lines."""
         return np.arange(len(self)) if self.row_indices is None else self.row_indices
 
     def read_rows(self, rows: Sequence[int]) -> IndexedRecords:
-        """Read rows by their place among all. Raises DataError if the file is not as it was."""
+        """Read rows by position. Raises DataError if the file has changed since it was opened."""
         file = self._open_file()
-        found = []
+        records = []
         for row in rows:
             start, size = int(self.row_offsets[row]), int(self.row_sizes[row])
             index = row if self.row_indices is None else int(self.row_indices[row])
             place = f"{self.path} {self.layout.unit} {index + 1}"
             raw = os.pread(file.fileno(), size, start)
-            found.append((place, index, parse_text_row(self.layout, raw, place)))
-        return found
+            records.append((place, index, parse_text_row(self.layout, raw, place)))
+        return records
 
     def get_prompt_sizes(self, prompt_key: str) -> NDArray[np.int32]:
-        """Return how long each row is, in bytes."""
+        """Return the bytes of each whole row, an upper bound of its prompt."""
         return self.row_sizes
 
     def _open_file(self) -> BinaryIO:
-        """The file, which one process opens once: another of its name does not matter."""
+        """Open the file once per process, so that a later file of the same name does not matter."""
         with wrap_data_errors(self.path):
             if self._file is None:
                 self._file = open_regular_file(self.unpacked_path)
             if _get_file_stamp(self._file) != self.file_stamp:
-                raise DataError(f"{self.path}: has changed since the run read it first")
+                raise DataError(f"{self.path}: the file has changed since the run first read it")
             return self._file
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,13 +110,13 @@ class TextTable:
 
 
 def _get_file_stamp(file: BinaryIO) -> tuple[int, int]:
-    """Size and time of the last change: other ones are those of another content."""
-    found = os.fstat(file.fileno())
-    return found.st_size, found.st_mtime_ns
+    """Return size and modification time, which change with the content."""
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
 
 
 class ColumnTable:
-    """The rows of parquet files or a dataset. `load` gives their columns, in any process."""
+    """Rows of parquet files or a dataset; `load` opens the columns in any process."""
 
     def __init__(self, path: str, load: Callable[[], Any], digest: str) -> None:
         self.path = path
@@ -128,11 +128,10 @@ class ColumnTable:
         return len(self._load_columns())
 
     def get_indices(self) -> NDArray[np.int64]:
-        """Return the index of each row."""
         return np.arange(len(self))
 
     def read_rows(self, rows: Sequence[int]) -> IndexedRecords:
-        """Read rows by their place among all. Raises DataError if they cannot be read."""
+        """Read rows by position. Raises DataError if they cannot be read."""
         import pyarrow as pa
 
         runs: Sequence[Sequence[int]] = [rows]
@@ -144,22 +143,22 @@ class ColumnTable:
                 pieces = [columns.slice(run[0], len(run)) for run in runs]
             else:
                 pieces = [columns.with_format("arrow")[list(rows)]]
-        found: IndexedRecords = []
+        records: IndexedRecords = []
         for run, piece in zip(runs, pieces, strict=True):
             places = [f"{self.path} row {row + 1}" for row in run]
-            found += zip(places, map(int, run), to_plain_records(piece, places), strict=True)
+            records += zip(places, map(int, run), to_plain_records(piece, places), strict=True)
             if isinstance(self._column_loader, _MappedColumns):
                 self._column_loader.release_pages()
-        return found
+        return records
 
     def get_prompt_sizes(self, prompt_key: str) -> NDArray[np.int64] | None:
-        """Return the bytes of each row's prompt; None where that cannot be told at a glance."""
+        """Return the bytes of each row's prompt, None if the column layout does not tell."""
         import pyarrow as pa
 
         columns = self._load_columns()
         if isinstance(columns, pa.Table):
             return _compute_text_sizes(columns, prompt_key)
-        # Of a dataset whose rows were chosen or reordered, the columns are those of all rows.
+        # A dataset with selected or reordered rows keeps the columns of all its original rows.
         return (
             None
             if columns._indices is not None
@@ -180,36 +179,34 @@ IndexedTable = TextTable | ColumnTable
 
 @contextlib.contextmanager
 def wrap_data_errors(path: str) -> Iterator[None]:
-    """Raise what happens to a data file in the middle of a run as DataError naming it."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{path}: cannot be read any more: {format_error(error)}") from error
+        raise DataError(f"{path}: can no longer be read: {format_error(error)}") from error
 
 
 def open_table(path: str, split: str = "") -> IndexedTable:
-    """Open a data file. Raises ConfigError naming it if it cannot be read, or holds no rows."""
     with wrap_read_errors(path):
         if is_parquet(path):
             table: IndexedTable = _open_parquet_table(path, split)
         elif Path(path).is_dir():
             load = _DatasetColumns(path, split)
-            load()  # what is no dataset is refused before all of it is hashed
+            load()  # refuse a folder that is not a dataset before hashing all of its files
             digest = _hash_files(sorted(file for file in Path(path).rglob("*") if file.is_file()))
             table = ColumnTable(path, load, f"{digest}:{split}")
         else:
             table = _open_text_table(path, split)
     if not len(table):
-        raise ConfigError(f"{path}: holds no rows")
+        raise ConfigError(f"{path}: contains no rows")
     return table
 
 
 def read_records(path: str, split: str = "") -> Iterator[tuple[str, int, Any]]:
-    """Read the records of a data file one at a time, in its order; see Records.
+    """Yield (location, index, record) of a data file in order; see IndexedRecords.
 
-    Raises ConfigError as `open_table` does.
+    Raises ConfigError like `open_table`.
     """
     table = open_table(path, split)
     for start in range(0, len(table), READ_BATCH_ROWS):
@@ -217,17 +214,17 @@ def read_records(path: str, split: str = "") -> Iterator[tuple[str, int, Any]]:
 
 
 def _open_text_table(path: str, split: str) -> TextTable:
-    kind = parse_extension(path)
+    extension = parse_extension(path)
     check_no_split(path, split)
-    plain = path
-    if kind.endswith(GZIP_SUFFIX):
-        name = _hash_files([path]) + kind.removesuffix(GZIP_SUFFIX)
+    unpacked = path
+    if extension.endswith(GZIP_SUFFIX):
+        name = _hash_files([path]) + extension.removesuffix(GZIP_SUFFIX)
         with wrap_text_errors(path):
-            plain = str(_unpack_into_cache(path, name, _unpack_text))
+            unpacked = str(_unpack_into_cache(path, name, _unpack_text))
     starts, sizes, numbers = array("q"), array("i"), array("q")
-    with open_regular_file(plain) as file, wrap_text_errors(path):
-        seal = _get_file_stamp(file)
-        layout = detect_layout(file, kind)
+    with open_regular_file(unpacked) as file, wrap_text_errors(path):
+        stamp = _get_file_stamp(file)
+        layout = detect_layout(file, extension)
         for index, start, row in layout.iter_rows(file):
             numbers.append(index)
             starts.append(start)
@@ -235,32 +232,32 @@ def _open_text_table(path: str, split: str) -> TextTable:
     has_gaps = bool(numbers) and numbers[-1] != len(numbers) - 1
     return TextTable(
         path,
-        plain,
+        unpacked,
         layout,
         np.array(starts, np.int64),
         np.array(sizes, np.int32),
         np.array(numbers, np.int64) if has_gaps else None,
-        # Of what is unpacked: the level of compression makes no other rows.
-        _hash_files([plain]),
-        seal,
+        # Hash the unpacked content: another compression level does not change the rows.
+        _hash_files([unpacked]),
+        stamp,
     )
 
 
 def _open_parquet_table(path: str, split: str) -> ColumnTable:
     files = list_parquet_files(path, split)
     digest = _hash_files(files)
-    held = _read_into_memory(path, files)
-    if held is not None:
-        return ColumnTable(path, _MemoryColumns(held), digest)
-    plain = _unpack_into_cache(
+    in_memory = _read_into_memory(path, files)
+    if in_memory is not None:
+        return ColumnTable(path, _MemoryColumns(in_memory), digest)
+    unpacked = _unpack_into_cache(
         path, f"{digest}.arrow", lambda _, out: _unpack_parquet(path, files, out)
     )
-    return ColumnTable(path, _MappedColumns(str(plain)), digest)
+    return ColumnTable(path, _MappedColumns(str(unpacked)), digest)
 
 
 @dataclass(frozen=True)
 class _MemoryColumns:
-    """Columns in memory, which travel with the table."""
+    """Columns in memory; pickling the table copies them."""
 
     columns: "pa.Table"
 
@@ -269,7 +266,7 @@ class _MemoryColumns:
 
 
 class _MappedColumns:
-    """Columns in an Arrow file, of which the system reads what is asked for."""
+    """Columns in a memory-mapped Arrow file; the OS reads only accessed pages."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -283,7 +280,7 @@ class _MappedColumns:
         return pa.ipc.open_file(pa.py_buffer(self._pages)).read_all()
 
     def release_pages(self) -> None:
-        """Give back the memory of what has been read: the system holds more around each row."""
+        """Release the pages read so far; readahead keeps far more than the rows in memory."""
         if self._pages is not None:
             self._pages.madvise(mmap.MADV_DONTNEED)
 
@@ -301,13 +298,13 @@ class _DatasetColumns:
 
 
 def _read_unified_batches(path: str, files: Sequence[str]) -> "Iterator[pa.RecordBatch]":
-    """The rows of all files, in the columns of all; one that a file lacks is null in its rows."""
+    """Yield the rows of all files with the union of their columns, null where a file lacks one."""
     import pyarrow as pa
 
-    none = pa.Table.from_batches([], _unify_schemas(path, files))
+    empty = pa.Table.from_batches([], _unify_schemas(path, files))
     for file in files:
         for batch in read_parquet_batches(file):
-            tables = [none, pa.Table.from_batches([batch])]
+            tables = [empty, pa.Table.from_batches([batch])]
             try:
                 rows = pa.concat_tables(tables, promote_options="permissive")
             except pa.ArrowException as error:
@@ -316,7 +313,7 @@ def _read_unified_batches(path: str, files: Sequence[str]) -> "Iterator[pa.Recor
 
 
 def _unify_schemas(path: str, files: Sequence[str]) -> "pa.Schema":
-    """The columns of all files. Raises ConfigError for one of types that have other values."""
+    """Return the union of the files' columns. Raises ConfigError for incompatible types."""
     import pyarrow as pa
 
     types: dict[str, dict[pa.DataType, str]] = {}
@@ -324,54 +321,53 @@ def _unify_schemas(path: str, files: Sequence[str]) -> "pa.Schema":
         columns = read_parquet_schema(file)
         for name in columns.names:
             if columns.names.count(name) > 1:
-                raise ConfigError(f"{file}: column {name!r}: must be there once")
+                raise ConfigError(f"{file}: column {name!r}: must occur only once")
             types.setdefault(name, {}).setdefault(columns.field(name).type, Path(file).name)
-    return pa.schema([(name, _unify_types(path, name, found)) for name, found in types.items()])
+    return pa.schema([(name, _unify_types(path, name, seen)) for name, seen in types.items()])
 
 
 def _unify_types(path: str, name: str, types: "dict[pa.DataType, str]") -> "pa.DataType":
-    """The type that holds a column as all files have it; `types` says where each is first."""
+    """Return a type that holds the column of all files; `types` maps types to their first file."""
     import pyarrow as pa
 
     try:
-        fields = [pa.schema([(name, one)]) for one in types]
+        fields = [pa.schema([(name, type_)]) for type_ in types]
         unified = pa.unify_schemas(fields, promote_options="permissive").field(0).type
     except pa.ArrowException:
         unified = None
-    if unified is None or not all(_is_lossless_cast(one, unified) for one in types):
-        found = ", ".join(f"{one} in {file}" for one, file in types.items())
+    if unified is None or not all(_is_lossless_cast(type_, unified) for type_ in types):
+        listing = ", ".join(f"{type_} in {file}" for type_, file in types.items())
         raise ConfigError(
-            f"{path}: column {name!r} has other types in its files: {found}; write all with the"
-            " same type, or name each file as an entry of its own"
+            f"{path}: column {name!r} has different types in its files: {listing}; write all files"
+            " with the same type, or list each file as a separate entry"
         )
     return unified
 
 
-def _is_lossless_cast(one: "pa.DataType", other: "pa.DataType") -> bool:
-    """Whether values of a type are the same in a wider one: text and integers of any width are."""
+def _is_lossless_cast(source: "pa.DataType", target: "pa.DataType") -> bool:
+    """Return whether values survive the cast: same kind (integer, text, ...) of any width."""
     from pyarrow import types as t
 
-    if one == other or t.is_null(one):
+    if source == target or t.is_null(source):
         return True
-    if t.is_struct(one) and t.is_struct(other):
-        return all(_is_lossless_cast(each.type, other.field(each.name).type) for each in one)
-    if t.is_map(one) and t.is_map(other):
-        pairs = ((one.key_type, other.key_type), (one.item_type, other.item_type))
+    if t.is_struct(source) and t.is_struct(target):
+        return all(_is_lossless_cast(field.type, target.field(field.name).type) for field in source)
+    if t.is_map(source) and t.is_map(target):
+        pairs = ((source.key_type, target.key_type), (source.item_type, target.item_type))
         return all(_is_lossless_cast(*pair) for pair in pairs)
     kinds: list[Callable[[Any], bool]] = [t.is_integer, t.is_floating]
     kinds.append(lambda type_: t.is_string(type_) or t.is_large_string(type_))
     kinds.append(lambda type_: t.is_binary(type_) or t.is_large_binary(type_))
-    if any(is_kind(one) and is_kind(other) for is_kind in kinds):
+    if any(is_kind(source) and is_kind(target) for is_kind in kinds):
         return True
-    is_list = all(t.is_list(each) or t.is_large_list(each) for each in (one, other))
-    return is_list and _is_lossless_cast(one.value_type, other.value_type)
+    is_list = all(t.is_list(type_) or t.is_large_list(type_) for type_ in (source, target))
+    return is_list and _is_lossless_cast(source.value_type, target.value_type)
 
 
 def _read_into_memory(path: str, files: Sequence[str]) -> "pa.Table | None":
-    """The rows of all files; None if they take more than MOST_HELD_BYTES.
+    """Read the rows of all files, or return None if they exceed MAX_IN_MEMORY_BYTES.
 
-    A value that a file has once may be that of all its rows: only unpacked it is known what they
-    take.
+    The file size is no guide: dictionary encoding may store a value once for all rows.
     """
     import pyarrow as pa
 
@@ -382,7 +378,7 @@ def _read_into_memory(path: str, files: Sequence[str]) -> "pa.Table | None":
         if size > MAX_IN_MEMORY_BYTES:
             return None
     if not batches:
-        raise ConfigError(f"{path}: holds no rows")
+        raise ConfigError(f"{path}: contains no rows")
     return pa.Table.from_batches(batches).combine_chunks()
 
 
@@ -392,7 +388,7 @@ def _unpack_parquet(path: str, files: Sequence[str], out: BinaryIO) -> None:
     batches = _read_unified_batches(path, files)
     first = next(batches, None)
     if first is None:
-        raise ConfigError(f"{path}: holds no rows")
+        raise ConfigError(f"{path}: contains no rows")
     with pa.ipc.new_file(out, first.schema) as writer:
         writer.write_batch(first)
         for batch in batches:
@@ -406,14 +402,13 @@ def _unpack_text(path: str, out: BinaryIO) -> None:
 
 
 def get_cache_dir() -> Path:
-    """Return the folder that unpacked files lie in."""
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     datasets = os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets")
     return Path(datasets).expanduser() / "streamrl"
 
 
 def _unpack_into_cache(path: str, name: str, unpack: Callable[[str, BinaryIO], None]) -> Path:
-    """The file in the cache that holds what `path` does, made if it is not there."""
+    """Return the unpacked file in the cache, unpacking `path` unless it exists."""
     final = get_cache_dir() / name
     if final.is_file():
         return final
@@ -428,7 +423,7 @@ def _unpack_into_cache(path: str, name: str, unpack: Callable[[str, BinaryIO], N
             unpack(path, out)
         sync_and_rename(partial, final)
     except OSError as error:
-        # Of what is packed, or of where it is unpacked to.
+        # Errors of the cache have no file name here; errors of the packed file name that file.
         if error.filename is None and error.errno is not None:
             raise ConfigError(_describe_cache_error(path, error)) from error
         raise
@@ -440,23 +435,26 @@ def _unpack_into_cache(path: str, name: str, unpack: Callable[[str, BinaryIO], N
 def _describe_cache_error(path: str, error: OSError) -> str:
     return (
         f"{path}: cannot be unpacked into {get_cache_dir()}: {error.strerror or error}"
-        " (HF_DATASETS_CACHE names another folder)"
+        " (set HF_DATASETS_CACHE to choose another folder)"
     )
 
 
 def _hash_files(files: Sequence[str | Path]) -> str:
-    """Hash of what files hold, in their order."""
     digest = xxhash.xxh3_128()
     for path in files:
         with open_regular_file(path) as file:
-            while piece := file.read(_CHUNK_BYTES):
-                digest.update(piece)
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
             digest.update(f"/{file.tell()}/".encode())
     return digest.hexdigest()
 
 
 def _compute_text_sizes(table: "pa.Table", prompt_key: str) -> NDArray[np.int64] | None:
-    """Bytes of a column of text, or of the contents of chat messages, by row."""
+    """Return the bytes of a text column, or of the contents of chat messages, by row.
+
+    Chat messages are a list of structs per row. Their contents are flattened, so the size of row i
+    is the difference of cumulative sizes at the row's last and first message.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -475,6 +473,6 @@ def _compute_text_sizes(table: "pa.Table", prompt_key: str) -> NDArray[np.int64]
         return None
     contents = pc.struct_field(pc.list_flatten(column), "content")
     sizes = np.asarray(pc.fill_null(pc.binary_length(contents), 0)).astype(np.int64)
-    ends = np.cumsum(np.asarray(pc.fill_null(pc.list_value_length(column), 0)))
+    message_ends = np.cumsum(np.asarray(pc.fill_null(pc.list_value_length(column), 0)))
     sums = np.concatenate([[0], np.cumsum(sizes)])
-    return sums[ends] - sums[np.concatenate([[0], ends[:-1]])]
+    return sums[message_ends] - sums[np.concatenate([[0], message_ends[:-1]])]

@@ -1,14 +1,13 @@
-"""Rows of a data file as users have them: verl's columns, TRL's, OpenRLHF's, or just text.
+"""Rows of a data file in the schemas of verl, TRL and OpenRLHF, or plain text.
 
-Read columns: the prompt (chat messages, or text, which is one user message), `data_source`,
-`reward_model.ground_truth` (or `ground_truth` at the top, or the column that `label_key` names),
-`tools` and `chat_template_kwargs` (what the chat template gets besides the messages), `extra_info`.
-Objects and the messages of a prompt may be JSON text, which is how a CSV file has them.
-Any other column, those of `label_key` and of the template included, is kept in extra_info under its
-name, where a reward finds it; a key that extra_info has itself wins.
+Known columns: the prompt (chat messages, or text as one user message), `data_source`,
+`reward_model.ground_truth` (or top-level `ground_truth`, or the column of `label_key`), `tools` and
+`chat_template_kwargs` (arguments of the chat template), `extra_info`. Objects and messages may be
+JSON text, as in CSV files. All further columns go into extra_info under their names, where rewards
+find them; so do the columns of `label_key` and of the template. The row's own extra_info wins.
 
-A parquet struct has every key of its file in every row, null where the row had none. Nulls are
-removed from objects in all formats, so that the same row reads the same from each.
+A parquet struct stores every key of its file in every row, as null if the row lacks the key. Nulls
+are removed in all formats, so a row reads the same from each.
 """
 
 import re
@@ -21,16 +20,17 @@ from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import check_depth, parse_json
 
 JSON_COLUMNS = ("reward_model", "extra_info", "tools", "chat_template_kwargs")
-"""Columns of objects, which may stand there as JSON text: a column of parquet has one type."""
+"""Object columns that may be JSON text; a parquet column has a single type for all rows."""
 _CHAT_PATTERN = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
-"""How a list of chat messages begins, in JSON or as Python prints it."""
+"""Start of a list of chat messages, in JSON or as Python's repr."""
 
 
 @dataclass(frozen=True)
 class DataRow:
-    """One row: `place` names it in errors; `index` counts the file's lines or records from 0.
+    """Normalized row.
 
-    `tools` (JSON schemas of functions) and `template_arguments` are for the chat template.
+    place: location for errors. index: line or record number in the file, from 0. tools: JSON
+    schemas of functions. template_arguments: extra arguments of the chat template.
     """
 
     place: str
@@ -46,8 +46,6 @@ class DataRow:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be used, and why."""
-
     index: int
     problem: ConfigError
 
@@ -55,10 +53,10 @@ class BadRow:
 def load_rows(
     path: str, prompt_key: str = "prompt", *, label_key: str = "", split: str = ""
 ) -> Iterator[DataRow]:
-    """The rows of a data file, one at a time, in file order.
+    """Yield the rows of a data file in file order.
 
-    Raises ConfigError naming file, row and rule: at the first row that cannot be used, and before
-    it if the file cannot be read or holds no row.
+    Raises ConfigError with file, row and rule at the first bad row, and at once for an unreadable
+    or empty file.
     """
     for place, index, record in read_records(path, split):
         row = parse_record(record, place, index, prompt_key=prompt_key, label_key=label_key)
@@ -70,7 +68,7 @@ def load_rows(
 def parse_record(
     record: Any, place: str, index: int, *, prompt_key: str, label_key: str
 ) -> DataRow | BadRow:
-    """Read a record of a data file as a row; `record` may be the error that says why it is none."""
+    """Parse a record of a data file; `record` may be the ConfigError of an unreadable row."""
     try:
         if isinstance(record, ConfigError):
             raise record
@@ -84,7 +82,7 @@ def parse_record(
 
 def _parse_row(record: Any, place: str, index: int, *, prompt_key: str, label_key: str) -> DataRow:
     if not isinstance(record, dict):
-        raise ConfigError(f"{place}: must be a JSON object, is {_describe_type(record)}")
+        raise ConfigError(f"{place}: must be a JSON object, got {_describe_type(record)}")
     for setting, key in (("data.prompt_key", prompt_key), ("label_key", label_key)):
         if key and key not in record:
             columns = ", ".join(map(str, record)) or "none"
@@ -112,37 +110,37 @@ def _parse_row(record: Any, place: str, index: int, *, prompt_key: str, label_ke
 def _parse_json_texts(
     record: Mapping[str, Any], place: str, prompt_key: str, label_key: str
 ) -> dict[str, Any]:
-    """Read the JSON texts of a record that stand for objects or messages."""
-    found = dict(record)
+    parsed = dict(record)
     for name in JSON_COLUMNS:
-        if isinstance(text := found.get(name), str) and name not in (prompt_key, label_key):
+        if isinstance(text := parsed.get(name), str) and name not in (prompt_key, label_key):
             try:
-                found[name] = parse_json(text) if text.strip() else None
+                parsed[name] = parse_json(text) if text.strip() else None
             except ValueError as error:
-                raise ConfigError(f"{place}: {name} is text, must be JSON: {error}") from None
-    if isinstance(text := found.get(prompt_key), str):
-        found[prompt_key] = _parse_messages(text, prompt_key, place)
-    return found
+                raise ConfigError(f"{place}: {name} is text, which must be JSON: {error}") from None
+    if isinstance(text := parsed.get(prompt_key), str):
+        parsed[prompt_key] = _parse_messages(text, prompt_key, place)
+    return parsed
 
 
 def _parse_messages(text: str, name: str, place: str) -> Any:
-    """Read messages that are JSON text; any other text stays as it is."""
+    """Parse messages from JSON text; return any other text unchanged."""
     try:
-        found = parse_json(text) if text.lstrip().startswith("[") else None
+        messages = parse_json(text) if text.lstrip().startswith("[") else None
     except ValueError as error:
         if _CHAT_PATTERN.match(text):
             raise ConfigError(
                 f"{place}: {name} looks like chat messages, which must be JSON: {error}"
             ) from None
         return text
-    is_chat = isinstance(found, list) and any(isinstance(m, dict) and "role" in m for m in found)
-    return found if is_chat else text
+    is_chat = isinstance(messages, list) and any(
+        isinstance(m, dict) and "role" in m for m in messages
+    )
+    return messages if is_chat else text
 
 
 def _check_tools(tools: Any, place: str) -> list[Mapping[str, Any]]:
-    """Read the functions that a row offers to the model."""
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ConfigError(f"{place}: tools must be a list of objects, is {_describe_type(tools)}")
+        raise ConfigError(f"{place}: tools must be a list of objects, got {_describe_type(tools)}")
     return tools
 
 
@@ -150,7 +148,7 @@ def _take_ground_truth(fields: dict[str, Any], place: str) -> Any:
     rule = _check_type(fields.pop("reward_model", {}), dict, name="reward_model", place=place)
     if "ground_truth" in rule and "ground_truth" in fields:
         raise ConfigError(
-            f"{place}: ground_truth stands at the top and in reward_model: give it once"
+            f"{place}: ground_truth occurs at the top level and in reward_model; keep one"
         )
     return fields.pop("ground_truth", rule.get("ground_truth"))
 
@@ -160,7 +158,7 @@ def _normalize_messages(prompt: Any, *, name: str, place: str) -> tuple[Mapping[
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
         raise ConfigError(
-            f"{place}: {name} must be text or a list of chat messages, is {_describe_type(prompt)}"
+            f"{place}: {name} must be text or a list of chat messages, got {_describe_type(prompt)}"
         )
     return tuple(
         _normalize_message(message, where=f"message {number} of {name}", place=place)
@@ -169,9 +167,9 @@ def _normalize_messages(prompt: Any, *, name: str, place: str) -> tuple[Mapping[
 
 
 def _normalize_message(message: Any, *, where: str, place: str) -> Mapping[str, Any]:
-    """Check a chat message, and make one text of its parts."""
+    """Check a chat message, and join its content parts into one text."""
     _check_type(message, dict, name=where, place=place)
-    # An assistant that calls a tool need not say anything besides.
+    # An assistant message with tool calls may omit its content.
     content = message.get("content", "" if "tool_calls" in message else None)
     if isinstance(content, list):
         content = "".join(_get_part_text(part, where=where, place=place) for part in content)
@@ -185,19 +183,21 @@ def _normalize_message(message: Any, *, where: str, place: str) -> Mapping[str, 
 
 
 def _get_part_text(part: Any, *, where: str, place: str) -> str:
-    """Return the text of one part of a message's content."""
+    """Return the text of a content part. Raises ConfigError for images and other types."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else _describe_type(part)
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise ConfigError(f"{place}: content of {where} has a part of type {kind}, must be text")
+        raise ConfigError(
+            f"{place}: content of {where} has a part of type {kind}; only text is supported"
+        )
     return str(part["text"])
 
 
-def _check_type(value: Any, wanted: type, *, name: str, place: str) -> Any:
-    if not isinstance(value, wanted):
-        word = "text" if wanted is str else "an object"
-        raise ConfigError(f"{place}: {name} must be {word}, is {_describe_type(value)}")
+def _check_type(value: Any, expected: type, *, name: str, place: str) -> Any:
+    if not isinstance(value, expected):
+        word = "text" if expected is str else "an object"
+        raise ConfigError(f"{place}: {name} must be {word}, got {_describe_type(value)}")
     return value
 
 

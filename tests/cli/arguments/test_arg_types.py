@@ -1,4 +1,4 @@
-"""What a command line names is named by a word: an empty one is refused, and never the folder."""
+"""Argument types: an empty word is refused, and never means the working directory."""
 
 import argparse
 from pathlib import Path
@@ -34,7 +34,7 @@ ASKED = [GRPO, "--cluster", "8xH100"]
         (["score", "", "--completions", "rows"], "ROWS"),
     ],
 )
-def test_an_empty_word_is_one_line(
+def test_an_empty_argument_is_refused_in_one_line(
     words: list[str], option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = refusal(capsys, *words)
@@ -42,21 +42,21 @@ def test_an_empty_word_is_one_line(
 
 
 @pytest.mark.parametrize("command", [["calibrate"], ["report"], ["report", "--ledger"]])
-def test_a_name_that_no_file_can_have_names_no_run(
+def test_an_impossible_file_name_is_not_a_run(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = refusal(capsys, *command, "x" * 400)
-    assert error.endswith(": no run: no such directory\n")
+    assert error.endswith((": no run: no such directory\n", ": not a run: no such directory\n"))
 
 
-def test_a_model_of_a_name_that_no_file_can_have_is_one_line(
+def test_an_impossible_file_name_is_not_a_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     error = refusal(capsys, "plan", *ASKED, "--prompt-tokens", "9", "--model", "x" * 400)
     assert "neither a known model name" in error
 
 
-def test_a_path_is_what_it_says() -> None:
+def test_parse_path_keeps_the_path() -> None:
     assert parse_path("a/b") == Path("a/b")
     with pytest.raises(argparse.ArgumentTypeError, match="must not be empty"):
         parse_path("")

@@ -1,4 +1,4 @@
-"""Bounds of staleness that `streamrl plan` is asked for: each is judged by itself."""
+"""Staleness bounds of `streamrl plan`: the run's settings allow or exclude each bound."""
 
 import json
 from pathlib import Path
@@ -14,58 +14,60 @@ PLAN = ["plan", *TINY, "--json"]
 SELDOM = "weights.publish_every=3"
 
 
-def absent(found: dict[str, list[dict[str, Any]]]) -> dict[int, str]:
-    return {each["max_staleness"]: each["why"] for each in found["absent"]}
+def absent(plan: dict[str, list[dict[str, Any]]]) -> dict[int, str]:
+    return {bound["max_staleness"]: bound["why"] for bound in plan["absent"]}
 
 
-def test_a_bound_that_the_settings_refuse_is_absent_and_what_is_written_is_a_run(
+def test_an_excluded_bound_is_absent_and_the_written_config_loads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = tmp_path / "plan.yaml"
     # The config's own bound is 1.
     words = ["--max-staleness", "0,1,2", SELDOM, "-o", str(plan)]
-    found = json.loads(run(capsys, *PLAN, *words)[1])
-    assert [each["max_staleness"] for each in found["front"]] == [2]
-    assert {0, 1} == set(absent(found))
-    assert all(why.startswith(SELDOM) for why in absent(found).values())
+    result = json.loads(run(capsys, *PLAN, *words)[1])
+    assert [point["max_staleness"] for point in result["front"]] == [2]
+    assert {0, 1} == set(absent(result))
+    assert all(why.startswith(SELDOM) for why in absent(result).values())
     written = load_config(plan)
     assert (written.pipeline.max_staleness, written.weights.publish_every) == (2, 3)
 
 
-def test_bounds_that_are_all_refused_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_excluding_every_bound_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     error = refusal(capsys, *PLAN, "--max-staleness", "0,1", SELDOM)
     assert SELDOM in error and "pipeline.max_staleness=1" in error
 
 
-def test_a_queue_that_is_small_refuses_large_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_queue_capacity_excludes_large_bounds(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--max-staleness", "1,3", "queue.capacity_groups=32"]
-    found = json.loads(run(capsys, *PLAN, *words)[1])
-    assert [each["max_staleness"] for each in found["front"]] == [1]
-    assert absent(found)[3].startswith("queue.capacity_groups=32: must be at least 64")
+    plan = json.loads(run(capsys, *PLAN, *words)[1])
+    assert [point["max_staleness"] for point in plan["front"]] == [1]
+    assert absent(plan)[3].startswith("queue.capacity_groups=32: must be at least 64")
 
 
 def kinds(capsys: pytest.CaptureFixture[str], *words: str) -> set[str]:
-    """Of all that can be."""
+    """Return the kinds of placements that fit."""
     candidates = json.loads(run(capsys, *PLAN, *words)[1])["candidates"]
-    return {each["kind"] for each in candidates if "unfit" not in each}
+    return {candidate["kind"] for candidate in candidates if "unfit" not in candidate}
 
 
-def test_who_drains_shares_processes_on_policy_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    # The run's own placement could not have a bound of 1.
+def test_drain_allows_colocation_only_with_max_staleness_0(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # Under the run's current placement a bound of 1 would be invalid.
     words = ["weights.on_update=drain", "placement.mode=colocated", "trainer.threads=1"]
-    found = kinds(capsys, "--max-staleness", "0,1", *words, "generator.threads=1")
-    assert "colocated" in found
-    assert any(kind.endswith("1 ahead") for kind in found)
-    assert "colocated, 1 ahead" not in found
+    colocated_kinds = kinds(capsys, "--max-staleness", "0,1", *words, "generator.threads=1")
+    assert "colocated" in colocated_kinds
+    assert any(kind.endswith("1 ahead") for kind in colocated_kinds)
+    assert "colocated, 1 ahead" not in colocated_kinds
 
 
-def test_sizes_the_run_has_now_are_no_reason_against_sharing_processes(
+def test_the_runs_current_sizes_do_not_prevent_colocation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     apart = ["generator.replicas=3", "trainer.world_size=2"]
     assert "colocated" in kinds(capsys, "--max-staleness", "0", *apart)
 
 
-def test_what_is_wrong_under_every_bound_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_under_every_bound_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "trainer.world=2"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

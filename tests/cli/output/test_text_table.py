@@ -1,4 +1,4 @@
-"""How numbers are told to people."""
+"""Number formats for people."""
 
 import pytest
 
@@ -16,5 +16,5 @@ from streamrl.cli.output.text_table import format_inner_percent
         (1e-300, "1e-300"),
     ],
 )
-def test_a_part_is_never_told_as_nothing_or_all(part: float, text: str) -> None:
+def test_an_inner_percentage_never_reads_0_or_100(part: float, text: str) -> None:
     assert format_inner_percent(part) == text

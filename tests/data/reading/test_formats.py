@@ -1,4 +1,4 @@
-"""The same rows from every format; splits are named, never guessed."""
+"""All formats yield the same rows; splits are named explicitly."""
 
 import json
 import os
@@ -39,33 +39,33 @@ def facts(path, split=""):
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory):
+def expected(tmp_path_factory):
     path = tmp_path_factory.mktemp("jsonl") / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return facts(path)
 
 
-def test_a_dataset_on_disk_gives_the_rows_of_the_jsonl_file(tmp_path, wanted):
+def test_a_saved_dataset_yields_the_rows_of_the_jsonl_file(tmp_path, expected):
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "rows", num_shards=2)
-    assert facts(tmp_path / "rows") == wanted
+    assert facts(tmp_path / "rows") == expected
     row = next(load_rows(str(tmp_path / "rows")))
     assert row.place == f"{tmp_path / 'rows'} row 1"
 
 
-def test_a_dataset_that_was_reordered_comes_in_its_own_order(tmp_path, wanted):
+def test_a_reordered_dataset_keeps_its_order(tmp_path, expected):
     Dataset.from_list(ROWS).select([5, 2]).save_to_disk(tmp_path / "rows")
-    found = facts(tmp_path / "rows")
-    assert [fact[1:] for fact in found] == [wanted[5][1:], wanted[2][1:]]
-    assert [fact[0] for fact in found] == [0, 1]
+    rows = facts(tmp_path / "rows")
+    assert [fact[1:] for fact in rows] == [expected[5][1:], expected[2][1:]]
+    assert [fact[0] for fact in rows] == [0, 1]
 
 
-def test_a_directory_of_shards_is_one_file_in_the_order_of_their_names(tmp_path, wanted):
+def test_shards_are_one_file_in_the_order_of_their_names(tmp_path, expected):
     shard(tmp_path / "rows.parquet" / "part-1.parquet", ROWS[7:])
     shard(tmp_path / "rows.parquet" / "part-0.parquet", ROWS[:7])
-    assert facts(tmp_path / "rows.parquet") == wanted
+    assert facts(tmp_path / "rows.parquet") == expected
 
 
-def test_shards_with_other_columns_are_one_file_unless_the_same_column_is_of_another_type(tmp_path):
+def test_shards_may_differ_in_columns_but_not_in_a_columns_type(tmp_path):
     shard(tmp_path / "rows" / "a.parquet", [{"prompt": "1", "answer": 1}])
     shard(tmp_path / "rows" / "b.parquet", [{"prompt": "2", "answer": 2, "level": "hard"}])
     rows = list(load_rows(str(tmp_path / "rows"), label_key="answer"))
@@ -74,9 +74,9 @@ def test_shards_with_other_columns_are_one_file_unless_the_same_column_is_of_ano
     with pytest.raises(ConfigError) as caught:
         list(load_rows(str(tmp_path / "rows")))
     assert str(caught.value) == (
-        f"{tmp_path / 'rows'}: column 'answer' has other types in its files: int64 in a.parquet,"
-        " string in c.parquet; write all with the same type, or name each file as an entry of its"
-        " own"
+        f"{tmp_path / 'rows'}: column 'answer' has different types in its files: int64 in"
+        " a.parquet, string in c.parquet; write all files with the same type, or list each file as"
+        " a separate entry"
     )
 
 
@@ -108,29 +108,29 @@ def write_column(path, kind, value):
     pq.write_table(pa.table({"prompt": pa.array(["2+3="]), "x": column}), path)
 
 
-@pytest.mark.parametrize("held", [0, 1 << 20])
-@pytest.mark.parametrize(("one", "other", "first", "second"), WIDER)
-def test_shards_whose_columns_are_of_another_width_keep_their_values(
-    tmp_path, monkeypatch, held, one, other, first, second
+@pytest.mark.parametrize("in_memory_bytes", [0, 1 << 20])
+@pytest.mark.parametrize(("first_type", "second_type", "first", "second"), WIDER)
+def test_shards_may_differ_in_integer_and_text_width(
+    tmp_path, monkeypatch, in_memory_bytes, first_type, second_type, first, second
 ):
     from streamrl.data.reading import indexed_table
 
-    monkeypatch.setattr(indexed_table, "MAX_IN_MEMORY_BYTES", held)
+    monkeypatch.setattr(indexed_table, "MAX_IN_MEMORY_BYTES", in_memory_bytes)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     for names in (("a", "b"), ("b", "a")):
         folder = tmp_path / names[0]
         folder.mkdir()
-        write_column(folder / f"{names[0]}.parquet", one, first)
-        write_column(folder / f"{names[1]}.parquet", other, second)
+        write_column(folder / f"{names[0]}.parquet", first_type, first)
+        write_column(folder / f"{names[1]}.parquet", second_type, second)
         rows = list(load_rows(str(folder)))
-        found = [row.extra_info.get("x") for row in rows]
-        wanted = [first, second] if names[0] == "a" else [second, first]
-        assert found == wanted
-        assert list(map(type, found)) == list(map(type, wanted))
+        values = [row.extra_info.get("x") for row in rows]
+        expected = [first, second] if names[0] == "a" else [second, first]
+        assert values == expected
+        assert list(map(type, values)) == list(map(type, expected))
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "first", "second"),
+    ("first_type", "second_type", "first", "second"),
     [
         (pa.int64(), pa.float64(), 72, 0.5),
         (pa.int64(), TEXT, 72, "72"),
@@ -147,36 +147,39 @@ def test_shards_whose_columns_are_of_another_width_keep_their_values(
         (pa.decimal128(3, 1), pa.decimal128(4, 2), Decimal("0.5"), Decimal("0.50")),
     ],
 )
-def test_shards_of_which_a_column_would_get_other_values_are_refused_in_one_line(
-    tmp_path, one, other, first, second
+def test_a_lossy_cast_between_shards_is_refused_in_one_line(
+    tmp_path, first_type, second_type, first, second
 ):
-    write_column(tmp_path / "a.parquet", one, first)
-    write_column(tmp_path / "b.parquet", other, second)
+    write_column(tmp_path / "a.parquet", first_type, first)
+    write_column(tmp_path / "b.parquet", second_type, second)
     with pytest.raises(ConfigError) as caught:
         list(load_rows(str(tmp_path)))
-    said = f"{tmp_path}: column 'x' has other types in its files: {one} in a.parquet, {other} in b"
-    assert str(caught.value).startswith(said)
+    message = (
+        f"{tmp_path}: column 'x' has different types in its files:"
+        f" {first_type} in a.parquet, {second_type} in b"
+    )
+    assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
-def test_a_split_is_taken_by_name(tmp_path, wanted):
+def test_a_split_is_selected_by_name(tmp_path, expected):
     splits = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:2])}
     DatasetDict(splits).save_to_disk(tmp_path / "both")
     shard(tmp_path / "shards" / "train-00000-of-00002.parquet", ROWS[:7])
     shard(tmp_path / "shards" / "train-00001-of-00002.parquet", ROWS[7:])
     shard(tmp_path / "shards" / "test-00000-of-00001.parquet", ROWS[:2])
     for name in ("both", "shards"):
-        assert facts(tmp_path / name, "train") == wanted
-        assert facts(tmp_path / name, "test") == wanted[:2]
-        for split, words in (("", "split: missing"), ("tset", "split=tset: there is no such")):
+        assert facts(tmp_path / name, "train") == expected
+        assert facts(tmp_path / name, "test") == expected[:2]
+        for split, words in (("", "split: missing"), ("tset", "split=tset: no such")):
             with pytest.raises(ConfigError, match=rf"{words}.*the splits are test, train"):
                 facts(tmp_path / name, split)
 
 
-def test_files_called_as_splits_are_not_read_together(tmp_path, wanted):
+def test_files_named_after_splits_are_not_merged(tmp_path, expected):
     for name in ("train", "gsm8k_Test", "test-1", "trainer"):
         shard(tmp_path / f"{name}.parquet", ROWS if name == "train" else ROWS[:1])
-    assert facts(tmp_path, "train") == wanted
+    assert facts(tmp_path, "train") == expected
     assert len(facts(tmp_path, "test")) == 2
     with pytest.raises(ConfigError, match=r"split: missing; the splits are test, train \("):
         facts(tmp_path)
@@ -187,21 +190,21 @@ def test_files_called_as_splits_are_not_read_together(tmp_path, wanted):
         facts(tmp_path / "more")
 
 
-def test_a_split_of_what_has_none_is_refused(tmp_path):
+def test_a_split_of_data_without_splits_is_refused(tmp_path):
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
     shard(tmp_path / "shards" / "a.parquet", ROWS)
     shard(tmp_path / "shards" / "file.parquet", ROWS)
     for name, words in (
-        ("one", "it has no splits"),
-        ("shards/file.parquet", "it has no splits"),
+        ("one", "the data has no splits"),
+        ("shards/file.parquet", "the data has no splits"),
         ("shards", "the splits are none"),
     ):
         with pytest.raises(ConfigError, match=words):
             facts(tmp_path / name, "train")
 
 
-def test_a_directory_that_holds_no_data_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="neither a Hugging Face dataset on disk nor"):
+def test_a_directory_without_data_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="neither a Hugging Face dataset nor"):
         facts(tmp_path)
     (tmp_path / "dataset_info.json").write_text("{")
     with pytest.raises(ConfigError, match=rf"^{tmp_path}: cannot be read") as caught:
@@ -213,7 +216,7 @@ ZONE = pa.timestamp("us", tz="Mars/Base")
 PAIRS = pa.map_(TEXT, pa.int64())
 
 
-@pytest.mark.parametrize("held", [0, 1 << 20])
+@pytest.mark.parametrize("in_memory_bytes", [0, 1 << 20])
 @pytest.mark.parametrize(
     ("kind", "good", "bad"),
     [
@@ -224,35 +227,35 @@ PAIRS = pa.map_(TEXT, pa.int64())
         (pa.list_(pa.struct({"a": pa.timestamp("us")})), [{"a": 1}], [{"a": 2**62}]),
         (PAIRS, [("a", 1)], [("a", 1), ("a", 2)]),
         (ZONE, None, 1),
-        (pa.timestamp("us", tz="America"), None, 1),  # a folder of zones
+        (pa.timestamp("us", tz="America"), None, 1),  # a directory, not a time zone
     ],
 )
-def test_a_value_that_python_cannot_have_makes_its_row_a_bad_one(
-    tmp_path, monkeypatch, kind, good, bad, held
+def test_a_value_unrepresentable_in_python_makes_a_bad_row(
+    tmp_path, monkeypatch, kind, good, bad, in_memory_bytes
 ):
     from streamrl.data.reading import indexed_table
 
-    monkeypatch.setattr(indexed_table, "MAX_IN_MEMORY_BYTES", held)
+    monkeypatch.setattr(indexed_table, "MAX_IN_MEMORY_BYTES", in_memory_bytes)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = {"prompt": pa.array(["1", "2", "3"]), "x": pa.array([good, bad, good], kind)}
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table(rows), path)
     paths = [path]
-    if kind is not PAIRS:  # which datasets does not know
+    if kind is not PAIRS:  # an extension type unknown to `datasets`
         paths.append(tmp_path / "saved")
         Dataset(InMemoryTable(pa.table(rows))).save_to_disk(paths[1])
-    for one in paths:
-        opened = indexed_table.open_table(str(one))
+    for data_path in paths:
+        opened = indexed_table.open_table(str(data_path))
         for places in (range(3), [2, 1, 0]):
-            found = {index: record for _, index, record in opened.read_rows(places)}
-            assert [found[i]["prompt"] for i in (0, 2)] == ["1", "3"]
-            assert isinstance(found[1], ConfigError)
-        with pytest.raises(ConfigError, match=f"^{one} row 2: column 'x' of .*: ") as caught:
-            facts(one)
+            records = {index: record for _, index, record in opened.read_rows(places)}
+            assert [records[i]["prompt"] for i in (0, 2)] == ["1", "3"]
+            assert isinstance(records[1], ConfigError)
+        with pytest.raises(ConfigError, match=f"^{data_path} row 2: column 'x' of .*: ") as caught:
+            facts(data_path)
         assert "\n" not in str(caught.value)
     if kind is ZONE:
-        said = "column 'x' of timestamp[us, tz=Mars/Base]: unknown time zone"
-        assert str(caught.value).endswith(said)
+        message = "column 'x' of timestamp[us, tz=Mars/Base]: unknown time zone"
+        assert str(caught.value).endswith(message)
 
 
 def tensors():
@@ -262,7 +265,7 @@ def tensors():
 
 
 @pytest.mark.parametrize(
-    ("column", "wanted"),
+    ("column", "expected"),
     [
         (tensors, [4, 5, 6, 7]),
         (lambda: pa.ListArray.from_arrays([0, 1, 2, 3], tensors()), [[4, 5, 6, 7]]),
@@ -270,23 +273,21 @@ def tensors():
         (lambda: pa.array([b"%016d" % i for i in range(3)], pa.uuid()), UUID(bytes=b"%016d" % 1)),
     ],
 )
-def test_a_column_of_an_extension_type_is_read_as_any_other(tmp_path, column, wanted):
+def test_a_column_of_an_extension_type_is_read(tmp_path, column, expected):
     rows = {"prompt": pa.array(["1", "2", "3"]), "x": column()}
     pq.write_table(pa.table(rows), tmp_path / "a.parquet")
     pq.write_table(pa.table({"prompt": pa.array(["4"])}), tmp_path / "b.parquet")
-    found = [row.extra_info for row in load_rows(str(tmp_path))]
-    assert found[1] == {"x": wanted}
-    assert found[3] == {}
+    infos = [row.extra_info for row in load_rows(str(tmp_path))]
+    assert infos[1] == {"x": expected}
+    assert infos[3] == {}
 
 
 @pytest.mark.parametrize(
     ("rows", "size", "is_constant"),
     [(40_000, 2048, True), (40_000, 2048, False), (150, 1 << 20, True)],
 )
-def test_parquet_is_never_in_memory_whatever_it_takes_on_disk(
-    tmp_path, monkeypatch, rows, size, is_constant
-):
-    """A constant is there once; what is not makes one group of rows."""
+def test_large_parquet_is_not_loaded_into_memory(tmp_path, monkeypatch, rows, size, is_constant):
+    """A constant compresses to nothing; distinct values fill one row group."""
     from streamrl.data.reading import indexed_table
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -320,7 +321,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["state.json", "dataset_info.json", "dataset_dict.json"])
 @pytest.mark.parametrize("text", [DEEP, "[]", "null", "{", "\xff", '{"a": 1, "a": 1}', None])
-def test_a_dataset_that_says_nothing_of_itself_is_refused_in_one_line(tmp_path, saved, name, text):
+def test_a_dataset_without_valid_metadata_is_refused_in_one_line(tmp_path, saved, name, text):
     folder, split = ("several", "train") if name == "dataset_dict.json" else ("one", "")
     shutil.copytree(saved / folder, tmp_path / folder)
     file = tmp_path / folder / name
@@ -338,9 +339,12 @@ def test_a_dataset_that_says_nothing_of_itself_is_refused_in_one_line(tmp_path, 
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ({"_data_files": [{"filename": "../fifo"}]}, "'../fifo' must lie in the same folder"),
-        ({"_data_files": [{"filename": "/dev/zero"}]}, "'/dev/zero' must lie in the same folder"),
-        ({"_data_files": [{"filename": ".."}]}, "'..' must lie in the same folder"),
+        ({"_data_files": [{"filename": "../fifo"}]}, "'../fifo' must be a file in the same folder"),
+        (
+            {"_data_files": [{"filename": "/dev/zero"}]},
+            "'/dev/zero' must be a file in the same folder",
+        ),
+        ({"_data_files": [{"filename": ".."}]}, "'..' must be a file in the same folder"),
         ({"_data_files": [{"filename": "fifo"}]}, "one/fifo: not a regular file"),
         ({"_data_files": [{"filename": "link"}]}, "one/link: not a regular file"),
         ({"_data_files": [{"filename": "gone"}]}, "one/gone: no such file"),
@@ -350,7 +354,7 @@ def test_a_dataset_that_says_nothing_of_itself_is_refused_in_one_line(tmp_path, 
         ({"_split": [1]}, "cannot be read as a dataset: "),
     ],
 )
-def test_a_dataset_whose_files_are_elsewhere_or_none_is_refused(tmp_path, saved, entry, words):
+def test_a_dataset_with_files_outside_its_folder_is_refused(tmp_path, saved, entry, words):
     shutil.copytree(saved / "one", tmp_path / "one")
     for fifo in (tmp_path / "fifo", tmp_path / "one" / "fifo"):
         os.mkfifo(fifo)
@@ -362,10 +366,10 @@ def test_a_dataset_whose_files_are_elsewhere_or_none_is_refused(tmp_path, saved,
     assert "\n" not in str(caught.value)
 
 
-def test_a_split_that_lies_elsewhere_is_refused(tmp_path, saved):
+def test_a_split_outside_the_dataset_folder_is_refused(tmp_path, saved):
     shutil.copytree(saved / "several", tmp_path / "several")
     shutil.copytree(saved / "one", tmp_path / "one")
     (tmp_path / "several" / "dataset_dict.json").write_text('{"splits": ["../one", ".."]}')
     for split in ("../one", ".."):
-        with pytest.raises(ConfigError, match="must lie in the same folder"):
+        with pytest.raises(ConfigError, match="must be a file in the same folder"):
             facts(tmp_path / "several", split)

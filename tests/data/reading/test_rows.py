@@ -42,7 +42,7 @@ def refusal(path, **options):
     return message
 
 
-def test_a_verl_row_is_read_whole(write_rows):
+def test_a_verl_row_is_read_completely(write_rows):
     row = rows_of(write_rows(*VERL_ROWS))[0]
     assert row.messages == tuple(CHAT)
     assert (row.data_source, row.ground_truth, row.index) == ("openai/gsm8k", "5", 0)
@@ -54,12 +54,12 @@ def test_a_verl_row_is_read_whole(write_rows):
     }
 
 
-def test_parquet_and_jsonl_give_the_same_plain_python_rows(tmp_path, write_rows):
+def test_parquet_and_jsonl_yield_equal_rows(tmp_path, write_rows):
     parquet = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist(VERL_ROWS), parquet)
     from_parquet, from_jsonl = rows_of(parquet), rows_of(write_rows(*VERL_ROWS))
-    for one, other in zip(from_parquet, from_jsonl, strict=True):
-        assert {**vars(one), "place": ""} == {**vars(other), "place": ""}
+    for parquet_row, jsonl_row in zip(from_parquet, from_jsonl, strict=True):
+        assert {**vars(parquet_row), "place": ""} == {**vars(jsonl_row), "place": ""}
     assert "hint" not in from_parquet[0].extra_info
     assert json.loads(json.dumps(from_parquet[1].extra_info)) == from_parquet[1].extra_info
 
@@ -72,26 +72,26 @@ def test_parquet_maps_become_dicts(tmp_path):
     assert rows_of(path)[0].extra_info == {"k": 1}
 
 
-def test_text_is_one_user_message_and_is_remembered_as_text(write_rows):
+def test_a_text_prompt_is_one_user_message_and_not_chat(write_rows):
     row = rows_of(write_rows({"prompt": "2+3=", "ground_truth": "5", "solution": "five"}))[0]
     assert row.messages == ({"role": "user", "content": "2+3="},)
     assert row.ground_truth == "5"
     assert row.extra_info == {"solution": "five"}
 
 
-def test_a_key_of_extra_info_wins_over_a_column_of_that_name(write_rows):
+def test_extra_info_keys_override_columns(write_rows):
     row = rows_of(write_rows({"prompt": CHAT, "index": 7, "extra_info": {"index": 1}}))[0]
     assert row.extra_info == {"index": 1}
 
 
-def test_another_column_can_hold_the_prompt(write_rows):
+def test_prompt_key_selects_the_prompt_column(write_rows):
     path = write_rows({"question": "2+3=", "prompt": "unused"})
     row = rows_of(path, prompt_key="question")[0]
     assert row.messages[0]["content"] == "2+3="
     assert row.extra_info["prompt"] == "unused"
 
 
-def test_any_column_can_hold_the_ground_truth_and_rewards_still_find_it(write_rows):
+def test_label_key_selects_the_ground_truth_and_keeps_the_column(write_rows):
     trl = {"prompt": CHAT, "solution": "5"}
     row = rows_of(write_rows(trl), label_key="solution")[0]
     assert (row.ground_truth, row.extra_info) == ("5", {"solution": "5"})
@@ -101,18 +101,18 @@ def test_any_column_can_hold_the_ground_truth_and_rewards_still_find_it(write_ro
     assert row.extra_info["metadata"] == {"level": 1}
 
 
-def test_a_missing_ground_truth_column_is_refused_with_those_there_are(write_rows):
+def test_a_missing_label_column_lists_the_columns(write_rows):
     path = write_rows({"prompt": "a", "answer": "5"}, {"prompt": "b"})
     message = refusal(path, label_key="answer")
     assert message.endswith("line 2: no column 'answer' (label_key); the columns are: prompt")
 
 
-def test_nulls_in_objects_vanish_and_nulls_in_lists_stay(write_rows):
+def test_nulls_are_removed_from_objects_but_not_from_lists(write_rows):
     path = write_rows({"prompt": CHAT, "extra_info": {"a": None, "b": [None, {"c": None}]}})
     assert rows_of(path)[0].extra_info == {"b": [None, {}]}
 
 
-def test_blank_lines_and_a_byte_order_mark_do_no_harm_and_places_still_count(tmp_path):
+def test_blank_lines_and_a_bom_are_skipped_but_counted(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}')
     rows = rows_of(path)
@@ -120,7 +120,7 @@ def test_blank_lines_and_a_byte_order_mark_do_no_harm_and_places_still_count(tmp
     assert rows[1].place == f"{path} line 3"
 
 
-def test_rows_come_one_at_a_time(tmp_path):
+def test_rows_are_read_lazily(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a"}\nnot json\n')
     assert next(load_rows(str(path))).index == 0
@@ -132,46 +132,46 @@ def test_rows_come_one_at_a_time(tmp_path):
         ("{", "line 2: not JSON: Expecting"),
         ('{"prompt": "a"} {"prompt": "b"}', "line 2: not JSON: Extra data"),
         ("[" * 100_000, "line 2: not JSON:"),
-        ('{"prompt": "a", "prompt": "b"}', "line 2: key 'prompt': must be there once"),
+        ('{"prompt": "a", "prompt": "b"}', "line 2: key 'prompt': must occur only once"),
         (
             '{"prompt": "a", "x": ' + "[" * 200 + "]" * 200 + "}",
             "line 2: not JSON: nested more than",
         ),
-        ("[1]", "line 2: must be a JSON object, is list"),
-        ("null", "line 2: must be a JSON object, is null or missing"),
+        ("[1]", "line 2: must be a JSON object, got list"),
+        ("null", "line 2: must be a JSON object, got null or missing"),
         ('{"question": "x", "answer": 1}', "no column 'prompt' (data.prompt_key); the columns are"),
         ("{}", "the columns are: none"),
-        ('{"prompt": null}', "prompt must be text or a list of chat messages, is null or missing"),
-        ('{"prompt": []}', "is an empty list"),
-        ('{"prompt": 5}', "is int"),
-        ('{"prompt": ["hello"]}', "message 1 of prompt must be an object, is str"),
+        ('{"prompt": null}', "prompt must be text or a list of chat messages, got null or missing"),
+        ('{"prompt": []}', "got an empty list"),
+        ('{"prompt": 5}', "got int"),
+        ('{"prompt": ["hello"]}', "message 1 of prompt must be an object, got str"),
         ('{"prompt": [{"role": "user"}]}', "content of message 1 of prompt must be text"),
         (
             '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}',
-            "content of message 1 of prompt has a part of type image, must be text",
+            "content of message 1 of prompt has a part of type image; only text is supported",
         ),
         ('{"prompt": "\\ud800"}', "content of message 1 of prompt is not valid Unicode"),
-        ('{"prompt": "a", "data_source": 3}', "data_source must be text, is int"),
-        ('{"prompt": "a", "extra_info": 3}', "extra_info must be an object, is int"),
-        ('{"prompt": "a", "extra_info": "x"}', "extra_info is text, must be JSON: Expecting"),
-        ('{"prompt": "a", "extra_info": "[1]"}', "extra_info must be an object, is list"),
-        ('{"prompt": "a", "reward_model": "5"}', "reward_model must be an object, is int"),
-        ('{"prompt": "a", "tools": "[1]"}', "tools must be a list of objects, is list"),
+        ('{"prompt": "a", "data_source": 3}', "data_source must be text, got int"),
+        ('{"prompt": "a", "extra_info": 3}', "extra_info must be an object, got int"),
+        ('{"prompt": "a", "extra_info": "x"}', "extra_info is text, which must be JSON: Expecting"),
+        ('{"prompt": "a", "extra_info": "[1]"}', "extra_info must be an object, got list"),
+        ('{"prompt": "a", "reward_model": "5"}', "reward_model must be an object, got int"),
+        ('{"prompt": "a", "tools": "[1]"}', "tools must be a list of objects, got list"),
         (
             '{"prompt": "a", "chat_template_kwargs": "{\\"a\\": 1, \\"a\\": 2}"}',
-            "chat_template_kwargs is text, must be JSON: key 'a': must be there once",
+            "chat_template_kwargs is text, which must be JSON: key 'a': must occur only once",
         ),
         (
             json.dumps({"prompt": "a", "extra_info": '{"a": ' + "[" * 200 + "]" * 200 + "}"}),
-            "extra_info is text, must be JSON: nested more than",
+            "extra_info is text, which must be JSON: nested more than",
         ),
         (
             '{"prompt": "a", "ground_truth": 1, "reward_model": {"ground_truth": 2}}',
-            "give it once",
+            "keep one",
         ),
     ],
 )
-def test_a_bad_row_is_refused_by_line_and_rule(tmp_path, line, words):
+def test_a_bad_row_names_line_and_rule(tmp_path, line, words):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "fine"}\n' + line + "\n")
     message = refusal(path)
@@ -179,13 +179,13 @@ def test_a_bad_row_is_refused_by_line_and_rule(tmp_path, line, words):
     assert words in message
 
 
-def test_a_line_that_is_not_utf8_is_refused_by_number(tmp_path):
+def test_a_line_that_is_not_utf8_is_named_by_number(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
     assert "line 2: not JSON: 'utf-8'" in refusal(path)
 
 
-def test_a_missing_parquet_column_names_those_there_are(tmp_path):
+def test_a_missing_parquet_column_lists_the_columns(tmp_path):
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"question": ["a"], "answer": ["b"]}), path)
     assert refusal(path).endswith(
@@ -193,7 +193,7 @@ def test_a_missing_parquet_column_names_those_there_are(tmp_path):
     )
 
 
-def test_a_file_that_is_no_parquet_is_refused(tmp_path):
+def test_a_malformed_parquet_file_is_refused(tmp_path):
     path = tmp_path / "rows.parquet"
     path.write_text("nonsense")
     assert "cannot be read as parquet" in refusal(path)
@@ -213,7 +213,7 @@ def test_a_missing_file_and_a_directory_are_refused(tmp_path, name):
     assert "cannot be read" in refusal(tmp_path / name)
 
 
-def test_an_unknown_extension_is_refused_with_the_known_ones(tmp_path):
+def test_an_unknown_extension_lists_the_supported_ones(tmp_path):
     assert "must be one of .parquet, .jsonl, .ndjson, .json" in refusal(tmp_path / "rows.txt")
     assert "must be one of" in refusal(tmp_path / "rows.parquet.gz")
 
@@ -221,7 +221,7 @@ def test_an_unknown_extension_is_refused_with_the_known_ones(tmp_path):
 @pytest.mark.parametrize(
     "name", ["R.JSONL", "r.ndjson", "r.NDJSON.gz", "r.Json", "r.json.GZ", "R.CSV", "r.Tsv.Gz"]
 )
-def test_extensions_are_told_apart_without_regard_to_case(tmp_path, monkeypatch, name):
+def test_extensions_are_case_insensitive(tmp_path, monkeypatch, name):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     text = '{"prompt": "2+3="}\n'
     if name.lower().startswith(("r.csv", "r.tsv")):
@@ -232,7 +232,7 @@ def test_extensions_are_told_apart_without_regard_to_case(tmp_path, monkeypatch,
     assert [row.messages[0]["content"] for row in rows_of(path)] == ["2+3="]
 
 
-def test_parquet_is_parquet_in_capitals_too(tmp_path):
+def test_a_parquet_extension_may_be_upper_case(tmp_path):
     pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "A.PARQUET")
     pq.write_table(pa.table({"prompt": ["b"]}), tmp_path / "B.parquet")
     assert len(rows_of(tmp_path / "A.PARQUET")) == 1
@@ -243,13 +243,13 @@ def test_parquet_is_parquet_in_capitals_too(tmp_path):
 def test_an_empty_file_is_refused(tmp_path, text):
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
-    assert refusal(path).endswith("holds no rows")
+    assert refusal(path).endswith("contains no rows")
 
 
 def test_an_empty_parquet_file_is_refused(tmp_path):
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
-    assert refusal(path).endswith("holds no rows")
+    assert refusal(path).endswith("contains no rows")
 
 
 def test_rows_pickle(write_rows):
@@ -257,7 +257,7 @@ def test_rows_pickle(write_rows):
     assert pickle.loads(pickle.dumps(row)) == row
 
 
-def test_csv_has_text_alone_and_rows_that_fit_its_header(tmp_path):
+def test_csv_values_are_text_and_rows_must_match_the_header(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text('prompt,ground_truth,level\n"a, ""b""\nc",007,\n\nd,5,1\n')
     first, second = rows_of(path)
@@ -270,7 +270,7 @@ def test_csv_has_text_alone_and_rows_that_fit_its_header(tmp_path):
     path.write_text("prompt,ground_truth\na,1\nb\n")
     assert refusal(path).endswith("row 2: has 1 fields, the header has 2")
     path.write_text("prompt,prompt\na,b\n")
-    assert refusal(path).endswith("column 'prompt': must be there once")
+    assert refusal(path).endswith("column 'prompt': must occur only once")
 
 
 def write_cells(path, *rows):
@@ -280,14 +280,14 @@ def write_cells(path, *rows):
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "rows.jsonl", "rows.parquet"])
-def test_objects_may_be_json_text_in_every_format(tmp_path, write_rows, name):
+def test_object_columns_may_be_json_text_in_every_format(tmp_path, write_rows, name):
     objects = {
         "reward_model": {"style": "rule", "ground_truth": "5", "none": None},
         "extra_info": {"split": "train", "tests": [1, {"a": None}]},
         "tools": [{"type": "function", "function": {"name": "add"}}],
         "chat_template_kwargs": {"enable_thinking": False},
     }
-    (wanted,) = rows_of(write_rows({"prompt": "2+3=", **objects}, name="wanted.jsonl"))
+    (expected,) = rows_of(write_rows({"prompt": "2+3=", **objects}, name="wanted.jsonl"))
     row = {"prompt": "2+3=", **{key: json.dumps(value) for key, value in objects.items()}}
     path = tmp_path / name
     if name == "rows.jsonl":
@@ -296,25 +296,25 @@ def test_objects_may_be_json_text_in_every_format(tmp_path, write_rows, name):
         pq.write_table(pa.Table.from_pylist([row]), path)
     else:
         write_cells(path, row)
-    (found,) = rows_of(path)
-    assert {**vars(found), "place": ""} == {**vars(wanted), "place": ""}
-    assert found.ground_truth == "5"
+    (parsed,) = rows_of(path)
+    assert {**vars(parsed), "place": ""} == {**vars(expected), "place": ""}
+    assert parsed.ground_truth == "5"
 
 
-def test_the_column_of_the_prompt_or_the_label_is_text_whatever_it_is_called(write_rows):
+def test_prompt_and_label_columns_stay_text_under_any_name(write_rows):
     path = write_rows({"tools": "[]", "extra_info": "{}", "reward_model": "5"})
     (row,) = rows_of(path, prompt_key="tools", label_key="reward_model")
     assert (row.messages[0]["content"], row.ground_truth) == ("[]", "5")
 
 
-def test_a_blank_text_stands_for_no_object(write_rows):
+def test_a_blank_text_is_a_missing_object(write_rows):
     texts = dict.fromkeys(("tools", "extra_info", "reward_model", "chat_template_kwargs"), " ")
     (row,) = rows_of(write_rows({"prompt": "a", **texts}))
     assert ([*row.tools], row.extra_info, row.template_arguments) == ([], {}, {})
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.tsv"])
-def test_a_text_may_be_chat_messages_as_json(tmp_path, write_rows, name):
+def test_a_text_prompt_may_be_chat_messages_in_json(tmp_path, write_rows, name):
     chat = json.dumps([*CHAT, {"role": "assistant", "content": None, "tool_calls": []}])
     texts = ["[1, 2]", "[]", "[not json", '[{"a": 1}]', '{"role": "user", "content": "a"}', "5"]
     path = tmp_path / name
@@ -330,7 +330,7 @@ def test_a_text_may_be_chat_messages_as_json(tmp_path, write_rows, name):
     assert (plain.messages[0]["content"], plain.is_chat) == (texts[3], False)
 
 
-def test_a_cell_of_messages_that_are_no_json_or_no_messages_is_refused(tmp_path):
+def test_malformed_chat_messages_in_text_are_refused(tmp_path):
     path = tmp_path / "rows.csv"
     for chat, words in (
         (str(CHAT), "looks like chat messages, which must be JSON: Expecting"),
@@ -345,27 +345,25 @@ def test_a_cell_of_messages_that_are_no_json_or_no_messages_is_refused(tmp_path)
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('[{"prompt": "a"}', "row 2: the array breaks off"),
+        ('[{"prompt": "a"}', "row 2: the array is truncated"),
         ('[{"prompt": "a"}, {"prompt"', "row 2: not JSON: "),
-        ('[{"prompt": "a"} {"prompt": "b"}]', "byte '{' where ',' must be"),
+        ('[{"prompt": "a"} {"prompt": "b"}]', "found byte '{' instead of ','"),
         ("[", "row 1: "),
-        ("[]", "holds no rows"),
+        ("[]", "contains no rows"),
         ("[" * 100_000, "row 1: not JSON: nested too deeply"),
-        ('[{"prompt": "a"}, ]', "row 2: a comma stands before the array's end"),
+        ('[{"prompt": "a"}, ]', "row 2: a comma precedes the end of the array"),
         ("[,]", "row 1: not JSON: "),
-        ('[{"prompt": "a"}]\n[{"prompt": "b"}]', "byte '[' behind the end of the array"),
-        ('[{"prompt": "a"}] garbage', "byte 'g' behind the end of the array"),
-        ('[{"prompt": "a"}]' + " " * 50 + "]", "byte ']' behind the end of the array"),
-        ('[] {"prompt": "a"}', "byte '{' behind the end of the array"),
+        ('[{"prompt": "a"}]\n[{"prompt": "b"}]', "byte '[' after the end of the array"),
+        ('[{"prompt": "a"}] garbage', "byte 'g' after the end of the array"),
+        ('[{"prompt": "a"}]' + " " * 50 + "]", "byte ']' after the end of the array"),
+        ('[] {"prompt": "a"}', "byte '{' after the end of the array"),
     ],
 )
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
-def test_an_array_that_breaks_off_or_is_not_all_is_refused(
-    tmp_path, monkeypatch, text, words, chunk
-):
+def test_a_truncated_array_or_trailing_text_is_refused(tmp_path, monkeypatch, text, words, chunk):
     from streamrl.data.reading import formats
 
-    # Of the first piece it follows that the file is an array.
+    # The first chunk identifies the file as an array.
     monkeypatch.setattr(formats, "_CHUNK_BYTES", chunk)
     path = tmp_path / "rows.json"
     path.write_text(text)
@@ -373,7 +371,7 @@ def test_an_array_that_breaks_off_or_is_not_all_is_refused(
 
 
 @pytest.mark.parametrize("chunk", [1, 7])
-def test_white_space_around_an_array_and_its_rows_is_none_of_them(tmp_path, monkeypatch, chunk):
+def test_whitespace_around_array_elements_is_ignored(tmp_path, monkeypatch, chunk):
     from streamrl.data.reading import formats
 
     monkeypatch.setattr(formats, "_CHUNK_BYTES", chunk)
@@ -382,7 +380,7 @@ def test_white_space_around_an_array_and_its_rows_is_none_of_them(tmp_path, monk
     assert [row.messages[0]["content"] for row in rows_of(path)] == ["a", "b"]
 
 
-def test_an_array_larger_than_what_is_read_at_once_has_all_its_rows(tmp_path, monkeypatch):
+def test_an_array_larger_than_a_chunk_yields_all_rows(tmp_path, monkeypatch):
     from streamrl.data.reading import formats
 
     monkeypatch.setattr(formats, "_CHUNK_BYTES", 7)
@@ -393,7 +391,7 @@ def test_an_array_larger_than_what_is_read_at_once_has_all_its_rows(tmp_path, mo
 
 @pytest.mark.parametrize("extension", [".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz"])
 @pytest.mark.parametrize("kind", ["fifo", "device", "sparse", "noise"])
-def test_what_never_ends_is_refused_in_a_moment(tmp_path, monkeypatch, extension, kind):
+def test_an_endless_row_is_refused_quickly(tmp_path, monkeypatch, extension, kind):
     from streamrl.data.reading.indexed_table import open_table
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -410,6 +408,6 @@ def test_what_never_ends_is_refused_in_a_moment(tmp_path, monkeypatch, extension
     refusal(path)
     with pytest.raises(ConfigError):
         table = open_table(str(path))
-        # A line of noise is a row of its own: it is refused where it is read.
+        # The noise is one row, refused on reading.
         (bad, *_) = table.read_rows([0])
         raise bad[2]

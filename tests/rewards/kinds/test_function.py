@@ -395,8 +395,8 @@ def test_an_unknown_signature_is_refused_listing_the_supported_signatures(reward
     [
         ("x = 1\ndef other(): pass", r"rewards.function=f: not in .*reward.py, which has other"),
         ("", r"which has none"),
-        ("f = 5", r"in .*reward.py it is no function"),
-        ("class f: pass", r"in .*reward.py it is no function"),
+        ("f = 5", r"in .*reward.py it is not a function"),
+        ("class f: pass", r"in .*reward.py it is not a function"),
         ("f = max", r"rewards.function=f: in .*reward.py: no signature"),
         ("x = 1\nimport no_such_module", r"rewards.path=.*reward.py:2: ModuleNotFoundError: No"),
         ("x = 1\ny = = 2", r"rewards.path=.*reward.py:2: SyntaxError"),

@@ -248,7 +248,7 @@ def refused(path, **options):
 def test_a_directory_without_such_a_model_is_refused_before_loading(path, tmp_path):
     assert "path=/nowhere: does not exist" in refused("/nowhere")
     (tmp_path / "empty").mkdir()
-    assert "has no config.json" in refused(tmp_path / "empty")
+    assert "config.json is missing" in refused(tmp_path / "empty")
     write_model(tmp_path / "policy")
     message = "Qwen2ForCausalLM without a classification head (the files lack score.weight)"
     assert message in refused(tmp_path / "policy")
@@ -259,7 +259,7 @@ def test_a_directory_without_such_a_model_is_refused_before_loading(path, tmp_pa
     assert "model.safetensors: " in refused(headless)
     shutil.copytree(path, tmp_path / "unspoken")
     (tmp_path / "unspoken/tokenizer.json").unlink()
-    assert "holds no tokenizer" in refused(tmp_path / "unspoken")
+    assert "contains no tokenizer" in refused(tmp_path / "unspoken")
     other = copied(path, tmp_path / "other", num_labels=2, id2label={"0": "a", "1": "b"})
     message = "score.weight has shape (1, 64), config.json says (2, 64)"
     assert message in refused(other, label="a")
