@@ -122,8 +122,8 @@ def play(
 ) -> SimulationResult:
     """Simulate one run."""
     workload = Workload(64, 8, 256, LognormalLengths(600, 0.8, 4000), filtered_fraction=filtered)
-    manner, placement = RunOptions(oversample=oversample), Placement(CALLS, bound)
-    return run_simulation(flow, placement, TIMINGS, workload, steps=steps, seed=1, manner=manner)
+    run_options, placement = RunOptions(oversample=oversample), Placement(CALLS, bound)
+    return run_simulation(flow, placement, TIMINGS, workload, steps=steps, seed=1, run_options=run_options)
 
 
 def figures(run: SimulationResult, alone: SimulationResult) -> dict[str, float]:

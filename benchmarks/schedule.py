@@ -140,7 +140,7 @@ def errors(case: Case, arguments: argparse.Namespace) -> Iterator[dict[str, Any]
             timings,
             problem.workload,
             seed=arguments.seed,
-            manner=problem.run_options,
+            run_options=problem.run_options,
         )
         yield {
             "case": f"{case.algorithm} {case.model} {case.cluster}",

@@ -194,7 +194,7 @@ def predict_metrics(
         planned.problem.workload,
         steps=steps + 2 * lead + ENGINE_WARM_UP_STEPS,
         seed=seed,
-        manner=planned.problem.run_options,
+        run_options=planned.problem.run_options,
     )
     steady = found.exclude_steps(lead + ENGINE_WARM_UP_STEPS, lead)
     return SteadyMetrics(

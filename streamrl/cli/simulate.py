@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         steps=steps,
         seed=arguments.seed,
         failures=failures,
-        manner=problem.run_options,
+        run_options=problem.run_options,
     )
     if arguments.output is not None:
         found.write_run_files(arguments.output)

@@ -39,7 +39,7 @@ class Chosen:
     streamed: bool
     workload: Workload
     timings: StageTimings
-    manner: RunOptions
+    run_options: RunOptions
     failures: FailureModel | None
 
     def run(self) -> SimulationResult:
@@ -57,7 +57,7 @@ class Chosen:
             self.workload,
             steps=4,
             seed=3,
-            manner=self.manner,
+            run_options=self.run_options,
             failures=self.failures,
         )
 
@@ -112,7 +112,7 @@ cases = st.builds(
     streamed=st.booleans(),
     workload=workloads,
     timings=timings,
-    manner=st.builds(RunOptions, slice_s=st.sampled_from([0.1, 1.0])),
+    run_options=st.builds(RunOptions, slice_s=st.sampled_from([0.1, 1.0])),
     failures=st.none(),
 )
 
@@ -161,8 +161,8 @@ def test_books_balance_tokens_are_fresh_and_devices_are_in_one_phase(case: Chose
 
 @given(cases, st.integers(0, 1))
 def test_what_is_dropped_as_stale_comes_again(case: Chosen, staleness: int) -> None:
-    manner = replace(case.manner, depth=staleness + 2, on_stale="drop")
-    found = replace(case, manner=manner, staleness=staleness, streamed=True).run()
+    run_options = replace(case.run_options, depth=staleness + 2, on_stale="drop")
+    found = replace(case, run_options=run_options, staleness=staleness, streamed=True).run()
     counts = found.ledger
     assert counts.trained == 4 * case.workload.groups_per_step
     assert counts.admitted == counts.trained + counts.dropped + counts.in_flight

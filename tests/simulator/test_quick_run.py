@@ -98,7 +98,7 @@ def test_replicas_that_are_too_few_to_divide_are_slower() -> None:
 
 def test_a_part_has_the_rate_of_all_of_it() -> None:
     found = run_quick_simulation(
-        GRPO, PLACEMENT, TIMINGS, workload(1024), seed=0, manner=RunOptions()
+        GRPO, PLACEMENT, TIMINGS, workload(1024), seed=0, run_options=RunOptions()
     )
     assert found.num_parts == 4
     every = run_simulation(GRPO, PLACEMENT, TIMINGS, workload(1024), steps=8, seed=0)
@@ -119,7 +119,7 @@ def test_what_is_far_ahead_is_played_as_long_as_it_takes_to_go_round(seed: int) 
         replace(PLACEMENT, max_staleness=16),
     )
     every = run_simulation(GRPO, ahead, timings, asked, steps=200, seed=9)
-    found = run_quick_simulation(GRPO, ahead, timings, asked, seed=seed, manner=RunOptions())
+    found = run_quick_simulation(GRPO, ahead, timings, asked, seed=seed, run_options=RunOptions())
     assert found.mean_step_s == pytest.approx(every.mean_step_s, rel=0.1)
 
 

@@ -47,8 +47,8 @@ def errors(
     )
     flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
     models = {"policy": MODEL, "reference": MODEL}
-    manner = RunOptions(publish_every=publish_every)
-    problem = PlacementProblem(flow, models, workload, Cluster.from_text("8xA100"), manner)
+    run_options = RunOptions(publish_every=publish_every)
+    problem = PlacementProblem(flow, models, workload, Cluster.from_text("8xA100"), run_options)
     constants = replace(CostConstants(), max_running=32, keeps_served=True, decode_group_s=group_s)
     costs = CostModel(problem, constants)
     estimator = PlacementEstimator(problem, costs)
@@ -62,7 +62,7 @@ def errors(
             placement = Placement(calls, ahead)
             timings = costs.predict_timings(placement)
             played = run_simulation(
-                flow, placement, timings, workload, steps=STEPS, seed=0, manner=manner
+                flow, placement, timings, workload, steps=STEPS, seed=0, run_options=run_options
             )
             found[f"{name}, {ahead} ahead"] = estimator.step_s(placement) / played.mean_step_s - 1
     return found

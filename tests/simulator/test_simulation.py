@@ -49,10 +49,10 @@ def run(
     *,
     workload: Workload = WORKLOAD,
     flow: Dataflow = FLOW,
-    manner: RunOptions | None = None,
+    run_options: RunOptions | None = None,
     steps: int = 3,
 ) -> SimulationResult:
-    found = run_simulation(flow, placement, timings, workload, steps=steps, seed=1, manner=manner)
+    found = run_simulation(flow, placement, timings, workload, steps=steps, seed=1, run_options=run_options)
     return found.exclude_steps(0)
 
 
@@ -137,12 +137,12 @@ def test_steps_between_two_versions_are_sampled_together_from_the_older_one() ->
     ahead, timings = replace(APART, max_staleness=1), replace(TIMINGS, weights={})
     # Four groups are sampled by 10 and scored by 11. Version 1 is not published: what comes next
     # begins with version 2, at 16.5.
-    found = run(timings, ahead, steps=4, manner=RunOptions(publish_every=2))
+    found = run(timings, ahead, steps=4, run_options=RunOptions(publish_every=2))
     assert found.step_ends == [10.5 + 3, 10.5 + 6, 10.5 + 6 + 13.5, 10.5 + 6 + 16.5]
     assert run(timings, ahead, steps=4).step_ends[2] == 13.5 + 13.5
     assert found.exclude_steps(0).tokens_by_staleness == {0: 40, 1: 40}
-    with pytest.raises(ConfigError, match="publish_every=2: with generation 0 steps ahead"):
-        run(timings, APART, manner=RunOptions(publish_every=2))
+    with pytest.raises(ConfigError, match="publish_every=2: must be at most 1: generation"):
+        run(timings, APART, run_options=RunOptions(publish_every=2))
 
 
 def test_a_reference_moves_at_every_so_many_versions_and_is_waited_for_at_those_alone() -> None:
@@ -153,8 +153,8 @@ def test_a_reference_moves_at_every_so_many_versions_and_is_waited_for_at_those_
     timings = replace(TIMINGS, score=score, weights=weights)
 
     def played(every: int) -> tuple[Sequence[float], list[object]]:
-        manner = RunOptions(reference_every=every)
-        found = run(timings, placement, flow=flow, steps=5, manner=manner)
+        run_options = RunOptions(reference_every=every)
+        found = run(timings, placement, flow=flow, steps=5, run_options=run_options)
         spans = [span for span in found.spans_by_process["reference-0"] if span.name == "pull"]
         return found.step_ends, [span.args["version"] for span in spans]
 

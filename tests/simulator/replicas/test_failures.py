@@ -86,8 +86,8 @@ def test_a_run_gets_on_with_five_deaths_in_what_is_lost_whole_and_not_with_more(
     failures.check_progress(trained, first_s=50.0, step_s=5.0, steps=100)
     failures.check_progress(trained, first_s=50.0, step_s=50.0, steps=1)
     with pytest.raises(
-        ConfigError, match="3 nodes that train one dies every 10 s: the first rollouts take 51 s"
+        ConfigError, match="one of 3 training nodes fails every 10 s: the first rollouts take 51 s"
     ):
         failures.check_progress(trained, first_s=51.0, step_s=5.0, steps=100)
-    with pytest.raises(ConfigError, match="10 steps without a checkpoint are trained for 51 s"):
+    with pytest.raises(ConfigError, match="10 steps without a checkpoint take 51 s"):
         failures.check_progress(trained, first_s=50.0, step_s=5.1, steps=100)
