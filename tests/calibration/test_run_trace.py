@@ -107,7 +107,7 @@ def test_a_file_is_no_run(run_dir: Path) -> None:
     ("break_it", "rule"),
     [
         (lambda run: (run / "config.yaml").unlink(), "holds no config.yaml"),
-        (lambda run: (run / "trace.json").unlink(), "no spans in trace.json"),
+        (lambda run: (run / "trace.json").unlink(), "trace.json has no spans"),
         (lambda run: (run / "metrics.jsonl").write_text("{}x\n{}\n"), "metrics.jsonl:1"),
         (lambda run: (run / "metrics.jsonl").unlink(), "run: has no metrics.jsonl"),
         (lambda run: (run / "trace.json").write_text("[" * 100_000), "trace.json: nested too deep"),
@@ -125,11 +125,11 @@ def test_a_file_is_no_run(run_dir: Path) -> None:
         (lambda run: (run / "metrics.jsonl").write_text("[1]\n"), "metrics.jsonl:1: has no step"),
         (
             lambda run: _empty(get_journal_dir(run, RUN_LOG_FOLDER)),
-            "run: has no books in journal/books",
+            "run: has no run log in journal/books",
         ),
         (
             lambda run: shutil.rmtree(get_journal_dir(run, RUN_LOG_FOLDER)),
-            "run: has no books in journal/books",
+            "run: has no run log in journal/books",
         ),
     ],
 )
@@ -145,12 +145,12 @@ def test_a_run_that_says_too_little_is_refused_in_one_line(
 def test_a_short_run_is_refused(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     run = write_run(tmp_path / "run", config, play(config, steps=8))
-    with pytest.raises(ConfigError, match="too short: 4 steps to go by, must be at least 6"):
+    with pytest.raises(ConfigError, match="too short: 4 steady steps, must be at least 6"):
         load_run_trace(run)
 
 
 def test_spans_without_lengths_are_refused(run_dir: Path) -> None:
     trace = run_dir / "trace.json"
     trace.write_text(trace.read_text().replace('"lengths"', '"sizes"'))
-    with pytest.raises(ConfigError, match="cut off, or made by an older streamrl"):
+    with pytest.raises(ConfigError, match="truncated or of an older version"):
         load_run_trace(run_dir)

@@ -307,7 +307,7 @@ def test_what_a_filter_takes_and_costs_is_on_the_console_of_a_run_that_has_one(t
     live = LiveConsole(told, terminal(80), clock=Clock())
     assert "filtered" not in view(live, 80)
     live.add_row(1, full_row(1) | cost | {"filter/oversample": 8.0})
-    assert "filtered 90% 12.2s of generation and scoring, 8.0 prompts for a place" in " ".join(
+    assert "filtered 90% 12.2s of generation and scoring, 8.0 prompts per group" in " ".join(
         view(live, 80).split()
     )
 
