@@ -125,12 +125,12 @@ def list_alternatives(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any
         yield f"one more {description}", {key: count + unit}
     yield from _list_device_splits(config)
     if config.filter.is_enabled and config.filter.oversample_factor is not None:
-        yield "as many more prompts as the filter takes", {"filter.oversample": AUTO_OVERSAMPLE}
+        yield "oversample to replace filtered groups", {"filter.oversample": AUTO_OVERSAMPLE}
     bound = config.pipeline.max_staleness
     for staleness in (bound - 1, bound + 1, bound + 2):
         if staleness >= 0:
             settings = {"pipeline.max_staleness": staleness, "pipeline.depth": None}
-            yield f"staleness up to {staleness}", settings
+            yield f"max_staleness={staleness}", settings
 
 
 def _list_replica_settings(config: RunConfig) -> Mapping[str, tuple[str, int, int]]:
@@ -168,7 +168,7 @@ def _list_device_splits(config: RunConfig) -> Iterator[tuple[str, Mapping[str, A
         if config.placement.is_hybrid and trainer.world_size > 1:
             half = trainer.world_size // 2
             yield (
-                "devices of their own for generators and policy",
+                "separate devices for generators and policy",
                 {
                     "placement.mode": "disaggregated",
                     "placement.pools": [],
@@ -182,8 +182,8 @@ def _list_device_splits(config: RunConfig) -> Iterator[tuple[str, Mapping[str, A
         return
     devices = generator.replicas + trainer.world_size
     for description, replicas in (
-        ("a device from the policy to the generators", generator.replicas + 1),
-        ("a device from the generators to the policy", generator.replicas - 1),
+        ("one device moved from policy to generators", generator.replicas + 1),
+        ("one device moved from generators to policy", generator.replicas - 1),
     ):
         if 0 < replicas < devices:
             yield (

@@ -35,7 +35,7 @@ def test_text_says_what_bounds_it_and_what_each_other_way_would_give(
     text = capsys.readouterr().out
     assert "bound by    " in text and "groups wait for it" in text
     assert "one more generator" in text and "generator.replicas=2" in text
-    assert "staleness up to 2" in text
+    assert "max_staleness=2" in text
     assert "may be as far off" in text and "2 cores" in text
 
 
