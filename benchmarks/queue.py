@@ -85,9 +85,7 @@ def make_parser() -> BenchmarkParser:
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=list(GROUPS), choices=GROUPS, help="bytes"
     )
-    parser.add_argument(
-        "--share", type=at_least(1), default=1, help="use one in SHARE groups"
-    )
+    parser.add_argument("--share", type=at_least(1), default=1, help="use one in SHARE groups")
     parser.add_argument("--shards", type=at_least(1), nargs="+", default=[1, 2, 4])
     parser.add_argument(
         "--repeats", type=at_least(1), default=3, help="rounds; the result is their median"

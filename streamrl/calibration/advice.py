@@ -81,7 +81,6 @@ def recommend_settings(trace: RunTrace, cluster: Cluster | None = None) -> Setti
 
 
 def measure_stage_loads(trace: RunTrace) -> list[StageLoad]:
-    """Return the load of each stage, the busiest first."""
     loads = []
     for stage, idle in trace.idle_fractions.items():
         depths = [step.row.get(f"queue/depth/{stage}") for step in trace.steps]
@@ -108,7 +107,6 @@ class FilterCost:
 
 
 def measure_filter_cost(trace: RunTrace) -> FilterCost:
-    """Return the cost of the filter, averaged over the steps."""
     names = {"filter/generate_s": 0.0, "filter/score_s": 0.0, "filter/oversample": 1.0}
     means = []
     for name, default in names.items():
@@ -162,7 +160,6 @@ def _list_replica_settings(config: RunConfig) -> Mapping[str, tuple[str, int, in
 
 
 def _list_device_splits(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield other splits of the same devices between generators and policy."""
     generator, trainer = config.generator, config.trainer
     if config.placement.shared_pools:
         if config.placement.is_hybrid and trainer.world_size > 1:
@@ -209,5 +206,4 @@ def _simulate_settings(
 
 
 def _format_overrides(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Format settings as command-line overrides."""
     return tuple(f"{key}={'null' if value is None else value}" for key, value in settings.items())

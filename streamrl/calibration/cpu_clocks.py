@@ -33,7 +33,7 @@ class WorkClock:
     at times 0, 1, 2 and 3: alone 1 s of work per second, together half.
 
     busy: busy intervals of each process.
-    beside: mean number of cores that other processes of the machine occupy.
+    other_cores: mean number of cores that untraced processes keep busy.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class WorkClock:
         busy: Iterable[Sequence[Interval]],
         *,
         cores: float,
-        beside: float = 0.0,
+        other_cores: float = 0.0,
         crowding: float = 0.0,
     ) -> None:
         intervals = [
@@ -56,7 +56,7 @@ class WorkClock:
         order = np.argsort(edges, kind="stable")
         self._times = edges[order]
         running = np.cumsum(busy_changes[order])[:-1]
-        available_cores = max(cores - beside, MIN_CORES_FRACTION * cores)
+        available_cores = max(cores - other_cores, MIN_CORES_FRACTION * cores)
         max_busy = int(running.max(initial=0.0))
         speeds = [
             process_speed(available_cores, busy, crowding=crowding) if cores else 1.0
@@ -76,7 +76,6 @@ class WorkClock:
         return inside + before + after
 
     def measure_work(self, start: float, end: float) -> float:
-        """Return the seconds of work between two times."""
         first, last = self.read_at(np.array([start, end]))
         return float(last - first)
 
@@ -95,7 +94,6 @@ class PausableClock:
         self._paused_s = np.concatenate([[0.0], np.cumsum(lengths)])
 
     def read_at(self, times: Array) -> Array:
-        """Return the clock's readings at these times, in seconds."""
         work_s = self._clock.read_at(times)
         if not len(self._edges):
             return work_s

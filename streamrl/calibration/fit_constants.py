@@ -18,7 +18,6 @@ from streamrl.placement.costs import CostConstants, CostModel
 from streamrl.placement.costs.constants import UPPER_BOUNDS
 
 MIN_FRACTION = 1e-6
-"""Lower bound of fractions of a device's peak."""
 SOLVER_ROUNDS = 3
 """Rounds over all constants: some coefficients depend on two, so solving repeats until stable."""
 
@@ -161,10 +160,12 @@ def _list_score_links(problem: PlacementProblem, placement: Placement) -> Iterat
         )
     modelled = next((stage for stage in stages if stage in placement.assignments), "")
     if modelled:
-        place = f"score.{modelled}"
-        yield ConstantLink("score_batch_s", f"{place}.batch_s", lambda t: t.score[modelled].batch_s)
+        prefix = f"score.{modelled}"
         yield ConstantLink(
-            "score_rollout_s", f"{place}.rollout_s", lambda t: t.score[modelled].rollout_s
+            "score_batch_s", f"{prefix}.batch_s", lambda t: t.score[modelled].batch_s
+        )
+        yield ConstantLink(
+            "score_rollout_s", f"{prefix}.rollout_s", lambda t: t.score[modelled].rollout_s
         )
 
 
@@ -172,18 +173,18 @@ def _list_weights_links(problem: PlacementProblem, placement: Placement) -> Iter
     """Yield the links of the generators, which either pull weights or share the trainer's
     devices."""
     stage, source = GENERATE_CALL.stage, problem.dataflow.select_calls(CallKind.TRAIN)[0].stage
-    place = f"weights.{stage}"
+    prefix = f"weights.{stage}"
     if placement.overlaps(source, stage):
-        yield ConstantLink("switch_s", f"{place}.pause_s", lambda t: t.weights[stage].pause_s)
+        yield ConstantLink("switch_s", f"{prefix}.pause_s", lambda t: t.weights[stage].pause_s)
         return
-    yield ConstantLink("publish_s", f"{place}.publish_s", lambda t: t.weights[stage].publish_s)
-    yield ConstantLink("pull_s", f"{place}.pull_s", lambda t: t.weights[stage].pull_s)
+    yield ConstantLink("publish_s", f"{prefix}.publish_s", lambda t: t.weights[stage].publish_s)
+    yield ConstantLink("pull_s", f"{prefix}.pull_s", lambda t: t.weights[stage].pull_s)
 
     def paused(timings: StageTimings) -> float:
         weights = timings.weights[stage]
         return weights.pause_s / weights.pull_s if weights.pull_s else 0.0
 
-    yield ConstantLink("pause_fraction", f"{place}.pause_s", paused)
+    yield ConstantLink("pause_fraction", f"{prefix}.pause_s", paused)
 
 
 def _normalize_rule_batches(timings: StageTimings, problem: PlacementProblem) -> StageTimings:

@@ -39,7 +39,7 @@ START_FRACTIONS = (
 
 @dataclass(frozen=True)
 class GroupWindow:
-    """Consecutive groups, preceded by those still running when the first one began.
+    """Consecutive groups, preceded by the groups that run when the first begins.
 
     Only groups whose concurrent groups are all in the window count in the fit.
     """
@@ -49,7 +49,7 @@ class GroupWindow:
     end_s: float
 
     def contains_group(self, group: GeneratedGroup) -> bool:
-        """Return whether the window has all groups that ran concurrently with this one."""
+        """Return whether the window has all groups that ran concurrently with `group`."""
         return self.start_s <= group.start_s and group.end_s <= self.end_s
 
     @classmethod
@@ -69,7 +69,7 @@ class GroupWindow:
 
 @dataclass(frozen=True)
 class DecodeReplay:
-    """Groups of one replica, ordered by begin; times on the replica's own work clock.
+    """Groups of a replica, ordered by begin; times on the replica's own work clock.
 
     complete_mask: groups whose concurrent groups are all here.
     load_times: when the replica loaded versions.
@@ -88,7 +88,7 @@ class DecodeReplay:
     def from_process(
         cls, sampled: Sequence[GeneratedGroup], loads: Sequence[float], clock: WorkClock
     ) -> "list[DecodeReplay]":
-        """Return replays of one process: windows without idle time in between."""
+        """Return replays of a process: windows without idle time in between."""
         windows = [
             window
             for episode in _split_episodes(sampled)
@@ -109,7 +109,6 @@ class DecodeReplay:
     def from_window(
         cls, window: "GroupWindow", loads: Sequence[float], clock: PausableClock
     ) -> "DecodeReplay":
-        """Return the replay of a window on this clock."""
         groups = window.groups
         end_s = max(group.end_s for group in groups)
         window_loads = [load for load in loads if groups[0].start_s < load < end_s]
@@ -173,7 +172,7 @@ class DecodeReplay:
 def fit_decode(
     replays: Sequence[DecodeReplay], start: GeneratorTiming, *, pause_s: float
 ) -> RobustFit:
-    """Fit DECODE_COEFFICIENTS, in this order; other terms of a step are those of `start`.
+    """Fit DECODE_COEFFICIENTS, in this order; `start` supplies the remaining terms of a step.
 
     prefill_token_s has a lower bound: the compute time of a prompt token in `start`. Without the
         bound, for groups that come and go all the time, a fit can shift the prefill time into the
@@ -207,7 +206,6 @@ def fit_decode(
 
 
 def replace_coefficients(start: GeneratorTiming, values: Sequence[float]) -> GeneratorTiming:
-    """Return the timings with these DECODE_COEFFICIENTS."""
     step_s, rollout_s, prefill_token_s, group_s = values
     return replace(
         start,

@@ -85,7 +85,7 @@ def fit_timings(trace: RunTrace, base: StageTimings) -> FittedTimings:
 
 
 class _TimingFitter:
-    """State of one fit; `_estimates` collects the coefficients."""
+    """State of a fit; `_estimates` collects the coefficients."""
 
     def __init__(self, trace: RunTrace, base: StageTimings) -> None:
         self._trace = trace
@@ -98,7 +98,7 @@ class _TimingFitter:
         ]
         cores = trace.machine
         self._work_clock = WorkClock(
-            busy, cores=cores.available_cores, beside=cores.queue, crowding=CROWDING
+            busy, cores=cores.available_cores, other_cores=cores.queue, crowding=CROWDING
         )
         self._replica_counts = {
             role: count for role, (_, count) in count_actors(self._config).items()
@@ -168,7 +168,6 @@ class _TimingFitter:
         return replace(replace_coefficients(base, values), begin_s=begin_s)
 
     def _measure_pause_s(self) -> float:
-        """Return the median time that a generator stops sampling to load a version."""
         return self._trace.compute_median("weights/pause_s") or 0.0
 
     def _collect_begin_delays(self) -> list[float]:
@@ -282,7 +281,7 @@ class _TimingFitter:
     def _collect_round_gaps(self, role: str) -> list[float]:
         """Return the gaps after training rounds: the time to dispatch a round and read its groups.
 
-        If rounds start as groups arrive, only the gap before an update has no other wait.
+        If rounds start as groups arrive, only the gap before an update has no further wait.
         """
         work = [s for s in self._select_spans(role, "train", "update") if s.process.endswith("-0")]
         waiting_names = () if self._trains_whole_steps else ("train",)
@@ -427,7 +426,7 @@ def _parse_version(span: Span) -> int:
 
 
 def _group_overlapping(spans: Iterable[Span]) -> Iterable[list[Span]]:
-    """Yield groups of spans of one process that overlap: batches that the process held together."""
+    """Yield overlapping spans of a process together: batches that it held at the same time."""
     by_process = defaultdict(list)
     for span in spans:
         by_process[span.process].append(span)

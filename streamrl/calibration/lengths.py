@@ -46,7 +46,6 @@ class GroupedLengths:
 
     @property
     def max_tokens(self) -> int:
-        """Length of the longest completion."""
         return int(self.rows.max())
 
     def sample(self, count: int, rng: np.random.Generator) -> Array:

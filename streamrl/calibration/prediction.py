@@ -129,7 +129,6 @@ class PlannedRun:
 
     @property
     def base_timings(self) -> StageTimings:
-        """Timings by the cost model before calibration."""
         timings = CostModel(self.problem, self.initial_constants).predict_timings(self.placement)
         generator = self._set_kv_tokens(timings.generator)
         weights = self.config.weights
@@ -187,7 +186,6 @@ def predict_metrics(
     steps: int = SIMULATED_STEPS,
     seed: int = DEFAULT_SEED,
 ) -> SteadyMetrics:
-    """Simulate the run and return its steady metrics."""
     config = planned_run.config
     lead = config.pipeline.max_steps_ahead
     result = run_simulation(

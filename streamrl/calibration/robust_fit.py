@@ -51,7 +51,7 @@ def fit_parts(
     1.4826, which is the standard deviation for normal errors. Standard errors come from the inverse
     of J^T J at the solution.
 
-    starts: start points as fractions of the median; the best one is used. Default: equal parts.
+    starts: start points as fractions of the median; the fit uses the best. Default: equal parts.
     """
     scale = max(float(np.median(measured)), 1e-12)
     equal_parts = np.full(len(sizes), 1 / len(sizes))
@@ -83,7 +83,6 @@ def fit_parts(
 
 
 def _compute_cost(residuals: Array) -> float:
-    """Return the loss that the solver minimizes."""
     return float(np.sum(np.sqrt(1 + (residuals / OUTLIER_SCALE) ** 2) - 1))
 
 
@@ -113,7 +112,6 @@ def _solve_parts(
 
 
 def fit_median(seconds: Sequence[float]) -> RobustFit:
-    """Fit a constant: the median."""
     if not len(seconds):
         return RobustFit((0.0,), (0.0,), 0, 0.0)
     median = float(np.median(seconds))

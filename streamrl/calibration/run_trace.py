@@ -49,7 +49,6 @@ class MachineCores:
 
     @property
     def available_cores(self) -> float:
-        """Cores left to the run."""
         return max(self.cores - self.taken, MIN_CORES) if self.cores else 0.0
 
     def with_metrics(self, rows: Sequence[Mapping[str, Any]]) -> "MachineCores":
@@ -63,7 +62,6 @@ class MachineCores:
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any]) -> "MachineCores":
-        """Build from the run's `machine` event."""
         return cls(0 if event["on_gpu"] or event["nodes"] > 1 else int(event["cores"]))
 
 
@@ -152,7 +150,6 @@ class RunTrace:
 
     @cached_property
     def mean_prompt_tokens(self) -> float:
-        """Mean prompt length."""
         return statistics.fmean(group.prompt_tokens for group in self._trained_groups)
 
     @property
@@ -199,7 +196,6 @@ class RunTrace:
 
     @property
     def mean_group_s(self) -> float:
-        """Mean step time per group of the step."""
         return self.mean_step_s / statistics.fmean(len(step.groups) for step in self.steps)
 
     def _average_metric(
@@ -248,12 +244,10 @@ def load_run_trace(run_dir: Path) -> RunTrace:
 
 
 def load_run_lengths(run_dir: Path) -> EmpiricalLengths:
-    """Return the completion lengths of a run, for `--lengths RUN`."""
     return load_run_trace(run_dir).lengths
 
 
 def describe_missing_run(run_dir: Path) -> str:
-    """Return why a path is not a run directory."""
     if os.path.isdir(run_dir):
         return "holds no config.yaml"
     return "not a directory" if os.path.exists(run_dir) else "no such directory"
@@ -320,7 +314,6 @@ def _read_run_spans(run_dir: Path, location: str) -> list[Span]:
 
 
 def _read_machine_event(run_dir: Path) -> Mapping[str, Any]:
-    """Return the run's last `machine` event; empty without one."""
     events = [e for e in _read_lines(run_dir / EVENTS_FILE) if e.get("event") == "machine"]
     return events[-1] if events else {}
 
@@ -383,7 +376,7 @@ def _read_run_log(run_dir: Path, location: str) -> _RunLogIndex:
 def _select_steady_steps(
     config: RunConfig, steps: Sequence[tuple[MeasuredStep, int]], spans: Sequence[Span]
 ) -> tuple[list[MeasuredStep], dict[str, int]]:
-    """Return the steady steps, and the number of excluded ones by reason."""
+    """Return the steady steps, and the number of excluded steps by reason."""
     lead, steady = config.pipeline.max_steps_ahead, []
     warm_up = max(lead + ENGINE_WARM_UP_STEPS, config.critic.warmup_alone)
     saves = [span for span in spans if span.name == "save"]

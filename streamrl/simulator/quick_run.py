@@ -54,13 +54,13 @@ def run_quick_simulation(
     """
     lead = run_options.max_steps_ahead(placement.max_staleness)
     parts = choose_num_parts(timings, workload, lead)
-    part = split_workload(workload, parts)
+    part_workload = split_workload(workload, parts)
     result = run_simulation(
         dataflow,
         placement,
         split_timings(timings, parts),
-        part,
-        steps=choose_num_steps(part.groups_per_step, lead),
+        part_workload,
+        steps=choose_num_steps(part_workload.groups_per_step, lead),
         seed=seed,
         run_options=run_options,
     )

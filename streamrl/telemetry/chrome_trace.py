@@ -1,7 +1,7 @@
 """Sink for `trace.json`: spans of every process for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 The file is a JSON array in the Trace Event Format, one event per line. Each append overwrites the
-closing bracket and writes a new one in the same write, so the file can be opened during the run and
+closing bracket and writes a new bracket in the same write, so the file can be opened during the run and
 after a crash.
 
 Runs can last for days. When the file reaches half of `most_bytes`, it replaces trace.earlier.json,
@@ -88,7 +88,7 @@ class TraceSink:
             partial.replace(self._path)
 
     def _rotate_file(self) -> None:
-        """Move the file to trace.earlier.json and start a new one."""
+        """Move the file to trace.earlier.json and start a new file."""
         self.close({})
         with wrap_disk_errors(self._path):
             self._path.replace(self._path.with_name(EARLIER_TRACE_FILE))
@@ -97,7 +97,7 @@ class TraceSink:
         self._open_file()
 
     def write_spans(self, spans: Iterable[Span]) -> None:
-        """Append closed spans. A later drain returns the open ones again, complete."""
+        """Append closed spans. A later drain returns the open spans again, complete."""
         if self._end_offset > self._max_part_bytes:
             self._rotate_file()
         events: list[dict[str, Any]] = []
@@ -118,11 +118,9 @@ class TraceSink:
         self._append_events(events)
 
     def log_event(self, name: str, fields: EventFields) -> None:
-        """Write an instant event in the row of the run."""
         self._append_events([self._make_instant_event(name, "p", fields)])
 
     def close(self, summary: EventFields) -> None:
-        """Sync the file to disk and close it."""
         file, self._file = self._file, None
         if file is not None:
             with wrap_disk_errors(self._path), file:

@@ -38,7 +38,7 @@ class TelemetryConfig:
     console: live (a view that redraws), plain (a line per step), none, or auto, which is live on a
         terminal and plain elsewhere.
     trace: whether to write trace.json, the spans of every process, for Perfetto. A long run keeps
-        the latest spans, the older ones of these in trace.earlier.json.
+        the latest spans, the older half in trace.earlier.json.
     """
 
     wandb: WandbConfig = field(default_factory=WandbConfig)

@@ -1,4 +1,4 @@
-"""Console output of a run: one line per step on a plain console, and the final summary on any.
+"""Console output of a run: a line per step on a plain console, and a final summary.
 
 The live view of a terminal is in live_console.py. Both consoles print evaluations, events and log
 lines in the same way.
@@ -61,7 +61,7 @@ class RunConsole:
     """Console sink. This class prints lines; a subclass displays the steps.
 
     Events of one name can be too many to print. A line is printed for the first EVENTS_PER_STEP
-    events of a step, then for the 10th, 100th and so on with the count so far, then for one event
+    events of a step, then for the 10th, 100th and so on with the count so far, then for an event
     every EVENTS_EVERY_S. The step's end prints the number of events left out.
     """
 
@@ -79,7 +79,6 @@ class RunConsole:
         self._event_counters: dict[str, _EventCounter] = {}
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Begin the display."""
         self.started_at = self.clock()
 
     def restore_rows(self, rows: Iterable[tuple[int, MetricsRow]]) -> None:
@@ -102,7 +101,7 @@ class RunConsole:
         return self.progress.add_row(step, row)
 
     def show_progress(self) -> None:
-        """Display the latest step."""
+        pass
 
     def log_event(self, name: str, fields: EventFields) -> None:
         """Print an event, unless enough events of its name were printed in this step."""
@@ -135,7 +134,6 @@ class RunConsole:
                 self.print_line(name, str(summary[name]))
 
     def print_line(self, label: str, text: str, *, style: str = "") -> None:
-        """Print a label and a text; long text wraps below its start."""
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(no_wrap=True, min_width=_LABEL_WIDTH)
         grid.add_column(overflow="fold")
@@ -153,7 +151,6 @@ class PlainConsole(RunConsole):
     _last_status = ""
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Print the run's name, steps and directory."""
         super().start(config)
         run_info = self.progress.run_info
         resumed = f", resumed after step {self.progress.step}" if run_info.resume_step else ""
@@ -162,13 +159,12 @@ class PlainConsole(RunConsole):
         )
 
     def show_status(self, text: str) -> None:
-        """Print the status if it changed."""
         if text and text != self._last_status:
             self.print_line(format_duration(self.clock() - self.started_at), text)
         self._last_status = text
 
     def show_progress(self) -> None:
-        """Print the line of the step; rows before the first step have none."""
+        """Print the line of the step, after the first step."""
         progress = self.progress
         if progress.step == 0:
             return
@@ -190,7 +186,6 @@ class PlainConsole(RunConsole):
 
 
 def _build_columns(progress: RunProgress) -> list[tuple[str, str, int]]:
-    """Return header, value and width of each column."""
     get_value, run_info, stages = progress.get, progress.run_info, progress.stages
     num_steps = str(run_info.num_steps)
     depths = " ".join(f"{format_number(get_value(DEPTH_PREFIX + stage), 0):>3}" for stage in stages)

@@ -32,8 +32,6 @@ def read_machine_time() -> dict[str, float]:
 
 
 class CoreMeter:
-    """Meter of the mean number of busy cores between two measurements."""
-
     def __init__(self) -> None:
         self._previous_times: Mapping[str, float] = {}
         self._measured_at = math.nan

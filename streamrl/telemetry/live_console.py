@@ -51,7 +51,7 @@ class LiveConsole(RunConsole):
     ) -> None:
         super().__init__(run_info, console, clock=clock)
         # Lock order: rich.live holds its own lock while it calls `render`, which takes this lock.
-        # Printing takes rich's lock, so printing while holding this one would deadlock.
+        # Printing takes rich's lock, so printing under this lock would deadlock.
         self._lock = threading.Lock()
         self._status_text = "starting"
         self._status_since = self._last_step_at = self.started_at
@@ -70,7 +70,6 @@ class LiveConsole(RunConsole):
         atexit.register(self._live.stop)
 
     def show_status(self, text: str) -> None:
-        """Show the status with the time since it began."""
         with self._lock:
             if text != self._status_text:
                 self._status_text, self._status_since = text, self.clock()
@@ -140,7 +139,6 @@ class _SparklineText:
 
 
 def _build_metrics_grid(progress: RunProgress) -> RenderableType:
-    """Build the rows of reward, staleness, throughput, filter and weights."""
     get_value, rewards = progress.get, progress.rewards
     bound = progress.run_info.max_staleness
     exceeds_bound = get_value("staleness/max") > bound
@@ -177,7 +175,6 @@ def _build_metrics_grid(progress: RunProgress) -> RenderableType:
 
 
 def _build_stages_grid(progress: RunProgress) -> RenderableType:
-    """Build the rows of each stage: queued groups and idle fraction."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True, min_width=11)
     grid.add_column(no_wrap=True, min_width=6, justify="right")

@@ -57,7 +57,6 @@ class Histogram:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Histogram":
-        """Inverse of `to_json`."""
         return cls(tuple(value["edges"]), tuple(value["counts"]))
 
 
@@ -80,7 +79,6 @@ class MetricSpec:
 
     @property
     def is_histogram(self) -> bool:
-        """True if the value is a Histogram instead of a number."""
         return self.name == STALENESS_HISTOGRAM
 
     def matches_name(self, name: str) -> bool:
@@ -244,7 +242,7 @@ _METRIC_PATTERNS = tuple(metric for metric in METRICS if metric.is_pattern)
 
 
 def find_metric(name: str) -> MetricSpec:
-    """Return the contract's row for a logged name. Raises ValueError, with a hint, without one."""
+    """Return the contract's row for a logged name. Raises ValueError, with a hint, for unknown names."""
     if name in _METRICS_BY_NAME:
         return _METRICS_BY_NAME[name]
     for metric in _METRIC_PATTERNS:
@@ -259,7 +257,7 @@ def validate_row(row: MetricsRow) -> None:
     """Raise ValueError if a name is outside the contract or its value has the wrong type.
 
     Values are numbers (including numpy scalars, excluding bool), or a Histogram where the contract
-    requires one.
+    requires it.
     """
     for name, value in row.items():
         expected_type = Histogram if find_metric(name).is_histogram else Real
@@ -298,7 +296,6 @@ def parse_metrics_row(line: Mapping[str, Any]) -> MetricsRow:
 
 
 def render_metrics_table() -> str:
-    """Render the contract as a markdown table, for docs/metrics.md."""
     lines = ["| name | unit | meaning |", "| --- | --- | --- |"]
     lines += [f"| `{m.name}` | {m.unit or '-'} | {m.meaning} |" for m in METRICS]
     return "\n".join(lines) + "\n"

@@ -98,7 +98,6 @@ class RunProgress:
         return bool(self.recent_step_s)
 
     def get(self, name: str) -> float:
-        """Return the latest value of a metric; NaN if never logged."""
         return self.latest_values.get(name, math.nan)
 
     def estimate_remaining_s(self, since_step_s: float = 0.0) -> float:
@@ -137,7 +136,6 @@ class RunProgress:
 
 
 def select_prefix(numbers: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Return the numbers whose names start with `prefix`, keyed by the rest of the name."""
     return {n.removeprefix(prefix): v for n, v in numbers.items() if n.startswith(prefix)}
 
 

@@ -1,4 +1,4 @@
-"""Sinks of a run as one object, created from the telemetry config."""
+"""All sinks of a run as a single object, created from the telemetry config."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -75,12 +75,10 @@ class SinkGroup:
             sink.log_event(name, fields)
 
     def write_spans(self, spans: Iterable[Span]) -> None:
-        """Forward drained spans to the trace."""
         if self._trace_sink is not None:
             self._trace_sink.write_spans(spans)
 
     def show_status(self, text: str) -> None:
-        """Show a status on the console while the run waits; an empty text removes it."""
         if self.console is not None:
             self.console.show_status(text)
 
@@ -139,7 +137,6 @@ def make_console(kind: str, run_info: RunInfo, console: Console | None = None) -
 
 
 def _read_past_rows(run_info: RunInfo) -> Iterable[tuple[int, MetricsRow]]:
-    """Yield the base model's evaluation and the rows up to the resumed step."""
     for line in read_jsonl(run_info.run_dir / EVENTS_FILE):
         if line.get("event") == BASE_EVALUATION:
             yield 0, {name: value for name, value in line.items() if name.startswith("eval/")}

@@ -22,13 +22,13 @@ EventFields = Mapping[str, EventFieldValue]
 
 
 class MetricsSink(Protocol):
-    """Receives a run's telemetry: one `start`, then steps and events, then one `close`."""
+    """Receives a run's telemetry: a `start`, then steps and events, then a `close`."""
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Open the sink's outputs; `config` is the resolved configuration."""
 
     def log_step(self, step: int, row: MetricsRow) -> None:
-        """Log the only row of a step; steps increase."""
+        pass
 
     def log_event(self, name: str, fields: EventFields) -> None:
         """Log an event between steps: a start, a crash, a drop, a stall."""

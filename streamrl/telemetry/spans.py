@@ -44,7 +44,7 @@ class SpanRecorder:
 
     @contextmanager
     def record_span(self, name: str, **args: SpanArgValue) -> Iterator[dict[str, SpanArgValue]]:
-        """Record the block as one span, even if it raises.
+        """Record the block as a span, even if it raises.
 
         Yields `args`; the block can add further facts.
         """
@@ -69,7 +69,6 @@ class SpanRecorder:
             ]
 
     def resume_spans(self) -> None:
-        """Reopen the paused spans."""
         with self._lock:
             now = self._clock()
             for lane, span in self._open_spans.items():
@@ -81,7 +80,7 @@ class SpanRecorder:
         return span.name in self._paused_names
 
     def drain_spans(self, now: float | None = None) -> list[Span]:
-        """Return the spans closed since the last drain, then the open ones, which end at `now`.
+        """Return the spans closed since the last drain, then the open spans, which end at `now`.
 
         `now` is in the recorder's clock and defaults to its time.
         """

@@ -41,7 +41,7 @@ ALERT_EVENTS = ("stall", "silent", "died")
 
 
 def load_run_id(run_dir: Path) -> str | None:
-    """Return the wandb id of the run in this directory; None without one. Raises ConfigError."""
+    """Return the wandb id of the run in this directory, if any. Raises ConfigError."""
     path = run_dir / "wandb" / RUN_ID_FILE
     if not path.exists():
         return None
@@ -120,7 +120,7 @@ class WandbSink:
 
         # Otherwise wandb imports pandas (1 s) to check that a histogram is not a data frame.
         wandb.util.pd_available = False
-        # Another second of imports, for job inputs of wandb's launcher.
+        # Saves a second of imports for job inputs of wandb's launcher.
         wandb.Run._detect_and_apply_job_inputs = lambda _: None  # type: ignore[assignment,method-assign,misc]
         mode = self._config.mode
         settings = wandb.Settings.model_validate(
@@ -184,7 +184,6 @@ class WandbSink:
         self._has_failed = True
 
     def log_event(self, name: str, fields: EventFields) -> None:
-        """Raise an alert for an event of ALERT_EVENTS."""
         if name not in ALERT_EVENTS or self._run is None or self._has_failed:
             return
         text = ", ".join(f"{key}={value}" for key, value in fields.items())

@@ -41,7 +41,7 @@ def test_who_computes_beside_another_is_slowed_down_even_with_cores_enough() -> 
 
 
 def test_cores_that_others_keep_busy_are_not_there() -> None:
-    clock = WorkClock([[(0.0, 4.0)], [(2.0, 6.0)]], cores=2, beside=0.5)
+    clock = WorkClock([[(0.0, 4.0)], [(2.0, 6.0)]], cores=2, other_cores=0.5)
     assert clock.measure_work(0.0, 2.0) == pytest.approx(2.0)
     assert clock.measure_work(2.0, 4.0) == pytest.approx(1.5)
 

@@ -9,7 +9,7 @@ Timeline of an engine with two slots (max_running=2) and three rollouts a, b, c:
 
     steps    0        4      7     9
     slot 1   aaaaaaaaaccccccc|          c starts when a ends
-    slot 2   bbbbbbbbbbbbbbbbbbbb|
+    slot 2   bbbbbbbbbbbbbbbbbbbbbb|
     events            ^      ^     ^
 
 Times are seconds on the caller's clock. A call in the middle of a decode step takes effect at the

@@ -43,29 +43,29 @@ class FailureModel:
             )
 
     def check_progress(
-        self, trained: Iterable[Mesh], *, first_s: float, step_s: float, steps: int
+        self, trained_meshes: Iterable[Mesh], *, first_s: float, step_s: float, steps: int
     ) -> None:
         """Raise ConfigError if training nodes fail too often for the run to progress.
 
         A trainer failure loses unfinished rollouts and all training since the last checkpoint.
 
-        trained: devices of all trainers.
+        trained_meshes: devices of all trainers.
         first_s: time of a step until its first rollouts are done.
         step_s: training time of a step.
         steps: number of steps of the run.
         """
         size = self.node_devices
-        nodes = len({device // size for mesh in trained for device in mesh.devices})
+        nodes = len({device // size for mesh in trained_meshes for device in mesh.devices})
         unsaved = min(self.checkpoint_every, steps)
         max_s = MAX_EXPECTED_FAILURES * self.mttf_s / nodes
         rule = f"must be at most {MAX_EXPECTED_FAILURES:g} times as long"
-        place = f"failures.mttf_s={self.mttf_s:g}: one of {nodes} training nodes fails every"
-        place += f" {self.mttf_s / nodes:.6g} s"
+        subject = f"failures.mttf_s={self.mttf_s:g}: one of {nodes} training nodes fails every"
+        subject += f" {self.mttf_s / nodes:.6g} s"
         if first_s > max_s:
-            raise ConfigError(f"{place}: the first rollouts take {first_s:.6g} s: {rule}")
+            raise ConfigError(f"{subject}: the first rollouts take {first_s:.6g} s: {rule}")
         if unsaved * step_s > max_s:
             raise ConfigError(
-                f"{place}: {unsaved} steps without a checkpoint take"
+                f"{subject}: {unsaved} steps without a checkpoint take"
                 f" {unsaved * step_s:.6g} s: {rule}; lower checkpoint.every"
             )
 
