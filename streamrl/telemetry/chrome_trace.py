@@ -1,8 +1,8 @@
 """Sink for `trace.json`: spans of every process for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 The file is a JSON array in the Trace Event Format, one event per line. Each append overwrites the
-closing bracket and writes a new bracket in the same write, so the file can be opened during the run and
-after a crash.
+closing bracket and writes a new bracket in the same write. So the file can be opened during the run
+and after a crash.
 
 Runs can last for days. When the file reaches half of `most_bytes`, it replaces trace.earlier.json,
 and a new trace.json starts. Each file can be opened on its own.

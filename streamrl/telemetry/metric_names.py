@@ -242,7 +242,7 @@ _METRIC_PATTERNS = tuple(metric for metric in METRICS if metric.is_pattern)
 
 
 def find_metric(name: str) -> MetricSpec:
-    """Return the contract's row for a logged name. Raises ValueError, with a hint, for unknown names."""
+    """Return the contract's row for a logged name. Raises ValueError, with a hint."""
     if name in _METRICS_BY_NAME:
         return _METRICS_BY_NAME[name]
     for metric in _METRIC_PATTERNS:

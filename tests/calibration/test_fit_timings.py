@@ -1,4 +1,4 @@
-"""What is fitted to the spans of a run that was simulated is what it was simulated with."""
+"""Fitting the spans of a simulated run recovers its timings."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ def fitted(folder: Path, timings: StageTimings, *overrides: str, seed: int = 0) 
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_the_coefficients_of_a_run_are_found_again(
+def test_fitting_recovers_the_coefficients_of_a_run(
     tmp_path: Path, staleness: int, seed: int
 ) -> None:
     found = fitted(tmp_path, TRUE, f"pipeline.max_staleness={staleness}", seed=seed).timings
@@ -41,7 +41,7 @@ def test_the_coefficients_of_a_run_are_found_again(
     assert train.token_s == pytest.approx(true_train.token_s, rel=0.05)
     assert train.update_s == pytest.approx(true_train.update_s, rel=0.05)
     score, true_score = found.score["reward"], TRUE.score["reward"]
-    # Most batches are one group, so what is whose of a batch's time nothing says.
+    # Most batches are one group, so the time per batch and per group cannot be separated.
     assert score.batch_duration_s(4, 0) == pytest.approx(
         true_score.batch_duration_s(4, 0), rel=0.05
     )
@@ -51,10 +51,10 @@ def test_the_coefficients_of_a_run_are_found_again(
     assert found.weights["generate"].publish_s == pytest.approx(0.004, rel=0.05)
 
 
-def test_where_generation_goes_on_a_pull_does_not_include_the_decode_step_it_waits_for(
+def test_pull_time_excludes_the_wait_for_a_decode_step(
     tmp_path: Path,
 ) -> None:
     slow = replace(TRUE, generator=replace(TRUE.generator, step_s=0.06))
     found = fitted(tmp_path, slow, "pipeline.max_staleness=1").timings
-    # A pull of 6 ms waits for half of a step on average, 30 ms.
+    # A pull of 6 ms waits for half a decode step on average, 30 ms.
     assert found.weights["generate"].pull_s < 0.006 + 0.02

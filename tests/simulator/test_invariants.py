@@ -1,4 +1,4 @@
-"""What holds of every simulation, whatever it is of."""
+"""Invariants of every simulation."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
@@ -30,8 +30,8 @@ COLUMNS = ("ref_logprobs", "values", "baseline_scores")
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What was drawn."""
+class SimulationCase:
+    """Parameters of a random simulation."""
 
     columns: tuple[str, ...]
     devices: tuple[int, ...]
@@ -72,7 +72,7 @@ workloads = st.builds(
     epochs=st.integers(1, 2),
     mini_batches=st.integers(1, 2),
     micro_batch_tokens=st.sampled_from([33, 80]),
-    whole_steps=st.booleans(),
+    requires_whole_step=st.booleans(),
 )
 generators = st.builds(
     GeneratorTiming,
@@ -105,7 +105,7 @@ timings = st.builds(
     cores=st.sampled_from([0, 0, 2]),
 )
 cases = st.builds(
-    Chosen,
+    SimulationCase,
     columns=st.lists(st.sampled_from(COLUMNS), unique=True).map(tuple),
     devices=st.tuples(*[st.integers(0, 2)] * len(STAGES)),
     staleness=st.integers(0, 3),
@@ -117,7 +117,7 @@ cases = st.builds(
 )
 
 
-def check_books(case: Chosen, found: SimulationResult) -> None:
+def check_ledger(case: SimulationCase, found: SimulationResult) -> None:
     groups = 4 * case.workload.groups_per_step
     assert found.ledger.admitted == found.ledger.trained == groups
     assert found.ledger.in_flight == 0
@@ -133,8 +133,8 @@ def check_books(case: Chosen, found: SimulationResult) -> None:
     assert [outcome.version for outcome in found.outcomes] == [0, 1, 2, 3]
 
 
-def check_devices(case: Chosen, found: SimulationResult) -> None:
-    """Nobody computes where another phase does; all trained models are one."""
+def check_devices(case: SimulationCase, found: SimulationResult) -> None:
+    """Assert that phases never overlap on a device; all trained models are one phase."""
     trained = found.dataflow.trained_roles
     places = dict(zip(STAGES, case.devices, strict=True))
     works = defaultdict(list)
@@ -153,14 +153,16 @@ def check_devices(case: Chosen, found: SimulationResult) -> None:
 
 
 @given(cases)
-def test_books_balance_tokens_are_fresh_and_devices_are_in_one_phase(case: Chosen) -> None:
+def test_ledger_balances_staleness_is_bounded_and_phases_exclude_each_other(
+    case: SimulationCase,
+) -> None:
     found = case.run()
-    check_books(case, found)
+    check_ledger(case, found)
     check_devices(case, found)
 
 
 @given(cases, st.integers(0, 1))
-def test_what_is_dropped_as_stale_comes_again(case: Chosen, staleness: int) -> None:
+def test_stale_groups_are_dropped_and_replaced(case: SimulationCase, staleness: int) -> None:
     run_options = replace(case.run_options, depth=staleness + 2, on_stale="drop")
     found = replace(case, run_options=run_options, staleness=staleness, streamed=True).run()
     counts = found.ledger
@@ -170,15 +172,15 @@ def test_what_is_dropped_as_stale_comes_again(case: Chosen, staleness: int) -> N
 
 
 @given(cases)
-def test_the_same_seed_is_the_same_run(case: Chosen) -> None:
+def test_equal_seeds_give_equal_runs(case: SimulationCase) -> None:
     first, second = case.run(), case.run()
     assert first.step_ends == second.step_ends
     assert first.spans == second.spans
 
 
 @given(cases, st.sampled_from([40.0, 300.0]), st.integers(1, 3))
-def test_crashes_lose_nothing_and_train_nothing_twice(
-    case: Chosen, mttf_s: float, checkpoint_every: int
+def test_crashes_neither_lose_groups_nor_train_groups_twice(
+    case: SimulationCase, mttf_s: float, checkpoint_every: int
 ) -> None:
     failures = FailureModel(mttf_s, 2.0, checkpoint_every, node_devices=1)
-    check_books(case, replace(case, failures=failures).run())
+    check_ledger(case, replace(case, failures=failures).run())

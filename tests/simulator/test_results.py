@@ -1,4 +1,4 @@
-"""What a simulation leaves behind is what a run does."""
+"""Files of a simulation match those of a run."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from streamrl.telemetry.metric_names import Histogram, find_missing_metrics, val
 from tests.simulator.test_simulation import APART, TIMINGS, TOGETHER, WORKLOAD, run
 
 
-def test_rows_are_those_of_the_contract() -> None:
+def test_rows_follow_the_metrics_contract() -> None:
     found = run(placement=APART.with_staleness(1))
     for row in found.metrics_rows:
         validate_row(row)
@@ -22,13 +22,13 @@ def test_rows_are_those_of_the_contract() -> None:
     assert last["throughput/tokens_per_s"] == 22 / 16.5
     assert (last["ledger/admitted"], last["ledger/trained"]) == (6, 6)
     assert last["rollout/truncated_frac"] == 1.0
-    # From 21.5 on it pulls until 28.5, and samples from 24.5 to 34.5.
+    # Pulls from 21.5 to 28.5, and samples from 24.5 to 34.5.
     assert last["idle/generate"] == 1 - 13 / 16.5
     mean = last["reward/mean"]
     assert isinstance(mean, float) and math.isnan(mean)
 
 
-def test_the_trace_is_that_of_a_run(tmp_path: Path) -> None:
+def test_the_trace_matches_that_of_a_run(tmp_path: Path) -> None:
     found = run(placement=TOGETHER.with_staleness(1))
     found.write_run_files(tmp_path)
     events = json.loads((tmp_path / "trace.json").read_text())
@@ -44,7 +44,7 @@ def test_the_trace_is_that_of_a_run(tmp_path: Path) -> None:
         lanes[event["tid"]] = event["ts"] + event["dur"]
 
 
-def test_a_prompt_has_the_same_completions_wherever_and_whenever_it_is_sampled() -> None:
+def test_completion_lengths_depend_only_on_prompt_and_seed() -> None:
     workload = replace(WORKLOAD, lengths=LognormalLengths(10, 0.5, 30))
     lengths = [
         {

@@ -1,4 +1,4 @@
-"""The planner's schedule says what a simulation of the same placement comes to."""
+"""The planner's steady-state estimate against simulations of the same placement."""
 
 from dataclasses import replace
 from functools import cache
@@ -41,7 +41,7 @@ def errors(
     aheads: tuple[int, ...] = (0, 1, 2),
     group_s: float = 0.0,
 ) -> dict[str, float]:
-    """By how much the schedule is too slow, relatively, of each placement and bound."""
+    """Return the relative excess of the estimated step time, per placement and bound."""
     workload = Workload(
         32, 4, 256, lengths, mini_batches=mini_batches, requires_whole_step=mini_batches > 1
     )
@@ -70,7 +70,7 @@ def errors(
 
 @pytest.mark.parametrize("mini_batches", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lengths", [FIXED, LONG_TAILED], ids=["fixed", "long-tailed"])
-def test_every_step_takes_about_as_long_as_it_is_said_to(
+def test_estimates_are_close_to_simulated_steps(
     lengths: FixedLength | LognormalLengths, mini_batches: int
 ) -> None:
     found = errors(lengths, mini_batches)
@@ -78,14 +78,14 @@ def test_every_step_takes_about_as_long_as_it_is_said_to(
 
 
 @pytest.mark.parametrize("ahead", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
-def test_groups_that_are_handed_on_are_reckoned_with(ahead: int) -> None:
+def test_estimates_include_group_delivery(ahead: int) -> None:
     plain, slow = errors(LONG_TAILED, 1), errors(LONG_TAILED, 1, aheads=(ahead,), group_s=0.1)
     worse = {name: slow[name] - plain[name] for name in slow}
     assert {name: error for name, error in worse.items() if abs(error) > 0.03} == {}
 
 
 @pytest.mark.parametrize(("publish_every", "ahead"), [(2, 1), (2, 2), (3, 2)])
-def test_so_do_steps_that_share_a_version(publish_every: int, ahead: int) -> None:
+def test_estimates_hold_for_steps_that_share_a_version(publish_every: int, ahead: int) -> None:
     found = errors(FIXED, 1, publish_every, (ahead,))
     assert {name: error for name, error in found.items() if abs(error) > WORST} == {}
 
