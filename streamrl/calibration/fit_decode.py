@@ -86,21 +86,19 @@ class DecodeReplay:
 
     @classmethod
     def from_process(
-        cls, sampled: Sequence[GeneratedGroup], loads: Sequence[float], clock: WorkClock
+        cls, groups: Sequence[GeneratedGroup], loads: Sequence[float], clock: WorkClock
     ) -> "list[DecodeReplay]":
         """Return replays of a process: windows without idle time in between."""
         windows = [
             window
-            for episode in _split_episodes(sampled)
+            for episode in _split_episodes(groups)
             for window in GroupWindow.split_episode(episode)
         ]
-        number = max(1, min(len(windows), MAX_GROUPS * len(windows) // len(sampled)))
+        number = max(1, min(len(windows), MAX_GROUPS * len(windows) // len(groups)))
         positions = np.linspace(0, len(windows) - 1, number).astype(int)
         # A gap in the span of a group means that the whole replica was paused.
         pauses: list[Interval] = [
-            (before[1], after[0])
-            for group in sampled
-            for before, after in pairwise(group.intervals)
+            (before[1], after[0]) for group in groups for before, after in pairwise(group.intervals)
         ]
         pausable_clock = PausableClock(pauses, clock)
         return [cls.from_window(windows[position], loads, pausable_clock) for position in positions]

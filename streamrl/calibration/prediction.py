@@ -102,10 +102,12 @@ class PlannedRun:
         )
         if cluster is None:
             if not trace.machine.cores:
-                raise ConfigError("--cluster: missing; the run was not made on one machine's cores")
+                raise ConfigError(
+                    "--cluster: missing; required unless the run used the CPU cores of one machine"
+                )
             cluster = Cluster.from_text(f"1x{size}xCPU")
         if size > cluster.num_devices:
-            raise ConfigError(f"--cluster {cluster}: the run has {size} devices")
+            raise ConfigError(f"--cluster {cluster}: too small: the run uses {size} devices")
         return cls(config, build_planner_problem(config, cluster, request), placement)
 
     @property

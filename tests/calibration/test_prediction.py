@@ -53,7 +53,7 @@ def test_errors_are_differences_for_idle_and_relative_otherwise() -> None:
 def test_a_cluster_must_hold_the_run(tmp_path: Path) -> None:
     config = recipe(tmp_path, "generator.replicas=3")
     measured = load_run_trace(write_run(tmp_path / "run", config, play(config)))
-    with pytest.raises(ConfigError, match="the run has 4 devices"):
+    with pytest.raises(ConfigError, match="the run uses 4 devices"):
         PlannedRun.from_trace(measured, measured.config, Cluster.from_text("2xCPU"))
 
 

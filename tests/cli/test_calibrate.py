@@ -48,7 +48,7 @@ def test_json_has_every_constant_with_its_default_and_how_well_it_fits(
     [
         (["nowhere"], "no run: no such directory"),
         (["{run}", "--cluster", "8xZ9"], "not in the table"),
-        (["{run}", "--cluster", "1xH100"], "the run has 2 devices"),
+        (["{run}", "--cluster", "1xH100"], "the run uses 2 devices"),
         (["{run}/config.yaml"], "no run: not a directory"),
     ],
 )
