@@ -83,10 +83,12 @@ def test_filter_cost_is_reported_with_oversampling_as_an_option(
         "score_s": 0.5,
         "oversample": 1.0,
     }
-    told, advised = [line for line in describe_run(run) if "filter" in line]
-    assert told.startswith("filter      takes 90% of the groups: 3 s of generation and 0.5 s of sc")
-    assert "1 prompts are admitted for each place, and one in 10 is kept" in advised
-    enough = [replace(one, row={**one.row, "filter/oversample": 9.5}) for one in steps]
+    cost_line, advice_line = [line for line in describe_run(run) if "filter" in line]
+    assert cost_line.startswith(
+        "filter      takes 90% of the groups: 3 s of generation and 0.5 s of sc"
+    )
+    assert "1 prompts are admitted for each place, and one in 10 is kept" in advice_line
+    enough = [replace(step, row={**step.row, "filter/oversample": 9.5}) for step in steps]
     assert len([n for n in describe_run(replace(run, steps=enough)) if "filter" in n]) == 1
     assert run_to_json(run)["filter"]["share"] == 0.9
     config = replace(run.config, filter=FilterConfig("equal_rewards"))
@@ -94,12 +96,12 @@ def test_filter_cost_is_reported_with_oversampling_as_an_option(
 
 
 def test_device_splits_keep_the_number_of_devices(trains_slowly: SettingsAdvice) -> None:
-    found = {option.description: option.settings for option in trains_slowly.options}
-    assert found["one device moved from generators to policy"] == (
+    settings = {option.description: option.settings for option in trains_slowly.options}
+    assert settings["one device moved from generators to policy"] == (
         "generator.replicas=1",
         "trainer.world_size=2",
     )
-    assert "one device moved from policy to generators" not in found
+    assert "one device moved from policy to generators" not in settings
 
 
 def test_options_are_sorted_by_step_time(trains_slowly: SettingsAdvice) -> None:

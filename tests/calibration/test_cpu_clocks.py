@@ -59,7 +59,7 @@ def test_work_never_exceeds_time_and_equals_it_with_enough_cores(
 
 
 @given(spans)
-def test_merged_intervals_cover_the_same_time_once(own: list[tuple[float, float]]) -> None:
-    found = merge_intervals(own)
-    assert all(a[1] < b[0] for a, b in itertools.pairwise(found))
-    assert all(any(s <= start and end <= e for s, e in found) for start, end in own)
+def test_merged_intervals_cover_the_same_time_once(intervals: list[tuple[float, float]]) -> None:
+    merged = merge_intervals(intervals)
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(merged))
+    assert all(any(s <= start and end <= e for s, e in merged) for start, end in intervals)

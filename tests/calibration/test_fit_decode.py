@@ -14,7 +14,7 @@ TRUE = GeneratorTiming(1, 512, 1e6, 2e-4, 1e-7, 1.5e-5, 4e-3, 5e-5, 3e-5, group_
 START = replace(TRUE, step_s=4e-3, rollout_s=1e-4, prefill_token_s=5e-5)
 
 
-def asked(paces: list[float]) -> DecodeReplay:
+def make_cohorts(paces: list[float]) -> DecodeReplay:
     """Return a cohort of 32 groups for each pace."""
     rng, lengths = np.random.default_rng(0), []
     for _ in range(32 * len(paces)):
@@ -22,17 +22,17 @@ def asked(paces: list[float]) -> DecodeReplay:
     turns = np.repeat(np.arange(len(paces)), 32)
     begins = 10.0 * turns
     none: Array = np.array([], np.float64)
-    one = DecodeReplay(begins, begins, [5] * len(lengths), lengths, turns >= 0, none, turns)
-    lasts = one.replay_groups(TRUE, pause_s=0.0) - begins
-    return replace(one, end_times=begins + lasts * np.array(paces)[turns])
+    replay = DecodeReplay(begins, begins, [5] * len(lengths), lengths, turns >= 0, none, turns)
+    lasts = replay.replay_groups(TRUE, pause_s=0.0) - begins
+    return replace(replay, end_times=begins + lasts * np.array(paces)[turns])
 
 
 @pytest.mark.parametrize("paces", [[1.0] * 4, [1.0, 1.4, 0.9, 1.0, 1.2, 0.8, 1.0]])
 def test_coefficients_are_those_of_the_median_pace(paces: list[float]) -> None:
-    found = fit_decode([asked(paces)], START, pause_s=0.0)
+    fit = fit_decode([make_cohorts(paces)], START, pause_s=0.0)
     true = (TRUE.step_s, TRUE.rollout_s, TRUE.prefill_token_s, TRUE.group_s)
-    assert found.coefficients == pytest.approx(true, rel=0.1)
-    assert found.residual < 0.01
+    assert fit.coefficients == pytest.approx(true, rel=0.1)
+    assert fit.residual < 0.01
 
 
 def test_windows_cover_the_run_and_count_groups_with_known_neighbors() -> None:
@@ -57,8 +57,8 @@ def test_windows_cover_the_run_and_count_groups_with_known_neighbors() -> None:
 def test_prefill_time_is_at_least_the_compute_time() -> None:
     # The end times of the groups do not show it.
     free = replace(TRUE, prefill_token_s=0.0)
-    one = asked([1.0] * 4)
-    seen = replace(one, end_times=one.replay_groups(free, pause_s=0.0))
-    found = fit_decode([seen], START, pause_s=0.0)
-    assert found.coefficients[2] == pytest.approx(START.compute_rollout_s, rel=0.2)
-    assert found.coefficients[2] >= START.compute_rollout_s
+    replay = make_cohorts([1.0] * 4)
+    seen = replace(replay, end_times=replay.replay_groups(free, pause_s=0.0))
+    fit = fit_decode([seen], START, pause_s=0.0)
+    assert fit.coefficients[2] == pytest.approx(START.compute_rollout_s, rel=0.2)
+    assert fit.coefficients[2] >= START.compute_rollout_s

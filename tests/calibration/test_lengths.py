@@ -13,11 +13,11 @@ def test_samples_keep_groups_and_greedy_completions_together() -> None:
     lengths = GroupedLengths.from_groups(SEEN)
     assert (lengths.mean, lengths.max_tokens) == (6.0, 9)
     completions = CompletionLengths(Workload(8, 2, 5.0, lengths), seed=0)
-    found = {
+    samples = {
         (*completions.get_lengths(f"0:{i}:0"), completions.get_greedy_length(f"0:{i}:0"))
         for i in range(300)
     }
-    assert found == {(3, 4, 3), (9, 8, 7)}
+    assert samples == {(3, 4, 3), (9, 8, 7)}
 
 
 def test_any_count_can_be_drawn() -> None:

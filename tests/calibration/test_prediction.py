@@ -35,8 +35,8 @@ def test_a_run_predicts_another_with_a_different_max_staleness(
     source, target = runs
     timings = fit_timings(source, PlannedRun.from_trace(source, source.config).base_timings).timings
     figures = predict_metrics(PlannedRun.from_trace(source, target.config), timings)
-    found = figures.compare_with(SteadyMetrics.from_trace(target))
-    assert abs(found["step_s"]["error"]) < 0.1, found
+    comparison = figures.compare_with(SteadyMetrics.from_trace(target))
+    assert abs(comparison["step_s"]["error"]) < 0.1, comparison
     assert figures.staleness_mean == pytest.approx(target.staleness_mean, abs=0.1)
     for stage, idle in target.idle_fractions.items():
         assert figures.idle[stage] == pytest.approx(idle, abs=0.1), stage

@@ -24,34 +24,34 @@ def run_dir(tmp_path: Path) -> Path:
 def test_the_steady_steps_of_a_run_are_read(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     simulated = play(config)
-    found = load_run_trace(write_run(tmp_path / "run", config, simulated))
+    trace = load_run_trace(write_run(tmp_path / "run", config, simulated))
     # 16 steps without 2 of engine warm-up, 1 that fills the stream, and 1 after the last prompt.
-    assert [step.version for step in found.steps] == list(range(3, 15))
-    assert found.excluded_steps == {
+    assert [step.version for step in trace.steps] == list(range(3, 15))
+    assert trace.excluded_steps == {
         "to warm up": 3,
         "after the last prompt": 1,
         "evaluated or saved": 0,
         "no longer in the trace": 0,
     }
     seconds = simulated.step_durations_s[3:15]
-    assert found.mean_step_s == pytest.approx(sum(seconds) / 12, rel=1e-4)
-    assert 0.5 < found.staleness_mean <= 1
-    assert found.machine.cores == 2
-    assert all(0 < idle < 1 for idle in found.idle_fractions.values())
+    assert trace.mean_step_s == pytest.approx(sum(seconds) / 12, rel=1e-4)
+    assert 0.5 < trace.staleness_mean <= 1
+    assert trace.machine.cores == 2
+    assert all(0 < idle < 1 for idle in trace.idle_fractions.values())
 
 
 def test_lengths_are_those_of_the_completions(run_dir: Path) -> None:
-    found = load_run_lengths(run_dir)
-    assert set(found.samples) == set(LENGTHS.samples)
+    lengths = load_run_lengths(run_dir)
+    assert set(lengths.samples) == set(LENGTHS.samples)
     assert load_run_trace(run_dir).mean_prompt_tokens == 7
 
 
 def test_generated_groups_have_their_admission_time(run_dir: Path) -> None:
-    found = load_run_trace(run_dir)
-    for one in found.generated_groups:
-        assert one.start_s >= one.admitted_s + TRUE.generator.begin_s - 1e-4
-        assert len(one.lengths) == 4
-        assert one.admitted_version >= 0
+    trace = load_run_trace(run_dir)
+    for group in trace.generated_groups:
+        assert group.start_s >= group.admitted_s + TRUE.generator.begin_s - 1e-4
+        assert len(group.lengths) == 4
+        assert group.admitted_version >= 0
 
 
 def test_steps_no_longer_in_the_trace_are_excluded(run_dir: Path) -> None:

@@ -123,9 +123,9 @@ class SuspendableGenerator:
 
     @property
     def _generator(self) -> "TimedGenerator":
-        found = self.stream.samplers[int(self.process.rpartition("-")[2])]
-        assert isinstance(found, TimedGenerator)
-        return found
+        sampler = self.stream.samplers[int(self.process.rpartition("-")[2])]
+        assert isinstance(sampler, TimedGenerator)
+        return sampler
 
     async def suspend(self) -> None:
         await self._generator.suspend()

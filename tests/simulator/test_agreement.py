@@ -82,12 +82,12 @@ def case(staleness: int, first: dict[str, int], **plan: Any) -> Case:
 
 def crowded(group_size: int, places: int) -> Case:
     """Return a case with uneven lengths and few slots per generator."""
-    known = case(2, APART, group_size=group_size, places=places)
+    base_case = case(2, APART, group_size=group_size, places=places)
     return replace(
-        known,
+        base_case,
         timings=replace(TIMINGS, generator=replace(TIMINGS.generator, max_running=places)),
         workload=replace(WORKLOAD, group_size=group_size, micro_batch_tokens=400),
-        plan=replace(known.plan, micro_batch_tokens=400),
+        plan=replace(base_case.plan, micro_batch_tokens=400),
     )
 
 
@@ -119,7 +119,7 @@ def test_simulated_steps_end_with_those_of_the_real_loops(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
-    found = run_simulation(
+    simulated = run_simulation(
         case.dataflow,
         case.placement,
         case.timings,
@@ -128,12 +128,12 @@ def test_simulated_steps_end_with_those_of_the_real_loops(
         seed=case.seed,
     )
     real = run_real(case, monkeypatch)
-    assert found.step_ends == pytest.approx(real.step_ends, rel=0.015)
+    assert simulated.step_ends == pytest.approx(real.step_ends, rel=0.015)
     ages: Counter[int] = Counter()
     for outcome in real.outcomes:
         for group in outcome.groups:
             for version, tokens in group.info.version_tokens:
                 ages[outcome.version - version] += tokens
     mean = sum(age * tokens for age, tokens in ages.items()) / ages.total()
-    assert found.exclude_steps(0).tokens_by_staleness.total() == ages.total()
-    assert found.exclude_steps(0).staleness_mean == pytest.approx(mean, abs=0.02)
+    assert simulated.exclude_steps(0).tokens_by_staleness.total() == ages.total()
+    assert simulated.exclude_steps(0).staleness_mean == pytest.approx(mean, abs=0.02)

@@ -97,35 +97,37 @@ def test_indivisible_replicas_become_slower() -> None:
 
 
 def test_a_part_predicts_the_rate_of_the_whole() -> None:
-    found = run_quick_simulation(
+    quick = run_quick_simulation(
         GRPO, PLACEMENT, TIMINGS, workload(1024), seed=0, run_options=RunOptions()
     )
-    assert found.num_parts == 4
-    every = run_simulation(GRPO, PLACEMENT, TIMINGS, workload(1024), steps=8, seed=0)
-    assert found.mean_step_s == pytest.approx(every.mean_step_s, rel=0.04)
-    assert found.tokens_per_s == pytest.approx(every.tokens_per_s, rel=0.04)
-    assert found.staleness_mean == pytest.approx(every.staleness_mean, abs=0.1)
+    assert quick.num_parts == 4
+    full = run_simulation(GRPO, PLACEMENT, TIMINGS, workload(1024), steps=8, seed=0)
+    assert quick.mean_step_s == pytest.approx(full.mean_step_s, rel=0.04)
+    assert quick.tokens_per_s == pytest.approx(full.tokens_per_s, rel=0.04)
+    assert quick.staleness_mean == pytest.approx(full.staleness_mean, abs=0.1)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_runs_far_ahead_are_simulated_for_whole_cycles(seed: int) -> None:
     """A step with long rollouts delays all steps in flight, so steps come in bursts."""
-    asked = replace(workload(32, LognormalLengths(300, 0.7, 2048)), group_size=8)
+    step_workload = replace(workload(32, LognormalLengths(300, 0.7, 2048)), group_size=8)
     replicas = replace(TIMINGS.generator, replicas=64)
     # Training is nearly free: the longest rollout determines the step time.
-    quick = {"policy": TrainTiming(8, micro_batch_s=0.0, token_s=1e-6, update_s=0.01)}
+    fast_training = {"policy": TrainTiming(8, micro_batch_s=0.0, token_s=1e-6, update_s=0.01)}
     timings, ahead = (
-        replace(TIMINGS, generator=replicas, train=quick),
+        replace(TIMINGS, generator=replicas, train=fast_training),
         replace(PLACEMENT, max_staleness=16),
     )
-    every = run_simulation(GRPO, ahead, timings, asked, steps=200, seed=9)
-    found = run_quick_simulation(GRPO, ahead, timings, asked, seed=seed, run_options=RunOptions())
-    assert found.mean_step_s == pytest.approx(every.mean_step_s, rel=0.1)
+    full = run_simulation(GRPO, ahead, timings, step_workload, steps=200, seed=9)
+    quick = run_quick_simulation(
+        GRPO, ahead, timings, step_workload, seed=seed, run_options=RunOptions()
+    )
+    assert quick.mean_step_s == pytest.approx(full.mean_step_s, rel=0.1)
 
 
 def test_simulation_cost_grows_with_rollouts_and_faster_with_large_steps() -> None:
-    found = estimate_simulation_s(replace(workload(512), group_size=8), steps=20_000)
-    assert found == pytest.approx(512 * 8 * 20_000 * 40e-6)
+    seconds = estimate_simulation_s(replace(workload(512), group_size=8), steps=20_000)
+    assert seconds == pytest.approx(512 * 8 * 20_000 * 40e-6)
     assert estimate_simulation_s(workload(512), steps=6) == pytest.approx(
         6 / 5 * estimate_simulation_s(workload(512), steps=5)
     )
@@ -138,17 +140,21 @@ def test_simulation_cost_grows_with_rollouts_and_faster_with_large_steps() -> No
 
 
 def test_preemption_makes_simulations_slower() -> None:
-    roomy, asked = TIMINGS.generator, workload(512)
-    plain = estimate_simulation_s(asked, steps=5)
-    assert estimate_simulation_s(asked, steps=5, generator=roomy) == plain
-    tokens = asked.rounded_prompt_tokens + asked.lengths.mean
-    full = replace(roomy, max_running=1000, kv_tokens=0.99 * tokens * 512 * asked.group_size / 8)
-    assert estimate_simulation_s(asked, steps=5, generator=full) == 8 * plain
+    roomy, step_workload = TIMINGS.generator, workload(512)
+    plain = estimate_simulation_s(step_workload, steps=5)
+    assert estimate_simulation_s(step_workload, steps=5, generator=roomy) == plain
+    tokens = step_workload.rounded_prompt_tokens + step_workload.lengths.mean
+    full = replace(
+        roomy, max_running=1000, kv_tokens=0.99 * tokens * 512 * step_workload.group_size / 8
+    )
+    assert estimate_simulation_s(step_workload, steps=5, generator=full) == 8 * plain
     few = replace(full, max_running=32)
-    assert estimate_simulation_s(asked, steps=5, generator=few) == plain
+    assert estimate_simulation_s(step_workload, steps=5, generator=few) == plain
 
 
 def test_a_split_simulation_costs_the_time_of_one_part() -> None:
-    asked = workload(4096)
-    assert choose_num_parts(TIMINGS, asked, 1) == 8
-    assert estimate_quick_run_s(TIMINGS, asked, 1) == estimate_simulation_s(workload(512), lead=1)
+    step_workload = workload(4096)
+    assert choose_num_parts(TIMINGS, step_workload, 1) == 8
+    assert estimate_quick_run_s(TIMINGS, step_workload, 1) == estimate_simulation_s(
+        workload(512), lead=1
+    )

@@ -11,11 +11,11 @@ from tests.simulator.test_simulation import APART, TIMINGS, TOGETHER, WORKLOAD, 
 
 
 def test_rows_follow_the_metrics_contract() -> None:
-    found = run(placement=APART.with_staleness(1))
-    for row in found.metrics_rows:
+    result = run(placement=APART.with_staleness(1))
+    for row in result.metrics_rows:
         validate_row(row)
         assert find_missing_metrics(row) == []
-    last = found.metrics_rows[-1]
+    last = result.metrics_rows[-1]
     assert last["time/step_s"] == 38.0 - 21.5
     assert last["staleness/mean"] == 0.4
     assert last["staleness/histogram"] == Histogram((0, 1, 2), (12, 8))
@@ -29,15 +29,15 @@ def test_rows_follow_the_metrics_contract() -> None:
 
 
 def test_the_trace_matches_that_of_a_run(tmp_path: Path) -> None:
-    found = run(placement=TOGETHER.with_staleness(1))
-    found.write_run_files(tmp_path)
+    result = run(placement=TOGETHER.with_staleness(1))
+    result.write_run_files(tmp_path)
     events = json.loads((tmp_path / "trace.json").read_text())
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {"run", "generator-0", "reward-0", "policy"}
     whole = [event for event in events if event["ph"] == "X"]
-    assert len(whole) == len(found.spans)
+    assert len(whole) == len(result.spans)
     marks = [event["ts"] for event in events if event["ph"] == "i"]
-    assert marks == [round(end * 1e6) for end in found.step_ends]
+    assert marks == [round(end * 1e6) for end in result.step_ends]
     lanes: dict[int, float] = {}
     for event in sorted(whole, key=lambda event: event["ts"]):
         assert event["ts"] >= lanes.get(event["tid"], 0.0), "spans of a lane overlap"

@@ -52,7 +52,7 @@ def errors(
     constants = replace(CostConstants(), max_running=32, keeps_served=True, decode_group_s=group_s)
     costs = CostModel(problem, constants)
     estimator = PlacementEstimator(problem, costs)
-    found = {}
+    errors_by_placement = {}
     for name, meshes in PLACES.items():
         calls = {
             stage: CallAssignment(Mesh(first, size), RankGrid(1, 1, size))
@@ -64,8 +64,10 @@ def errors(
             played = run_simulation(
                 flow, placement, timings, workload, steps=STEPS, seed=0, run_options=run_options
             )
-            found[f"{name}, {ahead} ahead"] = estimator.step_s(placement) / played.mean_step_s - 1
-    return found
+            errors_by_placement[f"{name}, {ahead} ahead"] = (
+                estimator.step_s(placement) / played.mean_step_s - 1
+            )
+    return errors_by_placement
 
 
 @pytest.mark.parametrize("mini_batches", [1, pytest.param(4, marks=pytest.mark.slow)])
@@ -73,8 +75,8 @@ def errors(
 def test_estimates_are_close_to_simulated_steps(
     lengths: FixedLength | LognormalLengths, mini_batches: int
 ) -> None:
-    found = errors(lengths, mini_batches)
-    assert {name: error for name, error in found.items() if abs(error) > WORST} == {}
+    step_errors = errors(lengths, mini_batches)
+    assert {name: error for name, error in step_errors.items() if abs(error) > WORST} == {}
 
 
 @pytest.mark.parametrize("ahead", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
@@ -86,8 +88,8 @@ def test_estimates_include_group_delivery(ahead: int) -> None:
 
 @pytest.mark.parametrize(("publish_every", "ahead"), [(2, 1), (2, 2), (3, 2)])
 def test_estimates_hold_for_steps_that_share_a_version(publish_every: int, ahead: int) -> None:
-    found = errors(FIXED, 1, publish_every, (ahead,))
-    assert {name: error for name, error in found.items() if abs(error) > WORST} == {}
+    step_errors = errors(FIXED, 1, publish_every, (ahead,))
+    assert {name: error for name, error in step_errors.items() if abs(error) > WORST} == {}
 
 
 @pytest.mark.parametrize("updates", [(1,), pytest.param((1, 4), marks=pytest.mark.slow)])

@@ -52,40 +52,40 @@ def run(
     run_options: RunOptions | None = None,
     steps: int = 3,
 ) -> SimulationResult:
-    found = run_simulation(
+    result = run_simulation(
         flow, placement, timings, workload, steps=steps, seed=1, run_options=run_options
     )
-    return found.exclude_steps(0)
+    return result.exclude_steps(0)
 
 
 def test_on_policy_steps_wait_for_the_previous_version() -> None:
     # Pull 4, sample 10, score 0.5, train 2 and 1, publish 3; then again.
-    found = run()
-    assert found.step_ends == [17.5, 38.0, 58.5]
-    assert found.tokens_by_staleness == {0: 60}
-    assert found.exclude_steps(1).mean_step_s == 20.5
-    assert found.exclude_steps(1).tokens_per_s == 20 / 20.5
+    result = run()
+    assert result.step_ends == [17.5, 38.0, 58.5]
+    assert result.tokens_by_staleness == {0: 60}
+    assert result.exclude_steps(1).mean_step_s == 20.5
+    assert result.exclude_steps(1).tokens_per_s == 20 / 20.5
 
 
 def test_one_step_ahead_samples_while_it_trains() -> None:
     # Four groups are sampled by 14. The second step has its gradients at 19.5, and updates once the
     # first version is published, at 20.5. It is loaded at 24.5, the second one at 28.5: in the
     # middle of the groups of the third step, which finish at 34.5.
-    found = run(placement=APART.with_staleness(1))
-    assert found.step_ends == [17.5, 21.5, 38.0]
-    assert [o.groups[0].info.version_tokens for o in found.outcomes] == [
+    result = run(placement=APART.with_staleness(1))
+    assert result.step_ends == [17.5, 21.5, 38.0]
+    assert [o.groups[0].info.version_tokens for o in result.outcomes] == [
         ((0, 10),),
         ((0, 10),),
         ((1, 4), (2, 6)),
     ]
-    assert found.tokens_by_staleness == {0: 20 + 12, 1: 20 + 8}
+    assert result.tokens_by_staleness == {0: 20 + 12, 1: 20 + 8}
 
 
 def test_a_weight_update_pauses_running_rollouts() -> None:
     # The groups of the third step pause from 24.5 to 28.5.
     weights = {"generate": WeightsTiming(publish_s=3.0, pull_s=4.0, pause_s=4.0)}
-    found = run(replace(TIMINGS, weights=weights), APART.with_staleness(1))
-    assert found.step_ends == [17.5, 21.5, 42.0]
+    result = run(replace(TIMINGS, weights=weights), APART.with_staleness(1))
+    assert result.step_ends == [17.5, 21.5, 42.0]
 
 
 def test_stages_on_shared_devices_take_turns() -> None:
@@ -125,8 +125,8 @@ def test_short_rollouts_of_a_group_free_their_slots() -> None:
         8, 16, 1, EmpiricalLengths.from_samples(range(10, 161, 10)), micro_batch_tokens=9999
     )
     timings = replace(TIMINGS, generator=sampler(1.0, max_running=16, kv_tokens=10**6), weights={})
-    found = run(timings, APART.with_staleness(2), workload=workload, steps=12).exclude_steps(4)
-    assert found.mean_step_s == pytest.approx(8 * 85, rel=0.15)
+    result = run(timings, APART.with_staleness(2), workload=workload, steps=12).exclude_steps(4)
+    assert result.mean_step_s == pytest.approx(8 * 85, rel=0.15)
 
 
 def test_a_preempted_group_continues_later() -> None:
@@ -139,10 +139,10 @@ def test_unpublished_versions_are_skipped_by_generators() -> None:
     ahead, timings = replace(APART, max_staleness=1), replace(TIMINGS, weights={})
     # Four groups are sampled by 10 and scored by 11. Version 1 is not published: the next groups
     # begin with version 2, at 16.5.
-    found = run(timings, ahead, steps=4, run_options=RunOptions(publish_every=2))
-    assert found.step_ends == [10.5 + 3, 10.5 + 6, 10.5 + 6 + 13.5, 10.5 + 6 + 16.5]
+    result = run(timings, ahead, steps=4, run_options=RunOptions(publish_every=2))
+    assert result.step_ends == [10.5 + 3, 10.5 + 6, 10.5 + 6 + 13.5, 10.5 + 6 + 16.5]
     assert run(timings, ahead, steps=4).step_ends[2] == 13.5 + 13.5
-    assert found.exclude_steps(0).tokens_by_staleness == {0: 40, 1: 40}
+    assert result.exclude_steps(0).tokens_by_staleness == {0: 40, 1: 40}
     with pytest.raises(ConfigError, match="publish_every=2: must be at most 1: generation"):
         run(timings, APART, run_options=RunOptions(publish_every=2))
 
@@ -156,9 +156,9 @@ def test_an_ema_reference_delays_only_the_steps_at_which_it_moves() -> None:
 
     def played(every: int) -> tuple[Sequence[float], list[object]]:
         run_options = RunOptions(reference_every=every)
-        found = run(timings, placement, flow=flow, steps=5, run_options=run_options)
-        spans = [span for span in found.spans_by_process["reference-0"] if span.name == "pull"]
-        return found.step_ends, [span.args["version"] for span in spans]
+        result = run(timings, placement, flow=flow, steps=5, run_options=run_options)
+        spans = [span for span in result.spans_by_process["reference-0"] if span.name == "pull"]
+        return result.step_ends, [span.args["version"] for span in spans]
 
     # If the reference moves, pull 100, otherwise sample 10; then score 0.5, train 2 and 1.
     assert played(1) == ([103.5 * step for step in range(1, 6)], [0, 1, 2, 3, 4])
@@ -196,18 +196,18 @@ def test_trained_models_run_concurrently_unless_they_share_devices() -> None:
     train = {**TIMINGS.train, "critic": TrainTiming(1, 4.0, 0.0, 1.0)}
     timings = replace(TIMINGS, score=score, train=train, weights={})
     apart = {"generate": on(0), "value": on(1), "train": on(2), "train_critic": on(3)}
-    found = run(timings, Placement(apart), flow=flow, steps=1)
-    assert found.step_ends == [10.5 + 4 + 1]
-    found = run(timings, Placement(apart | {"train_critic": on(2)}), flow=flow, steps=1)
-    assert found.step_ends == [10.5 + 4 + 1 + 2 + 1]
+    result = run(timings, Placement(apart), flow=flow, steps=1)
+    assert result.step_ends == [10.5 + 4 + 1]
+    result = run(timings, Placement(apart | {"train_critic": on(2)}), flow=flow, steps=1)
+    assert result.step_ends == [10.5 + 4 + 1 + 2 + 1]
 
 
 def test_publishing_and_pulling_count_as_busy_time() -> None:
-    found = run().exclude_steps(1)
-    assert found.idle_fractions["generate"] == pytest.approx(1 - 14 / 20.5)
-    assert found.idle_fractions["reward"] == pytest.approx(1 - 0.5 / 20.5)
+    result = run().exclude_steps(1)
+    assert result.idle_fractions["generate"] == pytest.approx(1 - 14 / 20.5)
+    assert result.idle_fractions["reward"] == pytest.approx(1 - 0.5 / 20.5)
     # Training and update take 3, publishing 3.
-    assert found.idle_fractions["train"] == pytest.approx(1 - 6 / 20.5)
+    assert result.idle_fractions["train"] == pytest.approx(1 - 6 / 20.5)
 
 
 def test_queue_depths_are_recorded_at_every_change() -> None:
@@ -272,8 +272,8 @@ def test_weights_are_published_before_the_devices_are_released() -> None:
         train={"policy": TrainTiming(1, micro_batch_s=20.0, token_s=0.0, update_s=1.0)},
     )
     workload = replace(WORKLOAD, requires_whole_step=True)
-    found = run(timings, placement, workload=workload, steps=6)
-    spans = found.spans_by_process["policy"]
+    result = run(timings, placement, workload=workload, steps=6)
+    spans = result.spans_by_process["policy"]
     updates = [span.end_s for span in spans if span.name == "update"]
     published = [span for span in spans if span.name == "publish"]
     assert len(published) == len(updates) == 6
@@ -281,8 +281,8 @@ def test_weights_are_published_before_the_devices_are_released() -> None:
 
 
 def test_cool_down_steps_do_not_count() -> None:
-    found = run_simulation(FLOW, APART.with_staleness(4), TIMINGS, WORKLOAD, steps=30, seed=1)
-    assert (found.warm_up_steps, found.cool_down_steps) == (8, 4)
-    assert found.mean_step_s == pytest.approx((found.step_ends[25] - found.step_ends[7]) / 18)
-    assert found.exclude_steps(0).cool_down_steps == 0
-    assert found.exclude_steps(99, 99).mean_step_s == found.step_durations_s[-1]
+    result = run_simulation(FLOW, APART.with_staleness(4), TIMINGS, WORKLOAD, steps=30, seed=1)
+    assert (result.warm_up_steps, result.cool_down_steps) == (8, 4)
+    assert result.mean_step_s == pytest.approx((result.step_ends[25] - result.step_ends[7]) / 18)
+    assert result.exclude_steps(0).cool_down_steps == 0
+    assert result.exclude_steps(99, 99).mean_step_s == result.step_durations_s[-1]

@@ -292,9 +292,9 @@ def test_markup_in_names_is_printed_verbatim(plain):
 
 
 def test_filter_cost_is_shown_with_a_filter(tmp_path):
-    told = replace(facts(tmp_path), has_filter=True)
+    run_info = replace(facts(tmp_path), has_filter=True)
     cost = {"filter/share": 0.9, "filter/generate_s": 11.5, "filter/score_s": 0.75}
-    console = PlainConsole(told, pipe(120), clock=Clock())
+    console = PlainConsole(run_info, pipe(120), clock=Clock())
     console.start({})
     for step in (1, 2):
         console.log_step(step, full_row(step) | cost)
@@ -305,7 +305,7 @@ def test_filter_cost_is_shown_with_a_filter(tmp_path):
     summary = next(line for line in rest if line.lstrip().startswith("filtered"))
     said = "2 of 12 groups (17%), which took 23.0 s of generation and 1.5 s of scoring"
     assert said in " ".join(summary.split())
-    live = LiveConsole(told, terminal(80), clock=Clock())
+    live = LiveConsole(run_info, terminal(80), clock=Clock())
     assert "filtered" not in view(live, 80)
     live.add_row(1, full_row(1) | cost | {"filter/oversample": 8.0})
     assert "filtered 90% 12.2s of generation and scoring, 8.0 prompts per group" in " ".join(

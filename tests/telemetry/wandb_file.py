@@ -35,19 +35,19 @@ def read_wandb_file(path: Path) -> WandbFile:
     # Protobuf creates its classes at import time.
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
-    found = WandbFile()
+    contents = WandbFile()
     for data in _records(path.read_bytes()):
         record = Record.FromString(data)
         if record.HasField("history"):
-            found.rows.append(_values(record.history.item))
+            contents.rows.append(_values(record.history.item))
         elif record.HasField("alert"):
-            found.alerts.append((record.alert.title, record.alert.text))
+            contents.alerts.append((record.alert.title, record.alert.text))
         elif record.HasField("summary"):
-            found.summary |= _values(record.summary.update)
+            contents.summary |= _values(record.summary.update)
         elif record.HasField("run"):
-            found.config |= _values(record.run.config.update)
-            found.run_id, found.run_name = record.run.run_id, record.run.display_name
-    return found
+            contents.config |= _values(record.run.config.update)
+            contents.run_id, contents.run_name = record.run.run_id, record.run.display_name
+    return contents
 
 
 def _values(items: Any) -> dict[str, Any]:

@@ -13,15 +13,15 @@ from streamrl.simulator.replicas.virtual_loop import run_virtual
 async def ends(cores: int, works: list[tuple[float, float]]) -> list[float]:
     """Return the end time of each work, given as (begin, duration) in seconds."""
     machine, clock = CpuModel(cores), asyncio.get_running_loop()
-    found = [0.0] * len(works)
+    end_times = [0.0] * len(works)
 
     async def one(index: int, at: float, seconds: float) -> None:
         await asyncio.sleep(at)
         await machine.run_work(seconds)
-        found[index] = clock.time()
+        end_times[index] = clock.time()
 
     await asyncio.gather(*(one(i, *work) for i, work in enumerate(works)))
-    return [round(end, 6) for end in found]
+    return [round(end, 6) for end in end_times]
 
 
 def test_work_takes_its_duration_with_a_core_per_process() -> None:
@@ -65,11 +65,11 @@ works = st.lists(st.tuples(st.floats(0, 5), st.floats(0.1, 5)), min_size=1, max_
 
 @given(works, st.integers(1, 3))
 def test_total_work_is_bounded_by_the_cores(works: list[tuple[float, float]], cores: int) -> None:
-    found = run_virtual(ends(cores, works))
+    end_times = run_virtual(ends(cores, works))
     alone = [at + seconds for at, seconds in works]
-    assert all(end >= least - 1e-5 for end, least in zip(found, alone, strict=True))
-    assert max(found) >= sum(seconds for _, seconds in works) / cores - 1e-5
-    assert max(found) <= max(at for at, _ in works) + sum(s for _, s in works) + 1e-5
+    assert all(end >= least - 1e-5 for end, least in zip(end_times, alone, strict=True))
+    assert max(end_times) >= sum(seconds for _, seconds in works) / cores - 1e-5
+    assert max(end_times) <= max(at for at, _ in works) + sum(s for _, s in works) + 1e-5
 
 
 def test_a_cancelled_timer_does_not_fire() -> None:

@@ -165,29 +165,29 @@ class TokenByTokenEngine:
 
     def fill(self) -> None:
         while self.waiting and len(self.running) < self.timing.max_running:
-            one, room = self.waiting[0], self.timing.kv_tokens
-            if self.resident + one[1] + len(self.running) + 1 > room:
+            rollout, kv_tokens = self.waiting[0], self.timing.kv_tokens
+            if self.resident + rollout[1] + len(self.running) + 1 > kv_tokens:
                 break
             self.running.append(self.waiting.popleft())
-            self.now += self.timing.prefill_token_s * one[1]
+            self.now += self.timing.prefill_token_s * rollout[1]
 
     @property
     def resident(self) -> int:
-        return sum(one[1] for one in self.running)
+        return sum(rollout[1] for rollout in self.running)
 
     def make_step(self) -> None:
         self.now += self.timing.decode_step_s(len(self.running), self.resident)
-        for one in self.running:
-            one[1] += 1
-            one[2] -= 1
-            versions = self.groups[one[0]].tokens_by_version
+        for rollout in self.running:
+            rollout[1] += 1
+            rollout[2] -= 1
+            versions = self.groups[rollout[0]].tokens_by_version
             versions[self.version] = versions.get(self.version, 0) + 1
         done = []
-        for one in [one for one in self.running if not one[2]]:
-            self.running.remove(one)
-            self.left[one[0]] -= 1
-            if not self.left[one[0]]:
-                done.append(one[0])
+        for rollout in [rollout for rollout in self.running if not rollout[2]]:
+            self.running.remove(rollout)
+            self.left[rollout[0]] -= 1
+            if not self.left[rollout[0]]:
+                done.append(rollout[0])
         self.ends |= dict.fromkeys(done, self.now)
         self.now += self.timing.group_s * len(done)
         while self.running and self.resident + len(self.running) > self.timing.kv_tokens:
@@ -286,6 +286,6 @@ def test_the_planners_batching_matches_the_engine(
         engine: SimulatedEngine[str] = SimulatedEngine(replace(timing, kv_tokens=kept))
         for i in range(groups):
             engine.add_group(f"{i}", prompt, [tokens] * size, 0.0)
-        found = run(engine)
-        ends.append([found[f"{i}"] for i in range(groups)])
+        end_times = run(engine)
+        ends.append([end_times[f"{i}"] for i in range(groups)])
     assert share.group_ends.tolist() in ends

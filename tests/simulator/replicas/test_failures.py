@@ -23,10 +23,10 @@ def run(placement: Placement, failures: FailureModel | None, *, replicas: int = 
 def test_longer_restarts_cost_more_time() -> None:
     ends = [run(APART, None).step_ends[-1]]
     for restart_s in (5.0, 50.0):
-        found = run(APART, FailureModel(150.0, restart_s, node_devices=1))
-        assert found.crashes
-        assert found.ledger.trained == 24
-        ends.append(found.step_ends[-1])
+        result = run(APART, FailureModel(150.0, restart_s, node_devices=1))
+        assert result.crashes
+        assert result.ledger.trained == 24
+        ends.append(result.step_ends[-1])
     assert ends[0] < ends[1] < ends[2]
 
 
@@ -34,15 +34,15 @@ def test_longer_restarts_cost_more_time() -> None:
 def test_the_mean_step_includes_time_lost_in_crashes(checkpoint_every: int) -> None:
     plain = run(APART, None)
     failures = FailureModel(150.0, 50.0, checkpoint_every=checkpoint_every, node_devices=2)
-    found = run(APART, failures, seed=4)
-    assert found.crashes
-    assert found.step_s > plain.step_s and found.tokens_per_s < plain.tokens_per_s
+    result = run(APART, failures, seed=4)
+    assert result.crashes
+    assert result.step_s > plain.step_s and result.tokens_per_s < plain.tokens_per_s
 
 
 def test_groups_of_a_crashed_generator_are_requeued() -> None:
     # The generator has its node to itself; the trainer is on the other node.
-    found = run(APART, FailureModel(60.0, 3.0, node_devices=1), seed=2)
-    own = [crash for crash in found.crashes if not crash.is_restart]
+    result = run(APART, FailureModel(60.0, 3.0, node_devices=1), seed=2)
+    own = [crash for crash in result.crashes if not crash.is_restart]
     assert {crash.processes for crash in own} == {("generator-0",)}
     assert any(crash.lost_tokens for crash in own)
     assert all(crash.repeated_steps == 0 for crash in own)
@@ -62,8 +62,8 @@ def test_a_trainer_crash_repeats_the_steps_since_the_checkpoint() -> None:
 
 def test_a_node_failure_kills_only_its_replicas() -> None:
     placement = Placement({"generate": on(0), "train": on(2)})
-    found = run(placement, FailureModel(200.0, 5.0, node_devices=1))
-    assert {name for crash in found.crashes for name in crash.processes} <= {
+    result = run(placement, FailureModel(200.0, 5.0, node_devices=1))
+    assert {name for crash in result.crashes for name in crash.processes} <= {
         "generator-0",
         "reward-0",
     }

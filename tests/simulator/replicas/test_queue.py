@@ -131,17 +131,19 @@ def test_a_filtered_group_goes_to_the_coordinator_once_scored() -> None:
         queue.commit_groups(GENERATE_CALL.stage, generator.groups)
         queue.request_groups(REWARD_CALL.stage, judge)
         queue.commit_groups(REWARD_CALL.stage, judge.groups)
-        found = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-        ended = [one.outcome is not None and one.outcome.filtered for one in found]
+        leased = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+        filtered = [
+            experience.outcome is not None and experience.outcome.filtered for experience in leased
+        ]
         queue.request_groups("reference", reference)
         queue.commit_groups("reference", reference.groups)
         whole = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-        orders = [one.lease.token for one in whole]
-        return judge.orders, reference.orders, ended, orders
+        orders = [experience.lease.token for experience in whole]
+        return judge.orders, reference.orders, filtered, orders
 
-    judged, scored, ended, trained = run_virtual(main())
+    judged, scored, filtered, trained = run_virtual(main())
     assert judged == [0, 1, 2]
-    assert ended == [True]
+    assert filtered == [True]
     assert scored == trained == [0, 2]
 
 
