@@ -117,7 +117,7 @@ def test_a_file_is_not_a_run_directory(run_dir: Path) -> None:
             lambda run: _fifo(next(get_journal_dir(run, RUN_LOG_FOLDER).glob("*.journal"))),
             "not a regular file",
         ),
-        (lambda run: (run / "metrics.jsonl").write_text(""), "too short: 0 steps"),
+        (lambda run: (run / "metrics.jsonl").write_text(""), "too short: 0 steady steps"),
         (lambda run: _without(run, 3, "step"), "metrics.jsonl:3: has no step"),
         (lambda run: _without(run, 3, "time/step_s"), "metrics.jsonl:3: has no time/step_s"),
         (lambda run: _without(run, 8, "idle/train"), "metrics.jsonl: step 8: has no idle/train"),

@@ -163,7 +163,7 @@ class TimedGenerator:
     def stages(self) -> Mapping[str, SampleFunction]:
         return {"generate": self._group}
 
-    async def collect_partial_rollouts(self) -> Mapping[str, Columns]:
+    async def begun(self) -> Mapping[str, Columns]:
         return {}
 
     async def _group(

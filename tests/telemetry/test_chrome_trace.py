@@ -37,14 +37,14 @@ def sink(tmp_path):
 
 
 def test_a_span_is_a_complete_event_in_microseconds(sink, tmp_path):
-    sink.spans(SPANS)
+    sink.write_spans(SPANS)
     first = events(tmp_path, "X")[0]
     assert (first["name"], first["ts"], first["dur"]) == ("generate", 100_000_000, 2_000_000)
     assert first["args"] == {"groups": 4}
 
 
 def test_processes_and_lanes_have_names_and_nonzero_ids(sink, tmp_path):
-    sink.spans(SPANS)
+    sink.write_spans(SPANS)
     named = events(tmp_path, "M")
     pids = {e["args"]["name"]: e["pid"] for e in named if e["name"] == "process_name"}
     lanes = {(e["pid"], e["tid"]) for e in named if e["name"] == "thread_name"}
@@ -57,12 +57,12 @@ def test_processes_and_lanes_have_names_and_nonzero_ids(sink, tmp_path):
 
 
 def test_open_spans_are_not_written(sink, tmp_path):
-    sink.spans([Span("p", "work", 0, 1.0, 2.0, is_open=True)])
+    sink.write_spans([Span("p", "work", 0, 1.0, 2.0, is_open=True)])
     assert events(tmp_path, "X") == []
 
 
 def test_a_step_writes_an_instant_event_and_counters(sink, tmp_path):
-    sink.step(3, full_row(3) | {"reward/mean": float("nan")})
+    sink.log_step(3, full_row(3) | {"reward/mean": float("nan")})
     (mark,) = events(tmp_path, "i")
     assert (mark["name"], mark["s"], mark["ts"]) == ("step 3", "g", 104_000_000)
     counters = {e["name"]: e["args"]["value"] for e in events(tmp_path, "C")}
@@ -78,7 +78,7 @@ def test_an_event_becomes_an_instant_event_with_its_fields(sink, tmp_path):
 
 def test_the_file_is_valid_json_after_every_append(sink, tmp_path):
     for number in range(1, 4):
-        sink.spans([SPANS[0]])
+        sink.write_spans([SPANS[0]])
         assert len(events(tmp_path, "X")) == number
     sink.close({})
     assert len(events(tmp_path, "X")) == 3
@@ -86,7 +86,7 @@ def test_the_file_is_valid_json_after_every_append(sink, tmp_path):
 
 
 def test_a_resumed_trace_keeps_process_ids(sink, tmp_path):
-    sink.spans(SPANS)
+    sink.write_spans(SPANS)
     sink.close({})
     again = TraceSink(tmp_path, resume=True)
     again.start({})
@@ -98,7 +98,7 @@ def test_a_resumed_trace_keeps_process_ids(sink, tmp_path):
 
 
 def test_a_torn_trace_can_be_resumed(sink, tmp_path):
-    sink.spans(SPANS)
+    sink.write_spans(SPANS)
     path = tmp_path / TRACE_FILE
     path.write_bytes(path.read_bytes()[:-20])
     again = TraceSink(tmp_path, resume=True)
@@ -107,7 +107,7 @@ def test_a_torn_trace_can_be_resumed(sink, tmp_path):
 
 
 def test_a_run_that_is_not_resumed_starts_an_empty_trace(sink, tmp_path):
-    sink.spans(SPANS)
+    sink.write_spans(SPANS)
     TraceSink(tmp_path).start({})
     assert events(tmp_path, "X") == []
 
@@ -126,10 +126,10 @@ class FullDisk(FileIO):
 
 
 def test_a_full_disk_raises_and_leaves_a_readable_trace(sink, tmp_path):
-    sink.spans(SPANS[:1])
+    sink.write_spans(SPANS[:1])
     file = sink._file = FullDisk(tmp_path / TRACE_FILE, "r+")
     with pytest.raises(DiskError, match=r"trace.json cannot be written: No space left on device"):
-        sink.spans(SPANS)
+        sink.write_spans(SPANS)
     sink.close({})
     assert file.closed
     resumed = TraceSink(tmp_path, resume=True)

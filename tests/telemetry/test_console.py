@@ -42,13 +42,13 @@ def run(console, *, steps=(1, 2, 3), clock=None):
     console.start({})
     console.show_status("starting: generator 0/1, trainer 1/2")
     clock.now += 25.0
-    console.step(0, {"eval/pass_at_1": 0.125})
+    console.log_step(0, {"eval/pass_at_1": 0.125})
     for step in steps:
         clock.now += 2.0
         for number in range(5):
             console.log_event("drop", {"cause": "reward_error", "uid": f"0:{number}:0"})
-        console.step(step, full_row(step))
-    console.step(steps[-1] + 1, full_row(steps[-1] + 1) | {"eval/pass_at_1": 0.75})
+        console.log_step(step, full_row(step))
+    console.log_step(steps[-1] + 1, full_row(steps[-1] + 1) | {"eval/pass_at_1": 0.75})
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_the_plain_console_names_the_stages_behind_its_columns(plain):
 def test_the_plain_header_is_repeated(plain):
     plain.start({})
     for step in range(1, 31):
-        plain.step(step, full_row(step))
+        plain.log_step(step, full_row(step))
     assert sum("queue and idle of" in line for line in lines(plain.console)) == 2
 
 
@@ -124,7 +124,7 @@ def test_frequent_events_are_limited_per_step_and_counted(plain):
     for _ in range(9):
         plain.log_event("drop", {"cause": "timeout"})
     plain.log_event("stall", {"stage": "train"})
-    plain.step(1, full_row(1))
+    plain.log_step(1, full_row(1))
     text = "\n".join(lines(plain.console))
     assert text.count("cause=timeout") == 3
     assert "6 more, see events.jsonl" in text
@@ -135,7 +135,7 @@ def test_frequent_events_are_printed_at_powers_of_ten(plain):
     plain.start({})
     for number in range(1, 2923):
         plain.log_event("drop", {"uid": f"0:{number}:0"})
-    plain.step(1, full_row(1))
+    plain.log_step(1, full_row(1))
     printed = [" ".join(line.split()) for line in lines(plain.console)]
     assert [line for line in printed if line.startswith("drop")] == [
         "drop uid=0:1:0",
@@ -162,7 +162,7 @@ def test_event_counts_restart_with_each_step(plain):
     for step in (1, 2):
         for _ in range(4):
             plain.log_event("drop", {"cause": "timeout"})
-        plain.step(step, full_row(step))
+        plain.log_step(step, full_row(step))
     text = "\n".join(lines(plain.console))
     assert text.count("cause=timeout") == 6
     assert text.count("1 more, see events.jsonl") == 2
@@ -220,7 +220,7 @@ def test_the_view_shows_the_status_before_the_first_step(live):
 
 def test_the_view_shows_reward_staleness_and_every_stage(live):
     for step in (1, 2, 3):
-        live.step(step, full_row(step))
+        live.log_step(step, full_row(step))
     live.clock.now += 1.0
     text = view(live, 80)
     rows = [" ".join(line.split()) for line in text.splitlines()]
@@ -235,7 +235,7 @@ def test_the_view_shows_reward_staleness_and_every_stage(live):
 
 
 def test_the_view_shows_a_status_during_the_run_until_it_ends(live):
-    live.step(1, full_row(1))
+    live.log_step(1, full_row(1))
     live.show_status("evaluating")
     assert "evaluating" in view(live, 80)
     live.show_status("")
@@ -245,7 +245,7 @@ def test_the_view_shows_a_status_during_the_run_until_it_ends(live):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_view_fits_the_terminal_however_long_the_run(live, width):
     for step in range(1, 200):
-        live.step(step, full_row(step))
+        live.log_step(step, full_row(step))
     live.show_status("evaluating " * 3)
     assert max(len(line) for line in view(live, width).splitlines()) <= width
     assert "from 0.100" in view(live, width)
@@ -253,7 +253,7 @@ def test_the_view_fits_the_terminal_however_long_the_run(live, width):
 
 def test_a_full_idle_bar_and_unknown_values_can_be_drawn(live):
     row = full_row(1) | {"idle/train": 1.0, "idle/reward": float("nan"), "queue/depth/train": 0}
-    live.step(1, row | {"reward/mean": float("nan"), "weights/version": float("nan")})
+    live.log_step(1, row | {"reward/mean": float("nan"), "weights/version": float("nan")})
     assert re.search(r"train +0 +\S+ +100%", view(live, 80))
 
 
@@ -273,7 +273,7 @@ def test_evaluations_events_and_logs_are_lines_above_the_view(live):
     live.start({})
     logger = logging.Logger("room")
     logger.addHandler(ConsoleLogHandler(live))
-    live.step(1, full_row(1) | {"eval/pass_at_1": 0.5})
+    live.log_step(1, full_row(1) | {"eval/pass_at_1": 0.5})
     live.log_event("death", {"actor": "scorer-1"})
     logger.warning("slow %s", "disk")
     logger.info("not of interest")
@@ -315,6 +315,6 @@ def test_filter_cost_is_shown_with_a_filter(tmp_path):
 
 def test_filter_cost_is_hidden_without_a_filter(plain):
     plain.start({})
-    plain.step(1, full_row(1) | {"ledger/filtered": 0})
+    plain.log_step(1, full_row(1) | {"ledger/filtered": 0})
     plain.close({})
     assert "filtered" not in "\n".join(lines(plain.console)).replace("0 filtered", "")

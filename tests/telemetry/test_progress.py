@@ -22,9 +22,9 @@ def progress(tmp_path):
 
 def test_rewards_tokens_and_stages_are_collected_from_rows(progress):
     for step in (1, 2):
-        progress.add(step, full_row(step))
+        progress.add_row(step, full_row(step))
     assert progress.rewards == [0.1, 0.2]
-    assert progress.tokens == 2 * 2.0 * 12_345.0
+    assert progress.num_tokens == 2 * 2.0 * 12_345.0
     assert progress.stages == list(STAGES)
 
 
@@ -34,23 +34,23 @@ def test_a_metric_without_a_value_is_nan(progress):
 
 def test_nan_is_left_out_of_sums(progress):
     row = full_row(1) | {"reward/mean": math.nan, "throughput/tokens_per_s": math.nan}
-    progress.add(1, row)
-    assert (progress.rewards, progress.tokens) == ([], 0.0)
+    progress.add_row(1, row)
+    assert (progress.rewards, progress.num_tokens) == ([], 0.0)
 
 
 def test_first_and_last_evaluations_are_kept(progress):
     parts = {"eval/interval/pass_at_1_low": 0.0, "eval/source/easy/pass_at_1": 0.2}
-    assert progress.add(0, {"eval/pass_at_1": 0.1, **parts}) == {"pass_at_1": 0.1}
-    assert progress.add(1, full_row(1)) == {}
-    progress.add(2, {"eval/pass_at_1": 0.3, "eval/mean_at_4": 0.2})
-    progress.add(3, {"eval/pass_at_1": 0.5})
+    assert progress.add_row(0, {"eval/pass_at_1": 0.1, **parts}) == {"pass_at_1": 0.1}
+    assert progress.add_row(1, full_row(1)) == {}
+    progress.add_row(2, {"eval/pass_at_1": 0.3, "eval/mean_at_4": 0.2})
+    progress.add_row(3, {"eval/pass_at_1": 0.5})
     assert progress.first_evals == {"pass_at_1": 0.1, "mean_at_4": 0.2}
     assert progress.last_evals == {"pass_at_1": 0.5, "mean_at_4": 0.2}
 
 
 def test_the_time_left_is_the_median_step_times_the_steps_left(progress):
     for step, step_s in enumerate((2.0, 30.0, 3.0), start=1):
-        progress.add(step, {"time/step_s": step_s})
+        progress.add_row(step, {"time/step_s": step_s})
     assert progress.estimate_remaining_s() == 7 * 3.0
     assert progress.estimate_remaining_s(since_step_s=1.0) == 20.0
     assert progress.estimate_remaining_s(since_step_s=99.0) == 0.0
@@ -61,11 +61,11 @@ def test_the_time_left_is_unknown_before_the_first_step(progress):
 
 
 def test_the_ledger_line_shows_whether_the_counts_balance(progress):
-    progress.add(1, full_row(1))
+    progress.add_row(1, full_row(1))
     assert progress.format_ledger_line() == (
         "20 admitted = 10 trained + 2 filtered + 1 dropped + 7 in flight"
     )
-    progress.add(2, {"ledger/trained": 11})
+    progress.add_row(2, {"ledger/trained": 11})
     assert progress.format_ledger_line().startswith("20 admitted != 11 trained")
 
 

@@ -20,7 +20,7 @@ def started(run_dir, **options):
 
 def test_each_step_is_flushed_as_a_line(tmp_path):
     sink = started(tmp_path)
-    sink.step(1, {"reward/mean": 0.5, "loss/value": math.nan, "policy/ess": math.inf})
+    sink.log_step(1, {"reward/mean": 0.5, "loss/value": math.nan, "policy/ess": math.inf})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line) == {
         "step": 1,
@@ -33,7 +33,7 @@ def test_each_step_is_flushed_as_a_line(tmp_path):
 
 def test_a_full_row_keeps_every_name(tmp_path):
     sink = started(tmp_path)
-    sink.step(1, full_row(1))
+    sink.log_step(1, full_row(1))
     (row,) = read_jsonl(tmp_path / "metrics.jsonl")
     assert set(row) == {"step", "time", *full_row(1)}
     histogram = Histogram.from_json(row["staleness/histogram"])
@@ -60,10 +60,10 @@ def test_a_second_close_has_no_effect(tmp_path):
 def test_a_resumed_run_repeats_no_step_and_keeps_all_events(tmp_path):
     sink = started(tmp_path)
     for step in range(1, 6):
-        sink.step(step, {"reward/mean": 0.1})
+        sink.log_step(step, {"reward/mean": 0.1})
     sink.log_event("stall", {})
     sink = started(tmp_path, resume_step=3)
-    sink.step(4, {"reward/mean": 0.2})
+    sink.log_step(4, {"reward/mean": 0.2})
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["reward/mean"]) for row in rows] == [
         (1, 0.1),
@@ -75,12 +75,12 @@ def test_a_resumed_run_repeats_no_step_and_keeps_all_events(tmp_path):
 
 
 def test_a_line_torn_by_a_crash_is_removed_on_resume(tmp_path):
-    started(tmp_path).step(1, {"reward/mean": 0.1})
+    started(tmp_path).log_step(1, {"reward/mean": 0.1})
     for name in ("metrics.jsonl", "events.jsonl"):
         with (tmp_path / name).open("a") as file:
             file.write('{"step": 2, "rew')
     sink = started(tmp_path, resume_step=1)
-    sink.step(2, {"reward/mean": 0.2})
+    sink.log_step(2, {"reward/mean": 0.2})
     sink.log_event("start", {})
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
     assert [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")] == ["start"]
@@ -110,7 +110,7 @@ def test_a_full_disk_raises_an_error_with_the_file(tmp_path):
     files = fill_disk(sink)
     full = "cannot be written: No space left on device"
     with pytest.raises(DiskError, match=f"^{tmp_path}/metrics.jsonl {full}$"):
-        sink.step(1, {"reward/mean": 0.5})
+        sink.log_step(1, {"reward/mean": 0.5})
     with pytest.raises(DiskError, match=f"^{tmp_path}/events.jsonl {full}$"):
         sink.log_event("failed", {})
     with pytest.raises(DiskError, match=full):
@@ -129,7 +129,7 @@ def test_a_full_disk_at_the_start_raises_an_error_with_the_file(tmp_path, monkey
 
 
 def test_a_directory_with_a_run_is_an_error(tmp_path):
-    started(tmp_path).step(1, {"reward/mean": 0.1})
+    started(tmp_path).log_step(1, {"reward/mean": 0.1})
     with pytest.raises(ConfigError, match="already holds a run"):
         JsonlSink(tmp_path).start({})
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1

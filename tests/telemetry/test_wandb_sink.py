@@ -83,7 +83,7 @@ def services():
 def test_an_offline_run_holds_every_metric_of_every_step(tmp_path, called, capfd, program_log):
     sink = started(tmp_path)
     for step in (1, 2, 3):
-        sink.step(step, full_row(step) | {"loss/value": math.nan})
+        sink.log_step(step, full_row(step) | {"loss/value": math.nan})
     sink.log_event("drop", {"cause": "timeout"})
     sink.close({"steps": 3})
     (run,) = written(tmp_path)
@@ -104,7 +104,7 @@ def test_only_alert_events_become_wandb_alerts(tmp_path):
     sink = started(tmp_path)
     sink.log_event("drop", {"cause": "timeout"})
     sink.log_event("stall", {"stage": "reward", "holder": "reward-0", "age_s": 301.5})
-    sink.step(1, full_row(1))
+    sink.log_step(1, full_row(1))
     sink.close({})
     (run,) = written(tmp_path)
     assert run.alerts == [("stall", "stage=reward, holder=reward-0, age_s=301.5")]
@@ -113,7 +113,7 @@ def test_only_alert_events_become_wandb_alerts(tmp_path):
 def test_many_rows_span_several_blocks_of_the_file(tmp_path):
     sink = started(tmp_path)
     for step in range(1, 41):
-        sink.step(step, full_row(step))
+        sink.log_step(step, full_row(step))
     sink.close({})
     (run,) = written(tmp_path)
     assert [row["weights/version"] for row in run.rows] == list(range(1, 41))
@@ -131,7 +131,7 @@ def test_a_resumed_run_keeps_its_id(tmp_path):
     started(tmp_path).close({})
     first = load_run_id(tmp_path)
     sink = started(tmp_path, resume_id=first)
-    sink.step(4, {"reward/mean": 0.5})
+    sink.log_step(4, {"reward/mean": 0.5})
     sink.close({})
     assert [run.run_id for run in written(tmp_path)] == [first, first]
     assert load_run_id(tmp_path) == first
@@ -143,7 +143,7 @@ def test_environment_variables_do_not_override_offline_mode(tmp_path, monkeypatc
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("WANDB_RUN_ID", "other")
     sink = started(tmp_path / "run")
-    sink.step(1, {"reward/mean": 0.5})
+    sink.log_step(1, {"reward/mean": 0.5})
     sink.close({})
     (run,) = written(tmp_path / "run")
     assert run.run_id == load_run_id(tmp_path / "run") != "other"
@@ -165,7 +165,7 @@ def test_an_offline_program_makes_no_connection_until_exit(tmp_path):
         socket.getaddrinfo = refuse
         sink = WandbSink(Path({str(tmp_path)!r}), WandbConfig(), run_name="demo")
         sink.start({{}})
-        sink.step(1, {{"reward/mean": 0.5}})
+        sink.log_step(1, {{"reward/mean": 0.5}})
         sink.close({{}})
     """
     done = subprocess.run(
@@ -216,10 +216,10 @@ def test_a_run_outlives_a_service_that_dies(tmp_path, caplog):
     while said not in caplog.text:
         assert time.monotonic() < deadline
         step += 1
-        sink.step(step, {"reward/mean": 0.5})
+        sink.log_step(step, {"reward/mean": 0.5})
         time.sleep(0.01)  # wandb notices after a moment.
     for later in range(step + 1, step + 21):
-        sink.step(later, {"reward/mean": 0.5})
+        sink.log_step(later, {"reward/mean": 0.5})
         time.sleep(0.01)
     assert caplog.text.count(said) == 1
     assert not any(
@@ -230,7 +230,7 @@ def test_a_run_outlives_a_service_that_dies(tmp_path, caplog):
 
 async def test_wandb_can_be_used_within_an_event_loop(tmp_path):
     sink = started(tmp_path)
-    sink.step(1, {"staleness/histogram": Histogram((0, 1), (3,))})
+    sink.log_step(1, {"staleness/histogram": Histogram((0, 1), (3,))})
     sink.close({})
     (run,) = written(tmp_path)
     assert run.rows[0]["staleness/histogram"]["values"] == [3]
