@@ -91,4 +91,4 @@ def test_a_run_that_is_too_short_is_one_line(
     config = recipe(tmp_path)
     run = write_run(tmp_path / "run", config, play(config, steps=7))
     assert main(["report", str(run)]) == 2
-    assert "too short: 3 steps" in capsys.readouterr().err
+    assert "too short: 3 steady steps" in capsys.readouterr().err
