@@ -2,5 +2,6 @@
 
 import os
 
-# Ray prints the death of an actor, when it is imported without this; a benchmark has a line for it.
+# Must be set before Ray is imported: otherwise Ray prints every actor crash, and benchmarks report
+# these in a line of their own.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")

@@ -1,7 +1,8 @@
-"""The command line of every benchmark: `--quick`, progress on stderr, one JSON object on stdout.
+"""Command line of every benchmark: `--quick`, progress on stderr, one JSON object on stdout.
 
-A benchmark has `make_parser()`, which declares its options, and `measure(arguments)`, which returns
-its figures. What goes wrong is one line and exit code 1; a bad argument is one line and 2.
+A benchmark module has `make_parser()`, which declares its options, and `measure(arguments)`, which
+returns its results. An error is one line and exit code 1; an invalid argument is one line and exit
+code 2.
 """
 
 import argparse
@@ -20,15 +21,14 @@ from streamrl.cli.main import EXIT_FAILED, OneLineParser
 from streamrl.errors import ConfigError, StreamError
 
 ROOT = Path(__file__).resolve().parent.parent
-"""The repository."""
 
 
 class BenchmarkError(StreamError):
-    """A part of a benchmark failed, or did not end in time; the message names it."""
+    """Failure or timeout of a part of a benchmark; the message names the part."""
 
 
 class BenchmarkParser(OneLineParser):
-    """Options of a benchmark, with other defaults under `--quick`."""
+    """Argument parser with separate defaults for `--quick`."""
 
     def __init__(self, name: str, doc: str | None) -> None:
         description = (doc or "").partition("\n")[0]
@@ -37,16 +37,15 @@ class BenchmarkParser(OneLineParser):
         self.add_argument(
             "--quick",
             action="store_true",
-            help="the shortest form, to see that it runs: its figures mean nothing",
+            help="shortest form, as a smoke test; the results are meaningless",
         )
-        self.add_argument("--json", action="store_true", help="the object on one line")
+        self.add_argument("--json", action="store_true", help="print the object on one line")
 
     def set_quick(self, **defaults: Any) -> None:
-        """Set the defaults of options under `--quick`, as `set_defaults` does those without."""
+        """Set the defaults of options under `--quick`."""
         self._quick |= defaults
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse the command line, by default that of the process."""
         words = sys.argv[1:] if argv is None else list(argv)
         if "--quick" in words:
             self.set_defaults(**self._quick)
@@ -54,7 +53,7 @@ class BenchmarkParser(OneLineParser):
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return a type of argument: whole numbers from `least` on."""
+    """Return an argument type for integers of at least `least`."""
 
     def parse(text: str) -> int:
         if not text.removeprefix("-").isdecimal() or int(text) < least:
@@ -69,10 +68,10 @@ def run_benchmark(
     measure: Callable[[argparse.Namespace], Mapping[str, Any]],
     argv: Sequence[str] | None = None,
 ) -> None:
-    """Parse, measure and print the figures; raises SystemExit where that fails."""
+    """Parse, measure and print the results; raise SystemExit on failure."""
     arguments = parser.parse(argv)
     try:
-        # Standard output is the JSON object alone, whatever a cluster has to say meanwhile.
+        # Keep the output of Ray and its workers out of stdout, which holds only the JSON object.
         with contextlib.redirect_stdout(sys.stderr):
             figures = measure(arguments)
     except ConfigError as error:
@@ -84,7 +83,7 @@ def run_benchmark(
 
 
 def report_progress(text: str) -> None:
-    """Print a line to stderr, at the second of the process."""
+    """Print a line to stderr, with the seconds since the process started."""
     print(f"{time.perf_counter() - _STARTED:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
@@ -93,15 +92,15 @@ _STARTED = time.perf_counter()
 
 def run_command(
     words: Sequence[str],
-    what: str,
+    description: str,
     *,
     timeout_s: float,
     stdin: str | None = None,
     cwd: Path | None = None,
 ) -> str:
-    """Run a command and return its standard output; ends all processes of its group.
+    """Run a command and return its standard output; kill its process group at the end.
 
-    Raises BenchmarkError naming `what`.
+    Raises BenchmarkError with `description`.
     """
     try:
         process = subprocess.Popen(
@@ -114,17 +113,18 @@ def run_command(
             start_new_session=True,
         )
     except OSError as error:
-        raise BenchmarkError(f"{what}: {error}") from None
+        raise BenchmarkError(f"{description}: {error}") from None
     try:
         output, errors = process.communicate(stdin, timeout_s)
     except subprocess.TimeoutExpired:
-        raise BenchmarkError(f"{what}: not done after {timeout_s:g} s") from None
+        raise BenchmarkError(f"{description}: not done after {timeout_s:g} s") from None
     finally:
-        # Its children too, which would hold the pipes open; Ctrl-C here does not reach them.
+        # Kill the children too: they would hold the pipes open, and Ctrl-C does not reach their
+        # session.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode:
         lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
-        raise BenchmarkError(f"{what}: {lines[-1]}")
+        raise BenchmarkError(f"{description}: {lines[-1]}")
     return output

@@ -1,10 +1,15 @@
-"""What a large data set costs: `python -m benchmarks.data` prints one JSON object.
+"""Cost of a large data set: `python -m benchmarks.data` prints one JSON object.
 
-Rows are generated on the spot, as JSONL, parquet, a JSON array, CSV and packed JSONL. For each, in
-a process of its own: seconds until the driver has checked the run (and once more, now that packed
-files are unpacked and in the page cache), the memory it took for that beyond its libraries, the
-bytes of the stream that go to the coordinator, seconds to its first 64 prompts there, and the
-prompts a second after those. Of the first format also the rate at which `data check` reads rows.
+The benchmark generates rows as JSONL, parquet, a JSON array, CSV and packed JSONL. A separate
+process per format measures:
+
+- seconds until the driver has checked the run, and once more with packed files unpacked and in the
+  page cache;
+- memory of that check, without libraries;
+- bytes of the data stream sent to the coordinator;
+- seconds to the coordinator's first 64 prompts, and prompts per second after these.
+
+For the first format, also the rows per second of `data check`.
 """
 
 import argparse
@@ -47,7 +52,7 @@ Row = dict[str, str]
 
 
 def make_parser() -> BenchmarkParser:
-    """Declare how many rows there are, and in which formats."""
+    """Declare the number of rows and the formats."""
     parser = BenchmarkParser("data", __doc__)
     parser.add_argument("--rows", type=at_least(1), default=1_000_000)
     parser.add_argument("--formats", choices=FORMATS, nargs="+", default=list(FORMATS))
@@ -56,13 +61,12 @@ def make_parser() -> BenchmarkParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure every format."""
     run_benchmark(make_parser(), measure, argv)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Write the rows in each format, and have a process of its own read them."""
-    found: dict[str, Any] = {"rows": arguments.rows}
+    """Write the rows in each format and measure each in a process of its own."""
+    results: dict[str, Any] = {"rows": arguments.rows}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
@@ -71,18 +75,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             report_progress(f"{arguments.rows:,} rows of {kind}")
             path = folder / f"rows.{kind}"
             WRITERS[kind](path, make_rows(arguments.rows))
-            found[kind] = {"mb": path.stat().st_size / 1e6}
+            results[kind] = {"mb": path.stat().st_size / 1e6}
             for part in (_start, _check) if kind == arguments.formats[0] else (_start,):
                 program = f"import sys, benchmarks.data as b; b.{part.__name__}(*sys.argv[1:])"
                 words = [sys.executable, "-c", program, str(folder), str(path)]
                 lines = run_command(words, f"reading {kind}", timeout_s=LONGEST_S)
-                found[kind] |= json.loads(lines.splitlines()[-1])
+                results[kind] |= json.loads(lines.splitlines()[-1])
             path.unlink()
-    return found
+    return results
 
 
 def make_rows(count: int) -> Iterator[Row]:
-    """Make rows of some 300 bytes, of which no two are alike."""
+    """Make distinct rows of about 300 bytes."""
     words = [f"t{i}" for i in range(4, 64)]
     for i in range(count):
         text = " ".join(words[(i * k + k) % len(words)] for k in range(1, 30 + i % 20))
@@ -90,20 +94,17 @@ def make_rows(count: int) -> Iterator[Row]:
 
 
 def write_jsonl(path: Path, rows: Iterator[Row]) -> None:
-    """Write an object a line."""
     with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def write_json(path: Path, rows: Iterator[Row]) -> None:
-    """Write one array."""
     with path.open("w") as file:
         file.writelines(f"{',' if i else '['}\n{json.dumps(row)}" for i, row in enumerate(rows))
         file.write("\n]\n")
 
 
 def write_csv(path: Path, rows: Iterator[Row]) -> None:
-    """Write a header and lines."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, ["id", "data_source", "prompt", "answer"])
         writer.writeheader()
@@ -111,7 +112,7 @@ def write_csv(path: Path, rows: Iterator[Row]) -> None:
 
 
 def write_parquet(path: Path, rows: Iterator[Row]) -> None:
-    """Write columns, some thousand rows at a time."""
+    """Write columns in row groups of some thousand rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -132,8 +133,8 @@ WRITERS: dict[str, Callable[[Path, Iterator[Row]], None]] = {
 
 
 def _start(folder: str, path: str) -> None:
-    """Check a run on the file as its driver does, then draw prompts as its coordinator does."""
-    import streamrl.data.prefetch  # noqa: F401 - its libraries are no part of what is measured
+    """Check a run on the file as the driver does, then draw prompts as the coordinator does."""
+    import streamrl.data.prefetch  # noqa: F401 - import its libraries before the measurement
     from streamrl.config import load_config
     from streamrl.config.preflight import prepare_run
 
@@ -142,7 +143,7 @@ def _start(folder: str, path: str) -> None:
     config = load_config(recipe)
     small = Path(folder) / "small.jsonl"
     write_jsonl(small, make_rows(8))
-    # Loads what a run of eight rows loads: tokenizer, processes of rewards.
+    # Warm up with a run of eight rows: loads the tokenizer and starts reward processes.
     prepare_run(load_config(recipe, [f"data.train={{path: {small}, label_key: answer}}"]))
     before_mb, began = _peak_mb(), time.perf_counter()
     prepared = prepare_run(config)
@@ -158,13 +159,13 @@ def _start(folder: str, path: str) -> None:
     began = time.perf_counter()
     stream.draw(MORE)
     rate = MORE / (time.perf_counter() - began)
-    found = {"check_s": seconds, "check_again_s": again, "driver_mb": memory_mb}
-    found |= {"sent_mb": len(sent) / 1e6, "first_prompts_s": first, "prompts_per_s": rate}
-    print(json.dumps(found))
+    results = {"check_s": seconds, "check_again_s": again, "driver_mb": memory_mb}
+    results |= {"sent_mb": len(sent) / 1e6, "first_prompts_s": first, "prompts_per_s": rate}
+    print(json.dumps(results))
 
 
 def _check(folder: str, path: str) -> None:
-    """Read every row, as `streamrl data check` does."""
+    """Read every row as `streamrl data check` does."""
     from streamrl.data import PromptLimits, load_tokenizer, load_vocab_size
     from streamrl.data.files import parse_data_files
     from streamrl.data.validate import validate_file

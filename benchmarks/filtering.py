@@ -1,12 +1,14 @@
-"""What a filter costs: `python -m benchmarks.filtering` prints one JSON object.
+"""Cost of a group filter: `python -m benchmarks.filtering` prints one JSON object.
 
-PPO with a critic and a reference on 16 devices in virtual time, by the loops of a run: without a
-filter, and with one that takes a part of all groups, on policy and a step ahead. side_by_side: all
-stages work on a group at once, whatever the filter says of it later. gated: those that the verdict
-is not made of wait for it. gated_auto: and `filter.oversample=auto`. computed_reference,
-computed_value: groups that reference and critic computed for each one that was trained; surplus:
-groups that were sampled for it and dropped, as none was missing any more. over_unfiltered: step
-time over that of the same run without a filter.
+PPO with a critic and a reference on 16 devices, simulated in virtual time: without a filter, and
+with a filter that rejects a fraction of all groups, on policy and one step ahead.
+
+- side_by_side: all stages work on a group at once, regardless of its verdict.
+- gated: stages that do not contribute to the verdict wait for it.
+- gated_auto: gated, with `filter.oversample=auto`.
+- computed_reference, computed_value: groups computed by reference and critic per trained group.
+- surplus: sampled groups dropped per trained group, because the step was complete without them.
+- over_unfiltered: step time over that of the same run without a filter.
 """
 
 import argparse
@@ -38,11 +40,11 @@ WAYS = {
     "gated": (GATED, 1.0),
     "gated_auto": (GATED, None),
 }
-"""Of each way its calls, and filter.oversample."""
+"""By variant: its calls and filter.oversample."""
 
 
 def on(first: int, devices: int) -> CallAssignment:
-    """Devices from this one on, a replica on each."""
+    """Return one replica on each of the devices from this one on."""
     return CallAssignment(Mesh(first, devices), RankGrid.from_text(f"1-1-{devices}"))
 
 
@@ -78,27 +80,30 @@ TIMINGS = StageTimings(
     hop_s=0.005,
     step_s=0.1,
 )
-"""About those of a model of 1.5 billion parameters."""
+"""Roughly a model of 1.5 billion parameters."""
 
 
 def make_parser() -> BenchmarkParser:
-    """Declare what is filtered, and how long a simulation is."""
+    """Declare the filtered fractions and the length of a simulation."""
     parser = BenchmarkParser("filtering", __doc__)
     parser.add_argument("--steps", type=at_least(4), default=30, help="steps of each run")
     parser.add_argument(
-        "--percents", type=at_least(1), nargs="+", default=[50, 90], help="of all groups, filtered"
+        "--percents",
+        type=at_least(1),
+        nargs="+",
+        default=[50, 90],
+        help="percentage of filtered groups",
     )
     parser.set_quick(steps=4, percents=[50])
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Simulate and print."""
     run_benchmark(make_parser(), measure, argv)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Simulate every way, with each bound and each part that is filtered."""
+    """Simulate every variant for each bound and each filtered fraction."""
     return {
         f"max_staleness_{bound}": measure_bound(bound, arguments.percents, arguments.steps)
         for bound in (0, 1)
@@ -108,26 +113,27 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def measure_bound(bound: int, percents: Sequence[int], steps: int) -> dict[str, Any]:
     """Simulate the runs of one bound."""
     alone = play(BESIDE, 1.0, bound, 0.0, steps)
-    found: dict[str, Any] = {"unfiltered": figures(alone, alone)}
+    results: dict[str, Any] = {"unfiltered": figures(alone, alone)}
     for percent in percents:
         for name, (flow, oversample) in WAYS.items():
             report_progress(f"max_staleness {bound}, {percent} % filtered, {name}")
             run = play(flow, oversample, bound, percent / 100, steps)
-            found[f"filtered_{percent}_{name}"] = figures(run, alone)
-    return found
+            results[f"filtered_{percent}_{name}"] = figures(run, alone)
+    return results
 
 
 def play(
     flow: Dataflow, oversample: float | None, bound: int, filtered: float, steps: int
 ) -> SimulationResult:
-    """Simulate one run."""
     workload = Workload(64, 8, 256, LognormalLengths(600, 0.8, 4000), filtered_fraction=filtered)
-    manner, placement = RunOptions(oversample=oversample), Placement(CALLS, bound)
-    return run_simulation(flow, placement, TIMINGS, workload, steps=steps, seed=1, manner=manner)
+    run_options, placement = RunOptions(oversample=oversample), Placement(CALLS, bound)
+    return run_simulation(
+        flow, placement, TIMINGS, workload, steps=steps, seed=1, run_options=run_options
+    )
 
 
 def figures(run: SimulationResult, alone: SimulationResult) -> dict[str, float]:
-    """Say how long a step takes, and what reference and critic computed for it."""
+    """Return the step time, and the groups computed by reference and critic."""
     trained = sum(len(outcome.groups) for outcome in run.outcomes)
     computed = {
         stage: sum(int(span.args["groups"]) for span in run.spans if span.name == stage)

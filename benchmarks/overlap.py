@@ -1,11 +1,13 @@
-"""How well the stages overlap: `python -m benchmarks.overlap` prints one JSON object.
+"""Overlap of the stages: `python -m benchmarks.overlap` prints one JSON object.
 
-real: the demo's pipeline with max_staleness 0 and 1, against the same pipeline run stage after
-stage (placement.mode=sequential), same work, same cores. sleeps: 8 generators, 4 scorers and
-2 trainers that only sleep, so that cores are no limit. empty: engines that do nothing, where a
-step is what the pipeline itself costs, in seconds and in calls of an idle Ray actor.
-overlap_efficiency is the busy time of the busiest stage over the step time: 1 means that the
-slowest stage never waits.
+- real: the demo's pipeline with max_staleness 0 and 1, against the same pipeline with sequential
+  stages (placement.mode=sequential) on the same cores.
+- sleeps: 8 generators, 4 scorers and 2 trainers that only sleep, so that cores are no limit.
+- empty: engines without work. A step is the cost of the pipeline itself, in seconds and in calls of
+  an idle Ray actor.
+
+overlap_efficiency is the busy time of the busiest stage over the step time: at 1 the slowest stage
+    never waits.
 """
 
 import argparse
@@ -29,7 +31,7 @@ WARM_UP_STEPS = 4
 KINDS = ("generate", "score", "train")
 BOUNDS = (0, 1)
 WORKERS = 14
-"""Of the sleeping engines: generators, scorers and trainers as 8 to 4 to 2."""
+"""Sleeping engines: generators, scorers and trainers in the ratio 8 : 4 : 2."""
 
 
 def make_parser() -> BenchmarkParser:
@@ -46,32 +48,31 @@ def make_parser() -> BenchmarkParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the parts that are named and print the figures."""
+    """Measure the selected parts and print the results."""
     run_benchmark(make_parser(), measure, argv)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure every part that is named."""
     make_arithmetic()
     return {name: PARTS[name](arguments) for name in arguments.parts}
 
 
 def measure_real(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure vLLM and DeepSpeed in every mode, and speed-ups over the sequential one."""
+    """Measure vLLM and DeepSpeed in every mode, and the speed-up over sequential stages."""
     modes = {"sequential": ["placement.mode=sequential", "pipeline.max_staleness=0"]}
     modes |= {name_of(bound): [f"pipeline.max_staleness={bound}"] for bound in arguments.bounds}
-    found = {
+    results = {
         name: measure_run(f"real, {name}", RealEngineFactory(), arguments.steps, mode)
         for name, mode in modes.items()
     }
-    baseline = found["sequential"]["step_s"]
-    for figures in found.values():
+    baseline = results["sequential"]["step_s"]
+    for figures in results.values():
         figures["speed_up"] = baseline / figures["step_s"]
-    return found
+    return results
 
 
 def measure_sleeps(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure a stream that is bound by its generators, on workers that sleep."""
+    """Measure a stream of sleeping workers that is bound by its generators."""
     engines = TimedEngines(generate_s=0.3, score_s=0.1, train_s=0.006)
     scorers, ranks = max(1, arguments.sleepers * 4 // WORKERS), max(1, arguments.sleepers // 7)
     workers = [
@@ -96,9 +97,9 @@ def measure_sleeps(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_empty(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure the pipeline's own cost, also as a multiple of what one message costs here."""
+    """Measure the pipeline's own cost, in seconds and in round trips of a Ray call."""
     call_s = measure_call()
-    found = {
+    results = {
         name_of(bound): measure_run(
             f"empty, {name_of(bound)}",
             TimedEngines(),
@@ -107,21 +108,20 @@ def measure_empty(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         for bound in arguments.bounds
     }
-    for figures in found.values():
+    for figures in results.values():
         figures["step_per_call"] = figures["step_s"] / call_s
-    return {"call_s": call_s, **found}
+    return {"call_s": call_s, **results}
 
 
 PARTS = {"real": measure_real, "sleeps": measure_sleeps, "empty": measure_empty}
 
 
 def name_of(bound: int) -> str:
-    """Name the figures of a bound."""
     return f"max_staleness_{bound}"
 
 
 def measure_call(count: int = 500) -> float:
-    """Return the median seconds of a call to an idle Ray actor and back, one after the other."""
+    """Return the median round trip of a call to an idle Ray actor, in seconds."""
     with connect_cluster(PlacementConfig(), disaggregated_only):
         actor = start_actor(Echo)
         seconds = []
@@ -133,17 +133,17 @@ def measure_call(count: int = 500) -> float:
 
 
 class Echo:
-    """An actor as those of the run are: asyncio, one process."""
+    """Asyncio actor without work, in a process of its own like the actors of a run."""
 
     async def echo(self) -> None:
-        """Do nothing."""
+        pass
 
 
 def measure_run(
-    what: str, engines: EngineFactory, steps: int, settings: Sequence[str]
+    description: str, engines: EngineFactory, steps: int, settings: Sequence[str]
 ) -> dict[str, Any]:
-    """Return medians over the steps of one run, without its first ones."""
-    report_progress(f"{what}: {steps} steps")
+    """Return medians over the steps of a run, without the first ones."""
+    report_progress(f"{description}: {steps} steps")
     with tempfile.TemporaryDirectory() as folder:
         run = [f"run.dir={folder}", "run.name=overlap", f"run.steps={steps + WARM_UP_STEPS}"]
         rows = play(load_quiet(RECIPE, [*run, *settings]), engines, skip=WARM_UP_STEPS)

@@ -1,4 +1,4 @@
-"""Peers to measure beside streamrl: packages of the environment that `make parity` installs."""
+"""Peers for comparison with streamrl: packages of the environment that `make parity` installs."""
 
 import os
 from collections.abc import Callable
@@ -12,7 +12,7 @@ PARITY = ROOT / ".venv-parity"
 
 
 def attempt(measure: Callable[[], dict[str, float]]) -> dict[str, Any]:
-    """Return a peer's figures, or {"error": why there are none}."""
+    """Return a peer's results, or {"error": reason}."""
     try:
         return dict(measure())
     except StreamError as error:
@@ -20,14 +20,14 @@ def attempt(measure: Callable[[], dict[str, float]]) -> dict[str, Any]:
 
 
 def parity_python() -> Path:
-    """Return the Python that imports the peers. Raises BenchmarkError if there is none."""
+    """Return the Python of the parity environment. Raises BenchmarkError if missing."""
     return _installed(PARITY / "bin" / "python")
 
 
 def parity_packages(package: str) -> Path:
-    """Return the folder of installed packages, for a process of `.venv` to import a peer from.
+    """Return the site-packages folder from which a `.venv` process imports a peer.
 
-    Raises BenchmarkError if the peer is not there.
+    Raises BenchmarkError if the peer is missing.
     """
     folders = sorted(PARITY.glob("lib/python3.*/site-packages"))
     return _installed(*(folder / package for folder in folders[:1])).parent

@@ -1,13 +1,13 @@
-"""What sharing a pool costs: `python -m benchmarks.placement_modes` prints one JSON object.
+"""Cost of sharing a device pool: `python -m benchmarks.placement_modes` prints one JSON object.
 
-The same GRPO run in every placement on two cores, with max_staleness 0 and 1. Disaggregated has one
-of them for the generator and one for the trainer; colocated and sequential take turns on both, with
-two generators and two ranks; one_slot is colocated on one. Every engine computes with one thread.
+The same GRPO run in every placement on two cores, with max_staleness 0 and 1. Disaggregated: one
+core for the generator, one for the trainer. Colocated and sequential: two generators and two ranks
+take turns on both cores. one_slot: colocated on one core. Every engine computes with one thread.
 
-A random model of 1 M parameters that knows 32 tokens samples, and each may be the last: lengths are
-geometric, most are short, and in every step one is several times the mean. Over the steps after the
-first ones: step_s is their mean, as steps come in bursts where the pool changes hands, with
-quartiles beside it; over_disaggregated is the ratio of these means; idle fractions are means, too.
+The generator is a random model of 1 M parameters with 32 tokens, one of which ends a completion. So
+lengths are geometric, and in every step the longest is several times the mean. Results are over the
+steps after the first ones. step_s is a mean with quartiles, because steps come in bursts when the
+pool changes hands; over_disaggregated is the ratio of these means; idle fractions are means.
 """
 
 import argparse
@@ -31,12 +31,12 @@ RUNS: Mapping[str, Sequence[str]] = {
     "sequential": ("placement.mode=sequential", "trainer.world_size=2", "generator.replicas=2"),
     "one_slot": ("placement.mode=colocated",),
 }
-"""Settings of the placements, by name."""
+"""Settings by placement."""
 BOUNDS = (0, 1)
 STAGES = ("generate", "reward", "train")
 WARM_UP_STEPS = 2
 NUM_WORDS = 32
-"""Tokens of the model: one in so many ends a completion."""
+"""Vocabulary size: one token in NUM_WORDS ends a completion."""
 RECIPE = """
 model: {{path: {folder}/model}}
 data: {{train: {folder}/rows.jsonl}}
@@ -53,29 +53,36 @@ placement: {{slice_s: 0.2}}
 
 
 def make_parser() -> BenchmarkParser:
-    """Declare how many runs of how many steps there are."""
+    """Declare the number of runs and steps."""
     parser = BenchmarkParser("placement_modes", __doc__)
     parser.add_argument("--steps", type=at_least(2), default=12, help="measured steps of each run")
     parser.add_argument(
-        "--repeats", type=at_least(1), default=1, help="runs of each, the median stands"
+        "--repeats",
+        type=at_least(1),
+        default=1,
+        help="runs of each placement; the result is the median",
     )
     parser.add_argument(
         "--bounds", type=at_least(0), nargs="+", default=BOUNDS, help="max_staleness"
     )
     parser.add_argument(
-        "--placements", nargs="+", default=list(RUNS), choices=RUNS, help="beside disaggregated"
+        "--placements",
+        nargs="+",
+        default=list(RUNS),
+        choices=RUNS,
+        help="in addition to disaggregated",
     )
     parser.set_quick(steps=2, bounds=[1], placements=["one_slot"])
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Make all runs and print the figures."""
+    """Measure all runs and print the results."""
     run_benchmark(make_parser(), measure, argv)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Make every run as often as `repeats` says."""
+    """Measure every run `repeats` times."""
     placements = dict.fromkeys(["disaggregated", *arguments.placements])
     with tempfile.TemporaryDirectory() as folder:
         recipe = prepare(Path(folder))
@@ -90,19 +97,20 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def compared(runs: Sequence[Mapping[tuple[int, str], dict[str, Any]]]) -> dict[str, Any]:
-    """By bound and placement, the run of the median step time, and that over disaggregated."""
-    found: dict[str, Any] = {}
+    """Return by bound and placement the run with the median step time, and its ratio to
+    disaggregated."""
+    results: dict[str, Any] = {}
     for bound, placement in runs[0]:
-        own = sorted((run[bound, placement] for run in runs), key=itemgetter("step_s"))
-        found.setdefault(f"max_staleness_{bound}", {})[placement] = own[len(own) // 2]
-    for runs_of in found.values():
+        by_step_s = sorted((run[bound, placement] for run in runs), key=itemgetter("step_s"))
+        results.setdefault(f"max_staleness_{bound}", {})[placement] = by_step_s[len(by_step_s) // 2]
+    for runs_of in results.values():
         for figures in runs_of.values():
             figures["over_disaggregated"] = figures["step_s"] / runs_of["disaggregated"]["step_s"]
-    return found
+    return results
 
 
 def prepare(folder: Path) -> Path:
-    """Write model, prompts and recipe into a folder; the recipe."""
+    """Write model, prompts and recipe into a folder; return the recipe."""
     write_model(1, folder / "model", num_words=NUM_WORDS)
     rows = [
         {
@@ -120,7 +128,6 @@ def prepare(folder: Path) -> Path:
 
 
 def measure_run(recipe: Path, bound: int, placement: str, steps: int) -> dict[str, Any]:
-    """Return the figures of one run."""
     report_progress(f"{placement}, max_staleness {bound}: {steps} steps")
     settings = [
         *RUNS[placement],

@@ -1,16 +1,17 @@
-"""How long planning takes, and how near its plans are to the best: `python -m benchmarks.planner`.
+"""Time and quality of planning: `python -m benchmarks.planner` prints one JSON object.
 
-Prints one JSON object; what it plans next is said on stderr. Takes three to four minutes. All
-seconds are processor seconds of the one core that is used.
+Takes three to four minutes; progress is on stderr. All seconds are CPU seconds of one core.
 
-`command`: `streamrl plan` of PPO with four models of 7B on 128 GPUs under its four bounds, as a
-whole: start, search, and the front played by the simulator; the same with 20,000 groups a step.
-`seconds`: the search alone, for models of a size on nodes of eight A100, by number of GPUs, on
-policy and a step ahead. `seeds`: the step on policy by seed, and how much longer the longest is
-than the shortest. `gap`: on clusters that are small enough to look at every placement, by how much
-longer the planned step is than that of the best (0 if none is better), of Algorithm 1 alone, and of
-the plan; with the seconds that looking at everything took. What a figure must not exceed is beside
-it, as `limit`.
+- command: `streamrl plan` of PPO with four models of 7B on 128 GPUs with its four bounds: start,
+  search, and simulation of the front; also with 20,000 groups per step.
+- seconds: the search alone, for models of one size on nodes of eight A100, by number of GPUs, on
+  policy and one step ahead.
+- seeds: the step time on policy by seed, and the relative excess of the longest over the shortest.
+- gap: on clusters small enough for exhaustive search, the relative excess of the planned step over
+  the best (0 if optimal), for Algorithm 1 alone and for the whole plan, with the seconds of the
+  exhaustive search.
+
+Each bounded result has its bound beside it as `limit`.
 """
 
 import argparse
@@ -57,9 +58,9 @@ SMALL = (
     ("4xA100", "qwen2.5-1.5b", "ppo"),
     ("8xA100", "llama-7b", "ppo"),
 )
-"""Clusters, models and algorithms whose placements can all be looked at."""
+"""Clusters, models and algorithms for exhaustive search."""
 MOST_GAPS = 21
-"""Of the 22 cases that these make: the last takes as long as all others (`--gaps 22`)."""
+"""Of the 22 cases in SMALL: the last takes as long as all others together (`--gaps 22`)."""
 COMMAND = (
     *("plan", "configs/ppo_arithmetic.yaml", "--json", "--cluster", "16x8xA100@200Gb"),
     *("--model", "llama-7b", "--model", "reward=llama-7b", "--prompt-tokens", "1024"),
@@ -77,16 +78,16 @@ SEEDS = 5
 
 
 def make_parser() -> BenchmarkParser:
-    """Declare what is planned."""
+    """Declare the plans to measure."""
     parser = BenchmarkParser("planner", __doc__)
     parser.add_argument(
-        "--gpus", type=at_least(1), nargs="+", default=GPUS, help="of the large clusters"
+        "--gpus", type=at_least(1), nargs="+", default=GPUS, help="sizes of the large clusters"
     )
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODEL_SHAPES)
     parser.add_argument("--proposals", type=at_least(1), default=DEFAULT_PROPOSALS)
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument(
-        "--seeds", type=at_least(0), default=SEEDS, help="so many from 0 on; 0 for none"
+        "--seeds", type=at_least(0), default=SEEDS, help="number of seeds, from 0 on; 0 for none"
     )
     parser.add_argument(
         "--gaps", type=at_least(0), default=MOST_GAPS, help="cases of small clusters"
@@ -99,12 +100,11 @@ def make_parser() -> BenchmarkParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Plan, and print the figures."""
     run_benchmark(make_parser(), measure, argv)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure every part, each plan announced before it is made."""
+    """Measure every part; report each plan before it starts."""
     sizes = list(product(arguments.models, map(a100s, arguments.gpus)))
     largest = a100s(max(arguments.gpus))
     small = [
@@ -113,16 +113,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for lengths in (FIXED, LONG_TAILED)
         for ahead in ((0, 1) if algorithm == "grpo" and not cluster.startswith("8x") else (0,))
     ][: arguments.gaps]
-    found: dict[str, Any] = {"command": [], "seconds": [], "seeds": [], "gap": []}
+    results: dict[str, Any] = {"command": [], "seconds": [], "seeds": [], "gap": []}
     for groups in arguments.commands:
         report_progress(f"command: 128 GPUs, {groups} groups a step")
-        found["command"].append(command(groups))
+        results["command"].append(command(groups))
     for model, cluster in sizes:
         report_progress(f"seconds: {model} on {cluster}")
-        found["seconds"].append(planned(problem("ppo", cluster, model, FIXED, 1024), arguments))
+        results["seconds"].append(planned(problem("ppo", cluster, model, FIXED, 1024), arguments))
     for model in arguments.models if arguments.seeds else ():
         report_progress(f"seeds: {model} on {largest}, {arguments.seeds} times")
-        found["seeds"].append(seeds(problem("ppo", largest, model, FIXED, 1024), arguments))
+        results["seeds"].append(seeds(problem("ppo", largest, model, FIXED, 1024), arguments))
     for number, (cluster, model, algorithm, lengths, ahead) in enumerate(small, 1):
         name = type(lengths).__name__
         report_progress(
@@ -130,12 +130,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             f" max_staleness {ahead}: every placement"
         )
         asked = problem(algorithm, cluster, model, lengths, 128)
-        found["gap"].append(gap(asked, ahead, arguments))
-    return found
+        results["gap"].append(gap(asked, ahead, arguments))
+    return results
 
 
 def a100s(gpus: int) -> str:
-    """Name a cluster of so many, at most eight to a node. Raises ConfigError for half a node."""
+    """Return the name of a cluster with at most eight GPUs per node. Raises ConfigError for partial
+    nodes."""
     if gpus > 8 and gpus % 8:
         raise ConfigError(f"--gpus {gpus}: must be at most 8, or a multiple of 8")
     return f"{gpus}xA100" if gpus < 8 else f"{gpus // 8}x8xA100"
@@ -144,7 +145,7 @@ def a100s(gpus: int) -> str:
 def problem(
     algorithm: str, cluster: str, model: str, lengths: FixedLength | LognormalLengths, groups: int
 ) -> PlacementProblem:
-    """Every role has a model of this size."""
+    """Return a problem in which every role has a model of this size."""
     columns = ["scores", "ref_logprobs", *(["values"] if algorithm == "ppo" else [])]
     shape = load_model_shape(model)
     models = {"policy": shape, "reference": shape, "reward": shape.to_critic()}
@@ -156,59 +157,59 @@ def problem(
     )
 
 
-def planned(asked: PlacementProblem, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Seconds to plan it, and what came of it."""
-    begun = time.process_time()
-    planner = PlacementPlanner(asked, CostModel(asked))
-    found = planner.plan([0, 1], seed=arguments.seed, proposals=arguments.proposals)
-    seconds = time.process_time() - begun
+def planned(placement_problem: PlacementProblem, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the seconds to plan, and the plan."""
+    start_s = time.process_time()
+    planner = PlacementPlanner(placement_problem, CostModel(placement_problem))
+    plan = planner.plan([0, 1], seed=arguments.seed, proposals=arguments.proposals)
+    seconds = time.process_time() - start_s
     return {
-        "cluster": str(asked.cluster),
-        "model": asked.models["policy"].name,
+        "cluster": str(placement_problem.cluster),
+        "model": placement_problem.models["policy"].name,
         "seconds": round(seconds, 2),
         "placements": sum(1 for _ in planner.estimator.iter_estimated()),
-        "step_s": {each.max_staleness: round(each.candidate.step_s, 2) for each in found.front},
-        "best": found.best.label if found.best else "nothing fits",
+        "step_s": {point.max_staleness: round(point.candidate.step_s, 2) for point in plan.front},
+        "best": plan.best.label if plan.best else "nothing fits",
     }
 
 
 def command(groups: int) -> dict[str, Any]:
-    """A whole command, in a process of its own."""
+    """Measure a whole command in a process of its own."""
     words = [sys.executable, "-m", "streamrl.cli", *COMMAND, f"pipeline.groups_per_step={groups}"]
-    begun = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start_s = resource.getrusage(resource.RUSAGE_CHILDREN)
     printed = run_command(
         words, f"streamrl plan of {groups} groups", timeout_s=COMMAND_TIMEOUT_S, cwd=ROOT
     )
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = ended.ru_utime - begun.ru_utime + ended.ru_stime - begun.ru_stime
+    seconds = ended.ru_utime - start_s.ru_utime + ended.ru_stime - start_s.ru_stime
     best = json.loads(printed)["best"]
     row = {"groups_per_step": groups, "seconds": round(seconds, 1), "best": best["kind"]}
     return row | ({"limit": COMMAND_LIMIT_S} if groups == COMMAND_GROUPS else {})
 
 
 def seeds(asked: PlacementProblem, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Step times on policy by seed."""
-    found = []
+    """Return step times on policy by seed."""
+    step_times = []
     for seed in range(arguments.seeds):
         planned = PlacementPlanner(asked, CostModel(asked)).plan(
             [0], seed=seed, proposals=arguments.proposals
         )
-        found.append(planned.best.step_s if planned.best else math.inf)
+        step_times.append(planned.best.step_s if planned.best else math.inf)
     return {
         "cluster": str(asked.cluster),
         "model": asked.models["policy"].name,
-        "step_s": [round(each, 2) for each in found],
-        "gap": round(max(found) / min(found) - 1, 4),
+        "step_s": [round(step_s, 2) for step_s in step_times],
+        "gap": round(max(step_times) / min(step_times) - 1, 4),
         "limit": GAP_LIMIT,
     }
 
 
 def gap(asked: PlacementProblem, ahead: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """How far Algorithm 1, and the plan, are from the best placement."""
+    """Return the relative excess of Algorithm 1, and of the plan, over the best placement."""
     costs = CostModel(asked)
     planner = PlacementPlanner(asked, costs)
     mapped, _ = planner.model_mapping.find_best()
-    found = planner.plan([ahead], seed=arguments.seed, proposals=arguments.proposals)
+    plan = planner.plan([ahead], seed=arguments.seed, proposals=arguments.proposals)
     row: dict[str, Any] = {
         "cluster": str(asked.cluster),
         "model": asked.models["policy"].name,
@@ -216,9 +217,9 @@ def gap(asked: PlacementProblem, ahead: int, arguments: argparse.Namespace) -> d
         "lengths": type(asked.workload.lengths).__name__,
         "max_staleness": ahead,
     }
-    if found.best is None:
+    if plan.best is None:
         return row | {"fits": False}
-    begun = time.process_time()
+    start_s = time.process_time()
     oracle = ExhaustiveSearch(
         ParallelismChoices(
             PlacementEstimator(asked, costs.approximate_costs), rules=allow_any_split
@@ -226,15 +227,15 @@ def gap(asked: PlacementProblem, ahead: int, arguments: argparse.Namespace) -> d
         sorted({0, ahead}),
         (True, False),
     )
-    _, best_s = oracle.find_best(found.best.placement)
-    planned_s = planner.estimator.step_s(found.best.placement)
+    _, best_s = oracle.find_best(plan.best.placement)
+    planned_s = planner.estimator.step_s(plan.best.placement)
     mapped_s = planner.estimator.step_s(mapped) if mapped else None
     return row | {
         "best_s": round(best_s, 3),
         "algorithm_1_gap": round(mapped_s / best_s - 1, 4) if mapped_s else None,
         "plan_gap": round(planned_s / best_s - 1, 4),
         "limit": GAP_LIMIT,
-        "oracle_seconds": round(time.process_time() - begun, 1),
+        "oracle_seconds": round(time.process_time() - start_s, 1),
         "oracle_looked_at": oracle.num_scheduled,
     }
 

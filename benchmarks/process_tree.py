@@ -1,4 +1,4 @@
-"""What a process and all below it use: processor time and memory, sampled while they run."""
+"""CPU time and memory of a process tree, sampled while it runs."""
 
 import contextlib
 import threading
@@ -12,23 +12,23 @@ import psutil
 
 SAMPLE_S = 0.5
 PSS_EVERY = 10
-"""Samples from one look at PSS to the next: the kernel walks every page table for it."""
+"""Samples per PSS measurement: for PSS the kernel walks every page table."""
 TERM_S = 10.0
-"""Time a tree has to end by itself once it was asked to, s."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Largest sums over the tree, in MB. RSS counts shared pages once per process, PSS once."""
+    """Peak sums over the tree, in MB. RSS counts shared pages once per process, PSS once."""
 
     rss_mb: float
     pss_mb: float
 
 
 class ProcessTree:
-    """Samples the tree of one process in a thread, as a context manager.
+    """Context manager that samples the tree of a process in a thread.
 
-    The sum of processor time includes processes that have ended, up to their last sample.
+    The CPU time includes finished processes up to their last sample.
     """
 
     def __init__(self, pid: int) -> None:
@@ -55,11 +55,10 @@ class ProcessTree:
 
     @property
     def usage(self) -> Usage:
-        """The peaks so far."""
         return Usage(self._rss / 1e6, self._pss / 1e6)
 
     def cpu_s(self, start: float, end: float) -> float:
-        """Processor seconds used between two moments of `time.time`, by interpolation."""
+        """Return the CPU seconds between two values of `time.time`, interpolated."""
         at_start, at_end = np.interp([start, end], self._times, self._cpu_s)
         return float(at_end - at_start)
 
@@ -90,19 +89,19 @@ class ProcessTree:
             return []
 
     def kill(self) -> None:
-        """End every process of the tree: SIGTERM to the root, then SIGKILL to what is left."""
+        """End every process of the tree: SIGTERM to the root, then SIGKILL to the rest."""
         processes = {*self._alive(), *self._seen}
         with contextlib.suppress(psutil.Error):
             self._root.terminate()
-        _, left = psutil.wait_procs(processes, timeout=TERM_S)
-        for process in left:
+        _, alive = psutil.wait_procs(processes, timeout=TERM_S)
+        for process in alive:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(left, timeout=TERM_S)
+        psutil.wait_procs(alive, timeout=TERM_S)
 
 
 def _pss(process: psutil.Process) -> int:
-    """Bytes of a process, each shared page divided by those that share it; 0 once it is gone."""
+    """Return the PSS of a process in bytes; 0 after its end."""
     try:
         with open(f"/proc/{process.pid}/smaps_rollup") as file:
             lines: Mapping[str, str] = dict(line.split(":", 1) for line in file if ":" in line)

@@ -1,15 +1,15 @@
-"""How fast the experience queue is: `python -m benchmarks.queue` prints one JSON object.
+"""Throughput of the experience queue: `python -m benchmarks.queue` prints one JSON object.
 
-Producers put groups of 1 KiB, 64 KiB and 1 MiB, scorers take them and put one more column, a
-trainer takes what is complete and acknowledges it; every worker is a process and the clock runs
-from the first put to the last acknowledgement. With 1, 2 and 4 shards, without a journal and with
-one that is synced at every group commit. In the same run, on the same flow: Ray's queue,
-TransferQueue, and memcpy as the limit (benchmarks/queue_peers.py says how each is used).
+Producers put groups of 1 KiB, 64 KiB and 1 MiB; scorers lease these and commit one more column; a
+trainer leases complete groups and removes them. Every worker is a process; the clock runs from the
+first put to the last removal. Variants: 1, 2 and 4 shards, without a journal and with a journal
+that is synced at every group commit. For comparison, on the same flow: Ray's queue, TransferQueue,
+and memcpy as the limit (see benchmarks/queue_peers.py).
 
-Everything is measured once before anything is measured again, so that a machine that changes its
-speed does so for all. Figures are medians over these rounds. `ratios` are medians of each round's
-own ratio, ours without a journal at its fastest number of shards: over each peer in groups/s, over
-memcpy in MB/s, and the time with the journal over the time without.
+All variants are measured in turn, round by round, so that a change of the machine's speed affects
+all of them. Results are medians over the rounds. `ratios` are medians of the per-round ratios, ours
+without a journal at its fastest number of shards: over each peer in groups/s, over memcpy in MB/s,
+and the time with the journal over the time without.
 """
 
 import argparse
@@ -67,7 +67,7 @@ from streamrl.stream.stage_worker import StageResult
 from streamrl.telemetry.spans import SpanRecorder
 
 GROUPS = {1 << 10: 8192, 1 << 16: 2048, 1 << 20: 512}
-"""Bytes of a group, and how many of them flow."""
+"""Bytes of a group, and number of groups."""
 STAGES = {
     "generate": StageSchema((), ROLLOUT_COLUMNS),
     "score": StageSchema(ROLLOUT_COLUMNS, ("scores",)),
@@ -80,17 +80,15 @@ Figures = dict[str, float]
 
 
 def make_parser() -> BenchmarkParser:
-    """Declare sizes, workers and what is measured beside the queue."""
+    """Declare sizes, workers and peers."""
     parser = BenchmarkParser("queue", __doc__)
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=list(GROUPS), choices=GROUPS, help="bytes"
     )
-    parser.add_argument(
-        "--share", type=at_least(1), default=1, help="of the groups, one in so many"
-    )
+    parser.add_argument("--share", type=at_least(1), default=1, help="use one in SHARE groups")
     parser.add_argument("--shards", type=at_least(1), nargs="+", default=[1, 2, 4])
     parser.add_argument(
-        "--repeats", type=at_least(1), default=3, help="rounds, their median counts"
+        "--repeats", type=at_least(1), default=3, help="rounds; the result is their median"
     )
     parser.add_argument("--producers", type=at_least(1), default=2)
     parser.add_argument("--consumers", type=at_least(1), default=2)
@@ -102,12 +100,12 @@ def make_parser() -> BenchmarkParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure what is named and print the figures."""
+    """Measure the selected variants and print the results."""
     run_benchmark(make_parser(), measure, argv)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure every size. Raises ConfigError for groups that batches and workers cannot share."""
+    """Measure every size. Raises ConfigError if batches and workers do not divide the groups."""
     for size in arguments.sizes:
         count = GROUPS[size] // arguments.share
         round_of = arguments.batch * math.lcm(arguments.producers, arguments.consumers)
@@ -121,12 +119,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_size(size: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all figures for groups of one size."""
+    """Measure all variants for groups of one size."""
     workers = {"producers": arguments.producers, "consumers": arguments.consumers}
     count = GROUPS[size] // arguments.share
     many: dict[str, Any] = {"num_groups": count, "batch": arguments.batch, **workers}
     few: dict[str, Any] = {"num_groups": count // 8, "batch": 1, **workers}
-    ours = {
+    queue_names = {
         f"{shards} shards, journal {'on' if journal else 'off'}": partial(
             stream_queue, size, shards=shards, journal=journal, **many
         )
@@ -143,13 +141,15 @@ def measure_size(size: int, arguments: argparse.Namespace) -> dict[str, Any]:
     peers = {name: others[name] for name in arguments.peers}
     rounds = []
     for turn in range(arguments.repeats):
-        found = {}
-        for name, measure_one in (ours | peers).items():
-            found[name] = measure_one()
-            report_progress(f"{size} bytes, round {turn + 1}, {name}: {found[name]}")
-        rounds.append(found)
-    figures = {name: middle([one[name] for one in rounds]) for name in ours | peers}
-    off = max((n for n in ours if n.endswith("off")), key=lambda n: figures[n]["groups_per_s"])
+        results = {}
+        for name, measure_one in (queue_names | peers).items():
+            results[name] = measure_one()
+            report_progress(f"{size} bytes, round {turn + 1}, {name}: {results[name]}")
+        rounds.append(results)
+    figures = {name: middle([one[name] for one in rounds]) for name in queue_names | peers}
+    off = max(
+        (n for n in queue_names if n.endswith("off")), key=lambda n: figures[n]["groups_per_s"]
+    )
     return {**figures, "ratios": middle([ratios(one, off, peers) for one in rounds])}
 
 
@@ -157,7 +157,7 @@ PEERS = ("ray_queue", "ray_queue_batch", "ray_queue_references", "transfer_queue
 
 
 def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median of each figure over the rounds; what failed in one is not a figure."""
+    """Return the median of each result over the rounds, without failed rounds."""
     failed = [one for one in rounds if "error" in one]
     if failed:
         return failed[0]
@@ -165,24 +165,25 @@ def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return {n: statistics.median(one[n] for one in rounds) for n in rounds[0] if n in names}
 
 
-def ratios(found: dict[str, Figures], off: str, peers: Collection[str]) -> Figures:
-    """Of one round: ours over the peers that ran; the journal's time over the time without."""
-    ours, kept = found[off], found[off.replace("off", "on")]
+def ratios(results: dict[str, Figures], off: str, peers: Collection[str]) -> Figures:
+    """Return the ratios of one round: ours over each peer; the journal's time over the time
+    without."""
+    ours, kept = results[off], results[off.replace("off", "on")]
     over = {
-        f"over {name}": ours["groups_per_s"] / found[name]["groups_per_s"]
+        f"over {name}": ours["groups_per_s"] / results[name]["groups_per_s"]
         for name in peers
-        if "groups_per_s" in found[name]
+        if "groups_per_s" in results[name]
     }
     if "memcpy" in peers:
-        over["of memcpy"] = ours["mb_per_s"] / found["memcpy"]["mb_per_s"]
+        over["of memcpy"] = ours["mb_per_s"] / results["memcpy"]["mb_per_s"]
     return {**over, "journal's time": ours["groups_per_s"] / kept["groups_per_s"]}
 
 
 def stream_queue(
     size: int, *, shards: int, journal: bool, num_groups: int, batch: int, **workers: int
 ) -> Figures:
-    """The flow through an experience queue of its own, its journal beside this checkout."""
-    # A folder for temporary files may be memory; what is measured is a disk.
+    """Measure the flow through an experience queue; its journal lies beside this checkout."""
+    # Not in the system's temporary folder, which can be in memory: measure a disk.
     parent = ROOT / "build"
     parent.mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="journal-", dir=parent))
@@ -211,21 +212,21 @@ def stream_queue(
 
 
 def flow(members: dict[str, list[Any]], scoring: Sequence[Any], numbers: range) -> float:
-    """Let these groups flow once; seconds from the first put to the last acknowledgement."""
+    """Run the flow once; return the seconds from the first put to the last removal."""
     (trainer,), producers = members["train"], members["put"]
     trained = trainer.train.remote(len(numbers))
     starts = [p.put.remote(numbers[i :: len(producers)]) for i, p in enumerate(producers)]
-    what = f"the flow of {len(numbers)} groups"
+    description = f"the flow of {len(numbers)} groups"
     (end, arrived), *started = wait_for_all(
-        [trained, *starts], what, timeout_s=FLOW_S, beside=scoring
+        [trained, *starts], description, timeout_s=FLOW_S, beside=scoring
     )
     if sorted(arrived) != list(numbers):
-        raise BenchmarkError(f"{what}: {len(arrived)} arrived, or others")
+        raise BenchmarkError(f"{description}: {len(arrived)} arrived, or others")
     return float(end - min(started))
 
 
 class Member:
-    """One process of the flow, with a client of its own."""
+    """A process of the flow with its own queue client."""
 
     def __init__(self, shards: Sequence[RemoteShard], name: str, size: int, batch: int) -> None:
         self._name = name
@@ -234,7 +235,7 @@ class Member:
         self._batch = batch
 
     async def put(self, numbers: Sequence[int]) -> float:
-        """Put the groups of these numbers; when that began."""
+        """Put the groups with these numbers; return the start time."""
         start = time.monotonic()
         for first in range(0, len(numbers), self._batch):
             some = numbers[first : first + self._batch]
@@ -246,7 +247,7 @@ class Member:
         return start
 
     async def score(self) -> None:
-        """Work as a scorer of a run does, without end."""
+        """Score groups without end, as a scorer of a run does."""
 
         async def judge(experiences: Sequence[Experience]) -> Sequence[StageResult]:
             return [score(dict(experience.columns)) for experience in experiences]
@@ -256,7 +257,7 @@ class Member:
         await pipeline.score_groups(stage, judge, serving)
 
     async def train(self, count: int) -> tuple[float, list[int]]:
-        """Take so many complete groups and let them leave; when that was done, and which."""
+        """Lease this many complete groups and remove them; return the end time and the groups."""
         done: list[int] = []
         while len(done) < count:
             taken = await self._queue.lease_groups(

@@ -1,10 +1,10 @@
-"""What others offer for the flow of `benchmarks.queue`.
+"""Peers on the flow of `benchmarks.queue`: Ray's queue, TransferQueue, and memcpy.
 
-Producers put groups; scorers take them, read every column and add one, `scores`; a trainer takes
-what is complete, reads every column and removes it. Each is a Ray actor, and the clock runs from
-the first put to the last removal; MB are 10^6 bytes. Ray's queue: two in a row, unbounded.
-TransferQueue: default storage, polled as in its streaming tutorial, a row per group. Peers are
-given what helps them: a batch is laid out before the clock starts and only renumbered after.
+Producers put groups; scorers take groups, read every column and add `scores`; a trainer takes
+complete groups, reads every column and removes them. Each is a Ray actor; the clock runs from the
+first put to the last removal; MB are 10^6 bytes. Ray's queue: two unbounded queues in a row.
+TransferQueue: default storage, polled as in its streaming tutorial, a row per group. To favor the
+peers, batches are laid out before the clock starts and only renumbered after.
 """
 
 import os
@@ -26,9 +26,9 @@ from benchmarks.peers import parity_packages
 from streamrl.messages import COLUMN_SPECS, ROLLOUT_COLUMNS, Array, ColumnAxis
 
 ROLLOUTS = 8
-POLL_S = 0.02  # pause of a consumer that found less than a batch: no batch call waits
+POLL_S = 0.02  # pause of a consumer after a partial batch: batch calls do not block
 FLOW_S = 120.0
-"""Longest that the groups of one measurement flow."""
+"""Timeout of one measurement."""
 Group = dict[str, Array]
 Stages = dict[str, Callable[[Sequence[int]], Any]]
 
@@ -42,7 +42,8 @@ def ray_queue(
     batch: int,
     references: bool = False,
 ) -> dict[str, float]:
-    """Ray's queue: its batch calls if batch > 1, or no more than a reference to each batch."""
+    """Measure Ray's queue: with batch calls if batch > 1, or with only a reference to each
+    batch."""
     queues = [Queue(actor_options={"num_cpus": 0}) for _ in range(2)]
     make = partial(by_queue, size_bytes, batch, references, *queues)
     rate = measure(make, np.arange(num_groups).reshape(-1, batch), producers, consumers, {})
@@ -52,10 +53,10 @@ def ray_queue(
 def transfer_queue(
     size_bytes: int, *, num_groups: int, producers: int, consumers: int, batch: int
 ) -> dict[str, float]:
-    """TransferQueue, which takes three of the cluster's CPUs. Raises BenchmarkError."""
+    """Measure TransferQueue, which takes three CPUs of the cluster. Raises BenchmarkError."""
     packages = str(parity_packages("transfer_queue"))
     path = os.pathsep.join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
-    # Its default, 8 threads for the copies of each process, is slower where cores are few.
+    # The default of 8 copy threads per process is slower with few cores.
     env = {"PYTHONPATH": path, "TQ_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 8))}
     make = partial(by_row, size_bytes, batch)
     rate = measure(make, np.arange(num_groups).reshape(-1, batch), producers, consumers, env)
@@ -63,7 +64,7 @@ def transfer_queue(
 
 
 def memcpy(size_bytes: int) -> dict[str, float]:
-    """Copies of buffers of the group's size, of more of them than a cache holds."""
+    """Measure copies of buffers of the group's size, more of them than fit into a cache."""
     shape = ((256 << 20) // size_bytes, size_bytes)
     pairs = list(zip(np.zeros(shape, np.uint8), np.ones(shape, np.uint8), strict=True))
 
@@ -78,7 +79,7 @@ def memcpy(size_bytes: int) -> dict[str, float]:
 def measure(
     make: Callable[[], Stages], batches: Array, producers: int, consumers: int, env: dict[str, str]
 ) -> float:
-    """Groups per second of those numbered `batches` [batch, group], after a few to warm up."""
+    """Return groups per second for `batches` [batch, group], after a warm-up."""
     counts = {"put": producers, "score": consumers, "train": 1}
     options = {"runtime_env": {"env_vars": env}}
     workers = {
@@ -94,35 +95,35 @@ def measure(
 
 
 def run(workers: dict[str, list[Any]], batches: Array) -> float:
-    """Let these groups flow once; seconds from the first put to the last removal."""
+    """Run the flow once; return the seconds from the first put to the last removal."""
     calls = {
         stage: [worker.work.remote(batches[i :: len(same)]) for i, worker in enumerate(same)]
         for stage, same in workers.items()
     }
-    what = f"a peer's flow of {batches.size} groups"
+    description = f"a peer's flow of {batches.size} groups"
     *puts, (_, end, trained) = wait_for_all(
-        [*calls["put"], *calls["train"]], what, timeout_s=FLOW_S, beside=calls["score"]
+        [*calls["put"], *calls["train"]], description, timeout_s=FLOW_S, beside=calls["score"]
     )
     if sorted(np.ravel(trained)) != list(batches.ravel()):
-        raise BenchmarkError(f"{what}: {np.size(trained)} or others arrived")
+        raise BenchmarkError(f"{description}: {np.size(trained)} or others arrived")
     return float(end - min(start for start, _, _ in puts))
 
 
 class Worker:
-    """One process: "put" puts the groups of these numbers, "score" and "train" take a batch."""
+    """A process: "put" puts the groups with these numbers, "score" and "train" take a batch."""
 
     def __init__(self, make: Callable[[], Stages], stage: str) -> None:
         self.do = make()[stage]
 
     def work(self, batches: Array) -> tuple[float, float, list[Any]]:
-        """Do the stage's part; from when to when, on the machine's one clock, and the outcome."""
+        """Do the stage's work; return start, end (on the machine's clock) and outcome."""
         start = time.monotonic()
-        found = [self.do(numbers.tolist()) for numbers in batches]
-        return start, time.monotonic(), found
+        outcomes = [self.do(numbers.tolist()) for numbers in batches]
+        return start, time.monotonic(), outcomes
 
 
 def make_group(size_bytes: int) -> Group:
-    """Arrays of `size_bytes`, less than a token: 13 bytes per token, 5 per rollout."""
+    """Make arrays of `size_bytes` up to one token: 13 bytes per token, 5 per rollout."""
     entries = {ColumnAxis.TOKEN: (size_bytes - 5 * ROLLOUTS) // 13, ColumnAxis.ROLLOUT: ROLLOUTS}
     specs = {name: COLUMN_SPECS[name] for name in ROLLOUT_COLUMNS}
     group = {name: np.ones(entries[spec.axis], spec.dtype) for name, spec in specs.items()}
@@ -131,28 +132,28 @@ def make_group(size_bytes: int) -> Group:
 
 
 def number(groups: list[Group], numbers: Sequence[int]) -> list[Group]:
-    """The groups with these numbers: a group's first token is its number."""
+    """Write these numbers into the groups: a group's first token is its number."""
     for group, new in zip(groups, numbers, strict=True):
         group["token_ids"][0] = new
     return groups
 
 
 def score(group: Group) -> Group:
-    """Read every byte, as fast as can be; scores that tell the group's number."""
+    """Read every byte as fast as possible; return scores that encode the group's number."""
     for column in group.values():
         xxhash.xxh3_64_intdigest(column.data)
     return {"scores": np.full(ROLLOUTS, group["token_ids"][0], COLUMN_SPECS["scores"].dtype)}
 
 
 def check(group: Group) -> int:
-    """Read every column; the group's number. Raises BenchmarkError if the scores are another's."""
+    """Read every column and return the group's number. Raises BenchmarkError for foreign scores."""
     if (score(group)["scores"] != group["scores"]).any():
         raise BenchmarkError(f"group {group['token_ids'][0]} has the scores {group['scores']}")
     return int(group["token_ids"][0])
 
 
 def by_queue(size: int, batch: int, references: bool, generated: Queue, scored: Queue) -> Stages:
-    """Groups go through both queues' processes, or stay in the object store, a put per batch."""
+    """Pass groups through both queues' processes, or by reference with one object per batch."""
     groups = [make_group(size) for _ in range(batch)]
 
     def send(queue: Queue, items: list[Group]) -> None:
@@ -185,11 +186,12 @@ def by_queue(size: int, batch: int, references: bool, generated: Queue, scored: 
 
 
 def by_row(size_bytes: int, batch: int) -> Stages:
-    """A partition of TransferQueue, whose controller gives each row to each task once."""
+    """Pass groups through a TransferQueue partition; its controller gives each row to each task
+    once."""
     import transfer_queue
     from tensordict import TensorDict
 
-    # Without polling mode a request for more than there is stops the controller for 5 s.
+    # Without polling mode, a request for more rows than ready blocks the controller for 5 s.
     transfer_queue.init({"controller": {"polling_mode": True}})
     client = transfer_queue.get_client()
     groups = TensorDict(make_group(size_bytes)).expand(batch).clone()

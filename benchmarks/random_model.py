@@ -1,4 +1,4 @@
-"""Random Qwen2 models of a size that is asked for, to measure what depends on nothing else."""
+"""Random Qwen2 models of a given size, for measurements that depend only on the size."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 MAX_LENGTH = 256
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 
-#: Width, width between, layers, heads, heads of keys, tokens; by millions of parameters.
+#: By millions of parameters: hidden size, MLP size, layers, heads, KV heads, vocabulary.
 SHAPES = {
     1: (128, 512, 3, 4, 2, 1_000),
     10: (320, 1024, 6, 5, 1, 8_000),
@@ -16,7 +16,7 @@ SHAPES = {
 
 
 def make_model(millions: int, *, num_words: int | None = None, max_length: int = MAX_LENGTH) -> Any:
-    """A float32 model in memory, its embeddings tied; `num_words` tokens if that is given."""
+    """Make a float32 model in memory with tied embeddings and, if given, `num_words` tokens."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -41,13 +41,13 @@ def make_model(millions: int, *, num_words: int | None = None, max_length: int =
 def write_model(
     millions: int, folder: Path, *, num_words: int | None = None, max_length: int = MAX_LENGTH
 ) -> str:
-    """Write the model and a tokenizer of a few words; the folder as vLLM wants it."""
+    """Write the model and a tokenizer of a few words; return the folder for vLLM."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     model = make_model(millions, num_words=num_words, max_length=max_length)
     model.save_pretrained(folder)
-    # No special token may be the beginning of a word, in which it would be found.
+    # Words must not start with a special token: the tokenizer would split them.
     words = [*SPECIAL_TOKENS, *(f"t{i}" for i in range(len(SPECIAL_TOKENS), num_words or 64))]
     backend = Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")

@@ -1,20 +1,19 @@
-"""What a switch from training to generation moves: `python -m benchmarks.resharding` prints JSON.
+"""Traffic of a switch from training to generation: `python -m benchmarks.resharding` prints JSON.
 
-Processes over gloo hold a small model as --train says (pipeline-tensor-data) and switch it to what
---generate says (pipeline-tensor-microdata-data), in every way that --grouping allows:
+Processes over gloo hold a small model in the layout --train (pipeline-tensor-data) and switch it to
+the layout --generate (pipeline-tensor-microdata-data), in every pattern that --grouping allows:
 
 in_groups       all-gathers within micro-DP groups (grouping zero, HybridFlow's transition), or
                 within replicas of the model (grouping vanilla, HybridFlow-V's)
-point_to_point  just what each rank lacks, from one rank that holds it
+point_to_point  only the missing parts of each rank, from one rank that holds them
 full_gather     an all-gather of everything, from ZeRO's partitions (DeepSpeed-Chat's)
 
-All are executed. Per rank, as fractions of the model's bytes M: what was received, by count, beside
-Table 2 of arXiv:2409.19256 where sizes divide; what it copied in its own memory; what it holds of
-the model at once where all moves in one piece (the peak of Table 2), and the most memory it took,
-counted and planned: both layouts and buffers of --bucket-mb; what training keeps twice. Every
-element is compared with the unsplit model. seconds are medians of the slowest rank;
-`over_all_gather` is the median of their ratios to an all-gather that brings each rank as many
-bytes, from memory in one piece.
+Per rank, as fractions of the model's bytes M: bytes received, by count and by Table 2 of
+arXiv:2409.19256 where sizes divide; bytes copied locally; peak parameters if all moves happen in
+one piece (Table 2); peak memory, counted and planned: both layouts and buffers of --bucket-mb; and
+memory that training keeps twice. Every element is compared with the unsplit model. seconds are
+medians of the slowest rank. `over_all_gather` is the median ratio to an all-gather that brings each
+rank as many bytes from contiguous memory.
 """
 
 import argparse
@@ -68,16 +67,16 @@ from streamrl.resharding.storage import ShardStorage, allocate_overlapping, allo
 
 MOST_RANKS = 16
 MOST_BYTES = 64 << 20
-"""Of the even model where that can be: every process has all of it, to compare with."""
+"""Limit of the even model: every process holds all of it for the comparison."""
 EDGES = (128, 64, 32, 16, 8, 4, 2)
-"""Of the smallest piece of a matrix, the largest that does."""
+"""Edge of the smallest piece of a matrix: the largest that fits is used."""
 DEADLINE_S = 300.0
 VERSION = 1
 
 
 @dataclass(frozen=True)
 class Switch:
-    """What is asked for: both grids, the model, and who serves what."""
+    """Parameters of a switch: both grids, the model, and the grouping."""
 
     train: RankGrid
     generate: GenerationSizes
@@ -88,7 +87,7 @@ class Switch:
     cluster: NodeTopology
 
     def plans(self) -> dict[str, CopyPlan | GatherPlan]:
-        """Every way to make this switch, by name."""
+        """Return every plan for this switch, by name."""
         target = create_layout(self.model, self.serving)
         partitioned = partition_zero3(self.held, self.train.assign_ranks().list_dp_groups())
         everyone = [list(range(self.train.num_ranks))]
@@ -107,27 +106,26 @@ class Switch:
 
 
 def make_parser() -> BenchmarkParser:
-    """Declare the switch that is made."""
+    """Declare the switch."""
     parser = BenchmarkParser("resharding", __doc__)
     parser.add_argument("--train", default="1-4-2", help="pipeline-tensor-data")
     parser.add_argument("--generate", default="1-2-2-2", help="pipeline-tensor-microdata-data")
     parser.add_argument("--order", default="hf", choices=RANK_ORDERS)
     parser.add_argument("--grouping", default="zero", choices=GROUPINGS)
     parser.add_argument("--model", default="even", choices=list(MODELS))
-    parser.add_argument("--bucket-mb", type=float, default=0.25, help="what is under way at once")
+    parser.add_argument("--bucket-mb", type=float, default=0.25, help="size of a transfer buffer")
     parser.add_argument("--ranks-per-node", type=at_least(1), default=8)
-    parser.add_argument("--rounds", type=at_least(1), default=5, help="measured, of each way")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="measured rounds per pattern")
     parser.set_quick(train="1-2-1", generate="1-1-2-1", rounds=1)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Make the switch that is named and print the figures."""
+    """Execute the switch and print the results."""
     run_benchmark(make_parser(), measure, argv)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Plan the switch and execute it."""
     try:
         switch = make_switch(arguments)
         plans = switch.plans()
@@ -137,7 +135,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_switch(arguments: argparse.Namespace) -> Switch:
-    """Raises ValueError where something does not fit."""
+    """Build the switch. Raises ValueError if sizes do not fit."""
     train = RankGrid.from_text(arguments.train, arguments.order)
     generate = GenerationSizes.from_text(arguments.generate)
     if max(train.num_ranks, generate.num_ranks) > MOST_RANKS:
@@ -157,10 +155,10 @@ def make_switch(arguments: argparse.Namespace) -> Switch:
 
 
 def even_model(train: RankGrid, generate: GenerationSizes) -> ModelSpec:
-    """Matrices that divide evenly however they are split: Table 2 holds exactly."""
+    """Return matrices that divide evenly in every split: Table 2 holds exactly."""
     places = math.lcm(train.pp_size, generate.pp_size)
     pieces = math.lcm(train.tp_size, generate.tp_size) * train.dp_size
-    # Two square matrices of four bytes in each place.
+    # Two square float32 matrices per position.
     fits = (edge for edge in EDGES if 8 * places * (edge * pieces) ** 2 <= MOST_BYTES)
     width = next(fits, 1) * pieces
     return ModelSpec(
@@ -174,7 +172,7 @@ def even_model(train: RankGrid, generate: GenerationSizes) -> ModelSpec:
 
 
 def transformer(train: RankGrid, generate: GenerationSizes) -> ModelSpec:
-    """Grouped heads, fused matrices, norms that every rank holds, a tied embedding."""
+    """Return grouped heads, fused matrices, replicated norms and a tied embedding."""
     sizes = (train.tp_size, generate.tp_size)
     heads, kv_heads = 2 * math.lcm(*sizes), fewest_shared(*sizes)
     layers = max(2, train.pp_size, generate.pp_size)
@@ -195,15 +193,16 @@ def transformer(train: RankGrid, generate: GenerationSizes) -> ModelSpec:
 
 
 def fewest_shared(*sizes: int) -> int:
-    """Heads, two or more, of which each of so many ranks has as many, or each head as many ranks.
+    """Return the smallest number of heads, at least two, that divides evenly in every split.
 
-    Twice the sizes' common multiple is a multiple of it.
+    Each rank has equally many heads, or each head equally many ranks. Twice the sizes' common
+    multiple is a multiple of the result.
     """
-    most = 2 * math.lcm(*sizes)
+    max_heads = 2 * math.lcm(*sizes)
     return next(
         count
-        for count in range(2, most + 1)
-        if most % count == 0 and all(count % size == 0 or size % count == 0 for size in sizes)
+        for count in range(2, max_heads + 1)
+        if max_heads % count == 0 and all(count % size == 0 or size % count == 0 for size in sizes)
     )
 
 
@@ -216,7 +215,7 @@ MODELS: dict[str, Callable[[RankGrid, GenerationSizes], ModelSpec]] = {
 def execute(
     switch: Switch, plans: Mapping[str, CopyPlan | GatherPlan], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """The groups, and the figures of every way."""
+    """Execute every pattern; return the groups and the results."""
     bucket_bytes = int(arguments.bucket_mb * 2**20)
     with tempfile.TemporaryDirectory() as folder:
         work = partial(one_rank, plans, bucket_bytes, arguments.rounds)
@@ -251,7 +250,7 @@ def execute(
 
 
 def expected(switch: Switch, way: str) -> dict[str, str] | None:
-    """Table 2's row for this way; None where it has none."""
+    """Return Table 2's row for this pattern; None without one."""
     train, generate = switch.train, switch.generate
     if train.pp_size % generate.pp_size or train.tp_size % generate.tp_size:
         return None
@@ -264,7 +263,7 @@ def expected(switch: Switch, way: str) -> dict[str, str] | None:
 def figures(
     report: BytesReport, seen: Sequence[dict[str, Any]], table: dict[str, str] | None
 ) -> dict[str, Any]:
-    """What a way cost, of the plan's report and what every rank saw."""
+    """Return the cost of a pattern from the plan's report and the ranks' measurements."""
 
     def of_model(numbers: Sequence[int]) -> list[str]:
         return [str(Fraction(number, report.model_bytes)) for number in numbers]
@@ -293,9 +292,9 @@ def figures(
 
 
 def run_ranks(work: Callable[[], Any], count: int, folder: Path) -> list[Any]:
-    """Return what `work` returns in each of `count` forked ranks of one process group.
+    """Run `work` in `count` forked ranks of one process group; return the results.
 
-    The first rank that fails ends all: the others would wait for it. Raises BenchmarkError.
+    The first failure ends all ranks, because the others would wait. Raises BenchmarkError.
     """
     context = multiprocessing.get_context("fork")
     ranks = [
@@ -335,7 +334,7 @@ def _rank(work: Callable[[], Any], rank: int, count: int, folder: Path) -> None:
 def one_rank(
     plans: Mapping[str, CopyPlan | GatherPlan], bucket_bytes: int, rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """What this rank sees of every way."""
+    """Measure every pattern on this rank."""
     model = next(iter(plans.values())).target.model
     generator = torch.Generator().manual_seed(0)
     whole = {spec.name: torch.randn(spec.shape, generator=generator) for spec in model.tensors}
@@ -345,7 +344,7 @@ def one_rank(
 def one_way(
     plan: CopyPlan | GatherPlan, whole: dict[str, torch.Tensor], bucket_bytes: int, rounds: int
 ) -> dict[str, Any]:
-    """Run it, compare it with the unsplit model, and time it beside its peer."""
+    """Execute a pattern, compare with the unsplit model, and time it beside an all-gather."""
     rank = dist.get_rank()
     executor: ReshardingExecutor
     if isinstance(plan, CopyPlan):
@@ -370,7 +369,7 @@ def one_way(
         peers.append(_all_gather_s(moved.received_bytes))
     return {
         **asdict(moved),
-        # The first round warms up.
+        # The first round is the warm-up.
         "seconds": seconds[1:],
         "peer_seconds": peers[1:],
         "bit_exact": exact,
@@ -382,7 +381,7 @@ def one_way(
 def _memory(
     plan: CopyPlan | GatherPlan, rank: int, dtypes: dict[str, torch.dtype]
 ) -> tuple[ShardStorage, ShardStorage]:
-    """Both layouts' shards, in one memory where the plan has them share it."""
+    """Allocate the shards of both layouts, in one buffer where the plan shares memory."""
     if isinstance(plan, GatherPlan) and plan.keeps_copy:
         return allocate_storage(plan.source, rank, dtypes), allocate_storage(
             plan.target, rank, dtypes
@@ -391,21 +390,21 @@ def _memory(
 
 
 def _all_gather_s(received: int) -> float | None:
-    """Time for an all-gather of the world that brings each rank as many bytes as any received.
+    """Time an all-gather that brings each rank as many bytes as the most that any rank received.
 
-    None where nobody received any.
+    None if no rank received any.
     """
-    most = torch.tensor([received])
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    if not int(most):
+    max_bytes = torch.tensor([received])
+    dist.all_reduce(max_bytes, dist.ReduceOp.MAX)
+    if not int(max_bytes):
         return None
-    each = -(-int(most) // (dist.get_world_size() - 1))
-    mine = torch.ones(each, dtype=torch.uint8)
-    whole = torch.zeros(each * dist.get_world_size(), dtype=torch.uint8)
+    bytes_per_rank = -(-int(max_bytes) // (dist.get_world_size() - 1))
+    sent = torch.ones(bytes_per_rank, dtype=torch.uint8)
+    gathered = torch.zeros(bytes_per_rank * dist.get_world_size(), dtype=torch.uint8)
     dist.barrier()
-    begun = time.perf_counter()
-    dist.all_gather_single(whole, mine)
-    return time.perf_counter() - begun
+    start_s = time.perf_counter()
+    dist.all_gather_single(gathered, sent)
+    return time.perf_counter() - start_s
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What judging costs: `python -m benchmarks.rewards` prints one JSON object.
+"""Cost of scoring: `python -m benchmarks.rewards` prints one JSON object.
 
-Rollouts scored per second, and latency of a group of 8, with 1, 2 and 4 workers: a Python function
-in worker processes, math-verify in worker processes, GSM8K's rule (no process), and programs in the
-sandbox, of which every second passes. Then what a jail costs to start, a right program with one
-test again and again, and the peer: verl's prime_code on that program and test (of a wrong one its
-score is an UnboundLocalError unless it is asked for a share), in the environment that `make parity`
-installs. Medians over the rounds.
+Rollouts per second, and latency of a group of 8, with 1, 2 and 4 workers: a Python function in
+worker processes, math-verify in worker processes, GSM8K's rule (in-process), and programs in the
+sandbox, half of which pass. Then the start of a jail, a correct program with one test repeatedly,
+and the peer: verl's prime_code on the same program and test, in the environment that `make parity`
+installs. (prime_code raises UnboundLocalError for a wrong program unless called with partial
+scores.) Results are medians over the rounds.
 """
 
 import argparse
@@ -43,9 +43,9 @@ FUNCTION = """def score(prompt, completion):
     return float(str(prompt.ground_truth) in completion)
 """
 TESTS = json.dumps({"inputs": ["3\n4"], "outputs": ["7"], "fn_name": "add"})
-#: Every second one is right.
+#: Half of the programs are right.
 PROGRAMS = [f"def add(a, b):\n    return a {'+-'[i % 2]} b\n" for i in range(GROUP)]
-#: Runs under the parity environment's Python: programs and tests in, seconds and scores out.
+#: Script for the parity environment's Python: reads programs and tests, prints seconds and scores.
 PEER = """
 import json, sys, time
 from verl.utils.reward_score.prime_code import compute_score
@@ -61,7 +61,7 @@ print("RESULT" + json.dumps([seconds, scores]))
 
 
 def make_parser() -> BenchmarkParser:
-    """Declare how much is judged, and by how many workers."""
+    """Declare the number of groups and workers."""
     parser = BenchmarkParser("rewards", __doc__)
     parser.add_argument("--groups", type=at_least(1), default=1000, help="groups of a round")
     parser.add_argument("--rounds", type=at_least(1), default=3)
@@ -71,12 +71,11 @@ def make_parser() -> BenchmarkParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure everything."""
     run_benchmark(make_parser(), measure, argv)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure our own figures and the peer's."""
+    """Measure our rewards and the peer's."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "score.py"
         path.write_text(FUNCTION)
@@ -119,7 +118,7 @@ async def measure_own(path: Path, arguments: argparse.Namespace) -> dict[str, An
 async def flow(
     rewards: RewardSet, truth: str, texts: Sequence[str], groups: int, rounds: int
 ) -> dict[str, float]:
-    """Judge many groups at once for the rate, then one after another for a group's latency."""
+    """Score many groups at once for the rate, then one after another for the latency of a group."""
     await rewards.start()
     prompt = Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth)
     try:
@@ -148,7 +147,7 @@ async def _rate(rewards: RewardSet, prompt: Prompt, texts: Sequence[str], groups
 
 
 async def sandbox(calls: int, rounds: int) -> dict[str, float]:
-    """Measure the start, self test included, and a trivial program after another."""
+    """Measure the start of a jail with its self test, then a trivial program repeatedly."""
     program = SandboxProgram("python", PROGRAMS[0], [CallTest("add", [3, 4], [7])])
     starts, seconds, passed = [], [], 0
     for _ in range(rounds):
@@ -171,14 +170,14 @@ async def sandbox(calls: int, rounds: int) -> dict[str, float]:
 
 
 def prime_code(calls: int) -> dict[str, float]:
-    """Measure verl's own code on the same program. Raises BenchmarkError."""
+    """Measure verl's scorer on the same program. Raises BenchmarkError."""
     words = [str(parity_python()), "-c", PEER]
     told = json.dumps([PROGRAMS[0], TESTS, calls])
     printed = run_command(words, "verl's prime_code", timeout_s=PEER_S, stdin=told)
-    found = [line for line in printed.splitlines() if line.startswith("RESULT")]
-    if not found:
+    result_lines = [line for line in printed.splitlines() if line.startswith("RESULT")]
+    if not result_lines:
         raise BenchmarkError("verl's prime_code: printed no result")
-    seconds, scores = json.loads(found[-1].removeprefix("RESULT"))
+    seconds, scores = json.loads(result_lines[-1].removeprefix("RESULT"))
     return {
         "median_s": statistics.median(seconds),
         "p99_s": float(np.quantile(seconds, 0.99)),

@@ -1,4 +1,4 @@
-"""Whole runs, played for a benchmark: their steps as rows of metrics."""
+"""Whole training runs of a benchmark, as metrics rows."""
 
 import json
 import statistics
@@ -20,30 +20,30 @@ QUIET = (
     "evaluation.at_start=false",
     "evaluation.at_end=false",
 )
-"""Settings of a run that does nothing beside its steps."""
+"""Settings that turn off everything but training steps."""
 MAKE_S = 900.0
 
 Row = Mapping[str, Any]
 
 
 def make_arithmetic() -> None:
-    """Make the data and the base model of the arithmetic task, unless they are there."""
+    """Make the data and the base model of the arithmetic task, if missing."""
     script = ROOT / "examples" / "arithmetic" / "make.py"
     run_command([sys.executable, str(script)], "making the arithmetic task", timeout_s=MAKE_S)
 
 
 def load_quiet(recipe: Path, settings: Sequence[str]) -> RunConfig:
-    """Load a recipe with these settings, for a run that does nothing beside its steps."""
+    """Load a recipe with these settings and QUIET."""
     return load_config(recipe, [*QUIET, *settings])
 
 
 def play(config: RunConfig, engines: EngineFactory, *, skip: int = 0) -> list[Row]:
-    """Train, and return the metrics of each step but the first `skip`."""
+    """Train, and return the metrics of each step after the first `skip`."""
     train(config, None, engines)
     lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines][skip:]
 
 
 def medians(rows: Sequence[Row], names: Mapping[str, str]) -> dict[str, float]:
-    """Return, by figure, the median over steps of the metric that it names."""
+    """Return by result the median of its metric over the steps."""
     return {figure: statistics.median(row[name] for row in rows) for figure, name in names.items()}

@@ -1,10 +1,10 @@
-"""How near the schedule is to the simulator: `python -m benchmarks.schedule` prints JSON.
+"""Accuracy of the steady-state estimate: `python -m benchmarks.schedule` prints JSON.
 
-The search goes by the schedule, which is worked out in a millisecond. For some algorithms, models
-and clusters the best placements of every kind and bound of staleness are planned, and each is
-played. errors: by how much the schedule's step is longer than the simulated one, relatively, of
-each of them; and their median, without signs, and the farthest below and above, on policy and
-ahead, where groups are filtered and where none are.
+The planner searches by the analytic estimate, which takes a millisecond per placement. This
+benchmark plans the best placements of every kind and bound for some algorithms, models and
+clusters, and simulates each. errors: relative excess of the estimated over the simulated step, per
+placement; with the median absolute error and the extremes, on policy and ahead, with and without a
+filter.
 """
 
 import argparse
@@ -45,7 +45,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A run that is planned: rollouts of lengths that differ as their sigma says."""
+    """A planned run; `sigma` is that of its lognormal lengths."""
 
     algorithm: str
     model: str
@@ -58,7 +58,7 @@ class Case:
 
     @cached_property
     def problem(self) -> PlacementProblem:
-        """What the planner is asked: every role has a model of this size."""
+        """Return the planner's problem: every role has a model of this size."""
         shape = load_model_shape(self.model)
         models = {"policy": shape, "reference": shape}
         if self.algorithm == "ppo":
@@ -83,7 +83,7 @@ class Case:
         return {"policy", *(named[c] for c in COLUMNS[self.algorithm] if c in named)}
 
     def costs(self, problem: PlacementProblem) -> CostModel:
-        """With engines that sample so many rollouts at a time."""
+        """Return cost constants with engines that sample this many rollouts at a time."""
         constants = replace(CostConstants(), max_running=self.max_running, keeps_served=True)
         return CostModel(problem, constants)
 
@@ -102,11 +102,13 @@ CASES = (
 
 
 def make_parser() -> BenchmarkParser:
-    """Declare which cases are planned."""
+    """Declare the cases."""
     parser = BenchmarkParser("schedule", __doc__)
     every = range(len(CASES))
     parser.add_argument("--cases", type=int, nargs="+", default=every, choices=every)
-    parser.add_argument("--proposals", type=at_least(1), default=PROPOSALS, help="of each search")
+    parser.add_argument(
+        "--proposals", type=at_least(1), default=PROPOSALS, help="proposals of each search"
+    )
     parser.add_argument(
         "--bounds", type=at_least(0), nargs="+", default=BOUNDS, help="max_staleness"
     )
@@ -116,18 +118,16 @@ def make_parser() -> BenchmarkParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Plan, play and print."""
     run_benchmark(make_parser(), measure, argv)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Plan and play every case."""
     rows = [row for number in arguments.cases for row in errors(CASES[number], arguments)]
     return {"placements": len(rows), **summary(rows), "errors": rows}
 
 
 def errors(case: Case, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the error of each placement of a case that was planned."""
+    """Yield the error of each planned placement of a case."""
     report_progress(f"{case.algorithm} {case.model} {case.cluster}")
     problem, costs = case.problem, case.costs(case.problem)
     estimator = PlacementEstimator(problem, costs)
@@ -140,7 +140,7 @@ def errors(case: Case, arguments: argparse.Namespace) -> Iterator[dict[str, Any]
             timings,
             problem.workload,
             seed=arguments.seed,
-            manner=problem.run_options,
+            run_options=problem.run_options,
         )
         yield {
             "case": f"{case.algorithm} {case.model} {case.cluster}",
@@ -153,8 +153,8 @@ def errors(case: Case, arguments: argparse.Namespace) -> Iterator[dict[str, Any]
 
 
 def planned(case: Case, arguments: argparse.Namespace) -> Iterator[tuple[str, Placement]]:
-    """The best of every kind and of every bound, and those that come next."""
-    found = plan_placement(
+    """Return the best placements of every kind and bound, and the runners-up."""
+    plan = plan_placement(
         case.problem,
         case.costs,
         max_staleness=arguments.bounds,
@@ -162,9 +162,11 @@ def planned(case: Case, arguments: argparse.Namespace) -> Iterator[tuple[str, Pl
         proposals=arguments.proposals,
         runners_up=RUNNERS_UP,
     )
-    front = [one for point in found.front for one in (point.candidate, *point.runners_up)]
+    front = [
+        candidate for point in plan.front for candidate in (point.candidate, *point.runners_up)
+    ]
     every: dict[PlacementKey, PlacementCandidate] = {}
-    for candidate in (*front, *found.candidates):
+    for candidate in (*front, *plan.candidates):
         if candidate.step_s < float("inf"):
             every.setdefault(make_placement_key(candidate.placement), candidate)
     for candidate in every.values():
@@ -172,24 +174,24 @@ def planned(case: Case, arguments: argparse.Namespace) -> Iterator[tuple[str, Pl
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians and the farthest."""
+    """Return medians and extremes."""
     kinds = {
         "on_policy": [r for r in rows if not r["max_staleness"] and not r["filtered"]],
         "on_policy_filtered": [r for r in rows if not r["max_staleness"] and r["filtered"]],
         "ahead": [r for r in rows if r["max_staleness"] and not r["filtered"]],
         "ahead_filtered": [r for r in rows if r["max_staleness"] and r["filtered"]],
     }
-    found = {}
+    results = {}
     for kind, some in kinds.items():
         every = [row["error"] for row in some]
         if every:
-            found[kind] = {
+            results[kind] = {
                 "placements": len(every),
                 "median": round(median(abs(error) for error in every), 4),
                 "lowest": min(every),
                 "highest": max(every),
             }
-    return found
+    return results
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How fast the simulator is: `python -m benchmarks.simulator` prints one JSON object.
+"""Speed of the simulator: `python -m benchmarks.simulator` prints one JSON object.
 
-GRPO with a reference on 1,024 devices: 128 generators of four, 512 groups of 16 rollouts in a step,
-lognormal lengths, two steps ahead; and the same on all devices in turn, on policy. seconds: of the
-wall; cpu_s: of the core. An event is the end of a rollout or of a piece of work.
+GRPO with a reference on 1,024 devices: 128 generators of four devices, 512 groups of 16 rollouts
+per step, lognormal lengths, two steps ahead; and the same on all devices in turn, on policy.
+seconds: wall time; cpu_s: CPU time. An event is the end of a rollout or of another piece of work.
 """
 
 import argparse
@@ -31,7 +31,7 @@ WORKLOAD = Workload(512, 16, 512, LognormalLengths(2000, 0.8, 12000))
 
 
 def on(first: int, grid: str) -> CallAssignment:
-    """Devices from this one on."""
+    """Return a placement on the devices from this one on."""
     parsed = RankGrid.from_text(grid)
     return CallAssignment(Mesh(first, parsed.num_ranks), parsed)
 
@@ -56,7 +56,7 @@ PLACEMENTS = {
 
 
 def timings(placement: Placement) -> StageTimings:
-    """About those of a model of 7 billion parameters on H100s."""
+    """Return roughly the timings of a model of 7 billion parameters on H100s."""
     calls = placement.assignments
     return StageTimings(
         generator=GeneratorTiming(
@@ -83,22 +83,21 @@ def timings(placement: Placement) -> StageTimings:
 
 
 def simulate_once(placement: Placement, steps: int) -> dict[str, Any]:
-    """Simulate once."""
     wall, cpu = time.perf_counter(), time.process_time()
-    found = run_simulation(FLOW, placement, timings(placement), WORKLOAD, steps=steps, seed=1)
+    result = run_simulation(FLOW, placement, timings(placement), WORKLOAD, steps=steps, seed=1)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    events = steps * WORKLOAD.num_rollouts + len(found.spans)
+    events = steps * WORKLOAD.num_rollouts + len(result.spans)
     return {
         "seconds": wall,
         "cpu_s": cpu,
         "events_per_s": events / cpu,
-        "simulated_step_s": found.mean_step_s,
-        "simulated_tokens_per_s": found.tokens_per_s,
+        "simulated_step_s": result.mean_step_s,
+        "simulated_tokens_per_s": result.tokens_per_s,
     }
 
 
 def make_parser() -> BenchmarkParser:
-    """Declare how long a simulation is."""
+    """Declare the length of a simulation."""
     parser = BenchmarkParser("simulator", __doc__)
     parser.add_argument("--steps", type=at_least(1), default=100, help="steps of each run")
     parser.set_quick(steps=3)
@@ -106,7 +105,6 @@ def make_parser() -> BenchmarkParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
     run_benchmark(make_parser(), measure, argv)
 
 

@@ -1,15 +1,14 @@
-"""The simulator against reality: `python -m benchmarks.simulator_vs_runs` prints one JSON object.
+"""Simulator against real runs: `python -m benchmarks.simulator_vs_runs` prints one JSON object.
 
-Three recipes of the arithmetic task are played on this machine's cores, each on policy
-(max_staleness 0) and one step ahead (1), twice. The timings of a run are fitted to another run,
-which has another seed, and simulated: step time (mean and median), idle of each stage and
-staleness, predicted and measured. `same_mode` is from the run with the same bound, `other_mode`
-from that with the other one, and `itself` from the run itself: what a simulation gets wrong even
-so. An error is a part of what was measured; of idle time, which is a part of a step's, it is the
-difference.
+Runs three recipes of the arithmetic task on this machine's cores, each on policy (max_staleness 0)
+and one step ahead (1), with two seeds. Fits timings to a run, simulates another run with these, and
+compares predicted with measured step time (mean and median), idle fraction of each stage and
+staleness. `same_mode`: timings from the run with the other seed and the same bound; `other_mode`:
+other seed and other bound; `itself`: from the predicted run, which shows the error of the
+simulation alone. Errors are relative; for idle fractions, differences.
 
-With --runs the run directories are kept there, and those that are there are not played again. The
-machine should have nothing else to do.
+With --runs, run directories are kept there, and existing ones are reused. The machine should be
+idle otherwise.
 """
 
 import argparse
@@ -29,17 +28,17 @@ from streamrl.calibration.run_trace import RunTrace, load_run_trace
 
 RECIPES = ("grpo", "ppo", "remax")
 MODES = {"on_policy": 0, "ahead": 1}
-"""By name, the bound of staleness."""
+"""max_staleness by mode."""
 OVER = {"on_policy": "ahead", "ahead": "on_policy"}
 OTHER = {0: 1, 1: 0}
-"""By seed, that of the runs which runs with it are predicted from."""
+"""By seed, the seed of the runs from which its runs are predicted."""
 SOURCES = ("same_mode", "other_mode", "itself")
 Key = tuple[str, str, int]
-"""A run: its recipe, mode and seed."""
+"""Recipe, mode and seed of a run."""
 
 
 def make_parser() -> BenchmarkParser:
-    """Declare which runs are played."""
+    """Declare the runs."""
     parser = BenchmarkParser("simulator_vs_runs", __doc__)
     parser.add_argument("--runs", type=Path, metavar="DIR", help="keep run directories there")
     parser.add_argument("--steps", type=at_least(1), default=36, help="steps of each run")
@@ -50,12 +49,12 @@ def make_parser() -> BenchmarkParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Play what is not there, and print the figures."""
+    """Make missing runs and print the results."""
     run_benchmark(make_parser(), measure, argv)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Play every run that is not there, and predict each."""
+    """Make every missing run, and predict each."""
     make_arithmetic()
     with contextlib.ExitStack() as end:
         folder = arguments.runs or Path(end.enter_context(tempfile.TemporaryDirectory()))
@@ -63,12 +62,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             key: played(folder, *key, steps=arguments.steps)
             for key in product(arguments.recipes, arguments.modes, OTHER)
         }
-        found = {recipe: compared(recipe, runs) for recipe in arguments.recipes}
-    return {"worst_error": worst(found), "recipes": found}
+        results = {recipe: compared(recipe, runs) for recipe in arguments.recipes}
+    return {"worst_error": worst(results), "recipes": results}
 
 
 def played(folder: Path, recipe: str, mode: str, seed: int, *, steps: int) -> RunTrace:
-    """Return the run of a recipe in a mode; play it unless it is there."""
+    """Return the run of a recipe in a mode; train it if missing."""
     name = f"{recipe}_{mode}_{seed}"
     if not (folder / name / "metrics.jsonl").exists():
         report_progress(f"{name}: {steps} steps")
@@ -81,36 +80,36 @@ def played(folder: Path, recipe: str, mode: str, seed: int, *, steps: int) -> Ru
 
 
 def compared(recipe: str, runs: Mapping[Key, RunTrace]) -> dict[str, Any]:
-    """Return what is predicted of each run of a recipe, from the others and from itself."""
-    found = {}
+    """Compare each run of a recipe with predictions from the other runs and from itself."""
+    results = {}
     for (mode, over), (seed, other) in product(OVER.items(), OTHER.items()):
         keys = ((recipe, mode, other), (recipe, over, other), (recipe, mode, seed))
         sources = {name: runs[key] for name, key in zip(SOURCES, keys, strict=True) if key in runs}
         if (measured := sources.get("itself")) is not None:
-            found[f"{mode}, seed {seed}"] = {
+            results[f"{mode}, seed {seed}"] = {
                 "steps": len(measured.steps),
                 "left_out": dict(measured.excluded_steps),
                 **{name: predicted(measured, source) for name, source in sources.items()},
             }
-    return found
+    return results
 
 
 def predicted(measured: RunTrace, source: RunTrace) -> dict[str, dict[str, float]]:
-    """Figures of a run, from the timings and the lengths of another."""
+    """Predict a run from the timings and lengths of another."""
     of_source = PlannedRun.from_trace(source, source.config)
     timings = fit_timings(source, of_source.base_timings).timings
     figures = predict_metrics(PlannedRun.from_trace(source, measured.config), timings)
     return figures.compare_with(SteadyMetrics.from_trace(measured))
 
 
-def worst(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """By where timings come from and by figure, the error that is furthest from 0."""
+def worst(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return by source of timings and metric the error furthest from 0."""
     errors: dict[str, dict[str, float]] = {source: {} for source in SOURCES}
-    for runs, source in product(found.values(), SOURCES):
+    for runs, source in product(results.values(), SOURCES):
         for run in runs.values():
             for name, one in run.get(source, {}).items():
                 own = errors[source]
-                # Of all stages together.
+                # Over all stages.
                 figure = name.partition("/")[0]
                 own[figure] = max(own.get(figure, 0.0), one["error"], key=abs)
     return errors

@@ -1,11 +1,10 @@
-"""What staleness costs in learning: `python -m benchmarks.staleness` prints one JSON object.
+"""Cost of staleness in learning: `python -m benchmarks.staleness` prints one JSON object.
 
-GRPO on the demo's task under growing max_staleness, as it is and with off-policy correction
-(decoupled PPO with truncated token weights), the same number of steps each, several seeds. All that
-may be in flight has a place in the engine, so that it is the bound that holds staleness back.
-reward is the mean over the last steps, over_on_policy the same over that of max_staleness 0 and no
-correction, ess the effective share of the sample over the whole run. Medians over the seeds, with
-the least and the largest beside them.
+GRPO on the demo's task with increasing max_staleness, without and with off-policy correction
+(decoupled PPO with truncated token weights), same number of steps, several seeds. The engine has
+slots for everything in flight, so that only the bound limits staleness. reward: mean over the last
+steps; over_on_policy: ratio to max_staleness 0 without correction; ess: effective sample size as a
+fraction, over the whole run. Results are medians over the seeds with minimum and maximum.
 """
 
 import argparse
@@ -20,7 +19,7 @@ from streamrl.actors.engine_factory import RealEngineFactory
 
 LAST_STEPS = 5
 KV_CACHE_MB = 64
-"""Enough for the rollouts of a step."""
+"""Room for all rollouts of a step."""
 CORRECTIONS: dict[str, list[str]] = {
     "none": [],
     "decoupled": [
@@ -32,11 +31,15 @@ CORRECTIONS: dict[str, list[str]] = {
 
 
 def make_parser() -> BenchmarkParser:
-    """Declare the bounds, the corrections and how long a run of each is."""
+    """Declare bounds, corrections and the length of a run."""
     parser = BenchmarkParser("staleness", __doc__)
     parser.add_argument("--steps", type=at_least(1), default=40, help="steps of each run")
     parser.add_argument(
-        "--bounds", type=at_least(0), nargs="+", default=[0, 1, 4, 8], help="beside 0"
+        "--bounds",
+        type=at_least(0),
+        nargs="+",
+        default=[0, 1, 4, 8],
+        help="max_staleness, in addition to 0",
     )
     parser.add_argument("--corrections", nargs="+", default=list(CORRECTIONS), choices=CORRECTIONS)
     parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[0, 1, 2])
@@ -45,27 +48,27 @@ def make_parser() -> BenchmarkParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Make all runs and print the figures."""
+    """Make all runs and print the results."""
     run_benchmark(make_parser(), measure, argv)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Make every run, on policy and without correction first."""
     make_arithmetic()
-    found = [
+    results = [
         {"max_staleness": bound, "correction": name}
         | over_seeds(play_run(arguments.steps, bound, name, seed) for seed in arguments.seeds)
         for bound in sorted({0, *arguments.bounds})
         for name in dict.fromkeys(["none", *arguments.corrections])
     ]
-    baseline = found[0]["reward"]["median"]
-    for figures in found:
+    baseline = results[0]["reward"]["median"]
+    for figures in results:
         figures["over_on_policy"] = figures["reward"]["median"] / baseline
-    return {"steps": arguments.steps, "seeds": arguments.seeds, "runs": found}
+    return {"steps": arguments.steps, "seeds": arguments.seeds, "runs": results}
 
 
 def over_seeds(runs: Iterable[dict[str, float]]) -> dict[str, Any]:
-    """Median, least and largest of each figure."""
+    """Return median, minimum and maximum of each result."""
     rows = list(runs)
     return {
         name: {
@@ -78,7 +81,6 @@ def over_seeds(runs: Iterable[dict[str, float]]) -> dict[str, Any]:
 
 
 def play_run(steps: int, bound: int, correction: str, seed: int) -> dict[str, float]:
-    """Make one run, and return its figures."""
     report_progress(f"max_staleness {bound}, correction {correction}, seed {seed}: {steps} steps")
     with tempfile.TemporaryDirectory() as folder:
         run = [f"run.dir={folder}", "run.name=staleness", f"run.steps={steps}", f"run.seed={seed}"]

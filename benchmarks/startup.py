@@ -1,11 +1,15 @@
 """Time to the first step: `python -m benchmarks.startup` prints one JSON object.
 
-start: seconds from `streamrl train` on the demo's recipe to its first row of metrics, and the
-processor seconds that each kind of process used until then. plain_start: the same where workers are
-not forked but import their libraries themselves, as Ray starts them. restart: seconds from the kill
--9 of the generator to its return. limit: a bare process that imports vLLM and builds the demo's
-engine, the longest chain of a start. commands: seconds of commands that only read files. Medians
-over the repeats.
+- start: seconds from `streamrl train` on the demo's recipe to its first metrics row, and CPU
+  seconds by kind of process until then.
+- plain_start: the same with workers that import their libraries themselves, as Ray starts them,
+  instead of being forked.
+- restart: seconds from kill -9 of the generator to its return.
+- limit: a bare process that imports vLLM and builds the demo's engine, the longest chain of a
+  start.
+- commands: seconds of commands that only read files.
+
+Results are medians over the repeats.
 """
 
 import argparse
@@ -42,10 +46,10 @@ MARK = "STREAMRL_STARTUP_BENCHMARK"
 DEADLINE_S = 180.0
 POLL_S = 0.02
 SCAN_S = 1.0
-"""Between two looks at all processes, which take some of the time that is measured, s."""
+"""Interval between scans of all processes, which take CPU time themselves."""
 PLAIN = {FORK_VARIABLE: "0"}
 REPORTED_STEPS = 12
-"""`streamrl report` takes no run of fewer."""
+"""Minimum number of steps for `streamrl report`."""
 COMMANDS = {
     "plan --help": ["plan", "--help"],
     "report": ["report"],
@@ -64,12 +68,12 @@ os._exit(0)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Start the demo, kill its generator, and print the figures."""
+    """Start the demo, kill its generator, and print the results."""
     run_benchmark(make_parser(), measure, argv)
 
 
 def make_parser() -> BenchmarkParser:
-    """Declare how often everything is measured."""
+    """Declare the number of repeats."""
     parser = BenchmarkParser("startup", __doc__)
     parser.add_argument("--repeats", type=at_least(1), default=3)
     parser.set_quick(repeats=1)
@@ -77,7 +81,7 @@ def make_parser() -> BenchmarkParser:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return medians of all figures; every figure is taken once before any is taken again."""
+    """Return medians of all results; measured in turn, round by round."""
     make_arithmetic()
     starts, plain, restarts, limits, processors = [], [], [], [], []
     commands: dict[str, list[float]] = {name: [] for name in COMMANDS}
@@ -113,19 +117,19 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "limit_s": limit_s,
         "start_over_plain": start_s / plain_s,
         "start_over_limit": start_s / limit_s,
-        "commands_s": {name: statistics.median(found) for name, found in commands.items()},
+        "commands_s": {name: statistics.median(seconds) for name, seconds in commands.items()},
     }
 
 
 def time_command(*words: str) -> float:
-    """Return the seconds that a Python process takes. Raises BenchmarkError if it fails."""
+    """Return the seconds of a Python process. Raises BenchmarkError if it fails."""
     started = time.perf_counter()
     run_command([sys.executable, *words], f"python {words[1]}", timeout_s=DEADLINE_S, cwd=ROOT)
     return time.perf_counter() - started
 
 
 class DemoRun:
-    """A run of the demo's recipe; all of its processes carry a mark in their environment."""
+    """A run of the demo's recipe; its processes share a mark in their environment."""
 
     def __init__(self, run_dir: Path, log: Path, env: Mapping[str, str]) -> None:
         self._run_dir = run_dir
@@ -144,7 +148,7 @@ class DemoRun:
         )
 
     def wait_for_first_step(self) -> tuple[float, dict[str, float]]:
-        """Seconds to the first row of metrics, and processor seconds by kind of process."""
+        """Return the seconds to the first metrics row, and CPU seconds by kind of process."""
         metrics = self._run_dir / "metrics.jsonl"
         used: dict[int, tuple[str, float]] = {}
         scan_at = self._started + SCAN_S
@@ -171,7 +175,7 @@ class DemoRun:
         return seconds, processor_s
 
     def kill_generator(self) -> float:
-        """Kill the generator; seconds until the run says that it is back."""
+        """Kill the generator; return the seconds until the run reports its return."""
         generators = [p for p in self._processes() if "GeneratorActor" in kind_of(p)]
         if len(generators) != 1:
             raise BenchmarkError(f"the run has {len(generators)} generators, not one")
@@ -182,12 +186,12 @@ class DemoRun:
         return time.perf_counter() - started
 
     def wait_for_steps(self, count: int) -> None:
-        """Wait until the metrics have so many rows."""
+        """Wait for this many metrics rows."""
         metrics = self._run_dir / "metrics.jsonl"
         self._wait(lambda: metrics.read_text().count("\n") >= count, f"{count} steps")
 
     def end(self) -> None:
-        """Interrupt the run, and kill what is left of it after half a minute."""
+        """Interrupt the run; kill remaining processes after half a minute."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -197,26 +201,26 @@ class DemoRun:
                 process.kill()
 
     def _processes(self) -> list[psutil.Process]:
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get(MARK) == self._mark:
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
-    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+    def _wait(self, condition: Callable[[], bool], description: str) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             if self._process.poll() is not None:
                 *_, last = ["", *self._log.read_text().strip().splitlines()]
-                raise BenchmarkError(f"{what}: the run ended early: {last}")
+                raise BenchmarkError(f"{description}: the run ended early: {last}")
             if time.monotonic() > deadline:
-                raise BenchmarkError(f"{what}: not done after {DEADLINE_S:g} s")
+                raise BenchmarkError(f"{description}: not done after {DEADLINE_S:g} s")
             time.sleep(POLL_S)
 
 
 def kind_of(process: psutil.Process) -> str:
-    """The name of an actor's class, or of the program."""
+    """Return the name of an actor's class, or of the program."""
     words = process.cmdline()
     if not words:
         return "ended"
@@ -235,7 +239,7 @@ def kind_of(process: psutil.Process) -> str:
 def launched_demo(
     run_dir: Path, env: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[DemoRun]:
-    """Start the demo, and end it whatever happens."""
+    """Start the demo; end it in any case."""
     run = DemoRun(run_dir, run_dir.parent / "output.txt", env)
     try:
         yield run

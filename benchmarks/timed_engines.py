@@ -1,4 +1,4 @@
-"""Engines that only take time, to measure the pipeline itself. Picklable; see EngineFactory."""
+"""Engines that only sleep, to measure the pipeline itself. Picklable; see EngineFactory."""
 
 import asyncio
 import time
@@ -43,7 +43,7 @@ COMPLETION_TOKENS = 8
 
 @dataclass(frozen=True)
 class TimedEngines:
-    """generate_s per group, score_s per call, train_s per rollout of a rank; all 0 is nothing."""
+    """generate_s per group, score_s per call, train_s per rollout of a rank; all 0: no work."""
 
     generate_s: float = 0.0
     score_s: float = 0.0
@@ -52,25 +52,22 @@ class TimedEngines:
     async def make_generator(
         self, config: RunConfig, max_length: int, replica: int
     ) -> HostedGenerator:
-        """A generator that sleeps."""
         return _Generator(self.generate_s, config.algorithm.group_size)
 
     async def make_follower_rank(
         self, config: RunConfig, max_length: int, rank: int
     ) -> HostedFollowerRank:
-        """There is none: what sleeps is not split."""
+        """Raise ConfigError: sleeping engines cannot be split over ranks."""
         raise ConfigError(
             f"generator.tensor_parallel={config.generator.tensor_parallel}: must be 1"
         )
 
     async def make_scorer(self, config: RunConfig, max_length: int, role: str) -> HostedScorer:
-        """A scorer that sleeps."""
         return HostedScorer({REWARD_CALL.stage: _Scorer(self.score_s).score})
 
     def make_trainer(
         self, config: RunConfig, max_length: int, rank: int, role: str
     ) -> HostedTrainerRank:
-        """A rank that sleeps."""
         return _Rank(self.train_s)
 
 
@@ -88,7 +85,7 @@ class _Generator:
         return {}
 
     async def _group(
-        self, prompt: Prompt, begun: Columns | None, finished: FinishedCallback
+        self, prompt: Prompt, start_s: Columns | None, finished: FinishedCallback
     ) -> Columns:
         if self._seconds:
             await asyncio.sleep(self._seconds)

@@ -1,22 +1,21 @@
-"""streamrl beside TRL's GRPO: `python -m benchmarks.trl` prints one JSON object.
+"""Comparison with TRL's GRPO: `python -m benchmarks.trl` prints one JSON object.
 
-Two tasks, the same model directory, rows, reward, batch, token limit, learning rate and number of
-steps for both systems, float32 on the CPU, no KL term:
+Two tasks; both systems use the same model directory, rows, reward, batch, token limit, learning
+rate and number of steps, float32 on the CPU, no KL term:
 
 demo: `configs/grpo_arithmetic.yaml`, 32 prompts x 8 rollouts of at most 12 tokens.
-long_tailed: 32 x 8 rollouts of at most 256 tokens by a random model of 1 M parameters that knows 64
-    tokens, so that one token in 64 ends a rollout and lengths are geometric.
+long_tailed: 32 x 8 rollouts of at most 256 tokens by a random model of 1 M parameters with 64
+    tokens, one of which ends a rollout, so that lengths are geometric.
 
-Each run is a process of its own. They alternate (streamrl, TRL, streamrl, TRL ...), so that a
-machine that changes its speed does so for both. TRL (`benchmarks/trl_peer.py`) generates with
-transformers and computes with as many threads as there are cores; its vLLM mode needs a GPU or a
-server that has one. TRL is on-policy; streamrl's recipes have max_staleness 1 unless
---max-staleness says otherwise.
+Each run is a process of its own. Runs alternate (streamrl, TRL, streamrl, TRL ...), so that a
+change of the machine's speed affects both. TRL (`benchmarks/trl_peer.py`) generates with
+transformers and computes with a thread per core; its vLLM mode needs a GPU or a server with a GPU.
+TRL is on policy; streamrl's recipes have max_staleness 1 unless --max-staleness overrides it.
 
-Of each run, after WARM_UP_STEPS: step_s is the median, tokens_per_s counts sampled tokens,
-busy_cores and cpu_step_s are of all processes of the run. start_s is from the command to the end of
-the first step. Peak memory is the sum over the processes, as RSS (shared pages once per process)
-and as PSS (once). Figures are medians over the rounds, ratios medians of each round's own ratio.
+Per run, after WARM_UP_STEPS: step_s is the median; tokens_per_s counts sampled tokens; busy_cores
+and cpu_step_s cover all processes of the run. start_s is from the command to the end of the first
+step. Peak memory is the sum over the processes, as RSS (shared pages once per process) and as PSS
+(once). Results are medians over the rounds, ratios medians of the per-round ratios.
 """
 
 import argparse
@@ -54,12 +53,12 @@ PARITY_PYTHON = ROOT / ".venv-parity" / "bin" / "python"
 DEMO = ROOT / "configs" / "grpo_arithmetic.yaml"
 STREAMRL, TRL = "streamrl", "trl"
 STEPS = {"demo": 30, "long_tailed": 10}
-"""Steps of each run, the first ones included."""
+"""Steps of each run, including the warm-up."""
 WARM_UP_STEPS = 4
 POLL_S = 0.2
 
 NUM_WORDS = 64
-"""Tokens of the long-tailed task's model: one in so many ends a rollout."""
+"""Vocabulary size of the long-tailed task's model: one token in NUM_WORDS ends a rollout."""
 PROMPT_TOKENS = 8
 NUM_ROWS = 512
 LONG_TAILED: dict[str, Any] = {
@@ -67,7 +66,7 @@ LONG_TAILED: dict[str, Any] = {
     "pipeline": {"groups_per_step": 32, "max_staleness": 1, "micro_batch_tokens": 4096},
     "generator": {"max_new_tokens": 256, "max_concurrent_rollouts": 512, "kv_cache_mb": 256},
     "rewards": [{"kind": "exact", "pattern": r"(\d)$"}],
-    # So small that lengths stay what they are.
+    # Small enough to leave the lengths unchanged.
     "trainer": {"lr": 1e-7},
 }
 QUICK = {
@@ -82,25 +81,25 @@ Figures = dict[str, float]
 
 
 class RunError(BenchmarkError):
-    """A run that failed, or did not end in time."""
+    """A run failed or timed out."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A recipe and what is changed in it, for both systems; `rows` as JSONL for TRL."""
+    """A recipe with overrides, for both systems; `rows` as JSONL for TRL."""
 
     recipe: Path
     overrides: Sequence[str]
     rows: Path
 
     def config(self, overrides: Sequence[str] = ()) -> RunConfig:
-        """The settings as streamrl reads them."""
+        """The resolved config."""
         return load_config(self.recipe, [*QUIET, *self.overrides, *overrides])
 
 
 @dataclass(frozen=True)
 class PeerSpec:
-    """What `benchmarks.trl_peer` is given, as a JSON file."""
+    """Contents of the JSON file for `benchmarks.trl_peer`."""
 
     model: str
     rows: str
@@ -119,7 +118,7 @@ class PeerSpec:
 
 @dataclass(frozen=True)
 class Step:
-    """When a step was reported (epoch seconds), how long it took, tokens sampled, mean reward."""
+    """A reported step: time (epoch seconds), duration, sampled tokens, mean reward."""
 
     time: float
     seconds: float
@@ -129,7 +128,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Launch:
-    """A command that trains, and a function that reads the steps it has made so far."""
+    """A training command, and a function that reads the steps so far."""
 
     command: Sequence[str]
     read: Callable[[], list[Step]]
@@ -137,19 +136,19 @@ class Launch:
 
 @dataclass(frozen=True)
 class Length:
-    """Steps of a run, of which the first `warm_up` do not count."""
+    """Number of steps; the first `warm_up` do not count."""
 
     steps: int
     warm_up: int
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Make all runs and print the figures."""
+    """Make all runs and print the results."""
     run_benchmark(make_parser(), measure, argv)
 
 
 def make_parser() -> BenchmarkParser:
-    """Declare the tasks, and how often and how long each system trains on them."""
+    """Declare tasks, rounds and lengths."""
     parser = BenchmarkParser("trl", __doc__)
     parser.add_argument("--tasks", nargs="+", choices=list(STEPS), default=list(STEPS))
     parser.add_argument("--rounds", type=at_least(1), default=2, help="runs of each system (2)")
@@ -160,16 +159,18 @@ def make_parser() -> BenchmarkParser:
         "--warm-up", type=at_least(1), default=WARM_UP_STEPS, help="steps that do not count (4)"
     )
     parser.add_argument(
-        "--max-staleness", type=at_least(0), help="of streamrl (1, as in the recipes)"
+        "--max-staleness", type=at_least(0), help="max_staleness of streamrl (1, as in the recipes)"
     )
-    parser.add_argument("--deadline", type=float, default=600.0, help="of each run, s (600)")
+    parser.add_argument(
+        "--deadline", type=float, default=600.0, help="timeout of each run, s (600)"
+    )
     parser.add_argument("--python", type=Path, default=PARITY_PYTHON, help="TRL's Python")
     parser.set_quick(tasks=["demo"], rounds=1, steps=3, warm_up=1)
     return parser
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of each task. Raises ConfigError and RunError."""
+    """Return the results of each task. Raises ConfigError and RunError."""
     least = arguments.warm_up + 2
     if not 0 < arguments.deadline < math.inf:
         raise ConfigError(f"--deadline={arguments.deadline:g}: must be above 0, and finite")
@@ -180,14 +181,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if not arguments.python.is_file():
         raise ConfigError(f"{arguments.python} is missing: `make parity-env` builds it")
     with tempfile.TemporaryDirectory() as folder:
-        found = {
+        results = {
             name: measure_task(Path(folder) / name, name, arguments) for name in arguments.tasks
         }
-    return {"cores": os.cpu_count(), **found}
+    return {"cores": os.cpu_count(), **results}
 
 
 def measure_task(folder: Path, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of both systems on one task, and the ratios."""
+    """Return the results of both systems on one task, and the ratios."""
     folder.mkdir()
     task = TASKS[name](folder, QUICK.get(name, []) if arguments.quick else [])
     if arguments.max_staleness is not None:
@@ -220,13 +221,13 @@ def measure_task(folder: Path, name: str, arguments: argparse.Namespace) -> dict
 
 
 def make_demo(folder: Path, overrides: Sequence[str]) -> Task:
-    """The demo's task; its base model is made if it is missing."""
+    """Return the demo's task; make its base model if missing."""
     make_arithmetic()
     return Task(DEMO, overrides, ROOT / "examples" / "arithmetic" / "build" / "train.jsonl")
 
 
 def make_long_tailed(folder: Path, overrides: Sequence[str]) -> Task:
-    """A random model, prompts of random words, and a reward that one rollout in ten gets."""
+    """Return a random model, prompts of random words, and a reward of 1 for one rollout in ten."""
     import numpy as np
 
     from benchmarks.random_model import write_model
@@ -253,7 +254,7 @@ TASKS: Mapping[str, Callable[[Path, Sequence[str]], Task]] = {
 
 
 def launch_streamrl(task: Task, steps: int, folder: Path) -> Launch:
-    """`streamrl train` of the task, its run directory in `folder`."""
+    """Return the launch of `streamrl train` on the task, with its run directory in `folder`."""
     own = [f"run.dir={folder}", "run.name=run", f"run.steps={steps}"]
     config = task.config(own)
     rollouts = config.pipeline.groups_per_step * config.algorithm.group_size
@@ -274,7 +275,7 @@ def launch_streamrl(task: Task, steps: int, folder: Path) -> Launch:
 
 
 def launch_trl(task: Task, steps: int, folder: Path, *, python: Path) -> Launch:
-    """`benchmarks.trl_peer` on the task."""
+    """Return the launch of `benchmarks.trl_peer` on the task."""
     spec = peer_spec(task, steps, folder)
     path = folder / "spec.json"
     path.write_text(json.dumps(asdict(spec)))
@@ -289,7 +290,7 @@ def launch_trl(task: Task, steps: int, folder: Path, *, python: Path) -> Launch:
 
 
 def peer_spec(task: Task, steps: int, folder: Path) -> PeerSpec:
-    """The task as TRL gets it: every number from streamrl's own settings."""
+    """Convert the task for TRL; every number comes from streamrl's own settings."""
     config = task.config()
     return PeerSpec(
         model=config.model.path,
@@ -309,9 +310,9 @@ def peer_spec(task: Task, steps: int, folder: Path) -> PeerSpec:
 
 
 def play(launch: Launch, folder: Path, *, length: Length, deadline_s: float) -> Figures:
-    """Run a command to its end and work out its figures. Raises RunError."""
+    """Run a command and return its results. Raises RunError."""
     log = folder / "log.txt"
-    # Each side chooses its threads itself: TRL takes all cores.
+    # Each system sets its own threads: TRL uses all cores.
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     started = time.time()
     with log.open("w") as output:
@@ -338,20 +339,20 @@ def play(launch: Launch, folder: Path, *, length: Length, deadline_s: float) -> 
                 process.wait()
     if code:
         raise RunError(f"exit code {code}: {last_line(log)}")
-    found = launch.read()
-    if len(found) != length.steps:
-        raise RunError(f"made {len(found)} of {length.steps} steps; last line: {last_line(log)}")
-    return figures_of(started, found, length.warm_up, tree)
+    steps = launch.read()
+    if len(steps) != length.steps:
+        raise RunError(f"made {len(steps)} of {length.steps} steps; last line: {last_line(log)}")
+    return figures_of(started, steps, length.warm_up, tree)
 
 
 def last_line(log: Path) -> str:
-    """The last thing a process said, in short."""
+    """Return the last line of a log, shortened."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1].strip()[:300] if lines else "(nothing)"
 
 
 def figures_of(started: float, steps: Sequence[Step], warm_up: int, tree: ProcessTree) -> Figures:
-    """Figures of the steps after the first `warm_up` ones."""
+    """Return the results of the steps after the first `warm_up`."""
     counted = steps[warm_up:]
     seconds = [step.seconds for step in counted]
     start, end = steps[warm_up - 1].time, steps[-1].time
@@ -371,12 +372,12 @@ def figures_of(started: float, steps: Sequence[Step], warm_up: int, tree: Proces
 
 
 def medians(rounds: Sequence[Figures]) -> Figures:
-    """The median of each figure over the rounds."""
+    """Return the median of each result over the rounds."""
     return {name: round(statistics.median(one[name] for one in rounds), 4) for name in rounds[0]}
 
 
 def ratios(ours: Figures, peer: Figures) -> Figures:
-    """Ours over the peer's; below 1 is better but for tokens_per_s."""
+    """Return ours over the peer's; below 1 is better, except for tokens_per_s."""
     names = ("step_s", "step_s_mean", "tokens_per_s", "start_s", "cpu_step_s")
     return {
         name: ours[name] / peer[name]

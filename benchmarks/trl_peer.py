@@ -1,7 +1,7 @@
-"""TRL's GRPO on a task of `benchmarks.trl`, which runs this with the parity environment's Python.
+"""TRL's GRPO on a task of `benchmarks.trl`, run with the parity environment's Python.
 
-`python -m benchmarks.trl_peer SPEC`: SPEC is a JSON file, the fields of `benchmarks.trl.PeerSpec`.
-Appends a line per step to the file the spec names.
+`python -m benchmarks.trl_peer SPEC`: SPEC is a JSON file with the fields of
+`benchmarks.trl.PeerSpec`. Appends a line per step to the file that SPEC names.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 for engine in ("deepspeed", "vllm"):
-    # Unused here; TRL and accelerate would import them, which is much of a start.
+    # Unused here; importing them would be a large part of the start-up time of TRL and accelerate.
     sys.modules[engine] = None  # type: ignore[assignment]
 
 from datasets import Dataset  # noqa: E402
@@ -21,7 +21,6 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 
 def main(spec: dict[str, Any]) -> None:
-    """Train so many steps."""
     lines = Path(spec["rows"]).read_text().splitlines()
     rows = [
         {"prompt": row["prompt"], "truth": row["reward_model"]["ground_truth"]}
@@ -40,12 +39,12 @@ def main(spec: dict[str, Any]) -> None:
 
 
 def config_of(spec: dict[str, Any]) -> GRPOConfig:
-    """Our settings in TRL's words; its defaults, where they only cost time, are turned off."""
+    """Translate our settings into TRL's; turn off defaults that only cost time."""
     return GRPOConfig(
         output_dir=spec["folder"],
         use_cpu=True,
         bf16=False,
-        # All rollouts of a step in one pass: faster here than in parts.
+        # One pass for all rollouts of a step is faster here than several.
         per_device_train_batch_size=spec["groups"] * spec["group_size"],
         num_generations=spec["group_size"],
         max_completion_length=spec["max_new_tokens"],
@@ -67,7 +66,7 @@ def config_of(spec: dict[str, Any]) -> GRPOConfig:
 
 
 class StepLog(TrainerCallback):
-    """The reward of kind `exact_estimator`, and a line for each step with what it was given."""
+    """Reward of kind `exact_estimator`, and a log line per step."""
 
     # GRPOTrainer logs a reward under its function's name.
     __name__ = "exact"
@@ -86,21 +85,20 @@ class StepLog(TrainerCallback):
         truth: list[str],
         **_: Any,
     ) -> list[float]:
-        """1 where what the pattern finds last is the ground truth, else 0."""
-        # A prompt that is chat messages is answered by chat messages.
+        """Return 1 for each completion whose last match of the pattern is the ground truth,
+        else 0."""
+        # For chat prompts, completions are chat messages too.
         texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-        found = [self._pattern.findall(text) for text in texts]
-        scores = [float(bool(f) and f[-1] == t) for f, t in zip(found, truth, strict=True)]
+        matches = [self._pattern.findall(text) for text in texts]
+        scores = [float(bool(f) and f[-1] == t) for f, t in zip(matches, truth, strict=True)]
         self._tokens = sum(map(len, completion_ids))
         self._reward = sum(scores) / len(scores)
         return scores
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start the clock."""
         self._ended_at = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Append the line."""
         now = time.perf_counter()
         line = {
             "step": state.global_step,

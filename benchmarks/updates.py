@@ -1,10 +1,10 @@
-"""What updates cost long rollouts: `python -m benchmarks.updates` prints one JSON object.
+"""Cost of weight updates for long rollouts: `python -m benchmarks.updates` prints one JSON object.
 
-The demo with a model that knows no end, so that every completion has --tokens tokens, many times
-the length of a step of the trainer: every version comes in the middle of rollouts. By what becomes
-of them (weights.on_update, weights.kv): medians over steps of the tokens a generator samples per
-second and of those trained per second, each also over the best of the run; pause_s is how long
-sampling stood still for a version, interrupted the rollouts it came in the middle of.
+The demo with a model that never ends a text, so that every completion has --tokens tokens and spans
+many trainer steps: every version arrives in the middle of rollouts. By mode (weights.on_update,
+weights.kv), medians over steps of the tokens per second sampled by a generator and trained, each
+also relative to the best mode; pause_s is the pause of sampling per version, interrupted the number
+of rollouts in progress.
 """
 
 import argparse
@@ -26,11 +26,11 @@ MODES = {
 }
 WARM_UP_STEPS = 3
 NEVER_WRITTEN = ("<bos>", 1)
-"""A token that the model has learned to write nowhere, and its id."""
+"""A token that the model never samples, and its id."""
 
 
 def make_parser() -> BenchmarkParser:
-    """Declare the modes and how long a run of each is."""
+    """Declare the modes and the length of a run."""
     parser = BenchmarkParser("updates", __doc__)
     parser.add_argument("--steps", type=at_least(1), default=12, help="steps of each run")
     parser.add_argument("--tokens", type=at_least(1), default=192, help="tokens of a completion")
@@ -40,27 +40,26 @@ def make_parser() -> BenchmarkParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run every mode and print the figures."""
+    """Run every mode and print the results."""
     run_benchmark(make_parser(), measure, argv)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run every mode."""
     make_arithmetic()
     with tempfile.TemporaryDirectory() as folder:
         model = endless(Path(folder) / "model")
-        found = {
+        results = {
             name: measure_run(name, model, Path(folder), arguments) for name in arguments.modes
         }
     for key in ("sampled_per_s", "trained_per_s"):
-        best = max(figures[key] for figures in found.values())
-        for figures in found.values():
+        best = max(figures[key] for figures in results.values())
+        for figures in results.values():
             figures[f"{key}_over_best"] = figures[key] / best
-    return found
+    return results
 
 
 def endless(folder: Path) -> Path:
-    """The demo's model with another token for the end of a text."""
+    """Return the demo's model with another end-of-text token."""
     shutil.copytree(ROOT / "examples" / "arithmetic" / "build" / "base_model", folder)
     token, token_id = NEVER_WRITTEN
     for name, changed in (
@@ -76,7 +75,7 @@ def endless(folder: Path) -> Path:
 def measure_run(
     mode: str, model: Path, folder: Path, arguments: argparse.Namespace
 ) -> dict[str, float]:
-    """Return medians over the steps of one run, without its first ones."""
+    """Return medians over the steps of a run, without the first ones."""
     report_progress(f"{mode}: {arguments.steps} steps")
     settings = [
         f"run.dir={folder}",

@@ -1,12 +1,15 @@
-"""What a new version of the weights costs: `python -m benchmarks.weights` prints one JSON object.
+"""Cost of a new version of the weights: `python -m benchmarks.weights` prints one JSON object.
 
 Per size (millions of float32 parameters), transport and number of generators, medians over some
-versions, in seconds: publish_s in the publisher; transfer_s to fetch and verify in a generator and
-load_s to put into its vLLM engine (the slowest generator's); end_to_end_s from the call to publish
-until all generators serve the version, against memcpy_s, which the publisher takes to copy the same
-bytes into warm memory. All that with engines at rest. Then once more with rollouts running:
-pause_s in which an engine decodes nothing, and decode_step_s of a step beside. One element in 20
-changes from version to version, which only delta takes advantage of.
+versions, in seconds. With idle engines:
+
+- publish_s: in the publisher;
+- transfer_s: fetch and verify in a generator; load_s: load into vLLM (slowest generator);
+- end_to_end_s: from the call to publish until all generators use the version;
+- memcpy_s: copy of the same bytes into warm memory in the publisher.
+
+Then with running rollouts: pause_s in which an engine decodes nothing, and decode_step_s, the time
+of a decode step. One element in 20 changes per version; only delta benefits.
 """
 
 import argparse
@@ -29,31 +32,31 @@ from streamrl.placement import PlacementConfig
 from streamrl.weights.config import AUTO, TRANSPORTS
 
 WARM_UP_VERSIONS = 3
-"""So many until memory is used for the second time."""
+"""Versions until buffers are used for the second time."""
 
 STORE_VERSIONS = 5
 OTHERS_MB = 512
 START_S = 300.0
 CALL_S = 2 * TIMEOUT_S
-"""Longer than a transport waits for its readers: its own error comes first."""
+"""Longer than a transport's own timeout, so that its error comes first."""
 
 
 def make_parser() -> BenchmarkParser:
     """Declare sizes, transports and numbers of generators."""
     parser = BenchmarkParser("weights", __doc__)
-    known = [name for name in TRANSPORTS if name != AUTO]
+    transports = [name for name in TRANSPORTS if name != AUTO]
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SHAPES), choices=SHAPES)
-    parser.add_argument("--transports", nargs="+", default=known, choices=known)
+    parser.add_argument("--transports", nargs="+", default=transports, choices=transports)
     parser.add_argument("--generators", nargs="+", type=at_least(1), default=[1, 2])
     parser.add_argument(
-        "--versions", type=at_least(1), default=3, help="measured, of each combination"
+        "--versions", type=at_least(1), default=3, help="measured versions per combination"
     )
     parser.set_quick(sizes=[1], generators=[1], versions=1)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure what is named and print the figures."""
+    """Measure the selection and print the results."""
     run_benchmark(make_parser(), measure, argv)
 
 
@@ -63,7 +66,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_size(millions: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all transports and numbers of generators for one size of model."""
+    """Measure all transports and numbers of generators for one model size."""
     store_mb = OTHERS_MB + STORE_VERSIONS * 4 * millions
     placement = PlacementConfig(cpus=8, object_store_mb=store_mb)
     with tempfile.TemporaryDirectory() as folder, connect_cluster(placement, disaggregated_only):
@@ -77,9 +80,9 @@ def measure_size(millions: int, arguments: argparse.Namespace) -> dict[str, Any]
         wait_for_all(starts, "start of the engines", timeout_s=START_S)
         versions = itertools.count()
         num_bytes = fetch_reply(publisher.num_bytes.remote(), "publisher.num_bytes")
-        found: dict[str, Any] = {"bytes": num_bytes}
+        results: dict[str, Any] = {"bytes": num_bytes}
         for transport in arguments.transports:
-            found[transport] = {}
+            results[transport] = {}
             for number in arguments.generators:
                 some = dict(list(readers.items())[:number])
                 disk = f"{folder}/{transport}-{number}"
@@ -89,42 +92,43 @@ def measure_size(millions: int, arguments: argparse.Namespace) -> dict[str, Any]
                 figures = measure_transport(
                     publisher, list(some.values()), versions, arguments.versions
                 )
-                found[transport][f"generators_{number}"] = figures
+                results[transport][f"generators_{number}"] = figures
                 report_progress(f"{millions}M {transport} to {number}: {figures}")
         fetch_reply(publisher.end.remote(), "publisher.end")
-    return found
+    return results
 
 
 def measure_transport(
     publisher: Any, readers: Sequence[Any], versions: Iterator[int], number: int
 ) -> dict[str, float]:
-    """Return medians over `number` versions at rest, and as many with rollouts running."""
+    """Return medians over `number` versions with idle engines, and as many with running
+    rollouts."""
     for _ in range(WARM_UP_VERSIONS):
         one_version(publisher, readers, next(versions))
     rows = [one_version(publisher, readers, next(versions)) for _ in range(number)]
-    found = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    found["end_to_end_over_memcpy"] = found["end_to_end_s"] / found["memcpy_s"]
+    results = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    results["end_to_end_over_memcpy"] = results["end_to_end_s"] / results["memcpy_s"]
     decoding = [reader.decode.remote() for reader in readers]
     wait_for_all(decoding, "generators that begin to decode", timeout_s=CALL_S)
     busy = [one_version(publisher, readers, next(versions)) for _ in range(number)]
-    found["pause_s"] = statistics.median(row["pause_s"] for row in busy)
+    results["pause_s"] = statistics.median(row["pause_s"] for row in busy)
     resting = [reader.rest.remote() for reader in readers]
     steps = wait_for_all(resting, "generators that end decoding", timeout_s=CALL_S)
-    found["decode_step_s"] = statistics.median(steps)
-    found["end_to_end_decoding_s"] = statistics.median(row["end_to_end_s"] for row in busy)
-    return found
+    results["decode_step_s"] = statistics.median(steps)
+    results["end_to_end_decoding_s"] = statistics.median(row["end_to_end_s"] for row in busy)
+    return results
 
 
 def one_version(publisher: Any, readers: Sequence[Any], version: int) -> dict[str, float]:
-    """Publish a version and have all readers load it; of them the slowest counts."""
-    what = f"version {version}"
+    """Publish a version and load it in all readers; the slowest reader counts."""
+    name = f"version {version}"
     manifest, publish_s, memcpy_s = fetch_reply(
-        publisher.publish.remote(version), f"publish of {what}"
+        publisher.publish.remote(version), f"publish of {name}"
     )
     published = time.perf_counter()
     pulls = [reader.pull.remote(manifest) for reader in readers]
-    rows = wait_for_all(pulls, f"readers of {what}", timeout_s=CALL_S)
-    # What the publisher does for the measurement itself is not part of it.
+    rows = wait_for_all(pulls, f"readers of {name}", timeout_s=CALL_S)
+    # Exclude the publisher's work for the measurement itself.
     end_to_end_s = publish_s + time.perf_counter() - published
     slowest = {name: max(row[name] for row in rows) for name in rows[0]}
     return {

@@ -1,4 +1,4 @@
-"""The processes `benchmarks.weights` measures: one that publishes, and those that follow it."""
+"""Processes of `benchmarks.weights`: a publisher and its followers."""
 
 import asyncio
 import contextlib
@@ -28,13 +28,13 @@ from streamrl.weights.unpack import unpack_tensors
 
 TIMEOUT_S = 60.0
 CHANGED_SHARE = 20
-"""One element in so many changes from version to version."""
+"""One element in CHANGED_SHARE changes per version."""
 
 CONFIG = WeightsConfig()
 
 
 def outlet_of(transport: str, folder: Path) -> TransportWriter:
-    """The publisher's end of a transport; versions on disk go into `folder`."""
+    """Return the publisher's end of a transport; versions on disk go into `folder`."""
     keep = CONFIG.keep_versions
     outlets: dict[str, Callable[[], TransportWriter]] = {
         OBJECT_STORE: ObjectStoreWriter,
@@ -51,7 +51,7 @@ def outlet_of(transport: str, folder: Path) -> TransportWriter:
 
 
 def inlet_of(transport: str, name: str) -> TransportReader:
-    """A reader's end."""
+    """Return a reader's end of a transport."""
     inlets: dict[str, Callable[[], TransportReader]] = {
         OBJECT_STORE: lambda: ObjectStoreReader("policy"),
         SHARED_MEMORY: lambda: SharedMemoryReader("policy", ObjectStoreReader("policy")),
@@ -65,7 +65,7 @@ def inlet_of(transport: str, name: str) -> TransportReader:
 
 
 class Publisher:
-    """Has the tensors of a model, and makes versions of them by changing a few elements."""
+    """Holds the tensors of a model and makes versions by changing a few elements."""
 
     def __init__(self, millions: int) -> None:
         named = dict(make_model(millions).named_parameters())
@@ -75,7 +75,6 @@ class Publisher:
         self._copy = np.ones(self._bytes, np.uint8)
 
     def num_bytes(self) -> int:
-        """Size of a version."""
         return self._bytes
 
     def use(self, transport: str, readers: list[str], folder: str) -> None:
@@ -86,7 +85,7 @@ class Publisher:
             self._outlet.set_readers(readers)
 
     def publish(self, version: int) -> tuple[WeightManifest, float, float]:
-        """A version; what it took, s, and what it takes to copy its bytes in memory."""
+        """Publish a version; return its seconds, and the seconds to copy its bytes in memory."""
         assert self._outlet is not None
         for tensor in self._tensors.values():
             tensor.view(-1)[version % CHANGED_SHARE :: CHANGED_SHARE] += 1e-4
@@ -109,17 +108,15 @@ class Publisher:
         return time.perf_counter() - start
 
     def end(self) -> None:
-        """Close the transport."""
         if self._outlet is not None:
             self._outlet.close()
             self._outlet = None
 
 
 class Generator:
-    """An engine that follows the weights, decoding meanwhile if it is told to."""
+    """An engine that follows the weights and, after `decode`, samples rollouts meanwhile."""
 
     async def start(self, name: str, model_path: str) -> None:
-        """Build the engine."""
         self._name = name
         self._inlet: TransportReader | None = None
         self._decoding: asyncio.Task[None] | None = None
@@ -136,7 +133,7 @@ class Generator:
         self._inlet = inlet_of(transport, self._name)
 
     async def pull(self, manifest: WeightManifest) -> dict[str, float]:
-        """Fetch, verify and load a version; seconds of each, and of the pause."""
+        """Fetch, verify and load a version; return the seconds of each, and of the pause."""
         start = time.perf_counter()
         tensors = await asyncio.to_thread(self._fetch, manifest)
         fetched = time.perf_counter()
@@ -152,11 +149,11 @@ class Generator:
         return tensors
 
     async def _load(self, tensors: dict[str, torch.Tensor], version: int) -> float:
-        """Load a version; how long no rollout was decoded for it, s."""
+        """Load a version; return the seconds in which no rollout was decoded."""
         return (await self._engine.load_weights(tensors, version)).pause_s
 
     async def decode(self) -> None:
-        """Have rollouts running from now on."""
+        """Start sampling rollouts."""
         self._step_s.clear()
         self._decoding = asyncio.create_task(self._decode())
 
@@ -167,7 +164,7 @@ class Generator:
                 await self._engine.generate(prompt, seeds=list(range(8)))
 
     async def rest(self) -> float:
-        """Decode no more; the median seconds of a step of the engine."""
+        """Stop sampling; return the median seconds of a decode step."""
         assert self._decoding is not None
         self._decoding.cancel()
         await asyncio.wait([self._decoding])
@@ -175,7 +172,7 @@ class Generator:
 
 
 def timed(function: str) -> list[float]:
-    """The seconds of every call of a function of `vllm_engine` from now on."""
+    """Record the seconds of every call of a function of `vllm_engine` from now on."""
     seconds: list[float] = []
     call = vars(engine)[function]
 

@@ -1,1 +1,2 @@
-"""What a run that was made says of how long things take, and how near a simulation comes to it."""
+"""Calibration: fit the planner's timings and cost constants to a run, and measure the simulator's
+error."""

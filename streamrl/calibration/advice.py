@@ -1,4 +1,4 @@
-"""What bounds a run, and what other settings would make of it, by calibrated simulation."""
+"""Advice on a run: its bottleneck, and the effect of other settings by calibrated simulation."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +15,13 @@ from streamrl.placement import Cluster, StageTimings
 from streamrl.rewards.group_filter import AUTO_OVERSAMPLE
 
 MIN_ERROR = 0.02
-"""What a simulation says is never taken for better than this."""
+"""Lower bound of the simulator's assumed relative error."""
 
 
 @dataclass(frozen=True)
 class StageLoad:
-    """How busy a stage's processes are, as a part of the time, and how many groups wait for it."""
+    """Utilization of a stage: busy fraction of its processes' time, and mean number of waiting
+    groups."""
 
     stage: str
     busy_fraction: float
@@ -29,9 +30,9 @@ class StageLoad:
 
 @dataclass(frozen=True)
 class SettingsOption:
-    """Settings instead of the run's, and what a simulation says of them.
+    """Alternative settings with their simulated metrics.
 
-    change: of the step's length, as a part of what the simulation says of the run as it is.
+    step_s_change: relative to the simulated step time of the run as it is.
     """
 
     description: str
@@ -42,10 +43,7 @@ class SettingsOption:
 
 @dataclass(frozen=True)
 class SettingsAdvice:
-    """measured: the run as it was; simulated: as it would be by what was fitted to it.
-
-    options: the shortest step first.
-    """
+    """Metrics of the run, measured and simulated, and alternatives by step time, shortest first."""
 
     measured_metrics: SteadyMetrics
     simulated_metrics: SteadyMetrics
@@ -53,49 +51,53 @@ class SettingsAdvice:
 
     @property
     def simulation_error(self) -> float:
-        """How far the simulation is off on the run itself, as a part of a step."""
+        """Relative error of the simulated step time of the run itself."""
         return self.simulated_metrics.step_s / self.measured_metrics.step_s - 1
 
     @property
     def min_change(self) -> float:
-        """A smaller change of a step's length says nothing."""
+        """Smallest relative change of step time that exceeds the simulator's error."""
         return max(abs(self.simulation_error), MIN_ERROR)
 
 
-def recommend_settings(measured: RunTrace, cluster: Cluster | None = None) -> SettingsAdvice:
-    """Simulate the run, and each other way; on the devices it was made on, or some like them.
+def recommend_settings(trace: RunTrace, cluster: Cluster | None = None) -> SettingsAdvice:
+    """Simulate the run and each alternative, on the run's devices or on `cluster`.
 
-    Raises ConfigError if the run says too little.
+    Raises ConfigError if the run is too short or incomplete.
     """
-    planned = PlannedRun.from_trace(measured, measured.config, cluster)
-    timings = fit_timings(measured, planned.base_timings).timings
-    simulated = predict_metrics(planned, timings)
+    planned_run = PlannedRun.from_trace(trace, trace.config, cluster)
+    timings = fit_timings(trace, planned_run.base_timings).timings
+    simulated = predict_metrics(planned_run, timings)
     options = []
-    for what, settings in list_alternatives(measured.config):
-        figures = _simulate_settings(measured, settings, timings, cluster)
-        if figures is not None:
-            change = figures.step_s / simulated.step_s - 1
-            options.append(SettingsOption(what, _format_overrides(settings), figures, change))
+    for description, settings in list_alternatives(trace.config):
+        metrics = _simulate_settings(trace, settings, timings, cluster)
+        if metrics is not None:
+            change = metrics.step_s / simulated.step_s - 1
+            options.append(
+                SettingsOption(description, _format_overrides(settings), metrics, change)
+            )
     options.sort(key=lambda option: option.metrics.step_s)
-    return SettingsAdvice(SteadyMetrics.from_trace(measured), simulated, options)
+    return SettingsAdvice(SteadyMetrics.from_trace(trace), simulated, options)
 
 
-def measure_stage_loads(measured: RunTrace) -> list[StageLoad]:
-    """Return how busy each stage is; the busiest first, which has least time to spare."""
-    found = []
-    for stage, idle in measured.idle_fractions.items():
-        depths = [step.row.get(f"queue/depth/{stage}") for step in measured.steps]
-        known = [float(depth) for depth in depths if depth is not None]
-        found.append(StageLoad(stage, 1 - idle, statistics.fmean(known) if known else None))
-    return sorted(found, key=lambda load: -load.busy_fraction)
+def measure_stage_loads(trace: RunTrace) -> list[StageLoad]:
+    loads = []
+    for stage, idle in trace.idle_fractions.items():
+        depths = [step.row.get(f"queue/depth/{stage}") for step in trace.steps]
+        known_depths = [float(depth) for depth in depths if depth is not None]
+        loads.append(
+            StageLoad(stage, 1 - idle, statistics.fmean(known_depths) if known_depths else None)
+        )
+    return sorted(loads, key=lambda load: -load.busy_fraction)
 
 
 @dataclass(frozen=True)
 class FilterCost:
-    """What a filter takes of a run's groups, and the time that goes into these in a step.
+    """Groups rejected by the filter, and the time spent on them per step.
 
-    Of a run that says nothing of it, as one of an older streamrl, only the share is known.
-    oversample: prompts that were admitted for each place.
+    Runs of older versions log only the fraction.
+
+    oversample: prompts admitted per group of a step.
     """
 
     share: float
@@ -104,67 +106,66 @@ class FilterCost:
     oversample: float
 
 
-def measure_filter_cost(measured: RunTrace) -> FilterCost:
-    """Return what the filter takes and costs, as means of the steps."""
+def measure_filter_cost(trace: RunTrace) -> FilterCost:
     names = {"filter/generate_s": 0.0, "filter/score_s": 0.0, "filter/oversample": 1.0}
     means = []
     for name, default in names.items():
-        found = [step.row[name] for step in measured.steps if step.row.get(name) is not None]
-        means.append(statistics.fmean(found) if found else default)
-    return FilterCost(measured.filtered_fraction, *means)
+        values = [step.row[name] for step in trace.steps if step.row.get(name) is not None]
+        means.append(statistics.fmean(values) if values else default)
+    return FilterCost(trace.filtered_fraction, *means)
 
 
 def list_alternatives(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """One replica more of each stage, other splits of the same devices, other bounds."""
+    """Yield descriptions and settings: one more replica, other device splits, other staleness
+    bounds."""
     keys = _list_replica_settings(config)
-    for what, (key, count, unit) in keys.items():
-        yield f"one more {what}", {key: count + unit}
+    for description, (key, count, unit) in keys.items():
+        yield f"one more {description}", {key: count + unit}
     yield from _list_device_splits(config)
     if config.filter.is_enabled and config.filter.oversample_factor is not None:
-        yield "as many more prompts as the filter takes", {"filter.oversample": AUTO_OVERSAMPLE}
+        yield "oversample to replace filtered groups", {"filter.oversample": AUTO_OVERSAMPLE}
     bound = config.pipeline.max_staleness
-    for other in (bound - 1, bound + 1, bound + 2):
-        if other >= 0:
-            settings = {"pipeline.max_staleness": other, "pipeline.depth": None}
-            yield f"staleness up to {other}", settings
+    for staleness in (bound - 1, bound + 1, bound + 2):
+        if staleness >= 0:
+            settings = {"pipeline.max_staleness": staleness, "pipeline.depth": None}
+            yield f"max_staleness={staleness}", settings
 
 
 def _list_replica_settings(config: RunConfig) -> Mapping[str, tuple[str, int, int]]:
-    """By what there can be one more of: the setting, its value, and how many make one."""
+    """Return by name of a replica: the setting, its value, and the devices per replica."""
     roles = config.dataflow.calls_by_role
-    found = {}
+    settings = {}
     if not config.placement.is_hybrid:
-        found["generator"] = ("generator.replicas", config.generator.replicas, 1)
+        settings["generator"] = ("generator.replicas", config.generator.replicas, 1)
     if REWARD_CALL.role in roles or COST_CALL.role in roles:
-        found["scorer"] = ("scorer.replicas", config.scorer.replicas, 1)
+        settings["scorer"] = ("scorer.replicas", config.scorer.replicas, 1)
     if EMA_REFERENCE in roles:
-        found["reference"] = ("reference.replicas", config.reference.replicas, 1)
+        settings["reference"] = ("reference.replicas", config.reference.replicas, 1)
     if any(role in roles for role in ("value", "cost_value")):
-        found["value replica"] = ("critic.replicas", config.critic.replicas, 1)
+        settings["value replica"] = ("critic.replicas", config.critic.replicas, 1)
     trainer = config.trainer
-    found["trainer replica"] = (
+    settings["trainer replica"] = (
         "trainer.world_size",
         trainer.world_size,
         trainer.tensor_parallel,
     )
     if CRITIC in roles:
-        own = config.get_trainer_config(CRITIC)
-        found["critic replica"] = (
+        critic_trainer = config.get_trainer_config(CRITIC)
+        settings["critic replica"] = (
             "critic.trainer.world_size",
-            own.world_size,
-            own.tensor_parallel,
+            critic_trainer.world_size,
+            critic_trainer.tensor_parallel,
         )
-    return found
+    return settings
 
 
 def _list_device_splits(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The same devices for generators and policy, shared out otherwise."""
     generator, trainer = config.generator, config.trainer
     if config.placement.shared_pools:
         if config.placement.is_hybrid and trainer.world_size > 1:
             half = trainer.world_size // 2
             yield (
-                "devices of their own for generators and policy",
+                "separate devices for generators and policy",
                 {
                     "placement.mode": "disaggregated",
                     "placement.pools": [],
@@ -177,13 +178,13 @@ def _list_device_splits(config: RunConfig) -> Iterator[tuple[str, Mapping[str, A
     if max(generator.tensor_parallel, trainer.tensor_parallel) > 1:
         return
     devices = generator.replicas + trainer.world_size
-    for what, replicas in (
-        ("a device from the policy to the generators", generator.replicas + 1),
-        ("a device from the generators to the policy", generator.replicas - 1),
+    for description, replicas in (
+        ("one device moved from policy to generators", generator.replicas + 1),
+        ("one device moved from generators to policy", generator.replicas - 1),
     ):
         if 0 < replicas < devices:
             yield (
-                what,
+                description,
                 {"generator.replicas": replicas, "trainer.world_size": devices - replicas},
             )
     yield (
@@ -193,17 +194,16 @@ def _list_device_splits(config: RunConfig) -> Iterator[tuple[str, Mapping[str, A
 
 
 def _simulate_settings(
-    measured: RunTrace, settings: Mapping[str, Any], timings: StageTimings, cluster: Cluster | None
+    trace: RunTrace, settings: Mapping[str, Any], timings: StageTimings, cluster: Cluster | None
 ) -> SteadyMetrics | None:
-    """What a simulation says; None of what no run could be, or has no room."""
+    """Simulate the settings; None if they are invalid or do not fit."""
     try:
-        config = with_settings(measured.config, settings)
-        planned = PlannedRun.from_trace(measured, config, cluster)
-        return predict_metrics(planned, timings)
+        config = with_settings(trace.config, settings)
+        planned_run = PlannedRun.from_trace(trace, config, cluster)
+        return predict_metrics(planned_run, timings)
     except ConfigError:
         return None
 
 
 def _format_overrides(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Settings as words of the command line."""
     return tuple(f"{key}={'null' if value is None else value}" for key, value in settings.items())

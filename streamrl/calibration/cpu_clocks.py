@@ -1,4 +1,4 @@
-"""Time in which work was done: slower than the clock's where processes shared a few cores."""
+"""Clocks of CPU work: slower than the wall clock while processes share few cores."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,25 +9,31 @@ from streamrl.placement.stage_timings import process_speed
 
 Interval = tuple[float, float]
 MIN_CORES_FRACTION = 0.1
-"""Part of the cores that others leave at least."""
+"""Lower bound of the fraction of cores left by other processes."""
 
 
 def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time in intervals that do not overlap, in order."""
-    found: list[list[float]] = []
+    """Merge overlapping intervals; return them in order."""
+    merged: list[list[float]] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1][1] = max(found[-1][1], end)
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
         else:
-            found.append([start, end])
-    return [(start, end) for start, end in found]
+            merged.append([start, end])
+    return [(start, end) for start, end in merged]
 
 
 class WorkClock:
-    """Seconds a process works that is busy throughout, where `busy` are the intervals of each.
+    """Clock of the work that a continuously busy process does.
 
-    They slow one another down as in `process_speed`; `cores` 0 is one for each, and they do not.
-    `beside` is how many cores, on average, others keep busy for them.
+    While n processes are busy, the clock advances at `process_speed(cores, n)`; cores=0 means a
+    core per process, speed 1.
+
+    Example: one core, process A busy in [0, 2] and B in [1, 3]. The clock reads 0, 1, 1.5 and 2.5
+    at times 0, 1, 2 and 3: alone 1 s of work per second, together half.
+
+    busy: busy intervals of each process.
+    other_cores: mean number of cores that untraced processes keep busy.
     """
 
     def __init__(
@@ -35,58 +41,61 @@ class WorkClock:
         busy: Iterable[Sequence[Interval]],
         *,
         cores: float,
-        beside: float = 0.0,
+        other_cores: float = 0.0,
         crowding: float = 0.0,
     ) -> None:
-        intervals = [one for each in busy for one in merge_intervals(each)]
+        intervals = [
+            interval
+            for process_intervals in busy
+            for interval in merge_intervals(process_intervals)
+        ]
         starts = np.array([start for start, _ in intervals], np.float64)
         ends = np.array([end for _, end in intervals], np.float64)
-        at = np.concatenate([starts, ends])
-        change = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
-        order = np.argsort(at, kind="stable")
-        self._times = at[order]
-        running = np.cumsum(change[order])[:-1]
-        left = max(cores - beside, MIN_CORES_FRACTION * cores)
-        most = int(running.max(initial=0.0))
+        edges = np.concatenate([starts, ends])
+        busy_changes = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
+        order = np.argsort(edges, kind="stable")
+        self._times = edges[order]
+        running = np.cumsum(busy_changes[order])[:-1]
+        available_cores = max(cores - other_cores, MIN_CORES_FRACTION * cores)
+        max_busy = int(running.max(initial=0.0))
         speeds = [
-            process_speed(left, busy, crowding=crowding) if cores else 1.0
-            for busy in range(most + 1)
+            process_speed(available_cores, busy, crowding=crowding) if cores else 1.0
+            for busy in range(max_busy + 1)
         ]
         speed = np.array(speeds)[running.astype(int)]
         self._work_s = np.concatenate([[0.0], np.cumsum(speed * np.diff(self._times))])
 
     def read_at(self, times: Array) -> Array:
-        """What the clock shows at these times, s; differences have a meaning."""
+        """Return the clock's readings at these times, in seconds; only differences are
+        meaningful."""
         if not len(self._times):
             return np.asarray(times, np.float64)
         inside: Array = np.interp(times, self._times, self._work_s)
         before = np.minimum(0.0, times - self._times[0])
-        behind = np.maximum(0.0, times - self._times[-1])
-        return inside + before + behind
+        after = np.maximum(0.0, times - self._times[-1])
+        return inside + before + after
 
     def measure_work(self, start: float, end: float) -> float:
-        """Work done from the one time to the other."""
         first, last = self.read_at(np.array([start, end]))
         return float(last - first)
 
 
 class PausableClock:
-    """The same, but it stands still in these intervals."""
+    """WorkClock that stops during these intervals."""
 
-    def __init__(self, rests: Iterable[Interval], clock: WorkClock) -> None:
+    def __init__(self, pauses: Iterable[Interval], clock: WorkClock) -> None:
         self._clock = clock
         edges = clock.read_at(
-            np.array([edge for rest in merge_intervals(rests) for edge in rest], np.float64)
+            np.array([edge for pause in merge_intervals(pauses) for edge in pause], np.float64)
         )
-        lasts = np.diff(edges)
-        lasts[1::2] = 0.0
+        lengths = np.diff(edges)
+        lengths[1::2] = 0.0
         self._edges = edges
-        self._paused_s = np.concatenate([[0.0], np.cumsum(lasts)])
+        self._paused_s = np.concatenate([[0.0], np.cumsum(lengths)])
 
     def read_at(self, times: Array) -> Array:
-        """What it shows at these times."""
-        shown = self._clock.read_at(times)
+        work_s = self._clock.read_at(times)
         if not len(self._edges):
-            return shown
-        rested: Array = np.interp(shown, self._edges, self._paused_s)
-        return shown - rested
+            return work_s
+        paused_s: Array = np.interp(work_s, self._edges, self._paused_s)
+        return work_s - paused_s

@@ -1,8 +1,11 @@
-"""From the timings of one run to the constants of the cost model, which are of any placement.
+"""Fit cost constants, which hold for any placement, to the timings of one run.
 
-A coefficient of `StageTimings` depends on the constant it is tied to in one of two ways: as a + b *
-c, or, where the constant is a part of what a device can do, as a + b / c. Two values of the
-constant say what a and b are.
+Each coefficient of `StageTimings` depends on its constant c in one of two forms: a + b * c, or a +
+b / c where c is the achieved fraction of a device's peak. The cost model's coefficient at two
+values of c determines a and b; solving for the measured coefficient gives c.
+
+Example: the cost model gives token_s = 2 ms at c = 0.5 and 1 ms at c = 1.0. Then a = 0, b = 1 ms,
+and a measured token_s of 2.5 ms gives c = 0.4.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,14 +18,16 @@ from streamrl.placement.costs import CostConstants, CostModel
 from streamrl.placement.costs.constants import UPPER_BOUNDS
 
 MIN_FRACTION = 1e-6
-"""A device that reaches less of what it can do does nothing."""
 SOLVER_ROUNDS = 3
-"""Some coefficients depend on two constants: so often all are gone through."""
+"""Rounds over all constants: some coefficients depend on two, so solving repeats until stable."""
 
 
 @dataclass(frozen=True)
 class ConstantLink:
-    """A constant, and the name of its coefficient in `FittedTimings`."""
+    """A constant and the coefficient of `FittedTimings` that determines it.
+
+    is_fraction: whether the constant is a fraction of a device's peak (a + b / c).
+    """
 
     constant: str
     coefficient: str
@@ -32,9 +37,9 @@ class ConstantLink:
 
 @dataclass(frozen=True)
 class FittedConstant:
-    """A constant that a run says: its value and default, and the coefficient it follows from.
+    """A constant determined by a run: value, default, and the coefficient behind it.
 
-    is_cut: the coefficient is out of the constant's bounds, and it is at the nearest one.
+    is_clamped: whether the solution was out of bounds and `value` is the nearest bound.
     """
 
     value: float
@@ -46,7 +51,7 @@ class FittedConstant:
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """Constants of a run, and those that it says: the others are what they were before."""
+    """All constants, and those that the run determined; the rest keep their values."""
 
     constants: CostConstants
     fitted_constants: Mapping[str, FittedConstant]
@@ -55,56 +60,58 @@ class CalibrationResult:
 def fit_constants(
     fitted: FittedTimings, problem: PlacementProblem, placement: Placement, start: CostConstants
 ) -> CalibrationResult:
-    """The constants with which a cost model gives these timings for this placement."""
-    ties = [tie for tie in _list_links(problem, placement) if tie.coefficient in fitted.estimates]
-    wanted = _normalize_rule_batches(fitted.timings, problem)
-    constants, cut = start, set[str]()
+    """Find constants for which the cost model predicts these timings for this placement."""
+    links = [
+        link for link in _list_links(problem, placement) if link.coefficient in fitted.estimates
+    ]
+    target_timings = _normalize_rule_batches(fitted.timings, problem)
+    constants, clamped = start, set[str]()
     for _ in range(SOLVER_ROUNDS):
-        cut.clear()
-        for tie in ties:
-            value, is_cut = _solve_constant(
-                tie, tie.read_coefficient(wanted), constants, problem, placement
+        clamped.clear()
+        for link in links:
+            value, is_clamped = _solve_constant(
+                link, link.read_coefficient(target_timings), constants, problem, placement
             )
-            constants = _replace_constant(constants, tie.constant, value)
-            if is_cut:
-                cut.add(tie.constant)
+            constants = _replace_constant(constants, link.constant, value)
+            if is_clamped:
+                clamped.add(link.constant)
     determined = {
-        tie.constant: FittedConstant(
-            float(vars(constants)[tie.constant]),
-            float(vars(CostConstants.from_cluster(problem.cluster))[tie.constant]),
-            tie.coefficient,
-            fitted.estimates[tie.coefficient],
-            tie.constant in cut,
+        link.constant: FittedConstant(
+            float(vars(constants)[link.constant]),
+            float(vars(CostConstants.from_cluster(problem.cluster))[link.constant]),
+            link.coefficient,
+            fitted.estimates[link.coefficient],
+            link.constant in clamped,
         )
-        for tie in ties
+        for link in links
     }
     return CalibrationResult(constants, determined)
 
 
 def _solve_constant(
-    tie: ConstantLink,
-    wanted: float,
+    link: ConstantLink,
+    target: float,
     constants: CostConstants,
     problem: PlacementProblem,
     placement: Placement,
 ) -> tuple[float, bool]:
-    """The value of a constant that gives a coefficient, and whether it had to be cut to bounds."""
-    low, high = (0.5, 1.0) if tie.is_fraction else (0.25, 0.5)
+    """Return the value of a constant that gives the coefficient, and whether it was clamped."""
+    low, high = (0.5, 1.0) if link.is_fraction else (0.25, 0.5)
 
     def coefficient(value: float) -> float:
-        model = CostModel(problem, _replace_constant(constants, tie.constant, value))
-        return tie.read_coefficient(model.predict_timings(placement))
+        model = CostModel(problem, _replace_constant(constants, link.constant, value))
+        return link.read_coefficient(model.predict_timings(placement))
 
     ends = coefficient(low), coefficient(high)
-    seen = (1 / low, 1 / high) if tie.is_fraction else (low, high)
-    slope = (ends[1] - ends[0]) / (seen[1] - seen[0])
-    level = ends[0] - slope * seen[0]
+    inputs = (1 / low, 1 / high) if link.is_fraction else (low, high)
+    slope = (ends[1] - ends[0]) / (inputs[1] - inputs[0])
+    intercept = ends[0] - slope * inputs[0]
     if not slope:
-        return float(vars(constants)[tie.constant]), True
-    solved = (wanted - level) / slope
-    if tie.is_fraction:
+        return float(vars(constants)[link.constant]), True
+    solved = (target - intercept) / slope
+    if link.is_fraction:
         solved = 1 / solved if solved > 0 else 1.0
-    value = min(max(solved, MIN_FRACTION if tie.is_fraction else 0.0), UPPER_BOUNDS[tie.constant])
+    value = min(max(solved, MIN_FRACTION if link.is_fraction else 0.0), UPPER_BOUNDS[link.constant])
     return value, abs(value - solved) > 1e-9 * max(1.0, abs(solved))
 
 
@@ -113,8 +120,10 @@ def _replace_constant(constants: CostConstants, name: str, value: float) -> Cost
 
 
 def _list_links(problem: PlacementProblem, placement: Placement) -> Iterator[ConstantLink]:
-    """What a run of this dataflow can say. Where several stages depend on one constant the first
-    that has a model says what it is."""
+    """Yield the constants that a run of this dataflow determines.
+
+    If several stages depend on one constant, the first stage with a model determines it.
+    """
     yield ConstantLink(
         "train_flops_fraction", f"train.{POLICY}.token_s", lambda t: t.train[POLICY].token_s, True
     )
@@ -141,7 +150,7 @@ def _list_links(problem: PlacementProblem, placement: Placement) -> Iterator[Con
 
 
 def _list_score_links(problem: PlacementProblem, placement: Placement) -> Iterator[ConstantLink]:
-    """Of the first stage that is a rule, and of the first that has a model."""
+    """Yield the links of the first rule-based score stage and of the first with a model."""
     stages = [call.stage for call in problem.dataflow.select_calls(CallKind.SCORE)]
     rule = next((stage for stage in stages if stage not in placement.assignments), "")
     if rule:
@@ -151,40 +160,47 @@ def _list_score_links(problem: PlacementProblem, placement: Placement) -> Iterat
         )
     modelled = next((stage for stage in stages if stage in placement.assignments), "")
     if modelled:
-        place = f"score.{modelled}"
-        yield ConstantLink("score_batch_s", f"{place}.batch_s", lambda t: t.score[modelled].batch_s)
+        prefix = f"score.{modelled}"
         yield ConstantLink(
-            "score_rollout_s", f"{place}.rollout_s", lambda t: t.score[modelled].rollout_s
+            "score_batch_s", f"{prefix}.batch_s", lambda t: t.score[modelled].batch_s
+        )
+        yield ConstantLink(
+            "score_rollout_s", f"{prefix}.rollout_s", lambda t: t.score[modelled].rollout_s
         )
 
 
 def _list_weights_links(problem: PlacementProblem, placement: Placement) -> Iterator[ConstantLink]:
-    """Of the generators: as one of those who follow from elsewhere, or share the devices."""
+    """Yield the links of the generators, which either pull weights or share the trainer's
+    devices."""
     stage, source = GENERATE_CALL.stage, problem.dataflow.select_calls(CallKind.TRAIN)[0].stage
-    place = f"weights.{stage}"
+    prefix = f"weights.{stage}"
     if placement.overlaps(source, stage):
-        yield ConstantLink("switch_s", f"{place}.pause_s", lambda t: t.weights[stage].pause_s)
+        yield ConstantLink("switch_s", f"{prefix}.pause_s", lambda t: t.weights[stage].pause_s)
         return
-    yield ConstantLink("publish_s", f"{place}.publish_s", lambda t: t.weights[stage].publish_s)
-    yield ConstantLink("pull_s", f"{place}.pull_s", lambda t: t.weights[stage].pull_s)
+    yield ConstantLink("publish_s", f"{prefix}.publish_s", lambda t: t.weights[stage].publish_s)
+    yield ConstantLink("pull_s", f"{prefix}.pull_s", lambda t: t.weights[stage].pull_s)
 
     def paused(timings: StageTimings) -> float:
-        one = timings.weights[stage]
-        return one.pause_s / one.pull_s if one.pull_s else 0.0
+        weights = timings.weights[stage]
+        return weights.pause_s / weights.pull_s if weights.pull_s else 0.0
 
-    yield ConstantLink("pause_fraction", f"{place}.pause_s", paused)
+    yield ConstantLink("pause_fraction", f"{prefix}.pause_s", paused)
 
 
 def _normalize_rule_batches(timings: StageTimings, problem: PlacementProblem) -> StageTimings:
-    """With rules that judge one group at a time, as the cost model has them."""
+    """Convert rule-based score stages to batches of one group, as in the cost model."""
     size = problem.workload.group_size
     score = {}
-    for stage, one in timings.score.items():
-        own = one
-        if problem.find_model(stage) is None and one.batch > 1:
-            full = one.batch_duration_s(one.batch * size, 0.0) / one.batch
-            own = ScoreTiming(
-                one.replicas, 1, max(0.0, full - one.rollout_s * size), one.rollout_s, 0.0
+    for stage, timing in timings.score.items():
+        normalized = timing
+        if problem.find_model(stage) is None and timing.batch > 1:
+            group_s = timing.batch_duration_s(timing.batch * size, 0.0) / timing.batch
+            normalized = ScoreTiming(
+                timing.replicas,
+                1,
+                max(0.0, group_s - timing.rollout_s * size),
+                timing.rollout_s,
+                0.0,
             )
-        score[stage] = own
+        score[stage] = normalized
     return replace(timings, score=score)

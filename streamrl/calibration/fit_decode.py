@@ -1,8 +1,8 @@
-"""How long decode steps take, of when groups began and were done.
+"""Fit the time of decode steps to when groups began and finished.
 
-The spans do not say when which step was. So the generator's own model goes through what was asked
-of it, group by group, and what its steps would have to take for the groups to be done when they
-were is the answer.
+Spans show when a group was sampled, but not its single decode steps. So the fit replays the groups
+through the simulator's engine model and searches the coefficients for which each group finishes
+when it did.
 """
 
 import heapq
@@ -21,11 +21,11 @@ from streamrl.placement import GeneratorTiming
 from streamrl.simulator.replicas.engine import SimulatedEngine
 
 WINDOW_GROUPS = 800
-"""Groups of a replica that follow one another and are gone through together."""
+"""Consecutive groups of one replica that are replayed together."""
 MAX_GROUPS = 3200
-"""More of one replica say nothing new; windows of them are from all over the run."""
+"""Limit per replica: more groups do not improve the fit. Windows are spread over the run."""
 MIN_COHORT_GROUPS = 16
-"""Groups whose common pace is told from that of others."""
+"""Minimum number of groups whose common pace is estimated."""
 DECODE_COEFFICIENTS = ("step_s", "rollout_s", "prefill_token_s", "group_s")
 START_FRACTIONS = (
     (0.25, 0.25, 0.25, 0.25),
@@ -34,45 +34,46 @@ START_FRACTIONS = (
     (0.15, 0.15, 0.55, 0.15),
     (0.15, 0.15, 0.15, 0.55),
 )
-"""Parts of a group's time that a fit may begin from, by coefficient."""
+"""Start points of the fit: fraction of a group's time per coefficient."""
 
 
 @dataclass(frozen=True)
 class GroupWindow:
-    """Groups that follow one another, behind those that were still there as the first began.
+    """Consecutive groups, preceded by the groups that run when the first begins.
 
-    Who had others beside it that are not here says nothing.
+    Only groups whose concurrent groups are all in the window count in the fit.
     """
 
     groups: Sequence[GeneratedGroup]
     start_s: float
     end_s: float
 
-    def contains_group(self, one: GeneratedGroup) -> bool:
-        """Whether all that was beside a group is here."""
-        return self.start_s <= one.start_s and one.end_s <= self.end_s
+    def contains_group(self, group: GeneratedGroup) -> bool:
+        """Return whether the window has all groups that ran concurrently with `group`."""
+        return self.start_s <= group.start_s and group.end_s <= self.end_s
 
     @classmethod
     def split_episode(cls, episode: Sequence[GeneratedGroup]) -> "Iterator[GroupWindow]":
-        """An episode in windows of like numbers of groups; none that holds nothing."""
+        """Yield windows of similar size; windows without a complete group are left out."""
         edges = np.linspace(
             0, len(episode), max(1, round(len(episode) / WINDOW_GROUPS)) + 1
         ).astype(int)
         for first, last in pairwise(edges.tolist()):
-            since_s = episode[first].start_s
-            until_s = episode[last].start_s if last < len(episode) else np.inf
-            still = [one for one in episode[:first] if one.end_s > since_s]
-            window = cls([*still, *episode[first:last]], since_s, until_s)
-            if any(window.contains_group(one) for one in window.groups):
+            start_s = episode[first].start_s
+            end_s = episode[last].start_s if last < len(episode) else np.inf
+            running = [group for group in episode[:first] if group.end_s > start_s]
+            window = cls([*running, *episode[first:last]], start_s, end_s)
+            if any(window.contains_group(group) for group in window.groups):
                 yield window
 
 
 @dataclass(frozen=True)
 class DecodeReplay:
-    """A replica's groups in the order they began; times on its own clock.
+    """Groups of a replica, ordered by begin; times on the replica's own work clock.
 
-    counts: whether what lay beside a group is all here. loads: when versions were taken up. turns:
-    which groups went at one pace, as they were admitted together.
+    complete_mask: groups whose concurrent groups are all here.
+    load_times: when the replica loaded versions.
+    cohort_ids: groups with equal numbers were admitted together and share a pace.
     """
 
     begin_times: Array
@@ -85,51 +86,51 @@ class DecodeReplay:
 
     @classmethod
     def from_process(
-        cls, sampled: Sequence[GeneratedGroup], loads: Sequence[float], clock: WorkClock
+        cls, groups: Sequence[GeneratedGroup], loads: Sequence[float], clock: WorkClock
     ) -> "list[DecodeReplay]":
-        """Those of one process: windows of what it had without a rest."""
+        """Return replays of a process: windows without idle time in between."""
         windows = [
-            one
-            for episode in _split_episodes(sampled)
-            for one in GroupWindow.split_episode(episode)
+            window
+            for episode in _split_episodes(groups)
+            for window in GroupWindow.split_episode(episode)
         ]
-        number = max(1, min(len(windows), MAX_GROUPS * len(windows) // len(sampled)))
-        places = np.linspace(0, len(windows) - 1, number).astype(int)
-        # Where one of its groups is in pieces, all of them stood still in between.
-        rests: list[Interval] = [
-            (before[1], behind[0]) for one in sampled for before, behind in pairwise(one.intervals)
+        number = max(1, min(len(windows), MAX_GROUPS * len(windows) // len(groups)))
+        positions = np.linspace(0, len(windows) - 1, number).astype(int)
+        # A gap in the span of a group means that the whole replica was paused.
+        pauses: list[Interval] = [
+            (before[1], after[0]) for group in groups for before, after in pairwise(group.intervals)
         ]
-        own = PausableClock(rests, clock)
-        return [cls.from_window(windows[place], loads, own) for place in places]
+        pausable_clock = PausableClock(pauses, clock)
+        return [cls.from_window(windows[position], loads, pausable_clock) for position in positions]
 
     @classmethod
     def from_window(
         cls, window: "GroupWindow", loads: Sequence[float], clock: PausableClock
     ) -> "DecodeReplay":
-        """Those of a window, on this clock."""
-        chosen = window.groups
-        until = max(one.end_s for one in chosen)
-        own = [load for load in loads if chosen[0].start_s < load < until]
+        groups = window.groups
+        end_s = max(group.end_s for group in groups)
+        window_loads = [load for load in loads if groups[0].start_s < load < end_s]
         return cls(
-            clock.read_at(np.array([one.start_s for one in chosen])),
-            clock.read_at(np.array([one.end_s for one in chosen])),
-            [one.prompt_tokens for one in chosen],
-            [one.lengths for one in chosen],
-            np.array([window.contains_group(one) for one in chosen]),
-            clock.read_at(np.array(own)),
-            _number_cohorts([one.admitted_version for one in chosen]),
+            clock.read_at(np.array([group.start_s for group in groups])),
+            clock.read_at(np.array([group.end_s for group in groups])),
+            [group.prompt_tokens for group in groups],
+            [group.lengths for group in groups],
+            np.array([window.contains_group(group) for group in groups]),
+            clock.read_at(np.array(window_loads)),
+            _number_cohorts([group.admitted_version for group in groups]),
         )
 
     def replay_groups(self, timing: GeneratorTiming, *, pause_s: float) -> Array:
-        """When each group would be done, if it took so long to take up a version."""
+        """Return the time at which each group finishes with these timings; each load takes
+        `pause_s`."""
         engine: SimulatedEngine[int] = SimulatedEngine(timing)
-        done = np.zeros(len(self.begin_times))
+        end_times = np.zeros(len(self.begin_times))
 
         def advance(until: float) -> None:
             while engine.has_event_by(until) and not engine.is_empty:
-                at = engine.next_event_s
-                for group in engine.advance_to(at):
-                    done[group.key] = at
+                event_s = engine.next_event_s
+                for group in engine.advance_to(event_s):
+                    end_times[group.key] = event_s
 
         loads = deque(self.load_times.tolist())
         for key, begin in enumerate(self.begin_times.tolist()):
@@ -142,14 +143,16 @@ class DecodeReplay:
             advance(load)
             engine.load_version(0, pause_s, load)
         advance(np.inf)
-        return done
+        return end_times
 
     def compute_typical_work(self) -> Array:
-        """Of a group: decode steps, rollouts in all of them together, prompt tokens and groups
-        beside it; [4].
+        """Return the median work during a group, [4]: decode steps, rollout-steps, prompt tokens,
+        groups.
+
+        The last three include concurrent groups.
         """
         steps = [max(lengths) for lengths in self.lengths]
-        beside, prompts, groups = [], [], []
+        rollout_steps, prompts, groups = [], [], []
         ends = self.end_times.tolist()
         running: list[tuple[float, int]] = []
         for key, begin in enumerate(self.begin_times.tolist()):
@@ -158,48 +161,49 @@ class DecodeReplay:
             heapq.heappush(running, (ends[key], len(self.lengths[key])))
             count = sum(rollouts for _, rollouts in running)
             groups.append(len(running))
-            beside.append(count * steps[key])
+            rollout_steps.append(count * steps[key])
             prompts.append(count * self.prompt_tokens[key])
-        found: Array = np.median([steps, beside, prompts, groups], axis=1)
-        return found
+        medians: Array = np.median([steps, rollout_steps, prompts, groups], axis=1)
+        return medians
 
 
 def fit_decode(
-    asked: Sequence[DecodeReplay], start: GeneratorTiming, *, pause_s: float
+    replays: Sequence[DecodeReplay], start: GeneratorTiming, *, pause_s: float
 ) -> RobustFit:
-    """COEFFICIENTS, in this order; what else a step takes is as in `start`.
+    """Fit DECODE_COEFFICIENTS, in this order; `start` supplies the remaining terms of a step.
 
-    A prompt's token takes at least as long as it is computed by `start`: what else a fit could make
-    of groups that come and go all the time is that it takes nothing, and all else more.
+    prefill_token_s has a lower bound: the compute time of a prompt token in `start`. Without the
+        bound, for groups that come and go all the time, a fit can shift the prefill time into the
+        other coefficients.
 
-    A machine has slow moments, and in them all groups are slow: what tells the coefficients apart
-    is how groups of one turn differ. If `start` computes running rollouts anew for each version,
-    that is as prompts are computed.
+    A machine has slow moments that slow down all groups. So predictions are scaled to the pace of
+    each cohort first, and only the differences within a cohort distinguish the coefficients. If
+    `start` recomputes running rollouts at each load, recomputing costs `prefill_token_s` per token.
     """
-    sizes = np.array([one.compute_typical_work() for one in asked]).mean(axis=0)
+    sizes = np.array([replay.compute_typical_work() for replay in replays]).mean(axis=0)
     measured = np.concatenate(
-        [(one.end_times - one.begin_times)[one.complete_mask] for one in asked]
+        [(replay.end_times - replay.begin_times)[replay.complete_mask] for replay in replays]
     )
-    turns = _renumber_cohorts([one.cohort_ids[one.complete_mask] for one in asked])
-    least = np.zeros(len(DECODE_COEFFICIENTS))
-    least[DECODE_COEFFICIENTS.index("prefill_token_s")] = min(
+    cohorts = _renumber_cohorts([replay.cohort_ids[replay.complete_mask] for replay in replays])
+    lower_bounds = np.zeros(len(DECODE_COEFFICIENTS))
+    lower_bounds[DECODE_COEFFICIENTS.index("prefill_token_s")] = min(
         start.compute_rollout_s, start.prefill_token_s
     )
 
     def predict(parts: Array) -> Array:
-        timing = replace_coefficients(start, (least + parts / sizes).tolist())
-        ends = [one.replay_groups(timing, pause_s=pause_s) for one in asked]
-        lasts = [
-            (end - one.begin_times)[one.complete_mask] for end, one in zip(ends, asked, strict=True)
+        timing = replace_coefficients(start, (lower_bounds + parts / sizes).tolist())
+        ends = [replay.replay_groups(timing, pause_s=pause_s) for replay in replays]
+        durations = [
+            (end - replay.begin_times)[replay.complete_mask]
+            for end, replay in zip(ends, replays, strict=True)
         ]
-        return _scale_to_cohort_pace(np.concatenate(lasts), measured, turns)
+        return _scale_to_cohort_pace(np.concatenate(durations), measured, cohorts)
 
-    found = fit_parts(predict, measured, sizes, starts=START_FRACTIONS)
-    return replace(found, coefficients=tuple((least + found.coefficients).tolist()))
+    fit = fit_parts(predict, measured, sizes, starts=START_FRACTIONS)
+    return replace(fit, coefficients=tuple((lower_bounds + fit.coefficients).tolist()))
 
 
 def replace_coefficients(start: GeneratorTiming, values: Sequence[float]) -> GeneratorTiming:
-    """The same with these COEFFICIENTS."""
     step_s, rollout_s, prefill_token_s, group_s = values
     return replace(
         start,
@@ -212,43 +216,47 @@ def replace_coefficients(start: GeneratorTiming, values: Sequence[float]) -> Gen
 
 
 def _number_cohorts(versions: Sequence[int]) -> Array:
-    """A number for each group: that of the turn it is of, by the version it was admitted at."""
-    found, last, count = [0] * len(versions), 0, 0
+    """Return the cohort of each group: a new one at a new admitted version, if the last is large
+    enough."""
+    cohorts, cohort, count = [0] * len(versions), 0, 0
     for i, version in enumerate(versions):
         if i and version != versions[i - 1] and count >= MIN_COHORT_GROUPS:
-            last, count = last + 1, 0
-        found[i], count = last, count + 1
-    return np.array(found, np.int64)
+            cohort, count = cohort + 1, 0
+        cohorts[i], count = cohort, count + 1
+    return np.array(cohorts, np.int64)
 
 
 def _renumber_cohorts(parts: Sequence[Array]) -> Array:
-    """Numbers of several parts, each with numbers of its own, as numbers that none share."""
+    """Concatenate cohort numbers of several replays without collisions."""
     firsts = np.cumsum([0, *(int(part.max(initial=-1)) + 1 for part in parts)])
-    found: Array = np.concatenate(
+    numbers: Array = np.concatenate(
         [part + first for part, first in zip(parts, firsts, strict=False)]
     )
-    return found
+    return numbers
 
 
-def _scale_to_cohort_pace(predicted: Array, measured: Array, turns: Array) -> Array:
-    """Each turn as fast or slow as it was, and all of them together as predicted."""
+def _scale_to_cohort_pace(predicted: Array, measured: Array, cohorts: Array) -> Array:
+    """Scale predictions by each cohort's pace, the median of measured over predicted.
+
+    Paces are relative to their median, so that the predictions keep their overall level.
+    """
     ratios = measured / np.maximum(predicted, 1e-12)
-    paces = np.ones(int(turns.max(initial=0)) + 1)
-    for turn in np.unique(turns):
-        paces[turn] = np.median(ratios[turns == turn])
-    found: Array = predicted * (paces / np.median(paces[np.unique(turns)]))[turns]
-    return found
+    paces = np.ones(int(cohorts.max(initial=0)) + 1)
+    for cohort in np.unique(cohorts):
+        paces[cohort] = np.median(ratios[cohorts == cohort])
+    scaled: Array = predicted * (paces / np.median(paces[np.unique(cohorts)]))[cohorts]
+    return scaled
 
 
-def _split_episodes(sampled: Sequence[GeneratedGroup]) -> Iterator[list[GeneratedGroup]]:
-    """Groups of one process, in order, cut where it had none."""
-    together: list[GeneratedGroup] = []
-    until = float("-inf")
-    for one in sampled:
-        if together and one.start_s >= until:
-            yield together
-            together = []
-        together.append(one)
-        until = max(until, one.end_s)
-    if together:
-        yield together
+def _split_episodes(groups: Sequence[GeneratedGroup]) -> Iterator[list[GeneratedGroup]]:
+    """Yield the groups between two moments at which the process had none."""
+    episode: list[GeneratedGroup] = []
+    end_s = float("-inf")
+    for group in groups:
+        if episode and group.start_s >= end_s:
+            yield episode
+            episode = []
+        episode.append(group)
+        end_s = max(end_s, group.end_s)
+    if episode:
+        yield episode

@@ -1,9 +1,8 @@
-"""From what was measured to `StageTimings`: how long everything takes in the placement of a run.
+"""Fit `StageTimings`, the time of every operation in a run's placement, to the run's spans.
 
-Where a run was made on one machine's few cores its busy processes slow one another down: what is
-fitted is what each would take alone, and `StageTimings.cores` says how many cores there are. What
-the queue and the books compute beside them is in no span: `StageTimings.bookkeeping_s` is what the
-run says of it.
+On CPU, busy processes that share few cores slow each other down. Times here are work seconds of a
+`WorkClock`: the time of each operation alone. `StageTimings.cores` holds the number of cores. The
+queue and the run log have no spans; `StageTimings.bookkeeping_s` is their CPU time per group.
 """
 
 import statistics
@@ -34,24 +33,27 @@ from streamrl.placement import (
 from streamrl.telemetry.spans import Span
 
 WAITING_SPANS = ("pull", "publish", "publish_reference", "save")
-"""Spans in which a process mostly waits for others, or for a disk."""
+"""Spans in which a process mostly waits for other processes or for a disk."""
 PLANNING_SPANS = ("plan", "look")
 CROWDING = 0.04
-"""A process that trains a small model takes so much more of a core for each one beside it: 4 %, 7 %
-and 13 % with one, two and three, on two cores."""
+"""Measured slowdown of a process that trains a small model, per concurrent process: 4 %, 7 % and 13
+% with one, two and three, on two cores."""
 SHARED_UNDELAYED_FRACTION = 0.1
-"""Which part of what was measured nothing stood in the way of, where devices are shared."""
+"""Fraction of the measurements that is assumed to be undelayed where devices are shared."""
 UNDELAYED_FRACTION = 0.5
-"""Likewise, where devices are not, but generation goes on meanwhile. Of pulls it is EASY: who
-samples hears of a version at the end of a decode step, which is no part of how long they take.
+"""The same fraction where devices are not shared but generation runs ahead.
+
+Pulls use SHARED_UNDELAYED_FRACTION: a generator notices a version only at the end of a decode step,
+and that wait is no part of the pull.
 """
 MAX_RELATIVE_ERROR = 0.3
-"""A coefficient is known if its standard error is a smaller part of it than this."""
+"""A coefficient is known if its standard error is at most this fraction of its value."""
 
 
 @dataclass(frozen=True)
 class CoefficientEstimate:
-    """A coefficient: its standard error, of how many measurements, and how far they are off it."""
+    """A fitted coefficient with standard error, number of measurements and median relative
+    residual."""
 
     value: float
     error: float
@@ -60,49 +62,49 @@ class CoefficientEstimate:
 
     @property
     def is_known(self) -> bool:
-        """Whether the measurements say what it is: else they only say what it makes with others."""
+        """Whether the measurements determine the coefficient; if not, only its sum with others is
+        known."""
         return self.count > 0 and self.error <= MAX_RELATIVE_ERROR * self.value
 
 
 @dataclass(frozen=True)
 class FittedTimings:
-    """The timings of a run, and what each coefficient rests on, by its dotted name."""
+    """Timings of a run, and the estimate of each coefficient by its dotted name."""
 
     timings: StageTimings
     estimates: Mapping[str, CoefficientEstimate]
 
 
-def fit_timings(measured: RunTrace, base: StageTimings) -> FittedTimings:
-    """What a run's spans say.
+def fit_timings(trace: RunTrace, base: StageTimings) -> FittedTimings:
+    """Fit timings to a run's spans.
 
-    base: its timings by a cost model. Of the generators what a decode step takes to read and to
-    compute is kept, and what it takes on top of that is fitted; so are all other coefficients.
+    base: timings of the run by a cost model. The fit keeps the generator's memory and compute terms
+        of a decode step, fits the overhead on top, and fits all other coefficients from scratch.
     """
-    return _TimingFitter(measured, base).fit_all()
+    return _TimingFitter(trace, base).fit_all()
 
 
 class _TimingFitter:
-    """One fit; `found` grows."""
+    """State of a fit; `_estimates` collects the coefficients."""
 
-    def __init__(self, measured: RunTrace, base: StageTimings) -> None:
-        self._trace = measured
+    def __init__(self, trace: RunTrace, base: StageTimings) -> None:
+        self._trace = trace
         self._base_timings = base
-        self._config = measured.config
+        self._config = trace.config
         self._estimates: dict[str, CoefficientEstimate] = {}
         busy = [
-            [(span.start_s, span.end_s) for span in own if span.name not in WAITING_SPANS]
-            for own in measured.spans_by_process.values()
+            [(span.start_s, span.end_s) for span in spans if span.name not in WAITING_SPANS]
+            for spans in trace.spans_by_process.values()
         ]
-        machine = measured.machine
+        cores = trace.machine
         self._work_clock = WorkClock(
-            busy, cores=machine.available_cores, beside=machine.queue, crowding=CROWDING
+            busy, cores=cores.available_cores, other_cores=cores.queue, crowding=CROWDING
         )
         self._replica_counts = {
             role: count for role, (_, count) in count_actors(self._config).items()
         }
 
     def fit_all(self) -> FittedTimings:
-        """All of it."""
         dataflow = self._config.dataflow
         train = {role: self._fit_train(role) for role in dataflow.trained_roles}
         timings = StageTimings(
@@ -133,12 +135,12 @@ class _TimingFitter:
         return self._work_clock.measure_work(span.start_s, span.end_s)
 
     def _select_spans(self, role: str, *names: str) -> list[Span]:
-        """Of the processes of a role, since the first of the steps."""
+        """Return spans of a role's processes that end after the start of the first step."""
         prefix = "trainer" if role == POLICY else role
         return [
             span
-            for process, own in self._trace.spans_by_process.items()
-            for span in own
+            for process, spans in self._trace.spans_by_process.items()
+            for span in spans
             if process.rpartition("-")[0] == prefix and span.name in names
         ]
 
@@ -146,18 +148,18 @@ class _TimingFitter:
 
     def _fit_generator(self) -> GeneratorTiming:
         by_process = defaultdict(list)
-        for one in self._trace.generated_groups:
-            by_process[one.process].append(one)
+        for group in self._trace.generated_groups:
+            by_process[group.process].append(group)
         pulls = self._select_spans(GENERATE_CALL.role, "pull")
-        asked = [
-            part
-            for process, own in by_process.items()
-            for part in DecodeReplay.from_process(
-                own, [s.end_s for s in pulls if s.process == process], self._work_clock
+        replays = [
+            replay
+            for process, groups in by_process.items()
+            for replay in DecodeReplay.from_process(
+                groups, [s.end_s for s in pulls if s.process == process], self._work_clock
             )
         ]
         base, pause_s = self._base_timings.generator, self._measure_pause_s()
-        sampling = fit_decode(asked, base, pause_s=pause_s)
+        sampling = fit_decode(replays, base, pause_s=pause_s)
         values = [
             self._add_estimate(f"generator.{name}", sampling, index)
             for index, name in enumerate(DECODE_COEFFICIENTS)
@@ -166,33 +168,39 @@ class _TimingFitter:
         return replace(replace_coefficients(base, values), begin_s=begin_s)
 
     def _measure_pause_s(self) -> float:
-        """How long a generator samples nothing as it takes up a version."""
         return self._trace.compute_median("weights/pause_s") or 0.0
 
     def _collect_begin_delays(self) -> list[float]:
-        """From a prompt that may be sampled to when it is, where neither room nor version lack."""
+        """Return delays from a prompt's admission to its sampling.
+
+        Counts only generators that already had the version, or else the shortest delays.
+        """
         pulls = sorted(self._select_spans(GENERATE_CALL.role, "pull"), key=lambda span: span.end_s)
-        given_back = self._list_release_times()
-        found, free = [], []
-        for one in self._trace.generated_groups:
-            if one.stage == GENERATE_CALL.stage:
-                before = bisect_right(given_back, one.start_s)
-                since = max(one.admitted_s, given_back[before - 1] if before else 0.0)
-                found.append(max(0.0, one.start_s - since))
-                version = one.admitted_version
-                held = (
-                    s for s in pulls if s.process == one.process and _parse_version(s) >= version
+        release_times = self._list_release_times()
+        delays, undelayed = [], []
+        for group in self._trace.generated_groups:
+            if group.stage == GENERATE_CALL.stage:
+                num_released = bisect_right(release_times, group.start_s)
+                ready_s = max(
+                    group.admitted_s, release_times[num_released - 1] if num_released else 0.0
                 )
-                if next((s.end_s for s in held), 0.0) <= one.admitted_s:
-                    free.append(found[-1])
-        if len(free) >= SHARED_UNDELAYED_FRACTION * len(found):
-            return self._select_shortest(free)
+                delays.append(max(0.0, group.start_s - ready_s))
+                version = group.admitted_version
+                version_pulls = (
+                    s for s in pulls if s.process == group.process and _parse_version(s) >= version
+                )
+                if next((s.end_s for s in version_pulls), 0.0) <= group.admitted_s:
+                    undelayed.append(delays[-1])
+        if len(undelayed) >= SHARED_UNDELAYED_FRACTION * len(delays):
+            return self._select_shortest(undelayed)
         return (
-            sorted(found)[: max(1, round(SHARED_UNDELAYED_FRACTION * len(found)))] if found else []
+            sorted(delays)[: max(1, round(SHARED_UNDELAYED_FRACTION * len(delays)))]
+            if delays
+            else []
         )
 
     def _list_release_times(self) -> list[float]:
-        """When a trained model last computed, so that others could have the devices they share."""
+        """Return when trained models stopped computing and released shared devices."""
         if not self._config.placement.shared_pools:
             return []
         trained = self._config.dataflow.trained_roles
@@ -206,14 +214,15 @@ class _TimingFitter:
     def _select_shortest(
         self, seconds: Sequence[float], *, ahead: float = UNDELAYED_FRACTION
     ) -> list[float]:
-        """Those that nothing stood in the way of: this part, where generation is ahead."""
+        """Return the measurements assumed to be undelayed: the shortest fraction, `ahead` if
+        generation runs ahead on devices of its own."""
         if self._config.placement.shared_pools:
-            part = SHARED_UNDELAYED_FRACTION
+            fraction = SHARED_UNDELAYED_FRACTION
         elif self._config.pipeline.max_steps_ahead:
-            part = ahead
+            fraction = ahead
         else:
-            part = 1.0
-        return sorted(seconds)[: max(1, round(part * len(seconds)))] if seconds else []
+            fraction = 1.0
+        return sorted(seconds)[: max(1, round(fraction * len(seconds)))] if seconds else []
 
     # Scorers.
 
@@ -225,18 +234,18 @@ class _TimingFitter:
             rollouts = sum(float(span.args["rollouts"]) for span in spans)
             tokens = sum(float(span.args["tokens"]) for span in spans)
             rows.append((float(len(spans)), rollouts, tokens))
-            last = max(span.end_s for span in spans)
-            seconds.append(self._work_clock.measure_work(spans[0].start_s, last))
+            end_s = max(span.end_s for span in spans)
+            seconds.append(self._work_clock.measure_work(spans[0].start_s, end_s))
         has_model = base.token_s > 0
         features = rows if has_model else [row[:2] for row in rows]
-        found = fit_line(features, seconds)
-        place = f"score.{call.stage}"
+        fit = fit_line(features, seconds)
+        prefix = f"score.{call.stage}"
         return ScoreTiming(
             replicas=self._replica_counts[call.role],
             batch=self._config.scorer.max_groups,
-            batch_s=self._add_estimate(f"{place}.batch_s", found, 0),
-            rollout_s=self._add_estimate(f"{place}.rollout_s", found, 1),
-            token_s=self._add_estimate(f"{place}.token_s", found, 2) if has_model else 0.0,
+            batch_s=self._add_estimate(f"{prefix}.batch_s", fit, 0),
+            rollout_s=self._add_estimate(f"{prefix}.rollout_s", fit, 1),
+            token_s=self._add_estimate(f"{prefix}.token_s", fit, 2) if has_model else 0.0,
         )
 
     # Trainers.
@@ -246,44 +255,44 @@ class _TimingFitter:
         spans = self._select_spans(role, "train")
         spans = [span for span in spans if span.args.get("tokens")]
         rows = [(1.0, float(span.args["tokens"])) for span in spans]
-        found = fit_line(rows, [self._measure_work_s(span) for span in spans])
+        fit = fit_line(rows, [self._measure_work_s(span) for span in spans])
         updates = fit_median(
             [self._measure_work_s(span) for span in self._select_spans(role, "update")]
         )
-        place = f"train.{role}"
+        prefix = f"train.{role}"
         return TrainTiming(
             dp_size=trainer.dp_size,
-            micro_batch_s=self._add_estimate(f"{place}.micro_batch_s", found, 0),
-            token_s=self._add_estimate(f"{place}.token_s", found, 1),
-            update_s=self._add_estimate(f"{place}.update_s", updates),
+            micro_batch_s=self._add_estimate(f"{prefix}.micro_batch_s", fit, 0),
+            token_s=self._add_estimate(f"{prefix}.token_s", fit, 1),
+            update_s=self._add_estimate(f"{prefix}.update_s", updates),
             step_s=self._add_estimate(
-                f"{place}.step_s", fit_median(self._collect_planning_times(role))
+                f"{prefix}.step_s", fit_median(self._collect_planning_times(role))
             ),
             round_s=self._add_estimate(
-                f"{place}.round_s", fit_median(self._collect_round_gaps(role))
+                f"{prefix}.round_s", fit_median(self._collect_round_gaps(role))
             ),
         )
 
     @property
     def _trains_whole_steps(self) -> bool:
-        """Whether nothing of a step is trained before all of it is there."""
+        """Whether training of a step starts only when all its groups are ready."""
         return self._config.algorithm_settings.scope == "step"
 
     def _collect_round_gaps(self, role: str) -> list[float]:
-        """From a round to what follows it at once: to ask for it, and to read its groups.
+        """Return the gaps after training rounds: the time to dispatch a round and read its groups.
 
-        Where rounds are made as groups come, only an update is known to wait for nothing else.
+        If rounds start as groups arrive, only the gap before an update has no further wait.
         """
         work = [s for s in self._select_spans(role, "train", "update") if s.process.endswith("-0")]
-        waits = () if self._trains_whole_steps else ("train",)
+        waiting_names = () if self._trains_whole_steps else ("train",)
         return [
-            max(0.0, self._work_clock.measure_work(before.end_s, behind.start_s))
-            for before, behind in pairwise(work)
-            if before.name == "train" and behind.name not in waits
+            max(0.0, self._work_clock.measure_work(before.end_s, after.start_s))
+            for before, after in pairwise(work)
+            if before.name == "train" and after.name not in waiting_names
         ]
 
     def _collect_planning_times(self, role: str) -> list[float]:
-        """Of each step, on the first rank."""
+        """Return the planning time of each step on the first rank."""
         spans = [s for s in self._select_spans(role, *PLANNING_SPANS) if s.process.endswith("-0")]
         return [
             sum(
@@ -294,7 +303,7 @@ class _TimingFitter:
             for step in self._trace.steps
         ]
 
-    # Versions, and what is between the stages.
+    # Weights, and gaps between stages.
 
     def _fit_weights(self, call: ModelCall) -> WeightsTiming:
         followed = (
@@ -305,37 +314,37 @@ class _TimingFitter:
         published = {_parse_version(s): s for s in self._select_spans(followed, "publish")}
         pulled = self._select_spans(call.role, "pull")
         ends = {step.version + 1: step.end_s for step in self._trace.steps}
-        shares = bool(self._config.placement.shared_pools)
-        publish, pull = [], []
+        shares_devices = bool(self._config.placement.shared_pools)
+        publish_times, pull_times = [], []
         for version, span in published.items():
-            since = span.start_s if shares else ends.get(version, span.start_s)
-            publish.append(max(0.0, span.end_s - since))
+            start_s = span.start_s if shares_devices else ends.get(version, span.start_s)
+            publish_times.append(max(0.0, span.end_s - start_s))
         for span in pulled:
-            source = published.get(_parse_version(span))
-            since = span.start_s
-            if source is not None and not shares:
-                since = min(since, source.end_s)
-            pull.append(span.end_s - since)
-        place = f"weights.{call.stage}"
+            publish_span = published.get(_parse_version(span))
+            start_s = span.start_s
+            if publish_span is not None and not shares_devices:
+                start_s = min(start_s, publish_span.end_s)
+            pull_times.append(span.end_s - start_s)
+        prefix = f"weights.{call.stage}"
         publish_s = self._add_estimate(
-            f"{place}.publish_s", fit_median(self._select_shortest(publish))
+            f"{prefix}.publish_s", fit_median(self._select_shortest(publish_times))
         )
         pull_s = self._add_estimate(
-            f"{place}.pull_s",
-            fit_median(self._select_shortest(pull, ahead=SHARED_UNDELAYED_FRACTION)),
+            f"{prefix}.pull_s",
+            fit_median(self._select_shortest(pull_times, ahead=SHARED_UNDELAYED_FRACTION)),
         )
-        paused = [
+        pauses = [
             s.row["weights/pause_s"] for s in self._trace.steps if s.row.get("weights/pause_s")
         ]
         pause_s = min(
             pull_s,
-            self._add_estimate(f"{place}.pause_s", fit_median(self._select_shortest(paused))),
+            self._add_estimate(f"{prefix}.pause_s", fit_median(self._select_shortest(pauses))),
         )
         return WeightsTiming(publish_s, pull_s, pause_s)
 
     def _fit_hop(self) -> float:
-        """From a stage to the next, where that one waits for it: the mean of both kinds of hops."""
-        # Others wait for the verdict of a filter on what is generated.
+        """Fit the delay between dependent stages: the mean over score and train stages."""
+        # Stages that need the filter's verdict wait for more than the generated group.
         calls = [
             c
             for c in self._config.dataflow.select_calls(CallKind.SCORE)
@@ -357,22 +366,23 @@ class _TimingFitter:
         return value
 
     def _collect_score_hops(self, call: ModelCall) -> list[float]:
-        """From a group's last token to when it is scored, by who had nothing to do.
+        """Return the delays from a group's last token to its scoring, by idle scorers only.
 
-        Groups are scored in the order in which they are done, as many at once as a span says.
+        Assumes that groups are scored in the order in which they finish, as many at once as the
+        span says.
         """
         source = GREEDY_CALL.stage if "greedy_ids" in call.needs else GENERATE_CALL.stage
         ends = deque(sorted(o.end_s for o in self._trace.generated_groups if o.stage == source))
-        found, busy_until = [], float("-inf")
+        hops, busy_until = [], float("-inf")
         for span in self._select_spans(call.role, call.stage):
-            own = [ends.popleft() for _ in range(int(span.args["groups"])) if ends]
-            if own and busy_until <= own[0] <= span.start_s:
-                found.append(self._work_clock.measure_work(own[0], span.start_s))
+            group_ends = [ends.popleft() for _ in range(int(span.args["groups"])) if ends]
+            if group_ends and busy_until <= group_ends[0] <= span.start_s:
+                hops.append(self._work_clock.measure_work(group_ends[0], span.start_s))
             busy_until = max(busy_until, span.end_s)
-        return found
+        return hops
 
     def _collect_train_hops(self) -> list[float]:
-        """From a step's last score to its last round, on policy, where nothing else is scored."""
+        """Return the delays from a step's last score to its last round, on policy."""
         calls = self._config.dataflow.select_calls(CallKind.SCORE)
         scored = sorted(s.end_s for c in calls for s in self._select_spans(c.role, c.stage))
         work = [
@@ -380,29 +390,35 @@ class _TimingFitter:
             for s in self._select_spans(POLICY, "train", *PLANNING_SPANS)
             if s.process.endswith("-0")
         ]
-        round_s, found = fit_median(self._collect_round_gaps(POLICY)).coefficients[0], []
+        round_s, hops = fit_median(self._collect_round_gaps(POLICY)).coefficients[0], []
         for step in self._trace.steps:
             ends = [end for end in scored if step.start_s <= end < step.end_s]
-            behind = [s for s in work if ends and ends[-1] <= s.start_s < step.end_s]
+            later_spans = [s for s in work if ends and ends[-1] <= s.start_s < step.end_s]
             running = any(s.start_s < ends[-1] < s.end_s for s in work) if ends else True
-            # One of several may be of groups that were there before.
-            is_last = self._trains_whole_steps or sum(s.name == "train" for s in behind) == 1
-            if behind and is_last and not running:
-                hop_s = self._work_clock.measure_work(ends[-1], behind[0].start_s)
-                found.append(max(0.0, hop_s - round_s))
-        return found
+            # Of several rounds, the first may hold only groups that were ready earlier.
+            is_last = self._trains_whole_steps or sum(s.name == "train" for s in later_spans) == 1
+            if later_spans and is_last and not running:
+                hop_s = self._work_clock.measure_work(ends[-1], later_spans[0].start_s)
+                hops.append(max(0.0, hop_s - round_s))
+        return hops
 
     def _collect_step_gaps(self) -> list[float]:
-        """From the last update to when prompts come in again."""
-        admitted = sorted({one.admitted_s for one in self._trace.generated_groups})
+        """Return the times from a step's last update to the next admission of prompts."""
+        admitted = sorted({group.admitted_s for group in self._trace.generated_groups})
         updates = [span.end_s for span in self._select_spans(POLICY, "update")]
-        found = []
+        gaps = []
         for step in self._trace.steps:
-            last = max((end for end in updates if end <= step.end_s), default=None)
-            again = [at for at in admitted if step.end_s <= at < step.end_s + step.step_s]
-            if last is not None:
-                found.append((min(again) if again else step.end_s) - last)
-        return found
+            last_update_s = max((end for end in updates if end <= step.end_s), default=None)
+            next_admissions = [
+                admitted_s
+                for admitted_s in admitted
+                if step.end_s <= admitted_s < step.end_s + step.step_s
+            ]
+            if last_update_s is not None:
+                gaps.append(
+                    (min(next_admissions) if next_admissions else step.end_s) - last_update_s
+                )
+        return gaps
 
 
 def _parse_version(span: Span) -> int:
@@ -410,18 +426,18 @@ def _parse_version(span: Span) -> int:
 
 
 def _group_overlapping(spans: Iterable[Span]) -> Iterable[list[Span]]:
-    """Spans of a process that overlap, together: it had them all at once."""
+    """Yield overlapping spans of a process together: batches that it held at the same time."""
     by_process = defaultdict(list)
     for span in spans:
         by_process[span.process].append(span)
-    for own in by_process.values():
-        together: list[Span] = []
-        until = float("-inf")
-        for span in sorted(own, key=lambda span: span.start_s):
-            if together and span.start_s >= until:
-                yield together
-                together = []
-            together.append(span)
-            until = max(until, span.end_s)
-        if together:
-            yield together
+    for process_spans in by_process.values():
+        overlapping: list[Span] = []
+        end_s = float("-inf")
+        for span in sorted(process_spans, key=lambda span: span.start_s):
+            if overlapping and span.start_s >= end_s:
+                yield overlapping
+                overlapping = []
+            overlapping.append(span)
+            end_s = max(end_s, span.end_s)
+        if overlapping:
+            yield overlapping

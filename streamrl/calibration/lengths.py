@@ -1,4 +1,5 @@
-"""Lengths as a run had them: completions of one prompt are more alike than others."""
+"""Completion lengths of a run, resampled by group: completions of one prompt have similar
+lengths."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,16 +14,17 @@ from streamrl.placement import EmpiricalLengths
 
 @dataclass(frozen=True)
 class GroupedLengths:
-    """Drawn group by group, with repetition, from groups that were seen.
+    """Lengths drawn with replacement from whole groups of a run.
 
-    rows: int64 [groups, group_size + 1]; the last of each is that of the greedy completion.
+    rows: int64 [groups, group_size + 1]; the last column is the greedy completion.
     """
 
     rows: Array = field(compare=False)
 
     @classmethod
     def from_groups(cls, sampled: "Iterable[tuple[str, str, tuple[int, ...]]]") -> "GroupedLengths":
-        """Of (uid, stage, lengths); a group without a greedy completion has one of its own."""
+        """Build from (uid, stage, lengths); without a greedy completion, use the first
+        sampled one."""
         groups: dict[str, tuple[int, ...]] = {}
         greedy: dict[str, int] = {}
         for uid, stage, lengths in sampled:
@@ -30,7 +32,7 @@ class GroupedLengths:
                 groups[uid] = lengths
             elif stage == GREEDY_CALL.stage:
                 greedy[uid] = lengths[0]
-        rows = [(*own, greedy.get(uid, own[0])) for uid, own in groups.items()]
+        rows = [(*lengths, greedy.get(uid, lengths[0])) for uid, lengths in groups.items()]
         return cls(np.maximum(np.array(rows, np.int64), 1))
 
     @cached_property
@@ -39,25 +41,24 @@ class GroupedLengths:
 
     @property
     def mean(self) -> float:
-        """The mean of those that are sampled."""
+        """Mean length of the sampled completions."""
         return self._sampled_lengths.mean
 
     @property
     def max_tokens(self) -> int:
-        """The most that one has."""
         return int(self.rows.max())
 
     def sample(self, count: int, rng: np.random.Generator) -> Array:
-        """So many, in groups one behind the other."""
+        """Draw `count` lengths; those of a group are adjacent."""
         size = self.rows.shape[1]
         drawn = rng.integers(0, len(self.rows), -(-count // size))
-        found: Array = self.rows[drawn].ravel()[:count]
-        return found
+        lengths: Array = self.rows[drawn].ravel()[:count]
+        return lengths
 
     def quantiles(self, parts: Array) -> Array:
-        """Of those that are sampled, interpolated."""
+        """Return interpolated quantiles of the sampled completions."""
         return self._sampled_lengths.quantiles(parts)
 
     def expected_longest(self, count: int) -> float:
-        """As if none were more alike than others: a little too long."""
+        """Return the expected longest of `count`, as if independent: slightly too long."""
         return self._sampled_lengths.expected_longest(count)

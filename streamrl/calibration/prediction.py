@@ -1,4 +1,4 @@
-"""What a simulation says of a run, from timings that were fitted to it or to another one."""
+"""Predict a run's metrics by simulation, from timings fitted to the same or another run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,13 +20,13 @@ from streamrl.placement.costs import CostConstants, CostModel
 from streamrl.simulator.simulation import run_simulation
 
 SIMULATED_STEPS = 60
-"""Steps of a simulation; more change its means by less than a run's differ among themselves."""
+"""More steps change the means by less than runs differ among themselves."""
 DEFAULT_SEED = 0
 
 
 @dataclass(frozen=True)
 class SteadyMetrics:
-    """How a run goes, in its steady part: idle by stage, staleness of a trained token."""
+    """Metrics of the steady part of a run: step time, idle fraction by stage, token staleness."""
 
     step_s: float
     step_s_median: float
@@ -34,20 +34,18 @@ class SteadyMetrics:
     staleness_mean: float
 
     @classmethod
-    def from_trace(cls, measured: RunTrace) -> "SteadyMetrics":
-        """As it was."""
+    def from_trace(cls, trace: RunTrace) -> "SteadyMetrics":
         return cls(
-            measured.mean_step_s,
-            measured.median_step_s,
-            measured.idle_fractions,
-            measured.staleness_mean,
+            trace.mean_step_s,
+            trace.median_step_s,
+            trace.idle_fractions,
+            trace.staleness_mean,
         )
 
     def compare_with(self, measured: "SteadyMetrics") -> dict[str, dict[str, float]]:
-        """Of each figure what was predicted, by this, what was measured, and how far off it is.
+        """Compare this prediction with a measurement: {metric: {predicted, measured, error}}.
 
-        error: as a part of what was measured, 0 where neither is anything; of idle time, which is
-        a part of a step's as it is, the difference.
+        error: relative to the measured value, 0 if both are 0; for idle fractions the difference.
         """
         pairs = {
             "step_s": (self.step_s, measured.step_s),
@@ -57,11 +55,11 @@ class SteadyMetrics:
         }
         return {
             name: {
-                "predicted": mine,
-                "measured": theirs,
-                "error": _compute_error(name, mine, theirs),
+                "predicted": predicted,
+                "measured": actual,
+                "error": _compute_error(name, predicted, actual),
             }
-            for name, (mine, theirs) in pairs.items()
+            for name, (predicted, actual) in pairs.items()
         }
 
 
@@ -75,7 +73,7 @@ def _compute_error(name: str, predicted: float, measured: float) -> float:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run as the planner sees it."""
+    """A run as a planner problem and its placement."""
 
     config: RunConfig
     problem: PlacementProblem
@@ -83,63 +81,69 @@ class PlannedRun:
 
     @classmethod
     def from_trace(
-        cls, measured: RunTrace, config: RunConfig, cluster: Cluster | None = None
+        cls, trace: RunTrace, config: RunConfig, cluster: Cluster | None = None
     ) -> "PlannedRun":
-        """A config, with the prompts and completions of a run; on CPU cores unless told.
+        """Build from a config and the prompts and completions of a run; without `cluster`, on CPU
+        cores.
 
-        Raises ConfigError for a cluster that is too small, or a model that cannot be sized.
+        Raises ConfigError if the cluster is too small or a model cannot be sized.
         """
-        lengths = measured.grouped_lengths
-        asked = PlannerRequest(
-            measured.mean_prompt_tokens,
+        lengths = trace.grouped_lengths
+        request = PlannerRequest(
+            trace.mean_prompt_tokens,
             lengths=lengths,
-            filtered_fraction=measured.filtered_fraction,
+            filtered_fraction=trace.filtered_fraction,
         )
-        roles = build_planner_problem(config, cluster or Cluster.from_text("1xCPU"), asked).models
+        roles = build_planner_problem(config, cluster or Cluster.from_text("1xCPU"), request).models
         placement = build_run_placement(config, roles)
-        size = max(one.mesh.first + one.mesh.size for one in placement.assignments.values())
+        size = max(
+            assignment.mesh.first + assignment.mesh.size
+            for assignment in placement.assignments.values()
+        )
         if cluster is None:
-            if not measured.machine.cores:
-                raise ConfigError("--cluster: missing; the run was not made on one machine's cores")
+            if not trace.machine.cores:
+                raise ConfigError(
+                    "--cluster: missing; required unless the run used the CPU cores of one machine"
+                )
             cluster = Cluster.from_text(f"1x{size}xCPU")
         if size > cluster.num_devices:
-            raise ConfigError(f"--cluster {cluster}: the run has {size} devices")
-        return cls(config, build_planner_problem(config, cluster, asked), placement)
+            raise ConfigError(f"--cluster {cluster}: too small: the run uses {size} devices")
+        return cls(config, build_planner_problem(config, cluster, request), placement)
 
     @property
     def default_constants(self) -> CostConstants:
-        """What is taken of its devices before anything is measured."""
+        """Cost constants of the devices before calibration."""
         return CostConstants.from_cluster(self.problem.cluster)
 
     @property
     def initial_constants(self) -> CostConstants:
-        """What a calibration starts from.
+        """Starting constants of a calibration.
 
-        A core's figures are taken for what they are: whatever is slower than them is what a decode
-        step takes on top.
+        On CPU, memory and compute terms of a decode step run at full speed; the fit attributes any
+        slowness to the overhead of a step.
         """
-        found = build_run_constants(self.config, self.default_constants, on_gpu=not self.is_on_cpu)
+        constants = build_run_constants(
+            self.config, self.default_constants, on_gpu=not self.is_on_cpu
+        )
         if self.is_on_cpu:
-            found = replace(found, decode_flops_fraction=1.0, decode_memory_fraction=1.0)
-        return found
+            constants = replace(constants, decode_flops_fraction=1.0, decode_memory_fraction=1.0)
+        return constants
 
     @property
     def base_timings(self) -> StageTimings:
-        """Its timings before anything is measured."""
-        found = CostModel(self.problem, self.initial_constants).predict_timings(self.placement)
-        generator = self._set_kv_tokens(found.generator)
+        timings = CostModel(self.problem, self.initial_constants).predict_timings(self.placement)
+        generator = self._set_kv_tokens(timings.generator)
         weights = self.config.weights
         if (weights.on_update, weights.kv) == ("interrupt", "recompute"):
             generator = replace(generator, recompute_token_s=generator.prefill_token_s)
-        return apply_replica_counts(replace(found, generator=generator), self.config)
+        return apply_replica_counts(replace(timings, generator=generator), self.config)
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether its devices are cores."""
         return self.problem.cluster.is_cpu
 
     def _set_kv_tokens(self, generator: GeneratorTiming) -> GeneratorTiming:
-        """With as many tokens as the run's engines have room for, where it says so."""
+        """Set the KV cache's size from the run's config, if configured."""
         kv_cache_mb = self.config.generator.kv_cache_mb
         if kv_cache_mb is None and self.is_on_cpu:
             kv_cache_mb = KV_CACHE_MB_ON_CPU
@@ -152,12 +156,12 @@ class PlannedRun:
 
 
 def apply_replica_counts(timings: StageTimings, config: RunConfig) -> StageTimings:
-    """The same pace of everything, with the replicas that a run has."""
-    numbers = {role: count for role, (_, count) in count_actors(config).items()}
+    """Return the timings with the replicas and batch sizes of a config."""
+    counts = {role: count for role, (_, count) in count_actors(config).items()}
     generator = config.generator
     replicas = generator.replicas
     if config.placement.is_hybrid:
-        replicas = numbers[GENERATE_CALL.role] // generator.tensor_parallel
+        replicas = counts[GENERATE_CALL.role] // generator.tensor_parallel
     roles = {call.stage: call.role for call in config.dataflow.calls}
     return replace(
         timings,
@@ -167,36 +171,35 @@ def apply_replica_counts(timings: StageTimings, config: RunConfig) -> StageTimin
             max_running=generator.max_concurrent_rollouts,
         ),
         score={
-            stage: replace(one, replicas=numbers[roles[stage]], batch=config.scorer.max_groups)
-            for stage, one in timings.score.items()
+            stage: replace(timing, replicas=counts[roles[stage]], batch=config.scorer.max_groups)
+            for stage, timing in timings.score.items()
         },
         train={
-            role: replace(one, dp_size=config.get_trainer_config(role).dp_size)
-            for role, one in timings.train.items()
+            role: replace(timing, dp_size=config.get_trainer_config(role).dp_size)
+            for role, timing in timings.train.items()
         },
     )
 
 
 def predict_metrics(
-    planned: PlannedRun,
+    planned_run: PlannedRun,
     timings: StageTimings,
     *,
     steps: int = SIMULATED_STEPS,
     seed: int = DEFAULT_SEED,
 ) -> SteadyMetrics:
-    """What the run would do, by simulation."""
-    config = planned.config
+    config = planned_run.config
     lead = config.pipeline.max_steps_ahead
-    found = run_simulation(
-        planned.problem.dataflow,
-        planned.placement,
+    result = run_simulation(
+        planned_run.problem.dataflow,
+        planned_run.placement,
         apply_replica_counts(timings, config),
-        planned.problem.workload,
+        planned_run.problem.workload,
         steps=steps + 2 * lead + ENGINE_WARM_UP_STEPS,
         seed=seed,
-        manner=planned.problem.run_options,
+        run_options=planned_run.problem.run_options,
     )
-    steady = found.exclude_steps(lead + ENGINE_WARM_UP_STEPS, lead)
+    steady = result.exclude_steps(lead + ENGINE_WARM_UP_STEPS, lead)
     return SteadyMetrics(
         steady.mean_step_s, steady.median_step_s, steady.idle_fractions, steady.staleness_mean
     )

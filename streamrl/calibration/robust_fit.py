@@ -1,4 +1,4 @@
-"""Straight lines through measured seconds that a few odd ones do not bend."""
+"""Robust linear fits of measured seconds, insensitive to a few outliers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ import numpy as np
 from streamrl.messages import Array
 
 OUTLIER_SCALE = 0.1
-"""A measurement that is off by more than this part of the median counts less."""
+"""Residuals above this fraction of the median count less (soft L1 loss)."""
 INITIAL_NOISE = 0.1
-"""How far measurements are taken to be off before anything is known, as a part of the median."""
+"""Assumed relative error of a measurement before the first fit."""
 MIN_NOISE = 1e-3
 
 
 @dataclass(frozen=True)
 class RobustFit:
-    """Coefficients that are 0 or more, the standard error of each, and how many measurements.
+    """Nonnegative coefficients with standard errors.
 
-    residual: median of how far a measurement is from the line, as a part of the median.
+    residual: median absolute residual over the median measurement.
     """
 
     coefficients: tuple[float, ...]
@@ -29,7 +29,7 @@ class RobustFit:
 
 
 def fit_line(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> RobustFit:
-    """Seconds as a sum of each feature times its coefficient; a row for each measurement."""
+    """Fit seconds as a sum of features times coefficients; `features` has a row per measurement."""
     rows, measured = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
     sizes = np.maximum(rows.mean(axis=0), 1e-300)
     return fit_parts(lambda parts: rows / sizes @ parts, measured, sizes)
@@ -42,29 +42,36 @@ def fit_parts(
     *,
     starts: Sequence[Sequence[float]] = (),
 ) -> RobustFit:
-    """As `fit_line`, of any prediction of the parts, seconds each; a coefficient is a part over
-    its size.
+    """Fit the parts, in seconds each, of any prediction; a coefficient is a part over its size.
 
-    starts: where it may begin, as parts of the median; the best of them is taken. By default all
-    parts are alike.
+    Example: measured group times of 10 s with a typical size of 1000 decode steps; a part of 8 s
+    gives a coefficient of 8 ms per step.
+
+    The fit alternates between solving and estimating the noise: the median absolute deviation times
+    1.4826, which is the standard deviation for normal errors. Standard errors come from the inverse
+    of J^T J at the solution.
+
+    starts: start points as fractions of the median; the fit uses the best. Default: equal parts.
     """
     scale = max(float(np.median(measured)), 1e-12)
-    alike = np.full(len(sizes), 1 / len(sizes))
+    equal_parts = np.full(len(sizes), 1 / len(sizes))
 
-    def off(x: Array) -> Array:
-        away: Array = (predict(x * scale) - measured) / scale
-        return away
+    def compute_residuals(x: Array) -> Array:
+        residuals: Array = (predict(x * scale) - measured) / scale
+        return residuals
 
     parts = min(
-        (np.array(one) for one in starts), key=lambda x: _compute_cost(off(x)), default=alike
+        (np.array(start) for start in starts),
+        key=lambda x: _compute_cost(compute_residuals(x)),
+        default=equal_parts,
     )
     noise = INITIAL_NOISE
     for _ in range(3):
-        found = _solve_parts(off, parts, alike, noise)
-        parts = found.x
-        away = np.abs(predict(parts * scale) - measured)
-        noise = min(INITIAL_NOISE, max(MIN_NOISE, 1.4826 * float(np.median(away)) / scale))
-    parts, spread, jacobian = parts * scale, float(np.median(away)), found.jac
+        solution = _solve_parts(compute_residuals, parts, equal_parts, noise)
+        parts = solution.x
+        residuals = np.abs(predict(parts * scale) - measured)
+        noise = min(INITIAL_NOISE, max(MIN_NOISE, 1.4826 * float(np.median(residuals)) / scale))
+    parts, spread, jacobian = parts * scale, float(np.median(residuals)), solution.jac
     covariance = np.linalg.pinv(jacobian.T @ jacobian)
     errors = 1.4826 * spread * np.sqrt(np.maximum(np.diag(covariance), 0.0))
     return RobustFit(
@@ -75,21 +82,24 @@ def fit_parts(
     )
 
 
-def _compute_cost(off: Array) -> float:
-    """What the solver makes least."""
-    return float(np.sum(np.sqrt(1 + (off / OUTLIER_SCALE) ** 2) - 1))
+def _compute_cost(residuals: Array) -> float:
+    return float(np.sum(np.sqrt(1 + (residuals / OUTLIER_SCALE) ** 2) - 1))
 
 
-def _solve_parts(off: Callable[[Array], Array], start: Array, alike: Array, noise: float) -> Any:
-    """The parts that are least off, drawn to be alike as strongly as there is noise.
+def _solve_parts(
+    compute_residuals: Callable[[Array], Array], start: Array, equal_parts: Array, noise: float
+) -> Any:
+    """Minimize the residuals plus a ridge term toward equal parts, weighted by the noise.
 
-    Where all measurements are of one size nothing else says which part is whose.
+    If all measurements have the same size, only the ridge term separates the parts.
     """
-    # It takes 0.4 s to import, which a command that fits nothing need not wait for.
+    # Imported late: scipy.optimize takes 0.4 s, and most commands fit nothing.
     from scipy.optimize import least_squares
 
     return least_squares(
-        lambda parts: np.concatenate([off(parts), noise * len(alike) * (parts - alike)]),
+        lambda parts: np.concatenate(
+            [compute_residuals(parts), noise * len(equal_parts) * (parts - equal_parts)]
+        ),
         np.maximum(start, 1e-6),
         bounds=(0.0, np.inf),
         loss="soft_l1",
@@ -102,10 +112,11 @@ def _solve_parts(off: Callable[[Array], Array], start: Array, alike: Array, nois
 
 
 def fit_median(seconds: Sequence[float]) -> RobustFit:
-    """One number for all: their median."""
     if not len(seconds):
         return RobustFit((0.0,), (0.0,), 0, 0.0)
-    middle = float(np.median(seconds))
-    away = float(np.median(np.abs(np.asarray(seconds) - middle)))
-    error = 1.4826 * away / np.sqrt(len(seconds))
-    return RobustFit((middle,), (float(error),), len(seconds), away / middle if middle else 0.0)
+    median = float(np.median(seconds))
+    deviation = float(np.median(np.abs(np.asarray(seconds) - median)))
+    error = 1.4826 * deviation / np.sqrt(len(seconds))
+    return RobustFit(
+        (median,), (float(error),), len(seconds), deviation / median if median else 0.0
+    )

@@ -198,9 +198,7 @@ def _simulate_front(
     def simulate(candidate: PlacementCandidate) -> SimulationResult:
         placement = candidate.placement
         timings = costs.predict_timings(placement)
-        return run_quick_simulation(
-            dataflow, placement, timings, workload, seed=seed, manner=manner
-        )
+        return run_quick_simulation(flow, placement, timings, workload, seed=seed, run_options=manner)
 
     placements = [point.candidate.placement for point in front]
     seconds = [

@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         steps=steps,
         seed=arguments.seed,
         failures=failures,
-        manner=problem.run_options,
+        run_options=problem.run_options,
     )
     if arguments.output is not None:
         result.write_run_files(arguments.output)

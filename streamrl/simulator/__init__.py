@@ -1,4 +1,5 @@
-"""A run in virtual time: what a placement would do, by the books and the loops of real runs."""
+"""Simulator: run the stream's own loops, ledger and admission on a virtual clock to predict a
+placement."""
 
 from streamrl.simulator.quick_run import (
     choose_num_steps,

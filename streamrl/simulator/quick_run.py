@@ -1,7 +1,8 @@
-"""A placement played for comparison: no more steps, and no more of its devices, than tell it apart.
+"""Quick simulations for comparing placements: few steps, and a fraction of the devices.
 
-Of a run with thousands of groups a step it is enough to play a part: so many of the replicas and of
-the ranks, and their part of the groups. Each does what it would do among all of them.
+A run with thousands of groups per step is simulated by a representative part: a fraction of the
+replicas and data-parallel ranks with the same fraction of the groups. Each process then has the
+same work as in the full run.
 """
 
 import math
@@ -16,26 +17,26 @@ from streamrl.simulator.results import SimulationResult
 from streamrl.simulator.simulation import run_simulation
 
 MEASURED_STEPS = 10
-"""Steps, of a placement that generates little ahead."""
+"""Steps counted for a placement that generates few steps ahead."""
 MIN_ROUNDS = 3
-"""Of as many steps as may be under way: one whose rollouts are long holds up all of those, and the
-next ones are short. Between one round and part of one there is as much as half of a step's time."""
+"""A long rollout delays every step in flight, and the steps after that are short; so average over
+whole cycles of `lead + 1` steps. A partial cycle can shift the mean by half a step."""
 WARM_UP_STEPS = 2
-"""The first steps are unlike all others, and more where generation is ahead: not counted."""
+"""Steps excluded from the means in addition to the `lead` steps that fill the stream."""
 MIN_STEPS = 4
-"""Counted, whatever there is in a step, and one round at least."""
+"""Minimum number of counted steps, whatever the step's size; at least one whole cycle."""
 MIN_GROUPS = 10240
-"""So many are counted at least, where that takes no more than all steps."""
+"""Minimum number of counted groups, unless MEASURED_STEPS is reached first."""
 MIN_PART_GROUPS = 256
-"""The fewest of a step in a part that stands for all of it."""
+"""Smallest number of groups per step for which a part represents the whole run."""
 ROLLOUT_COST_S = 40e-6
-"""About what each takes to simulate, with all that is done with it, on a core of a server."""
+"""Measured on a server core: time to simulate one rollout through all stages."""
 SLOWDOWN_GROUPS = 5000
-"""In a step: with more of them every rollout takes longer, as the root of how many they are."""
+"""Above this many groups per step, the cost per rollout grows with the square root of groups."""
 PREEMPTION_SLOWDOWN = 8.0
-"""So many times as long where rollouts give up their room for others: two runs took 4 and 12."""
+"""Slowdown where the KV cache preempts rollouts: two measured runs took 4 and 12 times as long."""
 MIN_LONGEST_FRACTION = 0.99
-"""Of the longest rollout of a step, what the longest of a part has at least."""
+"""Lower bound for the expected longest rollout of a part over that of the full step."""
 
 
 def run_quick_simulation(
@@ -45,36 +46,39 @@ def run_quick_simulation(
     workload: Workload,
     *,
     seed: int,
-    manner: RunOptions,
+    run_options: RunOptions,
 ) -> SimulationResult:
-    """What a run would do, by a few steps of it. Raises ConfigError as `run_simulation` does."""
-    lead = manner.max_steps_ahead(placement.max_staleness)
+    """Simulate a few steps of a run, on part of its devices where possible.
+
+    Raises ConfigError as `run_simulation` does.
+    """
+    lead = run_options.max_steps_ahead(placement.max_staleness)
     parts = choose_num_parts(timings, workload, lead)
-    part = split_workload(workload, parts)
-    found = run_simulation(
+    part_workload = split_workload(workload, parts)
+    result = run_simulation(
         dataflow,
         placement,
         split_timings(timings, parts),
-        part,
-        steps=choose_num_steps(part.groups_per_step, lead),
+        part_workload,
+        steps=choose_num_steps(part_workload.groups_per_step, lead),
         seed=seed,
-        manner=manner,
+        run_options=run_options,
     )
-    counted = len(found.step_ends) - (lead + WARM_UP_STEPS) - lead
-    found = found.exclude_steps(
-        len(found.step_ends) - lead - manner.round_to_publish_every(counted), lead
+    counted_steps = len(result.step_ends) - (lead + WARM_UP_STEPS) - lead
+    result = result.exclude_steps(
+        len(result.step_ends) - lead - run_options.round_to_publish_every(counted_steps), lead
     )
-    return replace(found, num_parts=parts)
+    return replace(result, num_parts=parts)
 
 
 def estimate_quick_run_groups(timings: StageTimings, workload: Workload, lead: int) -> int:
-    """How many groups are sampled when it is played: what that takes, about."""
+    """Estimate the number of groups that `run_quick_simulation` samples."""
     groups = split_workload(workload, choose_num_parts(timings, workload, lead)).groups_per_step
     return round(groups * choose_num_steps(groups, lead) / (1 - workload.filtered_fraction))
 
 
 def estimate_quick_run_s(timings: StageTimings, workload: Workload, lead: int) -> float:
-    """About how long it takes to play it."""
+    """Estimate the wall time of `run_quick_simulation`, in seconds."""
     parts = choose_num_parts(timings, workload, lead)
     generator = split_timings(timings, parts).generator
     return estimate_simulation_s(split_workload(workload, parts), lead=lead, generator=generator)
@@ -87,61 +91,65 @@ def estimate_simulation_s(
     steps: int | None = None,
     generator: GeneratorTiming | None = None,
 ) -> float:
-    """About how long it takes to simulate so many steps, or those of a comparison.
+    """Estimate the wall time of simulating `steps` steps, by default those of a quick simulation.
 
-    At least that, where nothing is said of the generators.
+    Without `generator` the estimate ignores preemption and is a lower bound.
     """
     steps = choose_num_steps(workload.groups_per_step, lead) if steps is None else steps
-    slower = math.sqrt(max(1.0, workload.groups_per_step / SLOWDOWN_GROUPS))
+    slowdown = math.sqrt(max(1.0, workload.groups_per_step / SLOWDOWN_GROUPS))
     if generator is not None and _exceeds_kv_capacity(workload, generator):
-        slower *= PREEMPTION_SLOWDOWN
+        slowdown *= PREEMPTION_SLOWDOWN
     return (
-        steps * workload.num_rollouts / (1 - workload.filtered_fraction) * ROLLOUT_COST_S * slower
+        steps * workload.num_rollouts / (1 - workload.filtered_fraction) * ROLLOUT_COST_S * slowdown
     )
 
 
 def _exceeds_kv_capacity(workload: Workload, generator: GeneratorTiming) -> bool:
-    """Whether a replica has places for more rollouts than it has room for, when they are long."""
+    """Return whether the running rollouts of a replica outgrow its KV cache on average."""
     running = min(generator.max_running, workload.num_rollouts / generator.replicas)
     tokens = workload.rounded_prompt_tokens + workload.lengths.mean
     return running * tokens > generator.kv_tokens
 
 
 def choose_num_steps(groups_per_step: int, lead: int) -> int:
-    """How many, with those that are not counted; fewer where they are large."""
-    under_way = lead + 1
-    wanted = max(MEASURED_STEPS, MIN_ROUNDS * under_way)
-    enough = max(MIN_STEPS, under_way, -(-MIN_GROUPS // groups_per_step))
-    return lead + WARM_UP_STEPS + min(wanted, enough) + lead
+    """Return how many steps to simulate, including the uncounted first and last ones.
+
+    Fewer steps suffice where steps have many groups.
+    """
+    steps_in_flight = lead + 1
+    max_counted = max(MEASURED_STEPS, MIN_ROUNDS * steps_in_flight)
+    min_counted = max(MIN_STEPS, steps_in_flight, -(-MIN_GROUPS // groups_per_step))
+    return lead + WARM_UP_STEPS + min(max_counted, min_counted) + lead
 
 
 def choose_num_parts(timings: StageTimings, workload: Workload, lead: int) -> int:
-    """How many parts a run falls into that are alike, and large enough; 1 for all of it.
+    """Return into how many equal, representative parts the run can be split; 1 if it cannot.
 
-    On policy filtered groups are replaced one after the other, in the longest of all such chains
-    more often than in that of a part: there is no part that stands for all.
+    On policy with a group filter, each filtered group is replaced in turn, and the step waits for
+    the longest chain of replacements. The longest of all chains exceeds the longest of a part, so
+    no part represents such a run.
     """
     groups, lengths = workload.groups_per_step, workload.lengths
     if timings.cores or (workload.filtered_fraction and not lead):
         return 1
-    shares = [timing.dp_size for timing in timings.train.values()]
-    divisor = math.gcd(timings.generator.replicas, *shares)
+    dp_sizes = [timing.dp_size for timing in timings.train.values()]
+    divisor = math.gcd(timings.generator.replicas, *dp_sizes)
     longest = lengths.expected_longest(workload.num_rollouts)
     for parts in range(divisor, 1, -1):
-        fewer = lengths.expected_longest(workload.num_rollouts // parts)
-        large = groups >= parts * max(MIN_PART_GROUPS, workload.mini_batches)
-        if not divisor % parts and large and fewer >= MIN_LONGEST_FRACTION * longest:
+        part_longest = lengths.expected_longest(workload.num_rollouts // parts)
+        is_large = groups >= parts * max(MIN_PART_GROUPS, workload.mini_batches)
+        if not divisor % parts and is_large and part_longest >= MIN_LONGEST_FRACTION * longest:
             return parts
     return 1
 
 
 def split_workload(workload: Workload, parts: int) -> Workload:
-    """A part's work of a step."""
+    """Return the workload of one of `parts` parts."""
     return replace(workload, groups_per_step=-(-workload.groups_per_step // parts))
 
 
 def split_timings(timings: StageTimings, parts: int) -> StageTimings:
-    """Of a part of all replicas and ranks."""
+    """Return the timings with the replicas and ranks of one of `parts` parts."""
     generator = timings.generator
     return replace(
         timings,
@@ -157,6 +165,6 @@ def split_timings(timings: StageTimings, parts: int) -> StageTimings:
 
 
 def _split_score_timing(timing: ScoreTiming, parts: int) -> ScoreTiming:
-    """Where there are too few replicas to divide, they are slower by as much as they are more."""
+    """Divide the replicas; if fewer remain than `parts` needs, make each proportionally slower."""
     replicas = max(1, timing.replicas // parts)
     return replace(timing.scale_duration(replicas * parts / timing.replicas), replicas=replicas)

@@ -1,4 +1,5 @@
-"""What a simulation has found: times, rates, idle time, staleness, and rows as a run logs them."""
+"""Results of a simulation: step times, rates, idle time, staleness, and metrics rows as a run logs
+them."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -23,20 +24,25 @@ from streamrl.telemetry.spans import Span, compute_idle_fraction
 MetricsRow = Mapping[str, float | Histogram]
 NAN = math.nan
 _UNSIMULATED_METRICS = ("queue/bytes", "journal/bytes", "journal/fsync_s")
-"""Metrics of the real queue that a step's row would have as 0."""
+"""Metrics of the real queue: NaN in simulated rows."""
 
 
-# Not shown: whoever does, as asyncio of what a coroutine returns, would show every span.
+# repr=False: asyncio's debug logging formats the result of a coroutine, and this repr would format
+# every span.
 @dataclass(frozen=True, repr=False)
 class SimulationResult:
-    """A run as it would be. Times are s since its beginning; means leave out
-    `warm_up` steps, and the last `cool_down`, in which nothing is generated any more.
-    first_ends: when each step was made first, which a crash may have undone.
+    """Outcome of a simulated run. Times are seconds since its start.
 
-    outcomes: of each step, the last time it was made. step_ends: when that was. depths: by stage,
-    how many groups wait for it, each time that changes. by_process: what each process did.
-    processes: by role, who they are. crashes: what failed, and what that took along. parts: that
-    the run has, of which one was simulated; its rate is that of all of them.
+    Means leave out the first `warm_up_steps` steps and the last `cool_down_steps`, in which the
+    generators have no prompts left.
+
+    outcomes, step_ends: per step, from the last time that it was trained; a crash makes the run
+        repeat steps.
+    first_step_ends: when each step was first trained.
+    queue_depths: by stage, (time, waiting groups) at each change.
+    process_names: by role.
+    num_parts: number of equal parts of the run, of which one was simulated; `tokens_per_s` covers
+        all.
     """
 
     dataflow: Dataflow
@@ -54,10 +60,12 @@ class SimulationResult:
     num_parts: int = 1
 
     def exclude_steps(self, warm_up: int, cool_down: int = 0) -> "SimulationResult":
-        """The same with so many steps left out of all means; one is always counted."""
-        most = len(self.step_ends) - 1
-        first = min(warm_up, most)
-        return replace(self, warm_up_steps=first, cool_down_steps=min(cool_down, most - first))
+        """Return the result with these steps left out of all means; at least one step remains."""
+        max_excluded = len(self.step_ends) - 1
+        first = min(warm_up, max_excluded)
+        return replace(
+            self, warm_up_steps=first, cool_down_steps=min(cool_down, max_excluded - first)
+        )
 
     @property
     def _steady_slice(self) -> slice:
@@ -65,19 +73,17 @@ class SimulationResult:
 
     @property
     def step_durations_s(self) -> list[float]:
-        """How long each step took, from the end of the one before."""
         starts = [0.0, *self.step_ends]
         return [end - start for start, end in zip(starts, self.step_ends, strict=False)]
 
     @property
     def mean_step_s(self) -> float:
-        """The mean; what is lost in a crash, and made again, counts."""
+        """Mean duration of the steady steps, including the time of steps repeated after a crash."""
         start, end = self._steady_interval
         return (end - start) / len(self.step_ends[self._steady_slice])
 
     @property
     def median_step_s(self) -> float:
-        """The median."""
         return median(self.step_durations_s[self._steady_slice])
 
     @property
@@ -87,23 +93,23 @@ class SimulationResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """Sampled tokens that were trained, of the whole cluster."""
+        """Trained sampled tokens per second of the whole cluster."""
         start, end = self._steady_interval
         return self.num_parts * sum(self.tokens_by_staleness.values()) / (end - start)
 
     @cached_property
     def tokens_by_staleness(self) -> Counter[int]:
-        """Trained tokens by their staleness in versions."""
-        found: Counter[int] = Counter()
+        """Number of trained tokens by staleness in versions."""
+        counts: Counter[int] = Counter()
         for outcome in self.outcomes[self._steady_slice]:
             for group in outcome.groups:
                 for version, tokens in group.info.version_tokens:
-                    found[outcome.version - version] += tokens
-        return found
+                    counts[outcome.version - version] += tokens
+        return counts
 
     @property
     def staleness_mean(self) -> float:
-        """Of a trained token."""
+        """Mean staleness of a trained token, in versions."""
         return (
             sum(age * count for age, count in self.tokens_by_staleness.items())
             / self.tokens_by_staleness.total()
@@ -111,60 +117,59 @@ class SimulationResult:
 
     @property
     def staleness_max(self) -> int:
-        """The largest of a trained token."""
         return max(self.tokens_by_staleness)
 
     @cached_property
     def idle_fractions(self) -> Mapping[str, float]:
-        """By stage, the part of the time its processes did not compute, as in idle/<stage>."""
+        """By stage, the fraction of time in which its processes did not compute, as in
+        idle/<stage>."""
         start, end = self._steady_interval
         return {
             stage: compute_idle_fraction(
-                one.spans, start=start, end=end, num_processes=one.num_processes
+                activity.spans, start=start, end=end, num_processes=activity.num_processes
             )
-            for stage, one in self._collect_activity(self.spans).items()
+            for stage, activity in self._collect_activity(self.spans).items()
         }
 
     @property
     def ledger(self) -> LedgerCounts:
-        """At the end."""
+        """Ledger counts at the end of the run."""
         return self.outcomes[-1].ledger_counts
 
     @property
     def spans(self) -> Sequence[Span]:
-        """What all processes did."""
-        return [span for own in self.spans_by_process.values() for span in own]
+        return [span for spans in self.spans_by_process.values() for span in spans]
 
     @property
     def lost_tokens(self) -> int:
-        """Tokens that were sampled and lost in crashes."""
+        """Sampled tokens lost in crashes."""
         return sum(crash.lost_tokens for crash in self.crashes)
 
     @property
     def repeated_steps(self) -> int:
-        """Steps that were made more than once."""
+        """Number of steps trained again after crashes."""
         return sum(crash.repeated_steps for crash in self.crashes)
 
     @cached_property
     def metrics_rows(self) -> Sequence[MetricsRow]:
-        """Of each step, as metrics.jsonl has them; NaN for what cannot be known."""
+        """Rows of the steps in the format of metrics.jsonl; NaN for metrics not simulated."""
         starts = [0.0, *self.step_ends[:-1]]
-        parts: list[list[Span]] = [[] for _ in starts]
+        spans_by_step: list[list[Span]] = [[] for _ in starts]
         for span in self.spans:
             first = bisect_right(self.step_ends, span.start_s)
             for step in range(first, min(bisect_left(self.step_ends, span.end_s) + 1, len(starts))):
-                parts[step].append(span)
+                spans_by_step[step].append(span)
         return [
             self._make_row(outcome, self._collect_activity(spans), start, end)
             for outcome, spans, start, end in zip(
-                self.outcomes, parts, starts, self.step_ends, strict=True
+                self.outcomes, spans_by_step, starts, self.step_ends, strict=True
             )
         ]
 
     def write_run_files(self, run_dir: Path) -> None:
-        """Leave trace.json and metrics.jsonl there, as a run does, but that times are virtual.
+        """Write trace.json and metrics.jsonl with virtual times into a directory.
 
-        Raises ConfigError if a run is there already, DiskError if the disk refuses.
+        Raises ConfigError if the directory holds a run, DiskError if writing fails.
         """
         now = 0.0
 
@@ -183,24 +188,29 @@ class SimulationResult:
             sink.close({})
 
     def _collect_activity(self, spans: Sequence[Span]) -> dict[str, StageActivity]:
-        """By stage. What is of no stage in particular, as a pull, counts to the first of a role."""
+        """Return the activity by stage.
+
+        Spans that belong to no stage, such as pulls, count for the first stage of their role.
+        """
         role_of = {name: role for role, names in self.process_names.items() for name in names}
-        own: dict[str, list[Span]] = {role: [] for role in self.process_names}
+        spans_by_role: dict[str, list[Span]] = {role: [] for role in self.process_names}
         for span in spans:
-            own[role_of[span.process]].append(span)
-        found = {}
+            spans_by_role[role_of[span.process]].append(span)
+        activity = {}
         for role, calls in self.dataflow.calls_by_role.items():
             stages = [call.stage for call in calls]
             for stage in stages:
                 others = [other for other in stages if other != stage]
-                chosen = [
+                stage_spans = [
                     span
-                    for span in own[role]
+                    for span in spans_by_role[role]
                     if span.name == stage or (stage == stages[0] and span.name not in others)
                 ]
                 kind = calls[0].kind.value
-                found[stage] = StageActivity(kind, role, len(self.process_names[role]), chosen)
-        return found
+                activity[stage] = StageActivity(
+                    kind, role, len(self.process_names[role]), stage_spans
+                )
+        return activity
 
     def _make_row(
         self,
@@ -211,8 +221,8 @@ class SimulationResult:
     ) -> MetricsRow:
         prompt_tokens = self.workload.rounded_prompt_tokens
         lengths = [n - prompt_tokens for group in outcome.groups for n in group.info.lengths]
-        most = self.workload.lengths.max_tokens
-        known = {
+        max_tokens = self.workload.lengths.max_tokens
+        metrics = {
             "weights/version": float(outcome.version + 1),
             **dict.fromkeys(_UNSIMULATED_METRICS, NAN),
         }
@@ -224,11 +234,11 @@ class SimulationResult:
                     "rollouts": len(lengths),
                     "sampled_sum": sum(lengths),
                     "sampled_max": max(lengths),
-                    "truncated_sum": sum(length >= most for length in lengths),
+                    "truncated_sum": sum(length >= max_tokens for length in lengths),
                     "score_sum": NAN,
                     "score_squared_sum": NAN,
                 },
-                metrics=known,
+                metrics=metrics,
                 queue_stats=outcome.queue_stats,
                 ledger_counts=outcome.ledger_counts,
                 activity=activity,
@@ -242,7 +252,8 @@ class SimulationResult:
 
 
 def name_processes(dataflow: Dataflow, counts: Mapping[str, int]) -> dict[str, list[str]]:
-    """By role, what its processes are called: a trained model is one, whatever its ranks."""
+    """Return process names by role: one per replica, and a single one for all ranks of a trained
+    model."""
     names = {}
     for role, calls in dataflow.calls_by_role.items():
         if calls[0].kind is CallKind.TRAIN:

@@ -1,4 +1,4 @@
-"""All that a simulation depends on, and what follows of it."""
+"""Scenario: the inputs of a simulation, and the settings derived from them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,6 @@ from streamrl.stream.weight_publisher import is_publish_due
 
 @dataclass(frozen=True)
 class SimulationScenario:
-    """All that a simulation depends on."""
-
     dataflow: Dataflow
     placement: Placement
     timings: StageTimings
@@ -31,17 +29,24 @@ class SimulationScenario:
 
     @property
     def pace(self) -> UpdatePlan:
-        """How trainers take a step: whole where calls wait, or it is updated several times."""
+        """Schedule of a step's micro-batches.
+
+        A step waits for all its groups if a call needs the whole step, if it has several updates,
+        or if the placement is not streamed.
+        """
         workload = self.workload
-        several = workload.num_updates > 1
-        whole = several or workload.requires_whole_step or not self.placement.is_streamed
+        has_several_updates = workload.num_updates > 1
+        waits_for_step = (
+            has_several_updates or workload.requires_whole_step or not self.placement.is_streamed
+        )
         return UpdatePlan(
-            whole, workload.epochs, min(workload.mini_batches, workload.groups_per_step)
+            waits_for_step, workload.epochs, min(workload.mini_batches, workload.groups_per_step)
         )
 
     @property
     def pipeline_config(self) -> PipelineConfig:
-        """How its stages are coupled."""
+        """Pipeline settings of the simulated run; `stall_s` is infinite because virtual time can
+        jump."""
         return PipelineConfig(
             max_staleness=self.placement.max_staleness,
             depth=self.run_options.depth,
@@ -53,29 +58,28 @@ class SimulationScenario:
 
     @property
     def reference_config(self) -> ReferenceConfig:
-        """When it moves, if it does."""
         return ReferenceConfig(every=self.run_options.reference_every)
 
     @property
     def replica_counts(self) -> dict[str, int]:
-        """How many of each role that is not trained."""
+        """Number of replicas of each role that is not trained."""
         timings = self.timings
-        found = {}
+        counts = {}
         for role, calls in self.dataflow.calls_by_role.items():
             if calls[0].kind is CallKind.GENERATE:
-                found[role] = timings.generator.replicas
+                counts[role] = timings.generator.replicas
             elif calls[0].kind is CallKind.SCORE:
-                found[role] = timings.score[calls[0].stage].replicas
-        return found
+                counts[role] = timings.score[calls[0].stage].replicas
+        return counts
 
     def estimate_publish_s(self, role: str) -> float:
-        """Until a version of a role is on its way to all who follow it."""
+        """Return the longest publish time over all followers of a role, in seconds."""
         followers = [call.stage for call in self.dataflow.calls if call.followed_role == role]
         weights = self.timings.weights
         return max((weights[s].publish_s for s in followers if s in weights), default=0.0)
 
     def is_publish_due(self, role: str, version: int) -> bool:
-        """Looked at is the last version."""
+        """Return whether a version is published; the last one always is."""
         return is_publish_due(
             role,
             version,
@@ -86,7 +90,7 @@ class SimulationScenario:
 
     @property
     def is_colocated(self) -> bool:
-        """Whether the generators have the very devices of the policy's trainer."""
+        """Whether the generators have exactly the devices of the policy's trainer."""
         calls = self.placement.assignments
         trained = [
             call for call in self.dataflow.select_calls(CallKind.TRAIN) if call.role == POLICY
@@ -98,19 +102,19 @@ class SimulationScenario:
 def assign_devices(
     scenario: SimulationScenario, processes: Mapping[str, Sequence[str]]
 ) -> dict[str, range]:
-    """The devices of each process: of a replica its part of the mesh of its role."""
-    found = {}
+    """Return the devices of each process: a replica has its part of the mesh of its role."""
+    devices_by_process = {}
     for role, calls in scenario.dataflow.calls_by_role.items():
-        placed = [
+        assignments = [
             scenario.placement.assignments[c.stage]
             for c in calls
             if c.stage in scenario.placement.assignments
         ]
-        devices = placed[0].mesh.devices if placed else range(0)
+        devices = assignments[0].mesh.devices if assignments else range(0)
         count = len(processes[role])
         for i, name in enumerate(processes[role]):
             first = i * len(devices) // count
-            # Several on one device have the same.
+            # Replicas that share one device all get that device.
             last = max((i + 1) * len(devices) // count, first + 1)
-            found[name] = devices[first:last]
-    return found
+            devices_by_process[name] = devices[first:last]
+    return devices_by_process

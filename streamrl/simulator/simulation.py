@@ -1,4 +1,4 @@
-"""A placement's run in virtual time."""
+"""Entry point of the simulator: run a placement in virtual time."""
 
 from streamrl.dataflow import CallKind, Dataflow
 from streamrl.engines.memory.gc_paused import pause_gc
@@ -23,37 +23,38 @@ def run_simulation(  # noqa: PLR0913
     steps: int,
     seed: int,
     failures: FailureModel | None = None,
-    manner: RunOptions | None = None,
+    run_options: RunOptions | None = None,
 ) -> SimulationResult:
-    """What a run of so many steps would do; the same for the same seed.
+    """Simulate a run of `steps` steps. Equal seeds give equal results.
 
-    Raises ConfigError for what no run could be: stages without timings, completions that fit no
-    micro-batch or no generator.
+    Raises ConfigError if a stage has no timings, or if the longest completion fits neither a
+    micro-batch nor the KV cache of a generator.
     """
-    manner = manner or RunOptions()
+    run_options = run_options or RunOptions()
     check_timings(dataflow, timings)
     check_workload(workload, timings, steps)
-    if manner.on_stale == "drop" and not placement.is_streamed:
+    if run_options.on_stale == "drop" and not placement.is_streamed:
         raise ConfigError(
-            "on_stale=drop: not with a placement that is not streamed: steps are whole"
+            "on_stale=drop: requires a streamed placement; this one trains whole steps and cannot"
+            " drop stale groups"
         )
-    lead = manner.max_steps_ahead(placement.max_staleness)
+    lead = run_options.max_steps_ahead(placement.max_staleness)
     if lead > MAX_STALENESS:
-        raise ConfigError(f"depth={lead}: steps ahead: must be at most {MAX_STALENESS}")
-    if manner.publish_every > lead + 1:
+        raise ConfigError(f"depth={lead}: must be at most {MAX_STALENESS} steps ahead")
+    if run_options.publish_every > lead + 1:
         raise ConfigError(
-            f"publish_every={manner.publish_every}: with generation {lead} steps ahead nobody would"
-            f" sample what is to be trained next; must be at most {lead + 1}"
+            f"publish_every={run_options.publish_every}: must be at most {lead + 1}: generation"
+            f" runs {lead} steps ahead and would wait forever for an unpublished version"
         )
     scenario = SimulationScenario(
-        dataflow, placement, timings, workload, steps, seed, manner, failures
+        dataflow, placement, timings, workload, steps, seed, run_options, failures
     )
     with pause_gc():
         return run_virtual(_simulate_scenario(scenario), polls=False)
 
 
 def check_timings(dataflow: Dataflow, timings: StageTimings) -> None:
-    """Raise ConfigError if a stage that scores or a role that is trained has none."""
+    """Raise ConfigError if a score stage or a trained role has no timings."""
     for call in dataflow.select_calls(CallKind.SCORE):
         if call.stage not in timings.score:
             raise ConfigError(f"timings.score.{call.stage}: missing")
@@ -63,7 +64,7 @@ def check_timings(dataflow: Dataflow, timings: StageTimings) -> None:
 
 
 def check_workload(workload: Workload, timings: StageTimings, steps: int) -> None:
-    """Raise ConfigError if it is none, or its longest rollout has no room."""
+    """Raise ConfigError if the workload is invalid, or its longest rollout exceeds the KV cache."""
     if steps < 1:
         raise ConfigError(f"steps={steps}: must be at least 1")
     workload.check_micro_batch_tokens()
@@ -76,24 +77,24 @@ def check_workload(workload: Workload, timings: StageTimings, steps: int) -> Non
 
 
 async def _simulate_scenario(scenario: SimulationScenario) -> SimulationResult:
-    world = SimulatedRun(scenario)
-    await world.run()
+    run = SimulatedRun(scenario)
+    await run.run()
     lead = scenario.pipeline_config.max_steps_ahead
-    found = SimulationResult(
+    result = SimulationResult(
         dataflow=scenario.dataflow,
         workload=scenario.workload,
         max_staleness=scenario.placement.max_staleness,
-        outcomes=world.outcomes,
-        step_ends=world.step_ends,
-        queue_depths=world.queue.queue_depths,
-        spans_by_process=world.context.recordings.spans_by_process,
-        process_names=world.process_names,
-        crashes=world.crashes,
-        first_step_ends=world.first_step_ends,
+        outcomes=run.outcomes,
+        step_ends=run.step_ends,
+        queue_depths=run.queue.queue_depths,
+        spans_by_process=run.context.recordings.spans_by_process,
+        process_names=run.process_names,
+        crashes=run.crashes,
+        first_step_ends=run.first_step_ends,
         warm_up_steps=0,
     )
     warm_up = lead + 1 + scenario.steps // 10
-    counted = scenario.steps - warm_up - lead
-    return found.exclude_steps(
-        scenario.steps - lead - scenario.run_options.round_to_publish_every(counted), lead
+    counted_steps = scenario.steps - warm_up - lead
+    return result.exclude_steps(
+        scenario.steps - lead - scenario.run_options.round_to_publish_every(counted_steps), lead
     )

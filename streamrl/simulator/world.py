@@ -1,7 +1,8 @@
-"""Everything that is there while a simulation's clock runs: replicas, trainers, control, queue.
+"""Processes and control of a simulated run: replicas, trainers, coordinator state and queue.
 
-Real: the loops that admit and train, `RunState` with its admission, ledger, step assembly and
-publishing, the schedule of micro-batches, and the arbiter of devices. What takes time is timed.
+The simulation runs the real admission and training loops, the real `RunState` with its admission
+control, ledger, step assembly and weight publisher, the real micro-batch schedule and the real
+device arbiter. Computation and transfers are replaced by timers.
 """
 
 import asyncio
@@ -41,10 +42,10 @@ StageReplica = SimulatedGenerator | SimulatedScorer
 
 
 class SimulatedRun:
-    """A run, and what becomes of it when something dies."""
+    """A simulated run, including node crashes and restarts."""
 
     def __init__(self, scenario: SimulationScenario) -> None:
-        """Needs a running loop."""
+        """Create the run; requires a running event loop."""
         self.scenario = scenario
         self.outcomes: list[StepResult] = []
         self.step_ends: list[float] = []
@@ -52,19 +53,20 @@ class SimulatedRun:
         self.crashes: list[NodeCrash] = []
         dataflow, timings = scenario.dataflow, scenario.timings
         self.process_names = name_processes(dataflow, scenario.replica_counts)
-        machine = CpuModel(timings.cores, crowding=timings.crowding)
+        cpu = CpuModel(timings.cores, crowding=timings.crowding)
         self.queue = SimulatedQueue(
             dataflow,
-            machine,
+            cpu,
             hop_s=timings.hop_s,
             books_s=timings.bookkeeping_s,
-            # Steps that are waited for as a whole have no places for what replaces the filtered.
+            # A stage that waits for a whole step would deadlock with a group filter: replacements
+            # of filtered groups belong to no complete step.
             streamed=scenario.placement.is_streamed or scenario.workload.filtered_fraction > 0,
             groups_per_step=scenario.workload.groups_per_step,
         )
         self.context = SimulationContext(
             timings,
-            machine,
+            cpu,
             self.queue,
             DeviceLeases(dataflow, scenario.placement, slice_s=scenario.run_options.slice_s),
             CompletionLengths(scenario.workload, scenario.seed),
@@ -86,7 +88,7 @@ class SimulatedRun:
         self._finished_future: asyncio.Future[None] = self._clock.create_future()
 
     async def run(self) -> None:
-        """To the end of the last step."""
+        """Run until the last step ends."""
         self._start_from_checkpoint()
         nodes = [
             asyncio.create_task(self._run_node_failures(node))
@@ -99,26 +101,25 @@ class SimulatedRun:
                 if task is not None:
                     task.cancel()
 
-    # What a run begins with, or begins again.
+    # Start and restart.
 
     def _start_from_checkpoint(self) -> None:
-        """Everybody starts at the last checkpoint."""
         version, scenario = self._checkpoint_version, self.scenario
         lease = self._make_lease(POLICY, TRAINER_PHASE)
         trainers = self._make_trainers()
         sources: dict[str, WeightSource] = {**trainers}
         if any(call.followed_role == EMA_REFERENCE for call in scenario.dataflow.calls):
             sources[EMA_REFERENCE] = SimulatedReference(scenario.estimate_publish_s(EMA_REFERENCE))
-        versions = {role: SimulatedWeightRegistry() for role in sources}
-        self.context.registries = versions
-        # In one process, weights are where they are sampled from.
+        registries = {role: SimulatedWeightRegistry() for role in sources}
+        self.context.registries = registries
+        # Colocated generators read weights in the trainer's process: publishing needs no lease.
         lease_to_read = None if scenario.is_colocated else lease
-        publishing = WeightPublisher(
-            sources, versions, due=scenario.is_publish_due, lease=lease_to_read
+        publisher = WeightPublisher(
+            sources, registries, due=scenario.is_publish_due, lease=lease_to_read
         )
-        self._control = self._make_control(publishing, version)
-        for one in versions.values():
-            one.add_manifest(WeightManifest(version, (), ()))
+        self._control = self._make_control(publisher, version)
+        for registry in registries.values():
+            registry.add_manifest(WeightManifest(version, (), ()))
         role = GENERATE_CALL.role
         self._generator_pool = GeneratorPool(
             role, self.context, holder=self._make_holder_name(role)
@@ -131,7 +132,7 @@ class SimulatedRun:
         self._training_task.add_done_callback(self._on_training_done)
 
     def _on_training_done(self, training: "asyncio.Task[None]") -> None:
-        """The run has ended, unless it was a trainer that died."""
+        """Finish the run, unless training was cancelled by a crash of the trainer."""
         if not training.cancelled() and not self._finished_future.done():
             error = training.exception()
             if error is None:
@@ -139,17 +140,17 @@ class SimulatedRun:
             else:
                 self._finished_future.set_exception(error)
 
-    def _make_control(self, publishing: WeightPublisher, version: int) -> RunState:
+    def _make_control(self, publisher: WeightPublisher, version: int) -> RunState:
         scenario = self.scenario
         config, per_step = scenario.pipeline_config, scenario.workload.groups_per_step
         factor = scenario.run_options.oversample
         oversampling = OversamplingController(factor, groups_per_step=per_step)
-        most = MAX_FACTOR if factor is None else factor
+        max_oversampling = MAX_FACTOR if factor is None else factor
         admission = AdmissionController(
             self._run_log.ledger,
             depth=config.max_steps_ahead,
             groups_per_step=per_step,
-            capacity_groups=math.ceil(most * (config.max_steps_ahead + 1) * per_step),
+            capacity_groups=math.ceil(max_oversampling * (config.max_steps_ahead + 1) * per_step),
             total_groups=scenario.steps * per_step,
             version=version,
             oversampling=oversampling,
@@ -164,38 +165,47 @@ class SimulatedRun:
             v: step for v, step in self._run_log.steps_since_checkpoint.items() if v >= version
         }
         settings = AlgorithmConfig().to_settings(max_length=1, reward_weights={})
-        dials = AdaptiveParams(ALGORITHMS["grpo"], settings)
-        return RunState(admission, assembler, self._run_log, publishing, dials, self._prompts)
+        adaptive_params = AdaptiveParams(ALGORITHMS["grpo"], settings)
+        return RunState(
+            admission, assembler, self._run_log, publisher, adaptive_params, self._prompts
+        )
 
     def _make_trainers(self) -> dict[str, SimulatedTrainer]:
-        scenario, site = self.scenario, self.context
+        scenario, context = self.scenario, self.context
         locks = self._make_device_locks()
         return {
             call.role: SimulatedTrainer(
                 scenario.timings.train[call.role],
                 scenario.pace,
                 publish_s=scenario.estimate_publish_s(call.role),
-                machine=site.cpu,
-                completions=site.completions,
-                recorder=site.recordings.get_recorder(call.role),
+                cpu=context.cpu,
+                completions=context.completions,
+                recorder=context.recordings.get_recorder(call.role),
                 devices=locks.get(call.role),
             )
             for call in scenario.dataflow.select_calls(CallKind.TRAIN)
         }
 
     def _make_device_locks(self) -> Mapping[str, asyncio.Lock]:
-        """Of trained models that have a device in common, unless they share its cores."""
+        """Return one shared lock for all trained models whose devices overlap.
+
+        Without locks on CPU (`timings.cores`): the CPU model slows overlapping processes down
+        instead.
+        """
         calls, placement = (
             self.scenario.dataflow.select_calls(CallKind.TRAIN),
             self.scenario.placement,
         )
         locks: dict[str, asyncio.Lock] = {}
         for i, call in enumerate(calls if not self.scenario.timings.cores else ()):
-            mine = locks.setdefault(call.role, asyncio.Lock())
+            lock = locks.setdefault(call.role, asyncio.Lock())
             for other in calls[:i]:
                 if placement.overlaps(call.stage, other.stage):
-                    theirs = locks[other.role]
-                    locks = {role: mine if one is theirs else one for role, one in locks.items()}
+                    other_lock = locks[other.role]
+                    locks = {
+                        role: lock if held_lock is other_lock else held_lock
+                        for role, held_lock in locks.items()
+                    }
         return locks
 
     def _make_lease(self, role: str, name: str) -> DeviceLease:
@@ -205,7 +215,7 @@ class SimulatedRun:
         )
 
     def _make_holder_name(self, name: str) -> str:
-        """A name among those who share devices: who comes back is another one."""
+        """Return a holder name for the device arbiter; a restarted process gets a new name."""
         return f"{name}/{next(self._incarnations)}"
 
     def _start_replica(self, role: str, index: int) -> None:
@@ -227,15 +237,19 @@ class SimulatedRun:
         stage = next(
             c.stage for c in self.scenario.dataflow.queue_calls if c.kind is CallKind.TRAIN
         )
-        place = StageContext(stage, queue, lease, SpanRecorder("train-loop", self._clock.time))
+        stage_context = StageContext(
+            stage, queue, lease, SpanRecorder("train-loop", self._clock.time)
+        )
         await control.reconcile_queue(queue)
         self.queue.restore_trainable()
-        admitting = asyncio.create_task(admit_prompts(control, queue, wait_s=math.inf))
+        admission_task = asyncio.create_task(admit_prompts(control, queue, wait_s=math.inf))
         try:
             config = self.scenario.pipeline_config
-            await train_policy(place, control, trainers, config, report=self._record_outcome)
+            await train_policy(
+                stage_context, control, trainers, config, report=self._record_outcome
+            )
         finally:
-            admitting.cancel()
+            admission_task.cancel()
 
     async def _record_outcome(self, outcome: StepResult) -> None:
         self.outcomes.append(outcome)
@@ -248,18 +262,17 @@ class SimulatedRun:
             self._checkpoint_version = version
             self._run_log.steps_since_checkpoint.clear()
 
-    # What dies.
+    # Crashes.
 
     def _list_failing_nodes(self) -> range:
-        """The nodes that may die."""
         failures, calls = self.scenario.failures, self.scenario.placement.assignments
         if failures is None:
             return range(0)
-        size = max((one.mesh.devices.stop for one in calls.values()), default=0)
+        size = max((assignment.mesh.devices.stop for assignment in calls.values()), default=0)
         return range(-(-size // failures.node_devices))
 
     async def _run_node_failures(self, node: int) -> None:
-        """A node dies now and then."""
+        """Crash the node at random times until cancelled."""
         failures = self.scenario.failures
         assert failures is not None
         for seconds in sample_failure_times(node, failures, self.scenario.seed):
@@ -283,28 +296,28 @@ class SimulatedRun:
     def _kill_replica(self, name: str) -> int:
         return self._replicas.pop(name).kill()
 
-    def _restart_replicas(self, names: Sequence[str], session: int) -> None:
-        """They come back, unless the whole run began again meanwhile."""
-        if session == self._restart_count:
+    def _restart_replicas(self, names: Sequence[str], restart_count: int) -> None:
+        """Restart the replicas, unless the whole run has been restarted since their crash."""
+        if restart_count == self._restart_count:
             for name in names:
                 role, _, index = name.rpartition("-")
                 self._start_replica(role, int(index))
 
     async def _restart_run(self, failures: FailureModel) -> None:
-        """A trainer died: the run ends, and begins again from its last checkpoint."""
+        """Stop everything after a trainer crash and restart from the last checkpoint."""
         if self._training_task is None or self._training_task.done():
             return
         self._restart_count += 1
         self._training_task.cancel()
         names = tuple(self._replicas)
         lost = sum(self._kill_replica(name) for name in names)
-        again = len(self.outcomes) - self._checkpoint_version
-        crash = NodeCrash(self._clock.time(), names, lost, again, is_restart=True)
+        repeated_steps = len(self.outcomes) - self._checkpoint_version
+        crash = NodeCrash(self._clock.time(), names, lost, repeated_steps, is_restart=True)
         self.crashes.append(crash)
         del self.outcomes[self._checkpoint_version :], self.step_ends[self._checkpoint_version :]
         await asyncio.sleep(failures.restart_s)
         self._start_from_checkpoint()
 
 
-def _ranges_overlap(one: range, other: range) -> bool:
-    return one.start < other.stop and other.start < one.stop
+def _ranges_overlap(left: range, right: range) -> bool:
+    return left.start < right.stop and right.start < left.stop

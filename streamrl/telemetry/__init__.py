@@ -1,4 +1,4 @@
-"""What a run reports: the metrics contract, spans, and the sinks they go to."""
+"""Telemetry: the metrics contract, spans, and the sinks that receive both."""
 
 from streamrl.telemetry.config import TelemetryConfig, WandbConfig
 from streamrl.telemetry.metric_names import Histogram, MetricsRow, validate_row

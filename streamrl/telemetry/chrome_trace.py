@@ -1,11 +1,11 @@
-"""`trace.json`: the spans of every process, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""Sink for `trace.json`: spans of every process for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-The file is a JSON array in the Trace Event Format, one event per line. New events overwrite the
-closing bracket in one write and put it back, so that the file can be opened while the run goes on,
-and what a crash leaves can be opened as well.
+The file is a JSON array in the Trace Event Format, one event per line. Each append overwrites the
+closing bracket and writes a new bracket in the same write. So the file can be opened during the run
+and after a crash.
 
-A run may take days. Once the file has half of what a trace may take it becomes the earlier part, in
-the place of the one before, and a new one is begun: each opens by itself.
+Runs can last for days. When the file reaches half of `most_bytes`, it replaces trace.earlier.json,
+and a new trace.json starts. Each file can be opened on its own.
 """
 
 import json
@@ -26,7 +26,7 @@ from streamrl.telemetry.spans import Span
 TRACE_FILE = "trace.json"
 EARLIER_TRACE_FILE = "trace.earlier.json"
 MAX_TRACE_BYTES = 512_000_000
-"""Of a run's trace, both parts: as much as can still be opened, some 2 million groups."""
+"""Limit of both files together. Perfetto still opens this size, about 2 million groups."""
 COUNTER_METRICS = (
     "queue/depth/",
     "staleness/mean",
@@ -40,11 +40,12 @@ _OPENING, _CLOSING = b"[\n", b"\n]\n"
 
 
 class TraceSink:
-    """Writes spans per process and lane, a mark per step and event, and a few metrics as counters.
+    """Writes spans by process and lane, an instant event per step and event, and counters of a few
+    metrics.
 
-    Times are microseconds since the epoch. With `resume`, events are added to the file that is
-    there; without, a new file takes its place. Both parts together take no more than `most_bytes`,
-    and what is written at once. A disk that refuses is a DiskError that names the file.
+    Times are microseconds since the epoch. With `resume`, new events are appended to the existing
+    file; otherwise a new file replaces it. Both files together take at most `most_bytes`, plus one
+    write. Raises DiskError with the file's name if writing fails.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class TraceSink:
         self._tids: set[int] = set()
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Open the file, and learn from an earlier part what its processes are called."""
+        """Open the file; on resume, read the process names of the existing events."""
         kept = _load_events(self._path) if self._is_resumed else []
         for event in kept:
             if event["name"] == "process_name":
@@ -79,7 +80,7 @@ class TraceSink:
         self._open_file(kept)
 
     def _open_file(self, kept: Sequence[dict[str, Any]] = ()) -> None:
-        """Begin a file, with what is kept of the one that it takes the place of."""
+        """Create a file with the events `kept` from the file that it replaces."""
         partial = self._path.with_suffix(".partial")
         with wrap_disk_errors(self._path):
             self._file, self._end_offset = FileIO(open_new_file(partial), "w"), 0
@@ -87,7 +88,7 @@ class TraceSink:
             partial.replace(self._path)
 
     def _rotate_file(self) -> None:
-        """Make the file the earlier part, and begin a new one."""
+        """Move the file to trace.earlier.json and start a new file."""
         self.close({})
         with wrap_disk_errors(self._path):
             self._path.replace(self._path.with_name(EARLIER_TRACE_FILE))
@@ -96,7 +97,7 @@ class TraceSink:
         self._open_file()
 
     def write_spans(self, spans: Iterable[Span]) -> None:
-        """Add spans; an open one is left out, as it comes whole with a later drain."""
+        """Append closed spans. A later drain returns the open spans again, complete."""
         if self._end_offset > self._max_part_bytes:
             self._rotate_file()
         events: list[dict[str, Any]] = []
@@ -107,7 +108,7 @@ class TraceSink:
         self._append_events(events)
 
     def log_step(self, step: int, row: MetricsRow) -> None:
-        """Mark the step's end across all processes, and plot its counters."""
+        """Write an instant event across all processes, and the step's counters."""
         events = [self._make_instant_event(f"step {step}", "g", {})]
         for name, value in row.items():
             if name.startswith(COUNTER_METRICS) and not isinstance(value, Histogram):
@@ -117,40 +118,39 @@ class TraceSink:
         self._append_events(events)
 
     def log_event(self, name: str, fields: EventFields) -> None:
-        """Mark an event in the row of the run."""
         self._append_events([self._make_instant_event(name, "p", fields)])
 
     def close(self, summary: EventFields) -> None:
-        """Make the file durable and close it."""
         file, self._file = self._file, None
         if file is not None:
             with wrap_disk_errors(self._path), file:
                 os.fsync(file.fileno())
 
     def _get_thread_ids(self, process: str, lane: int) -> dict[str, int]:
-        # Perfetto takes pid and tid 0 for the kernel's, and a tid for unique across processes.
+        # Perfetto reserves pid and tid 0 for the kernel and expects a tid to be unique across
+        # processes.
         pid = self._pids[process]
         return {"pid": pid, "tid": pid * _LANES_PER_PROCESS + lane}
 
     def _make_name_events(self, process: str, lane: int) -> list[dict[str, Any]]:
-        """Names for a process and a lane where they are met for the first time."""
+        """Return metadata events for a process and a lane that have no name yet."""
         names: list[tuple[str, dict[str, Any]]] = []
         if process not in self._pids:
             self._pids[process] = len(self._pids) + 1
             names.append(("process_name", {"name": process}))
             names.append(("process_sort_index", {"sort_index": self._pids[process]}))
-        place = self._get_thread_ids(process, lane)
-        if place["tid"] not in self._tids:
-            self._tids.add(place["tid"])
+        ids = self._get_thread_ids(process, lane)
+        if ids["tid"] not in self._tids:
+            self._tids.add(ids["tid"])
             names.append(("thread_name", {"name": f"lane {lane}"}))
-        return [{"ph": "M", "name": name, **place, "args": args} for name, args in names]
+        return [{"ph": "M", "name": name, **ids, "args": args} for name, args in names]
 
     def _make_span_event(self, span: Span) -> dict[str, Any]:
         start_us = _to_microseconds(span.start_s)
         duration_us = _to_microseconds(span.end_s) - start_us
-        place = self._get_thread_ids(span.process, span.lane)
+        ids = self._get_thread_ids(span.process, span.lane)
         times = {"ts": start_us, "dur": duration_us}
-        return {"ph": "X", "name": span.name, **place, **times, "args": to_json_fields(span.args)}
+        return {"ph": "X", "name": span.name, **ids, **times, "args": to_json_fields(span.args)}
 
     def _make_instant_event(self, name: str, scope: str, args: EventFields) -> dict[str, Any]:
         return self._make_run_event("i", name, {"s": scope, "args": to_json_fields(args)})
@@ -170,11 +170,12 @@ class TraceSink:
         if not events:
             return
         body = b",\n".join(json.dumps(event).encode() for event in events)
-        left = memoryview((b",\n" if self._end_offset else _OPENING) + body + _CLOSING)
+        unwritten = memoryview((b",\n" if self._end_offset else _OPENING) + body + _CLOSING)
         with wrap_disk_errors(self._path):
             self._file.seek(self._end_offset)
-            while left:  # a disk that fills up takes a part first
-                left = left[self._file.write(left) :]
+            # Unbuffered writes can be partial, for example when the disk fills up.
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
             self._end_offset = self._file.tell() - len(_CLOSING)
 
 
@@ -183,9 +184,9 @@ def _to_microseconds(seconds: float) -> int:
 
 
 def read_spans(path: Path) -> list[Span]:
-    """The spans of a trace and of its earlier part, in their order; [] if there is none.
+    """Return the spans of trace.earlier.json and of the trace, in this order; [] without files.
 
-    What a crash tore off its end is left out.
+    An event torn by a crash is left out.
     """
     return [*_load_spans(path.with_name(EARLIER_TRACE_FILE)), *_load_spans(path)]
 
@@ -208,7 +209,7 @@ def _load_spans(path: Path) -> list[Span]:
 
 
 def check_trace(run_dir: Path) -> None:
-    """Raise ConfigError if a run cannot add to the trace that is there."""
+    """Raise ConfigError if the existing trace cannot be continued."""
     for _ in _read_events(run_dir / TRACE_FILE):
         pass
 
@@ -218,9 +219,9 @@ def _load_events(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a trace, without a last line that a crash tore.
+    """Yield the events of a trace, without a last line torn by a crash.
 
-    Raises ConfigError for what is no trace at all: no regular file, or one that cannot be parsed.
+    Raises ConfigError for a path that is not a regular file or cannot be parsed.
     """
     if not path.exists():
         return
@@ -232,12 +233,12 @@ def _read_events(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(event, dict):
                 if not _is_trace_event(event):
-                    raise ValueError(f"line {number}: not an event of a trace")
+                    raise ValueError(f"line {number}: not a trace event")
                 yield event
 
 
 def _is_trace_event(event: Mapping[str, Any]) -> bool:
-    """Whether it has what is read of its kind."""
+    """Return whether the event has the fields that its kind needs here."""
     kinds: dict[str, type | tuple[type, ...]] = {"ph": str, "name": str, "pid": int, "tid": int}
     if event.get("ph") in ("X", "M"):
         kinds["args"] = dict

@@ -1,4 +1,4 @@
-"""What a run reports, and whether to Weights & Biases."""
+"""Config section `telemetry`: outputs of a run, and Weights & Biases."""
 
 from dataclasses import dataclass, field
 
@@ -10,11 +10,11 @@ CONSOLE_MODES = ("auto", "live", "plain", "none")
 
 @dataclass
 class WandbConfig:
-    """Whether and where metrics go to Weights & Biases.
+    """Settings for Weights & Biases.
 
     mode: offline (files only, no account needed), online (needs `wandb login`) or disabled.
     project: the project's name.
-    entity: the user or team that owns it; empty is the account's default.
+    entity: user or team that owns the project; empty is the account's default.
     """
 
     mode: str = "offline"
@@ -32,13 +32,13 @@ class WandbConfig:
 
 @dataclass
 class TelemetryConfig:
-    """What a run reports beside metrics.jsonl and events.jsonl, which it always writes.
+    """Outputs of a run besides metrics.jsonl and events.jsonl.
 
     wandb: Weights & Biases, see WandbConfig.
-    console: live (a view that is redrawn), plain (a line per step), none, or auto, which is live on
-        a terminal and plain elsewhere.
-    trace: whether to write trace.json, the spans of every process (for Perfetto); of a long run
-        the latest, some of them in trace.earlier.json beside it.
+    console: live (a view that redraws), plain (a line per step), none, or auto, which is live on a
+        terminal and plain elsewhere.
+    trace: whether to write trace.json, the spans of every process, for Perfetto. A long run keeps
+        the latest spans, the older half in trace.earlier.json.
     """
 
     wandb: WandbConfig = field(default_factory=WandbConfig)

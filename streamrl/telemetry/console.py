@@ -1,7 +1,7 @@
-"""What a run prints: one line per step where output is no terminal, and the final summary anywhere.
+"""Console output of a run: a line per step on a plain console, and a final summary.
 
-The live view of a terminal is in live_console.py; both print evaluations, events and log lines
-alike.
+The live view of a terminal is in live_console.py. Both consoles print evaluations, events and log
+lines in the same way.
 """
 
 import logging
@@ -37,60 +37,59 @@ _GAP = "  "
 
 @dataclass
 class _EventCounter:
-    """The events of one name since the last step: how many, for how many of them there is a line,
-    and when the last line was printed, s.
-    """
+    """Events of one name since the last step, and the number of lines printed for them."""
 
     count: int = 0
     num_printed: int = 0
     last_printed_s: float = 0.0
 
     def count_event(self, now: float) -> bool:
-        """Count one more; whether it is to be printed, which is then taken as done."""
+        """Count an event; return whether to print it, and if so mark it as printed."""
         self.count += 1
-        is_round = self.count == 10 ** (len(str(self.count)) - 1)
-        due = (
-            self.count <= EVENTS_PER_STEP or is_round or now - self.last_printed_s >= EVENTS_EVERY_S
+        is_power_of_ten = self.count == 10 ** (len(str(self.count)) - 1)
+        is_due = (
+            self.count <= EVENTS_PER_STEP
+            or is_power_of_ten
+            or now - self.last_printed_s >= EVENTS_EVERY_S
         )
-        if due:
+        if is_due:
             self.num_printed, self.last_printed_s = self.count, now
-        return due
+        return is_due
 
 
 class RunConsole:
-    """A sink that talks to a person. This class prints lines; a subclass shows the steps.
+    """Console sink. This class prints lines; a subclass displays the steps.
 
-    Of the events of one name, the first EVENTS_PER_STEP of a step are printed; then, with how many
-    there have been, the 10th, 100th and so on and one every EVENTS_EVERY_S; then how many more.
+    Events of one name can be too many to print. A line is printed for the first EVENTS_PER_STEP
+    events of a step, then for the 10th, 100th and so on with the count so far, then for an event
+    every EVENTS_EVERY_S. The step's end prints the number of events left out.
     """
 
     def __init__(
         self,
-        facts: RunInfo,
+        run_info: RunInfo,
         console: Console,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.progress = RunProgress(facts)
+        self.progress = RunProgress(run_info)
         self.console = console
         self.clock = clock
         self.started_at = clock()
         self._event_counters: dict[str, _EventCounter] = {}
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Begin the display."""
         self.started_at = self.clock()
 
     def restore_rows(self, rows: Iterable[tuple[int, MetricsRow]]) -> None:
-        """Take over the rows of the run's earlier part, so that first values stay the first."""
+        """Restore the rows of a resumed run, so that first values remain those of its start."""
         for step, row in rows:
             self.progress.add_row(step, row)
 
     def show_status(self, text: str) -> None:
-        """Say what is being waited for; an empty text ends it."""
+        """Show a status while the run waits; an empty text removes it."""
 
     def log_step(self, step: int, row: MetricsRow) -> None:
-        """Show a step."""
         self._print_omitted_events()
         evals = self.add_row(step, row)
         if evals:
@@ -98,14 +97,14 @@ class RunConsole:
         self.show_progress()
 
     def add_row(self, step: int, row: MetricsRow) -> Mapping[str, float]:
-        """Add the row to the progress; returns its evaluations."""
+        """Add the row to the progress; return its evaluations."""
         return self.progress.add_row(step, row)
 
     def show_progress(self) -> None:
-        """Show the progress, which has just taken a step."""
+        pass
 
     def log_event(self, name: str, fields: EventFields) -> None:
-        """Print an event, unless this step had enough of its name for now."""
+        """Print an event, unless enough events of its name were printed in this step."""
         events = self._event_counters.setdefault(name, _EventCounter())
         if events.count_event(self.clock()):
             so_far = f"{events.count:,} so far, the last: "
@@ -121,7 +120,10 @@ class RunConsole:
         self._event_counters.clear()
 
     def close(self, summary: EventFields) -> None:
-        """End the display and print the summary; of a run without a step, what it left behind."""
+        """End the display and print the summary.
+
+        A run without a step prints its checkpoint instead.
+        """
         self._print_omitted_events()
         if self.progress.latest_values:
             wall_s = self.clock() - self.started_at
@@ -132,7 +134,6 @@ class RunConsole:
                 self.print_line(name, str(summary[name]))
 
     def print_line(self, label: str, text: str, *, style: str = "") -> None:
-        """Print one thing that happened; long text continues below its beginning."""
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(no_wrap=True, min_width=_LABEL_WIDTH)
         grid.add_column(overflow="fold")
@@ -141,29 +142,29 @@ class RunConsole:
 
 
 class PlainConsole(RunConsole):
-    """One aligned line per step under a header that comes back now and then. ASCII only.
+    """Prints an aligned line per step, and the header every _HEADER_EVERY steps. ASCII only.
 
-    Columns that do not fit the console's width are left out, the last ones first.
+    Columns beyond the console's width are left out.
     """
 
     _steps_shown = 0
     _last_status = ""
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Print what the run is going to do."""
         super().start(config)
-        facts = self.progress.run_info
-        resumed = f", resumed after step {self.progress.step}" if facts.resume_step else ""
-        self.print_line(facts.name, f"{facts.num_steps} steps{resumed}, writing {facts.run_dir}")
+        run_info = self.progress.run_info
+        resumed = f", resumed after step {self.progress.step}" if run_info.resume_step else ""
+        self.print_line(
+            run_info.name, f"{run_info.num_steps} steps{resumed}, writing {run_info.run_dir}"
+        )
 
     def show_status(self, text: str) -> None:
-        """Print the status if it changed."""
         if text and text != self._last_status:
             self.print_line(format_duration(self.clock() - self.started_at), text)
         self._last_status = text
 
     def show_progress(self) -> None:
-        """Print the line of the step; a row with nothing but evaluations has none."""
+        """Print the line of the step, after the first step."""
         progress = self.progress
         if progress.step == 0:
             return
@@ -185,50 +186,53 @@ class PlainConsole(RunConsole):
 
 
 def _build_columns(progress: RunProgress) -> list[tuple[str, str, int]]:
-    """Header, value and width of each column of a step's line."""
-    get, facts, stages = progress.get, progress.run_info, progress.stages
-    num_steps = str(facts.num_steps)
-    depths = " ".join(f"{format_number(get(DEPTH_PREFIX + stage), 0):>3}" for stage in stages)
-    idles = " ".join(f"{format_number(get(IDLE_PREFIX + stage) * 100, 0):>3}" for stage in stages)
-    staleness = (
-        f"{format_number(get('staleness/mean'), 1)}/{format_number(get('staleness/max'), 0)}"
+    get_value, run_info, stages = progress.get, progress.run_info, progress.stages
+    num_steps = str(run_info.num_steps)
+    depths = " ".join(f"{format_number(get_value(DEPTH_PREFIX + stage), 0):>3}" for stage in stages)
+    idles = " ".join(
+        f"{format_number(get_value(IDLE_PREFIX + stage) * 100, 0):>3}" for stage in stages
     )
+    mean_staleness = format_number(get_value("staleness/mean"), 1)
+    staleness = f"{mean_staleness}/{format_number(get_value('staleness/max'), 0)}"
     filtered = (
-        [("filtered", " ".join(format_filter_stats(progress)), 11)] if facts.has_filter else []
+        [("filtered", " ".join(format_filter_stats(progress)), 11)] if run_info.has_filter else []
     )
     return [
         ("step", f"{progress.step}/{num_steps}", 2 * len(num_steps) + 1),
-        ("reward", format_number(get("reward/mean")), 7),
+        ("reward", format_number(get_value("reward/mean")), 7),
         ("stale", staleness, 6),
         *filtered,
         ("queue", depths, max(len(depths), 5)),
         ("idle %", idles, max(len(idles), 6)),
-        ("tok/s", format_number(get("throughput/tokens_per_s"), 0), 6),
-        ("step s", format_number(get("time/step_s"), 1), 6),
+        ("tok/s", format_number(get_value("throughput/tokens_per_s"), 0), 6),
+        ("step s", format_number(get_value("time/step_s"), 1), 6),
         ("left", format_duration(progress.estimate_remaining_s()), 7),
     ]
 
 
 def format_filter_stats(progress: RunProgress) -> tuple[str, str]:
-    """The share that was filtered in the last step, and the time it took: "88%", "12.1s"."""
-    share = progress.get("filter/share")
+    """Return the fraction filtered in the last step and its cost, such as "88%" and "12.1s"."""
+    filtered_fraction = progress.get("filter/share")
     seconds = sum(progress.get(name) for name in FILTER_COST_METRICS)
-    return f"{share:.0%}" if math.isfinite(share) else "-", f"{format_number(seconds, 1)}s"
+    return f"{filtered_fraction:.0%}" if math.isfinite(
+        filtered_fraction
+    ) else "-", f"{format_number(seconds, 1)}s"
 
 
 def build_summary_table(progress: RunProgress, wall_s: float, summary: EventFields) -> Table:
-    """First and last reward and evaluations, totals, the ledger, and what the run's end says."""
+    """Build the final table: first and last reward and evaluations, totals, ledger, and
+    `summary`."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True, min_width=_LABEL_WIDTH)
     table.add_column(overflow="fold")
-    rewards, facts = progress.rewards, progress.run_info
-    rows = [("steps", f"{progress.step} of {facts.num_steps}")]
+    rewards, run_info = progress.rewards, progress.run_info
+    rows = [("steps", f"{progress.step} of {run_info.num_steps}")]
     if rewards:
         rows.append(("reward", f"{format_number(rewards[0])} -> {format_number(rewards[-1])}"))
     for name, last in progress.last_evals.items():
         first = progress.first_evals[name]
         rows.append(("eval", f"{name} {format_number(first)} -> {format_number(last)}"))
-    since = " since the resume" if facts.resume_step is not None else ""
+    since = " since the resume" if run_info.resume_step is not None else ""
     rows.append(("wall time", format_duration(wall_s) + since))
     rows.append(("tokens", f"{progress.num_tokens:,.0f}"))
     rows.append(("filtered", progress.format_filter_line()))
@@ -241,13 +245,12 @@ def build_summary_table(progress: RunProgress, wall_s: float, summary: EventFiel
 
 
 class ConsoleLogHandler(logging.Handler):
-    """Sends log records through the run's console, so that they do not tear a live display."""
+    """Prints log records through the run's console, so that they do not break a live display."""
 
     def __init__(self, console: RunConsole, level: int = logging.WARNING) -> None:
         super().__init__(level)
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the record as a line under its level."""
         style = "red" if record.levelno >= logging.ERROR else "yellow"
         self._console.print_line(record.levelname.lower(), self.format(record), style=style)

@@ -1,4 +1,5 @@
-"""The live view of a run on a terminal: progress, reward, staleness, and each stage's queue."""
+"""Live view of a run on a terminal: progress, reward, staleness, and each stage's queue and idle
+time."""
 
 import atexit
 import math
@@ -35,21 +36,22 @@ _BAR_WIDTH = 20
 
 
 class LiveConsole(RunConsole):
-    """Keeps a view of the run at the bottom of the terminal; lines are printed above it.
+    """Keeps a view of the run at the bottom of the terminal and prints lines above.
 
-    `close` takes the view away, gives the terminal back and prints the summary; so does the end of
-    the program, should nobody call it.
+    `close` removes the view, restores the terminal and prints the summary. At exit, atexit restores
+    the terminal without `close`.
     """
 
     def __init__(
         self,
-        facts: RunInfo,
+        run_info: RunInfo,
         console: Console,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(facts, console, clock=clock)
-        # Taken within the display's own lock when it redraws: never print while holding it.
+        super().__init__(run_info, console, clock=clock)
+        # Lock order: rich.live holds its own lock while it calls `render`, which takes this lock.
+        # Printing takes rich's lock, so printing under this lock would deadlock.
         self._lock = threading.Lock()
         self._status_text = "starting"
         self._status_since = self._last_step_at = self.started_at
@@ -62,20 +64,18 @@ class LiveConsole(RunConsole):
         )
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Show the view."""
         super().start(config)
         self._status_since = self._last_step_at = self.started_at
         self._live.start(refresh=True)
         atexit.register(self._live.stop)
 
     def show_status(self, text: str) -> None:
-        """Show the status with the time since it began."""
         with self._lock:
             if text != self._status_text:
                 self._status_text, self._status_since = text, self.clock()
 
     def add_row(self, step: int, row: MetricsRow) -> Mapping[str, float]:
-        """Add the row to the progress; a step ends the status of the start-up."""
+        """Add the row to the progress; a step ends the start-up status."""
         with self._lock:
             self._last_step_at = self.clock()
             if step > 0:
@@ -83,13 +83,12 @@ class LiveConsole(RunConsole):
             return super().add_row(step, row)
 
     def close(self, summary: EventFields) -> None:
-        """Take the view away, then print the summary."""
         self._live.stop()
         atexit.unregister(self._live.stop)
         super().close(summary)
 
     def render(self) -> RenderableType:
-        """The view as it is now."""
+        """Build the view; rich calls this at every refresh."""
         with self._lock:
             parts: list[RenderableType] = [Text(), self._build_header()]
             if self.progress.has_steps:
@@ -107,24 +106,27 @@ class LiveConsole(RunConsole):
 
     def _build_header(self) -> RenderableType:
         progress = self.progress
-        facts = progress.run_info
+        run_info = progress.run_info
         grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
         grid.add_column(no_wrap=True, overflow="ellipsis")
         grid.add_column(no_wrap=True)
         grid.add_column(ratio=1)
         grid.add_column(no_wrap=True, justify="right")
-        left = progress.estimate_remaining_s(self.clock() - self._last_step_at)
+        remaining_s = progress.estimate_remaining_s(self.clock() - self._last_step_at)
         grid.add_row(
-            Text(f" {facts.name}", style=f"bold {_ACCENT}"),
-            Text(f"step {progress.step}/{facts.num_steps}"),
-            ProgressBar(facts.num_steps, progress.step, complete_style=_ACCENT),
-            Text(f"{format_duration(left)} left" if math.isfinite(left) else "", style="dim"),
+            Text(f" {run_info.name}", style=f"bold {_ACCENT}"),
+            Text(f"step {progress.step}/{run_info.num_steps}"),
+            ProgressBar(run_info.num_steps, progress.step, complete_style=_ACCENT),
+            Text(
+                f"{format_duration(remaining_s)} left" if math.isfinite(remaining_s) else "",
+                style="dim",
+            ),
         )
         return grid
 
 
 class _SparklineText:
-    """A series of numbers as blocks, as wide as there is room."""
+    """A series of numbers as block characters, as wide as the cell."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = values
@@ -137,42 +139,42 @@ class _SparklineText:
 
 
 def _build_metrics_grid(progress: RunProgress) -> RenderableType:
-    """Reward with its course, staleness against its bound, throughput and weights."""
-    get, rewards = progress.get, progress.rewards
+    get_value, rewards = progress.get, progress.rewards
     bound = progress.run_info.max_staleness
-    beyond = get("staleness/max") > bound
+    exceeds_bound = get_value("staleness/max") > bound
     grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
     grid.add_column(style="dim", no_wrap=True, min_width=11)
     grid.add_column(style="bold", no_wrap=True, min_width=6, justify="right")
     grid.add_column(ratio=1, no_wrap=True)
-    course = Table.grid(padding=(0, 2, 0, 0))
-    course.add_column()
-    course.add_column(no_wrap=True, style="dim")
-    ends = f"from {format_number(rewards[0])}" if rewards else ""
-    course.add_row(_SparklineText(tuple(rewards)), ends)
-    grid.add_row(" reward", format_number(get("reward/mean")), course)
-    worst = f"max {format_number(get('staleness/max'), 0)}, bound {bound}"
+    trend = Table.grid(padding=(0, 2, 0, 0))
+    trend.add_column()
+    trend.add_column(no_wrap=True, style="dim")
+    first_reward = f"from {format_number(rewards[0])}" if rewards else ""
+    trend.add_row(_SparklineText(tuple(rewards)), first_reward)
+    grid.add_row(" reward", format_number(get_value("reward/mean")), trend)
+    bound_text = f"max {format_number(get_value('staleness/max'), 0)}, bound {bound}"
     grid.add_row(
         " staleness",
-        format_number(get("staleness/mean"), 2),
-        Text(worst, style="bold red" if beyond else "dim"),
+        format_number(get_value("staleness/mean"), 2),
+        Text(bound_text, style="bold red" if exceeds_bound else "dim"),
     )
-    tokens = format_number(get("throughput/tokens_per_s"), 0)
-    step_s = format_number(get("time/step_s"), 1)
+    tokens = format_number(get_value("throughput/tokens_per_s"), 0)
+    step_s = format_number(get_value("time/step_s"), 1)
     grid.add_row(" tokens/s", tokens, Text(f"{step_s} s per step", style="dim"))
     if progress.run_info.has_filter:
-        share, seconds = format_filter_stats(progress)
-        factor = format_number(get("filter/oversample"), 1)
-        taken = f"{seconds} of generation and scoring, {factor} prompts for a place"
-        grid.add_row(" filtered", share, Text(taken, style="dim"))
-    publish_s, pull_s = (format_number(get(f"weights/{n}"), 2) for n in ("publish_s", "pull_s"))
-    moved = Text(f"publish {publish_s} s, pull {pull_s} s", style="dim")
-    grid.add_row(" weights", f"v{format_number(get('weights/version'), 0)}", moved)
+        filtered_fraction, seconds = format_filter_stats(progress)
+        factor = format_number(get_value("filter/oversample"), 1)
+        filter_text = f"{seconds} of generation and scoring, {factor} prompts per group"
+        grid.add_row(" filtered", filtered_fraction, Text(filter_text, style="dim"))
+    publish_s, pull_s = (
+        format_number(get_value(f"weights/{n}"), 2) for n in ("publish_s", "pull_s")
+    )
+    weights_text = Text(f"publish {publish_s} s, pull {pull_s} s", style="dim")
+    grid.add_row(" weights", f"v{format_number(get_value('weights/version'), 0)}", weights_text)
     return grid
 
 
 def _build_stages_grid(progress: RunProgress) -> RenderableType:
-    """How many groups wait for each stage, and how idle it is."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True, min_width=11)
     grid.add_column(no_wrap=True, min_width=6, justify="right")
@@ -182,11 +184,11 @@ def _build_stages_grid(progress: RunProgress) -> RenderableType:
     for stage in progress.stages:
         depth, idle = progress.get(DEPTH_PREFIX + stage), progress.get(IDLE_PREFIX + stage)
         bar = ProgressBar(1.0, min(idle, 1.0), complete_style="yellow", finished_style="yellow")
-        known = math.isfinite(idle)
+        is_measured = math.isfinite(idle)
         grid.add_row(
             f" {stage}",
             format_number(depth, 0) if math.isfinite(depth) else "",
-            bar if known else "",
-            f"{idle:.0%}" if known else "",
+            bar if is_measured else "",
+            f"{idle:.0%}" if is_measured else "",
         )
     return grid

@@ -1,7 +1,7 @@
-"""The metrics contract: every name a run may log, with its unit and meaning, as data.
+"""Metrics contract: every name that a run logs, with unit and meaning, as data.
 
-Names are fixed. What stands in angle brackets, such as `<stage>`, is one path segment that the run
-fills in. A metric with nothing to measure in a step is NaN, never left out.
+Names are stable. `<stage>` and other placeholders stand for one path segment. A metric without a
+measurement in a step is NaN, never left out.
 """
 
 import difflib
@@ -21,8 +21,8 @@ STALENESS_HISTOGRAM = "staleness/histogram"
 class Histogram:
     """Counts per bin as a metric value; bin i is [edges[i], edges[i + 1]).
 
-    Raises ValueError unless there is one edge more than counts, edges ascend, no count is negative
-    and there are 1 to MAX_BINS bins.
+    Raises ValueError unless there are 1 to MAX_BINS bins, one more edge than counts, ascending
+    edges and no negative count.
     """
 
     edges: tuple[float, ...]
@@ -39,10 +39,10 @@ class Histogram:
 
     @classmethod
     def from_integer_counts(cls, counts: Mapping[int, int], *, maximum: int = 0) -> "Histogram":
-        """One bin of width 1 for each integer from 0 to the largest key, or to `maximum`.
+        """Build one bin of width 1 for each integer from 0 to the largest key, or to `maximum`.
 
-        A key is a non-negative integer (staleness), its value how often it occurs (tokens). What
-        lies past the last of MAX_BINS bins is counted in that bin.
+        Keys are non-negative integers (staleness), values their counts (tokens). Larger keys than
+        MAX_BINS - 1 count in the last bin.
         """
         if min(counts, default=0) < 0:
             raise ValueError(f"histogram: {min(counts)} is negative")
@@ -53,23 +53,21 @@ class Histogram:
         return cls(tuple(range(last + 2)), tuple(bins))
 
     def to_json(self) -> dict[str, list[float]]:
-        """As JSON: {"edges": [...], "counts": [...]}."""
         return {"edges": list(self.edges), "counts": list(self.counts)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Histogram":
-        """Inverse of `to_json`."""
         return cls(tuple(value["edges"]), tuple(value["counts"]))
 
 
 MetricsRow = Mapping[str, float | Histogram]
 NON_METRIC_KEYS = ("step", "time")
-"""What a line of metrics.jsonl holds besides."""
+"""Keys of a line of metrics.jsonl that are not metrics."""
 
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """One line of the contract: `name` may hold a `<placeholder>`, `unit` is "" for numbers."""
+    """Row of the contract: `name` may hold a `<placeholder>`; `unit` is "" for plain numbers."""
 
     name: str
     unit: str
@@ -77,16 +75,14 @@ class MetricSpec:
 
     @property
     def is_pattern(self) -> bool:
-        """True if the name holds a placeholder."""
         return "<" in self.name
 
     @property
     def is_histogram(self) -> bool:
-        """True if the value is a Histogram, not a number."""
         return self.name == STALENESS_HISTOGRAM
 
     def matches_name(self, name: str) -> bool:
-        """True if `name` is this metric, or fills in its placeholder with one segment."""
+        """Return whether `name` is this metric, or fills in its placeholder with one segment."""
         return re.fullmatch(re.sub("<[a-z]+>", "[^/]+", self.name), name) is not None
 
 
@@ -94,16 +90,18 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("reward/mean", "", "mean combined reward of the rollouts trained in the step"),
     MetricSpec("reward/std", "", "standard deviation of that reward over the step's rollouts"),
     MetricSpec("reward/<component>", "", "mean of one named reward before combination"),
-    MetricSpec("reward/<component>/<number>", "", "mean of a number that it gives besides"),
+    MetricSpec(
+        "reward/<component>/<number>", "", "mean of an extra number that the reward reports"
+    ),
     MetricSpec("cost/mean", "", "mean combined cost of those rollouts; NaN without costs"),
     MetricSpec("cost/<component>", "", "mean of one named cost before combination"),
-    MetricSpec("cost/<component>/<number>", "", "the same of a cost"),
-    MetricSpec("loss/policy", "", "policy loss, normalised over the whole step"),
-    MetricSpec("loss/value", "", "critic loss, normalised over the whole step"),
-    MetricSpec("loss/cost_value", "", "loss of the critic of costs, likewise"),
-    MetricSpec("loss/ptx", "", "pretraining loss, as it enters the loss"),
-    MetricSpec("loss/kl", "", "KL penalty to the reference, as it enters the loss"),
-    MetricSpec("loss/entropy", "", "entropy bonus, as it enters the loss"),
+    MetricSpec("cost/<component>/<number>", "", "mean of an extra number that the cost reports"),
+    MetricSpec("loss/policy", "", "policy loss, normalized over the whole step"),
+    MetricSpec("loss/value", "", "critic loss, normalized over the whole step"),
+    MetricSpec("loss/cost_value", "", "loss of the cost critic, normalized over the whole step"),
+    MetricSpec("loss/ptx", "", "pretraining loss, as added to the policy loss"),
+    MetricSpec("loss/kl", "", "KL penalty to the reference, as added to the policy loss"),
+    MetricSpec("loss/entropy", "", "entropy bonus, as added to the policy loss"),
     MetricSpec("policy/clip_frac", "fraction", "tokens whose probability ratio was clipped"),
     MetricSpec("policy/ratio_mean", "", "mean ratio of trainer to generator probability per token"),
     MetricSpec("policy/entropy", "nats", "mean entropy of the policy per trained token"),
@@ -113,30 +111,46 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "policy/kl_ref", "nats", "mean KL estimate of the policy to the reference per token"
     ),
-    MetricSpec("policy/kl_coef", "", "weight of the divergence from the reference; 0 for none"),
+    MetricSpec(
+        "policy/kl_coef", "", "coefficient of the KL divergence from the reference; 0 without"
+    ),
     MetricSpec("policy/grad_norm", "", "norm of the policy's gradient before clipping"),
     MetricSpec("policy/lr", "", "learning rate of the step"),
+    MetricSpec("dial/<name>", "", "adaptive parameter after the step, such as dial/lagrange"),
     MetricSpec(
-        "dial/<name>", "", "a number that is set anew after every step, such as dial/lagrange"
+        "critic/explained_variance",
+        "fraction",
+        "variance of the returns explained by the critic's values",
     ),
-    MetricSpec("critic/explained_variance", "fraction", "of the returns, by the critic's values"),
     MetricSpec("critic/value_mean", "", "mean value per trained token"),
-    MetricSpec("critic/clip_frac", "fraction", "tokens whose value has moved beyond the clip"),
+    MetricSpec("critic/clip_frac", "fraction", "tokens whose value moved beyond the clip range"),
     MetricSpec("critic/grad_norm", "", "norm of the critic's gradient before clipping"),
     MetricSpec("critic/lr", "", "learning rate of the critic"),
-    MetricSpec("cost_critic/explained_variance", "fraction", "the same of the critic of costs"),
+    MetricSpec(
+        "cost_critic/explained_variance",
+        "fraction",
+        "variance of the cost returns explained by the cost critic",
+    ),
     MetricSpec("cost_critic/value_mean", "", "mean expected cost per trained token"),
-    MetricSpec("cost_critic/clip_frac", "fraction", "as of the critic"),
-    MetricSpec("cost_critic/grad_norm", "", "as of the critic"),
-    MetricSpec("cost_critic/lr", "", "as of the critic"),
-    MetricSpec("correction/kl", "nats", "divergence of sampling from trained policy per token"),
+    MetricSpec("cost_critic/clip_frac", "fraction", "as critic/clip_frac"),
+    MetricSpec("cost_critic/grad_norm", "", "as critic/grad_norm"),
+    MetricSpec("cost_critic/lr", "", "learning rate of the cost critic"),
+    MetricSpec(
+        "correction/kl", "nats", "KL divergence of the sampling from the trained policy per token"
+    ),
     MetricSpec("correction/chi2_token", "", "variance of the trained to sampling ratio per token"),
-    MetricSpec("correction/chi2_sequence", "", "the same of the ratio of whole rollouts"),
-    MetricSpec("correction/ratio_p01", "", "ratio below which a hundredth of the tokens is"),
+    MetricSpec("correction/chi2_sequence", "", "variance of the same ratio over whole rollouts"),
+    MetricSpec("correction/ratio_p01", "", "1st percentile of the ratios"),
     MetricSpec("correction/ratio_p50", "", "median of the ratios"),
-    MetricSpec("correction/ratio_p99", "", "ratio above which a hundredth of the tokens is"),
-    MetricSpec("correction/weight_mean", "", "mean importance weight of the tokens that were kept"),
-    MetricSpec("correction/rejected_frac", "fraction", "tokens that were rejected as too far off"),
+    MetricSpec("correction/ratio_p99", "", "99th percentile of the ratios"),
+    MetricSpec(
+        "correction/weight_mean", "", "mean importance weight of the tokens that were not rejected"
+    ),
+    MetricSpec(
+        "correction/rejected_frac",
+        "fraction",
+        "tokens rejected because their ratio is out of bounds",
+    ),
     MetricSpec("rollout/length_mean", "tokens", "mean sampled tokens of a rollout"),
     MetricSpec("rollout/length_max", "tokens", "most sampled tokens of a rollout"),
     MetricSpec("rollout/truncated_frac", "fraction", "rollouts that ended at the length limit"),
@@ -144,43 +158,31 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("queue/depth/<stage>", "groups", "groups that wait for the stage"),
     MetricSpec("queue/bytes", "bytes", "columns held by all shards of the queue"),
     MetricSpec("queue/oldest_age_s", "s", "age of the oldest group in the queue"),
-    MetricSpec(
-        "queue/redelivered", "groups", "groups handed out again in the step, as work came back"
-    ),
-    MetricSpec("queue/hedged", "groups", "groups given to a second holder as well, in the step"),
-    MetricSpec("queue/refused", "groups", "late or double commits that were refused in the step"),
-    MetricSpec(
-        "filter/share", "fraction", "groups that were filtered of those filtered or trained"
-    ),
-    MetricSpec(
-        "filter/generate_s", "s", "of time/generate_s: what went into groups that were filtered"
-    ),
-    MetricSpec(
-        "filter/score_s", "s", "the same of the time the reward's scorers computed in the step"
-    ),
-    MetricSpec("filter/oversample", "", "prompts that were admitted for each place of a step"),
-    MetricSpec("journal/bytes", "bytes", "size of the shards' journals on the disk"),
-    MetricSpec("journal/fsync_s", "s", "time the shards spent in fsync, added up, in the step"),
+    MetricSpec("queue/redelivered", "groups", "groups requeued in the step and leased again"),
+    MetricSpec("queue/hedged", "groups", "groups leased to a second holder in the step"),
+    MetricSpec("queue/refused", "groups", "late or duplicate commits refused in the step"),
+    MetricSpec("filter/share", "fraction", "filtered groups over filtered and trained groups"),
+    MetricSpec("filter/generate_s", "s", "part of time/generate_s spent on filtered groups"),
+    MetricSpec("filter/score_s", "s", "part of the scorers' reward time spent on filtered groups"),
+    MetricSpec("filter/oversample", "", "prompts admitted per group of a step"),
+    MetricSpec("journal/bytes", "bytes", "size of the shards' journals on disk"),
+    MetricSpec("journal/fsync_s", "s", "time of all shards in fsync in the step, summed"),
     MetricSpec("staleness/mean", "versions", "mean staleness of the tokens trained in the step"),
     MetricSpec("staleness/max", "versions", "largest staleness of a token trained in the step"),
-    MetricSpec(
-        "staleness/in_flight_mean", "versions", "part that arose while a group was generated"
-    ),
-    MetricSpec("staleness/in_queue_mean", "versions", "part that arose while a group was waiting"),
+    MetricSpec("staleness/in_flight_mean", "versions", "part that arose during generation"),
+    MetricSpec("staleness/in_queue_mean", "versions", "part that arose while groups waited"),
     MetricSpec(STALENESS_HISTOGRAM, "tokens", "trained tokens by staleness in versions"),
     MetricSpec(
-        "idle/<stage>", "fraction", "part of the step's wall time the stage did not compute"
+        "idle/<stage>",
+        "fraction",
+        "fraction of the step's wall time in which the stage did not compute",
     ),
-    MetricSpec(
-        "cpu/machine", "cores", "of the coordinator's machine that were busy, with anything"
-    ),
-    MetricSpec("cpu/stages", "cores", "kept busy by the processes of all stages"),
-    MetricSpec("cpu/queue", "cores", "kept busy by the queue's shards and the coordinator"),
-    MetricSpec(
-        "data/<fate>", "rows", "rows that were drawn and left out, or cut, since the last row"
-    ),
+    MetricSpec("cpu/machine", "cores", "busy cores of the coordinator's machine, by any process"),
+    MetricSpec("cpu/stages", "cores", "cores kept busy by the processes of all stages"),
+    MetricSpec("cpu/queue", "cores", "cores kept busy by the queue's shards and the coordinator"),
+    MetricSpec("data/<fate>", "rows", "rows drawn and skipped, or truncated, since the last row"),
     MetricSpec("drops/<cause>", "groups", "groups dropped for this cause since the run began"),
-    MetricSpec("verdicts/<verdict>", "", "components of completions judged so since the last row"),
+    MetricSpec("verdicts/<verdict>", "", "reward components with this verdict since the last row"),
     MetricSpec(
         "scorer/killed/<cause>",
         "",
@@ -190,21 +192,27 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "weights/skew_max",
         "versions",
-        "newest published version minus the oldest that is served",
+        "newest published version minus the oldest version in use",
     ),
-    MetricSpec("weights/publish_s", "s", "longest a publish took since the last step; NaN if none"),
-    MetricSpec("weights/pull_s", "s", "longest it took from news of a version to its use"),
-    MetricSpec("weights/pause_s", "s", "longest a generator sampled nothing for a new version"),
+    MetricSpec("weights/publish_s", "s", "longest publish since the last step; NaN without one"),
+    MetricSpec("weights/pull_s", "s", "longest time from notice of a version to its use"),
+    MetricSpec("weights/pause_s", "s", "longest pause of sampling for a new version"),
     MetricSpec("weights/bytes", "bytes", "weights moved between processes since the last step"),
     MetricSpec(
         "weights/copied_bytes",
         "bytes",
-        "of a colocated run: policy's weights copied within processes since the last step",
+        "policy weights copied within processes since the last step (colocated runs)",
     ),
     MetricSpec("weights/bytes_per_s", "bytes/s", "weights moved over the time of the pulls"),
-    MetricSpec("weights/interrupted", "rollouts", "rollouts that a version came in the middle of"),
-    MetricSpec("weights/tokens_per_version", "tokens", "trained tokens over versions among them"),
-    MetricSpec("weights/probe_diff", "nats", "largest difference from the trainer on a probe"),
+    MetricSpec("weights/interrupted", "rollouts", "rollouts in progress when a version was loaded"),
+    MetricSpec(
+        "weights/tokens_per_version",
+        "tokens",
+        "trained tokens over the number of versions that sampled them",
+    ),
+    MetricSpec(
+        "weights/probe_diff", "nats", "largest difference of the logprob check from the trainer"
+    ),
     MetricSpec("weights/faults", "", "publishes and pulls that failed since the run began"),
     MetricSpec("ledger/admitted", "groups", "prompts admitted since the run began"),
     MetricSpec("ledger/trained", "groups", "groups trained since the run began"),
@@ -220,19 +228,21 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "memory/<phase>_mb",
         "MB",
-        "of a colocated run: most a worker held to generate, or to train, since the last row",
+        "peak memory of a worker in this phase since the last row (colocated runs)",
     ),
     MetricSpec("eval/<name>", "", "an evaluation under the step's weights, such as eval/pass_at_1"),
-    MetricSpec("eval/interval/<name>", "", "an end of its 95 % interval, such as pass_at_1_low"),
-    MetricSpec("eval/source/<source>/<name>", "", "the same of one data_source, as openai~gsm8k"),
-    MetricSpec("eval/file/<file>/<name>", "", "the same of one file"),
+    MetricSpec("eval/interval/<name>", "", "bound of the 95 % interval, such as pass_at_1_low"),
+    MetricSpec(
+        "eval/source/<source>/<name>", "", "evaluation of one data_source, such as openai~gsm8k"
+    ),
+    MetricSpec("eval/file/<file>/<name>", "", "evaluation of one file"),
 )
 _METRICS_BY_NAME = {metric.name: metric for metric in METRICS if not metric.is_pattern}
 _METRIC_PATTERNS = tuple(metric for metric in METRICS if metric.is_pattern)
 
 
 def find_metric(name: str) -> MetricSpec:
-    """The contract's line for a logged name. Raises ValueError, with a hint, if there is none."""
+    """Return the contract's row for a logged name. Raises ValueError, with a hint."""
     if name in _METRICS_BY_NAME:
         return _METRICS_BY_NAME[name]
     for metric in _METRIC_PATTERNS:
@@ -244,23 +254,24 @@ def find_metric(name: str) -> MetricSpec:
 
 
 def validate_row(row: MetricsRow) -> None:
-    """Raise ValueError if a name of the row is not in the contract or its value has a wrong type.
+    """Raise ValueError if a name is outside the contract or its value has the wrong type.
 
-    Values are numbers (numpy scalars too, not bool), or a Histogram where the contract says so.
+    Values are numbers (including numpy scalars, excluding bool), or a Histogram where the contract
+    requires it.
     """
     for name, value in row.items():
-        wanted = Histogram if find_metric(name).is_histogram else Real
-        if not isinstance(value, wanted) or isinstance(value, bool):
-            raise ValueError(f"metric {name}={value!r}: must be a {wanted.__name__}")
+        expected_type = Histogram if find_metric(name).is_histogram else Real
+        if not isinstance(value, expected_type) or isinstance(value, bool):
+            raise ValueError(f"metric {name}={value!r}: must be a {expected_type.__name__}")
 
 
 def find_missing_metrics(row: MetricsRow) -> list[str]:
-    """Names without a placeholder that the row does not hold; every run logs all of them."""
+    """Return the names without a placeholder that the row lacks; every run logs all of them."""
     return [name for name in _METRICS_BY_NAME if name not in row]
 
 
 def to_json_value(value: float | Histogram) -> int | float | dict[str, list[float]] | None:
-    """A metric value as JSON: NaN and infinities, which JSON cannot hold, are null."""
+    """Convert a metric value to JSON; NaN and infinities become null."""
     if isinstance(value, Histogram):
         return value.to_json()
     if isinstance(value, Integral):
@@ -269,7 +280,7 @@ def to_json_value(value: float | Histogram) -> int | float | dict[str, list[floa
 
 
 def parse_metrics_row(line: Mapping[str, Any]) -> MetricsRow:
-    """Inverse of `to_json_value` for the metrics of a line, without those that are null.
+    """Convert the metrics of a metrics.jsonl line back to a row, without null values.
 
     Raises ValueError for a value that is neither a number nor a histogram.
     """
@@ -285,7 +296,6 @@ def parse_metrics_row(line: Mapping[str, Any]) -> MetricsRow:
 
 
 def render_metrics_table() -> str:
-    """The contract as a markdown table, for docs/metrics.md."""
     lines = ["| name | unit | meaning |", "| --- | --- | --- |"]
     lines += [f"| `{m.name}` | {m.unit or '-'} | {m.meaning} |" for m in METRICS]
     return "\n".join(lines) + "\n"

@@ -1,7 +1,6 @@
-"""What the console shows of a run so far, computed from its rows; and how numbers are written.
+"""Progress of a run for the console, computed from its rows, and number formats.
 
-No terminal in here: everything returns plain values and strings, in ASCII but for
-`render_sparkline`.
+Functions return plain values and strings, ASCII except for `render_sparkline`.
 """
 
 import itertools
@@ -22,11 +21,12 @@ _RECENT_STEPS = 10
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known of a run before its first step.
+    """Facts about a run known before its first step.
 
-    `num_steps` counts the steps of the whole run, `max_staleness` is in versions; `resume_step` is
-    the last step of the checkpoint that a resumed run starts from, else None. `has_filter` says
-    whether groups may be taken out.
+    num_steps: steps of the whole run.
+    max_staleness: in versions.
+    resume_step: last step of the checkpoint of a resumed run, else None.
+    has_filter: whether a group filter is configured.
     """
 
     name: str
@@ -39,10 +39,7 @@ class RunInfo:
 
 @dataclass
 class RunProgress:
-    """The latest numbers of a run, its reward so far and its first and last evaluations.
-
-    Metrics a row does not hold read as NaN.
-    """
+    """Latest metrics of a run, its rewards so far, and its first and last evaluations."""
 
     run_info: RunInfo
     step: int = 0
@@ -59,9 +56,9 @@ class RunProgress:
         self.step = self.run_info.resume_step or 0
 
     def add_row(self, step: int, row: MetricsRow) -> dict[str, float]:
-        """Take a step's row; returns its evaluations by name, without `eval/`.
+        """Add a step's row; return its evaluations by name, without `eval/`.
 
-        Intervals and what is of a part of the prompts only are left to the other sinks.
+        Confidence intervals and evaluations of a subset of the prompts go to the other sinks only.
         """
         numbers = {n: float(v) for n, v in row.items() if not isinstance(v, Histogram)}
         self.step = step
@@ -89,7 +86,7 @@ class RunProgress:
         return evals
 
     def _collect_stages(self, numbers: Mapping[str, float]) -> None:
-        # In the order of the row: a stage that idles and has no queue (generate) comes first.
+        # idle/ before queue/depth/, so that generate, which has no queue, comes first.
         for prefix in (IDLE_PREFIX, DEPTH_PREFIX):
             for stage in select_prefix(numbers, prefix):
                 if stage not in self.stages:
@@ -97,17 +94,17 @@ class RunProgress:
 
     @property
     def has_steps(self) -> bool:
-        """True once a step was timed; before, there may be evaluations of the base model."""
+        """True after the first timed step; evaluations of the base model come before."""
         return bool(self.recent_step_s)
 
     def get(self, name: str) -> float:
-        """The latest value of a metric; NaN if it was never logged."""
         return self.latest_values.get(name, math.nan)
 
     def estimate_remaining_s(self, since_step_s: float = 0.0) -> float:
-        """Time to the last step: the median of recent steps times those left; NaN before the first.
+        """Estimate the time to the last step: remaining steps times the median of recent step
+        times.
 
-        `since_step_s` is the time since the latest step ended.
+        `since_step_s` is the time since the latest step ended. NaN before the first step.
         """
         if not self.recent_step_s:
             return math.nan
@@ -116,7 +113,7 @@ class RunProgress:
         return max(total_s - since_step_s, 0.0)
 
     def format_filter_line(self) -> str:
-        """What the filter has taken so far, and the time that went into it; empty for nothing."""
+        """Return the number of filtered groups and their cost; empty without any."""
         filtered, trained = (self.get(LEDGER_PREFIX + name) for name in ("filtered", "trained"))
         if not filtered > 0:
             return ""
@@ -128,7 +125,7 @@ class RunProgress:
         )
 
     def format_ledger_line(self) -> str:
-        """The conservation law with its numbers; "!=" shows that it does not hold."""
+        """Return the ledger's equation with its numbers; "!=" if the sum is wrong."""
         names = ("admitted", "trained", "filtered", "dropped", "in_flight")
         values = [self.get(LEDGER_PREFIX + name) for name in names]
         if not all(map(math.isfinite, values)):
@@ -139,14 +136,13 @@ class RunProgress:
 
 
 def select_prefix(numbers: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """The numbers whose names start with `prefix`, without it."""
     return {n.removeprefix(prefix): v for n, v in numbers.items() if n.startswith(prefix)}
 
 
 def render_sparkline(values: Sequence[float], width: int) -> str:
-    """A row of at most `width` block characters; longer series show means of equal pieces.
+    """Render at most `width` block characters; longer series show means of equal pieces.
 
-    The lowest value is the lowest block; a constant series lies at the bottom.
+    The lowest value is the lowest block; a constant series is drawn at the bottom.
     """
     count = min(len(values), max(width, 0))
     cuts = [i * len(values) // count for i in range(count + 1)] if count else [0]
@@ -157,7 +153,7 @@ def render_sparkline(values: Sequence[float], width: int) -> str:
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """A number in few characters: "0.412", "-1.250", "12.3k", "4.6M"; "-" for NaN."""
+    """Format a number in few characters: "0.412", "-1.250", "12.3k", "4.6M"; "-" for NaN."""
     if not math.isfinite(value):
         return "-"
     for limit, divisor, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
@@ -167,7 +163,7 @@ def format_number(value: float, digits: int = 3) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as "0:07", "4:12" or "1:02:03"; "-" for NaN."""
+    """Format seconds as "0:07", "4:12" or "1:02:03"; "-" for NaN."""
     if not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(round(seconds), 60)
@@ -176,5 +172,5 @@ def format_duration(seconds: float) -> str:
 
 
 def format_fields(fields: Iterable[tuple[str, object]]) -> str:
-    """Names and values in one line: "step=3 cause=timeout"; floats with three digits."""
+    """Format names and values in one line: "step=3 cause=timeout"; floats with three digits."""
     return "  ".join(f"{n}={v:.3f}" if isinstance(v, float) else f"{n}={v}" for n, v in fields)

@@ -1,4 +1,4 @@
-"""A few rollouts of every step as text, to be read by people."""
+"""Log of a few rollouts of every step as text, for reading."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ class RolloutLog:
         self._folder = run_dir / "rollouts"
 
     def discard_steps_after(self, step: int) -> None:
-        """Remove the samples of later steps: the run goes on from `step` another way."""
+        """Remove the samples of steps after `step`, which a resumed run trains again."""
         for path in self._folder.glob("step_*.jsonl"):
             number = path.stem.removeprefix("step_")
             if number.isdecimal() and int(number) > step:
                 path.unlink()
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """The sampled groups of a step; nothing if there are none. Raises DiskError."""
+        """Write the sampled groups of a step; no file without samples. Raises DiskError."""
         if not samples:
             return
         lines = [json.dumps(sample, default=str, ensure_ascii=False) for sample in samples]

@@ -1,4 +1,4 @@
-"""One telemetry object for a run: its sinks, made from the configuration and told all at once."""
+"""All sinks of a run as a single object, created from the telemetry config."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ from streamrl.telemetry.wandb_sink import WandbSink, load_run_id
 
 
 class SinkGroup:
-    """Forwards what a run reports to all of its sinks, checking rows against the contract."""
+    """Forwards metrics, events and spans to all sinks, and validates rows against the contract."""
 
     def __init__(
         self,
@@ -36,10 +36,13 @@ class SinkGroup:
         console: RunConsole | None = None,
         trace: TraceSink | None = None,
     ) -> None:
-        # The console first, to show the start and to print the summary last; the trace last, as it
-        # takes the place of a file that another sink may refuse to touch.
-        ends = [[console] if console else [], sinks, [trace] if trace else []]
-        self.sinks: list[MetricsSink] = [sink for part in ends for sink in part]
+        # Sinks start in this order and close in reverse. The console starts first, so its summary
+        # is printed last. The trace starts last: it replaces a file of an earlier run, and another
+        # sink may refuse to start over that run.
+        sinks_by_position = [[console] if console else [], sinks, [trace] if trace else []]
+        self.sinks: list[MetricsSink] = [
+            sink for position_sinks in sinks_by_position for sink in position_sinks
+        ]
         self.console = console
         self._trace_sink = trace
         self._last_step = -1
@@ -47,7 +50,7 @@ class SinkGroup:
         self._summary: EventFields = {}
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Start all sinks, the console first. If one fails, those already started are closed."""
+        """Start all sinks in order. If one fails, close those already started."""
         with ExitStack() as started:
             for sink in self.sinks:
                 sink.start(config)
@@ -55,10 +58,10 @@ class SinkGroup:
             self._open_sinks = started.pop_all()
 
     def log_step(self, step: int, row: MetricsRow) -> None:
-        """Give a step's one row to all sinks.
+        """Forward the row of a step.
 
-        Raises ValueError for a name that is not in the contract and for a step that does not
-        ascend: evaluations of a step belong to its row (the base model's to that of step 0).
+        Raises ValueError for a name outside the contract, or if `step` does not increase. So
+        evaluations of a step are part of its row (those of the base model: row of step 0).
         """
         validate_row(row)
         if step <= self._last_step:
@@ -68,25 +71,19 @@ class SinkGroup:
             sink.log_step(step, row)
 
     def log_event(self, name: str, fields: EventFields) -> None:
-        """Give an event to all sinks."""
         for sink in self.sinks:
             sink.log_event(name, fields)
 
     def write_spans(self, spans: Iterable[Span]) -> None:
-        """Add drained spans to the trace, if there is one."""
         if self._trace_sink is not None:
             self._trace_sink.write_spans(spans)
 
     def show_status(self, text: str) -> None:
-        """Show on the console what is being waited for; an empty text ends it."""
         if self.console is not None:
             self.console.show_status(text)
 
     def close(self, summary: EventFields) -> None:
-        """Close all sinks, the console last, each also if another fails.
-
-        A second call does nothing.
-        """
+        """Close all sinks, the console last, even if some fail. A second call has no effect."""
         self._summary = summary
         self._open_sinks.close()
 
@@ -95,53 +92,54 @@ class SinkGroup:
 
 
 def make_sink_group(
-    config: TelemetryConfig, facts: RunInfo, *, console: Console | None = None
+    config: TelemetryConfig, run_info: RunInfo, *, console: Console | None = None
 ) -> SinkGroup:
-    """The sinks a run's configuration asks for; `console` (standard output) is where it prints."""
-    resumed = facts.resume_step is not None
-    sinks: list[MetricsSink] = [JsonlSink(facts.run_dir, resume_step=facts.resume_step)]
+    """Create the configured sinks; `console` defaults to standard output."""
+    resumed = run_info.resume_step is not None
+    sinks: list[MetricsSink] = [JsonlSink(run_info.run_dir, resume_step=run_info.resume_step)]
     if config.wandb.mode != "disabled":
-        resume_id = load_run_id(facts.run_dir) if resumed else None
+        resume_id = load_run_id(run_info.run_dir) if resumed else None
         sinks.append(
-            WandbSink(facts.run_dir, config.wandb, run_name=facts.name, resume_id=resume_id)
+            WandbSink(run_info.run_dir, config.wandb, run_name=run_info.name, resume_id=resume_id)
         )
     trace = None
     if config.trace:
-        trace = TraceSink(facts.run_dir, resume=resumed, most_bytes=MAX_TRACE_BYTES)
-    return SinkGroup(sinks, console=make_console(config.console, facts, console), trace=trace)
+        trace = TraceSink(run_info.run_dir, resume=resumed, most_bytes=MAX_TRACE_BYTES)
+    return SinkGroup(sinks, console=make_console(config.console, run_info, console), trace=trace)
 
 
 def check_resumable_sinks(config: TelemetryConfig, run_dir: Path) -> None:
-    """Raise ConfigError if a run cannot go on with what its sinks have written so far."""
+    """Raise ConfigError if the files of the sinks cannot be continued."""
     if config.wandb.mode != "disabled":
         load_run_id(run_dir)
     if config.trace:
         check_trace(run_dir)
 
 
-def make_console(kind: str, facts: RunInfo, console: Console | None = None) -> RunConsole | None:
-    """The console for a `telemetry.console` setting; None for none.
+def make_console(kind: str, run_info: RunInfo, console: Console | None = None) -> RunConsole | None:
+    """Create the console for a `telemetry.console` setting; None for `none`.
 
-    A live view needs a terminal that can be redrawn and shows Unicode; auto is plain elsewhere.
+    auto: live on a terminal that can redraw and shows Unicode, plain elsewhere.
     """
     if kind == "none":
         return None
     console = console or Console(highlight=False)
     can_be_live = console.is_terminal and not console.is_dumb_terminal
     is_live = kind == "live" or (can_be_live and console.encoding.startswith("utf"))
-    made = (
-        LiveConsole(facts, console) if is_live and kind != "plain" else PlainConsole(facts, console)
+    run_console = (
+        LiveConsole(run_info, console)
+        if is_live and kind != "plain"
+        else PlainConsole(run_info, console)
     )
-    if facts.resume_step is not None:
-        made.restore_rows(_read_past_rows(facts))
-    return made
+    if run_info.resume_step is not None:
+        run_console.restore_rows(_read_past_rows(run_info))
+    return run_console
 
 
-def _read_past_rows(facts: RunInfo) -> Iterable[tuple[int, MetricsRow]]:
-    """The base model's evaluation and the rows of metrics.jsonl up to the step that is resumed."""
-    for line in read_jsonl(facts.run_dir / EVENTS_FILE):
+def _read_past_rows(run_info: RunInfo) -> Iterable[tuple[int, MetricsRow]]:
+    for line in read_jsonl(run_info.run_dir / EVENTS_FILE):
         if line.get("event") == BASE_EVALUATION:
             yield 0, {name: value for name, value in line.items() if name.startswith("eval/")}
-    for line in read_jsonl(facts.run_dir / METRICS_FILE):
-        if line["step"] <= (facts.resume_step or 0):
+    for line in read_jsonl(run_info.run_dir / METRICS_FILE):
+        if line["step"] <= (run_info.resume_step or 0):
             yield line["step"], parse_metrics_row(line)

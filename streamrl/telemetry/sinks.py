@@ -1,7 +1,4 @@
-"""Where metrics and events go:
-
-the `MetricsSink` protocol, and the JSONL files of the run directory.
-"""
+"""Sink protocol for metrics and events, and the JSONL files of the run directory."""
 
 import json
 import time
@@ -25,34 +22,35 @@ EventFields = Mapping[str, EventFieldValue]
 
 
 class MetricsSink(Protocol):
-    """Receives what a run reports: one `start`, then steps and events, then one `close`."""
+    """Receives a run's telemetry: a `start`, then steps and events, then a `close`."""
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Open what the sink writes to; `config` is the resolved configuration."""
+        """Open the sink's outputs; `config` is the resolved configuration."""
 
     def log_step(self, step: int, row: MetricsRow) -> None:
-        """Take the one row of a step; steps ascend."""
+        pass
 
     def log_event(self, name: str, fields: EventFields) -> None:
-        """Take something that happened between steps: a start, a death, a drop, a stall."""
+        """Log an event between steps: a start, a crash, a drop, a stall."""
 
     def close(self, summary: EventFields) -> None:
-        """Write what is left; `summary` holds facts about the whole run."""
+        """Write pending output; `summary` holds facts about the whole run."""
 
 
 def check_no_run(run_dir: Path) -> None:
-    """Raise ConfigError if a run is there, whose rows and events would be mixed with new ones."""
+    """Raise ConfigError if the directory holds a run, because new rows would mix with the
+    old ones."""
     if any((run_dir / name).exists() for name in (METRICS_FILE, EVENTS_FILE)):
         raise ConfigError(f"{run_dir} already holds a run: resume it or name another")
 
 
 class JsonlSink:
-    """Writes `metrics.jsonl` and `events.jsonl`, each line flushed as it comes.
+    """Writes `metrics.jsonl` and `events.jsonl`; flushes each line.
 
     A row is {"step": int, "time": epoch seconds, <name>: value, ...}; NaN and infinities are null.
     An event is {"time": ..., "event": name, <field>: value, ...}. With `resume_step`, rows of later
-    steps are cut off first, so that no step appears twice; events are kept. A disk that refuses is
-    a DiskError that names the file.
+    steps are removed first, so that no step appears twice; events are kept. Raises DiskError with
+    the file's name if writing fails.
     """
 
     def __init__(
@@ -73,8 +71,8 @@ class JsonlSink:
         with wrap_disk_errors(metrics.parent):
             metrics.parent.mkdir(parents=True, exist_ok=True)
         if self._resume_step is not None:
-            last = self._resume_step
-            rows = [row for row in read_jsonl(metrics) if row["step"] <= last]
+            last_step = self._resume_step
+            rows = [row for row in read_jsonl(metrics) if row["step"] <= last_step]
             for path, kept in ((metrics, rows), (events, read_jsonl(events))):
                 with wrap_disk_errors(path):
                     write_atomic(path, "".join(map(_format_line, kept)))
@@ -86,9 +84,9 @@ class JsonlSink:
             )
 
     def log_step(self, step: int, row: MetricsRow) -> None:
-        """Append the row to metrics.jsonl; the base model's evaluation, step 0, is an event.
+        """Append the row to metrics.jsonl; step 0, the base model's evaluation, becomes an event.
 
-        So every row of metrics.jsonl is a step that was trained.
+        So every row of metrics.jsonl is a trained step.
         """
         values = {name: to_json_value(value) for name, value in row.items()}
         if step == 0:
@@ -97,7 +95,6 @@ class JsonlSink:
         self._write_line(0, {"step": step, "time": self._clock(), **values})
 
     def log_event(self, name: str, fields: EventFields) -> None:
-        """Append the event to events.jsonl."""
         assert not {"time", "event"} & set(fields), f"reserved field in event {name}"
         self._write_line(1, {"time": self._clock(), "event": name, **to_json_fields(fields)})
 
@@ -105,7 +102,7 @@ class JsonlSink:
         """Append the summary as the event "close", and close both files."""
         if not self._files:
             return
-        with ExitStack() as closing:  # both, also if one fails
+        with ExitStack() as closing:  # closes both files even if one fails
             for path, file in zip(self._paths, self._files, strict=True):
                 closing.enter_context(wrap_disk_errors(path))
                 closing.callback(file.close)
@@ -120,7 +117,7 @@ class JsonlSink:
 
 
 def to_json_fields(fields: EventFields) -> dict[str, Any]:
-    """Fields as JSON: numbers as `to_json_value` has them, all else unchanged."""
+    """Return fields as JSON: numbers converted by `to_json_value`, other values unchanged."""
     return {
         name: to_json_value(value)
         if isinstance(value, Real) and not isinstance(value, bool)
@@ -130,23 +127,23 @@ def to_json_fields(fields: EventFields) -> dict[str, Any]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file as dicts; [] if there is no file.
+    """Return the lines of a JSONL file as dicts; [] without a file.
 
-    The last line may be torn by a crash and is then left out. Raises ConfigError with the line's
-    number if another line is not JSON, or is no text, and for what is no regular file.
+    A last line torn by a crash is left out. Raises ConfigError with the line's number if another
+    line is not JSON or not UTF-8, and for a path that is not a regular file.
     """
     if not path.exists():
         return []
     rows: list[dict[str, Any]] = []
-    torn = offset = 0
+    torn_line = offset = 0
     with wrap_file_errors(path), open_regular_file(path) as file:
         for number, line in enumerate(read_lines(file), start=1):
-            if torn:
-                raise ConfigError(f"{path}:{torn}: not a line of JSON")
+            if torn_line:
+                raise ConfigError(f"{path}:{torn_line}: not a line of JSON")
             try:
                 rows.append(parse_json(line.decode()))
             except json.JSONDecodeError:
-                torn = number
+                torn_line = number
             except UnicodeDecodeError as error:
                 byte = offset + error.start
                 raise ConfigError(f"{path}: byte {byte}: not text in UTF-8") from None

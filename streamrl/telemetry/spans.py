@@ -1,7 +1,7 @@
-"""What a process did and when: spans, and how much of a window they fill.
+"""Spans of work in a process, and the fraction of a window that they cover.
 
-Each actor records into its own `SpanRecorder` and hands the spans over with `drain`; the run writes
-them to the trace and computes how idle each stage was.
+Each actor records into its own `SpanRecorder`; the coordinator drains the spans, writes them to the
+trace and computes the idle time of each stage.
 """
 
 import itertools
@@ -18,9 +18,8 @@ SpanArgValue = str | int | float | bool
 class Span:
     """One piece of work: [start_s, end_s] in seconds of the recorder's clock (epoch by default).
 
-    Spans of one process in one lane never overlap. `is_open` is set where the work was still going
-    on when the span was drained; `end_s` is then the time of that drain, and the whole span comes
-    with a later drain.
+    Spans of one process in one lane never overlap. is_open: the work was still running at the
+    drain; `end_s` is then the time of the drain, and a later drain returns the whole span.
     """
 
     process: str
@@ -33,7 +32,7 @@ class Span:
 
 
 class SpanRecorder:
-    """Records the spans of one process, across its threads and asyncio tasks."""
+    """Thread-safe recorder of the spans of one process, across its threads and asyncio tasks."""
 
     def __init__(self, process: str, clock: Callable[[], float] = time.time) -> None:
         self.process = process
@@ -45,9 +44,9 @@ class SpanRecorder:
 
     @contextmanager
     def record_span(self, name: str, **args: SpanArgValue) -> Iterator[dict[str, SpanArgValue]]:
-        """Record the block as one span, also if it raises; `args` are a few small facts.
+        """Record the block as a span, even if it raises.
 
-        Gives them, for the block to add what it has found out.
+        Yields `args`; the block can add further facts.
         """
         with self._lock:
             lane = next(lane for lane in itertools.count() if lane not in self._open_spans)
@@ -62,7 +61,7 @@ class SpanRecorder:
                     self._closed_spans.append(self._close_span(span, self._clock()))
 
     def pause_spans(self, names: Collection[str]) -> None:
-        """Work of these names stands still until `go_on`: spans end here, and begin again there."""
+        """End the open spans of these names now; `resume_spans` reopens them."""
         with self._lock:
             now, self._paused_names = self._clock(), frozenset(names)
             self._closed_spans += [
@@ -70,7 +69,6 @@ class SpanRecorder:
             ]
 
     def resume_spans(self) -> None:
-        """The work that stood still goes on."""
         with self._lock:
             now = self._clock()
             for lane, span in self._open_spans.items():
@@ -82,26 +80,26 @@ class SpanRecorder:
         return span.name in self._paused_names
 
     def drain_spans(self, now: float | None = None) -> list[Span]:
-        """Spans closed since the last drain, then those still open, marked so and ended at `now`.
+        """Return the spans closed since the last drain, then the open spans, which end at `now`.
 
         `now` is in the recorder's clock and defaults to its time.
         """
         with self._lock:
             end_s = self._clock() if now is None else now
             closed, self._closed_spans = self._closed_spans, []
-            works = [span for span in self._open_spans.values() if not self._is_paused(span)]
-            still_open = [replace(self._close_span(s, end_s), is_open=True) for s in works]
+            open_spans = [span for span in self._open_spans.values() if not self._is_paused(span)]
+            still_open = [replace(self._close_span(s, end_s), is_open=True) for s in open_spans]
         return closed + still_open
 
     @staticmethod
     def _close_span(span: Span, end_s: float) -> Span:
-        # A wall clock may be set back while a span is open; its length is then 0, not negative.
-        # Facts may still be added to those of an open one.
+        # A wall clock can be set back while a span is open: the length must not become negative.
+        # Copy args: the block can still add facts to an open span.
         return replace(span, end_s=max(end_s, span.start_s), args=dict(span.args))
 
 
 def compute_busy_s(spans: Iterable[Span], *, start: float, end: float) -> float:
-    """Length of the union of the spans within [start, end], in seconds."""
+    """Return the length of the union of the spans within [start, end], in seconds."""
     total, covered_until = 0.0, start
     for span in sorted(spans, key=lambda s: (s.start_s, s.end_s)):
         left, right = max(span.start_s, covered_until), min(span.end_s, end)
@@ -114,16 +112,19 @@ def compute_busy_s(spans: Iterable[Span], *, start: float, end: float) -> float:
 def compute_idle_fraction(
     spans: Iterable[Span], *, start: float, end: float, num_processes: int = 1
 ) -> float:
-    """Part of [start, end] that a stage's processes did not work, averaged over them; 0 to 1.
+    """Return the fraction of [start, end] in which a stage's processes did not work, averaged over
+    them.
 
-    `num_processes` counts the stage's processes: one that has no span was idle throughout. Raises
-    ValueError if the window is empty.
+    A process without spans counts as idle: `num_processes` is the number of the stage's processes.
+    Raises ValueError if the window is empty.
     """
     if end <= start:
         raise ValueError(f"idle_fraction: the window [{start}, {end}] is empty")
     by_process: dict[str, list[Span]] = {}
     for span in spans:
         by_process.setdefault(span.process, []).append(span)
-    busy = sum(compute_busy_s(own, start=start, end=end) for own in by_process.values())
+    busy = sum(
+        compute_busy_s(process_spans, start=start, end=end) for process_spans in by_process.values()
+    )
     idle = 1.0 - busy / (max(num_processes, len(by_process)) * (end - start))
     return min(max(idle, 0.0), 1.0)

@@ -1,8 +1,8 @@
-"""Weights & Biases: every metric of every step, offline by default.
+"""Weights & Biases sink: all metrics of every step, offline by default.
 
-Offline needs no account, asks nothing and sends nothing: the run lies in `<run directory>/wandb`
-and `wandb sync` uploads it later. The configuration decides, not the environment: WANDB_MODE and
-the like are overruled (WANDB_API_KEY, WANDB_BASE_URL and WANDB_ENTITY still count).
+Offline mode needs no account and no network; `wandb sync` can upload `<run directory>/wandb` later.
+The configuration overrides WANDB_MODE and similar variables; WANDB_API_KEY, WANDB_BASE_URL and
+WANDB_ENTITY still apply.
 """
 
 import contextlib
@@ -37,26 +37,26 @@ _RUN_ID_PATTERN = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _log = logging.getLogger(__name__)
 
 ALERT_EVENTS = ("stall", "silent", "died")
-"""Events that wandb is told of at once: a row comes only at the end of a step."""
+"""Events sent as wandb alerts at once; rows arrive only at the end of a step."""
 
 
 def load_run_id(run_dir: Path) -> str | None:
-    """The wandb id of the run in this directory, if it ever had one. Raises ConfigError."""
+    """Return the wandb id of the run in this directory, if any. Raises ConfigError."""
     path = run_dir / "wandb" / RUN_ID_FILE
     if not path.exists():
         return None
     with wrap_file_errors(path):
-        found = read_small_text(path).strip()
-    if not _RUN_ID_PATTERN.fullmatch(found):
-        raise ConfigError(f"{path}: {found[:40]!r}: must be letters, digits, '.', '-' and '_'")
-    return found
+        run_id = read_small_text(path).strip()
+    if not _RUN_ID_PATTERN.fullmatch(run_id):
+        raise ConfigError(f"{path}: {run_id[:40]!r}: must be letters, digits, '.', '-' and '_'")
+    return run_id
 
 
 def preload_wandb(config: WandbConfig) -> None:
-    """Import wandb beside what the caller does next, if it will be needed."""
+    """Import wandb in a background thread, if the config needs it."""
 
     def load() -> None:
-        with contextlib.suppress(ImportError):  # `WandbSink.start` says so
+        with contextlib.suppress(ImportError):  # `WandbSink.start` reports it
             importlib.import_module("wandb")
 
     if config.mode != "disabled":
@@ -64,11 +64,11 @@ def preload_wandb(config: WandbConfig) -> None:
 
 
 class WandbSink:
-    """Logs every row to one wandb run. Events stay in events.jsonl: wandb has no place for them.
+    """Logs every row to a wandb run. Of the events, only ALERT_EVENTS reach wandb.
 
-    With `resume_id` (see `load_run_id`) the rows go to that run. Online, wandb ignores a step it
-    already holds, so steps repeated after a crash keep their first values there; offline, each
-    start writes a directory of its own under the same id.
+    With `resume_id` (see `load_run_id`) the rows continue that run. Online, wandb ignores a step
+    that it already has, so steps repeated after a crash keep their first values; offline, each
+    start writes its own directory under the same id.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class WandbSink:
         self._has_failed = False
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Start the wandb run, with the run's configuration as its config.
+        """Start the wandb run with the run's configuration.
 
-        Raises ConfigError if wandb is missing, cannot start, or is online without an account, and
-        DiskError.
+        Raises ConfigError if wandb is missing, fails to start, or is online without an account.
+        Raises DiskError.
         """
         mode = self._config.mode
         directory = self._run_dir / "wandb"
@@ -104,7 +104,7 @@ class WandbSink:
             raise
         except ImportError as error:
             raise ConfigError(f"telemetry.wandb.mode={mode}: cannot import wandb") from error
-        # Much of what wandb raises derives from Exception alone, in private modules.
+        # wandb raises many errors from private modules that derive from Exception alone.
         except Exception as error:
             raise ConfigError(
                 f"telemetry.wandb.mode={mode}: wandb did not start: "
@@ -118,9 +118,9 @@ class WandbSink:
     def _init_run(self, config: Mapping[str, Any]) -> "wandb.Run":
         import wandb
 
-        # Else wandb loads pandas, a second, to see that a histogram is no data frame.
+        # Otherwise wandb imports pandas (1 s) to check that a histogram is not a data frame.
         wandb.util.pd_available = False
-        # Another second of imports, for inputs that wandb's launcher has staged.
+        # Saves a second of imports for job inputs of wandb's launcher.
         wandb.Run._detect_and_apply_job_inputs = lambda _: None  # type: ignore[assignment,method-assign,misc]
         mode = self._config.mode
         settings = wandb.Settings.model_validate(
@@ -137,8 +137,8 @@ class WandbSink:
                 "finish_timeout": self._finish_timeout_s,
             }
         )
-        # For the whole process, before anything else: wandb 0.31 reports its own use over the
-        # network at exit, also for an offline run, unless the process as a whole is offline.
+        # Set up the whole process first: at exit wandb 0.31 sends usage data over the network, even
+        # for an offline run, unless the process-wide settings are offline.
         wandb.setup(settings)
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             raise ConfigError(
@@ -158,10 +158,10 @@ class WandbSink:
         )
 
     def log_step(self, step: int, row: MetricsRow) -> None:
-        """Log all of the row under wandb's own step.
+        """Log the row under wandb's own step.
 
-        Should wandb's service have died, that is logged once and the run goes on without wandb:
-        metrics.jsonl holds every row.
+        If wandb's service dies, log a warning once and continue without wandb; metrics.jsonl holds
+        every row.
         """
         import wandb
 
@@ -184,7 +184,6 @@ class WandbSink:
         self._has_failed = True
 
     def log_event(self, name: str, fields: EventFields) -> None:
-        """Raise an alert for what somebody should know while it lasts: see ALERTS."""
         if name not in ALERT_EVENTS or self._run is None or self._has_failed:
             return
         text = ", ".join(f"{key}={value}" for key, value in fields.items())
@@ -194,10 +193,10 @@ class WandbSink:
             self._disable_sink(error)
 
     def close(self, summary: EventFields) -> None:
-        """Write the summary and finish the run; takes `finish_s` and a few seconds at most.
+        """Write the summary and finish the run, within `finish_s` plus a few seconds.
 
-        Uploads that take longer are given up (`wandb sync` can repeat them). Should wandb's service
-        not answer at all, it is ended: the program must not hang on exit.
+        Longer uploads are abandoned; `wandb sync` can repeat them. If wandb's service does not
+        answer, kill it: otherwise the program would hang at exit.
         """
         run, self._run = self._run, None
         if run is None:
@@ -218,7 +217,7 @@ class WandbSink:
 
 
 def _finish_run(run: "wandb.Run", summary: EventFields) -> None:
-    """Finish the run and wandb's service with it, so that nothing of it is left at exit."""
+    """Finish the run and wandb's service, so that no process of wandb remains at exit."""
     import wandb
     from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
 

@@ -1,4 +1,4 @@
-"""Run directories without a run: what a simulation did, written as a run would have."""
+"""Run directories from simulations, in the format of real runs."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ MODEL = {
 
 
 def recipe(folder: Path, *overrides: str) -> RunConfig:
-    """A small run's config, of a model that has no weights."""
+    """Return the config of a small run; its model has no weights."""
     model = folder / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(MODEL))
@@ -76,7 +76,7 @@ def recipe(folder: Path, *overrides: str) -> RunConfig:
 def play(
     config: RunConfig, timings: StageTimings = TRUE, *, steps: int = 16, seed: int = 0
 ) -> SimulationResult:
-    """What a run of this config does, if everything takes so long."""
+    """Simulate a run of this config with these timings."""
     workload = Workload(
         config.pipeline.groups_per_step,
         config.algorithm.group_size,
@@ -99,7 +99,7 @@ def write_run(
     cores: float = 2,
     used: Mapping[str, float] = ALONE,
 ) -> Path:
-    """The run directory of what a simulation did; `used` is what its steps say of the cores."""
+    """Write the run directory of a simulation; `used` is the cores that its steps report."""
     run_dir.mkdir(parents=True, exist_ok=True)
     steps = len(simulated.step_ends)
     config = replace(config, run=replace(config.run, steps=steps))
@@ -133,12 +133,12 @@ def write_run(
 
 
 def _process(role: str) -> str:
-    """What a simulation calls a model that is trained, as the first of its ranks is called."""
+    """Return the process name of a real run: a trained model becomes its first rank."""
     return {"policy": "trainer-0", "critic": "critic-0"}.get(role, role)
 
 
 async def _keep_books(run_dir: Path, config: RunConfig, simulated: SimulationResult) -> None:
-    """Nothing was filtered or dropped, so prompts come in by their number."""
+    """Write the run log; without filter and drops, prompts are admitted in order."""
     per_step, lead = config.pipeline.groups_per_step, config.pipeline.max_steps_ahead
     journal = Journal(get_journal_dir(run_dir, RUN_LOG_FOLDER), JournalConfig())
     admitted = 0

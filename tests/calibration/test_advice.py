@@ -1,4 +1,4 @@
-"""Which stage bounds a run, and what would help: of runs whose bottleneck is known."""
+"""Advice on simulated runs with known bottlenecks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ SLOW_SAMPLING = replace(TRUE, generator=replace(TRUE.generator, step_s=0.04), co
 
 def measure(folder: Path, timings: StageTimings, *overrides: str) -> RunTrace:
     config = recipe(folder, *overrides)
-    # Cores enough for all, as a machine of one's own for each would have.
+    # Enough cores for all processes.
     simulated = play(config, timings, steps=20)
     return load_run_trace(write_run(folder / "run", config, simulated, cores=64))
 
@@ -43,7 +43,7 @@ def trains_slowly(slow_run: RunTrace) -> SettingsAdvice:
     return recommend_settings(slow_run)
 
 
-def test_where_training_is_slow_another_trainer_helps_and_another_generator_does_not(
+def test_a_training_bound_run_gains_from_a_trainer_replica_only(
     slow_run: RunTrace, trains_slowly: SettingsAdvice
 ) -> None:
     advice, busiest = trains_slowly, measure_stage_loads(slow_run)[0]
@@ -55,15 +55,15 @@ def test_where_training_is_slow_another_trainer_helps_and_another_generator_does
     assert "trainer.world_size=2" in advice.options[0].settings
 
 
-def test_where_sampling_is_slow_it_is_generation_that_bounds_the_run(tmp_path: Path) -> None:
+def test_a_generation_bound_run_is_recognized(tmp_path: Path) -> None:
     slow_run = measure(tmp_path, SLOW_SAMPLING)
     assert measure_stage_loads(slow_run)[0].stage == "generate"
     advice = recommend_settings(slow_run)
     assert change(advice, "one more trainer replica") == pytest.approx(0, abs=0.05)
-    assert change(advice, "staleness up to 0") > 0.05
+    assert change(advice, "max_staleness=0") > 0.05
 
 
-def test_what_a_filter_takes_and_costs_is_said_and_what_would_fill_a_step_sooner(
+def test_filter_cost_is_reported_with_oversampling_as_an_option(
     slow_run: RunTrace,
 ) -> None:
     assert not any(line.startswith("filter") for line in describe_run(slow_run))
@@ -83,26 +83,28 @@ def test_what_a_filter_takes_and_costs_is_said_and_what_would_fill_a_step_sooner
         "score_s": 0.5,
         "oversample": 1.0,
     }
-    told, advised = [line for line in describe_run(run) if "filter" in line]
-    assert told.startswith("filter      takes 90% of the groups: 3 s of generation and 0.5 s of sc")
-    assert "1 prompts are admitted per trained group, and one in 10 is kept" in advised
-    enough = [replace(one, row={**one.row, "filter/oversample": 9.5}) for one in steps]
+    cost_line, advice_line = [line for line in describe_run(run) if "filter" in line]
+    assert cost_line.startswith(
+        "filter      takes 90% of the groups: 3 s of generation and 0.5 s of sc"
+    )
+    assert "1 prompts are admitted for each place, and one in 10 is kept" in advice_line
+    enough = [replace(step, row={**step.row, "filter/oversample": 9.5}) for step in steps]
     assert len([n for n in describe_run(replace(run, steps=enough)) if "filter" in n]) == 1
     assert run_to_json(run)["filter"]["share"] == 0.9
     config = replace(run.config, filter=FilterConfig("equal_rewards"))
     assert {"filter.oversample": "auto"} in dict(list_alternatives(config)).values()
 
 
-def test_a_split_keeps_the_number_of_devices(trains_slowly: SettingsAdvice) -> None:
-    found = {option.description: option.settings for option in trains_slowly.options}
-    assert found["a device from the generators to the policy"] == (
+def test_device_splits_keep_the_number_of_devices(trains_slowly: SettingsAdvice) -> None:
+    settings = {option.description: option.settings for option in trains_slowly.options}
+    assert settings["one device moved from generators to policy"] == (
         "generator.replicas=1",
         "trainer.world_size=2",
     )
-    assert "a device from the policy to the generators" not in found
+    assert "one device moved from policy to generators" not in settings
 
 
-def test_options_come_with_the_shortest_step_first(trains_slowly: SettingsAdvice) -> None:
+def test_options_are_sorted_by_step_time(trains_slowly: SettingsAdvice) -> None:
     steps = [option.metrics.step_s for option in trains_slowly.options]
     assert steps == sorted(steps)
     assert len(steps) >= 5

@@ -1,4 +1,4 @@
-"""Work takes longer where more processes are busy than there are cores."""
+"""Clocks of CPU work with more busy processes than cores."""
 
 import itertools
 
@@ -14,7 +14,7 @@ spans = st.lists(
 )
 
 
-def test_two_busy_processes_on_one_core_get_half_of_it_each() -> None:
+def test_two_busy_processes_share_one_core_equally() -> None:
     clock = WorkClock([[(0.0, 4.0)], [(2.0, 6.0)]], cores=1)
     assert clock.measure_work(0.0, 2.0) == pytest.approx(2.0)
     assert clock.measure_work(2.0, 4.0) == pytest.approx(1.0)
@@ -22,32 +22,32 @@ def test_two_busy_processes_on_one_core_get_half_of_it_each() -> None:
     assert clock.measure_work(6.0, 9.0) == pytest.approx(3.0)
 
 
-def test_spans_of_one_process_are_busy_once() -> None:
+def test_overlapping_spans_of_a_process_count_once() -> None:
     clock = WorkClock([[(0.0, 4.0), (1.0, 3.0)], [(0.0, 4.0)]], cores=1)
     assert clock.measure_work(0.0, 4.0) == pytest.approx(2.0)
 
 
-def test_a_clock_of_what_stood_still_leaves_that_out() -> None:
+def test_a_pausable_clock_stops_during_pauses() -> None:
     clock = PausableClock([(1.0, 3.0)], WorkClock([], cores=0))
     assert np.diff(clock.read_at(np.array([0.0, 1.0, 2.0, 3.0, 5.0]))) == pytest.approx(
         [1, 0, 0, 2]
     )
 
 
-def test_who_computes_beside_another_is_slowed_down_even_with_cores_enough() -> None:
+def test_crowding_slows_processes_even_with_enough_cores() -> None:
     clock = WorkClock([[(0.0, 4.0)], [(2.0, 6.0)]], cores=4, crowding=0.25)
     assert clock.measure_work(0.0, 2.0) == pytest.approx(2.0)
     assert clock.measure_work(2.0, 4.0) == pytest.approx(1.6)
 
 
-def test_cores_that_others_keep_busy_are_not_there() -> None:
-    clock = WorkClock([[(0.0, 4.0)], [(2.0, 6.0)]], cores=2, beside=0.5)
+def test_cores_of_other_programs_are_not_available() -> None:
+    clock = WorkClock([[(0.0, 4.0)], [(2.0, 6.0)]], cores=2, other_cores=0.5)
     assert clock.measure_work(0.0, 2.0) == pytest.approx(2.0)
     assert clock.measure_work(2.0, 4.0) == pytest.approx(1.5)
 
 
 @given(st.lists(spans, min_size=1, max_size=4), st.integers(1, 3))
-def test_work_is_time_with_cores_enough_and_never_more(
+def test_work_never_exceeds_time_and_equals_it_with_enough_cores(
     busy: list[list[tuple[float, float]]], cores: int
 ) -> None:
     enough = WorkClock(busy, cores=len(busy))
@@ -59,7 +59,7 @@ def test_work_is_time_with_cores_enough_and_never_more(
 
 
 @given(spans)
-def test_a_union_covers_the_same_once(own: list[tuple[float, float]]) -> None:
-    found = merge_intervals(own)
-    assert all(a[1] < b[0] for a, b in itertools.pairwise(found))
-    assert all(any(s <= start and end <= e for s, e in found) for start, end in own)
+def test_merged_intervals_cover_the_same_time_once(intervals: list[tuple[float, float]]) -> None:
+    merged = merge_intervals(intervals)
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(merged))
+    assert all(any(s <= start and end <= e for s, e in merged) for start, end in intervals)

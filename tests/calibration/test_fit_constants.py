@@ -1,4 +1,4 @@
-"""The constants of a run give its timings back."""
+"""Constants fitted to a run reproduce its timings in the cost model."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.calibration.runs import TRUE, play, recipe, write_run
 
 @dataclass(frozen=True)
 class Made:
-    """A run, what is fitted to it, its constants, and what a cost model makes of these."""
+    """A run with its fitted timings and constants, and the cost model's timings with these."""
 
     planned: PlannedRun
     fitted: FittedTimings
@@ -42,7 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def test_a_cost_model_gives_the_fitted_timings_back(made: Made) -> None:
     assert not [name for name, one in made.found.fitted_constants.items() if one.is_clamped]
     again, wanted = made.again, made.fitted.timings
-    # Room for keys and values, and whether they are kept, is a matter of the run's settings.
+    # Size and recomputation of the KV cache come from the run's settings.
     settings = ("kv_tokens", "recompute_token_s")
     mine = replace(again.generator, **{k: vars(wanted.generator)[k] for k in settings})
     for field in fields(mine):
@@ -56,12 +56,12 @@ def test_a_cost_model_gives_the_fitted_timings_back(made: Made) -> None:
     assert again.step_s == pytest.approx(wanted.step_s)
 
 
-def test_a_rule_takes_as_long_for_full_batches_one_group_at_a_time(made: Made) -> None:
+def test_rule_batches_are_normalized_to_one_group(made: Made) -> None:
     whole = made.fitted.timings.score["reward"].batch_duration_s(32 * 4, 0)
     assert 32 * made.again.score["reward"].batch_duration_s(4, 0) == pytest.approx(whole)
 
 
-def test_what_is_beyond_the_bound_of_a_constant_is_cut_to_it(made: Made) -> None:
+def test_a_constant_beyond_its_bound_is_clamped(made: Made) -> None:
     slow = replace(made.fitted, timings=replace(made.fitted.timings, hop_s=100.0))
     found = fit_constants(
         slow, made.planned.problem, made.planned.placement, made.planned.initial_constants
@@ -70,7 +70,7 @@ def test_what_is_beyond_the_bound_of_a_constant_is_cut_to_it(made: Made) -> None
     assert [name for name, one in found.fitted_constants.items() if one.is_clamped] == ["hop_s"]
 
 
-def test_what_a_run_says_nothing_of_keeps_its_default(made: Made) -> None:
+def test_constants_that_the_run_does_not_determine_keep_their_defaults(made: Made) -> None:
     found = made.found
     start = vars(made.planned.initial_constants)
     changed = {name for name, value in vars(found.constants).items() if value != start[name]}

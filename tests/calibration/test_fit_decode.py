@@ -1,4 +1,4 @@
-"""What a decode step takes follows from when groups were done, slow moments or not."""
+"""Decode coefficients from the end times of groups, with and without slow moments."""
 
 from dataclasses import replace
 
@@ -14,29 +14,29 @@ TRUE = GeneratorTiming(1, 512, 1e6, 2e-4, 1e-7, 1.5e-5, 4e-3, 5e-5, 3e-5, group_
 START = replace(TRUE, step_s=4e-3, rollout_s=1e-4, prefill_token_s=5e-5)
 
 
-def asked(paces: list[float]) -> DecodeReplay:
-    """A turn of 32 groups for each pace, which it went at."""
+def make_cohorts(paces: list[float]) -> DecodeReplay:
+    """Return a cohort of 32 groups for each pace."""
     rng, lengths = np.random.default_rng(0), []
     for _ in range(32 * len(paces)):
         lengths.append(rng.choice([2, 4, 6, 7, 8, 12], 8).tolist())
     turns = np.repeat(np.arange(len(paces)), 32)
     begins = 10.0 * turns
     none: Array = np.array([], np.float64)
-    one = DecodeReplay(begins, begins, [5] * len(lengths), lengths, turns >= 0, none, turns)
-    lasts = one.replay_groups(TRUE, pause_s=0.0) - begins
-    return replace(one, end_times=begins + lasts * np.array(paces)[turns])
+    replay = DecodeReplay(begins, begins, [5] * len(lengths), lengths, turns >= 0, none, turns)
+    lasts = replay.replay_groups(TRUE, pause_s=0.0) - begins
+    return replace(replay, end_times=begins + lasts * np.array(paces)[turns])
 
 
 @pytest.mark.parametrize("paces", [[1.0] * 4, [1.0, 1.4, 0.9, 1.0, 1.2, 0.8, 1.0]])
-def test_coefficients_are_those_of_the_usual_pace(paces: list[float]) -> None:
-    found = fit_decode([asked(paces)], START, pause_s=0.0)
+def test_coefficients_are_those_of_the_median_pace(paces: list[float]) -> None:
+    fit = fit_decode([make_cohorts(paces)], START, pause_s=0.0)
     true = (TRUE.step_s, TRUE.rollout_s, TRUE.prefill_token_s, TRUE.group_s)
-    assert found.coefficients == pytest.approx(true, rel=0.1)
-    assert found.residual < 0.01
+    assert fit.coefficients == pytest.approx(true, rel=0.1)
+    assert fit.residual < 0.01
 
 
-def test_windows_are_all_over_a_run_and_count_whose_neighbours_are_known() -> None:
-    # Each begins 1 s after the last and takes 5.5 s: six are beside it.
+def test_windows_cover_the_run_and_count_groups_with_known_neighbors() -> None:
+    # A group begins every second and takes 5.5 s: six run at a time.
     count = 3 * WINDOW_GROUPS + 100
     episode = [
         GeneratedGroup("generator-0", "generate", str(i), ((i, i + 5.5),), 5, (3,), i, 0)
@@ -45,8 +45,8 @@ def test_windows_are_all_over_a_run_and_count_whose_neighbours_are_known() -> No
     windows = list(GroupWindow.split_episode(episode))
     held = [[one.uid for one in window.groups if window.contains_group(one)] for window in windows]
     assert len(windows) == 3
-    # The first five of a window are those that were there before, who do not count; the last six
-    # have others beside them that are in the next window.
+    # The first five groups of a window began before it and do not count; the last six
+    # run concurrently with groups of the next window.
     assert held[0][0] == "0"
     assert [len(own) for own in held] == [
         len(w.groups) - 5 * (i > 0) - 5 * (i < 2) for i, w in enumerate(windows)
@@ -54,11 +54,11 @@ def test_windows_are_all_over_a_run_and_count_whose_neighbours_are_known() -> No
     assert held[-1][-1] == str(count - 1)
 
 
-def test_a_prompts_token_takes_at_least_as_long_as_to_compute_it() -> None:
-    # Nothing of it is seen in when groups were done.
+def test_prefill_time_is_at_least_the_compute_time() -> None:
+    # The end times of the groups do not show it.
     free = replace(TRUE, prefill_token_s=0.0)
-    one = asked([1.0] * 4)
-    seen = replace(one, end_times=one.replay_groups(free, pause_s=0.0))
-    found = fit_decode([seen], START, pause_s=0.0)
-    assert found.coefficients[2] == pytest.approx(START.compute_rollout_s, rel=0.2)
-    assert found.coefficients[2] >= START.compute_rollout_s
+    replay = make_cohorts([1.0] * 4)
+    seen = replace(replay, end_times=replay.replay_groups(free, pause_s=0.0))
+    fit = fit_decode([seen], START, pause_s=0.0)
+    assert fit.coefficients[2] == pytest.approx(START.compute_rollout_s, rel=0.2)
+    assert fit.coefficients[2] >= START.compute_rollout_s

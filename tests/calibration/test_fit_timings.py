@@ -1,4 +1,4 @@
-"""What is fitted to the spans of a run that was simulated is what it was simulated with."""
+"""Fitting the spans of a simulated run recovers its timings."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,32 +29,32 @@ def fitted(folder: Path, timings: StageTimings, *overrides: str, seed: int = 0) 
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_the_coefficients_of_a_run_are_found_again(
+def test_fitting_recovers_the_coefficients_of_a_run(
     tmp_path: Path, staleness: int, seed: int
 ) -> None:
-    found = fitted(tmp_path, TRUE, f"pipeline.max_staleness={staleness}", seed=seed).timings
-    mine, true = found.generator, TRUE.generator
+    timings = fitted(tmp_path, TRUE, f"pipeline.max_staleness={staleness}", seed=seed).timings
+    generator, true = timings.generator, TRUE.generator
     for name in ("step_s", "rollout_s", "prefill_token_s"):
-        assert vars(mine)[name] == pytest.approx(vars(true)[name], rel=0.05), name
-    train, true_train = found.train["policy"], TRUE.train["policy"]
+        assert vars(generator)[name] == pytest.approx(vars(true)[name], rel=0.05), name
+    train, true_train = timings.train["policy"], TRUE.train["policy"]
     assert train.micro_batch_s == pytest.approx(true_train.micro_batch_s, rel=0.05)
     assert train.token_s == pytest.approx(true_train.token_s, rel=0.05)
     assert train.update_s == pytest.approx(true_train.update_s, rel=0.05)
-    score, true_score = found.score["reward"], TRUE.score["reward"]
-    # Most batches are one group, so what is whose of a batch's time nothing says.
+    score, true_score = timings.score["reward"], TRUE.score["reward"]
+    # Most batches are one group, so the time per batch and per group cannot be separated.
     assert score.batch_duration_s(4, 0) == pytest.approx(
         true_score.batch_duration_s(4, 0), rel=0.05
     )
-    assert found.hop_s == pytest.approx(TRUE.hop_s, rel=0.05)
-    assert found.step_s == pytest.approx(TRUE.step_s, rel=0.05)
-    assert found.weights["generate"].pull_s == pytest.approx(0.006, rel=0.05)
-    assert found.weights["generate"].publish_s == pytest.approx(0.004, rel=0.05)
+    assert timings.hop_s == pytest.approx(TRUE.hop_s, rel=0.05)
+    assert timings.step_s == pytest.approx(TRUE.step_s, rel=0.05)
+    assert timings.weights["generate"].pull_s == pytest.approx(0.006, rel=0.05)
+    assert timings.weights["generate"].publish_s == pytest.approx(0.004, rel=0.05)
 
 
-def test_where_generation_goes_on_a_pull_does_not_include_the_decode_step_it_waits_for(
+def test_pull_time_excludes_the_wait_for_a_decode_step(
     tmp_path: Path,
 ) -> None:
     slow = replace(TRUE, generator=replace(TRUE.generator, step_s=0.06))
-    found = fitted(tmp_path, slow, "pipeline.max_staleness=1").timings
-    # A pull of 6 ms waits for half of a step on average, 30 ms.
-    assert found.weights["generate"].pull_s < 0.006 + 0.02
+    timings = fitted(tmp_path, slow, "pipeline.max_staleness=1").timings
+    # A pull of 6 ms waits for half a decode step on average, 30 ms.
+    assert timings.weights["generate"].pull_s < 0.006 + 0.02

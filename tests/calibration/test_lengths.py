@@ -1,4 +1,4 @@
-"""Lengths drawn group by group."""
+"""Completion lengths resampled by group."""
 
 import numpy as np
 
@@ -9,18 +9,18 @@ from streamrl.simulator.replicas.prompts import CompletionLengths
 SEEN = [("a", "generate", (3, 4)), ("b", "generate", (9, 8)), ("b", "greedy", (7,))]
 
 
-def test_groups_stay_together_with_the_greedy_completion_of_their_prompt() -> None:
+def test_samples_keep_groups_and_greedy_completions_together() -> None:
     lengths = GroupedLengths.from_groups(SEEN)
     assert (lengths.mean, lengths.max_tokens) == (6.0, 9)
     completions = CompletionLengths(Workload(8, 2, 5.0, lengths), seed=0)
-    found = {
+    samples = {
         (*completions.get_lengths(f"0:{i}:0"), completions.get_greedy_length(f"0:{i}:0"))
         for i in range(300)
     }
-    assert found == {(3, 4, 3), (9, 8, 7)}
+    assert samples == {(3, 4, 3), (9, 8, 7)}
 
 
-def test_any_count_may_be_drawn() -> None:
+def test_any_count_can_be_drawn() -> None:
     lengths = GroupedLengths.from_groups(SEEN)
     for count in (1, 4, 7):
         assert len(lengths.sample(count, np.random.default_rng(0))) == count

@@ -1,4 +1,4 @@
-"""Lines through measurements, some of which are odd, or all of one size."""
+"""Robust fits with outliers, or with measurements of one size."""
 
 import numpy as np
 import pytest
@@ -9,35 +9,35 @@ from streamrl.calibration.robust_fit import fit_line, fit_median
 
 
 @given(st.floats(1e-3, 1.0), st.floats(1e-6, 1e-3), st.integers(0, 1000))
-def test_an_exact_line_is_found(each_s: float, token_s: float, seed: int) -> None:
+def test_an_exact_line_is_recovered(each_s: float, token_s: float, seed: int) -> None:
     tokens = np.random.default_rng(seed).uniform(each_s / token_s, 5 * each_s / token_s, 30)
-    found = fit_line([(1.0, t) for t in tokens], [each_s + token_s * t for t in tokens])
-    assert found.coefficients == pytest.approx((each_s, token_s), rel=0.02)
-    assert found.residual < 1e-3
+    fit = fit_line([(1.0, t) for t in tokens], [each_s + token_s * t for t in tokens])
+    assert fit.coefficients == pytest.approx((each_s, token_s), rel=0.02)
+    assert fit.residual < 1e-3
 
 
-def test_odd_measurements_do_not_bend_it() -> None:
+def test_outliers_do_not_change_the_fit() -> None:
     tokens = [100.0 * (i + 1) for i in range(20)]
     seconds = [0.05 + 1e-4 * t for t in tokens]
     seconds[3] *= 6
     seconds[11] *= 4
-    found = fit_line([(1.0, t) for t in tokens], seconds)
-    assert found.coefficients == pytest.approx((0.05, 1e-4), rel=0.1)
+    fit = fit_line([(1.0, t) for t in tokens], seconds)
+    assert fit.coefficients == pytest.approx((0.05, 1e-4), rel=0.1)
 
 
-def test_what_is_not_told_apart_is_shared_out_and_has_a_large_error() -> None:
-    found = fit_line([(1.0, 500.0)] * 8, [0.1, 0.11, 0.1, 0.09, 0.1, 0.1, 0.11, 0.09])
-    each, token_s = found.coefficients
+def test_inseparable_parts_are_equal_with_a_large_error() -> None:
+    fit = fit_line([(1.0, 500.0)] * 8, [0.1, 0.11, 0.1, 0.09, 0.1, 0.1, 0.11, 0.09])
+    each, token_s = fit.coefficients
     assert each + 500 * token_s == pytest.approx(0.1, rel=0.02)
     assert each == pytest.approx(0.05, rel=0.1)
 
 
-def test_nothing_is_below_zero() -> None:
-    found = fit_line([(1.0, float(t)) for t in range(1, 9)], [1.0 - 0.1 * t for t in range(1, 9)])
-    assert min(found.coefficients) >= 0
+def test_coefficients_are_nonnegative() -> None:
+    fit = fit_line([(1.0, float(t)) for t in range(1, 9)], [1.0 - 0.1 * t for t in range(1, 9)])
+    assert min(fit.coefficients) >= 0
 
 
-def test_of_one_number_it_is_the_median() -> None:
-    found = fit_median([1.0, 2.0, 9.0])
-    assert (found.coefficients, found.num_measurements) == ((2.0,), 3)
+def test_a_constant_fit_is_the_median() -> None:
+    fit = fit_median([1.0, 2.0, 9.0])
+    assert (fit.coefficients, fit.num_measurements) == ((2.0,), 3)
     assert fit_median([]).num_measurements == 0

@@ -1,4 +1,4 @@
-"""What is read from run directories, and which are refused."""
+"""Reading run directories, and errors for unusable ones."""
 
 import json
 import os
@@ -21,47 +21,47 @@ def run_dir(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", config, play(config))
 
 
-def test_the_steady_part_of_a_run_is_read(tmp_path: Path) -> None:
+def test_the_steady_steps_of_a_run_are_read(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     simulated = play(config)
-    found = load_run_trace(write_run(tmp_path / "run", config, simulated))
-    # Of 16 steps, 2 engines warm up in and 1 the stream fills in, and 1 is after the last prompt.
-    assert [step.version for step in found.steps] == list(range(3, 15))
-    assert found.excluded_steps == {
+    trace = load_run_trace(write_run(tmp_path / "run", config, simulated))
+    # 16 steps without 2 of engine warm-up, 1 that fills the stream, and 1 after the last prompt.
+    assert [step.version for step in trace.steps] == list(range(3, 15))
+    assert trace.excluded_steps == {
         "to warm up": 3,
         "after the last prompt": 1,
         "evaluated or saved": 0,
         "no longer in the trace": 0,
     }
     seconds = simulated.step_durations_s[3:15]
-    assert found.mean_step_s == pytest.approx(sum(seconds) / 12, rel=1e-4)
-    assert 0.5 < found.staleness_mean <= 1
-    assert found.machine.cores == 2
-    assert all(0 < idle < 1 for idle in found.idle_fractions.values())
+    assert trace.mean_step_s == pytest.approx(sum(seconds) / 12, rel=1e-4)
+    assert 0.5 < trace.staleness_mean <= 1
+    assert trace.machine.cores == 2
+    assert all(0 < idle < 1 for idle in trace.idle_fractions.values())
 
 
-def test_lengths_are_those_of_its_completions(run_dir: Path) -> None:
-    found = load_run_lengths(run_dir)
-    assert set(found.samples) == set(LENGTHS.samples)
+def test_lengths_are_those_of_the_completions(run_dir: Path) -> None:
+    lengths = load_run_lengths(run_dir)
+    assert set(lengths.samples) == set(LENGTHS.samples)
     assert load_run_trace(run_dir).mean_prompt_tokens == 7
 
 
-def test_of_what_was_sampled_it_is_known_when_it_came_in(run_dir: Path) -> None:
-    found = load_run_trace(run_dir)
-    for one in found.generated_groups:
-        assert one.start_s >= one.admitted_s + TRUE.generator.begin_s - 1e-4
-        assert len(one.lengths) == 4
-        assert one.admitted_version >= 0
+def test_generated_groups_have_their_admission_time(run_dir: Path) -> None:
+    trace = load_run_trace(run_dir)
+    for group in trace.generated_groups:
+        assert group.start_s >= group.admitted_s + TRUE.generator.begin_s - 1e-4
+        assert len(group.lengths) == 4
+        assert group.admitted_version >= 0
 
 
-def test_of_a_long_run_those_steps_count_that_the_trace_still_has(run_dir: Path) -> None:
+def test_steps_no_longer_in_the_trace_are_excluded(run_dir: Path) -> None:
     trace = run_dir / "trace.json"
     whole = load_run_trace(run_dir)
     events = json.loads(trace.read_text())
     names = [event for event in events if event["ph"] == "M"]
     spans = sorted((e for e in events if e["ph"] == "X"), key=lambda event: event["ts"])
     first, second = len(spans) // 3, 2 * len(spans) // 3
-    # The first third is gone, the second lies in the earlier part.
+    # The first third is gone; the second is in trace.earlier.json.
     for name, part in ((EARLIER_TRACE_FILE, spans[first:second]), (TRACE_FILE, spans[second:])):
         body = ",\n".join(map(json.dumps, [*names, *part]))
         (run_dir / name).write_text(f"[\n{body}\n]\n")
@@ -74,14 +74,14 @@ def test_of_a_long_run_those_steps_count_that_the_trace_still_has(run_dir: Path)
     ]
 
 
-def test_a_torn_trace_is_read_as_far_as_it_is_there(run_dir: Path) -> None:
+def test_a_torn_trace_is_read_up_to_the_tear(run_dir: Path) -> None:
     trace = run_dir / "trace.json"
     trace.write_text(trace.read_text()[:-40])
     assert len(load_run_trace(run_dir).steps) == 12
 
 
 def _without(run: Path, number: int, name: str) -> None:
-    """A line of the metrics loses a figure."""
+    """Remove a metric from a row."""
     path = run / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     del rows[number - 1][name]
@@ -98,7 +98,7 @@ def _fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-def test_a_file_is_no_run(run_dir: Path) -> None:
+def test_a_file_is_not_a_run_directory(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="no run: not a directory"):
         load_run_trace(run_dir / "config.yaml")
 
@@ -107,7 +107,7 @@ def test_a_file_is_no_run(run_dir: Path) -> None:
     ("break_it", "rule"),
     [
         (lambda run: (run / "config.yaml").unlink(), "holds no config.yaml"),
-        (lambda run: (run / "trace.json").unlink(), "no spans in trace.json"),
+        (lambda run: (run / "trace.json").unlink(), "trace.json has no spans"),
         (lambda run: (run / "metrics.jsonl").write_text("{}x\n{}\n"), "metrics.jsonl:1"),
         (lambda run: (run / "metrics.jsonl").unlink(), "run: has no metrics.jsonl"),
         (lambda run: (run / "trace.json").write_text("[" * 100_000), "trace.json: nested too deep"),
@@ -117,7 +117,7 @@ def test_a_file_is_no_run(run_dir: Path) -> None:
             lambda run: _fifo(next(get_journal_dir(run, RUN_LOG_FOLDER).glob("*.journal"))),
             "not a regular file",
         ),
-        (lambda run: (run / "metrics.jsonl").write_text(""), "too short: 0 steps"),
+        (lambda run: (run / "metrics.jsonl").write_text(""), "too short: 0 steady steps"),
         (lambda run: _without(run, 3, "step"), "metrics.jsonl:3: has no step"),
         (lambda run: _without(run, 3, "time/step_s"), "metrics.jsonl:3: has no time/step_s"),
         (lambda run: _without(run, 8, "idle/train"), "metrics.jsonl: step 8: has no idle/train"),
@@ -125,15 +125,15 @@ def test_a_file_is_no_run(run_dir: Path) -> None:
         (lambda run: (run / "metrics.jsonl").write_text("[1]\n"), "metrics.jsonl:1: has no step"),
         (
             lambda run: _empty(get_journal_dir(run, RUN_LOG_FOLDER)),
-            "run: has no books in journal/books",
+            "run: has no run log in journal/books",
         ),
         (
             lambda run: shutil.rmtree(get_journal_dir(run, RUN_LOG_FOLDER)),
-            "run: has no books in journal/books",
+            "run: has no run log in journal/books",
         ),
     ],
 )
-def test_a_run_that_says_too_little_is_refused_in_one_line(
+def test_an_incomplete_run_is_an_error_of_one_line(
     run_dir: Path, break_it: Callable[[Path], object], rule: str
 ) -> None:
     break_it(run_dir)
@@ -142,15 +142,15 @@ def test_a_run_that_says_too_little_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_a_short_run_is_refused(tmp_path: Path) -> None:
+def test_a_short_run_is_an_error(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     run = write_run(tmp_path / "run", config, play(config, steps=8))
-    with pytest.raises(ConfigError, match="too short: 4 steps to go by, must be at least 6"):
+    with pytest.raises(ConfigError, match="too short: 4 steady steps, must be at least 6"):
         load_run_trace(run)
 
 
-def test_spans_without_lengths_are_refused(run_dir: Path) -> None:
+def test_spans_without_lengths_are_an_error(run_dir: Path) -> None:
     trace = run_dir / "trace.json"
     trace.write_text(trace.read_text().replace('"lengths"', '"sizes"'))
-    with pytest.raises(ConfigError, match="cut off, or made by an older streamrl"):
+    with pytest.raises(ConfigError, match="truncated or of an older version"):
         load_run_trace(run_dir)

@@ -48,7 +48,7 @@ def test_json_contains_every_constant_with_default_and_residual(
     [
         (["nowhere"], "no run: no such directory"),
         (["{run}", "--cluster", "8xZ9"], "not in the table"),
-        (["{run}", "--cluster", "1xH100"], "the run has 2 devices"),
+        (["{run}", "--cluster", "1xH100"], "the run uses 2 devices"),
         (["{run}/config.yaml"], "no run: not a directory"),
     ],
 )

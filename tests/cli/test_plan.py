@@ -450,7 +450,7 @@ def test_bad_options_of_plan_are_refused(
         (["--mttf-h", "0.01"], "failures.mttf_s=36: must be above restart_s=300"),
         (
             ["--mttf-h", "0.01", "--restart-s", "1", "--steps", "10000"],
-            "of 1 nodes that train one dies every 36 s: 10000 steps without a checkpoint",
+            "one of 1 training nodes fails every 36 s: 10000 steps without a checkpoint",
         ),
         (
             ["--mttf-h", "0.0003", "--restart-s", "1", "checkpoint.every=1"],

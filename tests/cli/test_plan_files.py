@@ -155,4 +155,4 @@ def test_a_depth_beyond_the_planners_limit_is_refused(
 ) -> None:
     ahead = ["pipeline.depth=65", "pipeline.on_stale=drop", "queue.capacity_groups=100000"]
     error = refusal(capsys, "simulate", *SMALL[:-2], *ahead, "--steps", "1")
-    assert "depth=65: steps ahead: must be at most 64" in error
+    assert "depth=65: must be at most 64 steps ahead" in error

@@ -35,8 +35,8 @@ def test_what_if_lists_the_effect_of_each_option(
     text = capsys.readouterr().out
     assert "bound by    " in text and "groups wait for it" in text
     assert "one more generator" in text and "generator.replicas=2" in text
-    assert "staleness up to 2" in text
-    assert "may have the same error" in text and "2 cores" in text
+    assert "max_staleness=2" in text
+    assert "may be as far off" in text and "2 cores" in text
 
 
 def test_a_stage_without_queue_depth_omits_the_waiting_groups(
@@ -93,4 +93,4 @@ def test_a_run_that_is_too_short_is_a_one_line_error(
     config = recipe(tmp_path)
     run = write_run(tmp_path / "run", config, play(config, steps=7))
     assert main(["report", str(run)]) == 2
-    assert "too short: 3 steps" in capsys.readouterr().err
+    assert "too short: 3 steady steps" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""The real loops, queue and books on the virtual clock, with engines as fast as a simulation's."""
+"""The real loops, queue and run log on a virtual clock, with engines timed like the
+simulated ones."""
 
 import asyncio
 import random
@@ -38,14 +39,14 @@ from tests.fake_stream import Stream, dataflow_of, run_stream
 from tests.fakes import Plan
 
 PROMPT_TOKENS = 3
-"""As the prompts of fakes have."""
+"""As in tests.fakes."""
 BATCH = 2
-"""Groups in a batch of a scorer, in the streams of fakes."""
+"""Groups per score batch, as in tests.fake_stream."""
 
 
 @dataclass
 class Case:
-    """The same run for both: how long its parts take, and where they are."""
+    """A run for both implementations: durations and placement."""
 
     plan: Plan
     placement: Placement
@@ -63,7 +64,7 @@ class Case:
 
 
 def run_real(case: Case, monkeypatch: pytest.MonkeyPatch) -> Stream:
-    """The stream of a case, once it has made all its steps."""
+    """Run the real loops of a case to the end and return the stream."""
     completions = CompletionLengths(case.workload, case.seed)
 
     def generator(plan: Plan, rng: random.Random, generated: Counter[str]) -> "TimedGenerator":
@@ -84,41 +85,47 @@ def run_real(case: Case, monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 
 class Stages:
-    """Gives every process its places, under the leases of its role."""
+    """Makes stage contexts with the device leases of each role."""
 
     def __init__(self, case: Case, stream: Stream) -> None:
-        self._make = MAKER(stream)
+        self._make = FAKE_STAGE_MAKER(stream)
         self._stream = stream
         self._leases = DeviceLeases(case.dataflow, case.placement, slice_s=1.0)
         self._held: dict[str, Any] = {}
 
     def __call__(self, name: str, process: str) -> StageContext:
-        place = self._make(name, process)
+        stage_context = self._make(name, process)
         role = process.rpartition("-")[0] or POLICY
         if process not in self._held:
-            suspendable = Sleeper(self._stream, process) if role == "generator" else None
+            suspendable = (
+                SuspendableGenerator(self._stream, process) if role == "generator" else None
+            )
             lease = self._leases.make_lease(role, process, suspendable=suspendable)
             self._held[process] = lease or DedicatedDeviceLease()
         return StageContext(
-            name, place.queue, self._held[process], place.spans, place.leave_requested
+            name,
+            stage_context.queue,
+            self._held[process],
+            stage_context.spans,
+            stage_context.leave_requested,
         )
 
 
-MAKER = fake_stream.StageMaker
+FAKE_STAGE_MAKER = fake_stream.StageMaker
 
 
 @dataclass
-class Sleeper:
-    """A generator that is there once it is asked to give way."""
+class SuspendableGenerator:
+    """Suspends and resumes a generator for the device arbiter."""
 
     stream: Stream
     process: str
 
     @property
     def _generator(self) -> "TimedGenerator":
-        found = self.stream.samplers[int(self.process.rpartition("-")[2])]
-        assert isinstance(found, TimedGenerator)
-        return found
+        sampler = self.stream.samplers[int(self.process.rpartition("-")[2])]
+        assert isinstance(sampler, TimedGenerator)
+        return sampler
 
     async def suspend(self) -> None:
         await self._generator.suspend()
@@ -128,8 +135,8 @@ class Sleeper:
 
 
 @dataclass(eq=False)
-class Asked:
-    """A group that is sampled, and the places it has given back of which nobody is told yet."""
+class SampledGroup:
+    """A group being sampled, with the slots whose release is not yet reported."""
 
     done: "asyncio.Future[Mapping[int, int]]"
     finished: FinishedCallback
@@ -137,13 +144,16 @@ class Asked:
 
 
 class TimedGenerator:
-    """The engine of simulations behind the face of a real one."""
+    """The simulator's engine behind the interface of a real generator."""
 
     def __init__(self, case: Case, completions: CompletionLengths) -> None:
-        self._asked: list[Asked] = []
-        # Each group is a kind of its own, without a place: an event for each rollout that ends.
+        self._asked: list[SampledGroup] = []
+        # Each group has a slot pool of its own without free slots, so that every finished rollout
+        # is an event.
         self._kinds: list[ConcurrencyLimit] = []
-        self._engine: SimulatedEngine[Asked] = SimulatedEngine(case.timings.generator, self._kinds)
+        self._engine: SimulatedEngine[SampledGroup] = SimulatedEngine(
+            case.timings.generator, self._kinds
+        )
         self._timing = case.weights("generate")
         self._completions = completions
         self._loop = asyncio.get_running_loop()
@@ -157,24 +167,24 @@ class TimedGenerator:
         return {}
 
     async def _group(
-        self, prompt: Prompt, begun: Columns | None, finished: FinishedCallback
+        self, prompt: Prompt, partial_rollouts: Columns | None, finished: FinishedCallback
     ) -> Columns:
         lengths = self._completions.get_lengths(prompt.uid)
-        asked = Asked(self._loop.create_future(), finished, ConcurrencyLimit(0))
-        self._asked.append(asked)
-        self._kinds.append(asked.places)
-        self._engine.add_group(asked, PROMPT_TOKENS, lengths, self._loop.time(), asked.places)
+        group = SampledGroup(self._loop.create_future(), finished, ConcurrencyLimit(0))
+        self._asked.append(group)
+        self._kinds.append(group.places)
+        self._engine.add_group(group, PROMPT_TOKENS, lengths, self._loop.time(), group.places)
         self._set()
-        versions = [v for v, count in sorted((await asked.done).items()) for _ in range(count)]
+        versions = [v for v, count in sorted((await group.done).items()) for _ in range(count)]
         rollouts, at = [], 0
         for length in lengths:
-            part, at = versions[at : at + length], at + length
+            rollout_versions, at = versions[at : at + length], at + length
             rollouts.append(
                 Rollout.from_single_turn(
                     prompt.token_ids,
                     [5] * length,
                     logprobs=[-1.0] * length,
-                    versions=part,
+                    versions=rollout_versions,
                     finish_reason=FinishReason.STOP,
                 )
             )
@@ -188,14 +198,14 @@ class TimedGenerator:
 
     def _ring(self, at: float) -> None:
         done = self._engine.advance_to(at)
-        for asked in self._asked:
-            while asked.places.free_slots:
-                self._engine.reserve_slots(asked.places, 1)
-                asked.finished()
-        for group in done:
-            group.key.done.set_result(group.tokens_by_version)
-            self._asked.remove(group.key)
-            self._kinds.remove(group.key.places)
+        for group in self._asked:
+            while group.places.free_slots:
+                self._engine.reserve_slots(group.places, 1)
+                group.finished()
+        for finished_group in done:
+            finished_group.key.done.set_result(finished_group.tokens_by_version)
+            self._asked.remove(finished_group.key)
+            self._kinds.remove(finished_group.key.places)
         self._set()
 
     async def suspend(self) -> None:
@@ -218,7 +228,7 @@ class TimedGenerator:
 
 
 class TimedScorer:
-    """One batch after the other."""
+    """Scores one batch at a time."""
 
     def __init__(self, case: Case, stage: str) -> None:
         self._case = case
@@ -245,7 +255,7 @@ class TimedScorer:
 
 
 class Rank:
-    """A trainer whose rounds take as long as their largest micro-batch."""
+    """Trainer whose rounds take as long as their largest micro-batch."""
 
     def __init__(self, case: Case, role: str, completions: CompletionLengths) -> None:
         self._timing = case.timings.train[role]

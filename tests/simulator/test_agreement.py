@@ -1,4 +1,4 @@
-"""A simulation makes its steps when the real loops do, on engines that take the same time."""
+"""Simulated steps end when those of the real loops do, with engines of equal speed."""
 
 from collections import Counter
 from dataclasses import replace
@@ -61,7 +61,7 @@ def assignment(first: int, size: int) -> CallAssignment:
 
 
 def placed(staleness: int, **first: int) -> Placement:
-    """Every call on two devices from these on."""
+    """Place every call on two devices from the given first device."""
     calls = {stage: assignment(at, 2) for stage, at in first.items()}
     return Placement(calls, max_staleness=staleness)
 
@@ -72,20 +72,22 @@ SPLIT = {"generate": 0, "reference": 2, "value": 2, "train": 0, "train_critic": 
 
 
 def case(staleness: int, first: dict[str, int], **plan: Any) -> Case:
-    known = replace(PLAN, max_staleness=staleness, **plan)
-    stages = [call.stage for call in Case(known, Placement({}), TIMINGS, WORKLOAD).dataflow.calls]
+    plan_of_case = replace(PLAN, max_staleness=staleness, **plan)
+    stages = [
+        call.stage for call in Case(plan_of_case, Placement({}), TIMINGS, WORKLOAD).dataflow.calls
+    ]
     chosen = {stage: at for stage, at in first.items() if stage in stages}
-    return Case(known, placed(staleness, **chosen), TIMINGS, WORKLOAD)
+    return Case(plan_of_case, placed(staleness, **chosen), TIMINGS, WORKLOAD)
 
 
 def crowded(group_size: int, places: int) -> Case:
-    """Groups of unlike lengths, for which a generator has so many places."""
-    known = case(2, APART, group_size=group_size, places=places)
+    """Return a case with uneven lengths and few slots per generator."""
+    base_case = case(2, APART, group_size=group_size, places=places)
     return replace(
-        known,
+        base_case,
         timings=replace(TIMINGS, generator=replace(TIMINGS.generator, max_running=places)),
         workload=replace(WORKLOAD, group_size=group_size, micro_batch_tokens=400),
-        plan=replace(known.plan, micro_batch_tokens=400),
+        plan=replace(base_case.plan, micro_batch_tokens=400),
     )
 
 
@@ -113,11 +115,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps_end_when_those_of_the_real_loops_do(
+def test_simulated_steps_end_with_those_of_the_real_loops(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
-    found = run_simulation(
+    simulated = run_simulation(
         case.dataflow,
         case.placement,
         case.timings,
@@ -126,12 +128,12 @@ def test_steps_end_when_those_of_the_real_loops_do(
         seed=case.seed,
     )
     real = run_real(case, monkeypatch)
-    assert found.step_ends == pytest.approx(real.step_ends, rel=0.015)
+    assert simulated.step_ends == pytest.approx(real.step_ends, rel=0.015)
     ages: Counter[int] = Counter()
     for outcome in real.outcomes:
         for group in outcome.groups:
             for version, tokens in group.info.version_tokens:
                 ages[outcome.version - version] += tokens
     mean = sum(age * tokens for age, tokens in ages.items()) / ages.total()
-    assert found.exclude_steps(0).tokens_by_staleness.total() == ages.total()
-    assert found.exclude_steps(0).staleness_mean == pytest.approx(mean, abs=0.02)
+    assert simulated.exclude_steps(0).tokens_by_staleness.total() == ages.total()
+    assert simulated.exclude_steps(0).staleness_mean == pytest.approx(mean, abs=0.02)

@@ -1,4 +1,4 @@
-"""What holds of every simulation, whatever it is of."""
+"""Invariants of every simulation."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
@@ -30,8 +30,8 @@ COLUMNS = ("ref_logprobs", "values", "baseline_scores")
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What was drawn."""
+class SimulationCase:
+    """Parameters of a random simulation."""
 
     columns: tuple[str, ...]
     devices: tuple[int, ...]
@@ -39,16 +39,16 @@ class Chosen:
     streamed: bool
     workload: Workload
     timings: StageTimings
-    manner: RunOptions
+    run_options: RunOptions
     failures: FailureModel | None
 
     def run(self) -> SimulationResult:
         flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", *self.columns))
-        known = {call.stage for call in flow.calls}
-        places = dict(zip(STAGES, self.devices, strict=True))
+        stages = {call.stage for call in flow.calls}
+        first_devices = dict(zip(STAGES, self.devices, strict=True))
         # Both stages of the generators are on the same devices.
-        places["greedy"] = places["generate"]
-        calls = {stage: on(at) for stage, at in places.items() if stage in known}
+        first_devices["greedy"] = first_devices["generate"]
+        calls = {stage: on(at) for stage, at in first_devices.items() if stage in stages}
         placement = Placement(calls, self.staleness, self.streamed)
         return run_simulation(
             flow,
@@ -57,7 +57,7 @@ class Chosen:
             self.workload,
             steps=4,
             seed=3,
-            manner=self.manner,
+            run_options=self.run_options,
             failures=self.failures,
         )
 
@@ -105,80 +105,82 @@ timings = st.builds(
     cores=st.sampled_from([0, 0, 2]),
 )
 cases = st.builds(
-    Chosen,
+    SimulationCase,
     columns=st.lists(st.sampled_from(COLUMNS), unique=True).map(tuple),
     devices=st.tuples(*[st.integers(0, 2)] * len(STAGES)),
     staleness=st.integers(0, 3),
     streamed=st.booleans(),
     workload=workloads,
     timings=timings,
-    manner=st.builds(RunOptions, slice_s=st.sampled_from([0.1, 1.0])),
+    run_options=st.builds(RunOptions, slice_s=st.sampled_from([0.1, 1.0])),
     failures=st.none(),
 )
 
 
-def check_books(case: Chosen, found: SimulationResult) -> None:
+def check_ledger(case: SimulationCase, result: SimulationResult) -> None:
     groups = 4 * case.workload.groups_per_step
-    assert found.ledger.admitted == found.ledger.trained == groups
-    assert found.ledger.in_flight == 0
-    trained = Counter(group.uid for outcome in found.outcomes for group in outcome.groups)
+    assert result.ledger.admitted == result.ledger.trained == groups
+    assert result.ledger.in_flight == 0
+    trained = Counter(group.uid for outcome in result.outcomes for group in outcome.groups)
     assert len(trained) == groups
     assert set(trained.values()) == {1}
     completions = CompletionLengths(case.workload, 3)
-    assert found.exclude_steps(0).tokens_by_staleness.total() == sum(
+    assert result.exclude_steps(0).tokens_by_staleness.total() == sum(
         sum(completions.get_lengths(uid)) for uid in trained
     )
-    assert found.exclude_steps(0).staleness_max <= case.staleness
-    assert list(found.step_ends) == sorted(found.step_ends)
-    assert [outcome.version for outcome in found.outcomes] == [0, 1, 2, 3]
+    assert result.exclude_steps(0).staleness_max <= case.staleness
+    assert list(result.step_ends) == sorted(result.step_ends)
+    assert [outcome.version for outcome in result.outcomes] == [0, 1, 2, 3]
 
 
-def check_devices(case: Chosen, found: SimulationResult) -> None:
-    """Nobody computes where another phase does; all trained models are one."""
-    trained = found.dataflow.trained_roles
-    places = dict(zip(STAGES, case.devices, strict=True))
-    works = defaultdict(list)
-    for call in found.dataflow.calls:
+def check_devices(case: SimulationCase, result: SimulationResult) -> None:
+    """Assert that phases never overlap on a device; all trained models are one phase."""
+    trained = result.dataflow.trained_roles
+    first_devices = dict(zip(STAGES, case.devices, strict=True))
+    spans_by_device = defaultdict(list)
+    for call in result.dataflow.calls:
         phase = "trainer" if call.role in trained else call.role
-        for name in found.process_names[call.role]:
-            for span in found.spans_by_process.get(name, ()):
-                if span.name == call.stage and call.stage in places:
+        for name in result.process_names[call.role]:
+            for span in result.spans_by_process.get(name, ()):
+                if span.name == call.stage and call.stage in first_devices:
                     stage = "generate" if call.stage == "greedy" else call.stage
-                    works[places[stage]].append((span.start_s, span.end_s, phase))
-    for own in works.values():
+                    spans_by_device[first_devices[stage]].append((span.start_s, span.end_s, phase))
+    for spans in spans_by_device.values():
         ends: dict[str, float] = {}
-        for start, end, phase in sorted(own):
+        for start, end, phase in sorted(spans):
             assert all(until <= start + 1e-6 for other, until in ends.items() if other != phase)
             ends[phase] = max(end, ends.get(phase, 0.0))
 
 
 @given(cases)
-def test_books_balance_tokens_are_fresh_and_devices_are_in_one_phase(case: Chosen) -> None:
-    found = case.run()
-    check_books(case, found)
-    check_devices(case, found)
+def test_ledger_balances_staleness_is_bounded_and_phases_exclude_each_other(
+    case: SimulationCase,
+) -> None:
+    result = case.run()
+    check_ledger(case, result)
+    check_devices(case, result)
 
 
 @given(cases, st.integers(0, 1))
-def test_what_is_dropped_as_stale_comes_again(case: Chosen, staleness: int) -> None:
-    manner = replace(case.manner, depth=staleness + 2, on_stale="drop")
-    found = replace(case, manner=manner, staleness=staleness, streamed=True).run()
-    counts = found.ledger
+def test_stale_groups_are_dropped_and_replaced(case: SimulationCase, staleness: int) -> None:
+    run_options = replace(case.run_options, depth=staleness + 2, on_stale="drop")
+    result = replace(case, run_options=run_options, staleness=staleness, streamed=True).run()
+    counts = result.ledger
     assert counts.trained == 4 * case.workload.groups_per_step
     assert counts.admitted == counts.trained + counts.dropped + counts.in_flight
-    assert found.exclude_steps(0).staleness_max <= staleness
+    assert result.exclude_steps(0).staleness_max <= staleness
 
 
 @given(cases)
-def test_the_same_seed_is_the_same_run(case: Chosen) -> None:
+def test_equal_seeds_give_equal_runs(case: SimulationCase) -> None:
     first, second = case.run(), case.run()
     assert first.step_ends == second.step_ends
     assert first.spans == second.spans
 
 
 @given(cases, st.sampled_from([40.0, 300.0]), st.integers(1, 3))
-def test_crashes_lose_nothing_and_train_nothing_twice(
-    case: Chosen, mttf_s: float, checkpoint_every: int
+def test_crashes_neither_lose_groups_nor_train_groups_twice(
+    case: SimulationCase, mttf_s: float, checkpoint_every: int
 ) -> None:
     failures = FailureModel(mttf_s, 2.0, checkpoint_every, node_devices=1)
-    check_books(case, replace(case, failures=failures).run())
+    check_ledger(case, replace(case, failures=failures).run())

@@ -1,4 +1,4 @@
-"""A part of a run tells as much as all of it, where there is one."""
+"""Quick simulations: a representative part predicts the whole run."""
 
 from dataclasses import replace
 
@@ -46,21 +46,21 @@ def workload(groups: int, lengths: FixedLength | LognormalLengths = LENGTHS) -> 
 @pytest.mark.parametrize(
     ("groups", "lead", "steps"),
     [
-        # Few groups: as many steps as there are to be, three times as many as are under way.
+        # Small steps: the full number, three cycles of the steps in flight.
         (64, 0, 12),
         (64, 4, 6 + 3 * 5 + 4),
-        # 10240 groups in five steps, behind two that are unlike them; ahead, there is one more
-        # before them and one behind them.
+        # 10240 groups in five steps, after two warm-up steps; one step ahead adds a step
+        # before and a step after.
         (2048, 0, 2 + 5),
         (2048, 1, 3 + 5 + 1),
-        # Never fewer than four that count.
+        # At least four counted steps.
         (50_000, 0, 2 + 4),
-        # Far ahead, and once where they are large.
+        # Far ahead: three cycles, or one if steps are large.
         (64, 16, 18 + 3 * 17 + 16),
         (2048, 16, 18 + 17 + 16),
     ],
 )
-def test_large_steps_are_played_less_often(groups: int, lead: int, steps: int) -> None:
+def test_fewer_steps_are_simulated_if_steps_are_large(groups: int, lead: int, steps: int) -> None:
     assert choose_num_steps(groups, lead) == steps
 
 
@@ -71,61 +71,63 @@ def test_parts_divide_replicas_and_ranks_and_are_large_enough() -> None:
     assert choose_num_parts(TIMINGS, workload(200), 0) == 1
     odd = replace(TIMINGS, generator=replace(TIMINGS.generator, replicas=7))
     assert choose_num_parts(odd, workload(2048), 0) == 1
-    # Cores that all share cannot be divided.
+    # Shared cores cannot be divided.
     assert choose_num_parts(replace(TIMINGS, cores=8), workload(2048), 0) == 1
 
 
-def test_where_groups_take_the_places_of_others_all_of_a_step_is_played() -> None:
+def test_filtering_on_policy_is_not_split() -> None:
     filtering = replace(workload(2048), filtered_fraction=0.5)
     assert choose_num_parts(TIMINGS, filtering, 0) == 1
     assert choose_num_parts(TIMINGS, filtering, 1) == 8
 
 
-def test_the_longest_of_a_part_is_as_long_as_that_of_all() -> None:
+def test_parts_keep_the_expected_longest_rollout() -> None:
     endless = LognormalLengths(200, 0.6, 1_000_000)
     assert choose_num_parts(TIMINGS, workload(2048, endless), 0) == 1
     assert choose_num_parts(TIMINGS, workload(2048, FixedLength(300)), 0) == 8
 
 
-def test_replicas_that_are_too_few_to_divide_are_slower() -> None:
+def test_indivisible_replicas_become_slower() -> None:
     part = split_timings(TIMINGS, 4)
     assert part.generator.replicas == 2
     assert part.train["policy"].dp_size == 2
     assert (part.score["reference"].replicas, part.score["reference"].batch_s) == (1, 0.01)
-    # One for all of it is a quarter of one for each quarter.
+    # One replica for all four parts is a quarter of a replica per part: four times slower.
     assert (part.score["reward"].replicas, part.score["reward"].batch_s) == (1, 4e-4)
 
 
-def test_a_part_has_the_rate_of_all_of_it() -> None:
-    found = run_quick_simulation(
-        GRPO, PLACEMENT, TIMINGS, workload(1024), seed=0, manner=RunOptions()
+def test_a_part_predicts_the_rate_of_the_whole() -> None:
+    quick = run_quick_simulation(
+        GRPO, PLACEMENT, TIMINGS, workload(1024), seed=0, run_options=RunOptions()
     )
-    assert found.num_parts == 4
-    every = run_simulation(GRPO, PLACEMENT, TIMINGS, workload(1024), steps=8, seed=0)
-    assert found.mean_step_s == pytest.approx(every.mean_step_s, rel=0.04)
-    assert found.tokens_per_s == pytest.approx(every.tokens_per_s, rel=0.04)
-    assert found.staleness_mean == pytest.approx(every.staleness_mean, abs=0.1)
+    assert quick.num_parts == 4
+    full = run_simulation(GRPO, PLACEMENT, TIMINGS, workload(1024), steps=8, seed=0)
+    assert quick.mean_step_s == pytest.approx(full.mean_step_s, rel=0.04)
+    assert quick.tokens_per_s == pytest.approx(full.tokens_per_s, rel=0.04)
+    assert quick.staleness_mean == pytest.approx(full.staleness_mean, abs=0.1)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_what_is_far_ahead_is_played_as_long_as_it_takes_to_go_round(seed: int) -> None:
-    """A step whose rollouts are long holds up all that are under way: they come in bursts."""
-    asked = replace(workload(32, LognormalLengths(300, 0.7, 2048)), group_size=8)
+def test_runs_far_ahead_are_simulated_for_whole_cycles(seed: int) -> None:
+    """A step with long rollouts delays all steps in flight, so steps come in bursts."""
+    step_workload = replace(workload(32, LognormalLengths(300, 0.7, 2048)), group_size=8)
     replicas = replace(TIMINGS.generator, replicas=64)
-    # Trained in no time: what takes time is the longest rollout.
-    quick = {"policy": TrainTiming(8, micro_batch_s=0.0, token_s=1e-6, update_s=0.01)}
+    # Training is nearly free: the longest rollout determines the step time.
+    fast_training = {"policy": TrainTiming(8, micro_batch_s=0.0, token_s=1e-6, update_s=0.01)}
     timings, ahead = (
-        replace(TIMINGS, generator=replicas, train=quick),
+        replace(TIMINGS, generator=replicas, train=fast_training),
         replace(PLACEMENT, max_staleness=16),
     )
-    every = run_simulation(GRPO, ahead, timings, asked, steps=200, seed=9)
-    found = run_quick_simulation(GRPO, ahead, timings, asked, seed=seed, manner=RunOptions())
-    assert found.mean_step_s == pytest.approx(every.mean_step_s, rel=0.1)
+    full = run_simulation(GRPO, ahead, timings, step_workload, steps=200, seed=9)
+    quick = run_quick_simulation(
+        GRPO, ahead, timings, step_workload, seed=seed, run_options=RunOptions()
+    )
+    assert quick.mean_step_s == pytest.approx(full.mean_step_s, rel=0.1)
 
 
-def test_time_goes_with_all_that_is_sampled_and_more_of_it_with_many_groups_at_once() -> None:
-    found = estimate_simulation_s(replace(workload(512), group_size=8), steps=20_000)
-    assert found == pytest.approx(512 * 8 * 20_000 * 40e-6)
+def test_simulation_cost_grows_with_rollouts_and_faster_with_large_steps() -> None:
+    seconds = estimate_simulation_s(replace(workload(512), group_size=8), steps=20_000)
+    assert seconds == pytest.approx(512 * 8 * 20_000 * 40e-6)
     assert estimate_simulation_s(workload(512), steps=6) == pytest.approx(
         6 / 5 * estimate_simulation_s(workload(512), steps=5)
     )
@@ -137,18 +139,22 @@ def test_time_goes_with_all_that_is_sampled_and_more_of_it_with_many_groups_at_o
     assert many == pytest.approx(4 * 2 * few)
 
 
-def test_it_takes_longer_where_rollouts_give_up_their_room_for_one_another() -> None:
-    roomy, asked = TIMINGS.generator, workload(512)
-    plain = estimate_simulation_s(asked, steps=5)
-    assert estimate_simulation_s(asked, steps=5, generator=roomy) == plain
-    tokens = asked.rounded_prompt_tokens + asked.lengths.mean
-    full = replace(roomy, max_running=1000, kv_tokens=0.99 * tokens * 512 * asked.group_size / 8)
-    assert estimate_simulation_s(asked, steps=5, generator=full) == 8 * plain
+def test_preemption_makes_simulations_slower() -> None:
+    roomy, step_workload = TIMINGS.generator, workload(512)
+    plain = estimate_simulation_s(step_workload, steps=5)
+    assert estimate_simulation_s(step_workload, steps=5, generator=roomy) == plain
+    tokens = step_workload.rounded_prompt_tokens + step_workload.lengths.mean
+    full = replace(
+        roomy, max_running=1000, kv_tokens=0.99 * tokens * 512 * step_workload.group_size / 8
+    )
+    assert estimate_simulation_s(step_workload, steps=5, generator=full) == 8 * plain
     few = replace(full, max_running=32)
-    assert estimate_simulation_s(asked, steps=5, generator=few) == plain
+    assert estimate_simulation_s(step_workload, steps=5, generator=few) == plain
 
 
-def test_what_is_played_in_parts_takes_the_time_of_one() -> None:
-    asked = workload(4096)
-    assert choose_num_parts(TIMINGS, asked, 1) == 8
-    assert estimate_quick_run_s(TIMINGS, asked, 1) == estimate_simulation_s(workload(512), lead=1)
+def test_a_split_simulation_costs_the_time_of_one_part() -> None:
+    step_workload = workload(4096)
+    assert choose_num_parts(TIMINGS, step_workload, 1) == 8
+    assert estimate_quick_run_s(TIMINGS, step_workload, 1) == estimate_simulation_s(
+        workload(512), lead=1
+    )

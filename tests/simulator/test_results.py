@@ -1,4 +1,4 @@
-"""What a simulation leaves behind is what a run does."""
+"""Files of a simulation match those of a run."""
 
 import json
 import math
@@ -10,41 +10,41 @@ from streamrl.telemetry.metric_names import Histogram, find_missing_metrics, val
 from tests.simulator.test_simulation import APART, TIMINGS, TOGETHER, WORKLOAD, run
 
 
-def test_rows_are_those_of_the_contract() -> None:
-    found = run(placement=APART.with_staleness(1))
-    for row in found.metrics_rows:
+def test_rows_follow_the_metrics_contract() -> None:
+    result = run(placement=APART.with_staleness(1))
+    for row in result.metrics_rows:
         validate_row(row)
         assert find_missing_metrics(row) == []
-    last = found.metrics_rows[-1]
+    last = result.metrics_rows[-1]
     assert last["time/step_s"] == 38.0 - 21.5
     assert last["staleness/mean"] == 0.4
     assert last["staleness/histogram"] == Histogram((0, 1, 2), (12, 8))
     assert last["throughput/tokens_per_s"] == 22 / 16.5
     assert (last["ledger/admitted"], last["ledger/trained"]) == (6, 6)
     assert last["rollout/truncated_frac"] == 1.0
-    # From 21.5 on it pulls until 28.5, and samples from 24.5 to 34.5.
+    # Pulls from 21.5 to 28.5, and samples from 24.5 to 34.5.
     assert last["idle/generate"] == 1 - 13 / 16.5
     mean = last["reward/mean"]
     assert isinstance(mean, float) and math.isnan(mean)
 
 
-def test_the_trace_is_that_of_a_run(tmp_path: Path) -> None:
-    found = run(placement=TOGETHER.with_staleness(1))
-    found.write_run_files(tmp_path)
+def test_the_trace_matches_that_of_a_run(tmp_path: Path) -> None:
+    result = run(placement=TOGETHER.with_staleness(1))
+    result.write_run_files(tmp_path)
     events = json.loads((tmp_path / "trace.json").read_text())
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {"run", "generator-0", "reward-0", "policy"}
     whole = [event for event in events if event["ph"] == "X"]
-    assert len(whole) == len(found.spans)
+    assert len(whole) == len(result.spans)
     marks = [event["ts"] for event in events if event["ph"] == "i"]
-    assert marks == [round(end * 1e6) for end in found.step_ends]
+    assert marks == [round(end * 1e6) for end in result.step_ends]
     lanes: dict[int, float] = {}
     for event in sorted(whole, key=lambda event: event["ts"]):
         assert event["ts"] >= lanes.get(event["tid"], 0.0), "spans of a lane overlap"
         lanes[event["tid"]] = event["ts"] + event["dur"]
 
 
-def test_a_prompt_has_the_same_completions_wherever_and_whenever_it_is_sampled() -> None:
+def test_completion_lengths_depend_only_on_prompt_and_seed() -> None:
     workload = replace(WORKLOAD, lengths=LognormalLengths(10, 0.5, 30))
     lengths = [
         {

@@ -1,4 +1,4 @@
-"""The planner's schedule says what a simulation of the same placement comes to."""
+"""The planner's steady-state estimate against simulations of the same placement."""
 
 from dataclasses import replace
 from functools import cache
@@ -41,18 +41,18 @@ def errors(
     aheads: tuple[int, ...] = (0, 1, 2),
     group_s: float = 0.0,
 ) -> dict[str, float]:
-    """By how much the schedule is too slow, relatively, of each placement and bound."""
+    """Return the relative excess of the estimated step time, per placement and bound."""
     workload = Workload(
         32, 4, 256, lengths, mini_batches=mini_batches, requires_whole_step=mini_batches > 1
     )
     flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
     models = {"policy": MODEL, "reference": MODEL}
-    manner = RunOptions(publish_every=publish_every)
-    problem = PlacementProblem(flow, models, workload, Cluster.from_text("8xA100"), manner)
+    run_options = RunOptions(publish_every=publish_every)
+    problem = PlacementProblem(flow, models, workload, Cluster.from_text("8xA100"), run_options)
     constants = replace(CostConstants(), max_running=32, keeps_served=True, decode_group_s=group_s)
     costs = CostModel(problem, constants)
     estimator = PlacementEstimator(problem, costs)
-    found = {}
+    errors_by_placement = {}
     for name, meshes in PLACES.items():
         calls = {
             stage: CallAssignment(Mesh(first, size), RankGrid(1, 1, size))
@@ -62,32 +62,34 @@ def errors(
             placement = Placement(calls, ahead)
             timings = costs.predict_timings(placement)
             played = run_simulation(
-                flow, placement, timings, workload, steps=STEPS, seed=0, manner=manner
+                flow, placement, timings, workload, steps=STEPS, seed=0, run_options=run_options
             )
-            found[f"{name}, {ahead} ahead"] = estimator.step_s(placement) / played.mean_step_s - 1
-    return found
+            errors_by_placement[f"{name}, {ahead} ahead"] = (
+                estimator.step_s(placement) / played.mean_step_s - 1
+            )
+    return errors_by_placement
 
 
 @pytest.mark.parametrize("mini_batches", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lengths", [FIXED, LONG_TAILED], ids=["fixed", "long-tailed"])
-def test_every_step_takes_about_as_long_as_it_is_said_to(
+def test_estimates_are_close_to_simulated_steps(
     lengths: FixedLength | LognormalLengths, mini_batches: int
 ) -> None:
-    found = errors(lengths, mini_batches)
-    assert {name: error for name, error in found.items() if abs(error) > WORST} == {}
+    step_errors = errors(lengths, mini_batches)
+    assert {name: error for name, error in step_errors.items() if abs(error) > WORST} == {}
 
 
 @pytest.mark.parametrize("ahead", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
-def test_groups_that_are_handed_on_are_reckoned_with(ahead: int) -> None:
+def test_estimates_include_group_delivery(ahead: int) -> None:
     plain, slow = errors(LONG_TAILED, 1), errors(LONG_TAILED, 1, aheads=(ahead,), group_s=0.1)
     worse = {name: slow[name] - plain[name] for name in slow}
     assert {name: error for name, error in worse.items() if abs(error) > 0.03} == {}
 
 
 @pytest.mark.parametrize(("publish_every", "ahead"), [(2, 1), (2, 2), (3, 2)])
-def test_so_do_steps_that_share_a_version(publish_every: int, ahead: int) -> None:
-    found = errors(FIXED, 1, publish_every, (ahead,))
-    assert {name: error for name, error in found.items() if abs(error) > WORST} == {}
+def test_estimates_hold_for_steps_that_share_a_version(publish_every: int, ahead: int) -> None:
+    step_errors = errors(FIXED, 1, publish_every, (ahead,))
+    assert {name: error for name, error in step_errors.items() if abs(error) > WORST} == {}
 
 
 @pytest.mark.parametrize("updates", [(1,), pytest.param((1, 4), marks=pytest.mark.slow)])

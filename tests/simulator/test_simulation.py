@@ -1,4 +1,4 @@
-"""Runs that can be followed by hand."""
+"""Simulations that can be checked by hand."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -49,58 +49,60 @@ def run(
     *,
     workload: Workload = WORKLOAD,
     flow: Dataflow = FLOW,
-    manner: RunOptions | None = None,
+    run_options: RunOptions | None = None,
     steps: int = 3,
 ) -> SimulationResult:
-    found = run_simulation(flow, placement, timings, workload, steps=steps, seed=1, manner=manner)
-    return found.exclude_steps(0)
+    result = run_simulation(
+        flow, placement, timings, workload, steps=steps, seed=1, run_options=run_options
+    )
+    return result.exclude_steps(0)
 
 
-def test_on_policy_every_step_waits_for_the_version_of_the_one_before() -> None:
-    # 4 to pull, 10 to sample, 0.5 to score, 2 and 1 to train; then 3 to publish, and again.
-    found = run()
-    assert found.step_ends == [17.5, 38.0, 58.5]
-    assert found.tokens_by_staleness == {0: 60}
-    assert found.exclude_steps(1).mean_step_s == 20.5
-    assert found.exclude_steps(1).tokens_per_s == 20 / 20.5
+def test_on_policy_steps_wait_for_the_previous_version() -> None:
+    # Pull 4, sample 10, score 0.5, train 2 and 1, publish 3; then again.
+    result = run()
+    assert result.step_ends == [17.5, 38.0, 58.5]
+    assert result.tokens_by_staleness == {0: 60}
+    assert result.exclude_steps(1).mean_step_s == 20.5
+    assert result.exclude_steps(1).tokens_per_s == 20 / 20.5
 
 
 def test_one_step_ahead_samples_while_it_trains() -> None:
-    # Four groups are there at 14. The second step has its gradients at 19.5, and updates once the
-    # first version is out, at 20.5. That is held from 24.5 on, the second one from 28.5 on: in the
-    # middle of the groups of the third step, which are there at 34.5.
-    found = run(placement=APART.with_staleness(1))
-    assert found.step_ends == [17.5, 21.5, 38.0]
-    assert [o.groups[0].info.version_tokens for o in found.outcomes] == [
+    # Four groups are sampled by 14. The second step has its gradients at 19.5, and updates once the
+    # first version is published, at 20.5. It is loaded at 24.5, the second one at 28.5: in the
+    # middle of the groups of the third step, which finish at 34.5.
+    result = run(placement=APART.with_staleness(1))
+    assert result.step_ends == [17.5, 21.5, 38.0]
+    assert [o.groups[0].info.version_tokens for o in result.outcomes] == [
         ((0, 10),),
         ((0, 10),),
         ((1, 4), (2, 6)),
     ]
-    assert found.tokens_by_staleness == {0: 20 + 12, 1: 20 + 8}
+    assert result.tokens_by_staleness == {0: 20 + 12, 1: 20 + 8}
 
 
-def test_a_pause_for_weights_is_felt_by_what_is_under_way() -> None:
-    # The groups of the third step stand still from 24.5 to 28.5.
+def test_a_weight_update_pauses_running_rollouts() -> None:
+    # The groups of the third step pause from 24.5 to 28.5.
     weights = {"generate": WeightsTiming(publish_s=3.0, pull_s=4.0, pause_s=4.0)}
-    found = run(replace(TIMINGS, weights=weights), APART.with_staleness(1))
-    assert found.step_ends == [17.5, 21.5, 42.0]
+    result = run(replace(TIMINGS, weights=weights), APART.with_staleness(1))
+    assert result.step_ends == [17.5, 21.5, 42.0]
 
 
-def test_those_who_share_devices_take_turns() -> None:
-    # Each group is trained by itself, as soon as it is scored, where the trainer has its own.
+def test_stages_on_shared_devices_take_turns() -> None:
+    # A trainer with devices of its own trains each group as soon as it is scored.
     workload = replace(WORKLOAD, lengths=FixedLength(10), micro_batch_tokens=11)
     timings = replace(
         TIMINGS,
         generator=replace(GENERATOR, max_running=1),
         weights={},
     )
-    # 10 and 20 to sample, trained from 10.5 and from 20.5 on.
+    # Sampled by 10 and 20, trained from 10.5 and from 20.5 on.
     assert run(timings, workload=workload, steps=1).step_ends == [20.5 + 2 + 1]
-    # Nothing is scored before 20, one by one as they came; nothing is trained before both are.
+    # Scoring starts at 20, one group at a time; training starts after both.
     assert run(timings, TOGETHER, workload=workload, steps=1).step_ends == [20 + 1 + 2 + 2 + 1]
 
 
-def test_what_is_not_streamed_is_trained_once_all_of_the_step_is_there() -> None:
+def test_unstreamed_steps_train_once_complete() -> None:
     workload = replace(WORKLOAD, micro_batch_tokens=11)
     timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
     whole = run(timings, replace(APART, is_streamed=False), workload=workload, steps=1)
@@ -109,43 +111,43 @@ def test_what_is_not_streamed_is_trained_once_all_of_the_step_is_there() -> None
     assert run(timings, workload=asked, steps=1).step_ends == [20.5 + 2 + 2 + 1]
 
 
-def test_groups_beyond_the_room_of_a_generator_come_in_waves() -> None:
+def test_groups_beyond_the_slots_of_a_generator_come_in_waves() -> None:
     workload = replace(WORKLOAD, prompt_tokens=8, lengths=FixedLength(2))
     timings = replace(TIMINGS, generator=replace(GENERATOR, kv_tokens=12), weights={})
     # Scored at 2.5 and 4.5, trained together.
     assert run(timings, workload=workload, steps=1).step_ends == [4.5 + 2 + 1]
 
 
-def test_a_group_of_unlike_lengths_does_not_keep_the_places_of_its_short_rollouts() -> None:
-    # 16 of 10 to 160 tokens in 16 places; the next groups take those that are free. On average a
-    # group keeps the engine for 85 steps: with its places until the end it would be 160.
+def test_short_rollouts_of_a_group_free_their_slots() -> None:
+    # 16 rollouts of 10 to 160 tokens in 16 slots; the next groups take free slots. On average a
+    # group occupies the engine for 85 steps; holding its slots to the end would take 160.
     workload = Workload(
         8, 16, 1, EmpiricalLengths.from_samples(range(10, 161, 10)), micro_batch_tokens=9999
     )
     timings = replace(TIMINGS, generator=sampler(1.0, max_running=16, kv_tokens=10**6), weights={})
-    found = run(timings, APART.with_staleness(2), workload=workload, steps=12).exclude_steps(4)
-    assert found.mean_step_s == pytest.approx(8 * 85, rel=0.15)
+    result = run(timings, APART.with_staleness(2), workload=workload, steps=12).exclude_steps(4)
+    assert result.mean_step_s == pytest.approx(8 * 85, rel=0.15)
 
 
-def test_a_group_that_loses_its_room_goes_on_later() -> None:
-    # After five steps there are 12 tokens: the second group makes its other five from 10 to 15.
+def test_a_preempted_group_continues_later() -> None:
+    # After five steps the cache holds 12 tokens: the second group continues from 10 to 15.
     timings = replace(TIMINGS, generator=replace(GENERATOR, kv_tokens=12), weights={})
     assert run(timings, steps=1).step_ends == [15.5 + 2 + 1]
 
 
-def test_steps_between_two_versions_are_sampled_together_from_the_older_one() -> None:
+def test_unpublished_versions_are_skipped_by_generators() -> None:
     ahead, timings = replace(APART, max_staleness=1), replace(TIMINGS, weights={})
-    # Four groups are sampled by 10 and scored by 11. Version 1 is not published: what comes next
-    # begins with version 2, at 16.5.
-    found = run(timings, ahead, steps=4, manner=RunOptions(publish_every=2))
-    assert found.step_ends == [10.5 + 3, 10.5 + 6, 10.5 + 6 + 13.5, 10.5 + 6 + 16.5]
+    # Four groups are sampled by 10 and scored by 11. Version 1 is not published: the next groups
+    # begin with version 2, at 16.5.
+    result = run(timings, ahead, steps=4, run_options=RunOptions(publish_every=2))
+    assert result.step_ends == [10.5 + 3, 10.5 + 6, 10.5 + 6 + 13.5, 10.5 + 6 + 16.5]
     assert run(timings, ahead, steps=4).step_ends[2] == 13.5 + 13.5
-    assert found.exclude_steps(0).tokens_by_staleness == {0: 40, 1: 40}
-    with pytest.raises(ConfigError, match="publish_every=2: with generation 0 steps ahead"):
-        run(timings, APART, manner=RunOptions(publish_every=2))
+    assert result.exclude_steps(0).tokens_by_staleness == {0: 40, 1: 40}
+    with pytest.raises(ConfigError, match="publish_every=2: must be at most 1: generation"):
+        run(timings, APART, run_options=RunOptions(publish_every=2))
 
 
-def test_a_reference_moves_at_every_so_many_versions_and_is_waited_for_at_those_alone() -> None:
+def test_an_ema_reference_delays_only_the_steps_at_which_it_moves() -> None:
     flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"), moves_reference=True)
     placement = Placement({"generate": on(0), "reference": on(1), "train": on(2)})
     score = {**TIMINGS.score, "reference": ScoreTiming(1, 2, 0.5, 0.0, 0.0)}
@@ -153,67 +155,67 @@ def test_a_reference_moves_at_every_so_many_versions_and_is_waited_for_at_those_
     timings = replace(TIMINGS, score=score, weights=weights)
 
     def played(every: int) -> tuple[Sequence[float], list[object]]:
-        manner = RunOptions(reference_every=every)
-        found = run(timings, placement, flow=flow, steps=5, manner=manner)
-        spans = [span for span in found.spans_by_process["reference-0"] if span.name == "pull"]
-        return found.step_ends, [span.args["version"] for span in spans]
+        run_options = RunOptions(reference_every=every)
+        result = run(timings, placement, flow=flow, steps=5, run_options=run_options)
+        spans = [span for span in result.spans_by_process["reference-0"] if span.name == "pull"]
+        return result.step_ends, [span.args["version"] for span in spans]
 
-    # Where it moves 100 to pull, else 10 to sample; then 0.5 to score, 2 and 1 to train.
+    # If the reference moves, pull 100, otherwise sample 10; then score 0.5, train 2 and 1.
     assert played(1) == ([103.5 * step for step in range(1, 6)], [0, 1, 2, 3, 4])
     assert played(2) == ([103.5, 117.0, 220.5, 234.0, 337.5], [0, 2, 4])
     assert played(4) == ([103.5, 117.0, 130.5, 144.0, 247.5], [0, 4])
 
 
 def test_every_update_waits_for_its_own_rounds() -> None:
-    # Two epochs of two updates, a group each.
+    # Two epochs of two updates, one group each.
     workload = replace(WORKLOAD, epochs=2, mini_batches=2)
     timings = replace(TIMINGS, weights={})
     assert run(timings, workload=workload, steps=1).step_ends == [10.5 + 4 * (2 + 1)]
 
 
-def test_hops_and_books_take_their_time() -> None:
-    # Into the engine 0.25; a hop behind each stage; a step is booked in 0.5.
+def test_hops_and_bookkeeping_take_time() -> None:
+    # Begin 0.25; a hop after each stage; recording a step takes 0.5.
     generator = replace(GENERATOR, begin_s=0.25)
     timings = replace(TIMINGS, generator=generator, weights={}, hop_s=0.125, step_s=0.5)
     end = 0.25 + 10 + 0.125 + 0.5 + 0.125 + 3 + 0.5
     assert run(timings, steps=2).step_ends == [end, 2 * end]
 
 
-def test_one_core_is_shared_by_all_who_are_busy() -> None:
-    # Two generators with a group each take twice as long, as they have half of the core. What they
-    # have made is scored one by one, as it came.
+def test_busy_processes_share_one_core() -> None:
+    # Two generators with a group each take twice as long, with half of the core each. Their groups
+    # are scored one at a time, in order.
     generator = replace(GENERATOR, replicas=2, max_running=1)
     timings = replace(TIMINGS, generator=generator, weights={}, cores=1)
     assert run(timings, steps=1).step_ends == [20 + 1 + 2 + 1]
     assert run(replace(timings, cores=2), steps=1).step_ends == [10 + 1 + 2 + 1]
 
 
-def test_two_trained_models_are_trained_side_by_side_unless_they_share_devices() -> None:
+def test_trained_models_run_concurrently_unless_they_share_devices() -> None:
     flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "values"))
     score = {**TIMINGS.score, "value": ScoreTiming(1, 2, 0.5, 0.0, 0.0)}
     train = {**TIMINGS.train, "critic": TrainTiming(1, 4.0, 0.0, 1.0)}
     timings = replace(TIMINGS, score=score, train=train, weights={})
     apart = {"generate": on(0), "value": on(1), "train": on(2), "train_critic": on(3)}
-    found = run(timings, Placement(apart), flow=flow, steps=1)
-    assert found.step_ends == [10.5 + 4 + 1]
-    found = run(timings, Placement(apart | {"train_critic": on(2)}), flow=flow, steps=1)
-    assert found.step_ends == [10.5 + 4 + 1 + 2 + 1]
+    result = run(timings, Placement(apart), flow=flow, steps=1)
+    assert result.step_ends == [10.5 + 4 + 1]
+    result = run(timings, Placement(apart | {"train_critic": on(2)}), flow=flow, steps=1)
+    assert result.step_ends == [10.5 + 4 + 1 + 2 + 1]
 
 
-def test_idle_time_is_that_of_a_run_and_publishing_and_pulling_are_work() -> None:
-    found = run().exclude_steps(1)
-    assert found.idle_fractions["generate"] == pytest.approx(1 - 14 / 20.5)
-    assert found.idle_fractions["reward"] == pytest.approx(1 - 0.5 / 20.5)
-    # Three to train and to update, three to publish.
-    assert found.idle_fractions["train"] == pytest.approx(1 - 6 / 20.5)
+def test_publishing_and_pulling_count_as_busy_time() -> None:
+    result = run().exclude_steps(1)
+    assert result.idle_fractions["generate"] == pytest.approx(1 - 14 / 20.5)
+    assert result.idle_fractions["reward"] == pytest.approx(1 - 0.5 / 20.5)
+    # Training and update take 3, publishing 3.
+    assert result.idle_fractions["train"] == pytest.approx(1 - 6 / 20.5)
 
 
-def test_how_many_groups_wait_is_known_at_any_time() -> None:
+def test_queue_depths_are_recorded_at_every_change() -> None:
     timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
     assert run(timings, steps=1).queue_depths["generate"] == [(0.0, 1), (10.0, 0)]
 
 
-def test_what_no_run_could_be_is_refused_with_its_reason() -> None:
+def test_invalid_scenarios_are_errors_with_a_reason() -> None:
     with pytest.raises(ConfigError, match=r"timings\.score\.reward: missing"):
         run(replace(TIMINGS, score={}))
     with pytest.raises(ConfigError, match=r"timings\.train\.policy: missing"):
@@ -226,8 +228,8 @@ def test_what_no_run_could_be_is_refused_with_its_reason() -> None:
         run(steps=0)
 
 
-def test_groups_that_are_filtered_are_sampled_again() -> None:
-    # One rollout at a time, and next to nothing but sampling: twice as many take twice as long.
+def test_filtered_groups_are_replaced() -> None:
+    # One rollout at a time, and sampling dominates: twice as many take twice as long.
     timings = replace(
         TIMINGS,
         generator=replace(GENERATOR, max_running=1),
@@ -243,9 +245,9 @@ def test_groups_that_are_filtered_are_sampled_again() -> None:
     assert filtered.tokens_per_s == pytest.approx(plain.tokens_per_s / 2, rel=0.15)
 
 
-def test_on_policy_who_waits_for_devices_still_has_filtered_groups_sampled_again() -> None:
-    # The first group that is kept has the trainer ask for the devices, which generation has until
-    # all is sampled. What is filtered meanwhile is replaced as soon as on devices apart.
+def test_filtered_groups_are_replaced_while_the_trainer_waits_for_devices() -> None:
+    # The first unfiltered group makes the trainer request the devices, which generation holds until
+    # all is sampled. Groups filtered meanwhile are replaced as fast as on separate devices.
     timings = replace(
         TIMINGS,
         generator=replace(GENERATOR, max_running=100),
@@ -259,9 +261,9 @@ def test_on_policy_who_waits_for_devices_still_has_filtered_groups_sampled_again
     assert steps[1].mean_step_s == pytest.approx(steps[0].mean_step_s, rel=0.02)
 
 
-def test_what_was_trained_is_on_its_way_before_others_get_the_devices() -> None:
-    # The first step is sampled until 14, scored, and trained until 41. From 24 on the second one
-    # waits to be scored on the same device, which takes 6 s: the version does not wait for that.
+def test_weights_are_published_before_the_devices_are_released() -> None:
+    # The first step is sampled until 14, scored, and trained until 41. From 24 on the second step
+    # waits for its scoring on the same device (6 s); publishing does not wait for that scoring.
     placement = Placement({"generate": on(0), "reward": on(1), "train": on(1)}, max_staleness=1)
     timings = replace(
         TIMINGS,
@@ -270,17 +272,17 @@ def test_what_was_trained_is_on_its_way_before_others_get_the_devices() -> None:
         train={"policy": TrainTiming(1, micro_batch_s=20.0, token_s=0.0, update_s=1.0)},
     )
     workload = replace(WORKLOAD, requires_whole_step=True)
-    found = run(timings, placement, workload=workload, steps=6)
-    spans = found.spans_by_process["policy"]
+    result = run(timings, placement, workload=workload, steps=6)
+    spans = result.spans_by_process["policy"]
     updates = [span.end_s for span in spans if span.name == "update"]
     published = [span for span in spans if span.name == "publish"]
     assert len(published) == len(updates) == 6
     assert [span.start_s for span in published] == pytest.approx(updates)
 
 
-def test_steps_at_the_end_for_which_nothing_is_sampled_any_more_do_not_count() -> None:
-    found = run_simulation(FLOW, APART.with_staleness(4), TIMINGS, WORKLOAD, steps=30, seed=1)
-    assert (found.warm_up_steps, found.cool_down_steps) == (8, 4)
-    assert found.mean_step_s == pytest.approx((found.step_ends[25] - found.step_ends[7]) / 18)
-    assert found.exclude_steps(0).cool_down_steps == 0
-    assert found.exclude_steps(99, 99).mean_step_s == found.step_durations_s[-1]
+def test_cool_down_steps_do_not_count() -> None:
+    result = run_simulation(FLOW, APART.with_staleness(4), TIMINGS, WORKLOAD, steps=30, seed=1)
+    assert (result.warm_up_steps, result.cool_down_steps) == (8, 4)
+    assert result.mean_step_s == pytest.approx((result.step_ends[25] - result.step_ends[7]) / 18)
+    assert result.exclude_steps(0).cool_down_steps == 0
+    assert result.exclude_steps(99, 99).mean_step_s == result.step_durations_s[-1]

@@ -1,4 +1,4 @@
-"""A run's rows as the tests use them, and a clock that only moves when told."""
+"""Rows of a run for the tests, and a clock that moves only by assignment."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ STAGES = ("generate", "reward", "reference", "train")
 
 
 class Clock:
-    """Seconds that pass by assignment."""
+    """Clock with a settable time in seconds."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -23,7 +23,7 @@ def facts(run_dir: Path, *, num_steps: int = 40, resume_step: int | None = None)
 
 
 def full_row(step: int) -> dict[str, float | Histogram]:
-    """Every name of the contract; reward rises from 0.1 by 0.1 a step."""
+    """Return a row with every name of the contract; reward rises from 0.1 by 0.1 per step."""
     row: dict[str, float | Histogram] = {
         metric.name: 0.5 for metric in METRICS if not metric.is_pattern
     }

@@ -43,7 +43,7 @@ def test_a_span_is_a_complete_event_in_microseconds(sink, tmp_path):
     assert first["args"] == {"groups": 4}
 
 
-def test_processes_and_lanes_are_named_and_none_is_zero(sink, tmp_path):
+def test_processes_and_lanes_have_names_and_nonzero_ids(sink, tmp_path):
     sink.write_spans(SPANS)
     named = events(tmp_path, "M")
     pids = {e["args"]["name"]: e["pid"] for e in named if e["name"] == "process_name"}
@@ -56,12 +56,12 @@ def test_processes_and_lanes_are_named_and_none_is_zero(sink, tmp_path):
     assert len({tid for _, tid in lanes}) == len(lanes)
 
 
-def test_an_open_span_waits_for_its_end(sink, tmp_path):
+def test_open_spans_are_not_written(sink, tmp_path):
     sink.write_spans([Span("p", "work", 0, 1.0, 2.0, is_open=True)])
     assert events(tmp_path, "X") == []
 
 
-def test_a_step_is_marked_and_plots_its_counters(sink, tmp_path):
+def test_a_step_writes_an_instant_event_and_counters(sink, tmp_path):
     sink.log_step(3, full_row(3) | {"reward/mean": float("nan")})
     (mark,) = events(tmp_path, "i")
     assert (mark["name"], mark["s"], mark["ts"]) == ("step 3", "g", 104_000_000)
@@ -70,13 +70,13 @@ def test_a_step_is_marked_and_plots_its_counters(sink, tmp_path):
     assert "reward/mean" not in counters and "staleness/histogram" not in counters
 
 
-def test_an_event_is_marked_with_its_fields(sink, tmp_path):
+def test_an_event_becomes_an_instant_event_with_its_fields(sink, tmp_path):
     sink.log_event("drop", {"cause": "timeout", "age_s": float("inf")})
     (mark,) = events(tmp_path, "i")
     assert (mark["name"], mark["args"]) == ("drop", {"cause": "timeout", "age_s": None})
 
 
-def test_the_file_is_whole_json_after_every_addition(sink, tmp_path):
+def test_the_file_is_valid_json_after_every_append(sink, tmp_path):
     for number in range(1, 4):
         sink.write_spans([SPANS[0]])
         assert len(events(tmp_path, "X")) == number
@@ -85,7 +85,7 @@ def test_the_file_is_whole_json_after_every_addition(sink, tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / TRACE_FILE]
 
 
-def test_a_resumed_trace_goes_on_with_the_same_processes(sink, tmp_path):
+def test_a_resumed_trace_keeps_process_ids(sink, tmp_path):
     sink.write_spans(SPANS)
     sink.close({})
     again = TraceSink(tmp_path, resume=True)
@@ -113,7 +113,7 @@ def test_a_run_that_is_not_resumed_starts_an_empty_trace(sink, tmp_path):
 
 
 class FullDisk(FileIO):
-    """Takes ten more bytes and then none, as a disk that fills up."""
+    """File that accepts ten more bytes, as a disk that fills up."""
 
     room = 10
 
@@ -125,7 +125,7 @@ class FullDisk(FileIO):
         return taken
 
 
-def test_a_full_disk_is_named_and_what_was_there_can_be_opened(sink, tmp_path):
+def test_a_full_disk_raises_and_leaves_a_readable_trace(sink, tmp_path):
     sink.write_spans(SPANS[:1])
     file = sink._file = FullDisk(tmp_path / TRACE_FILE, "r+")
     with pytest.raises(DiskError, match=r"trace.json cannot be written: No space left on device"):
@@ -137,7 +137,7 @@ def test_a_full_disk_is_named_and_what_was_there_can_be_opened(sink, tmp_path):
     assert [e["name"] for e in events(tmp_path, "X")] == ["generate"]
 
 
-def test_a_disk_that_refuses_the_last_fsync_is_named(sink, monkeypatch):
+def test_a_failed_fsync_names_the_file(sink, monkeypatch):
     def refuse(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -159,7 +159,7 @@ def long_run(run_dir, *, steps, most_bytes):
     return sink
 
 
-def test_a_trace_of_a_long_run_takes_no_more_than_it_may_and_has_its_last_steps(tmp_path):
+def test_a_long_trace_stays_within_its_limit_and_keeps_the_last_steps(tmp_path):
     sink = long_run(tmp_path, steps=400, most_bytes=20_000)
     sink.close({})
     parts = sorted(path.name for path in tmp_path.iterdir())
@@ -176,7 +176,7 @@ def test_a_trace_of_a_long_run_takes_no_more_than_it_may_and_has_its_last_steps(
         assert {e["pid"] for e in found} == named
 
 
-def test_a_resumed_trace_keeps_its_earlier_part_and_one_that_is_not_resumed_has_none(tmp_path):
+def test_only_a_resumed_trace_keeps_its_earlier_file(tmp_path):
     long_run(tmp_path, steps=100, most_bytes=10_000).close({})
     before = read_spans(tmp_path / TRACE_FILE)
     again = TraceSink(tmp_path, resume=True, most_bytes=10_000)
@@ -188,7 +188,7 @@ def test_a_resumed_trace_keeps_its_earlier_part_and_one_that_is_not_resumed_has_
     assert read_spans(tmp_path / TRACE_FILE) == []
 
 
-def test_what_a_crash_leaves_between_two_parts_can_be_read_and_resumed(tmp_path):
+def test_a_crash_between_two_files_can_be_read_and_resumed(tmp_path):
     long_run(tmp_path, steps=100, most_bytes=10_000).close({})
     (tmp_path / TRACE_FILE).replace(tmp_path / EARLIER_TRACE_FILE)
     before = read_spans(tmp_path / TRACE_FILE)
@@ -199,7 +199,7 @@ def test_what_a_crash_leaves_between_two_parts_can_be_read_and_resumed(tmp_path)
     assert len(read_spans(tmp_path / TRACE_FILE)) == len(before) + 1
 
 
-def test_without_a_bound_a_trace_is_one_file(tmp_path):
+def test_without_a_limit_a_trace_is_one_file(tmp_path):
     long_run(tmp_path, steps=50, most_bytes=math.inf).close({})
     assert [path.name for path in tmp_path.iterdir()] == [TRACE_FILE]
 
@@ -214,13 +214,13 @@ def test_without_a_bound_a_trace_is_one_file(tmp_path):
         '{"ph": "i", "name": "x", "pid": [], "tid": 1}',
     ],
 )
-def test_a_trace_of_a_strangers_is_refused_in_one_line(tmp_path: Path, line: str) -> None:
+def test_a_foreign_trace_is_an_error_of_one_line(tmp_path: Path, line: str) -> None:
     (tmp_path / TRACE_FILE).write_text(f"[\n{line}\n]\n")
     with pytest.raises(ConfigError, match=r"trace\.json: "):
         check_trace(tmp_path)
 
 
-def test_a_trace_is_not_begun_through_a_link(tmp_path: Path) -> None:
+def test_a_trace_is_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "trace.partial").symlink_to("precious")
     sink = TraceSink(tmp_path)

@@ -29,14 +29,15 @@ def lines(console):
 
 
 def view(live, width):
-    """The live view as text."""
+    """Return the live view as text."""
     text = io.StringIO()
     Console(file=text, width=width).print(live.render())
     return text.getvalue()
 
 
 def run(console, *, steps=(1, 2, 3), clock=None):
-    """A short run: start-up, the base model's evaluation, steps with events, a last evaluation."""
+    """Log a short run: start-up, the base model's evaluation, steps with events, a last
+    evaluation."""
     clock = clock or console.clock
     console.start({})
     console.show_status("starting: generator 0/1, trainer 1/2")
@@ -52,7 +53,7 @@ def run(console, *, steps=(1, 2, 3), clock=None):
 
 @pytest.fixture
 def live(tmp_path):
-    """A live console at width 80 that is not started, so that nothing draws beside the test."""
+    """Return a live console of width 80; not started, so that no background thread draws."""
     return LiveConsole(facts(tmp_path), terminal(80), clock=Clock())
 
 
@@ -84,7 +85,7 @@ def test_the_plain_console_prints_one_aligned_line_per_step(plain):
     assert " ".join(steps[0].split()) == "1/40 0.100 0.6/2 - 1 2 3 0 25 50 75 12.3k 2.0"
 
 
-def test_the_plain_console_shows_more_where_there_is_room(tmp_path):
+def test_the_plain_console_uses_the_terminal_width(tmp_path):
     console = PlainConsole(facts(tmp_path), pipe(120), clock=Clock())
     run(console)
     assert any(line.endswith("left") for line in lines(console.console))
@@ -96,7 +97,7 @@ def test_the_plain_console_names_the_stages_behind_its_columns(plain):
     assert "queue and idle of: generate, reward, reference, train" in text
 
 
-def test_the_plain_header_comes_back(plain):
+def test_the_plain_header_is_repeated(plain):
     plain.start({})
     for step in range(1, 31):
         plain.log_step(step, full_row(step))
@@ -118,7 +119,7 @@ def test_the_plain_status_is_printed_when_it_changes(plain):
     assert text.count("generator 0/1") == 1 and text.count("generator 1/1") == 1
 
 
-def test_a_flood_of_events_of_one_name_is_cut_short_and_counted(plain):
+def test_frequent_events_are_limited_per_step_and_counted(plain):
     plain.start({})
     for _ in range(9):
         plain.log_event("drop", {"cause": "timeout"})
@@ -130,7 +131,7 @@ def test_a_flood_of_events_of_one_name_is_cut_short_and_counted(plain):
     assert "stage=train" in text
 
 
-def test_a_flood_within_a_step_is_told_of_at_each_power_of_ten(plain):
+def test_frequent_events_are_printed_at_powers_of_ten(plain):
     plain.start({})
     for number in range(1, 2923):
         plain.log_event("drop", {"uid": f"0:{number}:0"})
@@ -147,7 +148,7 @@ def test_a_flood_within_a_step_is_told_of_at_each_power_of_ten(plain):
     ]
 
 
-def test_events_that_go_on_are_told_of_every_half_minute(plain):
+def test_persistent_events_are_printed_every_half_minute(plain):
     plain.start({})
     for number in range(1, 101):
         plain.log_event("drop", {"uid": f"0:{number}:0"})
@@ -156,7 +157,7 @@ def test_events_that_go_on_are_told_of_every_half_minute(plain):
     assert counts == ["10", "40", "70", "100"]
 
 
-def test_each_step_counts_its_events_anew(plain):
+def test_event_counts_restart_with_each_step(plain):
     plain.start({})
     for step in (1, 2):
         for _ in range(4):
@@ -168,7 +169,7 @@ def test_each_step_counts_its_events_anew(plain):
 
 
 @pytest.mark.parametrize(("kind", "output"), [(LiveConsole, terminal), (PlainConsole, pipe)])
-def test_the_summary_tells_how_the_run_went(kind, output, tmp_path):
+def test_the_summary_shows_rewards_totals_and_ledger(kind, output, tmp_path):
     console = kind(facts(tmp_path), output(120), clock=Clock())
     run(console)
     console.close({"wandb": "offline", "written": "runs/demo"})
@@ -189,14 +190,14 @@ def test_a_run_without_a_step_has_no_summary(plain):
     assert not any("steps" in line and "of" in line for line in lines(plain.console))
 
 
-def test_a_run_that_was_saved_before_its_first_step_says_where(plain):
+def test_a_run_saved_before_its_first_step_prints_the_checkpoint(plain):
     plain.start({})
     plain.close({"outcome": "interrupted", "checkpoint": "c", "written": "runs/demo"})
     printed = [" ".join(line.split()) for line in lines(plain.console)]
     assert printed[-2:] == ["outcome interrupted", "written runs/demo"]
 
 
-def test_a_resumed_console_goes_on_from_the_earlier_rewards(tmp_path):
+def test_a_resumed_console_keeps_the_first_reward(tmp_path):
     console = PlainConsole(facts(tmp_path, resume_step=2), pipe(120), clock=Clock())
     console.restore_rows([(1, full_row(1)), (2, full_row(2))])
     console.start({})
@@ -208,7 +209,7 @@ def test_a_resumed_console_goes_on_from_the_earlier_rewards(tmp_path):
     assert any("resumed after step 2" in line for line in printed)
 
 
-def test_before_the_first_step_the_view_says_what_is_awaited(live):
+def test_the_view_shows_the_status_before_the_first_step(live):
     live.show_status("starting: generator 0/1, trainer 1/2")
     live.clock.now = 12.0
     text = view(live, 80)
@@ -256,7 +257,7 @@ def test_a_full_idle_bar_and_unknown_values_can_be_drawn(live):
     assert re.search(r"train +0 +\S+ +100%", view(live, 80))
 
 
-def test_the_cursor_comes_back_after_an_interrupt(live):
+def test_the_cursor_is_restored_after_an_interrupt(live):
     with pytest.raises(KeyboardInterrupt):
         try:
             live.start({})
@@ -284,16 +285,16 @@ def test_evaluations_events_and_logs_are_lines_above_the_view(live):
     assert not any("not of interest" in line for line in printed)
 
 
-def test_names_that_look_like_markup_are_printed_as_they_are(plain):
+def test_markup_in_names_is_printed_verbatim(plain):
     plain.start({})
     plain.log_event("[bold]", {"text": "[red]x[/red]"})
     assert any("[bold]" in line and "text=[red]x[/red]" in line for line in lines(plain.console))
 
 
-def test_what_a_filter_takes_and_costs_is_on_the_console_of_a_run_that_has_one(tmp_path):
-    told = replace(facts(tmp_path), has_filter=True)
+def test_filter_cost_is_shown_with_a_filter(tmp_path):
+    run_info = replace(facts(tmp_path), has_filter=True)
     cost = {"filter/share": 0.9, "filter/generate_s": 11.5, "filter/score_s": 0.75}
-    console = PlainConsole(told, pipe(120), clock=Clock())
+    console = PlainConsole(run_info, pipe(120), clock=Clock())
     console.start({})
     for step in (1, 2):
         console.log_step(step, full_row(step) | cost)
@@ -304,15 +305,15 @@ def test_what_a_filter_takes_and_costs_is_on_the_console_of_a_run_that_has_one(t
     summary = next(line for line in rest if line.lstrip().startswith("filtered"))
     said = "2 of 12 groups (17%), which took 23.0 s of generation and 1.5 s of scoring"
     assert said in " ".join(summary.split())
-    live = LiveConsole(told, terminal(80), clock=Clock())
+    live = LiveConsole(run_info, terminal(80), clock=Clock())
     assert "filtered" not in view(live, 80)
     live.add_row(1, full_row(1) | cost | {"filter/oversample": 8.0})
-    assert "filtered 90% 12.2s of generation and scoring, 8.0 prompts for a place" in " ".join(
+    assert "filtered 90% 12.2s of generation and scoring, 8.0 prompts per group" in " ".join(
         view(live, 80).split()
     )
 
 
-def test_a_run_without_a_filter_says_nothing_of_one(plain):
+def test_filter_cost_is_hidden_without_a_filter(plain):
     plain.start({})
     plain.log_step(1, full_row(1) | {"ledger/filtered": 0})
     plain.close({})

@@ -1,4 +1,4 @@
-"""Cores that are busy: counted from what processes say they have taken of them."""
+"""Number of busy cores from CPU seconds of processes."""
 
 import math
 import time
@@ -8,14 +8,14 @@ import pytest
 from streamrl.telemetry.cpu_usage import CoreMeter, read_machine_time, read_process_time
 
 
-def test_cores_are_seconds_taken_over_seconds_passed():
+def test_cores_are_cpu_seconds_over_elapsed_seconds():
     meter = CoreMeter()
     assert math.isnan(meter.measure_cores({"a": 5.0, "b": 1.0}, now=10.0))
     assert meter.measure_cores({"a": 6.0, "b": 1.5}, now=12.0) == pytest.approx(0.75)
     assert meter.measure_cores({"a": 6.0, "b": 1.5}, now=14.0) == 0.0
 
 
-def test_who_comes_or_begins_anew_counts_from_then_on():
+def test_new_and_restarted_processes_count_from_the_second_measurement():
     meter = CoreMeter()
     meter.measure_cores({"a": 50.0}, now=0.0)
     assert meter.measure_cores({"a": 2.0, "b": 7.0}, now=1.0) == 0.0
@@ -23,13 +23,13 @@ def test_who_comes_or_begins_anew_counts_from_then_on():
     assert meter.measure_cores({"b": 8.5}, now=3.0) == pytest.approx(0.5)
 
 
-def test_no_time_is_no_measurement():
+def test_no_elapsed_time_gives_nan():
     meter = CoreMeter()
     meter.measure_cores({"a": 1.0}, now=1.0)
     assert math.isnan(meter.measure_cores({"a": 2.0}, now=1.0))
 
 
-def test_work_of_this_process_is_in_its_own_time_and_in_that_of_the_machine():
+def test_cpu_work_counts_for_process_and_machine():
     (own,), (whole,) = read_process_time().values(), read_machine_time().values()
     until = time.process_time() + 0.2
     while time.process_time() < until:

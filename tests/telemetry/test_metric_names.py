@@ -19,8 +19,8 @@ from streamrl.telemetry.metric_names import (
 )
 from tests.telemetry.rows import full_row
 
-# Copied by hand from the design's section on metrics, with the evaluations
-# and what tells the policies apart added.
+# Written by hand, independently of METRICS: the metrics of a run, its evaluations
+# and the off-policy corrections.
 NAMES = """
 reward/mean reward/std reward/<component> reward/<component>/<number>
 cost/mean cost/<component> cost/<component>/<number> data/<fate>
@@ -52,7 +52,7 @@ eval/<name> eval/interval/<name> eval/source/<source>/<name> eval/file/<file>/<n
 """
 
 
-def test_the_contract_holds_exactly_the_names_of_the_design():
+def test_the_contract_has_exactly_these_names():
     assert sorted(metric.name for metric in METRICS) == sorted(NAMES.split())
 
 
@@ -105,12 +105,12 @@ def test_numbers_of_python_and_numpy_are_values(value):
 
 
 @pytest.mark.parametrize("value", [True, "0.5", None, [1.0], Histogram((0, 1), (1,))])
-def test_anything_else_is_no_value(value):
+def test_other_types_are_rejected(value):
     with pytest.raises(ValueError, match="must be a Real"):
         validate_row({"reward/mean": value})
 
 
-def test_a_histogram_metric_takes_no_number():
+def test_a_histogram_metric_rejects_numbers():
     with pytest.raises(ValueError, match="must be a Histogram"):
         validate_row({"staleness/histogram": 1.0})
 
@@ -125,7 +125,7 @@ def test_a_histogram_metric_takes_no_number():
         (tuple(range(MAX_BINS + 2)), (1,) * (MAX_BINS + 1), "1 to 512 bins"),
     ],
 )
-def test_an_impossible_histogram_raises(edges, counts, rule):
+def test_an_invalid_histogram_raises(edges, counts, rule):
     with pytest.raises(ValueError, match=rule):
         Histogram(edges, counts)
 
@@ -144,7 +144,7 @@ def test_a_negative_integer_raises():
 
 
 @given(st.dictionaries(st.integers(0, 2 * MAX_BINS), st.integers(0, 1000)))
-def test_a_histogram_of_integers_counts_everything_once(counts):
+def test_integer_counts_are_preserved(counts):
     assert sum(Histogram.from_integer_counts(counts).counts) == sum(counts.values())
 
 
@@ -160,7 +160,7 @@ def test_a_histogram_survives_json_and_pickle():
     ("value", "wanted"),
     [(math.nan, None), (math.inf, None), (-math.inf, None), (np.float32(0.5), 0.5), (7, 7)],
 )
-def test_what_json_cannot_hold_is_null(value, wanted):
+def test_nan_and_infinities_are_null_in_json(value, wanted):
     assert to_json_value(value) == wanted
 
 

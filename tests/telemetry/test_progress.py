@@ -20,7 +20,7 @@ def progress(tmp_path):
     return RunProgress(facts(tmp_path, num_steps=10))
 
 
-def test_rewards_tokens_and_stages_are_gathered_from_rows(progress):
+def test_rewards_tokens_and_stages_are_collected_from_rows(progress):
     for step in (1, 2):
         progress.add_row(step, full_row(step))
     assert progress.rewards == [0.1, 0.2]
@@ -28,17 +28,17 @@ def test_rewards_tokens_and_stages_are_gathered_from_rows(progress):
     assert progress.stages == list(STAGES)
 
 
-def test_a_metric_nobody_logged_is_nan(progress):
+def test_a_metric_without_a_value_is_nan(progress):
     assert math.isnan(progress.get("reward/mean"))
 
 
-def test_what_is_not_a_number_is_left_out_of_sums(progress):
+def test_nan_is_left_out_of_sums(progress):
     row = full_row(1) | {"reward/mean": math.nan, "throughput/tokens_per_s": math.nan}
     progress.add_row(1, row)
     assert (progress.rewards, progress.num_tokens) == ([], 0.0)
 
 
-def test_the_first_and_the_last_evaluation_are_kept(progress):
+def test_first_and_last_evaluations_are_kept(progress):
     parts = {"eval/interval/pass_at_1_low": 0.0, "eval/source/easy/pass_at_1": 0.2}
     assert progress.add_row(0, {"eval/pass_at_1": 0.1, **parts}) == {"pass_at_1": 0.1}
     assert progress.add_row(1, full_row(1)) == {}
@@ -60,7 +60,7 @@ def test_the_time_left_is_unknown_before_the_first_step(progress):
     assert math.isnan(progress.estimate_remaining_s())
 
 
-def test_the_ledger_line_shows_whether_the_law_holds(progress):
+def test_the_ledger_line_shows_whether_the_counts_balance(progress):
     progress.add_row(1, full_row(1))
     assert progress.format_ledger_line() == (
         "20 admitted = 10 trained + 2 filtered + 1 dropped + 7 in flight"
@@ -83,7 +83,7 @@ def test_a_long_series_is_shown_as_means_of_equal_pieces():
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=50), st.integers(-1, 30))
-def test_a_sparkline_is_never_wider_than_asked(values, width):
+def test_a_sparkline_never_exceeds_its_width(values, width):
     line = render_sparkline(values, width)
     assert len(line) == min(len(values), max(width, 0))
     assert set(line) <= set(SPARKLINE_BLOCKS)
@@ -111,7 +111,7 @@ def test_numbers_take_few_characters(value, digits, text):
     ("seconds", "text"),
     [(7, "0:07"), (59.6, "1:00"), (252, "4:12"), (3723, "1:02:03"), (math.nan, "-")],
 )
-def test_durations_read_like_a_clock(seconds, text):
+def test_durations_are_formatted_like_a_clock(seconds, text):
     assert format_duration(seconds) == text
 
 

@@ -1,4 +1,4 @@
-"""Rollouts to read: one file per step, cut when a run goes back."""
+"""Rollout log: one file per step; later steps are removed on resume."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ def test_a_step_with_samples_has_a_file_of_them(tmp_path: Path) -> None:
     assert [json.loads(line)["prompt"] for line in lines] == ["1+1", "ä"]
 
 
-def test_a_full_disk_is_named_with_the_file(
+def test_a_full_disk_raises_an_error_with_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -31,7 +31,7 @@ def test_a_full_disk_is_named_with_the_file(
         RolloutLog(tmp_path).write_samples(2, [{"score": 1.0}])
 
 
-def test_a_run_that_goes_back_loses_the_samples_of_later_steps(tmp_path: Path) -> None:
+def test_resuming_removes_the_samples_of_later_steps(tmp_path: Path) -> None:
     log = RolloutLog(tmp_path)
     for step in (1, 2, 3):
         log.write_samples(step, [{"step": step}])

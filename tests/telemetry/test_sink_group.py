@@ -15,8 +15,8 @@ from streamrl.telemetry.wandb_sink import WandbSink
 from tests.telemetry.rows import facts, full_row
 
 
-class Recording:
-    """A sink that writes down what it is told, and fails where it is asked to."""
+class RecordingSink:
+    """Sink that records its calls and fails on request."""
 
     def __init__(self, name, log, fails_at=""):
         self.name, self.log, self.fails_at = name, log, fails_at
@@ -48,9 +48,9 @@ def output(*, is_terminal, encoding="utf-8"):
     return Console(file=file, force_terminal=is_terminal, _environ={"TERM": "xterm"})
 
 
-def test_all_sinks_are_told_and_closed_in_reverse():
+def test_all_sinks_get_every_call_and_close_in_reverse():
     log: list[str] = []
-    fanout = SinkGroup([Recording("a", log), Recording("b", log)])
+    fanout = SinkGroup([RecordingSink("a", log), RecordingSink("b", log)])
     fanout.start({})
     fanout.log_step(1, {"reward/mean": 0.5})
     fanout.log_event("drop", {})
@@ -62,17 +62,17 @@ def test_all_sinks_are_told_and_closed_in_reverse():
     assert log[-2:] == ["b.close", "a.close"]
 
 
-def test_a_sink_that_cannot_start_closes_those_before_it():
+def test_a_failed_start_closes_the_started_sinks():
     log: list[str] = []
-    fanout = SinkGroup([Recording("a", log), Recording("b", log, fails_at="start")])
+    fanout = SinkGroup([RecordingSink("a", log), RecordingSink("b", log, fails_at="start")])
     with pytest.raises(OSError, match="b failed"):
         fanout.start({})
     assert log == ["a.start", "b.start", "a.close"]
 
 
-def test_a_sink_that_cannot_close_does_not_keep_the_others_open():
+def test_a_failed_close_still_closes_the_other_sinks():
     log: list[str] = []
-    fanout = SinkGroup([Recording("a", log), Recording("b", log, fails_at="close")])
+    fanout = SinkGroup([RecordingSink("a", log), RecordingSink("b", log, fails_at="close")])
     fanout.start({})
     with pytest.raises(OSError, match="b failed"):
         fanout.close({})
@@ -81,7 +81,7 @@ def test_a_sink_that_cannot_close_does_not_keep_the_others_open():
 
 def test_a_row_outside_the_contract_reaches_no_sink():
     log: list[str] = []
-    fanout = SinkGroup([Recording("a", log)])
+    fanout = SinkGroup([RecordingSink("a", log)])
     with pytest.raises(ValueError, match="not in the metrics contract"):
         fanout.log_step(1, {"rewards": 1.0})
     assert log == []
@@ -131,7 +131,7 @@ def test_a_resumed_run_continues_its_files_and_its_console(tmp_path):
     assert "0.100 -> 0.300" in text.getvalue()
 
 
-def test_a_directory_that_holds_a_run_is_left_as_it_is(tmp_path):
+def test_an_existing_run_is_not_overwritten(tmp_path):
     run = make_sink_group(quiet(), facts(tmp_path))
     run.start({})
     run.log_step(1, full_row(1))
@@ -142,7 +142,7 @@ def test_a_directory_that_holds_a_run_is_left_as_it_is(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_without_a_trace_spans_are_let_go(tmp_path):
+def test_without_a_trace_spans_are_discarded(tmp_path):
     run = make_sink_group(quiet(trace=False), facts(tmp_path))
     run.start({})
     run.write_spans([Span("p", "work", 0, 1.0, 2.0)])
@@ -168,7 +168,7 @@ def test_wandb_is_a_sink_unless_disabled(tmp_path):
         ("live", output(is_terminal=False), LiveConsole),
     ],
 )
-def test_the_console_suits_the_output(kind, console, wanted, tmp_path):
+def test_the_console_depends_on_the_output(kind, console, wanted, tmp_path):
     assert isinstance(make_console(kind, facts(tmp_path), console), wanted)
 
 
@@ -184,7 +184,7 @@ def test_the_console_can_be_off(tmp_path):
         ({"wandb": {"project": ""}}, "telemetry.wandb.project=: must not be empty"),
     ],
 )
-def test_an_impossible_setting_names_its_key(settings, message):
+def test_an_invalid_setting_names_its_key(settings, message):
     merged = OmegaConf.merge(OmegaConf.structured(TelemetryConfig), settings)
     with pytest.raises(ConfigError, match=message):
         OmegaConf.to_object(merged)

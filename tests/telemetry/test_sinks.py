@@ -18,7 +18,7 @@ def started(run_dir, **options):
     return sink
 
 
-def test_each_step_is_a_line_that_is_on_disk_at_once(tmp_path):
+def test_each_step_is_flushed_as_a_line(tmp_path):
     sink = started(tmp_path)
     sink.log_step(1, {"reward/mean": 0.5, "loss/value": math.nan, "policy/ess": math.inf})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -50,7 +50,7 @@ def test_events_go_to_a_file_of_their_own_and_the_summary_ends_it(tmp_path):
     ]
 
 
-def test_closing_twice_is_closing_once(tmp_path):
+def test_a_second_close_has_no_effect(tmp_path):
     sink = started(tmp_path)
     sink.close({})
     sink.close({})
@@ -74,7 +74,7 @@ def test_a_resumed_run_repeats_no_step_and_keeps_all_events(tmp_path):
     assert [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")] == ["stall"]
 
 
-def test_a_line_torn_by_a_crash_is_cut_off_on_resume(tmp_path):
+def test_a_line_torn_by_a_crash_is_removed_on_resume(tmp_path):
     started(tmp_path).log_step(1, {"reward/mean": 0.1})
     for name in ("metrics.jsonl", "events.jsonl"):
         with (tmp_path / name).open("a") as file:
@@ -99,13 +99,13 @@ def test_resuming_before_the_first_step_starts_empty_files(tmp_path):
 
 
 def fill_disk(sink):
-    """Have a sink's files be those of a device that is always full."""
+    """Redirect a sink's files to /dev/full."""
     full = Path("/dev/full")
     sink._files = tuple(full.open("a", buffering=1) for _ in sink._files)
     return sink._files
 
 
-def test_a_full_disk_is_named_with_the_file(tmp_path):
+def test_a_full_disk_raises_an_error_with_the_file(tmp_path):
     sink = started(tmp_path)
     files = fill_disk(sink)
     full = "cannot be written: No space left on device"
@@ -119,7 +119,7 @@ def test_a_full_disk_is_named_with_the_file(tmp_path):
     sink.close({})
 
 
-def test_a_disk_without_room_for_a_file_is_named_at_the_start(tmp_path, monkeypatch):
+def test_a_full_disk_at_the_start_raises_an_error_with_the_file(tmp_path, monkeypatch):
     def refuse(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -128,14 +128,14 @@ def test_a_disk_without_room_for_a_file_is_named_at_the_start(tmp_path, monkeypa
         started(tmp_path, resume_step=0)
 
 
-def test_a_directory_with_a_run_in_it_is_refused(tmp_path):
+def test_a_directory_with_a_run_is_an_error(tmp_path):
     started(tmp_path).log_step(1, {"reward/mean": 0.1})
     with pytest.raises(ConfigError, match="already holds a run"):
         JsonlSink(tmp_path).start({})
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1
 
 
-def test_the_base_models_evaluation_is_an_event_and_no_row(tmp_path):
+def test_the_base_models_evaluation_is_an_event_instead_of_a_row(tmp_path):
     sink = JsonlSink(tmp_path)
     sink.start({})
     sink.log_step(0, {"eval/pass_at_1": 0.25})
@@ -148,7 +148,7 @@ def test_the_base_models_evaluation_is_an_event_and_no_row(tmp_path):
     assert events[0]["eval/pass_at_1"] == 0.25
 
 
-def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_a_binary_file_is_an_error_with_its_name(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\xd0\xff\n')
     with pytest.raises(ValueError, match=rf"^{path}: byte 12: not text in UTF-8$"):

@@ -23,7 +23,7 @@ def test_a_span_is_recorded_when_its_block_ends():
     assert recorder.drain_spans() == []
 
 
-def test_a_block_adds_what_it_finds_out_and_what_was_drained_before_stays_as_it_was():
+def test_a_block_can_add_facts_without_changing_drained_spans():
     recorder = SpanRecorder("p", Clock())
     with recorder.record_span("generate", uid="0:1:0") as facts:
         (still_open,) = recorder.drain_spans()
@@ -40,7 +40,7 @@ def test_a_block_that_raises_is_recorded():
     assert [s.name for s in recorder.drain_spans()] == ["work"]
 
 
-def test_an_open_span_is_drained_as_far_as_it_got_and_later_whole():
+def test_an_open_span_is_drained_in_part_and_later_complete():
     clock = Clock(1.0)
     recorder = SpanRecorder("p", clock)
     with recorder.record_span("work"):
@@ -49,7 +49,7 @@ def test_an_open_span_is_drained_as_far_as_it_got_and_later_whole():
     assert recorder.drain_spans() == [Span("p", "work", 0, 1.0, 5.0)]
 
 
-def test_work_that_stands_still_is_recorded_in_pieces_and_others_whole():
+def test_paused_spans_are_recorded_in_pieces():
     clock = Clock(1.0)
     recorder = SpanRecorder("p", clock)
     with recorder.record_span("work"), recorder.record_span("other"):
@@ -108,7 +108,7 @@ def test_threads_record_side_by_side():
     assert sorted(s.lane for s in recorder.drain_spans()) == [0, 1, 2]
 
 
-def test_a_clock_that_is_set_back_gives_a_span_of_no_length():
+def test_a_clock_that_is_set_back_gives_an_empty_span():
     clock = Clock(10.0)
     recorder = SpanRecorder("p", clock)
     with recorder.record_span("work"):
@@ -138,7 +138,7 @@ def test_busy_time_is_the_union_within_the_window(spans, wanted):
     assert compute_busy_s([span(*s) for s in spans], start=0.0, end=10.0) == wanted
 
 
-def test_an_open_span_counts_and_does_not_count_twice_with_its_whole():
+def test_an_open_span_and_its_complete_span_count_once():
     clock = Clock(1.0)
     recorder = SpanRecorder("p", clock)
     with recorder.record_span("work"):
@@ -153,7 +153,7 @@ INTERVALS = st.lists(st.tuples(st.floats(-10, 20), st.floats(0, 15)), max_size=1
 
 
 @given(INTERVALS, st.randoms(use_true_random=False))
-def test_busy_time_fits_the_window_whatever_the_order(intervals, random):
+def test_busy_time_fits_the_window_in_any_order(intervals, random):
     spans = [span(start, start + length) for start, length in intervals]
     busy = compute_busy_s(spans, start=0.0, end=10.0)
     assert 0.0 <= busy <= 10.0
@@ -163,17 +163,17 @@ def test_busy_time_fits_the_window_whatever_the_order(intervals, random):
 
 
 @given(INTERVALS, st.floats(0.0, 10.0))
-def test_busy_time_adds_up_over_a_cut_of_the_window(intervals, cut):
+def test_busy_time_is_additive_over_windows(intervals, cut):
     spans = [span(start, start + length) for start, length in intervals]
     parts = compute_busy_s(spans, start=0.0, end=cut) + compute_busy_s(spans, start=cut, end=10.0)
     assert parts == pytest.approx(compute_busy_s(spans, start=0.0, end=10.0), abs=1e-9)
 
 
-def test_idle_is_what_is_left_of_the_window():
+def test_idle_fraction_is_the_rest_of_the_window():
     assert compute_idle_fraction([span(2, 5)], start=0.0, end=10.0) == pytest.approx(0.7)
 
 
-def test_idle_is_averaged_over_processes_also_those_without_a_span():
+def test_idle_fraction_includes_processes_without_spans():
     spans = [span(0, 10, "a"), span(0, 5, "b")]
     assert compute_idle_fraction(spans, start=0.0, end=10.0, num_processes=2) == pytest.approx(0.25)
     assert compute_idle_fraction(spans, start=0.0, end=10.0, num_processes=3) == pytest.approx(0.5)

@@ -22,7 +22,7 @@ from tests.telemetry.wandb_file import read_wandb_file
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path, monkeypatch):
-    """wandb without the settings and accounts of whoever runs the tests, and ended afterwards."""
+    """Isolate wandb from the user's settings and accounts, and end its service afterwards."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_SERVICE", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -35,7 +35,7 @@ def alone(tmp_path, monkeypatch):
 
 @pytest.fixture
 def called(monkeypatch):
-    """Every address other than this machine that the process looks up or connects to."""
+    """Record every address beyond this machine that the process resolves or connects to."""
     addresses = []
     connect, resolve = socket.socket.connect, socket.getaddrinfo
 
@@ -55,7 +55,8 @@ def called(monkeypatch):
 
 @pytest.fixture
 def program_log():
-    """What the program's own log handlers hear; caplog hears loggers that do not propagate too."""
+    """Record log messages, including those of loggers that do not propagate (caplog misses
+    these)."""
     stream, root = io.StringIO(), logging.getLogger()
     handler = logging.StreamHandler(stream)
     root.addHandler(handler)
@@ -70,7 +71,7 @@ def started(run_dir, config=None, **options):
 
 
 def written(run_dir):
-    """What the wandb files of a run directory hold, the oldest first."""
+    """Return the contents of a run directory's wandb files, the oldest first."""
     paths = (run_dir / "wandb").glob("offline-run-*/run-*.wandb")
     return [read_wandb_file(path) for path in sorted(paths, key=lambda p: p.stat().st_mtime_ns)]
 
@@ -99,7 +100,7 @@ def test_an_offline_run_holds_every_metric_of_every_step(tmp_path, called, capfd
     assert "".join(capfd.readouterr()) == "" == program_log.getvalue()
 
 
-def test_a_stall_is_an_alert_at_once_and_other_events_are_none(tmp_path):
+def test_only_alert_events_become_wandb_alerts(tmp_path):
     sink = started(tmp_path)
     sink.log_event("drop", {"cause": "timeout"})
     sink.log_event("stall", {"stage": "reward", "holder": "reward-0", "age_s": 301.5})
@@ -118,7 +119,7 @@ def test_many_rows_span_several_blocks_of_the_file(tmp_path):
     assert [row["weights/version"] for row in run.rows] == list(range(1, 41))
 
 
-def test_nothing_of_wandb_is_left_after_closing(tmp_path):
+def test_closing_ends_all_wandb_processes(tmp_path):
     sink = started(tmp_path)
     assert len(services()) == 1
     sink.close({})
@@ -136,7 +137,7 @@ def test_a_resumed_run_keeps_its_id(tmp_path):
     assert load_run_id(tmp_path) == first
 
 
-def test_the_environment_does_not_put_an_offline_run_online(tmp_path, monkeypatch, called):
+def test_environment_variables_do_not_override_offline_mode(tmp_path, monkeypatch, called):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
@@ -149,8 +150,8 @@ def test_the_environment_does_not_put_an_offline_run_online(tmp_path, monkeypatc
     assert called == []
 
 
-def test_an_offline_program_calls_nobody_up_to_its_exit(tmp_path):
-    # wandb sends reports on its own use when the process ends, past every test in this process.
+def test_an_offline_program_makes_no_connection_until_exit(tmp_path):
+    # wandb sends usage reports when the process ends, after all tests in this process.
     program = f"""
         import socket, sys
         from pathlib import Path
@@ -178,7 +179,7 @@ def test_an_offline_program_calls_nobody_up_to_its_exit(tmp_path):
     assert done.stdout + done.stderr == ""
 
 
-def test_online_without_an_account_is_an_error_and_no_prompt(tmp_path, called):
+def test_online_without_an_account_is_an_error_without_a_prompt(tmp_path, called):
     with pytest.raises(ConfigError, match=r"telemetry.wandb.mode=online: no wandb account"):
         started(tmp_path, WandbConfig(mode="online"))
     assert load_run_id(tmp_path) is None
@@ -192,7 +193,7 @@ def test_a_missing_wandb_is_an_error_that_names_the_setting(tmp_path, monkeypatc
             started(tmp_path)
 
 
-def test_a_wandb_that_cannot_start_is_an_error_that_names_the_way_out(tmp_path, monkeypatch):
+def test_a_failed_wandb_start_names_the_disabling_setting(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "nonsense")
     with pytest.raises(ConfigError, match=r"did not start.*telemetry.wandb.mode=disabled"):
         started(tmp_path)
@@ -216,7 +217,7 @@ def test_a_run_outlives_a_service_that_dies(tmp_path, caplog):
         assert time.monotonic() < deadline
         step += 1
         sink.log_step(step, {"reward/mean": 0.5})
-        time.sleep(0.01)  # It takes wandb a moment to notice.
+        time.sleep(0.01)  # wandb notices after a moment.
     for later in range(step + 1, step + 21):
         sink.log_step(later, {"reward/mean": 0.5})
         time.sleep(0.01)
@@ -235,13 +236,13 @@ async def test_wandb_can_be_used_within_an_event_loop(tmp_path):
     assert run.rows[0]["staleness/histogram"]["values"] == [3]
 
 
-def test_closing_a_sink_that_never_started_does_nothing(tmp_path):
+def test_closing_an_unstarted_sink_has_no_effect(tmp_path):
     WandbSink(tmp_path, WandbConfig(), run_name="demo").close({})
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["pipe", "sparse", "elsewhere", "binary"])
-def test_an_id_that_is_none_is_refused_and_never_waited_for(tmp_path: Path, kind: str) -> None:
+def test_an_invalid_run_id_is_an_error(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "wandb" / "run_id.txt"
     path.parent.mkdir()
     if kind == "pipe":

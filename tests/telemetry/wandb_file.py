@@ -1,8 +1,9 @@
-"""Reads an offline `.wandb` file: LevelDB's log framing around wandb's protobuf records.
+"""Reader of offline `.wandb` files: LevelDB's log framing around wandb's protobuf records.
 
 Framing: a file header of 7 bytes, then blocks of 32 KiB counted from the file's start. A block
 holds fragments, each under 4 bytes of checksum, 2 of length and 1 of kind; fewer than 7 bytes at
-the end of a block are padding. A record is one whole fragment, or a first, some middle and a last.
+the end of a block are padding. A record is one whole fragment, or a first, some middle and a last
+fragment.
 """
 
 import json
@@ -19,7 +20,7 @@ _WHOLE, _LAST = 1, 4
 
 @dataclass
 class WandbFile:
-    """History rows and alerts in the order they came, the final summary, and the config."""
+    """History rows and alerts in order, the final summary, and the config."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
@@ -30,27 +31,27 @@ class WandbFile:
 
 
 def read_wandb_file(path: Path) -> WandbFile:
-    """Everything of interest in one `run-<id>.wandb`."""
-    # Protobuf makes its classes when they are imported.
+    """Read one `run-<id>.wandb`."""
+    # Protobuf creates its classes at import time.
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
-    found = WandbFile()
+    contents = WandbFile()
     for data in _records(path.read_bytes()):
         record = Record.FromString(data)
         if record.HasField("history"):
-            found.rows.append(_values(record.history.item))
+            contents.rows.append(_values(record.history.item))
         elif record.HasField("alert"):
-            found.alerts.append((record.alert.title, record.alert.text))
+            contents.alerts.append((record.alert.title, record.alert.text))
         elif record.HasField("summary"):
-            found.summary |= _values(record.summary.update)
+            contents.summary |= _values(record.summary.update)
         elif record.HasField("run"):
-            found.config |= _values(record.run.config.update)
-            found.run_id, found.run_name = record.run.run_id, record.run.display_name
-    return found
+            contents.config |= _values(record.run.config.update)
+            contents.run_id, contents.run_name = record.run.run_id, record.run.display_name
+    return contents
 
 
 def _values(items: Any) -> dict[str, Any]:
-    """Items by their name; a name of several parts leads into dicts within dicts."""
+    """Return items by name; a name of several parts leads into nested dicts."""
     values: dict[str, Any] = {}
     for item in items:
         *outer, name = item.nested_key or [item.key]

@@ -1,1 +1,1 @@
-"""Simulated processes: generators, scorers, trainers, queue, devices."""
+"""Simulated processes: generators, scorers, trainers, queue and device leases."""

@@ -1,4 +1,4 @@
-"""What all replicas of a simulation have in common."""
+"""Context that all simulated processes share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,10 @@ from streamrl.simulator.replicas.weight_followers import SimulatedWeightRegistry
 
 @dataclass
 class SimulationContext:
-    """`versions` is by the role that is followed; it is new after each restart of the trainers."""
+    """Shared parts of a simulation.
+
+    registries: weight registries by followed role; replaced when the trainers restart.
+    """
 
     timings: StageTimings
     cpu: CpuModel

@@ -1,4 +1,5 @@
-"""Time in which work is done: that of the clock, or slower where processes share a few cores."""
+"""CPU time of simulated processes: equal to virtual time, or slower where processes share few
+cores."""
 
 import asyncio
 import heapq
@@ -9,26 +10,29 @@ from functools import partial
 from streamrl.placement.stage_timings import process_speed
 
 _TIME_TOLERANCE_S, _TIME_TOLERANCE = 1e-9, 1e-15
-"""What is this close is now, s and relatively."""
+"""Timers within this absolute (s) or relative distance of the present are due."""
 
 
 class CpuTimer:
-    """Something that is to happen at a time of a machine."""
+    """A callback due at a time of the CPU model's clock."""
 
     __slots__ = ("callback",)
 
-    def __init__(self, happen: Callable[[], object]) -> None:
-        self.callback: Callable[[], object] | None = happen
+    def __init__(self, callback: Callable[[], object]) -> None:
+        self.callback: Callable[[], object] | None = callback
 
     def cancel(self) -> None:
-        """It will not."""
         self.callback = None
 
 
 class CpuModel:
-    """So many cores that all processes share; 0: one for each, and nobody is in another's way.
+    """Cores that all processes share; 0 cores: each process has a core of its own.
 
-    Where processes slow one another down, as in `process_speed`, all time goes slower.
+    All busy processes progress at the same speed, that of `process_speed`. The clock of the model,
+    `now`, counts work: it advances at this speed, and a change of the number of busy processes
+    rescales the remaining waits.
+
+    Example: with 1 core and 2 busy processes, `run_work(3)` takes 6 virtual seconds.
     """
 
     def __init__(self, cores: float = 0, *, crowding: float = 0.0) -> None:
@@ -43,30 +47,30 @@ class CpuModel:
 
     @property
     def now(self) -> float:
-        """Seconds that a process which was busy throughout has worked."""
+        """Seconds of work that a continuously busy process has done."""
         return self._work_s + (self._clock.time() - self._speed_since) * self._speed
 
     def has_passed(self, when: float) -> bool:
-        """Whether it is this time, but for rounding."""
+        """Return whether `now` has reached this time, within rounding error."""
         return when <= self.now * (1 + _TIME_TOLERANCE) + _TIME_TOLERANCE_S
 
-    def call_at(self, when: float, happen: Callable[[], object]) -> CpuTimer:
-        """Let something happen once `now` is `when`."""
-        timer = CpuTimer(happen)
+    def call_at(self, when: float, callback: Callable[[], object]) -> CpuTimer:
+        """Call back when `now` reaches `when`."""
+        timer = CpuTimer(callback)
         heapq.heappush(self._timers, (when, next(self._timer_ids), timer))
         if self._timers[0][2] is timer:
             self._schedule_next()
         return timer
 
-    def call_later(self, seconds: float, happen: Callable[[], object]) -> None:
-        """Let something happen after so many seconds of work."""
+    def call_later(self, seconds: float, callback: Callable[[], object]) -> None:
+        """Call back after this many seconds of work."""
         if self._cores:
-            self.call_at(self.now + seconds, happen)
+            self.call_at(self.now + seconds, callback)
         else:
-            self._clock.call_later(seconds, happen)
+            self._clock.call_later(seconds, callback)
 
     def adjust_busy(self, processes: int) -> None:
-        """So many processes more are busy, or less if negative."""
+        """Change the number of busy processes by `processes`, which may be negative."""
         self._num_busy += processes
         cores = self._cores
         speed = process_speed(cores, self._num_busy, crowding=self._crowding) if cores else 1.0
@@ -76,17 +80,16 @@ class CpuModel:
             self._schedule_next()
 
     async def wait_until(self, when: float) -> None:
-        """Wait until `now` is `when`."""
         if when > self.now:
-            waiting = self._clock.create_future()
-            timer = self.call_at(when, partial(_resolve_future, waiting))
+            future = self._clock.create_future()
+            timer = self.call_at(when, partial(_resolve_future, future))
             try:
-                await waiting
+                await future
             finally:
                 timer.cancel()
 
     async def run_work(self, seconds: float, *, processes: int = 1) -> None:
-        """So many processes are busy with something that takes each of them so long."""
+        """Keep `processes` processes busy with `seconds` of work each."""
         self.adjust_busy(processes)
         try:
             await self.wait_until(self.now + seconds)
@@ -94,7 +97,7 @@ class CpuModel:
             self.adjust_busy(-processes)
 
     def _schedule_next(self) -> None:
-        """Ring at the first timer, at the speed of now."""
+        """Arm the event loop's timer for the first pending timer, at the current speed."""
         if self._next_handle is not None:
             self._next_handle.cancel()
             self._next_handle = None
@@ -108,23 +111,23 @@ class CpuModel:
     def _fire_timers(self) -> None:
         self._next_handle, timers = None, self._timers
         while timers and self.has_passed(timers[0][0]):
-            happen = heapq.heappop(timers)[2].callback
-            if happen is not None:
-                happen()
+            callback = heapq.heappop(timers)[2].callback
+            if callback is not None:
+                callback()
         if self._next_handle is None:
             self._schedule_next()
 
 
 class SerialProcess:
-    """A process that does what it is given one by one, and nobody waits for it."""
+    """A process that works through its queue of work; its callers do not wait."""
 
-    def __init__(self, machine: CpuModel) -> None:
-        self._cpu = machine
+    def __init__(self, cpu: CpuModel) -> None:
+        self._cpu = cpu
         self._busy_until = 0.0
         self._is_busy = False
 
     def add_work(self, seconds: float) -> None:
-        """There is so much more to do."""
+        """Append this many seconds of work."""
         if not seconds:
             return
         self._busy_until = max(self._busy_until, self._cpu.now) + seconds
@@ -134,7 +137,6 @@ class SerialProcess:
             self._cpu.call_at(self._busy_until, self._stop_if_done)
 
     def _stop_if_done(self) -> None:
-        """Unless more has come."""
         if self._cpu.has_passed(self._busy_until):
             self._is_busy = False
             self._cpu.adjust_busy(-1)
@@ -142,6 +144,6 @@ class SerialProcess:
             self._cpu.call_at(self._busy_until, self._stop_if_done)
 
 
-def _resolve_future(waiting: "asyncio.Future[None]") -> None:
-    if not waiting.done():
-        waiting.set_result(None)
+def _resolve_future(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,4 +1,4 @@
-"""A replica's hold on devices that it shares: from its first piece of work to the last."""
+"""A replica's hold on shared devices, from its first piece of pending work to its last."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,25 +7,26 @@ from streamrl.stream.protocols import DeviceLease
 
 
 class DeviceHold:
-    """Holds a lease while there is work: all pieces of one replica's work are under it together.
+    """Holds a device lease while any work of a replica is pending.
 
-    `granted` is called each time it begins. Without a lease it is had at once.
+    `on_granted` is called at each grant. Without a lease the devices belong to the replica, and the
+    grant is immediate.
     """
 
     def __init__(
-        self, stage: str, lease: DeviceLease | None, granted: Callable[[], object]
+        self, stage: str, lease: DeviceLease | None, on_granted: Callable[[], object]
     ) -> None:
         self._stage = stage
         self._lease = lease
-        self._on_granted = granted
+        self._on_granted = on_granted
         self._num_pending = 0
         self._idle_event = asyncio.Event()
         self._hold_task: asyncio.Task[None] | None = None
         self.is_held = lease is None
 
-    def begin_work(self, works: int = 1) -> None:
-        """There are so many pieces of work more."""
-        self._num_pending += works
+    def begin_work(self, count: int = 1) -> None:
+        """Add `count` pieces of pending work and acquire the lease if necessary."""
+        self._num_pending += count
         if self._lease is None:
             self._on_granted()
         elif self._hold_task is None:
@@ -34,14 +35,13 @@ class DeviceHold:
             self._on_granted()
 
     def end_work(self) -> None:
-        """A piece of work is done."""
+        """Finish one piece of work and release the lease after the last."""
         self._num_pending -= 1
         if not self._num_pending and self._lease is not None:
             self.is_held = False
             self._idle_event.set()
 
     def close(self) -> None:
-        """The replica is no more."""
         if self._hold_task is not None:
             self._hold_task.cancel()
         self.is_held = False

@@ -1,4 +1,4 @@
-"""Who takes turns on devices: the arbiter of real runs, on the meshes of a placement."""
+"""Device leases of a simulation: the real arbiter on the meshes of a placement."""
 
 import math
 
@@ -7,11 +7,15 @@ from streamrl.placement.placements import Placement
 from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease, SuspendableWork
 
 TRAINER_PHASE = "trainer"
-"""What all trainers hold their devices for: they work as one."""
+"""All trainers hold their devices in one common phase."""
 
 
 class _UntimedArbiter:
-    """An arbiter whose holders wait for as long as it takes to be asked to give way."""
+    """Arbiter in which waiting for a preemption never times out.
+
+    The real arbiter answers such polls after a timeout; in virtual time each poll would cost an
+    event.
+    """
 
     def __init__(self, arbiter: DeviceArbiter) -> None:
         self._arbiter = arbiter
@@ -24,9 +28,9 @@ class _UntimedArbiter:
 
 
 class DeviceLeases:
-    """Gives every replica its part in the devices of its role.
+    """Makes the device leases of all replicas.
 
-    slice_s: as placement.slice_s of a run; on policy a phase keeps its devices to its end.
+    slice_s: placement.slice_s of a run. On policy a phase keeps its devices until its work ends.
     """
 
     def __init__(self, dataflow: Dataflow, placement: Placement, *, slice_s: float) -> None:
@@ -49,11 +53,17 @@ class DeviceLeases:
     def make_lease(
         self, role: str, holder: str, *, suspendable: SuspendableWork | None = None
     ) -> SharedDeviceLease | None:
-        """The lease of a replica of a role, or of all trainers; None if nobody else has its
-        devices, or it needs none."""
+        """Return the lease of a replica, or of all trainers together.
+
+        None if its phase shares no device with other phases, or has no devices.
+        """
         phase = self._find_phase(role)
-        mine = self._devices_by_phase.get(phase, set())
-        others = (theirs for other, theirs in self._devices_by_phase.items() if other != phase)
-        if not any(mine & theirs for theirs in others):
+        devices = self._devices_by_phase.get(phase, set())
+        other_phases = (
+            other_devices
+            for other, other_devices in self._devices_by_phase.items()
+            if other != phase
+        )
+        if not any(devices & other_devices for other_devices in other_phases):
             return None
         return SharedDeviceLease(self._arbiter, holder, phase, suspendable=suspendable)

@@ -1,10 +1,20 @@
-"""One generator replica: rollouts sampled together, step by step, none of which is looked at alone.
+"""Model of one generator's engine: continuous batching of rollouts under a KV-cache limit.
 
-Between two events (a group is done or may come, there is room for a rollout that waits, there is
-none for those that run) the time that decode steps take is a sum in closed form: the tokens in
-memory grow by one per rollout and step. Times are of whoever calls, s. What comes while a step is
-under way has its effect at the end of the step, which is then as far as the engine has got. Groups
-are done when their last step is; to hand them on delays the next one.
+The engine does not simulate single tokens. Between two events the set of running rollouts stays the
+same, and each decode step adds one token per running rollout to the KV cache. The time of n such
+steps then has a closed form (`GeneratorTiming.decode_run_s`). Events: a group finishes, a slot pool
+gets a free slot, a waiting rollout can start, or the KV cache fills up and a rollout is preempted.
+
+Timeline of an engine with two slots (max_running=2) and three rollouts a, b, c:
+
+    steps    0        4      7     9
+    slot 1   aaaaaaaaaccccccc|          c starts when a ends
+    slot 2   bbbbbbbbbbbbbbbbbbbbbb|
+    events            ^      ^     ^
+
+Times are seconds on the caller's clock. A call in the middle of a decode step takes effect at the
+end of that step, and `now` is then that end. A group is done at the end of its last step;
+delivering it delays the next step by `group_s`.
 """
 
 import math
@@ -23,10 +33,11 @@ K = TypeVar("K")
 
 @dataclass(eq=False, slots=True)
 class RunningGroup(Generic[K]):
-    """A group under way: its tokens by version.
+    """A group being sampled, with its sampled tokens by version.
 
-    Its rollouts give back `places` as they end. `num_waiting` are those that the engine has no
-    place for; of the others `last` has the place that ends last, after step `end`.
+    slots: the pool to which finished rollouts return their slots.
+    num_waiting: rollouts without a slot in the engine.
+    last_slot, end_step: the running rollout that ends last, and its last step.
     """
 
     key: K
@@ -38,33 +49,35 @@ class RunningGroup(Generic[K]):
 
 
 _RunningRollout = tuple[int, int, RunningGroup[K], int, float]
-"""A rollout with a place: its last step, the number of the place, its group, the step it runs since
-and the tokens it had then. Plain tuples: there are millions of them, and they sort by themselves.
-"""
+"""A rollout with a slot: last step, slot number, group, first step, and tokens in the KV cache at
+that step. Slot numbers rise with every start, so the highest is the newest rollout. Plain tuples: a
+simulation creates millions of them, and they sort without a key."""
 _WaitingRollout = tuple[RunningGroup[K], float, int]
-"""One without: its group, the tokens it has, and those that are to be sampled behind them."""
+"""A rollout without a slot: group, tokens to prefill, and tokens still to sample."""
 
 
 class SimulatedEngine(Generic[K]):
-    """Samples the rollouts of groups; each goes by a key of the caller's.
+    """Samples the rollouts of groups; the caller identifies each group by a key.
 
-    A rollout takes a place when there is one of `max_running`, and room for all its tokens so far
-    and one more of everybody. Where room runs out the newest loses its place and is the next to get
-    one, its tokens computed anew.
+    A waiting rollout starts, in order of arrival, when fewer than `max_running` run and the KV
+    cache has room for its tokens plus one more token of every running rollout. When the cache is
+    full, the newest rollout is preempted: it moves to the head of the waiting queue, and its tokens
+    are prefilled again.
     """
 
-    def __init__(self, timing: GeneratorTiming, kinds: Sequence[ConcurrencyLimit] = ()) -> None:
-        """`advance` has something to do once one of these `kinds` has a free place again."""
+    def __init__(
+        self, timing: GeneratorTiming, slot_pools: Sequence[ConcurrencyLimit] = ()
+    ) -> None:
+        """Create an engine; `slot_pools` are the pools of which a newly free slot is an event."""
         self._timing = timing
-        self._slot_pools = kinds
+        self._slot_pools = slot_pools
         self.now = 0.0
-        """As far as it has got."""
+        """Time up to which the engine has been simulated."""
         self.decode_steps = 0
-        """Decode steps made."""
         self.resident_tokens = 0.0
-        """Tokens in memory."""
+        """Tokens in the KV cache."""
         self.num_preempted = 0
-        """How often a rollout has lost its place."""
+        """Number of preemptions so far."""
         self._running: list[_RunningRollout[K]] = []
         self._waiting: deque[_WaitingRollout[K]] = deque()
         self._finished_groups: deque[tuple[float, RunningGroup[K]]] = deque()
@@ -72,32 +85,30 @@ class SimulatedEngine(Generic[K]):
         self._version_marks = [(0, -1)]
         self._is_paused = False
         self._slots_freed_s = math.inf
-        """When a kind had a free place again, of which `advance` has not told yet."""
+        """When a full slot pool got a free slot; inf if `advance_to` has already reported it."""
         self._plan: _EventPlan | None = None
 
     @property
     def version(self) -> int:
-        """The version it samples from."""
+        """The version that the engine samples from."""
         return self._version_marks[-1][1]
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to sample."""
+        """True if the engine has no running, waiting or undelivered group."""
         return not self._running and not self._waiting and not self._finished_groups
 
     @property
     def is_busy(self) -> bool:
-        """Whether it samples."""
         return not self._is_paused and not self.is_empty
 
     @property
     def num_running(self) -> int:
-        """Rollouts that have a place."""
         return len(self._running)
 
     @property
     def next_event_s(self) -> float:
-        """When `advance` has something to do; infinite if never."""
+        """Time of the next event for `advance_to`; infinite without one."""
         if self._finished_groups:
             return self._finished_groups[0][0]
         if self._slots_freed_s < math.inf:
@@ -107,17 +118,18 @@ class SimulatedEngine(Generic[K]):
         )
 
     def has_event_by(self, until: float) -> bool:
-        """Whether `next_event_s` is no later than this; it looks no further ahead."""
+        """Return whether `next_event_s` is no later than `until`, without planning further
+        ahead."""
         if self._finished_groups or self._slots_freed_s < math.inf:
             return self.next_event_s <= until
         if not self._running or self._is_paused:
             return False
         return self._get_plan(until).event_times[-1] <= until
 
-    def reserve_slots(self, places: ConcurrencyLimit, count: int) -> None:
-        """So many places are had by a group, which comes now or later."""
-        places.free_slots -= count
-        if places.free_slots <= 0:
+    def reserve_slots(self, slots: ConcurrencyLimit, count: int) -> None:
+        """Take `count` slots for a group that is added now or later."""
+        slots.free_slots -= count
+        if slots.free_slots <= 0:
             self._plan = None
 
     def add_group(
@@ -126,19 +138,19 @@ class SimulatedEngine(Generic[K]):
         prompt_tokens: float,
         lengths: Sequence[int],
         now: float,
-        places: ConcurrencyLimit | None = None,
+        slots: ConcurrencyLimit | None = None,
     ) -> None:
-        """A group comes: sample completions of these lengths behind its prompt.
+        """Sample completions of these lengths after a prompt.
 
-        They have `places`, which are given back one by one.
+        Each finished rollout returns one slot to `slots`.
         """
         self._finish_current_step(now)
-        group, self._plan = RunningGroup(key, places or ConcurrencyLimit(0), len(lengths)), None
+        group, self._plan = RunningGroup(key, slots or ConcurrencyLimit(0), len(lengths)), None
         self._waiting.extend([(group, prompt_tokens, tokens) for tokens in lengths])
         self._start_waiting()
 
     def advance_to(self, now: float) -> list[RunningGroup[K]]:
-        """Go on until `now`; the groups that are done."""
+        """Simulate until `now` and return the groups that finished."""
         done: list[RunningGroup[K]] = []
         while self.next_event_s <= now:
             if not self._finished_groups and self._slots_freed_s == math.inf:
@@ -151,9 +163,9 @@ class SimulatedEngine(Generic[K]):
         return done
 
     def load_version(self, version: int, pause_s: float, now: float) -> float:
-        """Sample from another version, after a pause; returns when it has taken it up.
+        """Switch to another version after `pause_s`; return when the switch is complete.
 
-        What runs may be computed anew before it goes on.
+        If the timing recomputes the KV cache, the engine then also prefills all resident tokens.
         """
         self._finish_current_step(now)
         self._version_marks.append((self.decode_steps, version))
@@ -163,26 +175,28 @@ class SimulatedEngine(Generic[K]):
         return until
 
     def pause(self, now: float) -> float:
-        """Stand still at the end of the step; returns when that is."""
+        """Stop decoding at the end of the current step; return that time."""
         self._finish_current_step(now)
         self._is_paused = True
         return self.now
 
     def resume(self, now: float) -> None:
-        """Sample again."""
         self.now = max(self.now, now)
         self._is_paused, self._plan = False, None
         self._start_waiting()
 
     def count_sampled_tokens(self) -> int:
-        """Tokens of groups that are not done: what is lost if it dies."""
+        """Return the number of sampled tokens of unfinished groups: the loss if the engine
+        crashes."""
         groups = {id(group): group for _, _, group, _, _ in self._running}
         groups |= {id(group): group for group, _, _ in self._waiting}
-        booked = sum(sum(group.tokens_by_version.values()) for group in groups.values())
-        return booked + sum(self.decode_steps - start for _, _, _, start, _ in self._running)
+        counted_tokens = sum(sum(group.tokens_by_version.values()) for group in groups.values())
+        return counted_tokens + sum(
+            self.decode_steps - start for _, _, _, start, _ in self._running
+        )
 
     def _finish_current_step(self, now: float) -> None:
-        """Come to the end of the step that is under way at `now`."""
+        """Simulate to the end of the decode step in progress at `now`."""
         if self._is_paused:
             return
         if not self._running:
@@ -195,10 +209,10 @@ class SimulatedEngine(Generic[K]):
         if self.now < now:
             steps = self._running[0][0] - self.decode_steps
             timing, count, resident = self._timing, len(self._running), self.resident_tokens
-            made = _count_steps_until(timing, count, resident, now - self.now, at_most=steps)
-            self.now += timing.decode_run_s(count, resident, made)
-            self.decode_steps += made
-            self.resident_tokens += made * len(self._running)
+            num_steps = _count_steps_until(timing, count, resident, now - self.now, at_most=steps)
+            self.now += timing.decode_run_s(count, resident, num_steps)
+            self.decode_steps += num_steps
+            self.resident_tokens += num_steps * len(self._running)
             self._finish_rollouts(bisect_right(self._running, self.decode_steps, key=itemgetter(0)))
             self._preempt_newest()
             self._start_waiting()
@@ -211,7 +225,12 @@ class SimulatedEngine(Generic[K]):
         return plan
 
     def _make_plan(self, until: float) -> "_EventPlan":
-        """The ends of rollouts, up to the first after which something else happens or `until`."""
+        """Plan the ends of rollouts up to the first event, or up to `until`.
+
+        Rollouts are sorted by last step. Between two ends the batch has a constant size, so one
+        call of `decode_run_s` covers all steps up to the next end. The plan stops early at the step
+        in which the KV cache would overflow (`preemption_step`).
+        """
         timing, waiting = self._timing, self._waiting
         now, step, resident, count = (
             self.now,
@@ -220,41 +239,41 @@ class SimulatedEngine(Generic[K]):
             len(self._running),
         )
         plan, is_event = _EventPlan([], []), False
-        wanted = min(
-            [1 - kind.free_slots for kind in self._slot_pools if kind.free_slots <= 0],
+        ends_until_free_slot = min(
+            [1 - pool.free_slots for pool in self._slot_pools if pool.free_slots <= 0],
             default=count,
         )
-        for end, place, group, start, context in self._running:
+        for end, slot, group, start, context in self._running:
             if end > step:
                 if is_event:
                     break
                 if plan.event_times and now > until:
                     plan.is_truncated = True
                     break
-                steps, room = end - step, timing.kv_tokens - resident
-                grown = steps * count
-                if grown > room and room // count < steps:
-                    steps = max(0, int(room // count))
+                steps, free_tokens = end - step, timing.kv_tokens - resident
+                new_tokens = steps * count
+                if new_tokens > free_tokens and free_tokens // count < steps:
+                    steps = max(0, int(free_tokens // count))
                     plan.event_times.append(now + timing.decode_run_s(count, resident, steps))
                     plan.resident_tokens.append(resident + steps * count)
                     plan.preemption_step = step + steps
                     break
                 now += timing.decode_run_s(count, resident, steps)
-                resident += grown
+                resident += new_tokens
                 step = end
             resident -= context + end - start
             count -= 1
             plan.event_times.append(now)
             plan.resident_tokens.append(resident)
-            is_event |= (place == group.last_slot and not group.num_waiting) or len(
+            is_event |= (slot == group.last_slot and not group.num_waiting) or len(
                 plan.event_times
-            ) == wanted
+            ) == ends_until_free_slot
             if waiting and not is_event:
                 is_event = self._has_capacity(count, resident)
         return plan
 
     def _apply_events(self, count: int) -> None:
-        """Make the first so many of the planned events happen."""
+        """Apply the first `count` planned events."""
         if not count:
             return
         plan = self._plan
@@ -275,11 +294,11 @@ class SimulatedEngine(Generic[K]):
             del plan.resident_tokens[:count]
 
     def _finish_rollouts(self, count: int) -> None:
-        """The first so many are at their end."""
+        """Finish the first `count` running rollouts."""
         newest, version = self._version_marks[-1]
-        ended = len(self._finished_groups)
-        full = [kind for kind in self._slot_pools if kind.free_slots <= 0]
-        for end, place, group, start, context in self._running[:count]:
+        num_finished_before = len(self._finished_groups)
+        full_pools = [pool for pool in self._slot_pools if pool.free_slots <= 0]
+        for end, slot, group, start, context in self._running[:count]:
             if start >= newest:
                 versions = group.tokens_by_version
                 versions[version] = versions.get(version, 0) + end - start
@@ -287,18 +306,18 @@ class SimulatedEngine(Generic[K]):
                 self._count_tokens(group, start, end)
             self.resident_tokens -= context + end - start
             group.slots.free_slots += 1
-            if place == group.last_slot and not group.num_waiting:
+            if slot == group.last_slot and not group.num_waiting:
                 self._finished_groups.append((self.now, group))
         del self._running[:count]
-        if any(kind.free_slots > 0 for kind in full):
+        if any(pool.free_slots > 0 for pool in full_pools):
             self._slots_freed_s = self.now
-        handing_s = (len(self._finished_groups) - ended) * self._timing.group_s
-        if handing_s:
-            self.now += handing_s
+        delivery_s = (len(self._finished_groups) - num_finished_before) * self._timing.group_s
+        if delivery_s:
+            self.now += delivery_s
             self._plan = None
 
     def _count_tokens(self, group: RunningGroup[K], start: int, end: int) -> None:
-        """Count the tokens of these steps by the version that sampled them."""
+        """Count the tokens of steps `start` to `end` by the version that sampled them."""
         versions = group.tokens_by_version
         for since, version in reversed(self._version_marks):
             first = max(since, start)
@@ -309,42 +328,46 @@ class SimulatedEngine(Generic[K]):
                 break
 
     def _has_capacity(self, count: int, resident: float) -> bool:
-        """Whether the first that waits has a place beside so many."""
+        """Return whether the first waiting rollout can start beside `count` running ones."""
         timing, context = self._timing, self._waiting[0][1]
         return count < timing.max_running and resident + context + count + 1 <= timing.kv_tokens
 
     def _start_waiting(self) -> None:
-        """Give places to those that wait, first come, first served."""
         if self._is_paused:
             return
         waiting, running, step = self._waiting, self._running, self.decode_steps
-        most, room = self._timing.max_running, self._timing.kv_tokens
-        count, resident, places, computed = len(running), self.resident_tokens, self._last_slot, 0.0
-        while waiting and count < most:
+        max_running, kv_tokens = self._timing.max_running, self._timing.kv_tokens
+        count, resident, last_slot, prefill_tokens = (
+            len(running),
+            self.resident_tokens,
+            self._last_slot,
+            0.0,
+        )
+        while waiting and count < max_running:
             group, context, tokens = waiting[0]
-            # As `_fits` has it, which is too slow for every one.
-            if resident + context + count + 1 > room:
+            # Inlined `_has_capacity`: a call per waiting rollout is too slow.
+            if resident + context + count + 1 > kv_tokens:
                 break
             waiting.popleft()
-            places += 1
+            last_slot += 1
             count += 1
             end = step + tokens
             group.num_waiting -= 1
             if end >= group.end_step:
-                group.end_step, group.last_slot = end, places
-            running.append((end, places, group, step, context))
+                group.end_step, group.last_slot = end, last_slot
+            running.append((end, last_slot, group, step, context))
             resident += context
-            computed += context
-        if places > self._last_slot:
+            prefill_tokens += context
+        if last_slot > self._last_slot:
             running.sort()
-            self.resident_tokens, self._last_slot = resident, places
-            self.now += self._timing.prefill_token_s * computed
+            self.resident_tokens, self._last_slot = resident, last_slot
+            self.now += self._timing.prefill_token_s * prefill_tokens
             self._plan = None
 
     def _preempt_newest(self) -> None:
-        """Take the places of the newest until there is room for a token of everybody."""
-        running, room = self._running, self._timing.kv_tokens
-        while running and self.resident_tokens + len(running) > room:
+        """Preempt the newest rollouts until the KV cache has room for one token of each rollout."""
+        running, kv_tokens = self._running, self._timing.kv_tokens
+        while running and self.resident_tokens + len(running) > kv_tokens:
             newest = max(running, key=itemgetter(1))
             running.remove(newest)
             end, _, group, start, context = newest
@@ -359,22 +382,22 @@ class SimulatedEngine(Generic[K]):
 
 @dataclass(slots=True)
 class _EventPlan:
-    """When the next rollouts end, and the tokens in memory then.
+    """Times of the next events, and the tokens in the KV cache after each.
 
-    The last event is that room runs out if it `preemption_step` a step.
+    preemption_step: if set, the last event is that the KV cache is full after this step.
+    is_truncated: more ends of rollouts follow before the next event, later than the requested time.
     """
 
     event_times: list[float]
     resident_tokens: list[float]
     preemption_step: int | None = None
     is_truncated: bool = False
-    """Whether more ends would follow before the last event, later than was asked."""
 
 
 def _count_steps_until(
     timing: GeneratorTiming, count: int, resident: float, seconds: float, *, at_most: int
 ) -> int:
-    """The fewest steps that take so long, or `at_most`."""
+    """Return the smallest number of steps that takes `seconds`, at most `at_most`."""
     low, high = 0, at_most
     while low < high:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Nodes that die, and what that costs."""
+"""Node failures and their cost."""
 
 import math
 import random
@@ -9,19 +9,21 @@ from streamrl.errors import ConfigError
 from streamrl.placement.meshes import Mesh
 
 MAX_EXPECTED_FAILURES = 5.0
-"""Most deaths, on average, in what is lost whole if one comes: a choice, so that simulations end.
+"""Largest expected number of failures during work that one failure undoes entirely.
 
-With x of them one attempt in e^x gets through: with 5 one in 150, and with 10 one in 22,000.
+A design limit that lets simulations end: with x expected failures one attempt in e^x succeeds; x =
+5: 1 in 150; x = 10: 1 in 22,000.
 """
 
 
 @dataclass(frozen=True)
 class FailureModel:
-    """How often nodes die, and what follows.
+    """Failure rate of nodes, and the consequences.
 
-    mttf_s: mean time to failure of a node; times are exponentially distributed. restart_s: until
-    what was on it is there again, model and all. checkpoint_every: steps between checkpoints, from
-    the last of which the whole run starts again if a trainer dies. node_devices: devices of a node.
+    mttf_s: mean time to failure of a node; times are exponentially distributed.
+    restart_s: time until the processes of a failed node run again with their models.
+    checkpoint_every: steps between checkpoints; a trainer failure restarts the run from the last.
+    node_devices: devices per node.
     """
 
     mttf_s: float
@@ -36,41 +38,45 @@ class FailureModel:
                 raise ConfigError(f"failures.{key}={value:g}: must be above 0 and finite")
         if self.mttf_s <= self.restart_s:
             raise ConfigError(
-                f"failures.mttf_s={self.mttf_s:g}: must be above restart_s={self.restart_s:g}, or a"
-                " node dies again before it is back"
+                f"failures.mttf_s={self.mttf_s:g}: must be above restart_s={self.restart_s:g}; a"
+                " node would fail again before its restart ends"
             )
 
     def check_progress(
-        self, trained: Iterable[Mesh], *, first_s: float, step_s: float, steps: int
+        self, trained_meshes: Iterable[Mesh], *, first_s: float, step_s: float, steps: int
     ) -> None:
-        """Raise ConfigError if nodes that train die too often for the run to get anywhere.
+        """Raise ConfigError if training nodes fail too often for the run to progress.
 
-        A death leaves what is sampled, but for rollouts under way, and of what is trained the last
-        checkpoint. trained: the devices of all trainers. first_s: of a step, until the first
-        rollouts are there. step_s: to train it. steps: of the run.
+        A trainer failure loses unfinished rollouts and all training since the last checkpoint.
+
+        trained_meshes: devices of all trainers.
+        first_s: time of a step until its first rollouts are done.
+        step_s: training time of a step.
+        steps: number of steps of the run.
         """
         size = self.node_devices
-        nodes = len({device // size for mesh in trained for device in mesh.devices})
+        nodes = len({device // size for mesh in trained_meshes for device in mesh.devices})
         unsaved = min(self.checkpoint_every, steps)
-        most_s = MAX_EXPECTED_FAILURES * self.mttf_s / nodes
-        most = f"must be at most {MAX_EXPECTED_FAILURES:g} times as long"
-        place = f"failures.mttf_s={self.mttf_s:g}: of {nodes} nodes that train one dies every"
-        place += f" {self.mttf_s / nodes:.6g} s"
-        if first_s > most_s:
-            raise ConfigError(f"{place}: the first rollouts take {first_s:.6g} s: {most}")
-        if unsaved * step_s > most_s:
+        max_s = MAX_EXPECTED_FAILURES * self.mttf_s / nodes
+        rule = f"must be at most {MAX_EXPECTED_FAILURES:g} times as long"
+        subject = f"failures.mttf_s={self.mttf_s:g}: one of {nodes} training nodes fails every"
+        subject += f" {self.mttf_s / nodes:.6g} s"
+        if first_s > max_s:
+            raise ConfigError(f"{subject}: the first rollouts take {first_s:.6g} s: {rule}")
+        if unsaved * step_s > max_s:
             raise ConfigError(
-                f"{place}: {unsaved} steps without a checkpoint are trained for"
-                f" {unsaved * step_s:.6g} s: {most}; checkpoint.every says how many there are"
+                f"{subject}: {unsaved} steps without a checkpoint take"
+                f" {unsaved * step_s:.6g} s: {rule}; lower checkpoint.every"
             )
 
 
 @dataclass(frozen=True)
 class NodeCrash:
-    """What the death of a node took along.
+    """Losses of a node failure.
 
-    lost_tokens: sampled, of groups that were not done. steps_again: made before, and to be made
-    once more. is_restart: the whole run started again.
+    lost_tokens: sampled tokens of unfinished groups.
+    repeated_steps: trained steps that the run repeats.
+    is_restart: whether the whole run restarted.
     """
 
     time_s: float
@@ -81,7 +87,7 @@ class NodeCrash:
 
 
 def sample_failure_times(node: int, failures: FailureModel, seed: int) -> Iterator[float]:
-    """Seconds from each of a node's deaths, or the beginning, to the next, without end."""
+    """Yield the seconds from the start, or a failure, to the node's next failure, without end."""
     rng = random.Random(f"{seed}/{node}")
     while True:
         yield rng.expovariate(1 / failures.mttf_s)

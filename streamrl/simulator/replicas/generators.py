@@ -1,4 +1,4 @@
-"""A generator replica: takes prompts, samples their groups together, follows the policy."""
+"""Simulated generator replica: leases prompts, samples groups in its engine, follows the policy."""
 
 import asyncio
 import math
@@ -21,7 +21,7 @@ from streamrl.telemetry.spans import SpanArgValue
 
 @dataclass(eq=False, slots=True)
 class GroupWork:
-    """A group that is sampled for a stage, and the lane of its span once it is."""
+    """A group being sampled for a stage, and the lane of its span."""
 
     group: SimulatedGroup
     stage: str
@@ -29,35 +29,35 @@ class GroupWork:
 
 
 class SimulatedGenerator:
-    """Serves all stages that generate, each while it has a free place.
+    """Serves every generate stage that has free slots.
 
-    A group begins once the version it was admitted at is held, and the replica has its devices.
+    Sampling of a group begins when the replica has loaded the version of its admission and holds
+    its devices.
     """
 
     def __init__(
         self,
         process: str,
         calls: Sequence[ModelCall],
-        site: SimulationContext,
-        fleet: "GeneratorPool",
+        context: SimulationContext,
+        pool: "GeneratorPool",
     ) -> None:
-        """`fleet` are all of its role."""
         self.process = process
-        self._context = site
-        self._recorder = site.recordings.get_recorder(process)
-        timing = site.timings.generator
+        self._context = context
+        self._recorder = context.recordings.get_recorder(process)
+        timing = context.timings.generator
         self._begin_s = timing.begin_s
-        stages, group_size = [call.stage for call in calls], site.completions.group_size
+        stages, group_size = [call.stage for call in calls], context.completions.group_size
         self._slots = split_slots(timing.max_running, stages, group_size=group_size)
         self._engine: SimulatedEngine[GroupWork] = SimulatedEngine(
             timing, list(self._slots.values())
         )
-        self._generator_pool, lease = fleet, fleet.lease
+        self._generator_pool, lease = pool, pool.lease
         self._device_hold = DeviceHold(calls[0].stage, lease, self._start_sampling)
         self._weight_puller = WeightPuller(
             self,
-            site.timings.weights.get(calls[0].stage, WeightsTiming()),
-            site.registries[calls[0].followed_role],
+            context.timings.weights.get(calls[0].stage, WeightsTiming()),
+            context.registries[calls[0].followed_role],
             lease or DedicatedDeviceLease(),
             self._recorder,
         )
@@ -68,12 +68,12 @@ class SimulatedGenerator:
         self._is_busy = self._is_dead = False
 
     def start(self) -> None:
-        """Take groups once there is a version to sample them from."""
+        """Start pulling weights; the first loaded version starts requests for groups."""
         self._generator_pool.replicas.append(self)
         self._weight_puller.start()
 
     def kill(self) -> int:
-        """What it was at is lost, and handed out again; returns the tokens that were sampled."""
+        """Crash: requeue all groups and return the number of lost tokens."""
         self._engine.pause(self._context.cpu.now)
         lost = self._engine.count_sampled_tokens()
         self._is_dead = True
@@ -86,16 +86,14 @@ class SimulatedGenerator:
         self._context.queue.requeue_groups(self)
         return lost
 
-    # What the queue asks for.
+    # Called by the queue (GroupConsumer).
 
     def count_free_slots(self, stage: str) -> int:
-        """How many groups more it may be given."""
         return 0 if self._is_dead else self._slots[stage].available_groups
 
     def assign_groups(self, stage: str, groups: Sequence[SimulatedGroup]) -> None:
-        """It has these from now on."""
-        places = self._slots[stage]
-        self._engine.reserve_slots(places, len(groups) * places.slots_per_group)
+        slots = self._slots[stage]
+        self._engine.reserve_slots(slots, len(groups) * slots.slots_per_group)
         self._update_timer()
         works = [GroupWork(group, stage) for group in groups]
         if self._begin_s:
@@ -104,80 +102,83 @@ class SimulatedGenerator:
             self._enqueue_works(works)
 
     def _enqueue_works(self, works: Sequence[GroupWork]) -> None:
-        held = self._weight_puller.loaded_version
-        self._awaiting_version += [work for work in works if work.group.admitted_version > held]
-        ready = [work for work in works if work.group.admitted_version <= held]
+        loaded_version = self._weight_puller.loaded_version
+        self._awaiting_version += [
+            work for work in works if work.group.admitted_version > loaded_version
+        ]
+        ready = [work for work in works if work.group.admitted_version <= loaded_version]
         if ready and not self._is_dead:
             self._ready_works += ready
             self._device_hold.begin_work(len(ready))
 
     def _start_sampling(self) -> None:
-        """It has its devices: whatever is begun is sampled."""
+        """Add all ready groups to the engine; the replica holds its devices."""
         completions, now = self._context.completions, self._context.cpu.now
-        begun, self._ready_works = self._ready_works, []
-        for work in begun:
+        ready_works, self._ready_works = self._ready_works, []
+        for work in ready_works:
             uid = work.group.uid
             greedy = work.stage == GREEDY_CALL.stage
             lengths = (
                 [completions.get_greedy_length(uid)] if greedy else completions.get_lengths(uid)
             )
-            told = " ".join(map(str, lengths))
+            lengths_text = " ".join(map(str, lengths))
             tokens = completions.prompt_tokens
-            facts: dict[str, SpanArgValue] = {"uid": uid, "prompt": tokens, "lengths": told}
-            work.lane = self._recorder.begin_span(work.stage, facts)
+            span_args: dict[str, SpanArgValue] = {
+                "uid": uid,
+                "prompt": tokens,
+                "lengths": lengths_text,
+            }
+            work.lane = self._recorder.begin_span(work.stage, span_args)
             self._engine.add_group(work, tokens, lengths, now, self._slots[work.stage])
         self._update_timer()
 
-    # What the weights ask for.
+    # Called by the weight puller (VersionFollower).
 
     async def load_version(self, version: int, pause_s: float) -> None:
-        """Sample from this version from the next step on."""
-        machine = self._context.cpu
-        until = self._engine.load_version(version, pause_s, machine.now)
+        cpu = self._context.cpu
+        until = self._engine.load_version(version, pause_s, cpu.now)
         self._update_timer()
-        await machine.wait_until(until)
+        await cpu.wait_until(until)
 
     def on_version_loaded(self) -> None:
-        """A version is held: what was admitted at it can begin."""
-        early, self._awaiting_version = self._awaiting_version, []
-        self._enqueue_works(early)
+        waiting_works, self._awaiting_version = self._awaiting_version, []
+        self._enqueue_works(waiting_works)
         self._request_groups()
 
-    # What those ask for who share its devices.
+    # Called by the generator pool when the device arbiter preempts the generators.
 
     def pause(self) -> float:
-        """Sample nothing from the end of this step on, which is returned."""
+        """Stop decoding at the end of the current step; return that time."""
         until = self._engine.pause(self._context.cpu.now)
         self._update_timer()
         return until
 
     def pause_spans(self) -> None:
-        """The step has ended: it does nothing."""
         self._recorder.pause_spans(self._slots)
 
     def resume(self) -> None:
-        """Sample again."""
         self._engine.resume(self._context.cpu.now)
         self._recorder.resume_spans()
         self._update_timer()
 
-    # How it goes on.
+    # Engine events.
 
     def _update_timer(self) -> None:
-        """Ring when something is to happen next."""
-        machine, engine = self._context.cpu, self._engine
+        """Arm the timer for the engine's next event and report whether the engine is busy."""
+        cpu, engine = self._context.cpu, self._engine
         at = engine.next_event_s
         if at != self._timer_at:
             if self._timer is not None:
                 self._timer.cancel()
             self._timer_at = at
-            self._timer = machine.call_at(at, self._on_timer) if at < math.inf else None
+            self._timer = cpu.call_at(at, self._on_timer) if at < math.inf else None
         if engine.is_busy != self._is_busy:
             self._is_busy = engine.is_busy
-            machine.adjust_busy(1 if self._is_busy else -1)
+            cpu.adjust_busy(1 if self._is_busy else -1)
 
     def _on_timer(self) -> None:
-        # Not the machine's time, which may be less by a rounding error.
+        # The event's own time: `now` of the CPU model may be less by a rounding error, and the
+        # event would then be missed.
         at, self._timer_at = self._timer_at, math.inf
         done = self._engine.advance_to(at)
         self._update_timer()
@@ -196,40 +197,40 @@ class SimulatedGenerator:
         self._request_groups()
 
     def _request_groups(self) -> None:
-        """For groups of each stage that has places."""
-        for stage, places in self._slots.items():
-            if places.free_slots > 0:
+        """Request groups for every stage with free slots."""
+        for stage, slots in self._slots.items():
+            if slots.free_slots > 0:
                 self._context.queue.request_groups(stage, self)
 
     def _set_group_info(self, work: GroupWork, versions: Mapping[int, int]) -> None:
-        """What is known of a group from now on."""
         completions, group = self._context.completions, work.group
         prompt_tokens = completions.prompt_tokens
         if work.stage == GREEDY_CALL.stage:
             group.greedy_tokens = prompt_tokens + completions.get_greedy_length(group.uid)
         else:
             lengths = completions.get_lengths(group.uid)
-            whole = tuple([prompt_tokens + tokens for tokens in lengths])
+            rollout_tokens = tuple([prompt_tokens + tokens for tokens in lengths])
             group.is_filtered = completions.is_filtered(group.uid)
-            group.info = GroupInfo(whole, sum(lengths), tuple(sorted(versions.items())))
+            group.info = GroupInfo(rollout_tokens, sum(lengths), tuple(sorted(versions.items())))
 
 
 class GeneratorPool:
-    """All generators that are there. They have their devices together, and give way together."""
+    """All live generators; they hold and release shared devices together."""
 
-    def __init__(self, role: str, site: SimulationContext, *, holder: str) -> None:
-        """`holder` is their name among those who share devices, unlike any before."""
+    def __init__(self, role: str, context: SimulationContext, *, holder: str) -> None:
+        """Create the pool; `holder` is a name that the device arbiter has not seen before."""
         self.replicas: list[SimulatedGenerator] = []
-        self.lease = site.leases.make_lease(role, holder, suspendable=self)
-        self._cpu = site.cpu
+        self.lease = context.leases.make_lease(role, holder, suspendable=self)
+        self._cpu = context.cpu
 
     async def suspend(self) -> None:
-        """All stand still, each from the end of its step on."""
-        await self._cpu.wait_until(max((one.pause() for one in self.replicas), default=0.0))
-        for one in self.replicas:
-            one.pause_spans()
+        """Pause all engines and wait for the end of their current steps."""
+        await self._cpu.wait_until(
+            max((generator.pause() for generator in self.replicas), default=0.0)
+        )
+        for generator in self.replicas:
+            generator.pause_spans()
 
     async def resume(self) -> None:
-        """All go on."""
-        for one in self.replicas:
-            one.resume()
+        for generator in self.replicas:
+            generator.resume()

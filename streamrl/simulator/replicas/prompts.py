@@ -1,4 +1,4 @@
-"""Prompts without tokens, and how long their completions are."""
+"""Simulated prompts without tokens, and the lengths of their completions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,40 +9,38 @@ from streamrl.messages import Prompt, make_uid, parse_uid
 from streamrl.placement.workload import Workload
 
 _BLOCK_SIZE = 256
-"""Prompts of which is drawn at once what they come to."""
+"""Prompts whose lengths are drawn together."""
 
 
 class SimulatedPrompts:
-    """Endless: a PromptSource."""
+    """Endless PromptSource."""
 
     def __init__(self) -> None:
         self._num_drawn = 0
         self._tokens = np.zeros(1, np.int32)
 
     async def prefetch_prompts(self, count: int) -> None:
-        """They always are."""
+        """Return at once: no prompt has to be read."""
 
     def draw_prompts(self, count: int) -> list[Prompt]:
-        """The next ones."""
         first, self._num_drawn = self._num_drawn, self._num_drawn + count
         return [self.get_prompt(make_uid(0, index)) for index in range(first, self._num_drawn)]
 
     def get_prompt(self, uid: str) -> Prompt:
-        """The one of a uid."""
         return Prompt(uid, self._tokens)
 
     def retry_prompt(self, uid: str) -> Prompt:
-        """The same as its next attempt."""
+        """Return the prompt with the uid of its next attempt."""
         epoch, index, attempt = parse_uid(uid)
         return self.get_prompt(make_uid(epoch, index, attempt + 1))
 
     def state_dict(self) -> Mapping[str, Any]:
-        """How many were drawn."""
         return {"drawn": self._num_drawn}
 
 
 class CompletionLengths:
-    """Lengths by prompt, drawn by number: the same whatever becomes of it, and when."""
+    """Completion lengths by prompt index: equal in all simulations with one seed, in any order of
+    requests."""
 
     def __init__(self, workload: Workload, seed: int) -> None:
         self.prompt_tokens = workload.rounded_prompt_tokens
@@ -55,32 +53,32 @@ class CompletionLengths:
         self._lengths_by_uid: dict[str, list[int]] = {}
 
     def get_lengths(self, uid: str) -> Sequence[int]:
-        """Tokens of each completion of its group."""
-        found = self._lengths_by_uid.get(uid)
-        if found is None:
-            found = self._lengths_by_uid[uid] = self._draw_lengths(uid)[:-1]
-        return found
+        """Return the tokens of each completion of a group."""
+        lengths = self._lengths_by_uid.get(uid)
+        if lengths is None:
+            lengths = self._lengths_by_uid[uid] = self._draw_lengths(uid)[:-1]
+        return lengths
 
     def is_filtered(self, uid: str) -> bool:
-        """Whether its group is taken out once it is scored."""
+        """Return whether the group filter rejects the group once it has scores."""
         if not self._filtered_fraction:
             return False
-        block, place = divmod(parse_uid(uid)[1], _BLOCK_SIZE)
+        block, offset = divmod(parse_uid(uid)[1], _BLOCK_SIZE)
         if block not in self._filtered_flags:
             rng = np.random.default_rng((self._seed, block, 1))
             self._filtered_flags[block] = (
                 rng.random(_BLOCK_SIZE) < self._filtered_fraction
             ).tolist()
-        return self._filtered_flags[block][place]
+        return self._filtered_flags[block][offset]
 
     def get_greedy_length(self, uid: str) -> int:
-        """Tokens of its greedy completion."""
+        """Return the tokens of the prompt's greedy completion."""
         return self._draw_lengths(uid)[-1]
 
     def _draw_lengths(self, uid: str) -> list[int]:
-        block, place = divmod(parse_uid(uid)[1], _BLOCK_SIZE)
+        block, offset = divmod(parse_uid(uid)[1], _BLOCK_SIZE)
         if block not in self._length_blocks:
             rng = np.random.default_rng((self._seed, block))
             drawn = self._lengths.sample(_BLOCK_SIZE * (self.group_size + 1), rng)
             self._length_blocks[block] = drawn.reshape(_BLOCK_SIZE, -1).tolist()
-        return self._length_blocks[block][place]
+        return self._length_blocks[block][offset]

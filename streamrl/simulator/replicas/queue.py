@@ -1,7 +1,7 @@
-"""The experience queue as the loops see it, without experiences: what each group has, who waits.
+"""Simulated experience queue: the state of each group, and the replicas' requests, without columns.
 
-The order is that of the real one: a stage takes the groups that were admitted first, no more than
-its share of those that are ready while others of the stage wait, too.
+The order matches the real queue: a stage takes the groups that were admitted first. While several
+replicas wait, each gets at most its share of the ready groups.
 """
 
 import asyncio
@@ -22,10 +22,12 @@ from streamrl.simulator.replicas.cpu_model import CpuModel, SerialProcess
 
 @dataclass(eq=False, slots=True)
 class SimulatedGroup:
-    """One group: which stages have committed, who has taken it, and what is known of it.
+    """State of a group.
 
-    `order` is its number, `greedy_tokens` are those of its greedy completion, its prompt included.
-    Once it is scored it ends if `is_filtered`.
+    admission_index: position in the order of admission.
+    consumers: by stage, the replica that has leased the group.
+    greedy_tokens: tokens of the greedy completion, including the prompt.
+    is_filtered: whether the group filter rejects the group once it has scores.
     """
 
     uid: str
@@ -41,111 +43,119 @@ class SimulatedGroup:
     end_reason: GroupOutcome | None = None
 
     def is_done_with(self, stage: str) -> bool:
-        """Whether a stage has nothing left to do with it."""
+        """Return whether a stage has no work left on the group."""
         return stage in self.done_stages or self.end_reason is not None
 
 
 class GroupConsumer(Protocol):
-    """A replica that works on groups."""
+    """A replica that leases groups."""
 
     def count_free_slots(self, stage: str) -> int:
-        """How many groups of a stage more it may be given."""
+        """Return how many more groups of a stage the replica can take."""
         ...
 
     def assign_groups(self, stage: str, groups: Sequence[SimulatedGroup]) -> None:
-        """It has these from now on."""
+        """Take over these groups."""
         ...
 
 
 REQUEST_CHECK_S = 2.0
-"""Requests that are to be made anew are looked for that often, s."""
+"""Interval of the check for requests to renew, in seconds."""
 
 
 class StageQueue:
-    """Groups that are ready for a stage, and the replicas that ask for some.
+    """Ready groups of a stage, and pending requests of its replicas.
 
-    A replica asks for as many as it has room for then; more room comes with its next request. One
-    that has waited for REQUEST_WAIT_S is made anew.
+    A request is for the slots that are free when it is made; slots that become free later need the
+    next request. A request older than LEASE_REQUEST_WAIT_S is renewed, as the real client does
+    after its long poll times out.
     """
 
-    def __init__(self, stage: str, needs: frozenset[str]) -> None:
+    def __init__(self, stage: str, required_stages: frozenset[str]) -> None:
         self.stage = stage
-        self.required_stages = needs
+        self.required_stages = required_stages
         self.ready_heap: list[tuple[int, SimulatedGroup]] = []
         self.requests: dict[GroupConsumer, int] = {}
         self._requested_s: dict[GroupConsumer, float] = {}
         self._oldest_request_s = math.inf
-        """No request was made before."""
+        """Lower bound of `_requested_s`."""
         self.depths: list[tuple[float, int]] = []
         self.held_groups: dict[int, list[SimulatedGroup]] = {}
 
     def add_group(self, group: SimulatedGroup) -> None:
-        """A group is ready."""
         heapq.heappush(self.ready_heap, (group.admission_index, group))
 
     def remove_groups(self, groups: Sequence[SimulatedGroup]) -> None:
-        """Groups have ended: nobody is given them any more."""
-        gone = {group.admission_index for group in groups}
-        self.ready_heap = [entry for entry in self.ready_heap if entry[0] not in gone]
+        """Remove groups that have ended."""
+        removed = {group.admission_index for group in groups}
+        self.ready_heap = [entry for entry in self.ready_heap if entry[0] not in removed]
         heapq.heapify(self.ready_heap)
 
-    def add_request(self, taker: GroupConsumer, now: float) -> None:
-        """A replica has room: it asks, unless it has done so already."""
-        if taker not in self.requests and (room := taker.count_free_slots(self.stage)):
-            self.requests[taker] = room
-            self._requested_s[taker] = now
+    def add_request(self, consumer: GroupConsumer, now: float) -> None:
+        """Add a request for the replica's free slots, unless it has a pending one."""
+        if consumer not in self.requests and (free_slots := consumer.count_free_slots(self.stage)):
+            self.requests[consumer] = free_slots
+            self._requested_s[consumer] = now
             self._oldest_request_s = min(self._oldest_request_s, now)
 
     def serve_requests(self, now: float) -> None:
-        """Give what is ready to those that ask: to each its share, then to whoever asks again."""
+        """Assign ready groups to the waiting replicas.
+
+        First, each replica gets its share (ready groups over pending requests, rounded up), limited
+        by its request. The rest goes to the same replicas up to their free slots, as if they had
+        asked again at once.
+        """
         if self.ready_heap and now - self._oldest_request_s >= LEASE_REQUEST_WAIT_S:
             self._renew_requests(now)
         while self.ready_heap and self.requests:
             served = []
             while self.ready_heap and self.requests:
                 share = -(-len(self.ready_heap) // len(self.requests))
-                taker = next(iter(self.requests))
-                self._assign_groups(taker, self.requests.pop(taker), share)
-                served.append(taker)
-            for taker in served:
+                consumer = next(iter(self.requests))
+                self._assign_groups(consumer, self.requests.pop(consumer), share)
+                served.append(consumer)
+            for consumer in served:
                 if self.ready_heap:
                     self._assign_groups(
-                        taker, taker.count_free_slots(self.stage), len(self.ready_heap)
+                        consumer, consumer.count_free_slots(self.stage), len(self.ready_heap)
                     )
-                self.add_request(taker, now)
+                self.add_request(consumer, now)
 
     def _renew_requests(self, now: float) -> None:
-        """Requests that have waited for long are for as much room as there is now."""
-        for taker in self.requests:
-            if now - self._requested_s[taker] >= LEASE_REQUEST_WAIT_S:
-                self.requests[taker] = taker.count_free_slots(self.stage)
-                self._requested_s[taker] = now
-        oldest_s = min((self._requested_s[taker] for taker in self.requests), default=math.inf)
-        # Looked for now and then: some are made anew a little later than they would be.
+        """Renew requests that have waited LEASE_REQUEST_WAIT_S, for the slots that are free now."""
+        for consumer in self.requests:
+            if now - self._requested_s[consumer] >= LEASE_REQUEST_WAIT_S:
+                self.requests[consumer] = consumer.count_free_slots(self.stage)
+                self._requested_s[consumer] = now
+        oldest_s = min(
+            (self._requested_s[consumer] for consumer in self.requests), default=math.inf
+        )
+        # Scanning all requests on every call is too slow; so some renewals come up to
+        # REQUEST_CHECK_S late.
         self._oldest_request_s = max(oldest_s, now - LEASE_REQUEST_WAIT_S + REQUEST_CHECK_S)
 
-    def _assign_groups(self, taker: GroupConsumer, room: int, share: int) -> None:
-        count = min(room, share)
+    def _assign_groups(self, consumer: GroupConsumer, free_slots: int, share: int) -> None:
+        count = min(free_slots, share)
         chosen = [heapq.heappop(self.ready_heap)[1] for _ in range(count)]
         for group in chosen:
-            group.consumers[self.stage] = taker
+            group.consumers[self.stage] = consumer
         if chosen:
-            taker.assign_groups(self.stage, chosen)
+            consumer.assign_groups(self.stage, chosen)
 
 
 class SimulatedQueue:
-    """What `RunState` and `train_step` ask of an ExperienceQueue, and what replicas do.
+    """Queue interface of `RunState`, `train_step` and the simulated replicas.
 
-    hop_s: from a commit until the group is ready for others, and from a trainer's question to the
-    groups that are ready. books_s: work of its process on the machine for each group, altogether.
-    Unless it is `streamed`, a stage that scores gets the groups of a step together, once all of
-    them are ready for it.
+    hop_s: delay from a commit until dependent stages see the group, and of a trainer's lease
+        request.
+    books_s: CPU work of the queue's process per group, over its whole life.
+    streamed: if false, a score stage gets the groups of a step together, once all are ready for it.
     """
 
     def __init__(
         self,
         dataflow: Dataflow,
-        machine: CpuModel,
+        cpu: CpuModel,
         *,
         hop_s: float,
         books_s: float,
@@ -153,22 +163,22 @@ class SimulatedQueue:
         groups_per_step: int,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._cpu = machine
+        self._cpu = cpu
         self._hop_s = hop_s
         self._groups_per_step = groups_per_step
-        makers = {name: call.stage for call in dataflow.calls for name in call.produces}
+        producers = {name: call.stage for call in dataflow.calls for name in call.produces}
         self._stage_queues = {
-            call.stage: StageQueue(call.stage, frozenset(makers[name] for name in call.needs))
+            call.stage: StageQueue(call.stage, frozenset(producers[name] for name in call.needs))
             for call in dataflow.queue_calls
         }
         self._whole_step_stages = {
             call.stage for call in dataflow.select_calls(CallKind.SCORE) if not streamed
         }
-        self._verdict_stage = makers.get(FILTER_COLUMN, "")
-        # A group comes in, is given to each stage and comes back, and is trained.
+        self._verdict_stage = producers.get(FILTER_COLUMN, "")
+        # Entries per group: admission, lease and commit of each stage that is not trained, removal.
         entries = 2 * (len(dataflow.calls) - len(dataflow.trained_roles)) + 2
         self._entry_cost_s = books_s / entries
-        self._queue_process = SerialProcess(machine)
+        self._queue_process = SerialProcess(cpu)
         self._train_stage = next(
             call.stage for call in dataflow.queue_calls if call.kind is CallKind.TRAIN
         )
@@ -183,41 +193,43 @@ class SimulatedQueue:
 
     @property
     def queue_depths(self) -> Mapping[str, Sequence[tuple[float, int]]]:
-        """By stage, how many groups wait for it, each time that changes: s, groups."""
-        return {stage: line.depths for stage, line in self._stage_queues.items()}
+        """By stage, (time in s, waiting groups) at each change."""
+        return {stage: stage_queue.depths for stage, stage_queue in self._stage_queues.items()}
 
-    # What the replicas do.
+    # Called by replicas.
 
-    def request_groups(self, stage: str, taker: GroupConsumer) -> None:
-        """A replica has room."""
-        line = self._stage_queues[stage]
-        line.add_request(taker, self._loop.time())
-        if line.ready_heap:
-            self._serve_stage(line)
+    def request_groups(self, stage: str, consumer: GroupConsumer) -> None:
+        """Request groups for all free slots of the replica."""
+        stage_queue = self._stage_queues[stage]
+        stage_queue.add_request(consumer, self._loop.time())
+        if stage_queue.ready_heap:
+            self._serve_stage(stage_queue)
 
     def commit_groups(self, stage: str, groups: Iterable[SimulatedGroup]) -> None:
-        """A stage is done with groups; others hear of it after a hop."""
+        """Commit groups; dependent stages see them after `hop_s`."""
         batch = list(groups)
         for group in batch:
             del group.consumers[stage]
-        machine = self._cpu
+        cpu = self._cpu
         self._queue_process.add_work(len(batch) * self._entry_cost_s)
         if self._hop_s:
-            machine.call_later(self._hop_s, lambda: self._apply_commit(stage, batch))
+            cpu.call_later(self._hop_s, lambda: self._apply_commit(stage, batch))
         else:
             self._apply_commit(stage, batch)
 
-    def requeue_groups(self, taker: GroupConsumer) -> int:
-        """A replica is no more: what it had is handed out again; returns how many groups."""
+    def requeue_groups(self, consumer: GroupConsumer) -> int:
+        """Requeue all groups of a crashed replica and return their number."""
         count = 0
-        for line in self._stage_queues.values():
-            line.requests.pop(taker, None)
+        for stage_queue in self._stage_queues.values():
+            stage_queue.requests.pop(consumer, None)
             for group in self.groups.values():
-                if group.consumers.get(line.stage) is taker and not group.is_done_with(line.stage):
-                    del group.consumers[line.stage]
-                    line.add_group(group)
+                if group.consumers.get(stage_queue.stage) is consumer and not group.is_done_with(
+                    stage_queue.stage
+                ):
+                    del group.consumers[stage_queue.stage]
+                    stage_queue.add_group(group)
                     count += 1
-            self._serve_stage(line)
+            self._serve_stage(stage_queue)
         self._num_redelivered += count
         return count
 
@@ -228,62 +240,62 @@ class SimulatedQueue:
         if stage == self._verdict_stage:
             self._finish_filtered([group for group in groups if group.is_filtered])
         groups = [group for group in groups if group.end_reason is None]
-        for line in self._stage_queues.values():
-            if stage in line.required_stages:
+        for stage_queue in self._stage_queues.values():
+            if stage in stage_queue.required_stages:
                 for group in groups:
-                    if line.required_stages <= group.done_stages:
-                        self._mark_ready(line, group)
-                self._serve_stage(line)
+                    if stage_queue.required_stages <= group.done_stages:
+                        self._mark_ready(stage_queue, group)
+                self._serve_stage(stage_queue)
 
     def _finish_filtered(self, filtered: Sequence[SimulatedGroup]) -> None:
-        """They go to who makes steps, and nowhere else."""
+        """End groups that the filter rejected; only the coordinator gets them."""
         if not filtered:
             return
         for group in filtered:
             group.end_reason = GroupOutcome("filtered", filtered=True)
-        for line in self._stage_queues.values():
-            line.remove_groups(filtered)
+        for stage_queue in self._stage_queues.values():
+            stage_queue.remove_groups(filtered)
         self._trainable += filtered
         if self._finished_future is not None and not self._finished_future.done():
             self._finished_future.set_result(None)
         self._serve_stage(self._stage_queues[self._train_stage])
 
-    def _mark_ready(self, line: StageQueue, group: SimulatedGroup) -> None:
-        if line.stage == self._train_stage:
+    def _mark_ready(self, stage_queue: StageQueue, group: SimulatedGroup) -> None:
+        if stage_queue.stage == self._train_stage:
             group.ready_version = self.version
             self._trainable.append(group)
-        elif line.stage in self._whole_step_stages:
+        elif stage_queue.stage in self._whole_step_stages:
             step = group.admission_index // self._groups_per_step
-            batch = line.held_groups.setdefault(step, [])
+            batch = stage_queue.held_groups.setdefault(step, [])
             batch.append(group)
             if len(batch) == self._groups_per_step:
-                for one in line.held_groups.pop(step):
-                    line.add_group(one)
+                for held_group in stage_queue.held_groups.pop(step):
+                    stage_queue.add_group(held_group)
         else:
-            line.add_group(group)
+            stage_queue.add_group(group)
 
-    def _serve_stage(self, line: StageQueue) -> None:
-        if line.stage == self._train_stage:
+    def _serve_stage(self, stage_queue: StageQueue) -> None:
+        if stage_queue.stage == self._train_stage:
             if (
                 self._trainable
                 and self._trainable_future is not None
                 and not self._trainable_future.done()
             ):
                 self._trainable_future.set_result(None)
-            self._observe_depth(line, len(self._trainable))
+            self._observe_depth(stage_queue, len(self._trainable))
         else:
-            ready = len(line.ready_heap)
-            line.serve_requests(self._loop.time())
-            self._queue_process.add_work((ready - len(line.ready_heap)) * self._entry_cost_s)
-            self._observe_depth(line, len(line.ready_heap))
+            ready = len(stage_queue.ready_heap)
+            stage_queue.serve_requests(self._loop.time())
+            self._queue_process.add_work((ready - len(stage_queue.ready_heap)) * self._entry_cost_s)
+            self._observe_depth(stage_queue, len(stage_queue.ready_heap))
 
-    def _observe_depth(self, line: StageQueue, level: int) -> None:
+    def _observe_depth(self, stage_queue: StageQueue, depth: int) -> None:
         now = self._loop.time()
-        if level != (line.depths[-1][1] if line.depths else 0):
-            line.depths.append((now, level))
-            self._depth_meter.observe_depth(line.stage, level, now)
+        if depth != (stage_queue.depths[-1][1] if stage_queue.depths else 0):
+            stage_queue.depths.append((now, depth))
+            self._depth_meter.observe_depth(stage_queue.stage, depth, now)
 
-    # What the loops ask for.
+    # Interface of ExperienceQueue, for the control loops.
 
     async def admit_prompts(
         self,
@@ -293,33 +305,36 @@ class SimulatedQueue:
         wait_s: float = math.inf,
         on_entered: Callable[[Collection[str]], None] = lambda uids: None,
     ) -> None:
-        """Prompts come in."""
-        now, lines = (
+        now, stage_queues = (
             self._loop.time(),
-            [one for one in self._stage_queues.values() if not one.required_stages],
+            [
+                stage_queue
+                for stage_queue in self._stage_queues.values()
+                if not stage_queue.required_stages
+            ],
         )
         for prompt in prompts:
             group = SimulatedGroup(prompt.uid, self._num_admitted, version, now)
             self._num_admitted += 1
             self.groups[prompt.uid] = group
-            for line in lines:
-                line.add_group(group)
+            for stage_queue in stage_queues:
+                stage_queue.add_group(group)
         self._queue_process.add_work(len(prompts) * self._entry_cost_s)
         on_entered([prompt.uid for prompt in prompts])
-        for line in lines:
-            self._serve_stage(line)
+        for stage_queue in stage_queues:
+            self._serve_stage(stage_queue)
 
     async def lease_groups(
         self, stage: str, *, max_groups: int, columns: Sequence[str], wait_s: float
     ) -> list[Experience]:
-        """All groups that are ready to be trained and were not taken yet; waits for one."""
+        """Return all groups that are ready to train and not yet leased; wait for at least one."""
         if not self._trainable:
             self._trainable_future = self._loop.create_future()
             await self._trainable_future
         else:
             await self._cpu.wait_until(self._cpu.now + self._hop_s)
-        taken, self._trainable = self._trainable, []
-        self._queue_process.add_work(len(taken) * self._entry_cost_s)
+        groups, self._trainable = self._trainable, []
+        self._queue_process.add_work(len(groups) * self._entry_cost_s)
         self._observe_depth(self._stage_queues[stage], 0)
         return [
             Experience(
@@ -329,11 +344,11 @@ class SimulatedQueue:
                 ready_version=group.ready_version,
                 outcome=group.end_reason,
             )
-            for group in taken
+            for group in groups
         ]
 
     async def find_uids_with(self, column: str) -> list[str]:
-        """The groups that have the column of the filter's verdict."""
+        """Return the groups that have the column of the filter's verdict."""
         assert column == FILTER_COLUMN, column
         await self._cpu.wait_until(self._cpu.now + self._hop_s)
         return [
@@ -341,7 +356,7 @@ class SimulatedQueue:
         ]
 
     async def wait_for_finished(self, *, wait_s: float) -> list[FinishedGroup]:
-        """All groups that have ended and were not taken yet; waits for one."""
+        """Return all filtered groups that are not yet taken; wait for at least one."""
         if not any(group.end_reason for group in self._trainable):
             self._finished_future = self._loop.create_future()
             await self._finished_future
@@ -352,26 +367,30 @@ class SimulatedQueue:
         ]
 
     def restore_trainable(self) -> None:
-        """Whoever trained is no more: all that is ready is there for the next one."""
-        needs = self._stage_queues[self._train_stage].required_stages
+        """Offer all ready groups again after a restart of the trainer."""
+        required_stages = self._stage_queues[self._train_stage].required_stages
         self._trainable = [
             group
             for group in self.groups.values()
-            if needs <= group.done_stages or group.end_reason
+            if required_stages <= group.done_stages or group.end_reason
         ]
 
     async def remove_groups(self, uids: Sequence[str], version: int) -> None:
-        """These groups are trained or ended."""
+        """Remove groups that are trained or ended."""
         self.version = max(self.version, version)
-        left = [self.groups.pop(uid) for uid in uids if uid in self.groups]
+        removed = [self.groups.pop(uid) for uid in uids if uid in self.groups]
         self._trainable = [group for group in self._trainable if group.uid in self.groups]
-        needs = self._stage_queues[self._train_stage].required_stages
-        surplus = [one for one in left if one.end_reason is None and not needs <= one.done_stages]
-        for line in self._stage_queues.values() if surplus else ():
-            line.remove_groups(surplus)
+        required_stages = self._stage_queues[self._train_stage].required_stages
+        surplus = [
+            group
+            for group in removed
+            if group.end_reason is None and not required_stages <= group.done_stages
+        ]
+        for stage_queue in self._stage_queues.values() if surplus else ():
+            stage_queue.remove_groups(surplus)
 
     async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
-        """As `leave`; the figures of the step that has ended."""
+        """Remove groups as `remove_groups` does; return the statistics of the finished step."""
         await self.remove_groups(uids, version)
         stats = await self.get_stats()
         self._depth_meter.restart_window(self._loop.time())
@@ -379,7 +398,6 @@ class SimulatedQueue:
         return stats
 
     async def get_stats(self) -> ShardStats:
-        """The figures of the step under way."""
         now = self._loop.time()
         oldest_s = next((group.admitted_s for group in self.groups.values()), now)
         return ShardStats(
@@ -391,7 +409,7 @@ class SimulatedQueue:
         )
 
     async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
-        """What each of them has."""
+        """Return the finished stages of each group, as text."""
         return {
             uid: f"done: {sorted(self.groups[uid].done_stages)}"
             for uid in uids

@@ -1,4 +1,4 @@
-"""What every process did and when, kept short while the clock runs."""
+"""Compact recording of the spans of all simulated processes."""
 
 import asyncio
 import heapq
@@ -12,7 +12,7 @@ NO_SPAN_ARGS: SpanArgs = {}
 
 
 class ProcessRecorder:
-    """The work of one process, as spans are: what overlaps lies in different lanes."""
+    """Records the spans of one process; overlapping spans get different lanes."""
 
     def __init__(self, process: str) -> None:
         self.process = process
@@ -22,55 +22,56 @@ class ProcessRecorder:
         self._open_spans: dict[int, tuple[str, float, SpanArgs]] = {}
         self._paused_names: Collection[str] = ()
 
-    def begin_span(self, name: str, facts: SpanArgs = NO_SPAN_ARGS) -> int:
-        """A piece of work of this name begins, in the lane returned; `facts` as of a real span."""
+    def begin_span(self, name: str, args: SpanArgs = NO_SPAN_ARGS) -> int:
+        """Begin a span and return its lane; `args` are those of a real span."""
         lane = heapq.heappop(self._free_lanes) if self._free_lanes else len(self._open_spans)
-        self._open_spans[lane] = name, self._clock.time(), facts
+        self._open_spans[lane] = name, self._clock.time(), args
         return lane
 
     def end_span(self, lane: int) -> None:
-        """It has ended."""
-        name, since, facts = self._open_spans.pop(lane)
+        name, since, args = self._open_spans.pop(lane)
         heapq.heappush(self._free_lanes, lane)
         if name not in self._paused_names:
-            self.closed_spans.append((name, lane, since, self._clock.time(), facts))
+            self.closed_spans.append((name, lane, since, self._clock.time(), args))
 
     def pause_spans(self, names: Collection[str]) -> None:
-        """Work of these names stands still until `go_on`."""
+        """Close the spans of these names until `resume_spans`.
+
+        The closed part has no `lengths`: only the last part of a group's work carries them.
+        """
         now, self._paused_names = self._clock.time(), names
         self.closed_spans += [
-            (name, lane, since, now, {**facts, "lengths": ""} if "lengths" in facts else facts)
-            for lane, (name, since, facts) in self._open_spans.items()
+            (name, lane, since, now, {**args, "lengths": ""} if "lengths" in args else args)
+            for lane, (name, since, args) in self._open_spans.items()
             if name in names
         ]
 
     def resume_spans(self) -> None:
-        """The work that stood still goes on."""
+        """Reopen the paused spans."""
         now = self._clock.time()
-        for lane, (name, _, facts) in self._open_spans.items():
+        for lane, (name, _, args) in self._open_spans.items():
             if name in self._paused_names:
-                self._open_spans[lane] = name, now, facts
+                self._open_spans[lane] = name, now, args
         self._paused_names = ()
 
     def close_spans(self) -> None:
-        """The process is no more, nor is what it was at."""
+        """Close all spans of a process that crashed."""
         for lane in list(self._open_spans):
             self.end_span(lane)
 
 
 class ProcessRecordings:
-    """The recorders of all processes, by process; those that come back go on with theirs."""
+    """Recorders by process; a restarted process continues with its recorder."""
 
     def __init__(self) -> None:
         self._recorders: dict[str, ProcessRecorder] = {}
 
     def get_recorder(self, process: str) -> ProcessRecorder:
-        """The one of a process."""
         return self._recorders.setdefault(process, ProcessRecorder(process))
 
     @cached_property
     def spans_by_process(self) -> Mapping[str, Sequence[Span]]:
-        """By process, once the clock stands still."""
+        """Spans by process. Cached: read it only after the simulation."""
         return {
             process: [Span(process, *work) for work in recorder.closed_spans]
             for process, recorder in self._recorders.items()

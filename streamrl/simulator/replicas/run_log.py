@@ -1,4 +1,4 @@
-"""Books that are kept in memory alone."""
+"""Run log of a simulation, in memory only."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from streamrl.buffer.log.segment_file import JournalRecord
 
 
 class _NullLog:
-    """A log that keeps nothing: what a simulation crashes of is not its own."""
+    """A log that discards its records: no simulation is resumed from disk."""
 
     num_bytes = 0
 
@@ -24,9 +24,9 @@ class _NullLog:
 
 
 class SimulatedRunLog(RunLog):
-    """A real ledger without a log; a step takes step_s to be booked.
+    """A real ledger without a journal; recording a step takes `step_s`.
 
-    `made` are the steps since the last checkpoint, if somebody `keeps` them.
+    steps_since_checkpoint: steps to replay after a restart, if `keeps` is set.
     """
 
     def __init__(self, ledger: Ledger, *, step_s: float, keeps: bool) -> None:
@@ -36,7 +36,6 @@ class SimulatedRunLog(RunLog):
         self.steps_since_checkpoint: dict[int, TrainedStep] = {}
 
     async def record_step(self, step: TrainedStep) -> None:
-        """As any books, but for the record."""
         await asyncio.sleep(self._step_s)
         if self.steps_to_replay.pop(step.version, None) is None:
             for group in step.groups:

@@ -1,4 +1,4 @@
-"""A scorer replica: takes groups in batches, computes one batch after the other."""
+"""Simulated score replica: leases groups and scores them batch by batch."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -16,37 +16,38 @@ from streamrl.stream.device_lease import DedicatedDeviceLease
 
 @dataclass(frozen=True, eq=False)
 class ScoreBatch:
-    """Groups that are scored together."""
+    """Groups scored in one batch."""
 
     stage: str
     groups: Sequence[SimulatedGroup]
 
     @property
     def newest_version(self) -> int:
-        """The newest that any of them was admitted at."""
+        """The highest version at which one of the groups was admitted."""
         return max(group.admitted_version for group in self.groups)
 
 
 class SimulatedScorer:
-    """Serves all stages of a role; it has two batches of each at most, one of which it computes."""
+    """Serves all stages of a role, with at most two batches per stage: one running, one
+    prefetched."""
 
     def __init__(
-        self, process: str, calls: Sequence[ModelCall], site: SimulationContext, *, holder: str
+        self, process: str, calls: Sequence[ModelCall], context: SimulationContext, *, holder: str
     ) -> None:
-        """`holder` is its name among those who share devices, unlike any before."""
+        """Create a scorer; `holder` is a name that the device arbiter has not seen before."""
         self.process = process
-        self._context = site
+        self._context = context
         self._calls = {call.stage: call for call in calls}
-        self._free_slots = {stage: 2 * site.timings.score[stage].batch for stage in self._calls}
-        self._recorder = site.recordings.get_recorder(process)
-        lease = site.leases.make_lease(calls[0].role, holder)
+        self._free_slots = {stage: 2 * context.timings.score[stage].batch for stage in self._calls}
+        self._recorder = context.recordings.get_recorder(process)
+        lease = context.leases.make_lease(calls[0].role, holder)
         self._device_hold = DeviceHold(calls[0].stage, lease, self._start_next_batch)
         self._weight_puller: WeightPuller | None = None
         if calls[0].followed_role:
-            timing = site.timings.weights.get(calls[0].stage, WeightsTiming())
-            versions = site.registries[calls[0].followed_role]
+            timing = context.timings.weights.get(calls[0].stage, WeightsTiming())
+            registry = context.registries[calls[0].followed_role]
             self._weight_puller = WeightPuller(
-                self, timing, versions, lease or DedicatedDeviceLease(), self._recorder
+                self, timing, registry, lease or DedicatedDeviceLease(), self._recorder
             )
         self._awaiting_version: list[ScoreBatch] = []
         self._ready_batches: deque[ScoreBatch] = deque()
@@ -54,19 +55,21 @@ class SimulatedScorer:
         self._is_busy = self._is_dead = False
 
     def start(self) -> None:
-        """Take groups, if it follows a model once a version is there."""
+        """Request groups, after the first pull if the role follows a model."""
         if self._weight_puller is not None:
             self._weight_puller.start()
         else:
             self.on_version_loaded()
 
     def _required_version(self, version: int) -> int:
-        """What must be held at least for what was admitted at a version."""
-        is_moved = next(iter(self._calls.values())).followed_role == EMA_REFERENCE
-        return self._context.reference.find_reference_version(version) if is_moved else version
+        """Return the oldest version of the model that may score groups admitted at `version`."""
+        is_ema_reference = next(iter(self._calls.values())).followed_role == EMA_REFERENCE
+        return (
+            self._context.reference.find_reference_version(version) if is_ema_reference else version
+        )
 
     def kill(self) -> int:
-        """What it was at is handed out again; no token is lost."""
+        """Crash: requeue all groups. Returns 0, the number of lost tokens."""
         self._is_dead = True
         self._device_hold.close()
         if self._weight_puller is not None:
@@ -80,11 +83,9 @@ class SimulatedScorer:
         return 0
 
     def count_free_slots(self, stage: str) -> int:
-        """How many groups more it may be given."""
         return 0 if self._is_dead else self._free_slots[stage]
 
     def assign_groups(self, stage: str, groups: Sequence[SimulatedGroup]) -> None:
-        """It has these from now on."""
         self._free_slots[stage] -= len(groups)
         size = self._context.timings.score[stage].batch
         self._enqueue_batches(
@@ -104,34 +105,30 @@ class SimulatedScorer:
                 self._device_hold.begin_work()
 
     async def load_version(self, version: int, pause_s: float) -> None:
-        """Go over to this version."""
         await self._context.cpu.wait_until(self._context.cpu.now + pause_s)
 
     def on_version_loaded(self) -> None:
-        """A version is held."""
-        early, self._awaiting_version = self._awaiting_version, []
-        self._enqueue_batches(early)
-        for stage, room in self._free_slots.items():
-            if room:
+        waiting_batches, self._awaiting_version = self._awaiting_version, []
+        self._enqueue_batches(waiting_batches)
+        for stage, free_slots in self._free_slots.items():
+            if free_slots:
                 self._context.queue.request_groups(stage, self)
 
     def _start_next_batch(self) -> None:
-        """Compute the next batch, if the devices are there and free."""
+        """Start the next batch if the scorer is free and holds its devices."""
         if self._is_busy or not self._ready_batches or not self._device_hold.is_held:
             return
-        batch, machine = self._ready_batches.popleft(), self._context.cpu
+        batch, cpu = self._ready_batches.popleft(), self._context.cpu
         rollouts, tokens = self._count_batch_tokens(batch)
-        facts = {"groups": len(batch.groups), "rollouts": rollouts, "tokens": tokens}
-        lane = self._recorder.begin_span(batch.stage, facts)
+        span_args = {"groups": len(batch.groups), "rollouts": rollouts, "tokens": tokens}
+        lane = self._recorder.begin_span(batch.stage, span_args)
         self._is_busy = True
-        machine.adjust_busy(1)
-        at = machine.now + self._context.timings.score[batch.stage].batch_duration_s(
-            rollouts, tokens
-        )
-        self._timer = machine.call_at(at, lambda: self._finish_batch(batch, lane))
+        cpu.adjust_busy(1)
+        at = cpu.now + self._context.timings.score[batch.stage].batch_duration_s(rollouts, tokens)
+        self._timer = cpu.call_at(at, lambda: self._finish_batch(batch, lane))
 
     def _count_batch_tokens(self, batch: ScoreBatch) -> tuple[int, int]:
-        """Rollouts, and their tokens."""
+        """Return the number of rollouts and of their tokens."""
         groups = batch.groups
         if "greedy_ids" in self._calls[batch.stage].needs:
             return len(groups), sum(group.greedy_tokens for group in groups)

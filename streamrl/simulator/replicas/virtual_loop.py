@@ -1,4 +1,4 @@
-"""An asyncio event loop whose time is a number: nothing waits, schedules run in microseconds."""
+"""asyncio event loop on a virtual clock: timers fire in order and without waiting."""
 
 import asyncio
 import math
@@ -12,7 +12,7 @@ MIN_CLOCK_RESOLUTION_S = 1e-9
 
 
 class _InstantSelector(selectors.SelectSelector):
-    """Instead of sleeping until the next timer, moves the loop's clock there."""
+    """Selector that advances the loop's clock to the next timer instead of sleeping."""
 
     def __init__(self, *, polls: bool) -> None:
         super().__init__()
@@ -23,16 +23,17 @@ class _InstantSelector(selectors.SelectSelector):
         ready = super().select(0) if self._polls else []
         if not ready:
             if timeout is None:
-                raise RuntimeError("deadlock: nothing is scheduled and nobody can wake the loop")
+                raise RuntimeError("deadlock: no timer is pending and no I/O is ready")
             self.now += max(timeout, 0.0)
         return ready
 
 
 class VirtualEventLoop(asyncio.SelectorEventLoop):
-    """`loop.time()` starts at 0 and jumps from timer to timer.
+    """Event loop whose `time()` starts at 0 and jumps from timer to timer.
 
-    A timer that is never due is not kept: where nothing else goes on, to wait for it is a deadlock.
-    polls: whether to look for what comes from outside the loop: other threads, files, signals.
+    A timer at infinity is never scheduled; waiting for it alone raises RuntimeError (deadlock).
+
+    polls: whether to poll for events from outside the loop: other threads, files, signals.
     """
 
     def __init__(self, *, polls: bool = True) -> None:
@@ -41,15 +42,17 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
 
     @property
     def _clock_resolution(self) -> float:
-        """What is this close is due, s: after half a year a nanosecond is less than rounding."""
+        """Resolution in seconds: timers this close are due.
+
+        After about half a year of virtual time (1e7 s), one nanosecond is below the rounding error.
+        """
         return max(MIN_CLOCK_RESOLUTION_S, math.ulp(self._instant_selector.now))
 
     @_clock_resolution.setter
     def _clock_resolution(self, seconds: float) -> None:
-        """That of a clock which goes on by itself is of no matter here."""
+        """Ignore the resolution of the system's clock, which BaseEventLoop sets."""
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
         return self._instant_selector.now
 
     def call_at(  # type: ignore[override]
@@ -59,13 +62,12 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
         *args: Any,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """As any loop's."""
         if when == math.inf:
             return asyncio.TimerHandle(when, callback, args, self, context)
         return super().call_at(when, callback, *args, context=context)
 
 
 def run_virtual(main: Coroutine[Any, Any, T], *, polls: bool = True) -> T:
-    """Run a coroutine to its end on a virtual clock."""
+    """Run a coroutine to completion on a virtual clock."""
     with asyncio.Runner(loop_factory=lambda: VirtualEventLoop(polls=polls)) as runner:
         return runner.run(main)

@@ -1,4 +1,4 @@
-"""Versions on their way to the replicas that follow a model."""
+"""Weight pulls of the replicas that follow a trained model."""
 
 import asyncio
 from typing import Protocol
@@ -11,62 +11,62 @@ from streamrl.weights.version_registry import WeightRegistry
 
 
 class SimulatedWeightRegistry(WeightRegistry):
-    """A registry that calls those who follow, where real ones ask it."""
+    """Weight registry that notifies its followers; real followers poll."""
 
     def __init__(self) -> None:
         super().__init__(keep_versions=2)
         self.followers: list[WeightPuller] = []
 
     def add_manifest(self, manifest: WeightManifest, *, publish_s: float = 0.0) -> None:
-        """As any registry."""
         super().add_manifest(manifest, publish_s=publish_s)
         for follower in self.followers:
             follower.pull_if_newer()
 
 
 class VersionFollower(Protocol):
-    """A replica that holds a model which another trains."""
+    """A replica with a copy of a trained model."""
 
     async def load_version(self, version: int, pause_s: float) -> None:
-        """Go over to a version that is there, computing nothing meanwhile."""
+        """Switch to a version; the replica computes nothing for `pause_s`."""
         ...
 
     def on_version_loaded(self) -> None:
-        """It is held."""
+        """Start work that waited for the version."""
         ...
 
 
 class WeightPuller:
-    """A replica's pulls, one after the other, each of the newest version. None is held at first."""
+    """Pulls of one replica, one at a time, always of the newest version.
+
+    loaded_version: -1 before the first pull.
+    """
 
     def __init__(
         self,
         follower: VersionFollower,
         timing: WeightsTiming,
-        versions: SimulatedWeightRegistry,
+        registry: SimulatedWeightRegistry,
         lease: DeviceLease,
         recorder: ProcessRecorder,
     ) -> None:
         self.loaded_version = -1
         self._follower = follower
         self._timing = timing
-        self._registry = versions
+        self._registry = registry
         self._lease = lease
         self._recorder = recorder
         self._pull_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Follow from now on."""
         self._registry.followers.append(self)
         self.pull_if_newer()
 
     def pull_if_newer(self) -> None:
-        """There may be a newer version."""
+        """Start a pull if the registry has a newer version and no pull is running."""
         if self._pull_task is None and self._registry.version > self.loaded_version:
             self._pull_task = asyncio.create_task(self._pull_newest())
 
     def close(self) -> None:
-        """The replica is no more."""
         self._registry.followers.remove(self)
         if self._pull_task is not None:
             self._pull_task.cancel()

@@ -1,4 +1,4 @@
-"""Cores that processes share."""
+"""CPU time of processes that share cores."""
 
 import asyncio
 
@@ -11,38 +11,38 @@ from streamrl.simulator.replicas.virtual_loop import run_virtual
 
 
 async def ends(cores: int, works: list[tuple[float, float]]) -> list[float]:
-    """When each work is done: (begins at, takes), s."""
+    """Return the end time of each work, given as (begin, duration) in seconds."""
     machine, clock = CpuModel(cores), asyncio.get_running_loop()
-    found = [0.0] * len(works)
+    end_times = [0.0] * len(works)
 
     async def one(index: int, at: float, seconds: float) -> None:
         await asyncio.sleep(at)
         await machine.run_work(seconds)
-        found[index] = clock.time()
+        end_times[index] = clock.time()
 
     await asyncio.gather(*(one(i, *work) for i, work in enumerate(works)))
-    return [round(end, 6) for end in found]
+    return [round(end, 6) for end in end_times]
 
 
-def test_with_a_core_each_work_takes_its_time() -> None:
+def test_work_takes_its_duration_with_a_core_per_process() -> None:
     assert run_virtual(ends(0, [(0, 1), (0, 3), (2, 2)])) == [1, 3, 4]
 
 
-def test_two_on_one_core_take_twice_as_long() -> None:
-    # Until 2 both have half of it; then one is done, and the other has it alone for its last two.
+def test_two_processes_on_one_core_take_twice_as_long() -> None:
+    # Until 2 both run at half speed; then the longer one runs alone for its last two seconds.
     assert run_virtual(ends(1, [(0, 1), (0, 3)])) == [2, 4]
 
 
-def test_who_comes_later_slows_those_down_who_are_there() -> None:
-    # One alone until 1, both until 3, when the second is done with its 1; then 1 is left of 3.
+def test_a_later_process_slows_down_running_ones() -> None:
+    # One alone until 1, both until 3, when the second has done its 1 s; then 1 s of 3 remains.
     assert run_virtual(ends(1, [(0, 3), (1, 1)])) == [4, 3]
 
 
-def test_two_cores_are_enough_for_two() -> None:
+def test_two_processes_on_two_cores_run_at_full_speed() -> None:
     assert run_virtual(ends(2, [(0, 1), (0, 3), (2, 2)])) == [1, 3, 4]
 
 
-def test_two_on_two_cores_may_still_be_in_each_others_way() -> None:
+def test_crowding_slows_two_processes_on_two_cores() -> None:
     async def main() -> float:
         machine = CpuModel(2, crowding=0.25)
         await machine.run_work(4.0, processes=2)
@@ -51,7 +51,7 @@ def test_two_on_two_cores_may_still_be_in_each_others_way() -> None:
     assert run_virtual(main()) == 5.0
 
 
-def test_a_work_of_several_processes_is_as_fast_as_each_of_them() -> None:
+def test_work_of_several_processes_ends_together() -> None:
     async def main() -> float:
         machine = CpuModel(2)
         await machine.run_work(3.0, processes=4)
@@ -64,15 +64,15 @@ works = st.lists(st.tuples(st.floats(0, 5), st.floats(0.1, 5)), min_size=1, max_
 
 
 @given(works, st.integers(1, 3))
-def test_no_more_is_done_than_the_cores_can(works: list[tuple[float, float]], cores: int) -> None:
-    found = run_virtual(ends(cores, works))
+def test_total_work_is_bounded_by_the_cores(works: list[tuple[float, float]], cores: int) -> None:
+    end_times = run_virtual(ends(cores, works))
     alone = [at + seconds for at, seconds in works]
-    assert all(end >= least - 1e-5 for end, least in zip(found, alone, strict=True))
-    assert max(found) >= sum(seconds for _, seconds in works) / cores - 1e-5
-    assert max(found) <= max(at for at, _ in works) + sum(s for _, s in works) + 1e-5
+    assert all(end >= least - 1e-5 for end, least in zip(end_times, alone, strict=True))
+    assert max(end_times) >= sum(seconds for _, seconds in works) / cores - 1e-5
+    assert max(end_times) <= max(at for at, _ in works) + sum(s for _, s in works) + 1e-5
 
 
-def test_what_is_cancelled_does_not_happen() -> None:
+def test_a_cancelled_timer_does_not_fire() -> None:
     async def main() -> list[str]:
         machine, rung = CpuModel(), list[str]()
         machine.call_at(1.0, lambda: rung.append("first")).cancel()
@@ -83,17 +83,17 @@ def test_what_is_cancelled_does_not_happen() -> None:
     assert run_virtual(main()) == ["second"]
 
 
-def test_a_clerk_does_one_thing_after_another_on_one_core() -> None:
+def test_a_serial_process_works_through_its_queue() -> None:
     async def main() -> tuple[float, float]:
         machine, clock = CpuModel(2), asyncio.get_running_loop()
         clerk = SerialProcess(machine)
         for seconds in (1.0, 3.0, 0.0):
             clerk.add_work(seconds)
-        # As fast as with nobody beside it but the clerk, and three are one too many for two cores.
+        # Three work processes and the serial process compete for two cores.
         await machine.run_work(3.0)
         beside = clock.time()
         await asyncio.gather(machine.run_work(1.5), machine.run_work(1.5))
         return beside, clock.time()
 
-    # After 3 s the clerk has 1 s to do: the three of them go at 2/3 for 1.5 s, then two have 0.5 s.
+    # At 3 s the serial process has 1 s left: three run at 2/3 speed for 1.5 s, then two for 0.5 s.
     assert run_virtual(main()) == pytest.approx((3.0, 3.0 + 1.5 + 0.5))

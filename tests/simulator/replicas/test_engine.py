@@ -1,4 +1,4 @@
-"""Continuous batching without looking at every token: against hand and token by token."""
+"""Continuous batching in closed form, against results by hand and a token-by-token model."""
 
 import math
 from collections import Counter, deque
@@ -20,7 +20,7 @@ PLAIN = sampler(1.0, max_running=8, kv_tokens=1000)
 
 
 def run(engine: SimulatedEngine[str]) -> dict[str, float]:
-    """To the end of all groups: when each was done."""
+    """Advance to the end of all groups; return when each finished."""
     ends: dict[str, float] = {}
     while engine.next_event_s < math.inf:
         now = engine.next_event_s
@@ -28,22 +28,22 @@ def run(engine: SimulatedEngine[str]) -> dict[str, float]:
     return ends
 
 
-def test_a_group_is_done_with_its_longest() -> None:
+def test_a_group_finishes_with_its_longest_rollout() -> None:
     engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
     engine.add_group("a", 2, [3, 5], 10.0)
     assert run(engine) == {"a": 15.0}
     assert (engine.is_empty, engine.resident_tokens, engine.decode_steps) == (True, 0, 5)
 
 
-def test_a_step_takes_longer_the_more_tokens_are_in_memory() -> None:
-    # Two rollouts of 2 prompt tokens: 4, 6 and 8 tokens before the three steps.
+def test_step_time_grows_with_kv_cache_tokens() -> None:
+    # Two rollouts with 2 prompt tokens: 4, 6 and 8 tokens in the KV cache before the three steps.
     engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, kv_token_s=0.5))
     engine.add_group("a", 2, [3, 3], 0.0)
     assert run(engine) == {"a": (1 + 2) + (1 + 3) + (1 + 4)}
 
 
-def test_computing_bounds_the_steps_until_reading_does() -> None:
-    # One rollout: reading takes 1.5, 2, 2.5 s, computing 2.2 s.
+def test_a_step_is_compute_bound_until_it_is_memory_bound() -> None:
+    # One rollout: memory time 1.5, 2, 2.5 s; compute time 2.2 s.
     engine: SimulatedEngine[str] = SimulatedEngine(
         replace(PLAIN, kv_token_s=0.5, compute_rollout_s=2.2)
     )
@@ -51,20 +51,20 @@ def test_computing_bounds_the_steps_until_reading_does() -> None:
     assert run(engine) == {"a": pytest.approx(2.2 + 2.2 + 2.5)}
 
 
-def test_who_comes_in_the_middle_of_a_step_begins_with_the_next() -> None:
+def test_a_group_added_during_a_step_starts_with_the_next() -> None:
     engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
     engine.add_group("a", 1, [4], 0.0)
     engine.add_group("b", 1, [2], 1.5)
     assert run(engine) == {"a": 4.0, "b": 4.0}
 
 
-def test_prompts_are_computed_before_the_next_step() -> None:
+def test_prefill_precedes_the_next_step() -> None:
     engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, prefill_token_s=0.1))
     engine.add_group("a", 10, [1, 1], 0.0)
     assert run(engine) == {"a": 2 + 1.0}
 
 
-def test_to_hand_on_what_is_done_delays_the_next_step() -> None:
+def test_delivering_a_group_delays_the_next_step() -> None:
     engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, group_s=0.25))
     engine.add_group("a", 1, [2], 0.0)
     engine.add_group("b", 1, [2], 0.0)
@@ -72,14 +72,14 @@ def test_to_hand_on_what_is_done_delays_the_next_step() -> None:
     assert run(engine) == {"a": 2.0, "b": 2.0, "c": 3 + 2 * 0.25}
 
 
-def test_those_beyond_the_places_wait_for_one() -> None:
+def test_rollouts_beyond_max_running_wait_for_a_slot() -> None:
     engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, max_running=2))
     engine.add_group("a", 1, [2, 3, 2], 0.0)
     assert run(engine) == {"a": 4.0}
 
 
-def test_those_beyond_the_room_wait_for_it() -> None:
-    # 20 tokens of room: two with 6 at most each, and then the third, as 3 * 4 + 3 fit, but not 18.
+def test_rollouts_beyond_the_kv_cache_wait() -> None:
+    # KV cache of 20 tokens: 3 * 4 + 3 fit when the third rollout starts, but not 18 at the end.
     engine: SimulatedEngine[str] = SimulatedEngine(replace(PLAIN, kv_tokens=9))
     engine.add_group("a", 3, [3], 0.0)
     engine.add_group("b", 3, [3], 0.0)
@@ -88,9 +88,9 @@ def test_those_beyond_the_room_wait_for_it() -> None:
     assert engine.num_running == 2
 
 
-def test_the_newest_loses_its_place_where_room_runs_out() -> None:
-    # Both have 4 tokens after a step and 5 after two; 10 are all there is room for, so that the
-    # second waits from then on, and is computed anew once the first is done after its third step.
+def test_a_full_kv_cache_preempts_the_newest_rollout() -> None:
+    # Both have 4 tokens after a step and 5 after two; the KV cache holds 10, so that the
+    # second is preempted, and prefilled again when the first finishes after its third step.
     timing = replace(PLAIN, kv_tokens=10, prefill_token_s=0.01)
     engine: SimulatedEngine[str] = SimulatedEngine(timing)
     engine.add_group("a", 3, [4], 0.0)
@@ -110,7 +110,7 @@ def test_every_token_keeps_the_version_that_sampled_it() -> None:
     assert engine.now == 5.5
 
 
-def test_what_stands_still_goes_on_where_it_was() -> None:
+def test_resume_continues_after_a_pause() -> None:
     engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
     engine.add_group("a", 1, [3], 0.0)
     assert engine.pause(0.2) == 1.0
@@ -119,7 +119,7 @@ def test_what_stands_still_goes_on_where_it_was() -> None:
     assert run(engine) == {"a": 9.0}
 
 
-def test_tokens_that_would_be_lost_are_those_of_groups_that_are_not_done() -> None:
+def test_count_sampled_tokens_covers_unfinished_groups() -> None:
     engine: SimulatedEngine[str] = SimulatedEngine(PLAIN)
     engine.add_group("a", 1, [1, 1], 0.0)
     engine.add_group("b", 1, [2, 9], 0.0)
@@ -128,7 +128,7 @@ def test_tokens_that_would_be_lost_are_those_of_groups_that_are_not_done() -> No
     assert engine.count_sampled_tokens() == 2 + 3
 
 
-def test_there_is_something_to_do_once_a_place_is_free_again() -> None:
+def test_a_newly_free_slot_is_an_event() -> None:
     kind = ConcurrencyLimit(-1, slots_per_group=4)
     engine: SimulatedEngine[str] = SimulatedEngine(PLAIN, [kind])
     engine.add_group("a", 1, [2, 3, 6, 9], 0.0, kind)
@@ -140,7 +140,7 @@ def test_there_is_something_to_do_once_a_place_is_free_again() -> None:
     assert engine.next_event_s == 6.0
 
 
-def test_a_place_that_is_free_at_the_end_of_a_step_under_way_is_told_of() -> None:
+def test_a_slot_freed_at_the_end_of_the_current_step_is_an_event() -> None:
     kind = ConcurrencyLimit(0, slots_per_group=2)
     engine: SimulatedEngine[str] = SimulatedEngine(PLAIN, [kind])
     engine.add_group("a", 1, [2, 9], 0.0, kind)
@@ -151,8 +151,8 @@ def test_a_place_that_is_free_at_the_end_of_a_step_under_way_is_told_of() -> Non
 
 
 @dataclass
-class Slow:
-    """The same token by token."""
+class TokenByTokenEngine:
+    """Reference model that simulates every token."""
 
     timing: GeneratorTiming
     now: float = 0.0
@@ -165,29 +165,29 @@ class Slow:
 
     def fill(self) -> None:
         while self.waiting and len(self.running) < self.timing.max_running:
-            one, room = self.waiting[0], self.timing.kv_tokens
-            if self.resident + one[1] + len(self.running) + 1 > room:
+            rollout, kv_tokens = self.waiting[0], self.timing.kv_tokens
+            if self.resident + rollout[1] + len(self.running) + 1 > kv_tokens:
                 break
             self.running.append(self.waiting.popleft())
-            self.now += self.timing.prefill_token_s * one[1]
+            self.now += self.timing.prefill_token_s * rollout[1]
 
     @property
     def resident(self) -> int:
-        return sum(one[1] for one in self.running)
+        return sum(rollout[1] for rollout in self.running)
 
     def make_step(self) -> None:
         self.now += self.timing.decode_step_s(len(self.running), self.resident)
-        for one in self.running:
-            one[1] += 1
-            one[2] -= 1
-            versions = self.groups[one[0]].tokens_by_version
+        for rollout in self.running:
+            rollout[1] += 1
+            rollout[2] -= 1
+            versions = self.groups[rollout[0]].tokens_by_version
             versions[self.version] = versions.get(self.version, 0) + 1
         done = []
-        for one in [one for one in self.running if not one[2]]:
-            self.running.remove(one)
-            self.left[one[0]] -= 1
-            if not self.left[one[0]]:
-                done.append(one[0])
+        for rollout in [rollout for rollout in self.running if not rollout[2]]:
+            self.running.remove(rollout)
+            self.left[rollout[0]] -= 1
+            if not self.left[rollout[0]]:
+                done.append(rollout[0])
         self.ends |= dict.fromkeys(done, self.now)
         self.now += self.timing.group_s * len(done)
         while self.running and self.resident + len(self.running) > self.timing.kv_tokens:
@@ -214,12 +214,13 @@ events = st.lists(
 
 
 @given(timings, events)
-def test_it_is_as_fast_and_as_slow_as_token_by_token(
+def test_closed_form_matches_token_by_token(
     timing: GeneratorTiming, events: list[tuple[int, list[int]]]
 ) -> None:
-    """An event without lengths is a new version. None comes just when a step ends."""
+    """An event without lengths is a new version. No version arrives exactly at the end of a
+    step."""
     engine: SimulatedEngine[int] = SimulatedEngine(timing)
-    slow, ends, found = Slow(timing), {}, {}
+    slow, ends, found = TokenByTokenEngine(timing), {}, {}
     for i, (place, lengths) in enumerate(sorted(events)):
         time = 0.37 * place + 0.001237 * i
         while engine.next_event_s <= time:
@@ -250,13 +251,13 @@ def test_it_is_as_fast_and_as_slow_as_token_by_token(
     assert engine.is_empty and not slow.waiting
 
 
-def test_what_runs_is_computed_anew_for_another_version_unless_it_is_kept() -> None:
+def test_a_new_version_recomputes_the_kv_cache_unless_kept() -> None:
     ends: dict[float, float] = {}
     for recompute_token_s in (0.0, 0.1):
         timing = GeneratorTiming(1, 8, 1e6, 0, 0, 0, 1.0, 0, 0, recompute_token_s=recompute_token_s)
         engine: SimulatedEngine[str] = SimulatedEngine(timing)
         engine.add_group("a", 5, [4], 0.0)
-        # Two tokens are there by then, behind a prompt of five.
+        # By then two tokens follow a prompt of five.
         assert engine.load_version(1, 0.5, 2.0) == 2.5
         ends[recompute_token_s] = engine.next_event_s
     assert ends[0.0] == 4.5
@@ -271,20 +272,20 @@ def test_what_runs_is_computed_anew_for_another_version_unless_it_is_kept() -> N
     places=st.integers(1, 20),
     spare=st.integers(1, 60),
 )
-def test_the_planners_batches_have_places_and_lose_them_as_here(
+def test_the_planners_batching_matches_the_engine(
     groups: int, size: int, prompt: int, tokens: int, places: int, spare: int
 ) -> None:
     room = float(prompt + tokens + 1 + spare)
     timing = replace(PLAIN, max_running=places, kv_tokens=room)
     workload = Workload(groups, size, prompt, FixedLength(tokens))
     (share,) = GenerationModel(workload).find_replica_schedules(timing)
-    # Rooms that differ by little are the same to the planner.
+    # The planner treats KV caches of similar size alike.
     same = (1 + CAPACITY_TOLERANCE) ** math.floor(math.log(room) / math.log(1 + CAPACITY_TOLERANCE))
     ends = []
     for kept in (room, same):
         engine: SimulatedEngine[str] = SimulatedEngine(replace(timing, kv_tokens=kept))
         for i in range(groups):
             engine.add_group(f"{i}", prompt, [tokens] * size, 0.0)
-        found = run(engine)
-        ends.append([found[f"{i}"] for i in range(groups)])
+        end_times = run(engine)
+        ends.append([end_times[f"{i}"] for i in range(groups)])
     assert share.group_ends.tolist() in ends

@@ -1,4 +1,4 @@
-"""Nodes that die: what is lost, and what that costs."""
+"""Node failures: losses and cost."""
 
 import math
 from dataclasses import replace
@@ -20,56 +20,56 @@ def run(placement: Placement, failures: FailureModel | None, *, replicas: int = 
     )
 
 
-def test_crashes_cost_time_and_the_more_the_longer_a_restart_takes() -> None:
+def test_longer_restarts_cost_more_time() -> None:
     ends = [run(APART, None).step_ends[-1]]
     for restart_s in (5.0, 50.0):
-        found = run(APART, FailureModel(150.0, restart_s, node_devices=1))
-        assert found.crashes
-        assert found.ledger.trained == 24
-        ends.append(found.step_ends[-1])
+        result = run(APART, FailureModel(150.0, restart_s, node_devices=1))
+        assert result.crashes
+        assert result.ledger.trained == 24
+        ends.append(result.step_ends[-1])
     assert ends[0] < ends[1] < ends[2]
 
 
 @pytest.mark.parametrize("checkpoint_every", [1, 6, 100])
-def test_what_is_lost_in_a_crash_counts_in_the_mean_step(checkpoint_every: int) -> None:
+def test_the_mean_step_includes_time_lost_in_crashes(checkpoint_every: int) -> None:
     plain = run(APART, None)
     failures = FailureModel(150.0, 50.0, checkpoint_every=checkpoint_every, node_devices=2)
-    found = run(APART, failures, seed=4)
-    assert found.crashes
-    assert found.mean_step_s > plain.mean_step_s and found.tokens_per_s < plain.tokens_per_s
+    result = run(APART, failures, seed=4)
+    assert result.crashes
+    assert result.mean_step_s > plain.mean_step_s and result.tokens_per_s < plain.tokens_per_s
 
 
-def test_a_dead_generator_has_its_groups_sampled_again() -> None:
-    # Only the node of the generator has a device: the trainer is on the other one.
-    found = run(APART, FailureModel(60.0, 3.0, node_devices=1), seed=2)
-    own = [crash for crash in found.crashes if not crash.is_restart]
+def test_groups_of_a_crashed_generator_are_requeued() -> None:
+    # The generator has its node to itself; the trainer is on the other node.
+    result = run(APART, FailureModel(60.0, 3.0, node_devices=1), seed=2)
+    own = [crash for crash in result.crashes if not crash.is_restart]
     assert {crash.processes for crash in own} == {("generator-0",)}
     assert any(crash.lost_tokens for crash in own)
     assert all(crash.repeated_steps == 0 for crash in own)
 
 
-def test_a_dead_trainer_makes_the_steps_since_the_checkpoint_again() -> None:
+def test_a_trainer_crash_repeats_the_steps_since_the_checkpoint() -> None:
     often = run(APART, FailureModel(150.0, 5.0, checkpoint_every=1, node_devices=2), seed=4)
     seldom = run(APART, FailureModel(150.0, 5.0, checkpoint_every=6, node_devices=2), seed=4)
     assert all(crash.is_restart for crash in (*often.crashes, *seldom.crashes))
     assert often.repeated_steps == 0 < seldom.repeated_steps
     assert often.step_ends[-1] < seldom.step_ends[-1]
-    # They are made from groups that are kept: their rollouts are those they had.
+    # Repeated steps train the kept groups, with the same rollouts.
     once = run(APART, None)
     groups = [sorted(g.uid for g in o.groups) for o in once.outcomes]
     assert [sorted(g.uid for g in o.groups) for o in seldom.outcomes] == groups
 
 
-def test_a_replica_dies_with_its_own_node_alone() -> None:
+def test_a_node_failure_kills_only_its_replicas() -> None:
     placement = Placement({"generate": on(0), "train": on(2)})
-    found = run(placement, FailureModel(200.0, 5.0, node_devices=1))
-    assert {name for crash in found.crashes for name in crash.processes} <= {
+    result = run(placement, FailureModel(200.0, 5.0, node_devices=1))
+    assert {name for crash in result.crashes for name in crash.processes} <= {
         "generator-0",
         "reward-0",
     }
 
 
-def test_what_never_comes_back_or_never_fails_is_no_failure() -> None:
+def test_failure_times_must_be_positive_and_finite() -> None:
     with pytest.raises(ConfigError, match="mttf_s=0"):
         FailureModel(0, 1.0)
     with pytest.raises(ConfigError, match="checkpoint_every=0"):
@@ -80,14 +80,14 @@ def test_what_never_comes_back_or_never_fails_is_no_failure() -> None:
         FailureModel(5.0, 5.0)
 
 
-def test_a_run_gets_on_with_five_deaths_in_what_is_lost_whole_and_not_with_more() -> None:
-    # Devices 0 to 3 and 6 to 9 are on three nodes of four, of which one dies every 10 s.
+def test_more_than_five_expected_failures_without_a_checkpoint_are_an_error() -> None:
+    # Devices 0 to 3 and 6 to 9 are on three nodes of four devices; one fails every 10 s.
     failures, trained = FailureModel(30.0, 1.0, 10, node_devices=4), [Mesh(0, 4), Mesh(6, 4)]
     failures.check_progress(trained, first_s=50.0, step_s=5.0, steps=100)
     failures.check_progress(trained, first_s=50.0, step_s=50.0, steps=1)
     with pytest.raises(
-        ConfigError, match="3 nodes that train one dies every 10 s: the first rollouts take 51 s"
+        ConfigError, match="one of 3 training nodes fails every 10 s: the first rollouts take 51 s"
     ):
         failures.check_progress(trained, first_s=51.0, step_s=5.0, steps=100)
-    with pytest.raises(ConfigError, match="10 steps without a checkpoint are trained for 51 s"):
+    with pytest.raises(ConfigError, match="10 steps without a checkpoint take 51 s"):
         failures.check_progress(trained, first_s=50.0, step_s=5.1, steps=100)

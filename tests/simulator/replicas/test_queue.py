@@ -1,4 +1,4 @@
-"""Who is given which groups."""
+"""Assignment of ready groups to waiting replicas."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ FLOW = build_dataflow((*ROLLOUT_COLUMNS, "scores"))
 
 @dataclass(eq=False)
 class Replica:
-    """Keeps what it is given."""
+    """Records the groups assigned to it."""
 
     places: int
     groups: list[SimulatedGroup] = field(default_factory=list)
@@ -43,7 +43,7 @@ async def filled(queue: SimulatedQueue, count: int) -> None:
     await queue.admit_prompts(SimulatedPrompts().draw_prompts(count), 0)
 
 
-def test_each_of_those_who_wait_gets_its_share_in_the_order_of_admission() -> None:
+def test_waiting_replicas_share_ready_groups_in_admission_order() -> None:
     async def main() -> list[list[int]]:
         queue, replicas = make(), [Replica(4), Replica(4)]
         for replica in replicas:
@@ -54,7 +54,7 @@ def test_each_of_those_who_wait_gets_its_share_in_the_order_of_admission() -> No
     assert run_virtual(main()) == [[0, 1, 2], [3, 4]]
 
 
-def test_a_request_is_for_as_much_room_as_there_was_when_it_was_made() -> None:
+def test_a_request_covers_the_slots_free_at_its_time() -> None:
     async def main() -> list[list[int]]:
         queue, replicas = make(), [Replica(1), Replica(1)]
         for replica in replicas:
@@ -63,11 +63,11 @@ def test_a_request_is_for_as_much_room_as_there_was_when_it_was_made() -> None:
         await filled(queue, 5)
         return [replica.orders for replica in replicas]
 
-    # One each, as they had asked for; then the first asks anew, and is alone.
+    # One group each, as requested; then only the first replica requests again.
     assert run_virtual(main()) == [[0, 2, 3], [1, 4]]
 
 
-def test_what_a_dead_replica_had_is_given_to_another_unless_it_is_done() -> None:
+def test_unfinished_groups_of_a_crashed_replica_are_requeued() -> None:
     async def main() -> tuple[list[int], int]:
         queue, first, second = make(hop_s=1.0), Replica(3), Replica(3)
         queue.request_groups(GENERATE_CALL.stage, first)
@@ -81,7 +81,7 @@ def test_what_a_dead_replica_had_is_given_to_another_unless_it_is_done() -> None
     assert run_virtual(main()) == ([0, 2], 2)
 
 
-def test_a_group_is_ready_for_the_next_stage_after_a_hop_and_then_for_training() -> None:
+def test_a_group_reaches_the_next_stage_after_a_hop() -> None:
     async def main() -> tuple[float, list[int], str, int | None]:
         queue, generator, scorer = make(hop_s=0.5), Replica(2), Replica(2)
         clock = asyncio.get_running_loop()
@@ -100,7 +100,7 @@ def test_a_group_is_ready_for_the_next_stage_after_a_hop_and_then_for_training()
     assert run_virtual(main()) == (1.25, [0], "0:0:0", 2)
 
 
-def test_a_stage_gets_the_groups_of_a_step_together_where_nothing_is_streamed() -> None:
+def test_unstreamed_stages_get_the_groups_of_a_step_together() -> None:
     async def main() -> list[list[int]]:
         queue, generator, scorer = make(streamed=False), Replica(4), Replica(9)
         queue.request_groups(GENERATE_CALL.stage, generator)
@@ -115,7 +115,7 @@ def test_a_stage_gets_the_groups_of_a_step_together_where_nothing_is_streamed() 
     assert run_virtual(main()) == [[], [], [2, 3]]
 
 
-def test_a_group_that_is_filtered_goes_to_who_makes_steps_once_it_is_scored() -> None:
+def test_a_filtered_group_goes_to_the_coordinator_once_scored() -> None:
     flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
 
     async def main() -> tuple[list[int], list[int], list[bool], list[int]]:
@@ -131,21 +131,23 @@ def test_a_group_that_is_filtered_goes_to_who_makes_steps_once_it_is_scored() ->
         queue.commit_groups(GENERATE_CALL.stage, generator.groups)
         queue.request_groups(REWARD_CALL.stage, judge)
         queue.commit_groups(REWARD_CALL.stage, judge.groups)
-        found = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-        ended = [one.outcome is not None and one.outcome.filtered for one in found]
+        leased = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
+        filtered = [
+            experience.outcome is not None and experience.outcome.filtered for experience in leased
+        ]
         queue.request_groups("reference", reference)
         queue.commit_groups("reference", reference.groups)
         whole = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-        orders = [one.lease.token for one in whole]
-        return judge.orders, reference.orders, ended, orders
+        orders = [experience.lease.token for experience in whole]
+        return judge.orders, reference.orders, filtered, orders
 
-    judged, scored, ended, trained = run_virtual(main())
+    judged, scored, filtered, trained = run_virtual(main())
     assert judged == [0, 1, 2]
-    assert ended == [True]
+    assert filtered == [True]
     assert scored == trained == [0, 2]
 
 
-def test_books_are_kept_on_the_cores_that_all_share() -> None:
+def test_bookkeeping_uses_the_shared_cores() -> None:
     async def main() -> list[float]:
         machine, clock = CpuModel(1), asyncio.get_running_loop()
         queue = SimulatedQueue(
@@ -160,12 +162,12 @@ def test_books_are_kept_on_the_cores_that_all_share() -> None:
         await machine.run_work(1.0)
         return [*ends, clock.time()]
 
-    # It comes in, is given away and comes back, twice, and is trained, each of which takes 1 s.
-    # Three of these so far: 6 s in which the other has half of the core.
+    # Six entries of 1 s: admission, two leases, two commits, and training.
+    # Three entries so far: for 6 s the other process has half of the core.
     assert run_virtual(main()) == [6.0, 7.0]
 
 
-def test_a_trainer_hears_of_what_is_there_a_hop_after_it_asks() -> None:
+def test_a_trainers_lease_request_takes_a_hop() -> None:
     async def main() -> float:
         queue, clock = make(hop_s=0.5), asyncio.get_running_loop()
         generator, scorer = Replica(1), Replica(1)

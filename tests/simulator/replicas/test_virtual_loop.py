@@ -1,4 +1,4 @@
-"""A loop whose time is a number."""
+"""Event loop on a virtual clock."""
 
 import asyncio
 import math
@@ -18,7 +18,7 @@ def test_time_jumps_to_the_next_timer(polls: bool) -> None:
 
 
 @pytest.mark.parametrize("polls", [True, False])
-def test_who_waits_for_ever_is_woken_or_it_is_a_deadlock(polls: bool) -> None:
+def test_waiting_without_timers_is_a_deadlock(polls: bool) -> None:
     async def woken() -> None:
         event = asyncio.Event()
         asyncio.get_running_loop().call_later(5.0, event.set)
@@ -32,7 +32,7 @@ def test_who_waits_for_ever_is_woken_or_it_is_a_deadlock(polls: bool) -> None:
         run_virtual(forgotten(), polls=polls)
 
 
-def test_time_goes_on_where_a_nanosecond_is_less_than_rounding() -> None:
+def test_time_advances_beyond_nanosecond_precision() -> None:
     async def main() -> float:
         for _ in range(100):
             await asyncio.sleep(1e9 / 3)
