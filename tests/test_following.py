@@ -96,7 +96,7 @@ def test_a_version_that_cannot_be_verified_is_not_taken_and_tried_again() -> Non
     told: list[tuple[str, str, WeightFault]] = []
 
     async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2, on_trouble=lambda *one: told.append(one))
+        registry = WeightRegistry(keep_versions=2, on_fault=lambda *one: told.append(one))
         engine, held = Engine(), ServedVersion("generator-0")
         channel = Channel(registry, {1: 3})
         following = asyncio.create_task(follow_weights(stage(), engine, channel, held))
@@ -282,7 +282,7 @@ def test_a_fault_is_told_once_though_nothing_newer_comes() -> None:
             return None if self.tries else manifest(7)
 
     async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2, on_trouble=lambda *one: told.append(one))
+        registry = WeightRegistry(keep_versions=2, on_fault=lambda *one: told.append(one))
         channel, held = Once(registry, {7: 1}), ServedVersion("generator-0")
         following = asyncio.create_task(follow_weights(stage(), Engine(), channel, held))
         await asyncio.sleep(20.0)

@@ -236,7 +236,7 @@ async def test_a_probe_waits_for_no_rollout_to_end(flight: Flight) -> None:
 def packed(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
     """The weights as they come to a follower that holds the trainer's buckets, in this order."""
     manifest = publish_version(
-        weights.items(), version=version, bucket_bytes=1 << 22, outlet=LocalOutlet()
+        weights.items(), version=version, bucket_bytes=1 << 22, writer=LocalOutlet()
     )
     for data in manifest.handles:
         data.flags.writeable = False

@@ -51,7 +51,7 @@ def test_what_a_room_held_before_is_no_part_of_a_bucket() -> None:
             some_tensors().items(),
             version=1,
             bucket_bytes=200,
-            room=lambda num_bytes: np.full(num_bytes, filled_with, np.uint8),
+            allocate=lambda num_bytes: np.full(num_bytes, filled_with, np.uint8),
         )
         return [(bucket.checksum, data.tobytes()) for bucket, data in rooms]
 

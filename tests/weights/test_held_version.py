@@ -27,7 +27,9 @@ async def test_a_version_that_is_held_is_not_waited_for() -> None:
 
 
 async def test_of_a_model_that_stands_still_the_version_it_moved_at_last_will_do() -> None:
-    held = ServedVersion("reference-0", version=3, due=lambda version: version - version % 4)
+    held = ServedVersion(
+        "reference-0", version=3, resolve_due_version=lambda version: version - version % 4
+    )
     assert await held.wait_for_version(3) == 3
     waiting = asyncio.create_task(held.wait_for_version(6))
     await asyncio.sleep(0.01)

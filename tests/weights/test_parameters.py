@@ -50,14 +50,14 @@ def test_arrays_are_taken_without_a_copy() -> None:
 @pytest.mark.parametrize(
     ("tensors", "fault"),
     [
-        ({"weight": torch.ones(2, 3)}, "the weights lack 1 parameters, as bias"),
+        ({"weight": torch.ones(2, 3)}, "the weights lack 1 parameters, such as bias"),
         (
             {"weight": torch.ones(2, 3), "bias": torch.ones(2), "c": torch.ones(1)},
-            "the weights have unknown 1 parameters, as c",
+            "the weights have unknown 1 parameters, such as c",
         ),
         (
             {"weight": torch.ones(3, 2), "bias": torch.ones(2)},
-            r"weight has shape \(3, 2\), wanted \(2, 3\)",
+            r"weight has shape \(3, 2\), expected \(2, 3\)",
         ),
     ],
 )

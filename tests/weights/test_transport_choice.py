@@ -98,17 +98,17 @@ def test_shared_memory_that_cannot_be_is_refused(facts: ClusterFacts, rule: str)
     st.builds(
         ClusterFacts,
         num_nodes=st.integers(1, 3),
-        published=st.tuples(
+        models=st.tuples(
             st.builds(
                 PublishedModel,
                 role=st.just("policy"),
                 num_bytes=st.integers(1, 10**10),
-                readers=st.integers(1, 3),
+                num_readers=st.integers(1, 3),
             )
         ),
         max_staleness=st.integers(0, 5),
         shm_free_bytes=st.integers(0, 10**11),
-        store_bytes=st.integers(0, 10**11),
+        object_store_bytes=st.integers(0, 10**11),
     ),
 )
 def test_what_is_asked_for_is_taken_or_refused(transport: str, facts: ClusterFacts) -> None:

@@ -38,7 +38,7 @@ def test_a_slow_publish_is_told_once_and_hides_no_other() -> None:
 
 def test_nodes_take_turns_and_a_node_that_failed_is_waited_for_by_nobody() -> None:
     async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2, spread=BroadcastTree("node-0", fanout=1))
+        registry = WeightRegistry(keep_versions=2, broadcast_tree=BroadcastTree("node-0", fanout=1))
         registry.add_manifest(manifest(0))
 
         async def ask(node: str, held: int, fault: str = "") -> WeightManifest | None:
@@ -57,7 +57,7 @@ def test_nodes_take_turns_and_a_node_that_failed_is_waited_for_by_nobody() -> No
 
 def test_a_node_where_a_reader_failed_serves_no_others() -> None:
     async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2, spread=BroadcastTree("node-0", fanout=1))
+        registry = WeightRegistry(keep_versions=2, broadcast_tree=BroadcastTree("node-0", fanout=1))
         registry.add_manifest(manifest(0))
 
         async def ask(reader: str, node: str, held: int, fault: str = "") -> WeightManifest | None:
@@ -76,7 +76,7 @@ def test_a_way_round_is_no_fault() -> None:
     told: list[tuple[str, str, WeightFault]] = []
 
     async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2, on_trouble=lambda *one: told.append(one))
+        registry = WeightRegistry(keep_versions=2, on_fault=lambda *one: told.append(one))
         pull = PullStats(fallback_reason="it came too late")
         await registry.wait_for_newer("generator-0", ReaderState(4, pull), wait_s=0.0)
         assert registry.drain_stats().num_faults == 0

@@ -121,7 +121,7 @@ class Broadcasting:
             tensors_of(self.version).items(),
             version=self.version,
             bucket_bytes=1_200_000,
-            outlet=self.outlet,
+            writer=self.outlet,
         )
 
     def round(self, readers: Sequence[Reader] | None = None) -> list[tuple[bool, str | None]]:
@@ -204,12 +204,12 @@ def test_a_reader_that_skips_a_version_is_named_and_comes_back(cluster: Broadcas
     start = time.monotonic()
     outcomes = cluster.round([a, c])
     assert time.monotonic() - start < TIMEOUT_S
-    assert outcomes == [(True, "weights version 1 was not sent: b did not come")] * 2
+    assert outcomes == [(True, "weights version 1 was not sent: b did not join in time")] * 2
     # It is waited for no more, and takes what it wants from the fallback.
     (first, missed, last) = cluster.round([a, b, c])
     assert cluster.outlet.send_failure is None
     assert first == last == (True, None)
-    assert missed == (True, "weights version 2 was not sent: b is no member of term 2")
+    assert missed == (True, "weights version 2 was not sent: b is not a member of group epoch 2")
     # Since it has read something it is a member again.
     assert cluster.round() == [(True, None)] * 3
 
@@ -217,7 +217,7 @@ def test_a_reader_that_skips_a_version_is_named_and_comes_back(cluster: Broadcas
 def test_nobody_to_send_to_is_no_broadcast() -> None:
     outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=2)
     inlet = CollectiveReader("a", LocalInlet(), timeout_s=2)
-    manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=99, outlet=outlet)
+    manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=99, writer=outlet)
     assert is_version(unpack_tensors(manifest, inlet.fetch_buckets(manifest)), 0)
     assert inlet.fallback_reason is None, "it could not be a member yet"
     inlet.close()
@@ -228,12 +228,15 @@ def test_staging_is_not_laid_anew_while_it_is_sent() -> None:
     outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=8)
     outlet.set_readers(["absent"])
     start = time.monotonic()
-    publish_version(tensors_of(0).items(), version=0, bucket_bytes=99, outlet=outlet)
+    publish_version(tensors_of(0).items(), version=0, bucket_bytes=99, writer=outlet)
     # It is gathered for 2 s.
     assert time.monotonic() - start < 1.5
     outlet.begin_version(1)
     assert time.monotonic() - start >= 2
-    assert outlet.send_failure == "weights version 0 was not sent to absent: waited for absent"
+    assert (
+        outlet.send_failure
+        == "weights version 0 was not sent to absent: timed out waiting for absent"
+    )
     outlet.close()
 
 
@@ -243,11 +246,14 @@ def test_one_that_is_not_there_costs_the_next_version_no_more_than_gathering(
     monkeypatch.setattr(collective_group, "MIN_BYTES_PER_S", 1e3)  # hours for this version
     outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=8)
     outlet.set_readers(["absent"])
-    publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
+    publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, writer=outlet)
     start = time.monotonic()
     outlet.begin_version(1)
     assert time.monotonic() - start < 6
-    assert outlet.send_failure == "weights version 0 was not sent to absent: waited for absent"
+    assert (
+        outlet.send_failure
+        == "weights version 0 was not sent to absent: timed out waiting for absent"
+    )
     outlet.close()
 
 
@@ -276,7 +282,7 @@ def test_one_that_comes_back_at_once_fetches_what_was_sent_to_the_dead(
 def round_of(outlet: CollectiveWriter, inlet: CollectiveReader, version: int) -> bool:
     """A version to a reader in this process, and whether it came right."""
     manifest = publish_version(
-        tensors_of(version).items(), version=version, bucket_bytes=1_200_000, outlet=outlet
+        tensors_of(version).items(), version=version, bucket_bytes=1_200_000, writer=outlet
     )
     return is_version(unpack_tensors(manifest, inlet.fetch_buckets(manifest)), version)
 
@@ -326,7 +332,7 @@ def test_what_is_said_of_old_versions_does_not_pile_up() -> None:
 def test_a_publisher_that_is_gone_leaves_the_fallback() -> None:
     outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=1)
     outlet.set_readers(["a"])
-    manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
+    manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, writer=outlet)
     outlet.close()
     del outlet
     inlet = CollectiveReader("a", LocalInlet(), timeout_s=1)
@@ -343,9 +349,9 @@ def test_both_ways_closed_is_an_error_that_names_both() -> None:
 
     outlet = CollectiveWriter(LocalOutlet(), host="127.0.0.1", timeout_s=8)
     outlet.set_readers(["a", "absent"])
-    manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
+    manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, writer=outlet)
     inlet = CollectiveReader("a", Closed(), timeout_s=8)
-    both = r"bucket 0: gone \(weights version 0 was not sent: absent did not come"
+    both = r"bucket 0: gone \(weights version 0 was not sent: absent did not join in time"
     with pytest.raises(WeightsError, match=both):
         inlet.fetch_buckets(manifest)
     outlet.close()

@@ -45,6 +45,6 @@ def test_who_wants_what_is_sent_goes_on() -> None:
 
 @pytest.mark.parametrize("wanted", [(1, 5), (2, 4)])
 def test_who_wants_another_version_or_term_takes_nothing(wanted: Header) -> None:
-    text = rf"term and version \(1, 4\) came, wanted \({wanted[0]}, {wanted[1]}\)"
+    text = rf"received epoch and version \(1, 4\), expected \({wanted[0]}, {wanted[1]}\)"
     with pytest.raises(WeightsError, match=text):
         exchange((1, 4), wanted)

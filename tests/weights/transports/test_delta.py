@@ -24,7 +24,7 @@ def put(
     outlet: DeltaWriter, version: int, tensors: dict[str, torch.Tensor], bucket_bytes: int = 4096
 ) -> WeightManifest:
     return publish_version(
-        tensors.items(), version=version, bucket_bytes=bucket_bytes, outlet=outlet
+        tensors.items(), version=version, bucket_bytes=bucket_bytes, writer=outlet
     )
 
 
@@ -124,8 +124,8 @@ def test_a_version_that_failed_half_way_is_no_base() -> None:
     read(inlet, put(outlet, 0, {"a": weight}))
     weight[1] = 1
     twice = [("a", weight), ("a", weight)]
-    with pytest.raises(WeightsError, match="comes twice"):
-        publish_version(twice, version=1, bucket_bytes=4096, outlet=outlet)
+    with pytest.raises(WeightsError, match="duplicate tensor"):
+        publish_version(twice, version=1, bucket_bytes=4096, writer=outlet)
     weight[2] = 1
     manifest = put(outlet, 2, {"a": weight})
     assert manifest.handles[0].base == 0

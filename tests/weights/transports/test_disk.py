@@ -33,7 +33,7 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
 
 def put(outlet: DiskWriter, version: int) -> WeightManifest:
     return publish_version(
-        tensors_of(version).items(), version=version, bucket_bytes=200, outlet=outlet
+        tensors_of(version).items(), version=version, bucket_bytes=200, writer=outlet
     )
 
 
@@ -92,7 +92,7 @@ def test_any_tensors_survive(
         for i, (dtype, shape) in enumerate(kinds)
     }
     outlet = DiskWriter(tmp_path_factory.mktemp("weights"), keep_versions=1)
-    manifest = publish_version(tensors.items(), version=1, bucket_bytes=bucket_bytes, outlet=outlet)
+    manifest = publish_version(tensors.items(), version=1, bucket_bytes=bucket_bytes, writer=outlet)
     found = read(manifest)
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -106,7 +106,7 @@ def test_the_newest_versions_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "v00000005", "v00000006"]
     with pytest.raises(WeightsError, match=r"policy version 1, bucket 0: cannot be read from .*v0"):
         read(manifests[0])
-    with pytest.raises(WeightsError, match=r"v00000001 holds no version of the weights"):
+    with pytest.raises(WeightsError, match=r"v00000001 contains no version of the weights"):
         read_manifest(tmp_path / "v00000001")
 
 
@@ -114,7 +114,7 @@ def test_a_resumed_run_writes_its_versions_anew(tmp_path: Path) -> None:
     for version in (1, 2, 3, 4):
         put(DiskWriter(tmp_path, keep_versions=3), version)
     outlet = DiskWriter(tmp_path, keep_versions=3)
-    again = publish_version([("a", torch.ones(3))], version=3, bucket_bytes=99, outlet=outlet)
+    again = publish_version([("a", torch.ones(3))], version=3, bucket_bytes=99, writer=outlet)
     assert read(again)["a"].tolist() == [1, 1, 1]
     assert latest_version(tmp_path) == 3
     assert not (tmp_path / "v00000004").exists()
@@ -149,7 +149,7 @@ def test_transformers_loads_a_version(tmp_path: Path) -> None:
     Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
     trained = Qwen2ForCausalLM(config)
     outlet = DiskWriter(tmp_path / "weights", keep_versions=1, model_dir=tmp_path / "model")
-    publish_version(trained.named_parameters(), version=3, bucket_bytes=5000, outlet=outlet)
+    publish_version(trained.named_parameters(), version=3, bucket_bytes=5000, writer=outlet)
     assert len(list((tmp_path / "weights" / "latest").glob("*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "weights" / "latest")
     for name, parameter in trained.named_parameters():

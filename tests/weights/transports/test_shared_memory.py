@@ -57,7 +57,7 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
 
 def put(outlet: SharedMemoryWriter, version: int) -> WeightManifest:
     return publish_version(
-        tensors_of(version).items(), version=version, bucket_bytes=BUCKET_BYTES, outlet=outlet
+        tensors_of(version).items(), version=version, bucket_bytes=BUCKET_BYTES, writer=outlet
     )
 
 
@@ -105,7 +105,7 @@ def test_layouts_may_change_from_version_to_version(
                 for i, (dtype, size) in enumerate(layout)
             }
             manifest = publish_version(
-                tensors.items(), version=version, bucket_bytes=bucket_bytes, outlet=outlet
+                tensors.items(), version=version, bucket_bytes=bucket_bytes, writer=outlet
             )
             found = read(manifest)
             assert found.keys() == tensors.keys()
@@ -152,7 +152,7 @@ def test_a_version_that_is_being_laid_anew_is_gone(outlet: SharedMemoryWriter) -
     put(outlet, 1)
     outlet.begin_version(2)
     outlet.allocate_buffer(BUCKET_BYTES)
-    with pytest.raises(WeightsError, match=r"version 0, bucket 0: gone, .* is being laid anew"):
+    with pytest.raises(WeightsError, match=r"version 0, bucket 0: gone, .* is being overwritten"):
         read(first)
 
 
@@ -163,8 +163,8 @@ def test_a_version_that_failed_half_way_leaves_nothing(
     good = put(outlet, 1)
     broken = [*tensors_of(2).items(), ("t0", torch.ones(1))]
     for _ in range(3):
-        with pytest.raises(WeightsError, match="tensor t0 comes twice"):
-            publish_version(broken, version=2, bucket_bytes=BUCKET_BYTES, outlet=outlet)
+        with pytest.raises(WeightsError, match="duplicate tensor t0"):
+            publish_version(broken, version=2, bucket_bytes=BUCKET_BYTES, writer=outlet)
         assert is_version(read(good), 1)
     assert is_version(read(put(outlet, 3)), 3)
     assert len(files(folder)) == 2 * len(good.buckets)
@@ -214,8 +214,8 @@ def test_buckets_that_find_no_room_come_another_way_in_their_order(
     assert right
     assert inlet.bytes_fetched == manifest.num_bytes
     assert inlet.fallback_reason == (
-        f"weights version 0: {4 - len(granted)} of 4 buckets found no room in /dev/shm"
-        " and came another way"
+        f"weights version 0: {4 - len(granted)} of 4 buckets did not fit in /dev/shm"
+        " and used the fallback transport"
     )
 
 
@@ -268,7 +268,9 @@ def test_what_is_no_lack_of_room_is_an_error(
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(WeightsError, match=r"version 0, bucket 0: cannot be laid in .*not permit"):
+    with pytest.raises(
+        WeightsError, match=r"version 0, bucket 0: cannot be written to .*not permit"
+    ):
         put(outlet, 0)
 
 
@@ -303,7 +305,7 @@ def test_a_file_system_that_is_full_is_an_error_and_not_the_end_of_the_process()
         "def put(version):\n"
         '    tensors = {"a": torch.full((30_000,), version), "b": torch.full((9_000,), version)}\n'
         "    manifest = publish_version(\n"
-        "        tensors.items(), version=version, bucket_bytes=250_000, outlet=outlet)\n"
+        "        tensors.items(), version=version, bucket_bytes=250_000, writer=outlet)\n"
         "    found = unpack_tensors(manifest, inlet.fetch_buckets(manifest))\n"
         "    assert all(torch.equal(found[name], tensors[name]) for name in tensors)\n"
         "    assert inlet.fallback_reason is None\n"
