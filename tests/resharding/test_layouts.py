@@ -71,9 +71,9 @@ def test_stages_may_be_uneven_and_are_refused_where_they_do_not_fit() -> None:
     assert split_stages_evenly(5, 3) == (2, 2, 1)
     layout = create_layout(even(5), RankGrid.from_text("2-1-1").assign_ranks(), stages=(1, 4))
     assert list(layout.shards[0]) == ["0.rows", "0.columns"]
-    with pytest.raises(ValueError, match=r"stages of \(3, 3\) places: must be 2, in all 5"):
+    with pytest.raises(ValueError, match=r"stages=\(3, 3\): must be 2 stages with a total of 5"):
         create_layout(even(5), RankGrid.from_text("2-1-1").assign_ranks(), stages=(3, 3))
-    with pytest.raises(ValueError, match="6 pipeline stages for 5 places"):
+    with pytest.raises(ValueError, match="6 pipeline stages for 5 positions"):
         create_layout(even(5), RankGrid.from_text("6-1-1").assign_ranks())
 
 
@@ -93,15 +93,15 @@ def test_stages_are_as_even_as_they_go_and_fewer_are_made_of_whole_ones(
 def test_listed_stages_are_merged_where_they_divide() -> None:
     assert split_stages_evenly(6, 4) == (2, 1, 2, 1)
     assert merge_stages((3, 1, 1, 2), 2) == (4, 3)
-    with pytest.raises(ValueError, match="4 stages do not make up 3"):
+    with pytest.raises(ValueError, match="4 stages cannot be merged into 3"):
         merge_stages((3, 1, 1, 2), 3)
 
 
 def test_what_does_not_divide_is_named() -> None:
-    with pytest.raises(ValueError, match=r"0\.rows, dimension 0: 16 do not divide among 3"):
+    with pytest.raises(ValueError, match=r"0\.rows, dimension 0: 16 units do not divide among 3"):
         create_layout(even(1), RankGrid.from_text("1-3-1").assign_ranks())
     heads = TensorSpec("q", (8, 2), (0,), 0, (FusedComponent(8, 4),))
-    with pytest.raises(ValueError, match="q, dimension 0: 4 do not divide among 3"):
+    with pytest.raises(ValueError, match="q, dimension 0: 4 units do not divide among 3"):
         create_tensor_shard(heads, 0, 3)
 
 
@@ -176,7 +176,7 @@ def test_groups_must_hold_the_same_and_be_everybody() -> None:
     layout = create_layout(transformer(), RankGrid.from_text("1-2-2").assign_ranks())
     with pytest.raises(ValueError, match="ranks 0 and 1 of one group hold different shards"):
         partition_fsdp2(layout, [[0, 1], [2, 3]])
-    with pytest.raises(ValueError, match="must have every rank"):
+    with pytest.raises(ValueError, match="must contain every rank"):
         partition_zero3(layout, [[0, 2]])
     with pytest.raises(ValueError, match="rank 0 is in the groups more than once"):
         partition_zero3(layout, [[0, 2, 0], [1, 3]])
@@ -200,7 +200,7 @@ def test_a_smaller_shard_lies_inside_a_larger_one_and_shares_its_memory() -> Non
 
 def test_a_storage_has_views_of_the_right_shapes_and_sizes_only() -> None:
     layout = create_layout(even(1), RankGrid.from_text("1-1-1").assign_ranks())
-    with pytest.raises(ValueError, match=r"0\.rows: torch.float64 has not 4 bytes"):
+    with pytest.raises(ValueError, match=r"0\.rows: torch.float64 does not have 4 bytes"):
         allocate_storage(layout, 0, dict.fromkeys(layout.model.specs_by_name(), torch.float64))
     storage = allocate_storage(layout, 0, dict.fromkeys(layout.model.specs_by_name(), FLOAT))
     with pytest.raises(KeyError, match="not in one piece"):

@@ -295,8 +295,8 @@ def test_what_nobody_holds_is_named() -> None:
 @pytest.mark.parametrize(
     ("groups", "told"),
     [
-        ([[0]], "rank 1: is 0 times in the groups"),
-        ([[0, 1], [1]], "rank 1: is 2 times in the groups"),
+        ([[0]], "rank 1: is in 0 groups"),
+        ([[0, 1], [1]], "rank 1: is in 2 groups"),
     ],
 )
 def test_every_rank_is_in_one_group(groups: list[list[int]], told: str) -> None:
