@@ -95,7 +95,7 @@ def test_a_dial_that_gives_no_number_is_named():
         return None
 
     row = variant("mine", "a test", params={"tau": 1.0}, dials={"tau": broken})
-    with pytest.raises(AlgorithmError, match="algorithm mine: dial tau became None"):
+    with pytest.raises(AlgorithmError, match="algorithm mine: dial tau returned None"):
         chosen = replace(settings_of(AlgorithmConfig()), params=row.params)
         AdaptiveParams(row, chosen).update_after_step(
             {"num_sampled": 1.0, "score_sum": 1.0}, num_rollouts=1

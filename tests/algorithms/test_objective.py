@@ -423,9 +423,17 @@ def failing(function: str, body: str, tmp_path):
     ("function", "body", "message"),
     [
         ("advantages", "return arguments[0]['nothing']", r"own.py:4: KeyError: 'nothing'"),
-        ("advantages", "return torch.zeros(3)", r"broken gave shape \[3\], wanted \[9\] or \[9, "),
-        ("advantages", "return None", r"broken gave None, wanted \[9\]"),
-        ("token_loss", "return torch.zeros(2), torch.zeros(2)", r"gave shape \[2\], wanted \[9, "),
+        (
+            "advantages",
+            "return torch.zeros(3)",
+            r"broken returned shape \[3\], expected \[9\] or \[9, ",
+        ),
+        ("advantages", "return None", r"broken returned None, expected \[9\]"),
+        (
+            "token_loss",
+            "return torch.zeros(2), torch.zeros(2)",
+            r"returned shape \[2\], expected \[9, ",
+        ),
         ("token_loss", "exit(3)", r"own.py:4: SystemExit: 3"),
     ],
 )

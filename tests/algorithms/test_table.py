@@ -97,7 +97,7 @@ def test_advantages_are_derived_from_few_columns():
         ({"name": "drpo"}, "algorithm.name=drpo: no such algorithm; did you mean grpo?"),
         (
             {"group_size": 1},
-            "algorithm.group_size=1: grpo compares the rollouts of a group; needs at least 2",
+            "algorithm.group_size=1: must be at least 2, because grpo compares the rollouts of a group",
         ),
         ({"clip_low": 0.0}, "algorithm.clip_low=0.0: must be above 0"),
         ({"gamma": 1.5}, "algorithm.gamma=1.5: must be at most 1, it is a discount"),
@@ -107,7 +107,7 @@ def test_advantages_are_derived_from_few_columns():
         ({"kl_target": 0.0, "kl_coef": 0.1}, "algorithm.kl_target=0.0: must be above 0"),
         (
             {"kl_target": 0.1},
-            "algorithm.kl_target=0.1: algorithm.kl_coef=0 is no weight to begin with",
+            "algorithm.kl_target=0.1: needs algorithm.kl_coef above 0 as the initial weight",
         ),
         ({"overlong_buffer": -1}, "algorithm.overlong_buffer=-1: must be at least 0"),
         (
@@ -121,13 +121,13 @@ def test_advantages_are_derived_from_few_columns():
         ({"kl_in": "score"}, "algorithm.kl_in=score: must be one of loss, reward"),
         (
             {"kl_in": "reward", "kl_kind": "k3+"},
-            "algorithm.kl_kind=k3+: has a gradient of its own, which kl_in=reward never takes;"
-            " k3 has the same value",
+            "algorithm.kl_kind=k3+: '+' changes only the gradient, which kl_in=reward does not use."
+            " Set algorithm.kl_kind=k3.",
         ),
-        ({"params": {"tau": 1.0}}, "algorithm.params.tau=1.0: grpo has none"),
+        ({"params": {"tau": 1.0}}, "algorithm.params.tau=1.0: unknown; params of grpo: none"),
         (
             {"name": "sapo", "params": {"tau": 1.0}},
-            "algorithm.params.tau=1.0: sapo has temperature_positive, temperature_negative",
+            "algorithm.params.tau=1.0: unknown; params of sapo: temperature_positive, temperature_negative",
         ),
         (
             {"name": "sapo", "params": {"temperature_negative": "hot"}},
@@ -146,8 +146,8 @@ def test_an_impossible_config_is_refused(settings, message):
     [
         (
             {"weights": "token"},
-            "algorithm.correction.weights=token: under correction.proximal=generator the loss's"
-            " own ratio is that weight already; set proximal=trainer",
+            "algorithm.correction.weights=token: with correction.proximal=generator the loss's"
+            " ratio is this weight already. Set correction.proximal=trainer.",
         ),
         (
             {"proximal": "reference"},
@@ -160,8 +160,8 @@ def test_an_impossible_config_is_refused(settings, message):
         ),
         (
             {"reject": "k3", "reject_low": 0.1},
-            "algorithm.correction.reject_low=0.1: k3 is a divergence, which only reject_high"
-            " bounds",
+            "algorithm.correction.reject_low=0.1: k3 is a divergence, which only has an upper bound."
+            " Use reject_high.",
         ),
         (
             {"weight_low": 3.0},
@@ -218,7 +218,7 @@ def test_a_row_of_ones_own_comes_from_a_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1\n", "has no Algorithm"),
+        ("x = 1\n", "contains no Algorithm"),
         (
             "from functools import partial\n"
             "from streamrl.algorithms.bindings import group_relative\n"
@@ -314,18 +314,21 @@ STUCK = variant("stuck", "x", params={"knob": 1.0}, dials={"knob": stuck})
     ("name", "message"),
     [
         ("nobodys", "stage train needs column foo: nobody makes it"),
-        ("unknown", "algorithm unknown: defaults have clip_hihg; a row may set clip_low"),
+        ("unknown", "algorithm unknown: defaults contain clip_hihg; allowed are clip_low"),
         ("wrong", "algorithm.loss_aggregation=tokenmean: must be one of token-mean"),
-        ("untaught", "algorithm untaught: derived has no returns for the critic to learn"),
-        ("still", "algorithm still: its loss has no gradient"),
+        ("untaught", "algorithm untaught: derived lacks returns, the target of the critic"),
+        ("still", "algorithm still: the loss has no gradient"),
         ("endless", "algorithm endless: advantages is not finite with params {}"),
-        ("stuck", "algorithm stuck: dial knob became None"),
-        ("soft", r"algorithm soft: soft: where it stops the gradient is torch.float32, not bool"),
-        ("half", "algorithm half: half gave a Tensor, wanted a loss and where it stops"),
-        ("mute", "algorithm mute: mute gave a NoneType, wanted a loss and where it stops"),
-        ("foreign", r"algorithm foreign: foreign gave array\(\[.*, wanted \[16\] or \[16, 4\]"),
+        ("stuck", "algorithm stuck: dial knob returned None, expected a finite number"),
+        ("soft", r"algorithm soft: soft: the clipped mask is torch.float32, must be bool"),
+        ("half", r"algorithm half: half returned a Tensor, expected \(loss, clipped mask\)"),
+        ("mute", r"algorithm mute: mute returned a NoneType, expected \(loss, clipped mask\)"),
+        (
+            "foreign",
+            r"algorithm foreign: foreign returned array\(\[.*, expected \[16\] or \[16, 4\]",
+        ),
         ("other", "algorithm other: RuntimeError: "),
-        ("likeliest", "algorithm likeliest: column greedy_ids is of no single rollout"),
+        ("likeliest", "algorithm likeliest: column greedy_ids has no values per rollout"),
         ("negative", "algorithm.clip_low=-1: must be above 0"),
         ("broken", r"algorithm broken: broken at .*own.py:8: KeyError: 'nothing'"),
     ],
@@ -347,11 +350,11 @@ def test_a_row_for_rewards_that_are_not_negative_may_read_its_settings_as_it_lik
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"params": {"tau": "hot"}}, "params tau='hot' is no number"),
+        ({"params": {"tau": "hot"}}, "params tau='hot' is not a number"),
         ({"params": {"tau": 2.0}, "limits": {"tau": (0.0, 1.0)}}, "tau=2.0 is outside its limits"),
         ({"params": {"tau": 0.5}, "limits": {"tau": (1.0, 0.0)}}, "tau=0.5 is outside its limits"),
         ({"limits": {"tau": (0.0, 1.0)}}, r"limits \['tau'\] are not in params"),
-        ({"derived": {"loss_mask": group_relative}}, r"derived \['loss_mask'\] is streamrl's own"),
+        ({"derived": {"loss_mask": group_relative}}, r"derived \['loss_mask'\] is a reserved name"),
     ],
 )
 def test_a_row_that_contradicts_itself_is_none(changes, message):
@@ -371,10 +374,13 @@ def test_a_row_that_contradicts_itself_is_none(changes, message):
             ["algorithm.name=ppo", "algorithm.params.lam=5"],
             "algorithm.params.lam=5: must be at least 0.0 and at most 1.0",
         ),
-        (["algorithm.name=sapo", "algorithm.dual_clip=3"], "dual_clip=3.0: sapo does not use it"),
+        (
+            ["algorithm.name=sapo", "algorithm.dual_clip=3"],
+            "dual_clip=3.0 has no effect: sapo does not use it",
+        ),
         (["algorithm.name=rloo", "algorithm.advantage_scale=batch"], "rloo does not use it"),
         (["algorithm.single_rollout=keep", "algorithm.name=gdpo"], "gdpo does not use it"),
-        (["algorithm.gamma=0.9"], "algorithm.gamma=0.9: grpo does not use it"),
+        (["algorithm.gamma=0.9"], "algorithm.gamma=0.9 has no effect: grpo does not use it"),
         (["critic.warmup_alone=3"], "critic.warmup_alone=3: grpo has no critic"),
         (
             ["algorithm.name=ppo", "critic.shared_coef=1", "critic.trainer.lr=1e-3"],
@@ -390,18 +396,21 @@ def test_a_row_that_contradicts_itself_is_none(changes, message):
         ),
         (
             ["algorithm.name=clip_cov", "algorithm.params.covariance_low=6"],
-            "covariances from 6 to 5.0: there are none",
+            "covariance band \\(6, 5.0\\): low must be below high",
         ),
         (["algorithm.name=GRPPO"], "did you mean grpo"),
         (
             ["algorithm.name=ppo", "algorithm.group_size=1", "filter.kind=equal_rewards"],
             "filter.kind=equal_rewards: takes out none of algorithm.group_size=1",
         ),
-        (["algorithm.correction.reject_high=2"], "nothing is rejected under reject=none"),
-        (["algorithm.name=gdpo", "algorithm.overlong_buffer=4"], "takes every reward by itself"),
+        (["algorithm.correction.reject_high=2"], "has no effect with reject=none"),
+        (
+            ["algorithm.name=gdpo", "algorithm.overlong_buffer=4"],
+            "normalizes every reward separately",
+        ),
         (
             ["algorithm.name=gdpo", "algorithm.kl_in=reward", *KL],
-            "algorithm.kl_coef=0.1: gdpo takes every reward by itself",
+            "algorithm.kl_coef=0.1: gdpo normalizes every reward separately",
         ),
         (
             ["algorithm.name=ppo", "critic.shared_coef=1", UNCOUNTED],

@@ -222,7 +222,7 @@ def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
         ("algorithm.name=safe_rlhf", "costs: empty; safe_rlhf needs at least one"),
         ("algorithm.ptx_coef=0.1", "algorithm.ptx_coef=0.1: goes with data.pretrain=: a pretrain"),
         ("data.pretrain=x.jsonl", "algorithm.ptx_coef=0.0: goes with data.pretrain="),
-        ("algorithm.params={tau: 1}", "algorithm.params.tau=1: grpo has none"),
+        ("algorithm.params={tau: 1}", "algorithm.params.tau=1: unknown; params of grpo: none"),
         ("algorithm.ptx_rows=0", "algorithm.ptx_rows=0: must be at least 1"),
         ("critic.warmup_alone=-1", "critic.warmup_alone=-1: must not be negative"),
         ("critic.value_clip=0", "critic.value_clip=0.0: must be above 0"),
