@@ -1,6 +1,4 @@
-"""RL algorithms: rows of a table, built from pure tensor functions for advantages, losses and
-KL.
-"""
+"""RL algorithms: rows of a table, built from pure tensor functions (advantages, losses, KL)."""
 
 from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings, TokenLossInput
 from streamrl.algorithms.columns import list_derivation_columns, list_required_columns

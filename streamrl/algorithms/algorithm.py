@@ -77,9 +77,7 @@ class AlgorithmSettings:
 
     @property
     def should_recompute_logprobs(self) -> bool:
-        """True if the policy must recompute the logprobs of a step's tokens before its first
-        update.
-        """
+        """True if the policy must recompute a step's logprobs before its first update."""
         from_start = self.correction.proximal == "trainer" and self.num_updates > 1
         return from_start or self.correction.second_moment_threshold is not None
 
@@ -180,9 +178,7 @@ class Algorithm:
     def adapt_param(
         self, name: str, value: float, means: Mapping[str, float], settings: AlgorithmSettings
     ) -> float:
-        """Return the next value of an adaptive parameter. Raise AlgorithmError unless it is
-        finite.
-        """
+        """Return the next value of an adaptive parameter; raise AlgorithmError unless finite."""
         result = self.call_function(self.dials[name], value, means, settings)
         if not isinstance(result, int | float) or not math.isfinite(result):
             raise AlgorithmError(

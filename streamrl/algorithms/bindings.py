@@ -1,6 +1,4 @@
-"""Functions of the table's rows: bind the columns and settings of a run to the pure math
-functions.
-"""
+"""Functions of the table's rows: bind columns and settings of a run to the math functions."""
 
 import hashlib
 from collections.abc import Mapping

@@ -207,9 +207,7 @@ class AlgorithmConfig:
 
     @property
     def scope(self) -> str:
-        """ "group" if groups can be trained as they arrive, "step" if advantages need the whole
-        step.
-        """
+        """ "group" if groups train as they arrive, "step" if advantages need the whole step."""
         needs_step = (
             self._resolve_setting("whiten_advantages")
             or self._resolve_setting("advantage_scale") == "batch"

@@ -16,9 +16,7 @@ PROXIMAL_POLICIES = ("generator", "trainer", "interpolated")
 
 @dataclass
 class CorrectionConfig:
-    """Off-policy correction: treatment of tokens sampled by an older policy or a different
-    engine.
-    """
+    """Off-policy correction of tokens from an older policy or a different engine."""
 
     #: Policy that the loss clips against: generator, which sampled the token; trainer, the policy
     #: at the start of the step (decoupled PPO); interpolated, between generator and current policy.

@@ -81,9 +81,7 @@ class TensorBox:
         )
 
     def iter_flat_range(self, start: int, stop: int) -> Iterator["TensorBox"]:
-        """Yield boxes that cover elements `start` to `stop` of the box in row-major order, in that
-        order.
-        """
+        """Yield boxes that cover the box's elements `start` to `stop`, in row-major order."""
         if start == 0 and stop == self.numel:
             yield self
             return
@@ -123,8 +121,7 @@ def count_union_elements(boxes: Iterable[TensorBox]) -> int:
 
 
 def iter_flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[TensorBox]:
-    """Yield boxes that cover elements `start` to `stop` of a tensor in row-major order, in that
-    order.
+    """Yield boxes that cover a tensor's elements `start` to `stop`, in row-major order.
 
     A matrix needs at most three: the rest of a row, whole rows, and the beginning of a row.
     Elements 3 to 14 of a 4 x 5 matrix are [0:1, 3:5], [1:2, 0:5] and [2:3, 0:4].

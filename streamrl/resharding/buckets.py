@@ -28,8 +28,7 @@ def split_box(box: TensorBox, max_numel: int) -> Iterator[TensorBox]:
 def plan_copy_rounds(
     copies: Iterable[BoxCopy], itemsizes: Mapping[str, int], bucket_bytes: int
 ) -> list[list[BoxCopy]]:
-    """Return the copies between ranks in rounds; a rank sends and receives at most a bucket in
-    each.
+    """Divide the copies between ranks into rounds of at most a bucket per rank and direction.
 
     First fit: each copy goes to the first round with space at both its ends. Larger copies are
     split. bucket_bytes: at least the largest itemsize.
@@ -85,9 +84,7 @@ class GatherRound:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of a rank's buffer: the result, plus the rank's own contribution in an
-        all-gather.
-        """
+        """Size of a rank's buffer: the result, and in an all-gather also its own contribution."""
         return self.buffer_offsets[-1] + self.contribution_bytes[-1] * (1 + self.is_even)
 
 

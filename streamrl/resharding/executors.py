@@ -340,9 +340,7 @@ def get_collective_device() -> torch.device:
 def validate_bucket_bytes(
     bucket_bytes: int, itemsizes: Mapping[str, int], *, ranks: int = 1
 ) -> int:
-    """Return `bucket_bytes` if an element of each of `ranks` ranks fits. Raise ValueError
-    otherwise.
-    """
+    """Return `bucket_bytes`; raise ValueError unless an element of each of `ranks` ranks fits."""
     min_bytes = ranks * max(itemsizes.values())
     if bucket_bytes < min_bytes:
         raise ValueError(f"buckets of {bucket_bytes} bytes: must be at least {min_bytes}")

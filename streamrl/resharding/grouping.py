@@ -146,7 +146,7 @@ def assign_max_overlap(training_layout: ModelLayout, generate: GenerationSizes) 
     replica_layout = create_layout(training_layout.model, replica_grid.assign_ranks())
     kept_bytes = _count_kept_bytes(
         training_layout,
-        [replica_layout.shards[replica_grid.get_rank(shard_index)] for shard_index in shard_coords],
+        [replica_layout.shards[replica_grid.get_rank(coords)] for coords in shard_coords],
     )
     per_replica = len(shard_coords)
     distance = np.abs(
@@ -155,10 +155,9 @@ def assign_max_overlap(training_layout: ModelLayout, generate: GenerationSizes) 
     # An assignment problem: rows are ranks, columns are (replica, shard). Any additional kept byte
     # outweighs all distances together. Dividing by the gcd keeps the floats exact, and so ties.
     scale = np.gcd.reduce(kept_bytes, axis=None) or 1
-    value = (kept_bytes // scale)[:, None, :] * float(distance.max() * len(ranks) + 1) - distance[
-        :, :, None
-    ]
-    # Imported here: it takes longer than all other imports of the package.
+    byte_value = float(distance.max() * len(ranks) + 1)
+    value = (kept_bytes // scale)[:, None, :] * byte_value - distance[:, :, None]
+    # Import here: scipy.optimize takes longer than all other imports of the package.
     from scipy.optimize import linear_sum_assignment
 
     _, columns = linear_sum_assignment(value.reshape(len(ranks), -1), maximize=True)

@@ -86,8 +86,7 @@ class TensorShard:
         return tuple(pieces)
 
     def chunk(self, dim: int, index: int, count: int) -> "TensorShard | None":
-        """Return chunk `index` of `count` along `dim` of the local tensor, as torch.chunk divides
-        it.
+        """Return chunk `index` of `count` along `dim` of the local tensor, as in torch.chunk.
 
         Returns None if the chunk is empty.
         """
@@ -190,9 +189,7 @@ def create_layout(
 
 
 def create_tensor_shard(spec: TensorSpec, index: int, count: int) -> TensorShard:
-    """Return the shard of tensor rank `index` of `count`: its parts of all components,
-    concatenated.
-    """
+    """Return tensor rank `index`'s shard of `count`: its parts of all components, concatenated."""
     boxes = spec.split_tensor(index, count)
     if spec.split_dim is None:
         return create_whole_shard(spec.name, spec.shape)

@@ -16,9 +16,7 @@ class BoxPacker:
     itemsizes: Mapping[str, int]
 
     def sort_boxes(self, boxes: Sequence[NamedBox]) -> list[NamedBox]:
-        """Order boxes for a buffer: wider elements first, so that every box is aligned for a
-        view.
-        """
+        """Order boxes for a buffer: wider elements first, so that every box is aligned."""
         return sorted(boxes, key=lambda named_box: -self.itemsizes[named_box[0]])
 
     def count_bytes(self, boxes: Sequence[NamedBox]) -> int:

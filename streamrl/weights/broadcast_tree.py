@@ -7,8 +7,7 @@ supplies the times.
 
 
 class BroadcastTree:
-    """Admission of pulls of the newest version. Node names are arbitrary strings; times are
-    seconds.
+    """Admission of pulls of the newest version. Node names are arbitrary; times are in seconds.
 
     `origin` is the publisher's node. A pull older than `deadline_s` stops counting against the
     limit.

@@ -22,10 +22,10 @@ MAX_HASH_THREADS = 4
 
 
 class RunningChecksum(AbstractContextManager["RunningChecksum"]):
-    """Checksum of a bucket that is being filled front to back; the thread ends with the `with`
-    block.
+    """Checksum of a bucket that is being filled front to back; use in a `with` block.
 
-    Bytes reported to `hash_written` must not change until `finish_bucket` returns.
+    The block's end stops the hashing thread. Bytes reported to `hash_written` must not change until
+    `finish_bucket` returns.
     """
 
     def __init__(self) -> None:

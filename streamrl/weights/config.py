@@ -79,9 +79,7 @@ class WeightsConfig:
             )
 
     def resolve_probe_limit(self, *, exact: bool) -> float:
-        """Return the limit of the logprob check; `exact`: trainer and generator both compute in
-        float32.
-        """
+        """Return the limit of the logprob check; `exact`: both sides compute in float32."""
         if self.probe_limit is not None:
             return self.probe_limit
         return EXACT_LOGPROB_LIMIT if exact else ROUNDED_LOGPROB_LIMIT

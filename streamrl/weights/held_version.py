@@ -85,12 +85,12 @@ class ServedVersion:
         changed.set()
 
     async def wait_for_version(self, version: int) -> int:
-        """Wait until the version due at policy version `version`, or a newer one, is served; return
-        it.
+        """Wait until the version due at policy version `version`, or a newer one, is served.
 
-        Deliberately without a timeout: a resumed run may repeat any number of steps before that
-        version exists. Two other timeouts bound the wait: the trainer's for producing the version,
-        and the RPC timeouts of the process that loads it, after which this process ends too.
+        Returns the served version. Deliberately without a timeout: a resumed run may repeat any
+        number of steps before that version exists. Two other timeouts bound the wait: the trainer's
+        for producing the version, and the RPC timeouts of the process that loads it, after which
+        this process ends too.
         """
         while self._version < self._resolve_due_version(version):
             await self._version_changed.wait()

@@ -1,5 +1,4 @@
-"""Logprob check: fixed sequences on which a follower must reproduce the trainer's
-log-probabilities.
+"""Logprob check: fixed sequences whose log-probabilities followers compare with the trainer's.
 
 Checksums prove that the bytes arrived. This check proves that the bytes became the model: no layer
 was left out, swapped, or read in a wrong layout.
@@ -29,9 +28,7 @@ trained parameter.
 
 
 def is_logprob_check_due(count: int, *, every: int) -> bool:
-    """Return True if the published version number `count` (from 0) is checked; never if `every` is
-    0.
-    """
+    """Return True if published version number `count` (from 0) is checked; `every` 0 is never."""
     return bool(every) and (count < NUM_INITIAL_CHECKS or count % every == 0)
 
 
@@ -49,8 +46,7 @@ class LogprobCheck:
     def compare_logprobs(
         self, logprobs: Sequence[Array], follower: str, *, same_parameters: bool = False
     ) -> float:
-        """Return the largest absolute difference in nats. Raise LogprobCheckError above
-        `max_difference`.
+        """Return the largest absolute difference in nats; raise LogprobCheckError above the limit.
 
         `follower` names the model in the error; `same_parameters`: its parameters are known to
         equal the trainer's. NaN never passes.

@@ -133,9 +133,7 @@ def _load_parameters(model_path: str) -> Mapping[str, Tensor]:
 def split_adapters(
     published: Mapping[str, Tensor | Array],
 ) -> tuple[dict[str, LoraAdapter], dict[str, Tensor]]:
-    """Return the adapters by name of the weight they update, and the tensors that were trained in
-    full.
-    """
+    """Return the adapters by name of the weight they update, and the fully trained tensors."""
     trained = {name: as_tensor(value) for name, value in published.items()}
     scale = trained.pop(LORA_SCALE).item()
     layers = [name.removesuffix(LORA_A_SUFFIX) for name in trained if name.endswith(LORA_A_SUFFIX)]

@@ -44,13 +44,13 @@ class SyncStats:
     num_faults: int
 
 
-def weight_metrics(policy: SyncStats, others: Sequence[SyncStats] = ()) -> Mapping[str, float]:
+def weight_metrics(policy: SyncStats, shadows: Sequence[SyncStats] = ()) -> Mapping[str, float]:
     """Return the weights/* metrics of a run, NaN for unmeasured ones.
 
     Pauses, interruptions, copies and logprob checks count for the policy only; the other metrics
     include critics and references.
     """
-    models = (policy, *others)
+    models = (policy, *shadows)
     pulls = [pull for model in models for pull in model.pulls]
     seconds = sum(pull.pull_s for pull in pulls)
     num_bytes = sum(pull.num_bytes for pull in pulls)

@@ -45,8 +45,7 @@ class ParameterSet:
         return next(name for name in self.shapes if name in tied)
 
     def expand_tied(self, tensors: Mapping[str, torch.Tensor | Array]) -> dict[str, torch.Tensor]:
-        """Return the tensors under every name of the set, given at least one of each group of tied
-        names.
+        """Return the tensors under every name of the set, given any one of each tied group.
 
         Tied names share the tensor; nothing is copied. Raises WeightsError if names are missing or
         unknown, or a shape does not match the model.

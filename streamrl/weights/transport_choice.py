@@ -38,10 +38,9 @@ class ClusterFacts:
         return max(0, self.shm_free_bytes - self.object_store_bytes)
 
     def count_lagging_versions(self, model: PublishedModel) -> int:
-        """Return the number of versions that readers still hold although the publisher dropped
-        them.
+        """Return the number of versions that readers still hold after the publisher dropped them.
 
-        Each reader holds one version. Versions in use span at most max_staleness + 1: a reader
+        Each reader holds a version. Versions in use span at most max_staleness + 1: a reader
         further behind samples tokens that are too stale to train.
         """
         return min(model.num_readers, self.max_staleness + 1)
@@ -81,9 +80,7 @@ def choose_transport(config: WeightsConfig, facts: ClusterFacts) -> TransportDec
 
 
 def divide_shared_memory(config: WeightsConfig, facts: ClusterFacts) -> dict[str, int]:
-    """Divide the available shared memory among the published models in proportion to their
-    needs.
-    """
+    """Divide the available shared memory among the published models by their needs."""
     needs = _count_needed_bytes(config, facts)
     total = sum(needs.values())
     return {role: facts.capacity_bytes * need // total for role, need in needs.items()}

@@ -13,8 +13,7 @@ from streamrl.weights.tensor_views import view_tensor
 
 
 def unpack_tensors(manifest: WeightManifest, arrays: Sequence[Array]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a version as views of its buckets, uint8 [num_bytes] each, without a
-    copy.
+    """Return the tensors of a version as views of its buckets, uint8 [num_bytes] each.
 
     The views are read-only if the arrays are, which torch cannot enforce: copy before writing.
     Raises WeightsError with version, bucket and reason if the number of buckets, a size or a

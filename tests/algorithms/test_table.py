@@ -97,7 +97,8 @@ def test_advantages_are_derived_from_few_columns():
         ({"name": "drpo"}, "algorithm.name=drpo: no such algorithm; did you mean grpo?"),
         (
             {"group_size": 1},
-            "algorithm.group_size=1: must be at least 2, because grpo compares the rollouts of a group",
+            "algorithm.group_size=1: must be at least 2, because grpo compares the rollouts of a"
+            " group",
         ),
         ({"clip_low": 0.0}, "algorithm.clip_low=0.0: must be above 0"),
         ({"gamma": 1.5}, "algorithm.gamma=1.5: must be at most 1, it is a discount"),
@@ -127,7 +128,8 @@ def test_advantages_are_derived_from_few_columns():
         ({"params": {"tau": 1.0}}, "algorithm.params.tau=1.0: unknown; params of grpo: none"),
         (
             {"name": "sapo", "params": {"tau": 1.0}},
-            "algorithm.params.tau=1.0: unknown; params of sapo: temperature_positive, temperature_negative",
+            "algorithm.params.tau=1.0: unknown; params of sapo: temperature_positive,"
+            " temperature_negative",
         ),
         (
             {"name": "sapo", "params": {"temperature_negative": "hot"}},
@@ -160,8 +162,8 @@ def test_an_impossible_config_is_refused(settings, message):
         ),
         (
             {"reject": "k3", "reject_low": 0.1},
-            "algorithm.correction.reject_low=0.1: k3 is a divergence, which only has an upper bound."
-            " Use reject_high.",
+            "algorithm.correction.reject_low=0.1: k3 is a divergence, which only has an upper"
+            " bound. Use reject_high.",
         ),
         (
             {"weight_low": 3.0},

@@ -118,8 +118,7 @@ def second_moment_mask(log_ratio: Tensor, loss_mask: Tensor, *, threshold: float
 
 
 def second_moment_limit(squares: Tensor, *, threshold: float) -> float:
-    """Return the largest of `squares` [N] for which all values up to it have a mean below
-    `threshold`.
+    """Return the largest of `squares` [N] such that values up to it have a mean below `threshold`.
 
     Returns -1, below all values, if even the smallest is too large. Example: squares 1, 2, 9 with
     threshold 2 give 2 (means 1, 1.5, 4).

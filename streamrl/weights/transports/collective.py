@@ -233,9 +233,7 @@ class CollectiveReader:
         self.fallback_reason: str | None = None
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
-        """Receive the buckets from the broadcast, or from the fallback after the broadcast's
-        deadline.
-        """
+        """Receive the buckets from the broadcast, or from the fallback if that fails."""
         self.fallback_reason = None
         self.bytes_fetched += manifest.num_bytes
         if not manifest.handles:

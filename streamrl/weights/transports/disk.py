@@ -104,9 +104,7 @@ class DiskWriter:
         return self._staging_buffer[:num_bytes]
 
     def commit_bucket(self, bucket: WeightBucket, data: Array) -> DiskHandle:
-        """Write the bucket's file under a temporary name: the final one contains the number of
-        buckets.
-        """
+        """Write the bucket's file under a temporary name; the final name needs the bucket count."""
         index = self._num_committed
         tensors = {slot.name: view_tensor(data, slot) for slot in bucket.slots}
         try:
@@ -119,8 +117,7 @@ class DiskWriter:
         return DiskHandle(str(self._version_dir), index)
 
     def commit_version(self, manifest: WeightManifest) -> None:
-        """Rename the version's directory, point `latest` to it, and remove versions beyond the kept
-        ones.
+        """Rename the version's directory, point `latest` to it, and remove old versions.
 
         Removes higher versions too: a run that resumed before them publishes them again.
         """
@@ -170,10 +167,10 @@ class DiskWriter:
         older = [number for number in versions if number <= version]
         for number in {*older[: -self._keep_versions], *(set(versions) - set(older))}:
             path = self._directory / format_version_name(number)
-            # Renamed first, so that no reader takes what is left of it for a version.
+            # Rename first, so that readers never see a half-deleted version.
             path.rename(self._directory / f"{PARTIAL_PREFIX}gone-{path.name}")
-        for left in self._directory.glob(f"{PARTIAL_PREFIX}*"):
-            _remove_path(left)
+        for leftover in self._directory.glob(f"{PARTIAL_PREFIX}*"):
+            _remove_path(leftover)
 
     def _make_write_error(self, error: Exception) -> WeightsError:
         return WeightsError(

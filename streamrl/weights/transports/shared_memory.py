@@ -104,7 +104,7 @@ class SharedMemoryWriter:
         return self._staging_buffer[:num_bytes]
 
     def commit_bucket(self, bucket: WeightBucket, data: Array) -> Any:
-        """Commit the bucket; return its SegmentHandle, or the fallback's handle if memory is
+        """Commit the bucket; return a SegmentHandle, or the fallback's handle if memory is
         short.
         """
         index, segment = self._num_committed, self._open_segment
@@ -189,7 +189,7 @@ class SharedMemoryWriter:
             )
 
     def _reuse_segment(self, index: int) -> SharedMemorySegment | None:
-        """Lock and return a free segment of this bucket without readers; unlink those that are too
+        """Lock and return a free segment of this bucket without readers; unlink segments too
         small.
         """
         for entry in [entry for entry in self._free_segments if entry[0] == index]:

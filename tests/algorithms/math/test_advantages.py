@@ -164,7 +164,7 @@ def test_the_lead_over_the_deviation_and_eps():
 
 
 def test_a_group_of_one_has_no_second_best():
-    with pytest.raises(ValueError, match="group of one"):
+    with pytest.raises(ValueError, match="with a single rollout"):
         best_of_group_advantages(*grouped([[1.0], [0.0, 1.0]]))
 
 

@@ -319,5 +319,5 @@ def test_an_unknown_mode_and_what_a_mode_lacks_are_refused():
         loss_denominator("mean", num_tokens=1, num_sequences=1)
     with pytest.raises(ValueError, match="number of groups"):
         loss_denominator("prompt-mean", num_tokens=1, num_sequences=1)
-    with pytest.raises(ValueError, match="needs the groups"):
+    with pytest.raises(ValueError, match="needs group_tokens"):
         aggregate_loss_sum(LOSSES, MASK, mode="prompt-mean")
