@@ -25,6 +25,6 @@ def test_its_advantages_are_scores_against_the_median():
 def test_the_command_lists_it(capsys: pytest.CaptureFixture[str]):
     assert main(["algorithms", "median_grpo", "--path", PATH, "--json"]) == 0
     row = json.loads(capsys.readouterr().out)["median_grpo"]
-    assert row["advantages"] == "against_the_median"
+    assert row["advantages"] == "subtract_median"
     assert row["token_loss"] == "clipped_surrogate"
     assert row["scope"] == "group"

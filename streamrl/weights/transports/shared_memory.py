@@ -104,9 +104,7 @@ class SharedMemoryWriter:
         return self._staging_buffer[:num_bytes]
 
     def commit_bucket(self, bucket: WeightBucket, data: Array) -> Any:
-        """Commit the bucket; return a SegmentHandle, or the fallback's handle if memory is
-        short.
-        """
+        """Commit the bucket; return a SegmentHandle, or the fallback's handle without memory."""
         index, segment = self._num_committed, self._open_segment
         self._num_committed += 1
         if segment is None:
@@ -189,9 +187,7 @@ class SharedMemoryWriter:
             )
 
     def _reuse_segment(self, index: int) -> SharedMemorySegment | None:
-        """Lock and return a free segment of this bucket without readers; unlink segments too
-        small.
-        """
+        """Lock and return a free segment of this bucket without readers; unlink small ones."""
         for entry in [entry for entry in self._free_segments if entry[0] == index]:
             segment = entry[1]
             if segment.try_lock():
