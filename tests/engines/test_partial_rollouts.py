@@ -28,7 +28,7 @@ from tests.engines.tiny_qwen import (
     weights_of,
     worst_error,
 )
-from tests.weights.local_outlet import LocalOutlet
+from tests.weights.local_transport import LocalWriter
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("engines")]
 
@@ -236,7 +236,7 @@ async def test_a_probe_waits_for_no_rollout_to_end(flight: Flight) -> None:
 def packed(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
     """The weights as they come to a follower that holds the trainer's buckets, in this order."""
     manifest = publish_version(
-        weights.items(), version=version, bucket_bytes=1 << 22, writer=LocalOutlet()
+        weights.items(), version=version, bucket_bytes=1 << 22, writer=LocalWriter()
     )
     for data in manifest.handles:
         data.flags.writeable = False
