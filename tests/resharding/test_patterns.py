@@ -1,4 +1,4 @@
-"""Tensors that are cut alike are planned once, and it comes to what the plain way comes to."""
+"""Planning by patterns gives the same plans as the straightforward reference."""
 
 from collections.abc import Iterable
 
@@ -24,7 +24,7 @@ SHARING = {
 
 
 def odd_model(model: ModelSpec) -> ModelSpec:
-    """With elements of two sizes and a scalar."""
+    """Return a model with two itemsizes and a scalar."""
     tensors = [
         TensorSpec(
             s.name,
@@ -39,11 +39,11 @@ def odd_model(model: ModelSpec) -> ModelSpec:
     return ModelSpec((*tensors, TensorSpec("scale", (), (0,))), model.num_pipeline_positions)
 
 
-def check_report(
-    plan: CopyPlan | GatherPlan, made: Iterable[BoxCopy], *, keeps_copy: bool = False
+def assert_report(
+    plan: CopyPlan | GatherPlan, planned: Iterable[BoxCopy], *, keeps_copy: bool = False
 ) -> None:
     expected = slow_plans.report(
-        plan.source, plan.target, plan.cluster, made, keeps_copy=keeps_copy
+        plan.source, plan.target, plan.cluster, planned, keeps_copy=keeps_copy
     )
     report = plan.report_bytes()
     assert report.rank_bytes.keys() == expected.keys()
@@ -65,7 +65,7 @@ def check_report(
     st.sampled_from([0, 0, 5]),
     st.integers(1, 8),
 )
-def test_copies_are_those_of_the_plain_way_to_the_last_byte(
+def test_copy_plans_equal_the_reference_to_the_byte(
     one: RankGrid, other: RankGrid, held: str, wanted: str, first: int, per_node: int
 ) -> None:
     model = odd_model(transformer())
@@ -79,13 +79,13 @@ def test_copies_are_those_of_the_plain_way_to_the_last_byte(
     target = SHARING[wanted](create_layout(model, moved), moved.list_dp_groups())
     cluster = NodeTopology(per_node)
     plan = plan_copies(source, target, cluster)
-    made = slow_plans.copies(source, target, cluster)
-    assert list(plan.copies) == made
-    check_report(plan, made)
+    planned = slow_plans.copies(source, target, cluster)
+    assert list(plan.copies) == planned
+    assert_report(plan, planned)
 
 
 @given(GRIDS, st.sampled_from(sorted(SHARING)), st.booleans(), st.integers(1, 8))
-def test_gathers_are_those_of_the_plain_way_to_the_last_byte(
+def test_gather_plans_equal_the_reference_to_the_byte(
     grid: RankGrid, held: str, everyone: bool, per_node: int
 ) -> None:
     model = odd_model(transformer())
@@ -96,10 +96,10 @@ def test_gathers_are_those_of_the_plain_way_to_the_last_byte(
     for keeps_copy in (False, True):
         plan = plan_gather(source, plain, NodeTopology(per_node), groups, keeps_copy=keeps_copy)
         assert plan.contributions == slow_plans.gives(source, groups)
-        check_report(plan, plan.copies, keeps_copy=keeps_copy)
+        assert_report(plan, plan.copies, keeps_copy=keeps_copy)
 
 
-def test_layers_that_are_cut_alike_are_one_pattern() -> None:
+def test_equally_sharded_layers_form_one_pattern() -> None:
     model = transformer(layers=8)
     whole = create_layout(model, RankGrid.from_text("1-1-6").assign_ranks())
     for divide in (partition_zero3, partition_fsdp2):
@@ -111,19 +111,19 @@ def test_layers_that_are_cut_alike_are_one_pattern() -> None:
         assert found[1].tensors[-1] == "norm"
 
 
-def test_planning_grows_with_the_ranks_and_not_with_the_layers(
+def test_planning_cost_grows_with_ranks_but_not_with_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     met: list[TensorBox] = []
     plain = TensorBox.intersect
 
-    def noted(box: TensorBox, other: TensorBox) -> TensorBox | None:
+    def counting_intersect(box: TensorBox, other: TensorBox) -> TensorBox | None:
         met.append(box)
         return plain(box, other)
 
-    monkeypatch.setattr(TensorBox, "intersect", noted)
+    monkeypatch.setattr(TensorBox, "intersect", counting_intersect)
 
-    def meetings(layers: int, ranks: int) -> int:
+    def count_intersections(layers: int, ranks: int) -> int:
         whole = create_layout(transformer(layers=layers), RankGrid(1, 1, ranks).assign_ranks())
         parts = partition_zero3(whole, [list(range(ranks))])
         met.clear()
@@ -131,5 +131,5 @@ def test_planning_grows_with_the_ranks_and_not_with_the_layers(
         plan_gather(parts, whole, NodeTopology(), [list(range(ranks))]).report_bytes()
         return len(met)
 
-    assert meetings(4, 8) == meetings(40, 8) > 0
-    assert meetings(4, 32) < 2 * (32 / 8) * meetings(4, 8)
+    assert count_intersections(4, 8) == count_intersections(40, 8) > 0
+    assert count_intersections(4, 32) < 2 * (32 / 8) * count_intersections(4, 8)

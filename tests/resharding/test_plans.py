@@ -1,4 +1,4 @@
-"""Plans: the paper's volumes as exact fractions, ReaL's transfers, and every element once."""
+"""Plans: the paper's volumes as exact fractions, ReaL's transfers, and completeness."""
 
 from collections import Counter
 from fractions import Fraction
@@ -31,7 +31,7 @@ LARGER = [("1-8-2", "1-2-4-2"), ("4-4-1", "2-2-4-1"), ("8-1-2", "2-1-4-2"), ("2-
 
 @pytest.mark.parametrize("order", ["hf", "mcore"])
 @pytest.mark.parametrize(("train", "generate"), PAPER + LARGER)
-def test_table_2_of_the_paper_as_exact_fractions(train: str, generate: str, order: str) -> None:
+def test_table_2_of_the_paper_in_exact_fractions(train: str, generate: str, order: str) -> None:
     grid, sizes = RankGrid.from_text(train, order), GenerationSizes.from_text(generate)
     model = even(8)
     held = create_layout(model, grid.assign_ranks())
@@ -72,7 +72,7 @@ def test_table_2_of_the_paper_as_exact_fractions(train: str, generate: str, orde
     }
 
 
-def test_worked_fractions_of_figure_8() -> None:
+def test_fractions_of_figure_8_of_the_paper() -> None:
     grid, sizes = RankGrid.from_text("1-4-2"), GenerationSizes.from_text("1-2-2-2")
     held = create_layout(even(2), grid.assign_ranks())
     served = create_layout(even(2), assign_vanilla(grid, sizes))
@@ -87,12 +87,12 @@ def test_worked_fractions_of_figure_8() -> None:
 
 
 def mesh(stages: int, replicas: int, first: int = 0) -> RankAssignment:
-    """Stages outermost, as ReaL numbers them, from a first rank on."""
+    """Return a layout with stages outermost, as ReaL numbers ranks, from a first rank on."""
     grid = RankGrid(stages, 1, replicas, "mcore")
     return RankAssignment(stages, 1, replicas, grid.assign_ranks().coordinates, first)
 
 
-def test_reals_example_on_eight_devices_moves_what_is_needed_from_balanced_senders() -> None:
+def test_reals_example_on_eight_devices_balances_the_senders() -> None:
     model = even(2)
     train, generate = (
         create_layout(model, mesh(2, 2)),
@@ -106,10 +106,10 @@ def test_reals_example_on_eight_devices_moves_what_is_needed_from_balanced_sende
     assert pairs == {(0, 2), (1, 3), (2, 4), (3, 5), (2, 6), (3, 7)}
     sent = Counter({rank: report.rank_bytes[rank].sent_bytes for rank in range(4)})
     assert sent[0] == sent[1] and sent[2] == sent[3]
-    # ReaL's own plan moves 3.5 M: it sends to rank 1 what that has.
+    # ReaL's own plan moves 3.5 M: it sends rank 1 data that rank 1 already has.
 
 
-def test_a_holder_on_the_same_node_is_asked_first() -> None:
+def test_a_holder_on_the_same_node_is_preferred() -> None:
     model = even(1)
     train = create_layout(model, RankGrid.from_text("1-1-8").assign_ranks())
     some = ModelLayout(model, {rank: train.shards[rank] for rank in (1, 5)})
@@ -122,23 +122,23 @@ def test_a_holder_on_the_same_node_is_asked_first() -> None:
     assert plan.report_bytes().count_link_bytes("network") == 0
 
 
-def test_a_holder_of_a_smaller_box_on_the_same_node_is_asked_first() -> None:
+def test_a_holder_of_a_smaller_box_on_the_same_node_is_preferred() -> None:
     model = ModelSpec((TensorSpec("w", (8, 4), (0,), 0),), 1)
     (whole,) = create_layout(model, RankGrid.from_text("1-1-1").assign_ranks()).shards.values()
     halves = create_layout(model, RankGrid.from_text("1-2-1").assign_ranks()).shards
-    # Rank 0 of the first node has all of it, rank 2 of the second one half.
+    # Rank 0 on the first node has all of it, rank 2 on the second node has half.
     source = ModelLayout(model, {0: whole, 2: halves[0]})
     near = plan_copies(source, ModelLayout(model, {3: halves[0]}), NodeTopology(2))
     assert [(c.source, c.destination) for c in near.copies] == [(2, 3)]
     assert near.report_bytes().count_link_bytes("network") == 0
     both = plan_copies(source, ModelLayout(model, {3: whole}), NodeTopology(2))
-    check_complete(both)
+    assert_complete(both)
     report = both.report_bytes()
     assert (report.count_link_bytes("node"), report.count_link_bytes("network")) == (64, 64)
 
 
 def mixed(model: ModelSpec, data: st.DataObject) -> ModelLayout:
-    """Eight ranks that each hold what they would in a layout of their own."""
+    """Return a layout of eight ranks, each with the shards of a randomly drawn layout."""
     shards = {}
     for rank in range(8):
         seating = RankGrid.from_text(
@@ -153,7 +153,7 @@ def mixed(model: ModelSpec, data: st.DataObject) -> ModelLayout:
 
 
 @given(st.data(), st.integers(1, 4))
-def test_no_byte_crosses_the_network_that_a_rank_of_the_node_holds(
+def test_no_byte_crosses_the_network_if_the_node_holds_it(
     data: st.DataObject, per_node: int
 ) -> None:
     model = transformer(heads=4, kv_heads=4)
@@ -161,7 +161,7 @@ def test_no_byte_crosses_the_network_that_a_rank_of_the_node_holds(
     source = ModelLayout(model, {**mixed(model, data).shards, 8: whole})
     target, cluster = mixed(model, data), NodeTopology(per_node)
     plan = plan_copies(source, target, cluster)
-    check_complete(plan)
+    assert_complete(plan)
     for copy in plan.copies:
         if cluster.get_link(copy.source, copy.destination) == "network":
             tensor, box = copy.named_box
@@ -182,14 +182,14 @@ def test_no_byte_crosses_the_network_that_a_rank_of_the_node_holds(
         )
 
 
-def test_pools_without_a_rank_in_common() -> None:
+def test_copies_between_disjoint_pools() -> None:
     model = transformer()
     train = create_layout(model, RankGrid.from_text("2-2-2", "mcore").assign_ranks())
     pool = RankAssignment(
         1, 2, 2, RankGrid.from_text("1-2-2").assign_ranks().coordinates, first_rank=8
     )
     plan = plan_copies(train, create_layout(model, pool), CLUSTER)
-    check_complete(plan)
+    assert_complete(plan)
     report = plan.report_bytes()
     assert report.count_link_bytes("local") == report.count_link_bytes("node") == 0
     assert all(report.rank_bytes[rank].received_bytes == 0 for rank in range(8))
@@ -197,8 +197,8 @@ def test_pools_without_a_rank_in_common() -> None:
     assert max(sent) < 2 * report.model_bytes / 8 * 1.5
 
 
-def check_complete(plan: CopyPlan) -> None:
-    """Every element that is needed comes once, from a rank that holds it."""
+def assert_complete(plan: CopyPlan) -> None:
+    """Assert that every needed element comes once, from a rank that holds it."""
     for rank in plan.target.ranks:
         for spec in plan.target.model.tensors:
             come = [
@@ -222,7 +222,7 @@ def check_complete(plan: CopyPlan) -> None:
 
 
 @given(GRIDS, GRIDS, st.sampled_from(["plain", "zero", "fsdp"]), st.booleans(), st.integers(0, 9))
-def test_any_layout_becomes_any_other(
+def test_copy_plans_between_any_layouts_are_complete(
     one: RankGrid, other: RankGrid, shared: str, tied: bool, first: int
 ) -> None:
     model = transformer(tied=tied)
@@ -238,7 +238,7 @@ def test_any_layout_becomes_any_other(
         ),
     )
     plan = plan_copies(source, target, CLUSTER)
-    check_complete(plan)
+    assert_complete(plan)
     assert plan == plan_copies(source, target, CLUSTER), "every rank makes the same"
     report = plan.report_bytes()
     for rank in target.ranks:
@@ -255,9 +255,7 @@ def test_any_layout_becomes_any_other(
 
 
 @given(GRIDS, st.sampled_from(GROUPINGS), st.integers(1, 2))
-def test_a_group_that_gives_each_other_all_gives_no_element_twice(
-    grid: RankGrid, grouping: str, ratio: int
-) -> None:
+def test_gather_plans_send_no_element_twice(grid: RankGrid, grouping: str, ratio: int) -> None:
     assume(grid.tp_size % ratio == 0)
     sizes = GenerationSizes(grid.pp_size, grid.tp_size // ratio, ratio, grid.dp_size)
     model = transformer()
@@ -273,7 +271,7 @@ def test_a_group_that_gives_each_other_all_gives_no_element_twice(
             assert count_elements(given) == count_union_elements(given) == spec.numel
 
 
-def test_what_several_of_a_group_hold_they_give_in_equal_shares() -> None:
+def test_shared_data_is_contributed_in_equal_shares() -> None:
     model = even(6)
     whole = create_layout(model, RankGrid.from_text("1-1-4").assign_ranks())
     plan = plan_gather(whole, whole, CLUSTER, [[0, 1, 2], [3]])
@@ -281,7 +279,7 @@ def test_what_several_of_a_group_hold_they_give_in_equal_shares() -> None:
     assert given == {0: 1024, 1: 1024, 2: 1024, 3: 3072}
 
 
-def test_what_nobody_holds_is_named() -> None:
+def test_data_that_no_rank_holds_is_named() -> None:
     model = even(2)
     train = create_layout(model, RankGrid.from_text("2-1-1").assign_ranks())
     half = ModelLayout(model, {0: train.shards[0]})
@@ -293,30 +291,30 @@ def test_what_nobody_holds_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "told"),
+    ("groups", "error_text"),
     [
         ([[0]], "rank 1: is in 0 groups"),
         ([[0, 1], [1]], "rank 1: is in 2 groups"),
     ],
 )
-def test_every_rank_is_in_one_group(groups: list[list[int]], told: str) -> None:
+def test_every_rank_must_be_in_exactly_one_group(groups: list[list[int]], error_text: str) -> None:
     whole = create_layout(even(2), RankGrid.from_text("1-1-2").assign_ranks())
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=error_text):
         plan_gather(whole, whole, CLUSTER, groups)
 
 
 @pytest.mark.parametrize("units", [-2, 0, 3])
-def test_a_component_is_made_of_whole_units(units: int) -> None:
+def test_a_component_must_consist_of_whole_units(units: int) -> None:
     with pytest.raises(ValueError, match=f"component of size 4: must be a multiple of {units}"):
         FusedComponent(4, units)
 
 
-def test_an_element_has_some_bytes() -> None:
+def test_an_unknown_itemsize_is_refused() -> None:
     with pytest.raises(ValueError, match="w: itemsize 3 is none of"):
         TensorSpec("w", (4,), (0,), itemsize=3)
 
 
-def test_a_switch_between_equal_layouts_moves_nothing() -> None:
+def test_equal_layouts_need_no_copies() -> None:
     for grid in (RankGrid.from_text("1-4-2"), RankGrid.from_text("2-2-2", "mcore")):
         held = create_layout(transformer(), grid.assign_ranks())
         sizes = GenerationSizes(grid.pp_size, grid.tp_size, 1, grid.dp_size)
