@@ -1,4 +1,4 @@
-"""The rows, and what a config may ask of them."""
+"""Rows of the algorithm table, and validation of configs."""
 
 import dataclasses
 from pathlib import Path
@@ -20,32 +20,32 @@ from streamrl.config import load_config
 from streamrl.dataflow import build_dataflow
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS
-from tests.algorithms.steps import settings_of
+from tests.algorithms.steps import make_settings
 
 GRPO_RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"
 
 
-def test_rows_fill_what_the_config_leaves_open_and_no_more():
-    grpo, dapo = (settings_of(AlgorithmConfig(name=name)) for name in ("grpo", "dapo"))
+def test_a_rows_defaults_fill_only_null_settings():
+    grpo, dapo = (make_settings(AlgorithmConfig(name=name)) for name in ("grpo", "dapo"))
     assert (grpo.clip_low, grpo.clip_high, grpo.advantage_scale) == (0.2, 0.2, "std")
     assert grpo.loss_aggregation == "seq-mean-token-mean"
     assert (dapo.clip_low, dapo.clip_high) == (0.2, 0.28)
     assert (dapo.loss_aggregation, dapo.kl_coef, dapo.dual_clip) == ("token-mean", 0.0, None)
-    chosen = settings_of(AlgorithmConfig(name="dapo", clip_high=0.5, dual_clip=3.0))
+    chosen = make_settings(AlgorithmConfig(name="dapo", clip_high=0.5, dual_clip=3.0))
     assert chosen == dataclasses.replace(dapo, clip_high=0.5, dual_clip=3.0)
 
 
 def test_every_row_can_be_configured_by_its_name_alone():
-    settings = {name: settings_of(AlgorithmConfig(name=name)) for name in ALGORITHMS}
+    settings = {name: make_settings(AlgorithmConfig(name=name)) for name in ALGORITHMS}
     assert {one.max_length for one in settings.values()} == {9}
     assert {name: one.params for name, one in settings.items()} == {
         name: row.params for name, row in ALGORITHMS.items()
     }
 
 
-def test_a_rows_own_numbers_are_set_under_params():
+def test_a_rows_params_are_set_under_algorithm_params():
     config = AlgorithmConfig(name="sapo", params={"temperature_negative": 2})
-    assert settings_of(config).params == {"temperature_positive": 1.0, "temperature_negative": 2}
+    assert make_settings(config).params == {"temperature_positive": 1.0, "temperature_negative": 2}
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_a_rows_own_numbers_are_set_under_params():
         (AlgorithmConfig(name="reinforce_pp", whiten_advantages=False), "group"),
     ],
 )
-def test_what_is_normalised_over_the_step_waits_for_the_step(config, scope):
-    assert config.scope == settings_of(config).scope == scope
+def test_normalization_over_the_step_needs_scope_step(config, scope):
+    assert config.scope == make_settings(config).scope == scope
 
 
 def needed(config):
-    return list_required_columns(config.row, settings_of(config))
+    return list_required_columns(config.row, make_settings(config))
 
 
 def test_columns_feed_the_dataflow():
@@ -75,14 +75,14 @@ def test_columns_feed_the_dataflow():
     with_reference = needed(AlgorithmConfig(kl_coef=0.01))
     assert with_reference == (*ROLLOUT_COLUMNS, "scores", "ref_logprobs")
     assert "reference" in build_dataflow(with_reference).stages
-    # Components come with the scores.
+    # Reward components come with the scores.
     assert needed(AlgorithmConfig(name="gdpo")) == plain
 
 
 def test_advantages_are_derived_from_few_columns():
     def read(**config):
         chosen = AlgorithmConfig(**config)
-        return list_derivation_columns(chosen.spec, settings_of(chosen))
+        return list_derivation_columns(chosen.spec, make_settings(chosen))
 
     few = ("lengths", "loss_mask", "finish_reason", "scores")
     assert read() == read(kl_coef=0.1) == few
@@ -137,7 +137,7 @@ def test_advantages_are_derived_from_few_columns():
         ),
     ],
 )
-def test_an_impossible_config_is_refused(settings, message):
+def test_an_invalid_config_is_refused(settings, message):
     with pytest.raises(ConfigError) as refusal:
         AlgorithmConfig(**settings)
     assert str(refusal.value) == message
@@ -172,7 +172,7 @@ def test_an_impossible_config_is_refused(settings, message):
         ({"weight_high": -1.0}, "algorithm.correction.weight_high=-1.0: must be above 0"),
     ],
 )
-def test_an_impossible_correction_is_refused(settings, message):
+def test_an_invalid_correction_is_refused(settings, message):
     with pytest.raises(ConfigError) as refusal:
         OmegaConf.to_object(
             OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), {"correction": settings})
@@ -180,13 +180,13 @@ def test_an_impossible_correction_is_refused(settings, message):
     assert str(refusal.value) == message
 
 
-def test_prompt_mean_cannot_leave_rejected_tokens_out_of_its_count():
+def test_prompt_mean_requires_count_rejected():
     given = {"loss_aggregation": "prompt-mean", "correction": {"count_rejected": False}}
     with pytest.raises(ConfigError, match="count_rejected=False: prompt-mean divides by all"):
         OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), given))
 
 
-def test_the_config_is_one_omegaconf_can_read():
+def test_omegaconf_can_read_the_config():
     given: dict[str, Any] = {
         "name": "sapo",
         "clip_low": 0.1,
@@ -209,11 +209,11 @@ HALF = variant("half", "nobody, nowhere", ALGORITHMS["grpo"], advantages=half)
 """
 
 
-def test_a_row_of_ones_own_comes_from_a_file(tmp_path: Path):
+def test_a_custom_row_is_loaded_from_a_file(tmp_path: Path):
     (tmp_path / "own.py").write_text(OWN)
     config = AlgorithmConfig(name="half", path=str(tmp_path / "own.py"))
     assert config.spec.name == "half"
-    assert settings_of(config).loss_aggregation == "seq-mean-token-mean"
+    assert make_settings(config).loss_aggregation == "seq-mean-token-mean"
     assert AlgorithmConfig(name="dapo", path=str(tmp_path / "own.py")).spec.name == "dapo"
 
 
@@ -240,7 +240,7 @@ def test_a_file_without_a_row_is_refused(tmp_path: Path, text: str, message: str
     assert message in str(refusal.value)
 
 
-def test_a_file_that_is_not_there_is_refused():
+def test_a_missing_file_is_refused():
     with pytest.raises(ConfigError, match=r"algorithm.path=nowhere.py: no such file"):
         AlgorithmConfig(path="nowhere.py")
 
@@ -335,7 +335,7 @@ STUCK = variant("stuck", "x", params={"knob": 1.0}, dials={"knob": stuck})
         ("broken", r"algorithm broken: broken at .*own.py:8: KeyError: 'nothing'"),
     ],
 )
-def test_a_row_that_cannot_be_trained_is_refused_before_a_run_is_started(tmp_path, name, message):
+def test_a_row_that_cannot_train_is_refused_before_the_run_starts(tmp_path, name, message):
     (tmp_path / "own.py").write_text(BAD_ROWS)
     chosen = [f"algorithm.path={tmp_path}/own.py", f"algorithm.name={name}"]
     with pytest.raises(ConfigError, match=message) as error:
@@ -343,7 +343,7 @@ def test_a_row_that_cannot_be_trained_is_refused_before_a_run_is_started(tmp_pat
     assert "\n" not in str(error.value)
 
 
-def test_a_row_for_rewards_that_are_not_negative_may_read_its_settings_as_it_likes(tmp_path):
+def test_unused_settings_of_a_custom_row_are_not_refused(tmp_path):
     (tmp_path / "own.py").write_text(BAD_ROWS)
     chosen = [f"algorithm.path={tmp_path}/own.py", "algorithm.name=rooted", "algorithm.gamma=0.9"]
     assert load_config(GRPO_RECIPE, chosen).algorithm_settings.gamma == 0.9
@@ -359,7 +359,7 @@ def test_a_row_for_rewards_that_are_not_negative_may_read_its_settings_as_it_lik
         ({"derived": {"loss_mask": group_relative}}, r"derived \['loss_mask'\] is a reserved name"),
     ],
 )
-def test_a_row_that_contradicts_itself_is_none(changes, message):
+def test_an_inconsistent_row_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         variant("own", "x", **changes)
 
@@ -425,12 +425,12 @@ def test_a_row_that_contradicts_itself_is_none(changes, message):
         ),
     ],
 )
-def test_settings_a_row_cannot_work_with_are_refused_before_a_run_is_started(override, message):
+def test_settings_incompatible_with_a_row_are_refused_before_the_run_starts(override, message):
     with pytest.raises(ConfigError, match=message):
         load_config(GRPO_RECIPE, override)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_row_passes_its_rehearsal(name):
+def test_every_row_passes_the_dry_run(name):
     config = AlgorithmConfig(name=name)
     dry_run_algorithm(config.spec, config.to_settings(max_length=8, reward_weights={"right": 1.0}))
