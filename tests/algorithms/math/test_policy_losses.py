@@ -273,8 +273,8 @@ def test_clip_cov_chooses_a_fraction_of_all_tokens_from_the_band():
 
 def test_clip_cov_choices_follow_from_the_draws():
     def drawn(seed: int) -> list[list[bool]]:
-        lots = torch.rand(2, 2, generator=torch.Generator().manual_seed(seed))
-        return covariance_band_mask(*COV, low=0.5, high=3.0, fraction=0.4, lots=lots).tolist()
+        draws = torch.rand(2, 2, generator=torch.Generator().manual_seed(seed))
+        return covariance_band_mask(*COV, low=0.5, high=3.0, fraction=0.4, draws=draws).tolist()
 
     assert [drawn(seed) for seed in range(9)] == [drawn(seed) for seed in range(9)]
     assert {str(drawn(seed)) for seed in range(9)} == {
