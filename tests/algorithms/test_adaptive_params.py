@@ -23,9 +23,9 @@ def make_adaptive_params(config: AlgorithmConfig) -> AdaptiveParams:
 
 
 def test_without_kl_target_no_parameter_adapts():
-    dials = make_adaptive_params(AlgorithmConfig(kl_coef=0.1))
-    dials.update_after_step(make_sums(7.0), num_rollouts=8)
-    assert dials.values == {}
+    params = make_adaptive_params(AlgorithmConfig(kl_coef=0.1))
+    params.update_after_step(make_sums(7.0), num_rollouts=8)
+    assert params.values == {}
 
 
 @pytest.mark.parametrize(
@@ -38,22 +38,22 @@ def test_without_kl_target_no_parameter_adapts():
     ],
 )
 def test_kl_coef_follows_its_target(kl, coef):
-    dials = make_adaptive_params(FOLLOWING)
-    dials.update_after_step(make_sums(kl), num_rollouts=250)
-    assert dials.values == {"kl_coef": pytest.approx(coef)}
+    params = make_adaptive_params(FOLLOWING)
+    params.update_after_step(make_sums(kl), num_rollouts=250)
+    assert params.values == {"kl_coef": pytest.approx(coef)}
 
 
 def test_a_step_without_policy_training_adapts_no_parameter():
-    dials = make_adaptive_params(FOLLOWING)
-    dials.update_after_step({}, num_rollouts=250)
-    assert dials.values == {"kl_coef": 0.1}
+    params = make_adaptive_params(FOLLOWING)
+    params.update_after_step({}, num_rollouts=250)
+    assert params.values == {"kl_coef": 0.1}
 
 
 def test_adaptive_params_resume_from_a_checkpoint():
-    dials, later = make_adaptive_params(FOLLOWING), make_adaptive_params(FOLLOWING)
-    dials.update_after_step(make_sums(1.0), num_rollouts=250)
-    later.load_state_dict({**dials.state_dict(), "forgotten": 3.0})
-    assert later.values == dials.values
+    params, later = make_adaptive_params(FOLLOWING), make_adaptive_params(FOLLOWING)
+    params.update_after_step(make_sums(1.0), num_rollouts=250)
+    later.load_state_dict({**params.state_dict(), "forgotten": 3.0})
+    assert later.values == params.values
 
 
 LIMITED = AlgorithmConfig(name="safe_rlhf", params={"cost_limit": 0.2, "lagrange_lr": 0.5})
@@ -70,28 +70,28 @@ LIMITED = AlgorithmConfig(name="safe_rlhf", params={"cost_limit": 0.2, "lagrange
     ],
 )
 def test_the_multiplier_rises_while_the_cost_exceeds_its_limit(cost, multiplier):
-    dials = make_adaptive_params(LIMITED)
-    dials.update_after_step(
+    params = make_adaptive_params(LIMITED)
+    params.update_after_step(
         {"num_sampled": 9.0, "score_sum": 4.0, "cost_sum": 4 * cost}, num_rollouts=4
     )
-    assert dials.values == {"lagrange": pytest.approx(multiplier)}
+    assert params.values == {"lagrange": pytest.approx(multiplier)}
     assert LIMITED.spec.params["lagrange"] == 1.0
 
 
 def test_the_next_step_uses_the_adapted_value():
-    dials = make_adaptive_params(LIMITED)
-    shown = {"num_sampled": 9.0, "score_sum": 4.0, "cost_sum": 4 * 0.6}
+    params = make_adaptive_params(LIMITED)
+    sums = {"num_sampled": 9.0, "score_sum": 4.0, "cost_sum": 4 * 0.6}
     for _ in range(2):
-        dials.update_after_step(shown, num_rollouts=4)
-    first = math.exp(0.2)
-    assert dials.values["lagrange"] == pytest.approx(first * math.exp(0.2 * first))
-    turned = make_settings(LIMITED).with_adaptive_params(dials.values)
-    assert turned.params["lagrange"] == dials.values["lagrange"]
+        params.update_after_step(sums, num_rollouts=4)
+    first_value = math.exp(0.2)
+    assert params.values["lagrange"] == pytest.approx(first_value * math.exp(0.2 * first_value))
+    turned = make_settings(LIMITED).with_adaptive_params(params.values)
+    assert turned.params["lagrange"] == params.values["lagrange"]
     assert turned.params["cost_limit"] == 0.2
 
 
 def test_a_dial_that_returns_no_number_is_named():
-    def broken(value, shown, settings):
+    def broken(value, sums, settings):
         return None
 
     row = variant("mine", "a test", params={"tau": 1.0}, dials={"tau": broken})

@@ -44,22 +44,22 @@ every_config = pytest.mark.parametrize(
 )
 
 
-def close(one, other):
-    torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
 
 
 @every_config
 def test_nan_padding_and_more_padding_have_no_effect(config):
     step = make_step()
     steps = (step, step.with_nan_padding(), step.with_more_padding(3))
-    clean, with_nan_padding, wider = (
-        train(config, each, derive_columns(config, each)) for each in steps
+    clean, nan_padded, more_padded = (
+        train(config, variant, derive_columns(config, variant)) for variant in steps
     )
-    close(with_nan_padding.loss, clean.loss)
-    close(with_nan_padding.gradient, clean.gradient)
-    close(with_nan_padding.sums, clean.sums)
-    close(wider.loss, clean.loss)
-    close(wider.gradient[:, :-3], clean.gradient)
+    close(nan_padded.loss, clean.loss)
+    close(nan_padded.gradient, clean.gradient)
+    close(nan_padded.sums, clean.sums)
+    close(more_padded.loss, clean.loss)
+    close(more_padded.gradient[:, :-3], clean.gradient)
     assert clean.gradient.abs().sum() > 0
 
 
@@ -69,19 +69,19 @@ def test_micro_batches_and_ranks_add_up_to_the_whole_step(config, seed, data):
     """Micro-batches and ranks are subsets of a step's rows in any order."""
     step = make_step(seed)
     derived = derive_columns(config, step)
-    whole = train(config, step, derived)
+    full = train(config, step, derived)
     order = data.draw(st.permutations(range(step.num_rows)))
     cuts = sorted(data.draw(st.sets(st.integers(1, step.num_rows - 1), max_size=4)))
-    loss, sums = torch.zeros((), dtype=torch.float64), dict.fromkeys(whole.sums, 0.0)
+    loss, sums = torch.zeros((), dtype=torch.float64), dict.fromkeys(full.sums, 0.0)
     for start, end in zip([0, *cuts], [*cuts, step.num_rows], strict=True):
         rows = order[start:end]
-        part = {name: values[torch.tensor(rows)] for name, values in derived.items()}
-        trained = train(config, step.rows(rows), part)
-        close(trained.gradient, whole.gradient[torch.tensor(rows)])
+        columns_of_part = {name: values[torch.tensor(rows)] for name, values in derived.items()}
+        trained = train(config, step.rows(rows), columns_of_part)
+        close(trained.gradient, full.gradient[torch.tensor(rows)])
         loss = loss + trained.loss
         sums = {name: sums[name] + value.item() for name, value in trained.sums.items()}
-    close(loss, whole.loss)
-    expected = {name: value.item() for name, value in whole.sums.items()}
+    close(loss, full.loss)
+    expected = {name: value.item() for name, value in full.sums.items()}
     assert sums == pytest.approx(expected, rel=1e-6, abs=1e-6)
     chosen = make_settings(config)
     divisor = step_loss_denominator(chosen, sums)
@@ -97,10 +97,10 @@ def test_off_policy_masking_uses_the_trained_policy():
     derived = derive_columns(config, step) | {
         "proximal_logprobs": step.columns["generator_logprobs"]
     }
-    near = train(config, step, derived)
+    close_policy = train(config, step, derived)
     step.logprobs = step.logprobs - 1.0
-    far = train(config, step, derived)
-    assert far.sums["num_kept"] < near.sums["num_kept"]
+    distant_policy = train(config, step, derived)
+    assert distant_policy.sums["num_kept"] < close_policy.sums["num_kept"]
 
 
 def test_off_policy_masking_measures_the_distance_to_the_sampling_policy():
@@ -124,10 +124,10 @@ def test_row_order_has_no_effect(name):
     config, step = AlgorithmConfig(name=name), make_step()
     order = torch.randperm(step.num_rows, generator=torch.Generator().manual_seed(1)).tolist()
     turned = step.rows(order)
-    one = train(config, step, derive_columns(config, step))
-    other = train(config, turned, derive_columns(config, turned))
-    close(other.loss, one.loss)
-    close(other.gradient, one.gradient[torch.tensor(order)])
+    in_order = train(config, step, derive_columns(config, step))
+    permuted = train(config, turned, derive_columns(config, turned))
+    close(permuted.loss, in_order.loss)
+    close(permuted.gradient, in_order.gradient[torch.tensor(order)])
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -135,16 +135,16 @@ def test_scope_group_needs_no_other_groups_and_scope_step_does(name):
     # With so few tokens, no covariance reaches the paper's band.
     params = {"covariance_low": 0.01, "covariance_fraction": 0.3} if name == "clip_cov" else {}
     config, step = AlgorithmConfig(name=name, params=params), make_step()
-    whole = derive_columns(config, step)
+    full = derive_columns(config, step)
     differs = False
     for group in range(3):
         rows = (step.group_ids == group).nonzero()[:, 0].tolist()
         alone = derive_columns(config, step.rows(rows))
-        pairs = [(alone[key], whole[key][torch.tensor(rows)]) for key in whole]
+        pairs = [(alone[key], full[key][torch.tensor(rows)]) for key in full]
         if config.scope == "group":
-            for one, other in pairs:
-                close(one, other)
-        differs |= any(not torch.equal(one, other) for one, other in pairs)
+            for of_group, of_step in pairs:
+                close(of_group, of_step)
+        differs |= any(not torch.equal(of_group, of_step) for of_group, of_step in pairs)
     # Scope "step" must be necessary: otherwise training could start as groups arrive.
     assert differs or config.scope == "group"
 
@@ -379,8 +379,8 @@ def test_kl_in_reward_shifts_scores_and_token_rewards():
         name="reinforce_pp", kl_coef=0.5, whiten_advantages=False, group_size=1
     )
     to_go = derive_columns(config, step)["advantages"]
-    first = mask.int().argmax(-1)
-    close(to_go[torch.arange(2), first], scores)
+    first_token = mask.int().argmax(-1)
+    close(to_go[torch.arange(2), first_token], scores)
 
 
 def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_step():

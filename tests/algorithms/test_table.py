@@ -37,8 +37,8 @@ def test_a_rows_defaults_fill_only_null_settings():
 
 def test_every_row_can_be_configured_by_its_name_alone():
     settings = {name: make_settings(AlgorithmConfig(name=name)) for name in ALGORITHMS}
-    assert {one.max_length for one in settings.values()} == {9}
-    assert {name: one.params for name, one in settings.items()} == {
+    assert {row_settings.max_length for row_settings in settings.values()} == {9}
+    assert {name: row_settings.params for name, row_settings in settings.items()} == {
         name: row.params for name, row in ALGORITHMS.items()
     }
 
@@ -84,11 +84,11 @@ def test_advantages_are_derived_from_few_columns():
         chosen = AlgorithmConfig(**config)
         return list_derivation_columns(chosen.spec, make_settings(chosen))
 
-    few = ("lengths", "loss_mask", "finish_reason", "scores")
-    assert read() == read(kl_coef=0.1) == few
+    basic_columns = ("lengths", "loss_mask", "finish_reason", "scores")
+    assert read() == read(kl_coef=0.1) == basic_columns
     both = ("generator_logprobs", "ref_logprobs")
-    assert read(kl_coef=0.1, kl_in="reward", kl_kind="k1") == (*few, *both)
-    assert read(name="gdpo") == (*few, "reward/right", "reward/short")
+    assert read(kl_coef=0.1, kl_in="reward", kl_kind="k1") == (*basic_columns, *both)
+    assert read(name="gdpo") == (*basic_columns, "reward/right", "reward/short")
 
 
 @pytest.mark.parametrize(
@@ -181,19 +181,19 @@ def test_an_invalid_correction_is_refused(settings, message):
 
 
 def test_prompt_mean_requires_count_rejected():
-    given = {"loss_aggregation": "prompt-mean", "correction": {"count_rejected": False}}
+    overrides = {"loss_aggregation": "prompt-mean", "correction": {"count_rejected": False}}
     with pytest.raises(ConfigError, match="count_rejected=False: prompt-mean divides by all"):
-        OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), given))
+        OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), overrides))
 
 
 def test_omegaconf_can_read_the_config():
-    given: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         "name": "sapo",
         "clip_low": 0.1,
         "params": {"temperature_positive": 0.5},
     }
-    merged = OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), given)
-    assert OmegaConf.to_object(merged) == AlgorithmConfig(**given)
+    merged = OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), overrides)
+    assert OmegaConf.to_object(merged) == AlgorithmConfig(**overrides)
 
 
 OWN = """

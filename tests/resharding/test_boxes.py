@@ -29,11 +29,11 @@ def boxes(draw: st.DrawFn, dims: int = 3, size: int = 5) -> TensorBox:
 
 
 @given(boxes(), boxes())
-def test_intersection_and_difference_partition_a_box(one: TensorBox, other: TensorBox) -> None:
-    common, alone = one.intersect(other), one.subtract_box(other)
-    assert (elements(common) if common else set()) == elements(one) & elements(other)
-    assert sum(box.numel for box in alone) == len(elements(one) - elements(other))
-    assert set().union(*map(elements, alone)) == elements(one) - elements(other)
+def test_intersection_and_difference_partition_a_box(one: TensorBox, other_box: TensorBox) -> None:
+    common, alone = one.intersect(other_box), one.subtract_box(other_box)
+    assert (elements(common) if common else set()) == elements(one) & elements(other_box)
+    assert sum(box.numel for box in alone) == len(elements(one) - elements(other_box))
+    assert set().union(*map(elements, alone)) == elements(one) - elements(other_box)
 
 
 @given(st.lists(boxes(dims=2), max_size=5))

@@ -48,13 +48,13 @@ def assert_report(
     report = plan.report_bytes()
     assert report.rank_bytes.keys() == expected.keys()
     for rank, counts in report.rank_bytes.items():
-        found = (
+        actual = (
             counts.received_by_link,
             counts.sent_by_link,
             counts.peak_bytes,
             counts.redundant_bytes,
         )
-        assert found == expected[rank], rank
+        assert actual == expected[rank], rank
 
 
 @given(
@@ -66,17 +66,23 @@ def assert_report(
     st.integers(1, 8),
 )
 def test_copy_plans_equal_the_reference_to_the_byte(
-    one: RankGrid, other: RankGrid, held: str, wanted: str, first: int, per_node: int
+    source_grid: RankGrid,
+    target_grid: RankGrid,
+    source_sharing: str,
+    target_sharing: str,
+    first: int,
+    per_node: int,
 ) -> None:
     model = odd_model(transformer())
-    source = SHARING[held](
-        create_layout(model, one.assign_ranks()), one.assign_ranks().list_dp_groups()
+    source = SHARING[source_sharing](
+        create_layout(model, source_grid.assign_ranks()),
+        source_grid.assign_ranks().list_dp_groups(),
     )
-    seating = other.assign_ranks()
+    assignment = target_grid.assign_ranks()
     moved = RankAssignment(
-        seating.pp_size, seating.tp_size, seating.dp_size, seating.coordinates, first
+        assignment.pp_size, assignment.tp_size, assignment.dp_size, assignment.coordinates, first
     )
-    target = SHARING[wanted](create_layout(model, moved), moved.list_dp_groups())
+    target = SHARING[target_sharing](create_layout(model, moved), moved.list_dp_groups())
     cluster = NodeTopology(per_node)
     plan = plan_copies(source, target, cluster)
     planned = slow_plans.copies(source, target, cluster)
@@ -86,11 +92,11 @@ def test_copy_plans_equal_the_reference_to_the_byte(
 
 @given(GRIDS, st.sampled_from(sorted(SHARING)), st.booleans(), st.integers(1, 8))
 def test_gather_plans_equal_the_reference_to_the_byte(
-    grid: RankGrid, held: str, everyone: bool, per_node: int
+    grid: RankGrid, sharing: str, everyone: bool, per_node: int
 ) -> None:
     model = odd_model(transformer())
     plain = create_layout(model, grid.assign_ranks())
-    source = SHARING[held](plain, grid.assign_ranks().list_dp_groups())
+    source = SHARING[sharing](plain, grid.assign_ranks().list_dp_groups())
     ranks = list(range(grid.num_ranks))
     groups = [ranks] if everyone else grid.assign_ranks().list_dp_groups()
     for keeps_copy in (False, True):
@@ -101,14 +107,14 @@ def test_gather_plans_equal_the_reference_to_the_byte(
 
 def test_equally_sharded_layers_form_one_pattern() -> None:
     model = transformer(layers=8)
-    whole = create_layout(model, RankGrid.from_text("1-1-6").assign_ranks())
+    full = create_layout(model, RankGrid.from_text("1-1-6").assign_ranks())
     for divide in (partition_zero3, partition_fsdp2):
-        found = find_patterns(divide(whole, [list(range(6))]), whole)
-        assert [pattern.tensors[0] for pattern in found] == [
+        patterns = find_patterns(divide(full, [list(range(6))]), full)
+        assert [pattern.tensors[0] for pattern in patterns] == [
             *("embed", "1.norm", "1.qkv", "1.o", "1.gate_up", "1.down")
         ]
-        assert sum(len(pattern.tensors) for pattern in found) == len(model.tensors)
-        assert found[1].tensors[-1] == "norm"
+        assert sum(len(pattern.tensors) for pattern in patterns) == len(model.tensors)
+        assert patterns[1].tensors[-1] == "norm"
 
 
 def test_planning_cost_grows_with_ranks_but_not_with_layers(

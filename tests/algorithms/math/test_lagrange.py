@@ -13,8 +13,8 @@ from tests.algorithms.steps import make_settings, make_step
 
 def test_lagrangian_advantages_by_hand():
     reward, cost = torch.tensor([1.0, 0.0, -2.0]), torch.tensor([0.5, 1.0, 0.0])
-    found = lagrangian_advantages(reward, cost, multiplier=3.0)
-    torch.testing.assert_close(found, torch.tensor([(1 - 1.5) / 4, -3 / 4, -2 / 4]))
+    advantages = lagrangian_advantages(reward, cost, multiplier=3.0)
+    torch.testing.assert_close(advantages, torch.tensor([(1 - 1.5) / 4, -3 / 4, -2 / 4]))
 
 
 def test_multiplier_0_gives_the_reward_advantages():
@@ -26,10 +26,10 @@ def test_multiplier_0_gives_the_reward_advantages():
 
 def test_swapping_cost_and_reward_negates_the_advantages():
     reward, cost = torch.randn(5), torch.randn(5)
-    one, other = (
+    advantages, swapped = (
         lagrangian_advantages(a, b, multiplier=1.0) for a, b in ((reward, cost), (cost, reward))
     )
-    torch.testing.assert_close(one, -other)
+    torch.testing.assert_close(advantages, -swapped)
 
 
 def test_the_multiplier_stays_positive_and_bounded():
