@@ -259,7 +259,7 @@ def test_copy_plans_between_any_layouts_are_complete(
     )
 
 
-@contributed(GRIDS, st.sampled_from(GROUPINGS), st.integers(1, 2))
+@given(GRIDS, st.sampled_from(GROUPINGS), st.integers(1, 2))
 def test_gather_plans_send_no_element_twice(grid: RankGrid, grouping: str, ratio: int) -> None:
     assume(grid.tp_size % ratio == 0)
     sizes = GenerationSizes(grid.pp_size, grid.tp_size // ratio, ratio, grid.dp_size)
