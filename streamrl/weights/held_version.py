@@ -30,7 +30,7 @@ class LoadVerification:
             ) + f" and {num_more} more" * bool(num_more)
             engine_warnings = f"; vLLM says: {'; '.join(self.warnings)}" if self.warnings else ""
             raise LogprobCheckError(
-                f"{holder}: parameters differ from the published ones after loading: {names}."
+                f"{holder} holds parameters that differ from the published ones: {names}."
                 f" Training would use wrong log-probabilities{engine_warnings}"
             )
 

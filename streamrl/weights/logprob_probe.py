@@ -56,7 +56,7 @@ class LogprobCheck:
         difference = float(np.max(differences))  # Python's max may skip a NaN
         if not difference <= self.max_difference:
             raise LogprobCheckError(
-                f"{follower}: log-probabilities differ from the trainer's by up to"
+                f"{follower} gives log-probabilities that differ from the trainer's by up to"
                 f" {difference:.3g} nats, more than"
                 f" weights.probe_limit={self.max_difference:g}: generator"
                 " and trainer do not compute the same model, so training would be wrong"

@@ -224,7 +224,7 @@ def compute_loss(config, **changes):
     batch, logprobs = make_hand_computed_step(**changes)
     entropy = torch.full_like(logprobs, 2.0)
     loss, sums = policy_loss(
-        config.row, make_settings(config), batch, logprobs=logprobs, entropy=entropy
+        config.spec, make_settings(config), batch, logprobs=logprobs, entropy=entropy
     )
     return loss.item(), {name: value.item() for name, value in sums.items()}
 

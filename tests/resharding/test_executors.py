@@ -63,7 +63,7 @@ def test_moved_bytes_equal_the_plan(ranks: list[dict[str, Any]]) -> None:
             for bucket in ("whole", "cut"):
                 results = [rank["ways"][f"{name}, {kind}, {bucket}"] for rank in ranks]
                 for rank, outcome in enumerate(results):
-                    counts = report.ranks[rank]
+                    counts = report.rank_bytes[rank]
                     assert outcome["received"] == counts.received_bytes, (name, kind, bucket)
                     assert outcome["sent"] == counts.sent_bytes, (name, kind, bucket)
                     assert outcome["peak"] == counts.memory + outcome["buffers"], (

@@ -137,7 +137,7 @@ def test_partitioned_replicas_cover_every_element_together(sizes: str, order: st
     assert_covers(layout, layout.ranks)
     for group in seating.list_dp_groups():
         for spec in layout.model.tensors:
-            parts = sum(count_elements(layout.boxes(rank, spec.name)) for rank in group)
+            parts = sum(count_elements(layout.get_boxes(rank, spec.name)) for rank in group)
             assert parts == count_elements(before.get_boxes(group[0], spec.name)), (
                 "no element is held twice"
             )

@@ -53,7 +53,7 @@ def derive_for_one_rollout(config, **columns):
         "ref_logprobs": torch.tensor([[0.0, -1.5, -1.0]]),
         **{name: torch.tensor([value]) for name, value in columns.items()},
     }
-    return derive_group_columns(config.row, make_settings(config), step, torch.tensor([0]))
+    return derive_group_columns(config.spec, make_settings(config), step, torch.tensor([0]))
 
 
 def test_each_critic_has_its_own_returns():

@@ -129,7 +129,7 @@ def test_the_error_names_the_parameters_and_what_the_engine_said() -> None:
         {n: check.make_fingerprints(t) for n, t in second.items() if n != TIED}
     )
     with pytest.raises(
-        LogprobCheckError, match=r"generator-0: parameters differ .* and \d+ more\. Training"
+        LogprobCheckError, match=r"generator-0 holds parameters that differ .* and \d+ more\. Training"
     ):
         arrival.raise_on_difference("generator-0")
 

@@ -126,7 +126,7 @@ def test_a_failed_version_is_not_a_base() -> None:
         publish_version(twice, version=1, bucket_bytes=4096, writer=writer)
     weight[2] = 1
     manifest = put(writer, 2, {"a": weight})
-    assert manifest.handles[0].base == 0
+    assert manifest.handles[0].base_version == 0
     assert is_equal(read(reader, manifest), {"a": weight})
 
 
@@ -179,11 +179,11 @@ def test_a_republished_version_travels_in_full() -> None:
     # The first copy was damaged, so a reader that has it must not use it as a base.
     damaged = put(writer, 1, tensors)
     reader.fetch_buckets(
-        replace(damaged, handles=tuple(replace(h, delta=None) for h in damaged.handles))
+        replace(damaged, handles=tuple(replace(h, delta_handle=None) for h in damaged.handles))
     )
     reader._last_buckets = [array.copy() for array in reader._last_buckets]
     reader._last_buckets[0][5] ^= 1
     republished = put(writer, 1, tensors)
     assert all(handle.delta_handle is None for handle in republished.handles)
     assert is_equal(read(reader, republished), tensors)
-    assert put(writer, 2, tensors).handles[0].base == 1
+    assert put(writer, 2, tensors).handles[0].base_version == 1

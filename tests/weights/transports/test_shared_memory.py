@@ -320,7 +320,7 @@ def test_a_full_file_system_raises_instead_of_killing_the_process() -> None:
     assert fetched.returncode == 0, fetched.stderr
     errors = fetched.stdout.splitlines()
     assert len(errors) == 3
-    assert all("version 1, bucket 0: needs 0.2 MB, and /mnt has" in line for line in errors)
+    assert all("version 1, bucket 0: needs 0.2 MB, but /mnt has" in line for line in errors)
 
 
 def in_child(target: Callable[..., None], *arguments: object) -> tuple[BaseProcess, Connection]:
