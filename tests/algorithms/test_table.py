@@ -182,7 +182,7 @@ def test_an_invalid_correction_is_refused(settings, message):
 
 def test_prompt_mean_requires_count_rejected():
     overrides = {"loss_aggregation": "prompt-mean", "correction": {"count_rejected": False}}
-    with pytest.raises(ConfigError, match="count_rejected=False: not possible with .*prompt-mean"):
+    with pytest.raises(ConfigError, match=r"count_rejected=False: not possible with .*prompt-mean"):
         OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), overrides))
 
 

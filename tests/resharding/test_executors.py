@@ -66,7 +66,7 @@ def test_moved_bytes_equal_the_plan(ranks: list[dict[str, Any]]) -> None:
                     counts = report.rank_bytes[rank]
                     assert outcome["received"] == counts.received_bytes, (name, kind, bucket)
                     assert outcome["sent"] == counts.sent_bytes, (name, kind, bucket)
-                    assert outcome["peak"] == counts.memory + outcome["buffers"], (
+                    assert outcome["peak"] == counts.memory_bytes + outcome["buffers"], (
                         name,
                         kind,
                         bucket,
